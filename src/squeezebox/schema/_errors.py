@@ -1,0 +1,37 @@
+"""The exception tree. Every error says what happened (with numbers), why it matters and what to do."""
+
+
+class SqueezeboxError(Exception):
+    """Root of every error raised on purpose by Squeezebox."""
+
+
+class OptionError(SqueezeboxError, ValueError):
+    """An argument or a command-line option is unknown or out of range."""
+
+
+class AttachError(SqueezeboxError, RuntimeError):
+    """A session is in the wrong state: attached twice, already detached, entered twice."""
+
+
+class UnsupportedModelError(SqueezeboxError, RuntimeError):
+    """The model cannot be captured as it is (two devices, Python hooks over compiled code)."""
+
+
+class CaptureError(SqueezeboxError, RuntimeError):
+    """A saved tensor was changed in place, or does not come back as it was saved."""
+
+
+class CodecError(SqueezeboxError, ValueError):
+    """A codec refuses a tensor: wrong dtype, NaN or infinity where the format has none."""
+
+
+class FormatError(SqueezeboxError, ValueError):
+    """Packed bytes are damaged, truncated, or written by a newer format version."""
+
+
+class DatasetError(SqueezeboxError, FileNotFoundError):
+    """A data set is missing or damaged; the message says how to get it."""
+
+
+class OutputError(SqueezeboxError, OSError):
+    """A report could not be written; nothing half-written is left behind."""
