@@ -1,0 +1,60 @@
+"""Squeezebox trains PyTorch networks in less memory by packing what autograd saves, within error bounds.
+
+In: a model and its optimizer, the training loop unchanged. Out: a session with a report.
+This door exports its names lazily: ``import squeezebox`` loads no torch, no numba and no command line.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from squeezebox.schema import (
+    AttachError,
+    CaptureError,
+    CodecError,
+    DatasetError,
+    FormatError,
+    OptionError,
+    OutputError,
+    SqueezeboxError,
+    UnsupportedModelError,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttachError",
+    "CaptureError",
+    "CodecError",
+    "DatasetError",
+    "FormatError",
+    "OptionError",
+    "OutputError",
+    "SqueezeboxError",
+    "UnsupportedModelError",
+    "__version__",
+    "attach",
+    "bounds",
+    "codecs",
+    "estimate",
+    "schema",
+]
+
+if TYPE_CHECKING:
+    from squeezebox import bounds, codecs, schema
+    from squeezebox.session import attach, estimate
+else:
+    # Hidden from type checkers, who would take any name for an attribute.
+    def __getattr__(name: str) -> object:
+        """Import the room or the function called ``name`` on its first use (PEP 562)."""
+        if name in ("bounds", "codecs", "schema"):
+            return importlib.import_module(f"squeezebox.{name}")
+        if name in ("attach", "estimate"):
+            return getattr(importlib.import_module("squeezebox.session"), name)
+        raise AttributeError(f"module 'squeezebox' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the public names, loaded or not."""
+    return __all__
