@@ -1,0 +1,26 @@
+# Every target does all set-up itself: Python 3.10 or newer with pip is enough, no compiler.
+# PYTHON=python3.12 picks the interpreter for a new .venv; PIP_* variables reach pip.
+
+VENV ?= .venv
+BENCHMARKS ?= codecs step_time comet_table accuracy
+export VENV PYTHON
+
+.PHONY: demo test check bench clean
+
+demo:  ## train the same network plain and squeezed, side by side
+	@scripts/install
+	@$(VENV)/bin/squeezebox demo
+
+test: check  ## the checks and the tests; .ci/run calls exactly this
+	@scripts/test
+
+check:  ## style, types and walls
+	@scripts/install test
+	@scripts/check
+
+bench:  ## every claim's measurement, or some: make bench BENCHMARKS="codecs step_time"
+	@scripts/install bench
+	@set -e; for name in $(BENCHMARKS); do $(VENV)/bin/python -m benchmarks.$$name; done
+
+clean:  ## what the other targets made, .venv included
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
