@@ -1,0 +1,12 @@
+"""Tensors to packed bytes and back within an error bound.
+
+In: a tensor and a bound. Out: a Packed, and the tensor again in its dtype, shape, strides and device.
+May touch: squeezebox.schema, torch, numpy; numba and Blosc2 on first use; a few threads of its own.
+"""
+
+from squeezebox.codecs._codec import Codec
+from squeezebox.codecs._packed import Packed
+from squeezebox.codecs._registry import available, get
+from squeezebox.codecs._wire import dumps, loads
+
+__all__ = ["Codec", "Packed", "available", "dumps", "get", "loads"]

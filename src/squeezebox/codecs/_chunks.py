@@ -1,0 +1,166 @@
+"""A flat tensor as a run of compressed chunks and a table that says how each one is stored.
+
+One table row of 16 bytes a chunk of 256 Ki elements: kind (u1), width of the codes in bits (u1), 2 unused
+bytes, compressed size (u4), step or constant (f8); little endian.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import isnan
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from squeezebox.codecs import _blosc, _workers
+from squeezebox.codecs._reference import _quantise
+from squeezebox.schema import FormatError
+
+CHUNK = 1 << 18
+ROW = np.dtype([("kind", "u1"), ("width", "u1"), ("unused", "<u2"), ("nbytes", "<u4"), ("value", "<f8")])
+ZERO, CONSTANT, CODES, RAW = range(4)
+CODE_LIMITS = {8: 127, 16: 32767, 32: 1 << 30}
+# Half a unit in the last place, relative.
+ROUNDING = {
+    torch.float32: 2.0**-24,
+    torch.bfloat16: 2.0**-9,
+    torch.float16: 2.0**-12,
+    torch.float64: 2.0**-53,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernels:
+    """The three loops over elements; ``_reference/_quantise.py`` says what each must compute."""
+
+    extent: Callable[[Tensor], tuple[float, float]]
+    quantise: Callable[[Tensor, float, float, bool, int, int], Tensor | None]
+    dequantise: Callable[[Tensor, float, bool, int, Tensor], None]
+
+
+REFERENCE = Kernels(
+    extent=_quantise.extent, quantise=_quantise.quantise, dequantise=_quantise.dequantise
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """One stored chunk: its table row and its bytes."""
+
+    kind: int
+    width: int = 0
+    value: float = 0.0
+    data: bytes = b""
+
+    @property
+    def row(self) -> tuple[int, int, int, int, float]:
+        """The table row."""
+        return self.kind, self.width, 0, len(self.data), self.value
+
+
+def _steps(bound: float, peak: float, dtype: torch.dtype, keep_sign: bool) -> Iterator[tuple[float, float]]:
+    """(step, limit) to try in turn: just below twice the bound, then half and a quarter of that."""
+    kind = np.float64 if dtype == torch.float64 else np.float32
+    limit = min(bound, 1e38) * (1 - 2.0**-20)
+    slack = (ROUNDING[dtype] + 4 * ROUNDING[torch.float64 if kind is np.float64 else torch.float32]) * peak
+    for step in (2 * (limit - slack), limit, limit / 2):
+        if keep_sign:
+            step = min(step, peak * (1 + 2.0**-20))
+        if 1e-36 < step < 1e38:
+            yield float(kind(step)), float(kind(limit))
+
+
+def _width(peak: float, step: float) -> int | None:
+    """The smallest code width that holds ``peak / step`` with room for rounding."""
+    largest = peak / step * (1 + 2.0**-18) + 1
+    return next((width for width, most in CODE_LIMITS.items() if largest <= most), None)
+
+
+def _bytes(flat: Tensor) -> NDArray[Any]:
+    return flat.cpu().view(torch.uint8).numpy().view(f"V{flat.element_size()}")
+
+
+def _raw(flat: Tensor) -> Chunk:
+    return Chunk(kind=RAW, data=_blosc.compress(_bytes(flat)))
+
+
+def encode(kernels: Kernels, flat: Tensor, bound: float, keep_sign: bool, lag: int) -> Chunk:
+    """One chunk, every decoded element within ``bound``; exact where no code can promise that."""
+    low, high = kernels.extent(flat)
+    if isnan(low):
+        return _raw(flat)
+    if low == high:
+        return Chunk(kind=CONSTANT if low else ZERO, value=low)
+    peak = max(-low, high)
+    for step, limit in _steps(bound, peak, flat.dtype, keep_sign):
+        width = _width(peak, step)
+        codes = kernels.quantise(flat, step, limit, keep_sign, width, lag) if width else None
+        if codes is not None and width:
+            data = _blosc.compress(codes.cpu().numpy())
+            return Chunk(kind=CODES, width=width, value=step, data=data)
+    return _raw(flat)
+
+
+def decode(
+    kernels: Kernels, row: np.void, data: NDArray[np.uint8], keep_sign: bool, lag: int, out: Tensor
+) -> None:
+    """The inverse of ``encode``, into ``out``."""
+    kind, width, value = int(row["kind"]), int(row["width"]), float(row["value"])
+    if kind in (ZERO, CONSTANT):
+        out.fill_(value)
+    elif kind == RAW:
+        raw = torch.empty(out.numel() * out.element_size(), dtype=torch.uint8)
+        _blosc.decompress(data, raw.numpy())
+        out.copy_(raw.view(out.dtype))
+    elif kind == CODES and width in CODE_LIMITS:
+        codes = torch.empty(out.numel(), dtype=_quantise.INTEGERS[width])
+        _blosc.decompress(data, codes.numpy())
+        kernels.dequantise(codes.to(out.device), value, keep_sign, lag, out)
+    else:
+        raise FormatError(f"chunk of unknown kind {kind} and width {width}; damaged.")
+
+
+def _join(chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
+    table = np.array([chunk.row for chunk in chunks], dtype=ROW)
+    blob = np.frombuffer(b"".join(chunk.data for chunk in chunks), dtype=np.uint8)
+    return torch.tensor(blob), torch.from_numpy(table.view(np.uint8))
+
+
+def pack_chunks(
+    kernels: Kernels, flat: Tensor, bound: float, keep_sign: bool, lag: int
+) -> tuple[Tensor, Tensor]:
+    """(blob, table) of a flat float tensor, every decoded element within ``bound``."""
+    pieces = flat.split(CHUNK) if flat.numel() else ()
+    return _join(
+        _workers.run(lambda index: encode(kernels, pieces[index], bound, keep_sign, lag), len(pieces))
+    )
+
+
+def unpack_chunks(
+    kernels: Kernels, blob: Tensor, table: Tensor, keep_sign: bool, lag: int, out: Tensor
+) -> None:
+    """The inverse of ``pack_chunks``, into ``out``."""
+    rows = table.numpy().view(ROW)
+    ends = np.cumsum(rows["nbytes"], dtype=np.int64)
+    pieces = out.split(CHUNK) if out.numel() else ()
+    if len(rows) != len(pieces) or (len(rows) and int(ends[-1]) != blob.numel()):
+        raise FormatError(
+            f"{len(rows)} chunks over {blob.numel()} bytes do not fit {out.numel()} elements; damaged."
+        )
+    data = blob.numpy()
+
+    def work(index: int) -> None:
+        start = int(ends[index]) - int(rows["nbytes"][index])
+        decode(kernels, rows[index], data[start : int(ends[index])], keep_sign, lag, pieces[index])
+
+    _workers.run(work, len(pieces))
+
+
+def pack_exact(flat: Tensor) -> tuple[Tensor, Tensor]:
+    """(blob, table) of any flat tensor, kept to the bit."""
+    pieces = flat.split(CHUNK) if flat.numel() else ()
+    return _join(_workers.run(lambda index: _raw(pieces[index]), len(pieces)))

@@ -1,0 +1,99 @@
+"""Variable size within an absolute error bound: `entropy`, `entropy-sign`; and `lossless`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from squeezebox.codecs import _chunks
+from squeezebox.codecs._codec import (
+    Codec,
+    expect_meta,
+    make_packed,
+    require_bound,
+    require_float,
+    require_own,
+)
+from squeezebox.codecs._layout import buffer_for, flatten, restore
+from squeezebox.codecs._packed import Packed
+from squeezebox.schema import FormatError, OptionError
+
+# Elements of the trial that chooses a lag.
+SAMPLE = 1 << 16
+
+
+def _check(packed: Packed) -> None:
+    rows = -(-packed.numel // _chunks.CHUNK)
+    found = [(part.dtype, part.numel()) for part in packed.payload]
+    if len(found) != 2 or found[0][0] != torch.uint8:
+        raise FormatError(f"packed by '{packed.codec}': expected two parts of bytes, found {found}; damaged.")
+    if found[1] != (torch.uint8, rows * _chunks.ROW.itemsize):
+        raise FormatError(f"packed by '{packed.codec}': expected {rows} table rows, found {found}; damaged.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entropy(Codec):
+    """``|x - unpack(pack(x, bound))| <= bound`` for every element, in as few bits as the data allows.
+
+    Checked in the kernel on the decoded value in the tensor's dtype; a chunk of 256 Ki elements that no
+    code can hold within the bound, or that has NaN or infinity, is kept exactly. Zeros stay zero.
+    With ``keep_sign`` a step is split at zero instead of centred on it, so no other value becomes zero.
+    """
+
+    keep_sign: bool
+
+    def pack(self, tensor: Tensor, bound: float | None = None, *, lag: int = 0) -> Packed:
+        require_float(self.name, tensor)
+        limit = require_bound(self.name, bound)
+        if lag < -1:
+            raise OptionError(f"codec '{self.name}' needs lag >= 0, or -1 to choose it, got {lag}.")
+        flat = flatten(tensor)
+        if lag == -1:
+            lag = self._choose_lag(tensor, flat, limit)
+        blob, table = torch.ops.squeezebox.pack_chunks(flat, limit, self.keep_sign, lag)
+        return make_packed(self, tensor, limit, (blob, table), {"lag": lag})
+
+    def _choose_lag(self, tensor: Tensor, flat: Tensor, bound: float) -> int:
+        """0, 1, or the size of the dim next in memory order, whichever packs a sample smallest."""
+        steps = sorted(step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+        start = max(0, flat.numel() // 2 - SAMPLE // 2)
+        sample = flat[start : start + SAMPLE]
+        lags = {0, 1, *(step for step in steps[1:2] if step < SAMPLE // 4)}
+
+        def size(lag: int) -> int:
+            blob, _ = torch.ops.squeezebox.pack_chunks(sample, bound, self.keep_sign, lag)
+            return int(blob.numel())
+
+        return min(sorted(lags), key=size)
+
+    def unpack(self, packed: Packed, out: Tensor | None = None) -> Tensor:
+        require_own(self, packed)
+        flat = buffer_for(packed, out)
+        lag = int(packed.meta["lag"])
+        torch.ops.squeezebox.unpack_chunks(*packed.payload, self.keep_sign, lag, flat)
+        return restore(flat, packed)
+
+    def check(self, packed: Packed) -> None:
+        expect_meta(packed, "lag")
+        if int(packed.meta["lag"]) < 0:
+            raise FormatError(f"packed by '{self.name}': negative lag; damaged.")
+        _check(packed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lossless(Codec):
+    """Exact for every dtype, NaN payloads included: byte shuffle and zstd."""
+
+    def pack(self, tensor: Tensor, bound: float | None = None, *, lag: int = 0) -> Packed:
+        return make_packed(self, tensor, 0.0, _chunks.pack_exact(flatten(tensor)))
+
+    def unpack(self, packed: Packed, out: Tensor | None = None) -> Tensor:
+        require_own(self, packed)
+        flat = buffer_for(packed, out)
+        _chunks.unpack_chunks(_chunks.REFERENCE, *packed.payload, False, 0, flat)
+        return restore(flat, packed)
+
+    def check(self, packed: Packed) -> None:
+        _check(packed)

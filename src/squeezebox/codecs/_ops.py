@@ -1,0 +1,164 @@
+"""The torch operators `squeezebox::*`: schema, shapes for tracing, and one kernel a backend.
+
+`CompositeExplicitAutograd` holds the plain-torch reference, which serves every device without its own
+kernel; `CPU` holds the compiled loops where numba is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from squeezebox.codecs import _chunks
+from squeezebox.codecs._reference import _bits, _groups, _window
+
+LIBRARY = torch.library.Library("squeezebox", "FRAGMENT")  # noqa: TOR901
+
+
+def _bytes(numel: Any, bits: int) -> Any:
+    return (numel + 255) // 256 * (32 * bits)
+
+
+def _fake_codes(flat: Tensor, bits: int) -> Tensor:
+    return flat.new_empty(_bytes(flat.numel(), bits), dtype=torch.uint8)
+
+
+def _fake_scales(flat: Tensor, count: int) -> Tensor:
+    groups = (flat.numel() + 255) // 256
+    return flat.new_empty(count * groups, dtype=_groups.compute_dtype(flat.dtype))
+
+
+def _fake_groups(count: int) -> Callable[..., tuple[Tensor, Tensor]]:
+    def fake(flat: Tensor, bits: int, stochastic: bool, seed: int) -> tuple[Tensor, Tensor]:
+        return _fake_codes(flat, bits), _fake_scales(flat, count)
+
+    return fake
+
+
+def _fake_flag(flat: Tensor) -> Tensor:
+    return flat.new_empty((), dtype=torch.bool)
+
+
+def _fake_chunks(flat: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    context = torch.library.get_ctx()
+    sizes = context.new_dynamic_size(), context.new_dynamic_size()
+    blob, table = (torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes)
+    return blob, table
+
+
+def _nothing(*_: object) -> None:
+    return None
+
+
+def _pack_chunks(flat: Tensor, bound: float, keep_sign: bool, lag: int) -> tuple[Tensor, Tensor]:
+    return _chunks.pack_chunks(_chunks.REFERENCE, flat, bound, keep_sign, lag)
+
+
+def _unpack_chunks(blob: Tensor, table: Tensor, keep_sign: bool, lag: int, out: Tensor) -> None:
+    _chunks.unpack_chunks(_chunks.REFERENCE, blob, table, keep_sign, lag, out)
+
+
+# name, schema, reference, shapes for tracing
+OPERATORS: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] = (
+    (
+        "pack_zero",
+        "(Tensor flat, int bits, bool stochastic, int seed) -> (Tensor, Tensor)",
+        _groups.pack_zero,
+        _fake_groups(1),
+    ),
+    (
+        "unpack_zero",
+        "(Tensor codes, Tensor scales, int bits, bool stochastic, Tensor(a!) out) -> ()",
+        _groups.unpack_zero,
+        _nothing,
+    ),
+    (
+        "pack_minmax",
+        "(Tensor flat, int bits, bool stochastic, int seed) -> (Tensor, Tensor)",
+        _groups.pack_minmax,
+        _fake_groups(2),
+    ),
+    (
+        "unpack_minmax",
+        "(Tensor codes, Tensor scales, int bits, Tensor(a!) out) -> ()",
+        _groups.unpack_minmax,
+        _nothing,
+    ),
+    (
+        "pack_nonzero",
+        "(Tensor flat, float value) -> (Tensor, Tensor)",
+        _bits.pack_nonzero,
+        lambda flat, value: (_fake_codes(flat, 1), _fake_flag(flat)),
+    ),
+    ("pack_positive", "(Tensor flat) -> Tensor", _bits.pack_positive, lambda flat: _fake_codes(flat, 1)),
+    (
+        "pack_between",
+        "(Tensor flat, float lower, float upper, bool inclusive) -> Tensor",
+        _bits.pack_between,
+        lambda flat, lower, upper, inclusive: _fake_codes(flat, 1),
+    ),
+    (
+        "unpack_bits",
+        "(Tensor packed, float zero, float one, Tensor(a!) out) -> ()",
+        _bits.unpack_bits,
+        _nothing,
+    ),
+    (
+        "pack_codes",
+        "(Tensor codes, int bits) -> Tensor",
+        _bits.pack_codes,
+        _fake_codes,
+    ),
+    (
+        "unpack_codes",
+        "(Tensor packed, int bits, int numel) -> Tensor",
+        lambda packed, bits, numel: _bits.unpack_codes(packed, bits, numel).contiguous(),
+        lambda packed, bits, numel: packed.new_empty(numel),
+    ),
+    (
+        "pack_offsets",
+        "(Tensor indices, Tensor base, Tensor places, int inner) -> (Tensor, Tensor)",
+        _window.pack_offsets,
+        lambda indices, base, places, inner: (
+            indices.new_empty(indices.numel(), dtype=torch.uint8),
+            _fake_flag(indices),
+        ),
+    ),
+    (
+        "unpack_offsets",
+        "(Tensor codes, Tensor base, Tensor places, int inner, Tensor(a!) out) -> ()",
+        _window.unpack_offsets,
+        _nothing,
+    ),
+    (
+        "pack_chunks",
+        "(Tensor flat, float bound, bool keep_sign, int lag) -> (Tensor, Tensor)",
+        _pack_chunks,
+        _fake_chunks,
+    ),
+    (
+        "unpack_chunks",
+        "(Tensor blob, Tensor table, bool keep_sign, int lag, Tensor(a!) out) -> ()",
+        _unpack_chunks,
+        _nothing,
+    ),
+)
+
+
+def _register() -> None:
+    for name, schema, reference, fake in OPERATORS:
+        LIBRARY.define(name + schema)
+        LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"squeezebox::{name}", fake, lib=LIBRARY)
+    if find_spec("numba") is not None:
+        from squeezebox.codecs import _cpu
+
+        for name, kernel in _cpu.KERNELS.items():
+            LIBRARY.impl(name, kernel, "CPU")
+
+
+_register()

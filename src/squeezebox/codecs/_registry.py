@@ -1,0 +1,85 @@
+"""The codecs by name: one row each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+
+from squeezebox.codecs import _ops  # noqa: F401  (registers the operators the codecs call)
+from squeezebox.codecs._cast import Cast
+from squeezebox.codecs._codec import Codec
+from squeezebox.codecs._entropy import Entropy, Lossless
+from squeezebox.codecs._flags import Interval, Mask, Sign
+from squeezebox.codecs._groups import MinMaxGroups, ZeroGroups
+from squeezebox.codecs._keep import Keep
+from squeezebox.codecs._narrow import Narrow
+from squeezebox.codecs._pool_index import PoolIndex
+from squeezebox.schema import OptionError
+
+
+def _exact() -> Iterator[Codec]:
+    yield Keep(name="keep", exact=True, preserves_sign=True, fixed_size=True)
+    yield Mask(name="mask", exact=True, preserves_sign=True, fixed_size=True)
+    yield Narrow(name="narrow", exact=True, preserves_sign=True, fixed_size=False)
+    yield PoolIndex(name="pool-index", exact=True, preserves_sign=True, fixed_size=True)
+    yield Lossless(name="lossless", exact=True, preserves_sign=True, fixed_size=False)
+
+
+def _flags() -> Iterator[Codec]:
+    yield Sign(name="sign", exact=False, preserves_sign=False, fixed_size=True)
+    yield Interval(name="interval", exact=False, preserves_sign=False, fixed_size=True)
+
+
+def _groups() -> Iterator[Codec]:
+    for bits in (8, 4, 3, 2):
+        yield ZeroGroups(name=f"zero{bits}", exact=False, preserves_sign=True, fixed_size=True, bits=bits)
+        yield MinMaxGroups(
+            name=f"minmax{bits}", exact=False, preserves_sign=False, fixed_size=True, bits=bits
+        )
+        for family, kind in (("zero", ZeroGroups), ("minmax", MinMaxGroups)):
+            yield kind(
+                name=f"{family}{bits}-stochastic",
+                exact=False,
+                preserves_sign=False,
+                fixed_size=True,
+                bits=bits,
+                stochastic=True,
+            )
+
+
+def _casts() -> Iterator[Codec]:
+    rows = (
+        ("bf16", torch.bfloat16, False),
+        ("fp8-e4m3", torch.float8_e4m3fn, True),
+        ("fp8-e5m2", torch.float8_e5m2, True),
+    )
+    for name, target, scaled in rows:
+        yield Cast(
+            name=name, exact=False, preserves_sign=False, fixed_size=True, target=target, scaled=scaled
+        )
+
+
+def _variable() -> Iterator[Codec]:
+    yield Entropy(name="entropy", exact=False, preserves_sign=False, fixed_size=False, keep_sign=False)
+    yield Entropy(name="entropy-sign", exact=False, preserves_sign=True, fixed_size=False, keep_sign=True)
+
+
+@lru_cache(maxsize=1)
+def _table() -> dict[str, Codec]:
+    rows = (_exact, _flags, _groups, _casts, _variable)
+    return {codec.name: codec for family in rows for codec in family()}
+
+
+def available() -> tuple[str, ...]:
+    """Names of all codecs."""
+    return tuple(_table())
+
+
+def get(name: str) -> Codec:
+    """The codec of this name; OptionError, listing the names, if there is none."""
+    codec = _table().get(name)
+    if codec is None:
+        raise OptionError(f"no codec '{name}'; there are {', '.join(available())}.")
+    return codec

@@ -1,0 +1,50 @@
+"""A few threads shared by all packers; the kernels and Blosc2 run without the interpreter lock."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+@lru_cache(maxsize=1)
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="squeezebox")
+
+
+# A forked child has none of its parent's threads: it must start its own.
+os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
+def run(work: Callable[[int], Result], count: int) -> list[Result]:
+    """``[work(0), ..., work(count - 1)]`` on ``torch.get_num_threads()`` threads, this one included."""
+    threads = min(torch.get_num_threads(), count)
+    if threads <= 1:
+        return [work(index) for index in range(count)]
+    todo = iter(range(count))  # next() on a range iterator is atomic: threads share it without a lock
+    results: dict[int, Result] = {}
+
+    def drain() -> None:
+        for index in todo:
+            results[index] = work(index)
+
+    others = [_pool(torch.get_num_threads() - 1).submit(drain) for _ in range(threads - 1)]
+    try:
+        drain()
+    finally:
+        for other in others:
+            other.result()
+    return [results[index] for index in range(count)]
+
+
+def spans(count: int, least: int) -> list[tuple[int, int]]:
+    """``range(count)`` in a few runs of at least ``least``, for ``run``: four for each thread at most."""
+    pieces = max(1, min(4 * torch.get_num_threads(), count // least))
+    edges = [count * piece // pieces for piece in range(pieces + 1)]
+    return list(zip(edges[:-1], edges[1:], strict=True))
