@@ -1,0 +1,33 @@
+"""How much error each saved tensor may carry: the error law, its propagation, and bound controllers.
+
+In: statistics of a due step (plain numbers). Out: one absolute error bound a tensor, and new state.
+May touch: schema only; no torch, no tensors.
+"""
+
+from squeezebox.bounds._allocation import allocate, rate_slope
+from squeezebox.bounds._controllers import (
+    Comet,
+    Controller,
+    ControllerState,
+    Fixed,
+    NoiseBudget,
+    WarmUp,
+    predicted_noise,
+    refresh_due,
+)
+from squeezebox.bounds._propagation import gradient_energy, sensitivities
+
+__all__ = [
+    "Comet",
+    "Controller",
+    "ControllerState",
+    "Fixed",
+    "NoiseBudget",
+    "WarmUp",
+    "allocate",
+    "gradient_energy",
+    "predicted_noise",
+    "rate_slope",
+    "refresh_due",
+    "sensitivities",
+]

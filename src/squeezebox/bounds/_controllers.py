@@ -1,0 +1,237 @@
+"""Bound controllers: statistics in, one absolute error bound a tensor out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from squeezebox.bounds._allocation import allocate
+from squeezebox.bounds._propagation import sensitivities
+from squeezebox.schema import FormatError, OptionError, Role, StepStatistics
+
+_SMOOTHING = 0.5  # weight of the newest statistics in the running (logarithmic) mean
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControllerState:
+    """What a controller knows: bounds and sensitivities by tensor key, and updates seen."""
+
+    bounds: Mapping[str, float] = field(default_factory=dict)
+    sensitivities: Mapping[str, float] = field(default_factory=dict)
+    updates: int = 0
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for ``state_dict()``; Python floats survive JSON and torch.save to the bit."""
+        return {
+            "bounds": dict(self.bounds),
+            "sensitivities": dict(self.sensitivities),
+            "updates": self.updates,
+        }
+
+    @staticmethod
+    def from_dict(values: Mapping[str, object]) -> ControllerState:
+        """The state that :meth:`to_dict` gave.
+
+        Raises:
+            FormatError: a field is missing or of the wrong type.
+        """
+        bounds, known, updates = (values.get(name) for name in ("bounds", "sensitivities", "updates"))
+        if not isinstance(bounds, Mapping) or not isinstance(known, Mapping) or not isinstance(updates, int):
+            raise FormatError(
+                f"controller state has fields {sorted(values)}; it needs bounds, sensitivities and updates. "
+                "Pass the object that state_dict() gave."
+            )
+        return ControllerState(bounds=dict(bounds), sensitivities=dict(known), updates=updates)
+
+
+class Controller(Protocol):
+    """Chooses every tensor's bound. State goes in, state comes out."""
+
+    def due(self, step: int) -> bool:
+        """Whether step number ``step`` (from 0) gathers statistics for an update."""
+
+    def bound(
+        self, state: ControllerState, key: str, role: Role, rms: Callable[[], float]
+    ) -> float | None:
+        """Absolute error bound of one tensor; None: hold it exactly.
+
+        ``rms()`` measures the root mean square of the tensor's non-zero elements, when asked.
+        """
+
+    def update(self, state: ControllerState, statistics: StepStatistics) -> ControllerState:
+        """The state after a due step."""
+
+
+def refresh_due(step: int, interval: int) -> bool:
+    """Steps 0, 1, 2, 4, 8, ... up to ``interval``, then every ``interval``: training moves fastest first."""
+    if step < interval:
+        return step & (step - 1) == 0
+    return step % interval == 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fixed:
+    """One bound for all tensors: absolute, or a share of each tensor's rms (``relative``)."""
+
+    value: float
+    relative: bool = True
+    interval: int = 256
+
+    def __post_init__(self) -> None:
+        _require_positive("bound", self.value)
+
+    def due(self, step: int) -> bool:
+        """Statistics only feed the report here."""
+        return refresh_due(step, self.interval)
+
+    def bound(
+        self, state: ControllerState, key: str, role: Role, rms: Callable[[], float]
+    ) -> float | None:
+        """``value``, times the tensor's rms if relative."""
+        return self.value * rms() if self.relative else self.value
+
+    def update(self, state: ControllerState, statistics: StepStatistics) -> ControllerState:
+        """Only the sensitivities change."""
+        return _observed(state, statistics)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoiseBudget:
+    """Holds the step's relative gradient noise at ``noise`` and spends it where bits are dearest.
+
+    Minimises the packed bits subject to ``sum_l c_l * bound_l^2 <= noise * ||g||^2`` (docs/theory.md,
+    allocation; :func:`squeezebox.bounds.allocate`). Until a tensor has been measured its bound is a
+    cautious share of its rms, ``first_share * sqrt(noise)``.
+    """
+
+    noise: float
+    interval: int = 256
+    first_share: float = 0.5
+    highest_share: float = 0.8
+
+    def __post_init__(self) -> None:
+        _require_positive("noise", self.noise)
+
+    def due(self, step: int) -> bool:
+        """Often at first, then every ``interval`` steps."""
+        return refresh_due(step, self.interval)
+
+    def bound(
+        self, state: ControllerState, key: str, role: Role, rms: Callable[[], float]
+    ) -> float | None:
+        """The allocated bound, or the cautious one of a tensor not seen before."""
+        known = state.bounds.get(key)
+        return known if known is not None else self.first_share * math.sqrt(self.noise) * rms()
+
+    def update(self, state: ControllerState, statistics: StepStatistics) -> ControllerState:
+        """Allocate the budget anew from the running sensitivities."""
+        seen = _observed(state, statistics)
+        bounds = allocate(
+            self.noise, statistics.tensors, seen.sensitivities, highest_share=self.highest_share
+        )
+        return replace(seen, bounds={**seen.bounds, **bounds})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comet:
+    """COMET's adaptive bound on convolution inputs (arXiv:2111.09562, section 4); the rest is exact.
+
+    The accepted standard deviation of a layer's gradient error is ``acceptance`` times the mean
+    absolute momentum, and the paper's model of that deviation,
+
+        sigma = coefficient * mean|loss| * sqrt(N * R) * bound,
+
+    is solved for the bound every ``interval`` iterations. N counts the products that one weight sums,
+    batch times output positions: the paper writes the batch and folds the positions into its fitted
+    coefficient. ``coefficient=None`` takes the error law's own value for evenly spread errors and
+    normal gradients, ``sqrt(1/3) * sqrt(pi/2)``.
+    """
+
+    coefficient: float | None = 0.32
+    acceptance: float = 0.01
+    interval: int = 1000
+    first_share: float = 0.02
+
+    def __post_init__(self) -> None:
+        _require_positive("acceptance", self.acceptance)
+        if self.coefficient is not None:
+            _require_positive("coefficient", self.coefficient)
+
+    def due(self, step: int) -> bool:
+        """At the start, then at the paper's interval."""
+        return step in (0, 1) or step % self.interval == 0
+
+    def bound(
+        self, state: ControllerState, key: str, role: Role, rms: Callable[[], float]
+    ) -> float | None:
+        """The layer's bound for a convolution's input, None for everything else."""
+        if role is not Role.CONV_INPUT:
+            return None
+        known = state.bounds.get(key)
+        return known if known is not None else self.first_share * rms()
+
+    def update(self, state: ControllerState, statistics: StepStatistics) -> ControllerState:
+        """Solve the paper's model for every layer that was seen."""
+        seen = _observed(state, statistics)
+        coefficient = self.coefficient if self.coefficient is not None else math.sqrt(math.pi / 6.0)
+        bounds = dict(seen.bounds)
+        for tensor in statistics.tensors:
+            momentum = statistics.mean_abs_momentum.get(tensor.parameter, 0.0)
+            products = tensor.batch * tensor.positions * tensor.nonzero
+            deviation = coefficient * tensor.mean_abs_loss * math.sqrt(products)
+            if deviation > 0.0 and momentum > 0.0:
+                bounds[tensor.key] = self.acceptance * momentum / deviation
+        return replace(seen, bounds=bounds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WarmUp:
+    """Holds everything exactly for the first ``updates`` updates of another controller."""
+
+    controller: Controller
+    updates: int
+
+    def due(self, step: int) -> bool:
+        """As the wrapped controller."""
+        return self.controller.due(step)
+
+    def bound(
+        self, state: ControllerState, key: str, role: Role, rms: Callable[[], float]
+    ) -> float | None:
+        """None until warm, then the wrapped controller's bound."""
+        if state.updates < self.updates:
+            return None
+        return self.controller.bound(state, key, role, rms)
+
+    def update(self, state: ControllerState, statistics: StepStatistics) -> ControllerState:
+        """As the wrapped controller."""
+        return self.controller.update(state, statistics)
+
+
+def predicted_noise(state: ControllerState, bounds: Mapping[str, float]) -> float | None:
+    """Relative gradient noise expected of these bounds; None before any sensitivity is known."""
+    if not state.sensitivities:
+        return None
+    return sum(state.sensitivities.get(key, 0.0) * bound**2 for key, bound in bounds.items())
+
+
+def _observed(state: ControllerState, statistics: StepStatistics) -> ControllerState:
+    """The state with the newest sensitivities mixed into the running mean."""
+    merged = dict(state.sensitivities)
+    for key, newest in sensitivities(statistics).items():
+        known = merged.get(key, 0.0)
+        if known > 0.0 and newest > 0.0:
+            merged[key] = math.exp((1 - _SMOOTHING) * math.log(known) + _SMOOTHING * math.log(newest))
+        else:
+            merged[key] = newest
+    return replace(state, sensitivities=merged, updates=state.updates + 1)
+
+
+def _require_positive(name: str, value: float) -> None:
+    if not value > 0.0 or math.isinf(value):
+        raise OptionError(
+            f"{name}={value} is not a positive finite number. Give a value such as 1e-3, "
+            "or exact=True to allow no loss at all."
+        )

@@ -1,0 +1,62 @@
+"""Noise through the backward graph: what an error injected at one node costs in all gradients."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from squeezebox.schema import Edge, NodeStatistics, StepStatistics
+
+
+def sensitivities(statistics: StepStatistics) -> dict[str, float]:
+    """Relative gradient noise of every tensor for a unit bound.
+
+    White noise in a node's output gradient is carried to each of its inputs with the gain the signal
+    itself showed, and ends in the weights of every layer it passes, where it adds up incoherently:
+    ``E||err dW||^2 = C_in*k^2 * mean(x^2) * ||e||^2`` (docs/theory.md, upstream noise). Energies of
+    independent errors add.
+
+    Args:
+        statistics: one due step's nodes; an autograd node's number is above those it leads to.
+
+    Returns:
+        key -> squared error of all parameter gradients, per squared bound, over the squared norm of all
+        parameter gradients. Empty if no gradient reached a parameter.
+    """
+    total = gradient_energy(statistics.nodes)
+    if total <= 0.0:
+        return {}
+    reach = _reach(statistics.nodes)
+    costs: dict[str, float] = defaultdict(float)
+    for node in statistics.nodes:
+        for injection in node.injections:
+            if injection.edge < len(node.edges):
+                edge = node.edges[injection.edge]
+                costs[injection.key] += injection.energy * _arrival(edge, reach) / total
+    return dict(costs)
+
+
+def gradient_energy(nodes: Iterable[NodeStatistics]) -> float:
+    """Squared L2 norm of all parameter gradients (each use of a shared parameter by itself)."""
+    return sum(edge.energy for node in nodes for edge in node.edges if edge.parameter)
+
+
+def _reach(nodes: Iterable[NodeStatistics]) -> dict[int, float]:
+    """Node number -> squared error in all parameters per unit of squared noise in its output gradient."""
+    reach: dict[int, float] = {}
+    for node in sorted(nodes, key=lambda node: node.number):
+        total = 0.0
+        for edge in node.edges:
+            if edge.gain is not None:
+                total += edge.gain
+            elif node.grad_energy > 0.0:
+                total += edge.energy / node.grad_energy * _arrival(edge, reach)
+        reach[node.number] = total
+    return reach
+
+
+def _arrival(edge: Edge, reach: Mapping[int, float]) -> float:
+    """What noise already on this edge's gradient costs: itself at a parameter, else what follows."""
+    if edge.parameter or edge.gain is not None:
+        return 1.0
+    return 0.0 if edge.target is None else reach.get(edge.target, 0.0)

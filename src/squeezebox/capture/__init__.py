@@ -1,0 +1,25 @@
+"""See what autograd saves, tensor by tensor, and hold something smaller in its place.
+
+In: a model, a policy that picks codecs and bounds. Out: rows of saved tensors, due statistics, checks.
+May touch: torch's saved-tensor hooks, function modes and autograd nodes; codecs and bounds below.
+"""
+
+from squeezebox.capture._install import Installation, check_supported, foreign_hooks, in_backward
+from squeezebox.capture._recorder import Recorder
+from squeezebox.capture._rules import Rule
+from squeezebox.capture._statistics import Collector
+from squeezebox.capture._store import Choice, Policy, Row, Store
+
+__all__ = [
+    "Choice",
+    "Collector",
+    "Installation",
+    "Policy",
+    "Recorder",
+    "Row",
+    "Rule",
+    "Store",
+    "check_supported",
+    "foreign_hooks",
+    "in_backward",
+]

@@ -1,0 +1,55 @@
+"""Reused buffers to decode into: fresh pages, not arithmetic, bound decoding on a CPU."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True)
+class _Buffer:
+    data: torch.Tensor
+    owner: weakref.ref[object]
+    form: str
+
+    def is_idle(self) -> bool:
+        storage = self.data.untyped_storage()
+        # One use is the buffer's own tensor, one the storage object made on the line above.
+        return torch._C._storage_Use_Count(storage._cdata) <= 2
+
+
+class Arena:
+    """Hands out flat CPU buffers and takes them back once nothing else refers to their storage.
+
+    At most one idle buffer outlives a request, so that reuse does not raise the step's peak. A buffer
+    whose contents were decoded for the same owner and form is handed out again as it is.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[_Buffer] = []
+
+    def find(self, owner: object, form: str) -> torch.Tensor | None:
+        """The bytes already decoded for ``owner``, if a buffer still holds them."""
+        for buffer in self._buffers:
+            if buffer.owner() is owner and buffer.form == form:
+                return buffer.data
+        return None
+
+    def take(self, nbytes: int, owner: object, form: str) -> torch.Tensor:
+        """A uint8 buffer of at least ``nbytes``, from now on labelled with ``owner`` and ``form``."""
+        idle = [buffer for buffer in self._buffers if buffer.is_idle()]
+        chosen = next((b for b in idle if nbytes <= b.data.numel() <= 2 * nbytes), None)
+        self._buffers = [b for b in self._buffers if b is chosen or b not in idle]
+        idle.clear()
+        if chosen is None:
+            chosen = _Buffer(torch.empty(0, dtype=torch.uint8), weakref.ref(owner), form)
+            chosen.data = torch.empty(nbytes, dtype=torch.uint8)
+            self._buffers.append(chosen)
+        chosen.owner, chosen.form = weakref.ref(owner), form
+        return chosen.data
+
+    def clear(self) -> None:
+        """Forget every buffer; those still in use live on with their users."""
+        self._buffers.clear()

@@ -1,0 +1,64 @@
+"""Reading the autograd graph: the nodes an operator just made and the tensors they saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+# Leaf nodes (AccumulateGrad) carry the largest 64-bit number instead of a sequence number.
+_LEAF_SEQUENCE = 1 << 62
+_SAVED: dict[type, tuple[str, ...]] = {}  # a cache of dir(), which is slow
+
+
+def sequence_number() -> int:
+    """The number that the next autograd node made on this thread will get."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def new_nodes(outputs: Any, since: int) -> Iterator[Node]:
+    """The nodes behind ``outputs`` that were made at or after sequence number ``since``."""
+    stack = [tensor.grad_fn for tensor in _tensors(outputs)]
+    seen: set[int] = set()
+    while stack:
+        node = stack.pop()
+        if node is None:
+            continue
+        number = node_number(node)
+        if number < since or number in seen or number >= _LEAF_SEQUENCE:
+            continue
+        seen.add(number)
+        yield node
+        stack.extend(next_node for next_node, _ in node.next_functions)
+
+
+def node_number(node: Node) -> int:
+    """A node's sequence number: unique and rising within a thread."""
+    return int(node._sequence_nr())
+
+
+def is_leaf_node(node: Node) -> bool:
+    """Whether the node accumulates into a leaf's gradient."""
+    return node_number(node) >= _LEAF_SEQUENCE
+
+
+def saved_attributes(node: Node) -> tuple[str, ...]:
+    """Names of the tensors that a node made in C++ saved, in a fixed order."""
+    kind = type(node)
+    if kind not in _SAVED:
+        prefix = "_raw_saved_"
+        names = (name for name in dir(kind) if name.startswith(prefix))
+        _SAVED[kind] = tuple(name.removeprefix(prefix) for name in names)
+    return _SAVED[kind]
+
+
+def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
+    if isinstance(outputs, torch.Tensor):
+        yield outputs
+    elif isinstance(outputs, (tuple, list)):
+        for output in outputs:
+            yield from _tensors(output)
+    elif isinstance(outputs, dict):
+        yield from _tensors(list(outputs.values()))

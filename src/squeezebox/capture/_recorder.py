@@ -1,0 +1,194 @@
+"""Watches a forward pass: every tensor autograd saves is matched with its reader, then packed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from squeezebox.capture._graph import new_nodes, saved_attributes, sequence_number
+from squeezebox.capture._rules import OTHER, Rule, operator_name, rule_for
+from squeezebox.capture._statistics import Collector
+from squeezebox.capture._store import SMALL_BYTES, Handle, Store
+from squeezebox.schema import UnsupportedModelError
+
+
+class Recorder(TorchFunctionMode):
+    """A context around forward: packs what autograd saves into a :class:`Store`.
+
+    Between an operator's start and end its saved tensors are only noted. When it returns, the autograd
+    nodes it made say which attribute each one is, so the roles are exact for any code that calls torch,
+    and the tensors are packed at once. Tensors that no operator of torch claims (custom Functions, the
+    inputs of checkpointed regions) are held exactly.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self.store = store
+        self.collector: Collector | None = None
+        self.bypass = False
+        self.active = False
+        self.backward_seen = False
+        self.path: list[str] = []
+        self._pending: list[Handle] = []
+        self._reading: list[Handle] | None = None
+        self._occurrences: Counter[str] = Counter()
+        self._owned: set[int] = set()
+        self._pack_hook = self._pack
+        self._stack = contextlib.ExitStack()
+
+    def start_step(self) -> None:
+        """Forget the last step's rows and occurrence counts."""
+        self.backward_seen = False
+        self._occurrences.clear()
+        self.store.start_step()
+
+    def own(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Name the tensors that somebody else holds: parameters, buffers, the caller's inputs."""
+        self._owned = {
+            tensor.untyped_storage()._cdata for tensor in tensors if type(tensor.data) is torch.Tensor
+        }
+
+    def __enter__(self) -> Recorder:
+        super().__enter__()
+        self.active = True
+        self._stack.enter_context(saved_tensors_hooks(self._pack_hook, self._unpack))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                self._settle_unclaimed()
+        finally:
+            self.active = False
+            self._pending.clear()
+            self._stack.close()
+            super().__exit__(kind, error, traceback)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._pending:
+            self._settle_unclaimed()
+        since = sequence_number()
+        out = func(*args, **(kwargs or {}))
+        if self._pending or self.collector is not None:
+            with torch.no_grad():
+                self._claim(out if out is not None else args, since, getattr(func, "__name__", ""))
+        return out
+
+    def _pack(self, tensor: torch.Tensor) -> Handle:
+        handle = Handle(tensor)
+        if self.bypass or self._is_borrowed(tensor):
+            self.store.leave(handle, borrowed=not self.bypass)
+        elif tensor.numel() * tensor.element_size() < SMALL_BYTES:
+            self.store.leave(handle, borrowed=False)
+        else:
+            self._pending.append(handle)
+        return handle
+
+    def _unpack(self, handle: Handle) -> torch.Tensor:
+        if self._reading is not None:
+            self._reading.append(handle)
+            return handle.tensor if handle.tensor is not None else torch.empty(0)
+        self.backward_seen = True
+        return self.store.unpack(handle)
+
+    def _is_borrowed(self, tensor: torch.Tensor) -> bool:
+        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        if not plain or isinstance(tensor._base, torch.nn.Parameter):
+            return True
+        return tensor.untyped_storage()._cdata in self._owned
+
+    def _claim(self, outputs: Any, since: int, function: str) -> None:
+        """Match pending handles with the attributes of the nodes that the operator made."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        mine = top is not None and top[0] is self._pack_hook
+        nodes = list(new_nodes(outputs, since))
+        for node in nodes:
+            operator = operator_name(node.name())
+            if operator.startswith("CompiledFunction"):
+                raise UnsupportedModelError(_COMPILED)
+            readers = self._readers(node) if mine else []
+            rules = [_rule(operator, attribute, function, handle) for attribute, handle in readers]
+            if self.collector is not None:
+                self.collector.watch(node, operator, self.module, list(zip(readers, rules)))
+            for (attribute, handle), rule in zip(readers, rules):
+                if handle in self._pending:
+                    options = _options(rule, node, readers)
+                    self._settle(handle, rule, options, operator, attribute)
+        self._settle_unclaimed()
+        if self.collector is not None:
+            self.collector.note_packed(nodes)
+
+    @property
+    def module(self) -> str:
+        """Path of the module whose forward is running ('' for the model itself)."""
+        return self.path[-1] if self.path else ""
+
+    def _readers(self, node: Node) -> list[tuple[str, Handle]]:
+        readers: list[tuple[str, Handle]] = []
+        for attribute in saved_attributes(node):
+            self._reading = []
+            try:
+                getattr(node, f"_saved_{attribute}")
+            finally:
+                found, self._reading = self._reading, None
+            readers.extend((attribute, handle) for handle in found)
+        return readers
+
+    def _settle(
+        self, handle: Handle, rule: Rule, options: dict[str, object], operator: str, attribute: str
+    ) -> None:
+        self._pending.remove(handle)
+        exact = self.collector.exact_copy(handle) if self.collector is not None else None
+        self.store.settle(handle, rule, lambda: self._key(operator, attribute), options)
+        handle.exact = exact
+
+    def _settle_unclaimed(self) -> None:
+        for handle in self._pending:
+            self.store.settle(handle, OTHER, lambda: self._key("custom", "saved"), {})
+        self._pending.clear()
+
+    def _key(self, operator: str, attribute: str) -> tuple[str, str]:
+        name = f"{self.module}:{operator.removesuffix('Backward')}.{attribute}"
+        self._occurrences[name] += 1
+        count = self._occurrences[name]
+        return (name if count == 1 else f"{name}#{count}"), self.module
+
+
+_COMPILED = (
+    "part of the model is compiled by torch.compile: saved-tensor hooks written in Python would unpack "
+    "everything before its backward starts and raise the peak. Attach to the eager model instead (drop "
+    "torch.compile for this run, or compile only code that saves nothing)."
+)
+
+
+def _rule(operator: str, attribute: str, function: str, handle: Handle) -> Rule:
+    if handle.tensor is None:
+        return OTHER
+    dtype = handle.tensor.dtype
+    kind = "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "integer"
+    return rule_for(operator, attribute, function, kind=kind)
+
+
+def _options(rule: Rule, node: Any, readers: list[tuple[str, Handle]]) -> dict[str, object]:
+    """What an exact codec must know of the operator."""
+    if rule.codec == "interval":
+        return {"lower": float(node._saved_min_val), "upper": float(node._saved_max_val)}
+    if rule.codec != "pool-index":
+        return {}
+    names = ("kernel_size", "stride", "padding", "dilation")
+    options: dict[str, object] = {name: tuple(getattr(node, f"_saved_{name}")) for name in names}
+    options["stride"] = options["stride"] or options["kernel_size"]
+    options["input_shape"] = dict(readers)["self"].geometry[0]
+    return options

@@ -1,0 +1,306 @@
+"""Saved storages and what is held instead of them: each packed once, however many views or savers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from squeezebox import codecs
+from squeezebox.capture._arena import Arena
+from squeezebox.capture._rules import OTHER, Rule
+from squeezebox.schema import CaptureError, CodecError, Reads, Role, SavedTensor
+
+SMALL_BYTES = 4096  # below this a packed object's own overhead eats the saving
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """A codec's name and the absolute error bound it is given."""
+
+    codec: str
+    bound: float | None = None
+
+
+class Policy(Protocol):
+    """Decides how a tensor of which backward reads the values is held."""
+
+    def choose(self, key: str, rule: Rule, tensor: torch.Tensor) -> Choice:
+        """The codec for a flat tensor; ``Choice(codec="keep")`` holds the tensor itself."""
+
+
+@dataclass(slots=True)
+class Row:
+    """The report's view of one entry; outlives it."""
+
+    key: str
+    module: str
+    rule: Rule
+    shape: tuple[int, ...]
+    dtype: str
+    saved_bytes: int
+    roles: list[Role] = field(default_factory=list)
+    packed: dict[str, int] = field(default_factory=dict)
+    bound: float = 0.0
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes held for the storage in all its packed forms."""
+        return sum(self.packed.values())
+
+    def freeze(self, noise_share: float | None) -> SavedTensor:
+        """The row as the report's frozen noun."""
+        return SavedTensor(
+            key=self.key,
+            role=self.rule.role,
+            roles=tuple(dict.fromkeys(self.roles)),
+            module=self.module,
+            shape=self.shape,
+            dtype=self.dtype,
+            saved_bytes=self.saved_bytes,
+            packed_bytes=self.packed_bytes,
+            codec="+".join(self.packed) or "none",
+            bound=self.bound,
+            noise_share=noise_share,
+        )
+
+
+class Entry:
+    """One saved storage. ``packed`` maps a form ("values", "sign", ...) to packed bytes."""
+
+    __slots__ = ("__weakref__", "device", "dtype", "kept", "numel", "packed", "row", "storage", "version")
+
+    def __init__(self, tensor: torch.Tensor, row: Row) -> None:
+        storage = tensor.untyped_storage()
+        self.storage = StorageWeakRef(storage)
+        self.version = tensor._version
+        self.dtype = tensor.dtype
+        self.numel = storage.nbytes() // tensor.element_size()
+        self.packed: dict[str, codecs.Packed] = {}
+        self.kept: torch.Tensor | None = None
+        self.device = tensor.device
+        self.row = row
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is a view of this entry's storage with the contents that were packed."""
+        return (
+            not self.storage.expired()
+            and self.version == tensor._version
+            and self.dtype == tensor.dtype
+        )
+
+
+class Handle:
+    """What autograd holds instead of one saved tensor."""
+
+    __slots__ = ("attribute", "entry", "exact", "form", "geometry", "override", "rule", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.geometry = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        self.version = tensor._version
+        self.rule = OTHER
+        self.attribute = ""
+        self.form = "borrowed"
+        self.entry: Entry | None = None
+        self.exact: torch.Tensor | None = None  # kept beside the packed form where a check is due
+        self.override: torch.Tensor | None = None  # what a check or a probe wants backward to read
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor while it is there."""
+        return 0 if self.tensor is None else self.tensor.numel() * self.tensor.element_size()
+
+
+class Store:
+    """The table of living entries, and packing and unpacking through it."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.arena = Arena()
+        self.rows: list[Row] = []
+        self.borrowed: dict[int, int] = {}
+        self.small: dict[int, int] = {}
+        self.late_values: set[str] = set()  # keys whose values were asked for after their sign
+        self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
+
+    def start_step(self) -> None:
+        """Begin a new list of rows; entries of an unfinished backward stay valid."""
+        self.rows = []
+        self.borrowed = {}
+        self.small = {}
+        self.arena.clear()
+
+    def leave(self, handle: Handle, *, borrowed: bool) -> None:
+        """Hold a tensor itself: somebody else owns it anyway (``borrowed``), or it is too small."""
+        tensor = _tensor(handle)
+        storage = tensor.untyped_storage()
+        (self.borrowed if borrowed else self.small)[storage._cdata] = storage.nbytes()
+        handle.tensor = tensor.detach()
+
+    def settle(
+        self, handle: Handle, rule: Rule, key: Callable[[], tuple[str, str]], options: Mapping[str, object]
+    ) -> None:
+        """Hold what ``rule`` says backward reads of the handle's tensor, and let the tensor go."""
+        tensor = _tensor(handle)
+        handle.rule = rule
+        entry = handle.entry = self._entry(tensor, rule, key)
+        entry.row.roles.append(rule.role)
+        handle.form = self._pack(entry, tensor, rule, options)
+        handle.tensor = tensor.detach() if handle.form == "keep" else None
+
+    def unpack(self, handle: Handle) -> torch.Tensor:
+        """The tensor as it was saved, within its bound.
+
+        Raises:
+            CaptureError: a tensor that is held itself was changed in place since it was saved.
+        """
+        if handle.override is not None:
+            return handle.override
+        if handle.tensor is not None:
+            return _unchanged(handle, handle.tensor)
+        entry = handle.entry
+        if entry is None:
+            raise CaptureError("a saved tensor was released before its backward: this is a bug in capture")
+        shape, stride, offset = handle.geometry
+        if handle.form == "shape":
+            return _placeholder(shape, stride, entry.dtype, entry.device)
+        if handle.form not in ("values", "sign"):
+            packed = entry.packed[handle.form]
+            return codecs.get(packed.codec).unpack(packed)
+        form = handle.form if handle.form in entry.packed else "values"
+        return self._decode(entry, form).as_strided(shape, stride, offset)
+
+    def _entry(self, tensor: torch.Tensor, rule: Rule, key: Callable[[], tuple[str, str]]) -> Entry:
+        address = tensor.untyped_storage()._cdata
+        entry = self._entries.get(address)
+        if entry is not None and entry.holds(tensor):
+            return entry
+        name, module = key()
+        row = Row(
+            key=name,
+            module=module,
+            rule=rule,
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            saved_bytes=tensor.untyped_storage().nbytes(),
+        )
+        entry = Entry(tensor, row)
+        self.rows.append(row)
+        self._entries[address] = entry
+        return entry
+
+    def _pack(self, entry: Entry, tensor: torch.Tensor, rule: Rule, options: Mapping[str, object]) -> str:
+        """Make sure the entry serves ``rule``; returns the form that the handle reads."""
+        if entry.kept is not None:
+            return "keep"
+        if rule.reads is Reads.SHAPE:
+            return "shape"
+        if rule.codec is not None:
+            return self._pack_exact(entry, tensor, rule.codec, options)
+        if rule.reads is Reads.EXACT:
+            return self._keep(entry, tensor)
+        return self._pack_flat(entry, tensor, rule)
+
+    def _pack_exact(
+        self, entry: Entry, tensor: torch.Tensor, codec: str, options: Mapping[str, object]
+    ) -> str:
+        form = codec + "".join(f",{name}={value}" for name, value in options.items())
+        if form not in entry.packed:
+            try:
+                packed = codecs.get(codec).pack(tensor, **options)
+            except CodecError:  # not of the promised kind (a mask of many values): exact all the same
+                return self._keep(entry, tensor)
+            entry.packed[form] = packed
+            entry.row.packed[codec] = packed.nbytes
+        return form
+
+    def _pack_flat(self, entry: Entry, tensor: torch.Tensor, rule: Rule) -> str:
+        key = entry.row.key
+        sign_only = rule.reads is Reads.SIGN and key not in self.late_values
+        if "values" in entry.packed and (rule.reads is not Reads.SIGN or _keeps_sign(entry)):
+            return "values"
+        if rule.reads is Reads.SIGN and "sign" in entry.packed:
+            return "sign"
+        if "sign" in entry.packed:
+            self.late_values.add(key)
+        flat = _flat(tensor, entry.numel)
+        choice = Choice(codec="sign") if sign_only else self.policy.choose(key, rule, flat)
+        if choice.codec == "keep":
+            return self._keep(entry, tensor)
+        packed = codecs.get(choice.codec).pack(flat, choice.bound, lag=_lag(tensor) if rule.dense else 0)
+        form = "sign" if sign_only else "values"
+        entry.packed[form] = packed
+        entry.row.packed[choice.codec] = packed.nbytes
+        if form == "values":
+            entry.row.bound = packed.bound
+            if _keeps_sign(entry) and entry.packed.pop("sign", None) is not None:
+                entry.row.packed.pop("sign", None)
+        return form
+
+    def _keep(self, entry: Entry, tensor: torch.Tensor) -> str:
+        entry.kept = tensor.detach()
+        entry.row.packed["keep"] = entry.row.saved_bytes
+        return "keep"
+
+    def _decode(self, entry: Entry, form: str) -> torch.Tensor:
+        packed = entry.packed[form]
+        codec = codecs.get(packed.codec)
+        if entry.device.type != "cpu":  # other devices' allocators keep their pages themselves
+            return codec.unpack(packed)
+        nbytes = entry.numel * entry.dtype.itemsize
+        ready = self.arena.find(entry, form)
+        if ready is not None:
+            return ready[:nbytes].view(entry.dtype)
+        buffer = self.arena.take(nbytes, entry, form)
+        return codec.unpack(packed, out=buffer[:nbytes].view(entry.dtype))
+
+
+def _tensor(handle: Handle) -> torch.Tensor:
+    if handle.tensor is None:
+        raise CaptureError("a saved tensor was settled twice: this is a bug in capture")
+    return handle.tensor
+
+
+def _unchanged(handle: Handle, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor._version != handle.version:
+        raise CaptureError(
+            f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place after it "
+            f"was saved (version {handle.version}, now {tensor._version}), so its gradient would be wrong. "
+            "Replace the in-place operation by one that makes a new tensor."
+        )
+    return tensor
+
+
+def _keeps_sign(entry: Entry) -> bool:
+    return codecs.get(entry.packed["values"].codec).preserves_sign
+
+
+def _flat(tensor: torch.Tensor, numel: int) -> torch.Tensor:
+    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return flat.set_(tensor.untyped_storage(), 0, (numel,), (1,))
+
+
+def _lag(tensor: torch.Tensor) -> int:
+    """Distance in memory to the neighbour that predicts an element best: the row above, or left."""
+    if tensor.dim() != 4:
+        return 0
+    return int(tensor.stride(2) if tensor.stride(3) == 1 else tensor.stride(3))
+
+
+def _placeholder(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A tensor of which nobody reads the values: one element seen everywhere.
+
+    Kernels choose their memory format by the strides, so other layouts than the default one get memory
+    of their own.
+    """
+    default = torch.empty(0, dtype=dtype, device="meta").new_empty(shape)
+    if default.stride() == stride:
+        return torch.zeros((), dtype=dtype, device=device).expand(shape)
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)

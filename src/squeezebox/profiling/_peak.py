@@ -1,0 +1,88 @@
+"""The highest sum of live allocations during a step, from the allocator's own events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peak:
+    """Bytes above what lived when the meter started.
+
+    ``activation_bytes`` leaves out the tensors named when the meter stopped (gradients, optimizer
+    state), from their allocation on.
+    """
+
+    total_bytes: int
+    activation_bytes: int
+
+
+class PeakMeter:
+    """Measures one step on the CPU with torch's profiler, on CUDA with the allocator's counters.
+
+    Not to be nested in another profiler: :meth:`start` then answers False and measures nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._profiler: Any = None
+        self._baseline = 0
+
+    @property
+    def running(self) -> bool:
+        """Whether a measurement is under way."""
+        return self._profiler is not None
+
+    def start(self) -> bool:
+        """Begin; False if another profiler is active."""
+        if torch.autograd.profiler._is_profiler_enabled:
+            return False
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._baseline = torch.cuda.memory_allocated(self._device)
+            self._profiler = "cuda"
+            return True
+        self._profiler = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
+        self._profiler.__enter__()
+        return True
+
+    def stop(self, apart: Iterable[torch.Tensor]) -> Peak:
+        """End, and read the peak; ``apart`` are the tensors that activation_bytes leaves out."""
+        profiler, self._profiler = self._profiler, None
+        if self._device.type == "cuda":
+            total = torch.cuda.max_memory_allocated(self._device) - self._baseline
+            return Peak(total_bytes=total, activation_bytes=total)
+        profiler.__exit__(None, None, None)
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in apart}
+        return _integrate(list(_allocations(profiler)), addresses)
+
+
+def _allocations(profiler: Any) -> Iterator[tuple[int, int]]:
+    """(address, signed bytes) in order of time."""
+    events: list[tuple[int, int, int]] = []
+    stack = list(profiler.kineto_results.experimental_event_tree())
+    while stack:
+        event = stack.pop()
+        stack.extend(event.children)
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            fields = event.extra_fields
+            events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+    for _, address, nbytes in sorted(events, key=lambda event: event[0]):
+        yield address, nbytes
+
+
+def _integrate(allocations: list[tuple[int, int]], apart: set[int]) -> Peak:
+    last = {address: number for number, (address, nbytes) in enumerate(allocations) if nbytes > 0}
+    excluded = {last[address] for address in apart if address in last}
+    live = activations = highest = highest_activations = 0
+    for number, (_, nbytes) in enumerate(allocations):
+        live += nbytes
+        highest = max(highest, live)
+        if number not in excluded:
+            activations += nbytes
+            highest_activations = max(highest_activations, activations)
+    return Peak(total_bytes=highest, activation_bytes=highest_activations)

@@ -1,0 +1,168 @@
+"""One step's record as text and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from squeezebox.schema import Check, OutputError, SavedTensor, StepRecord
+
+_ROWS = 24  # the largest tensors that text shows; JSON has all
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A step's memory and noise, in total and per tensor. ``str()`` is a table; sizes are bytes."""
+
+    record: StepRecord
+
+    @property
+    def saved_bytes(self) -> int:
+        """What plain PyTorch would hold between forward and backward, each storage once."""
+        return self.record.saved_bytes
+
+    @property
+    def packed_bytes(self) -> int:
+        """What is held instead."""
+        return self.record.packed_bytes
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Highest sum of live allocations in the last measured step; None before one was measured."""
+        return self.record.peak_bytes
+
+    @property
+    def noise(self) -> float | None:
+        """Measured squared gradient error over the squared gradient norm; None if not yet measured."""
+        return self.record.noise
+
+    @property
+    def predicted_noise(self) -> float | None:
+        """The same as the error law expects it; None before the first statistics."""
+        return self.record.predicted_noise
+
+    @property
+    def tensors(self) -> tuple[SavedTensor, ...]:
+        """One row for every saved storage."""
+        return self.record.tensors
+
+    @property
+    def checks(self) -> tuple[Check, ...]:
+        """Measured and predicted error of single layers."""
+        return self.record.checks
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as written by :meth:`to_json`."""
+        return _plain(self.record)
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Write the report whole or not at all.
+
+        Raises:
+            OutputError: the path cannot be written.
+        """
+        write_whole(path, json.dumps(self.to_dict(), indent=1) + "\n")
+
+    def __str__(self) -> str:
+        return "\n".join([*_totals(self.record), "", *_table(self.record)])
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Write ``text`` to ``path`` by way of a temporary file beside it.
+
+    Raises:
+        OutputError: the folder is missing or not writable, or the disk is full.
+    """
+    target = Path(path)
+    temporary = ""
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=target.parent, prefix=f".{target.name}.", delete=False, encoding="utf-8"
+        ) as file:
+            temporary = file.name
+            file.write(text)
+        os.replace(temporary, target)
+    except OSError as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        raise OutputError(
+            f"cannot write {target}: {error.strerror or error}. Nothing was written; choose a folder that "
+            "exists and is writable."
+        ) from error
+
+
+def human_bytes(nbytes: float) -> str:
+    """Bytes in the largest binary unit that keeps the number above one."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024 or unit == "GiB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1024
+    raise AssertionError("unreachable")
+
+
+def _totals(record: StepRecord) -> list[str]:
+    ratio = record.saved_bytes / max(record.packed_bytes, 1)
+    lines = [
+        f"step {record.step}: {human_bytes(record.saved_bytes)} saved by plain PyTorch, "
+        f"{human_bytes(record.packed_bytes)} held ({ratio:.1f}x smaller)",
+        f"left alone (owned by others): {human_bytes(record.borrowed_bytes)}",
+    ]
+    if record.peak_bytes is not None:
+        lines.append(f"peak of the step: {human_bytes(record.peak_bytes)}")
+    if record.activation_peak_bytes is not None:
+        floor = f" (floor {human_bytes(record.floor_bytes)})" if record.floor_bytes is not None else ""
+        lines.append(
+            "peak beyond parameters, gradients and optimizer state: "
+            f"{human_bytes(record.activation_peak_bytes)}{floor}"
+        )
+    lines.append(f"gradient noise: measured {_figure(record.noise)}, predicted {_figure(record.predicted_noise)}")
+    lines.extend(
+        f"checked {check.key} at step {check.step}: measured / predicted "
+        f"{check.measured / check.predicted:.2f}"
+        for check in record.checks[-3:]
+        if check.predicted > 0.0
+    )
+    lines.extend(record.notes)
+    return lines
+
+
+def _table(record: StepRecord) -> list[str]:
+    header = ("tensor", "role", "saved", "held", "codec", "bound", "noise")
+    largest = sorted(record.tensors, key=lambda tensor: -tensor.saved_bytes)[:_ROWS]
+    rows = [header, *(_row(tensor) for tensor in largest)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    hidden = len(record.tensors) - len(largest)
+    return [*lines, f"... and {hidden} smaller tensors"] if hidden > 0 else lines
+
+
+def _row(tensor: SavedTensor) -> tuple[str, ...]:
+    return (
+        tensor.key,
+        tensor.role.value,
+        human_bytes(tensor.saved_bytes),
+        human_bytes(tensor.packed_bytes),
+        tensor.codec,
+        f"{tensor.bound:.3g}" if tensor.bound else "exact",
+        _figure(tensor.noise_share),
+    )
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2e}"
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value

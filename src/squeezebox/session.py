@@ -1,0 +1,429 @@
+"""The one place that knows all rooms: attach to a model, train, report, detach.
+
+Reading order: :func:`attach` makes a :class:`Session`; ``Session._start`` and ``Session._finish`` frame
+every forward pass; ``Session._close_step`` is where a due step's statistics become new bounds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from squeezebox import bounds as bounds_room
+from squeezebox.bounds import Controller, ControllerState, NoiseBudget
+from squeezebox.capture import (
+    Choice,
+    Collector,
+    Installation,
+    Recorder,
+    Rule,
+    Store,
+    check_supported,
+    foreign_hooks,
+    in_backward,
+)
+from squeezebox.profiling import PeakMeter
+from squeezebox.reports import Report
+from squeezebox.schema import AttachError, Check, FormatError, OptionError, Role, StepRecord
+
+STATE_VERSION = 1
+_SPARSE_ROLES = frozenset({Role.RELU_OUTPUT, Role.POOL_INPUT})
+_attached: weakref.WeakKeyDictionary[torch.nn.Module, Session] = weakref.WeakKeyDictionary()
+
+
+def attach(
+    model: torch.nn.Module,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    noise: float | None = None,
+    controller: Controller | None = None,
+    exact: bool = False,
+    check_every_layer: bool = False,
+) -> Session:
+    """Hold what training ``model`` saves between forward and backward in fewer bytes.
+
+    The training loop stays as it is. Every tensor that autograd saves in ``model``'s forward is packed
+    when it is saved and unpacked when backward asks for it: losslessly where backward reads only a sign,
+    a mask or an index, within an elementwise error bound where it reads values.
+
+    Args:
+        model: any module, on one device. DistributedDataParallel and FSDP2 modules too.
+        optimizer: read for its momentum (COMET) and its state's size; never changed.
+        noise: allowed relative gradient noise, the squared error of all parameter gradients over their
+            squared norm (default 1e-3).
+        controller: any bound controller instead of ``noise``, such as ``squeezebox.bounds.Comet()``.
+        exact: only lossless savings; losses and gradients equal plain PyTorch's to the bit.
+        check_every_layer: at each refresh, compare every layer's weight gradient with its exact one
+            instead of one layer's; this holds every exact input for that step.
+
+    Returns:
+        The session: ``report()``, ``step()``, ``measure_noise()``, ``state_dict()``, ``detach()``.
+
+    Raises:
+        OptionError: noise not positive and finite, or more than one of noise, controller and exact.
+        AttachError: the model has a session already.
+        UnsupportedModelError: the model spans two devices or is compiled.
+    """
+    chosen = _controller(noise, controller, exact)
+    if model in _attached:
+        raise AttachError(
+            f"{type(model).__name__} is attached already. Call detach() on its session first, or go on "
+            "with that one."
+        )
+    check_supported(model)
+    session = Session(model, optimizer, chosen, check_every_layer)
+    _attached[model] = session
+    return session
+
+
+class Session:
+    """A model under Squeezebox; made by :func:`attach`."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        controller: Controller | None,
+        check_every_layer: bool = False,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._controller = controller
+        self._state = ControllerState()
+        self._store = Store(_BoundPolicy(self))
+        self._recorder = Recorder(self._store)
+        self._meter = PeakMeter(_device(model))
+        self._depth = 0
+        self._step = -1
+        self._check_number = 0
+        self._check_every_layer = check_every_layer
+        self._collector: Collector | None = None
+        self._checks: list[Check] = []
+        self._record: StepRecord | None = None
+        self._peaks: tuple[int, int] | None = None
+        self._floor: int | None = None
+        self._noise: float | None = None
+        self._notes: dict[str, None] = {}
+        self._baseline = 0
+        self._open = False
+        self._replaying = False
+        self._installation: Installation | None = Installation(
+            model, self._recorder, self._start, self._finish
+        )
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around forward and loss: also covers what a loss outside the model saves.
+
+        Raises:
+            AttachError: the session is detached.
+        """
+        self._require_attached()
+        self._start(())
+        try:
+            yield
+        except BaseException:
+            self._finish(True)
+            raise
+        self._finish(False)
+
+    def report(self) -> Report:
+        """The last step's memory, noise and tensors.
+
+        Raises:
+            AttachError: no training step was seen yet.
+        """
+        self._close_step()
+        if self._record is None:
+            raise AttachError(
+                "there is nothing to report: no forward pass with gradients was seen since attach(). "
+                "Train one step first (model.train(), loss.backward())."
+            )
+        return Report(self._record)
+
+    def measure_noise(self, closure: Callable[[], object]) -> float:
+        """Measure the relative gradient noise directly: the same step twice, exact and squeezed.
+
+        Args:
+            closure: runs forward, loss and backward on one batch, without the optimizer's step.
+
+        Returns:
+            Squared error of all parameter gradients over their squared norm. Gradients, buffers and
+            random states are as before; the figure is also the report's ``noise``.
+
+        Raises:
+            AttachError: detached, or the closure left no gradients.
+        """
+        self._require_attached()
+        self._close_step()
+        with _restored(self._model):
+            exact = self._replay(closure, bypass=True)
+        with _restored(self._model):
+            lossy = self._replay(closure, bypass=False)
+        energy = sum(_energy(gradient) for gradient in exact)
+        if energy == 0.0:
+            raise AttachError(
+                "measure_noise() saw no gradient: the closure must run forward, the loss and "
+                "loss.backward() on a model whose parameters require gradients."
+            )
+        self._noise = sum(_energy(a - b) for a, b in zip(exact, lossy)) / energy
+        if self._record is not None:
+            self._record = dataclasses.replace(self._record, noise=self._noise)
+        return self._noise
+
+    def detach(self) -> None:
+        """Take every hook off the model and end a running measurement. Safe to call twice."""
+        if self._installation is None:
+            return
+        self._close_step()
+        self._installation.remove()
+        self._installation = None
+        self._store.arena.clear()
+        _attached.pop(self._model, None)
+
+    def state_dict(self) -> dict[str, object]:
+        """Bounds, sensitivities and counters as plain values; resuming from them is exact."""
+        self._close_step()
+        return {
+            "version": STATE_VERSION,
+            "step": self._step,
+            "check_number": self._check_number,
+            "controller": self._state.to_dict(),
+            "late_values": sorted(self._store.late_values),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken.
+
+        Raises:
+            FormatError: the state is damaged or of a newer version.
+        """
+        version = state.get("version")
+        if version != STATE_VERSION:
+            raise FormatError(
+                f"session state has version {version}; this Squeezebox reads version {STATE_VERSION}. "
+                "Upgrade squeezebox, or start the session anew."
+            )
+        self._state = ControllerState.from_dict(state["controller"])
+        self._step = int(state["step"])
+        self._check_number = int(state["check_number"])
+        self._store.late_values = set(state["late_values"])
+
+    def _start(self, inputs: Any) -> None:
+        """A forward pass begins (the model's own, or step() around it)."""
+        self._depth += 1
+        if self._depth > 1 or not torch.is_grad_enabled() or in_backward():
+            return
+        if foreign_hooks():
+            self._notes["other saved-tensor hooks were active around a forward: it was left alone"] = None
+            return
+        if self._recorder.backward_seen or not self._open:
+            self._open_step()
+        own = [*self._model.parameters(), *self._model.buffers(), *_tensors(inputs)]
+        self._recorder.own(own)
+        self._baseline = max(self._baseline, _nbytes(own + self._persistent()))
+        self._recorder.__enter__()
+
+    def _finish(self, failed: bool) -> None:
+        """A forward pass ended, or raised."""
+        self._depth = max(0, self._depth - 1)
+        if self._depth == 0 and self._recorder.active:
+            self._recorder.path.clear()
+            error = RuntimeError if failed else None
+            self._recorder.__exit__(error, None, None)
+
+    def _open_step(self) -> None:
+        self._close_step()
+        self._recorder.start_step()
+        self._open = True
+        self._baseline = 0
+        if self._replaying:
+            return
+        self._step += 1
+        if self._controller is not None and self._controller.due(self._step):
+            self._collector = self._recorder.collector = Collector(
+                self._store, _names(self._model), self._is_checked, self._step
+            )
+        if self._step in (0, 3) or self._due(self._step - 1):
+            self._meter.start()
+
+    def _close_step(self) -> None:
+        """After a backward: read the meter, freeze the record, turn due statistics into new bounds."""
+        if not self._open or not self._recorder.backward_seen:
+            return
+        self._open = self._recorder.backward_seen = False
+        if self._replaying:
+            return
+        if self._meter.running:
+            peak = self._meter.stop(self._persistent())
+            self._peaks = (self._baseline + peak.total_bytes, peak.activation_bytes)
+        collector, self._collector, self._recorder.collector = self._collector, None, None
+        if collector is not None and self._controller is not None:
+            collector.close()
+            self._checks.extend(collector.checks)
+            self._floor = collector.floor_bytes
+            self._check_number = (self._check_number + 1) % max(collector.weighted_count, 1)
+            self._state = self._controller.update(self._state, collector.result(self._momentum()))
+        self._record = self._freeze()
+
+    def _freeze(self) -> StepRecord:
+        rows = self._store.rows
+        known = self._state.sensitivities
+        tensors = tuple(
+            row.freeze(known[row.key] * row.bound**2 if row.key in known else None) for row in rows
+        )
+        small = sum(self._store.small.values())
+        lossy = {row.key: row.bound for row in rows if row.bound > 0.0}
+        total, activations = self._peaks or (None, None)
+        return StepRecord(
+            step=self._step,
+            tensors=tensors,
+            saved_bytes=small + sum(tensor.saved_bytes for tensor in tensors),
+            packed_bytes=small + sum(tensor.packed_bytes for tensor in tensors),
+            borrowed_bytes=sum(self._store.borrowed.values()),
+            noise=self._measured_noise(),
+            predicted_noise=0.0 if not lossy else bounds_room.predicted_noise(self._state, lossy),
+            peak_bytes=total,
+            activation_peak_bytes=activations,
+            floor_bytes=self._floor,
+            checks=tuple(self._checks),
+            notes=tuple(self._notes),
+        )
+
+    def _measured_noise(self) -> float | None:
+        """What measure_noise() found; nothing lossy is no noise."""
+        return 0.0 if self._controller is None else self._noise
+
+    def _replay(self, closure: Callable[[], object], *, bypass: bool) -> list[torch.Tensor]:
+        """Gradients of one run of the closure, outside the count of steps."""
+        parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        for parameter in parameters:
+            parameter.grad = None
+        self._replaying, self._recorder.bypass, self._open = True, bypass, False
+        try:
+            closure()
+        finally:
+            self._replaying = self._recorder.bypass = self._open = self._recorder.backward_seen = False
+        return [
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for parameter in parameters
+        ]
+
+    def _due(self, step: int) -> bool:
+        return step >= 0 and self._controller is not None and self._controller.due(step)
+
+    def _is_checked(self, number: int) -> bool:
+        return self._check_every_layer or number == self._check_number
+
+    def _persistent(self) -> list[torch.Tensor]:
+        """Gradients and optimizer state as they are now."""
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        state = self._optimizer.state.values() if self._optimizer is not None else []
+        return [*gradients, *_tensors([list(values.values()) for values in state])]
+
+    def _momentum(self) -> dict[str, float]:
+        """Mean |momentum| of every parameter; of its gradient where the optimizer keeps none."""
+        found: dict[str, float] = {}
+        for name, parameter in self._model.named_parameters():
+            state = self._optimizer.state.get(parameter, {}) if self._optimizer is not None else {}
+            momentum = state.get("momentum_buffer", state.get("exp_avg", parameter.grad))
+            if isinstance(momentum, torch.Tensor):
+                found[name] = float(momentum.abs().mean())
+        return found
+
+    def _require_attached(self) -> None:
+        if self._installation is None:
+            raise AttachError("this session is detached; call squeezebox.attach(model, ...) again.")
+
+
+class _BoundPolicy:
+    """Turns the controller's bounds into codecs."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = weakref.proxy(session)
+
+    def choose(self, key: str, rule: Rule, tensor: torch.Tensor) -> Choice:
+        """Error-bounded codes for values; sign-preserving ones wherever an operator may read the sign."""
+        controller, state = self._session._controller, self._session._state
+        if controller is None:
+            return Choice(codec="lossless" if rule.role in _SPARSE_ROLES else "keep")
+        bound = controller.bound(state, key, rule.role, lambda: _rms(tensor))
+        if bound is None:
+            return Choice(codec="keep")
+        if not 0.0 < bound < math.inf:  # all zero, or NaN and infinities within
+            return Choice(codec="lossless")
+        return Choice(codec="entropy" if rule.dense else "entropy-sign", bound=bound)
+
+
+def _controller(
+    noise: float | None, controller: Controller | None, exact: bool
+) -> Controller | None:
+    given = [name for name, value in (("noise", noise), ("controller", controller)) if value is not None]
+    if exact:
+        given.append("exact")
+    if len(given) > 1:
+        raise OptionError(f"{' and '.join(given)} exclude each other; give one of them.")
+    if exact:
+        return None
+    return controller if controller is not None else NoiseBudget(noise=1e-3 if noise is None else noise)
+
+
+@contextlib.contextmanager
+def _restored(model: torch.nn.Module) -> Iterator[None]:
+    """Put gradients, buffers and random states back afterwards."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    random = torch.get_rng_state()
+    device = _device(model)
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        torch.set_rng_state(random)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, device)
+
+
+def _device(model: torch.nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def _names(model: torch.nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, Mapping):
+        yield from _tensors(list(values.values()))
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors(value)
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the tensors' storages, each once."""
+    storages = (t.untyped_storage() for t in tensors if type(t.data) is torch.Tensor)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def _rms(tensor: torch.Tensor) -> float:
+    """Root mean square of the non-zero elements."""
+    count = int(torch.count_nonzero(tensor))
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) / math.sqrt(count) if count else 0.0
+
+
+def _energy(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) ** 2
