@@ -94,7 +94,7 @@ def encode(kernels: Kernels, flat: Tensor, bound: float, keep_sign: bool, lag: i
     if isnan(low):
         return _raw(flat)
     if low == high:
-        return Chunk(kind=CONSTANT if low else ZERO, value=low)
+        return Chunk(kind=CONSTANT, value=low) if low else Chunk(kind=ZERO)
     peak = max(-low, high)
     for step, limit in _steps(bound, peak, flat.dtype, keep_sign):
         width = _width(peak, step)
@@ -134,7 +134,7 @@ def pack_chunks(
     kernels: Kernels, flat: Tensor, bound: float, keep_sign: bool, lag: int
 ) -> tuple[Tensor, Tensor]:
     """(blob, table) of a flat float tensor, every decoded element within ``bound``."""
-    pieces = flat.split(CHUNK) if flat.numel() else ()
+    pieces = torch.split(flat, CHUNK) if flat.numel() else ()
     return _join(
         _workers.run(lambda index: encode(kernels, pieces[index], bound, keep_sign, lag), len(pieces))
     )
@@ -146,7 +146,7 @@ def unpack_chunks(
     """The inverse of ``pack_chunks``, into ``out``."""
     rows = table.numpy().view(ROW)
     ends = np.cumsum(rows["nbytes"], dtype=np.int64)
-    pieces = out.split(CHUNK) if out.numel() else ()
+    pieces = torch.split(out, CHUNK) if out.numel() else ()
     if len(rows) != len(pieces) or (len(rows) and int(ends[-1]) != blob.numel()):
         raise FormatError(
             f"{len(rows)} chunks over {blob.numel()} bytes do not fit {out.numel()} elements; damaged."
@@ -162,5 +162,5 @@ def unpack_chunks(
 
 def pack_exact(flat: Tensor) -> tuple[Tensor, Tensor]:
     """(blob, table) of any flat tensor, kept to the bit."""
-    pieces = flat.split(CHUNK) if flat.numel() else ()
+    pieces = torch.split(flat, CHUNK) if flat.numel() else ()
     return _join(_workers.run(lambda index: _raw(pieces[index]), len(pieces)))

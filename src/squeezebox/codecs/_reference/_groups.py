@@ -82,7 +82,7 @@ def pack_minmax(flat: Tensor, bits: int, stochastic: bool, seed: int) -> tuple[T
     pinned = (groups == 0).any(1)
     step = (high / top - low / top).clamp(min=FLOORS[flat.dtype])
     centre = low * 0.5 + high * 0.5
-    zero = (-low / step).round().clamp(0, top)
+    zero = (-low / step).round().clamp(0, top) + 0.0
     if stochastic:
         zero = torch.where((low < 0) & (high > 0), zero.clamp(1, top - 1), zero)
         cover = torch.maximum(-low / zero.clamp(min=1), high / (top - zero).clamp(min=1))

@@ -1,0 +1,217 @@
+"""Blocks of 256 elements in the innermost cache: any float dtype in, float32 or float64 to compute with.
+
+numba knows neither bfloat16 nor float16: they travel as uint16 and int16 arrays and are converted here by
+integer arithmetic, rounding to nearest even as torch does.
+"""
+
+# numba infers the types of what it compiles.
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numba.extending import overload
+
+BLOCK = 256
+OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy"}
+HALF_SCALE = np.float32(2.0**112)
+HALF_MAGIC = np.uint32(126 << 23)
+
+
+def _convert(source, block, bits):
+    """Element dtype to computing dtype; chosen by dtype in ``_convert_for``."""
+    raise NotImplementedError
+
+
+@overload(_convert)
+def _convert_for(source, block, bits):
+    if source.dtype == types.uint16:
+        return _from_bfloat16
+    if source.dtype == types.int16:
+        return _from_float16
+    return _plain
+
+
+def _plain(source, block, bits):
+    for i in range(source.size):
+        block[i] = source[i]
+
+
+def _from_bfloat16(source, block, bits):
+    for i in range(source.size):
+        bits[i] = np.int32(np.uint32(source[i]) << np.uint32(16))
+
+
+def _from_float16(source, block, bits):
+    for i in range(source.size):
+        bits[i] = (np.int32(source[i]) & np.int32(0x7FFF)) << np.int32(13)
+    for i in range(source.size):
+        block[i] = block[i] * HALF_SCALE
+    for i in range(source.size):
+        half = np.int32(source[i])
+        special = np.int32(0x7F800000) if (half & np.int32(0x7FFF)) >= np.int32(0x7C00) else np.int32(0)
+        bits[i] = bits[i] | special | (half & np.int32(-0x8000)) << np.int32(16)
+
+
+def _emit(block, bits, target):
+    """Computing dtype to element dtype; chosen by dtype in ``_emit_for``."""
+    raise NotImplementedError
+
+
+@overload(_emit)
+def _emit_for(block, bits, target):
+    if target.dtype == types.uint16:
+        return _to_bfloat16
+    if target.dtype == types.int16:
+        return _to_float16
+    return _plain_out
+
+
+def _plain_out(block, bits, target):
+    for i in range(target.size):
+        target[i] = block[i]
+
+
+def _to_bfloat16(block, bits, target):
+    for i in range(target.size):
+        pattern = np.uint32(bits[i])
+        odd = (pattern >> np.uint32(16)) & np.uint32(1)
+        target[i] = np.uint16(np.uint32(pattern + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+
+
+def _to_float16(block, bits, target):
+    small = np.empty(BLOCK, np.float32)
+    small_bits = small.view(np.uint32)
+    for i in range(target.size):
+        small[i] = abs(block[i]) + np.float32(0.5)
+    for i in range(target.size):
+        pattern = np.uint32(bits[i])
+        size = pattern & np.uint32(0x7FFFFFFF)
+        odd = (size >> np.uint32(13)) & np.uint32(1)
+        normal = np.uint32(size + np.uint32(0xC8000FFF) + odd) >> np.uint32(13)
+        half = np.uint32(small_bits[i] - HALF_MAGIC) if size < np.uint32(113 << 23) else np.uint32(normal)
+        half = np.uint32(0x7C00) if size >= np.uint32(143 << 23) else half
+        target[i] = np.int16(np.int32(half | ((pattern >> np.uint32(16)) & np.uint32(0x8000))))
+
+
+@njit(**OPTIONS)
+def magnitude_mask(bits):
+    """All bits but the sign, in the type of ``bits``."""
+    return bits.dtype.type(0x7FFFFFFF if bits.itemsize == 4 else 0x7FFFFFFFFFFFFFFF)
+
+
+@njit(**OPTIONS)
+def order(bits, low, high):
+    """``low`` and ``high`` widened by a block, compared as integers in the order of the floats.
+
+    A float's bits are in the floats' order once those of negatives are mirrored; NaN lies outermost.
+    """
+    mask = magnitude_mask(bits)
+    shift = bits.dtype.type(8 * bits.itemsize - 1)
+    for i in range(BLOCK):
+        mirror = bits.dtype.type(bits.dtype.type(bits[i] >> shift) & mask)
+        key = bits.dtype.type(bits[i] ^ mirror)
+        low = bits.dtype.type(min(low, key))
+        high = bits.dtype.type(max(high, key))
+    return low, high
+
+
+@njit(**OPTIONS)
+def mirrored(bits, key):
+    """The bits of a float with this place in the order, or the place of a float with these bits."""
+    return bits.dtype.type(key ^ ((key >> (8 * bits.itemsize - 1)) & magnitude_mask(bits)))
+
+
+@njit(**OPTIONS)
+def load(source, block, bits):
+    """Up to 256 elements into ``block`` (``bits`` is its integer view), the last one repeated to the end."""
+    _convert(source, block, bits)
+    for i in range(source.size, BLOCK):
+        block[i] = block[source.size - 1]
+
+
+@njit(**OPTIONS)
+def store(block, bits, target):
+    """The first ``target.size`` elements of ``block``, rounded to the target's dtype."""
+    _emit(block, bits, target)
+
+
+@njit(**OPTIONS)
+def pack_lanes(codes, bits, packed):
+    """256 codes of ``bits`` bits to ``32 * bits`` bytes, as ``_reference/_bits.py`` lays them out."""
+    if bits == 8:
+        packed[:] = codes
+    elif bits == 4:
+        for i in range(128):
+            packed[i] = codes[i] | np.uint8(codes[i + 128] << np.uint8(4))
+    elif bits == 2:
+        _pack_quarters(codes, packed)
+    elif bits == 1:
+        _pack_eighths(codes, np.uint8(0), packed)
+    else:
+        _pack_quarters(codes, packed[:64])
+        _pack_eighths(codes, np.uint8(2), packed[64:])
+
+
+@njit(**OPTIONS)
+def _pack_quarters(codes, packed):
+    for i in range(64):
+        low = (codes[i] & np.uint8(3)) | np.uint8((codes[i + 64] & np.uint8(3)) << np.uint8(2))
+        high = (codes[i + 128] & np.uint8(3)) | np.uint8((codes[i + 192] & np.uint8(3)) << np.uint8(2))
+        packed[i] = low | np.uint8(high << np.uint8(4))
+
+
+@njit(**OPTIONS)
+def _pack_eighths(codes, shift, packed):
+    for i in range(32):
+        byte = np.uint8(0)
+        for lane in range(8):
+            bit = (codes[i + 32 * lane] >> shift) & np.uint8(1)
+            byte = np.uint8(byte | np.uint8(bit << np.uint8(lane)))
+        packed[i] = byte
+
+
+@njit(**OPTIONS)
+def unpack_lanes(packed, bits, codes):
+    """The inverse of ``pack_lanes``."""
+    if bits == 8:
+        codes[:] = packed
+    elif bits == 4:
+        for i in range(128):
+            codes[i] = packed[i] & np.uint8(15)
+            codes[i + 128] = packed[i] >> np.uint8(4)
+    elif bits == 2:
+        _unpack_quarters(packed, codes)
+    elif bits == 1:
+        _unpack_eighths(packed, codes)
+    else:
+        _unpack_three(packed, codes)
+
+
+@njit(**OPTIONS)
+def _unpack_quarters(packed, codes):
+    for lane in range(4):
+        target = codes[64 * lane : 64 * lane + 64]
+        for i in range(64):
+            target[i] = (packed[i] >> np.uint8(2 * lane)) & np.uint8(3)
+
+
+@njit(**OPTIONS)
+def _unpack_eighths(packed, codes):
+    for lane in range(8):
+        target = codes[32 * lane : 32 * lane + 32]
+        for i in range(32):
+            target[i] = (packed[i] >> np.uint8(lane)) & np.uint8(1)
+
+
+@njit(**OPTIONS)
+def _unpack_three(packed, codes):
+    _unpack_quarters(packed, codes)
+    for lane in range(8):
+        target = codes[32 * lane : 32 * lane + 32]
+        for i in range(32):
+            bit = (packed[64 + i] >> np.uint8(lane)) & np.uint8(1)
+            target[i] = target[i] | np.uint8(bit << np.uint8(2))

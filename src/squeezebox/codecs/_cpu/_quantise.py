@@ -1,0 +1,52 @@
+"""The entropy codecs' three loops on the CPU, as ``_chunks.Kernels`` wants them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from squeezebox.codecs import _chunks
+from squeezebox.codecs._cpu._arrays import array, block, scalar
+from squeezebox.codecs._cpu._kernels import extent
+from squeezebox.codecs._reference._quantise import INTEGERS, inverse
+
+
+def quantise(
+    flat: Tensor, step: float, limit: float, keep_sign: bool, width: int, lag: int
+) -> Tensor | None:
+    from squeezebox.codecs._cpu import _quantise_loops
+
+    kind = scalar(flat.dtype)
+    codes = torch.empty(flat.numel(), dtype=INTEGERS[width])
+    target = codes.numpy()
+    scratch = (*block(flat.dtype), *block(flat.dtype), np.empty(256, target.dtype))
+    rounded = array(torch.empty(256, dtype=flat.dtype))
+    scalars = kind(step), kind(inverse(step, flat.dtype)), kind(limit)
+    if not _quantise_loops.quantise(array(flat), *scalars, keep_sign, scratch, rounded, target):
+        return None
+    if lag == 0 or lag >= codes.numel():
+        return codes
+    changes = torch.empty_like(codes)
+    _quantise_loops.difference(target, lag, changes.numpy())
+    return changes
+
+
+def dequantise(codes: Tensor, step: float, keep_sign: bool, lag: int, out: Tensor) -> None:
+    from squeezebox.codecs._cpu import _quantise_loops
+
+    source = codes.numpy()
+    if 0 < lag < codes.numel():
+        _quantise_loops.accumulate(source, lag)
+    _quantise_loops.dequantise(source, scalar(out.dtype)(step), keep_sign, *block(out.dtype), array(out))
+
+
+LOOPS = _chunks.Kernels(extent=extent, quantise=quantise, dequantise=dequantise)
+
+
+def pack_chunks(flat: Tensor, bound: float, keep_sign: bool, lag: int) -> tuple[Tensor, Tensor]:
+    return _chunks.pack_chunks(LOOPS, flat, bound, keep_sign, lag)
+
+
+def unpack_chunks(blob: Tensor, table: Tensor, keep_sign: bool, lag: int, out: Tensor) -> None:
+    _chunks.unpack_chunks(LOOPS, blob, table, keep_sign, lag, out)

@@ -1,0 +1,123 @@
+"""Loops of the entropy codecs, over one chunk."""
+
+# numba infers the types of what it compiles.
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from squeezebox.codecs._cpu._blocks import BLOCK, OPTIONS, load, mirrored, order, store
+
+
+@njit(**OPTIONS)
+def extent(flat, block, integers, edges):
+    """Smallest and largest element into ``edges``; NaN if any element is NaN or infinite."""
+    low = high = integers.dtype.type(0)
+    for start in range(0, flat.size, BLOCK):
+        load(flat[start : start + BLOCK], block, integers)
+        if start == 0:
+            low = high = mirrored(integers, integers[0])
+        low, high = order(integers, low, high)
+    edges.view(integers.dtype)[0] = mirrored(integers, low)
+    edges.view(integers.dtype)[1] = mirrored(integers, high)
+
+
+@njit(**OPTIONS)
+def _nearest(block, step, inverse, decoded, codes):
+    for i in range(BLOCK):
+        code = np.rint(block[i] * inverse)
+        decoded[i] = code * step
+        codes[i] = codes.dtype.type(np.int32(code))
+
+
+@njit(**OPTIONS)
+def _signed(block, step, inverse, decoded, codes):
+    zero, one, half = block.dtype.type(0), block.dtype.type(1), block.dtype.type(0.5)
+    for i in range(BLOCK):
+        value = block[i]
+        size = max(np.ceil(abs(value * inverse)), one)
+        middle = (size - half) * step
+        code = -size if value < zero else size
+        middle = -middle if value < zero else middle
+        decoded[i] = zero if value == zero else middle
+        codes[i] = codes.dtype.type(np.int32(zero if value == zero else code))
+
+
+@njit(**OPTIONS)
+def _misses(block, decoded, limit, keep_sign):
+    zero = block.dtype.type(0)
+    misses = np.int32(0)
+    for i in range(BLOCK):
+        misses += np.int32(not (abs(block[i] - decoded[i]) <= limit))
+    if keep_sign:
+        for i in range(BLOCK):
+            same = ((block[i] > zero) == (decoded[i] > zero)) & ((block[i] < zero) == (decoded[i] < zero))
+            misses += np.int32(not same)
+    return misses
+
+
+@njit(**OPTIONS)
+def quantise(flat, step, inverse, limit, keep_sign, space, rounded, codes):
+    """Codes of a chunk; False as soon as a block has an element that would miss ``limit`` or its sign.
+
+    ``rounded`` is a block in the chunk's dtype: decoded values pass through it, so they are compared as
+    they will come back.
+    """
+    block, integers, decoded, decoded_bits, block_codes = space
+    for start in range(0, flat.size, BLOCK):
+        source = flat[start : start + BLOCK]
+        load(source, block, integers)
+        if keep_sign:
+            _signed(block, step, inverse, decoded, block_codes)
+        else:
+            _nearest(block, step, inverse, decoded, block_codes)
+        store(decoded, decoded_bits, rounded)
+        load(rounded, decoded, decoded_bits)
+        if _misses(block, decoded, limit, keep_sign):
+            return False
+        codes[start : start + BLOCK] = block_codes[: source.size]
+    return True
+
+
+@njit(**OPTIONS)
+def dequantise(codes, step, keep_sign, block, integers, out):
+    """Values of a chunk's codes, in the dtype of ``out``."""
+    zero, half = block.dtype.type(0), block.dtype.type(0.5)
+    for start in range(0, out.size, BLOCK):
+        target = out[start : start + BLOCK]
+        source = codes[start : start + BLOCK]
+        if keep_sign:
+            for i in range(source.size):
+                code = block.dtype.type(np.int32(source[i]))
+                inward = half if code > zero else -half
+                block[i] = (code - inward) * step if code != zero else zero
+        else:
+            for i in range(source.size):
+                block[i] = block.dtype.type(np.int32(source[i])) * step
+        store(block, integers, target)
+
+
+@njit(**OPTIONS)
+def difference(codes, lag, out):
+    """``codes[i] - codes[i - lag]`` with wraparound into ``out``."""
+    out[:lag] = codes[:lag]
+    ahead, behind, target = codes[lag:], codes[:-lag], out[lag:]
+    for i in range(ahead.size):
+        target[i] = out.dtype.type(ahead[i] - behind[i])
+
+
+@njit(**OPTIONS)
+def accumulate(codes, lag):
+    """The inverse of ``difference``, in place."""
+    if lag == 1:
+        total = codes[0]
+        for i in range(1, codes.size):
+            total = codes.dtype.type(total + codes[i])
+            codes[i] = total
+        return
+    for start in range(lag, codes.size, lag):
+        here, before = codes[start : start + lag], codes[start - lag : start]
+        for i in range(here.size):
+            here[i] = codes.dtype.type(here[i] + before[i])
