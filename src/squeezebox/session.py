@@ -34,6 +34,7 @@ from squeezebox.schema import AttachError, Check, FormatError, OptionError, Role
 
 STATE_VERSION = 1
 _SPARSE_ROLES = frozenset({Role.RELU_OUTPUT, Role.POOL_INPUT})
+_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # multiples of it spread evenly over the unit interval
 _attached: weakref.WeakKeyDictionary[torch.nn.Module, Session] = weakref.WeakKeyDictionary()
 
 
@@ -44,7 +45,7 @@ def attach(
     noise: float | None = None,
     controller: Controller | None = None,
     exact: bool = False,
-    check_every_layer: bool = False,
+    checks_per_refresh: int = 1,
 ) -> Session:
     """Hold what training ``model`` saves between forward and backward in fewer bytes.
 
@@ -59,8 +60,8 @@ def attach(
             squared norm (default 1e-3).
         controller: any bound controller instead of ``noise``, such as ``squeezebox.bounds.Comet()``.
         exact: only lossless savings; losses and gradients equal plain PyTorch's to the bit.
-        check_every_layer: at each refresh, compare every layer's weight gradient with its exact one
-            instead of one layer's; this holds every exact input for that step.
+        checks_per_refresh: how many weighted layers, and how many other tensors, are compared with their
+            exact values at each refresh; each holds its exact tensor and a second gradient for that step.
 
     Returns:
         The session: ``report()``, ``step()``, ``measure_noise()``, ``state_dict()``, ``detach()``.
@@ -77,7 +78,7 @@ def attach(
             "with that one."
         )
     check_supported(model)
-    session = Session(model, optimizer, chosen, check_every_layer)
+    session = Session(model, optimizer, chosen, checks_per_refresh)
     _attached[model] = session
     return session
 
@@ -90,7 +91,7 @@ class Session:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
         controller: Controller | None,
-        check_every_layer: bool = False,
+        checks_per_refresh: int = 1,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -101,8 +102,8 @@ class Session:
         self._meter = PeakMeter(_device(model))
         self._depth = 0
         self._step = -1
-        self._check_number = 0
-        self._check_every_layer = check_every_layer
+        self._checks_per_refresh = checks_per_refresh
+        self._counts = {True: 1, False: 1}
         self._collector: Collector | None = None
         self._checks: list[Check] = []
         self._record: StepRecord | None = None
@@ -193,7 +194,7 @@ class Session:
         return {
             "version": STATE_VERSION,
             "step": self._step,
-            "check_number": self._check_number,
+            "counts": [self._counts[True], self._counts[False]],
             "controller": self._state.to_dict(),
             "late_values": sorted(self._store.late_values),
         }
@@ -212,7 +213,7 @@ class Session:
             )
         self._state = ControllerState.from_dict(state["controller"])
         self._step = int(state["step"])
-        self._check_number = int(state["check_number"])
+        self._counts = dict(zip((True, False), state["counts"]))
         self._store.late_values = set(state["late_values"])
 
     def _start(self, inputs: Any) -> None:
@@ -266,10 +267,10 @@ class Session:
         collector, self._collector, self._recorder.collector = self._collector, None, None
         if collector is not None and self._controller is not None:
             collector.close()
-            self._checks.extend(collector.checks)
-            self._floor = collector.floor_bytes
-            self._check_number = (self._check_number + 1) % max(collector.weighted_count, 1)
-            self._state = self._controller.update(self._state, collector.result(self._momentum()))
+            statistics = collector.result(self._momentum())
+            self._checks.extend(statistics.checks)
+            self._floor, self._counts = collector.floor_bytes, collector.counts
+            self._state = self._controller.update(self._state, statistics)
         self._record = self._freeze()
 
     def _freeze(self) -> StepRecord:
@@ -318,8 +319,11 @@ class Session:
     def _due(self, step: int) -> bool:
         return step >= 0 and self._controller is not None and self._controller.due(step)
 
-    def _is_checked(self, number: int) -> bool:
-        return self._check_every_layer or number == self._check_number
+    def _is_checked(self, weighted: bool, number: int) -> bool:
+        """Whether the lossy tensor of this running number is checked now; turns cover all evenly."""
+        count = max(self._counts[weighted], 1)
+        first = int(self._state.updates * _GOLDEN % 1.0 * count)
+        return (number - first) % count < self._checks_per_refresh
 
     def _persistent(self) -> list[torch.Tensor]:
         """Gradients and optimizer state as they are now."""

@@ -15,7 +15,7 @@ from squeezebox.bounds._controllers import (
     predicted_noise,
     refresh_due,
 )
-from squeezebox.bounds._propagation import gradient_energy, sensitivities
+from squeezebox.bounds._propagation import corrected, gradient_energy, propagate
 
 __all__ = [
     "Comet",
@@ -25,9 +25,10 @@ __all__ = [
     "NoiseBudget",
     "WarmUp",
     "allocate",
+    "corrected",
     "gradient_energy",
     "predicted_noise",
+    "propagate",
     "rate_slope",
     "refresh_due",
-    "sensitivities",
 ]

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from squeezebox.bounds._allocation import allocate
-from squeezebox.bounds._propagation import sensitivities
+from squeezebox.bounds._propagation import corrected, propagate
 from squeezebox.schema import FormatError, OptionError, Role, StepStatistics
 
+_FIRST_STEPS = 16
 _SMOOTHING = 0.5  # weight of the newest statistics in the running (logarithmic) mean
 
 
@@ -20,6 +21,7 @@ class ControllerState:
 
     bounds: Mapping[str, float] = field(default_factory=dict)
     sensitivities: Mapping[str, float] = field(default_factory=dict)
+    corrections: Mapping[str, float] = field(default_factory=dict)
     updates: int = 0
 
     def to_dict(self) -> dict[str, object]:
@@ -27,6 +29,7 @@ class ControllerState:
         return {
             "bounds": dict(self.bounds),
             "sensitivities": dict(self.sensitivities),
+            "corrections": dict(self.corrections),
             "updates": self.updates,
         }
 
@@ -37,13 +40,17 @@ class ControllerState:
         Raises:
             FormatError: a field is missing or of the wrong type.
         """
-        bounds, known, updates = (values.get(name) for name in ("bounds", "sensitivities", "updates"))
-        if not isinstance(bounds, Mapping) or not isinstance(known, Mapping) or not isinstance(updates, int):
+        tables = [values.get(name) for name in ("bounds", "sensitivities", "corrections")]
+        updates = values.get("updates")
+        if not isinstance(updates, int) or not all(isinstance(table, Mapping) for table in tables):
             raise FormatError(
-                f"controller state has fields {sorted(values)}; it needs bounds, sensitivities and updates. "
-                "Pass the object that state_dict() gave."
+                f"controller state has fields {sorted(values)}; it needs bounds, sensitivities, corrections "
+                "and updates. Pass the object that state_dict() gave."
             )
-        return ControllerState(bounds=dict(bounds), sensitivities=dict(known), updates=updates)
+        bounds, known, corrections = (dict(table) for table in tables if isinstance(table, Mapping))
+        return ControllerState(
+            bounds=bounds, sensitivities=known, corrections=corrections, updates=updates
+        )
 
 
 class Controller(Protocol):
@@ -65,9 +72,9 @@ class Controller(Protocol):
 
 
 def refresh_due(step: int, interval: int) -> bool:
-    """Steps 0, 1, 2, 4, 8, ... up to ``interval``, then every ``interval``: training moves fastest first."""
+    """The first 16 steps, 32, 64, ... up to ``interval``, then every ``interval``: training moves first."""
     if step < interval:
-        return step & (step - 1) == 0
+        return step < _FIRST_STEPS or step & (step - 1) == 0
     return step % interval == 0
 
 
@@ -109,7 +116,7 @@ class NoiseBudget:
     noise: float
     interval: int = 256
     first_share: float = 0.5
-    highest_share: float = 0.8
+    highest_share: float = 0.5
 
     def __post_init__(self) -> None:
         _require_positive("noise", self.noise)
@@ -218,15 +225,23 @@ def predicted_noise(state: ControllerState, bounds: Mapping[str, float]) -> floa
 
 
 def _observed(state: ControllerState, statistics: StepStatistics) -> ControllerState:
-    """The state with the newest sensitivities mixed into the running mean."""
-    merged = dict(state.sensitivities)
-    for key, newest in sensitivities(statistics).items():
-        known = merged.get(key, 0.0)
-        if known > 0.0 and newest > 0.0:
-            merged[key] = math.exp((1 - _SMOOTHING) * math.log(known) + _SMOOTHING * math.log(newest))
-        else:
-            merged[key] = newest
-    return replace(state, sensitivities=merged, updates=state.updates + 1)
+    """The state with the newest sensitivities mixed into the running (logarithmic) mean."""
+    corrections = dict(state.corrections)
+    for check in statistics.checks:
+        if check.predicted > 0.0:
+            newest = check.measured / check.predicted
+            corrections[check.key] = _mix(corrections.get(check.key), newest)
+    costs = corrected(propagate(statistics.nodes), statistics.tensors, corrections)
+    merged = {**state.sensitivities}
+    for key, cost in costs.items():
+        merged[key] = _mix(merged.get(key), cost)
+    return replace(state, sensitivities=merged, corrections=corrections, updates=state.updates + 1)
+
+
+def _mix(known: float | None, newest: float) -> float:
+    if not known or newest <= 0.0:
+        return newest
+    return math.exp((1 - _SMOOTHING) * math.log(known) + _SMOOTHING * math.log(newest))
 
 
 def _require_positive(name: str, value: float) -> None:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from squeezebox.schema import Edge, NodeStatistics, StepStatistics
+from squeezebox.schema import Edge, NodeStatistics, Role, TensorStatistics
 
+_FIRST_CORRECTION = {
+    Role.BATCH_NORM_INPUT: 30.0,
+    Role.NORM_INPUT: 4.0,
+    Role.ACTIVATION: 4.0,
+    Role.PRODUCT: 4.0,
+    Role.ATTENTION: 4.0,
+}
 
-def sensitivities(statistics: StepStatistics) -> dict[str, float]:
-    """Relative gradient noise of every tensor for a unit bound.
+def propagate(nodes: Sequence[NodeStatistics]) -> dict[str, float]:
+    """Relative gradient noise of every tensor for a unit bound, were its error white.
 
     White noise in a node's output gradient is carried to each of its inputs with the gain the signal
     itself showed, and ends in the weights of every layer it passes, where it adds up incoherently:
@@ -17,23 +24,45 @@ def sensitivities(statistics: StepStatistics) -> dict[str, float]:
     independent errors add.
 
     Args:
-        statistics: one due step's nodes; an autograd node's number is above those it leads to.
+        nodes: one due step's nodes; an autograd node's number is above those it leads to.
 
     Returns:
         key -> squared error of all parameter gradients, per squared bound, over the squared norm of all
         parameter gradients. Empty if no gradient reached a parameter.
     """
-    total = gradient_energy(statistics.nodes)
+    total = gradient_energy(nodes)
     if total <= 0.0:
         return {}
-    reach = _reach(statistics.nodes)
+    reach = _reach(nodes)
     costs: dict[str, float] = defaultdict(float)
-    for node in statistics.nodes:
+    for node in nodes:
         for injection in node.injections:
-            if injection.edge < len(node.edges):
-                edge = node.edges[injection.edge]
-                costs[injection.key] += injection.energy * _arrival(edge, reach) / total
+            edge = node.edges[injection.edge]
+            costs[injection.key] += injection.energy * _arrival(edge, reach) / total
     return dict(costs)
+
+
+def corrected(
+    costs: Mapping[str, float],
+    tensors: Sequence[TensorStatistics],
+    corrections: Mapping[str, float],
+) -> dict[str, float]:
+    """Propagated noise times what checks showed beyond it.
+
+    A tensor that was not checked yet takes the correction of the nearest checked one of its role, in
+    forward order; before any, a cautious figure: errors of normalisations are not white, what they
+    leave along x_hat is summed coherently by the layers before (docs/theory.md).
+    """
+    roles = {tensor.key: tensor.role for tensor in tensors}
+    order = {key: number for number, key in enumerate(costs)}
+    result: dict[str, float] = {}
+    for key, cost in costs.items():
+        role = roles.get(key, Role.OTHER)
+        checked = [other for other in corrections if other in order and roles.get(other) is role]
+        nearest = min(checked, key=lambda other: abs(order[other] - order[key]), default=None)
+        factor = _FIRST_CORRECTION.get(role, 1.0) if nearest is None else corrections[nearest]
+        result[key] = cost * factor
+    return result
 
 
 def gradient_energy(nodes: Iterable[NodeStatistics]) -> float:

@@ -44,6 +44,11 @@ def is_leaf_node(node: Node) -> bool:
     return node_number(node) >= _LEAF_SEQUENCE
 
 
+def is_custom(node: Node) -> bool:
+    """Whether the node is a torch.autograd.Function of somebody's own."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
 def saved_attributes(node: Node) -> tuple[str, ...]:
     """Names of the tensors that a node made in C++ saved, in a fixed order."""
     kind = type(node)

@@ -12,7 +12,7 @@ import torch
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from squeezebox.capture._graph import new_nodes, saved_attributes, sequence_number
+from squeezebox.capture._graph import is_custom, new_nodes, saved_attributes, sequence_number
 from squeezebox.capture._rules import OTHER, Rule, operator_name, rule_for
 from squeezebox.capture._statistics import Collector
 from squeezebox.capture._store import SMALL_BYTES, Handle, Store
@@ -121,7 +121,8 @@ class Recorder(TorchFunctionMode):
             readers = self._readers(node) if mine else []
             rules = [_rule(operator, attribute, function, handle) for attribute, handle in readers]
             if self.collector is not None:
-                self.collector.watch(node, operator, self.module, list(zip(readers, rules)))
+                repeatable = (mine or not saved_attributes(node)) and not is_custom(node)
+                self.collector.watch(node, operator, self.module, list(zip(readers, rules)), repeatable)
             for (attribute, handle), rule in zip(readers, rules):
                 if handle in self._pending:
                     options = _options(rule, node, readers)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.graph import Node
 
-from squeezebox.bounds import law
+from squeezebox.bounds import gradient_energy, law, propagate
 from squeezebox.capture._graph import is_leaf_node, node_number
 from squeezebox.capture._rules import Rule
 from squeezebox.capture._store import Handle, Store
@@ -34,11 +34,7 @@ _WEIGHTED = {
     "MmBackward": ("self", 1),
     "LinearBackward": ("input", 1),
 }
-# The edge whose gradient reads the attribute, where both operands are activations.
-_OPERAND_EDGE = {"self": 1, "mat2": 0, "other": 0}
-_CLOSED_FORM = frozenset(
-    {Role.CONV_INPUT, Role.LINEAR_INPUT, Role.BATCH_NORM_INPUT, Role.PRODUCT, Role.MATMUL_OPERAND}
-)
+_WEIGHTED_ROLES = frozenset({Role.CONV_INPUT, Role.LINEAR_INPUT})
 
 
 @dataclass(slots=True)
@@ -48,65 +44,77 @@ class _Watched:
     number: int
     operator: str
     module: str
-    targets: list[tuple[int | None, bool]]
+    targets: list[tuple[int | None, int, bool]]  # node number, its input, whether it is a leaf
     lossy: list[tuple[str, Handle, Rule]]  # saved tensors of which backward reads the values
     moments: dict[str, tuple[float, float]]  # attribute -> nonzero fraction, mean square
+    repeatable: bool
     parameter: str = ""
     fan: float = 0.0
-    invstd: torch.Tensor | None = None
-    scale: torch.Tensor | None = None
-    injections: list[Injection] = field(default_factory=list)
 
 
 class Collector:
     """Hooks every node of one step's graph; afterwards knows what each tensor's error costs.
 
-    Reads two norms a node; operators without a closed law are run again on a perturbed copy of what
-    they saved. Weighted layers chosen by ``check`` (called with a running number) keep their exact
-    input until backward, where the gradient from it is compared with the one from the lossy input.
+    Reads two norms a node. Operators that are linear in what they save follow the error law; any other
+    one is run again on a perturbed copy of what it saved, which shows the error it hands on.
+
+    Tensors chosen by ``checked`` keep their exact values until backward. A weighted layer's gradient
+    from them is compared with the lossy one; any other operator's true error is sent through the rest
+    of the backward, beside the gradient, down to the parameters.
     """
 
     def __init__(
         self,
         store: Store,
         parameter_names: dict[int, str],
-        check: Callable[[int], bool],
+        checked: Callable[[bool, int], bool],
         step: int,
     ) -> None:
         self.nodes: list[NodeStatistics] = []
         self.tensors: dict[str, TensorStatistics] = {}
         self.checks: list[Check] = []
-        self.weighted_count = 0
+        self.counts = {True: 0, False: 0}  # lossy tensors of weighted layers, and of other operators
         self.floor_bytes = 0
         self._store = store
         self._parameter_names = parameter_names
-        self._check = check
+        self._checked = checked
         self._step = step
         self._hooks: list[Any] = []
         self._exact: set[int] = set()
         self._saved_bytes: dict[int, int] = {}
+        self._noise: dict[int, dict[tuple[str, int], torch.Tensor]] = {}  # node -> (key, input) -> error
+        self._traced: dict[str, float] = {}  # key -> squared error that reached parameters
+        self._traced_bounds: dict[str, float] = {}
 
-    def watch(self, node: Any, operator: str, module: str, readers: Readers) -> None:
-        """Note a new node, take its saved tensors' moments while they are there, hook its backward."""
+    def watch(self, node: Any, operator: str, module: str, readers: Readers, repeatable: bool) -> None:
+        """Note a new node, take its saved tensors' moments while they are there, hook its backward.
+
+        ``repeatable``: what the node saved is ours, so its backward may be run a second time.
+        """
         lossy = [(name, handle, rule) for (name, handle), rule in readers if rule.reads is Reads.VALUES]
         watched = _Watched(
             number=node_number(node),
             operator=operator,
             module=module,
-            targets=[_target(next_node) for next_node, _ in node.next_functions],
+            targets=[_target(next_node, index) for next_node, index in node.next_functions],
             lossy=lossy,
             moments={name: _moments(handle.tensor) for name, handle, _ in lossy if handle.tensor is not None},
+            repeatable=repeatable,
         )
         self._saved_bytes[watched.number] = sum(
             handle.nbytes for (_, handle), rule in readers if handle.tensor is not None and rule.reads
         )
         if operator in _WEIGHTED:
-            self._note_weight(watched, node)
-        if any(rule.role is Role.BATCH_NORM_INPUT for _, _, rule in lossy):
-            watched.invstd, watched.scale = node._saved_result2, node._saved_weight
-        if any(rule.role not in _CLOSED_FORM for _, _, rule in lossy):
-            self._before(node, lambda gradients: self._probe(watched, node, gradients))
-        self._hooks.append(node.register_hook(lambda after, before: self._after(watched, after, before)))
+            watched.fan = _fan(node, operator)
+            watched.parameter = self._parameter_name(node.next_functions[_WEIGHTED[operator][1]][0])
+        for _, handle, rule in lossy:
+            self._choose(handle, rule.role in _WEIGHTED_ROLES)
+
+        def hook(grad_inputs: Gradients, grad_outputs: Gradients) -> None:
+            with torch.no_grad():
+                self._after(watched, node, grad_inputs, grad_outputs)
+
+        self._hooks.append(node.register_hook(hook))
 
     def note_packed(self, nodes: list[Node]) -> None:
         """After an operator's tensors are packed: what its backward will need beside all packed ones."""
@@ -127,25 +135,34 @@ class Collector:
             nodes=tuple(self.nodes),
             tensors=tuple(self.tensors.values()),
             mean_abs_momentum=mean_abs_momentum,
+            checks=(*self.checks, *self._traces()),
         )
+
+    def _traces(self) -> Iterator[Check]:
+        """The checks that ended in the parameters rather than in one layer."""
+        total = gradient_energy(self.nodes)
+        costs = propagate(self.nodes)
+        for key, energy in self._traced.items():
+            if total > 0.0 and key in costs:
+                yield Check(
+                    key=key,
+                    step=self._step,
+                    layer=False,
+                    measured=energy / total,
+                    predicted=costs[key] * self._traced_bounds[key] ** 2,
+                )
 
     def close(self) -> None:
         """Take every hook off the graph; safe to call twice."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._noise.clear()
 
-    def _note_weight(self, watched: _Watched, node: Any) -> None:
-        attribute, edge = _WEIGHTED[watched.operator]
-        watched.fan = _fan(node, watched.operator)
-        watched.parameter = self._parameter_name(node.next_functions[edge][0])
-        handle = next((handle for name, handle, _ in watched.lossy if name == attribute), None)
-        if handle is None or handle.tensor is None:
-            return
-        if self._check(self.weighted_count):
+    def _choose(self, handle: Handle, weighted: bool) -> None:
+        if handle.tensor is not None and self._checked(weighted, self.counts[weighted]):
             self._exact.add(id(handle))
-            self._before(node, lambda gradients: self._compare(watched, node, handle, gradients))
-        self.weighted_count += 1
+        self.counts[weighted] += handle.tensor is not None
 
     def _parameter_name(self, node: Any) -> str:
         """The parameter behind an edge, seen through one transpose or cast."""
@@ -157,76 +174,26 @@ class Collector:
             node = node.next_functions[0][0] if node.next_functions else None
         return ""
 
-    def _before(self, node: Node, action: Callable[[Gradients], None]) -> None:
-        def hook(gradients: Gradients) -> None:
-            with torch.no_grad():
-                action(gradients)
-
-        self._hooks.append(node.register_prehook(hook))
-
-    def _compare(self, watched: _Watched, node: Any, handle: Handle, gradients: Gradients) -> None:
-        """Measure one layer's weight gradient error and set it beside the law's."""
-        edge = _WEIGHTED[watched.operator][1]
-        exact, handle.exact = handle.exact, None
-        if exact is None or handle.entry is None or handle.form != "values":
-            return
-        lossy_gradient = _apply(node, gradients)[edge]
-        handle.override = exact
-        try:
-            exact_gradient = _apply(node, gradients)[edge]
-        finally:
-            handle.override = None
-        if lossy_gradient is None or exact_gradient is None:
-            return
-        attribute = _WEIGHTED[watched.operator][0]
-        bound = handle.entry.row.bound
-        expected = bound**2 * law.linear(watched.moments[attribute][0], watched.fan, _energy(gradients[0]))
-        energy = _energy(exact_gradient)
-        if energy > 0.0:
-            measured = _energy(lossy_gradient - exact_gradient) / energy
-            self.checks.append(
-                Check(
-                    key=handle.entry.row.key,
-                    step=self._step,
-                    measured=measured,
-                    predicted=expected / energy,
-                )
-            )
-
-    def _probe(self, watched: _Watched, node: Any, gradients: Gradients) -> None:
-        """Perturb one saved tensor at a time by its own bound and see what reaches each edge."""
-        base = _apply(node, gradients)
-        for _, handle, rule in watched.lossy:
-            if rule.role in _CLOSED_FORM or handle.entry is None or handle.entry.row.bound == 0.0:
+    def _after(self, watched: _Watched, node: Any, grad_inputs: Gradients, grad_outputs: Gradients) -> None:
+        """The node's backward has run, and what it saved is still there."""
+        out_energy = sum(_energy(gradient) for gradient in grad_outputs)
+        edges = tuple(
+            _edge(watched, number, gradient, out_energy) for number, gradient in enumerate(grad_inputs)
+        )
+        injections: list[Injection] = []
+        for name, handle, rule in watched.lossy:
+            if handle.entry is None or name not in watched.moments:
                 continue
-            decoded = self._store.unpack(handle)
-            noise = torch.empty_like(decoded).uniform_(-1.0, 1.0).mul_(handle.entry.row.bound)
-            handle.override = noise.add_(decoded)
-            del decoded
-            try:
-                perturbed = _apply(node, gradients)
-            finally:
-                handle.override = None
-            for edge, (one, other) in enumerate(zip(base, perturbed)):
-                if one is not None and other is not None:
-                    energy = _energy(other - one) / handle.entry.row.bound**2
-                    watched.injections.append(
-                        Injection(key=handle.entry.row.key, edge=edge, energy=energy)
-                    )
-
-    def _after(self, watched: _Watched, grad_inputs: Gradients, grad_outputs: Gradients) -> None:
-        with torch.no_grad():
-            out_energy = sum(_energy(gradient) for gradient in grad_outputs)
-            edges = tuple(
-                _edge(watched, number, gradient, out_energy) for number, gradient in enumerate(grad_inputs)
-            )
-            for name, handle, rule in watched.lossy:
-                if handle.entry is not None and name in watched.moments:
-                    self._note_tensor(watched, name, handle, rule, grad_outputs)
-                    watched.injections.extend(
-                        Injection(key=handle.entry.row.key, edge=edge, energy=energy)
-                        for edge, energy in _closed_form(watched, name, handle, rule, grad_inputs, grad_outputs)
-                    )
+            self._note_tensor(watched, name, handle, rule, grad_outputs)
+            if rule.role in _WEIGHTED_ROLES:
+                injections.append(self._by_law(watched, name, handle.entry.row.key, out_energy))
+                if handle.exact is not None:
+                    self._compare(watched, node, handle, grad_inputs, grad_outputs)
+            elif handle.form == "values" and watched.repeatable:
+                injections.extend(self._probe(node, handle, grad_inputs, grad_outputs))
+                if handle.exact is not None:
+                    self._trace(watched, node, handle, grad_inputs, grad_outputs)
+        self._pass_noise(watched, node, len(grad_outputs))
         self.nodes.append(
             NodeStatistics(
                 number=watched.number,
@@ -234,10 +201,84 @@ class Collector:
                 module=watched.module,
                 grad_energy=out_energy,
                 edges=edges,
-                injections=tuple(watched.injections),
+                injections=tuple(injections),
             )
         )
         watched.lossy.clear()
+
+    def _by_law(self, watched: _Watched, name: str, key: str, out_energy: float) -> Injection:
+        energy = law.linear(watched.moments[name][0], watched.fan, out_energy)
+        return Injection(key=key, edge=_WEIGHTED[watched.operator][1], energy=energy)
+
+    def _compare(
+        self, watched: _Watched, node: Any, handle: Handle, grad_inputs: Gradients, grad_outputs: Gradients
+    ) -> None:
+        """Measure one layer's weight gradient error and set it beside the law's."""
+        attribute, edge = _WEIGHTED[watched.operator]
+        exact, handle.exact = handle.exact, None
+        if exact is None or handle.entry is None or handle.form != "values" or grad_inputs[edge] is None:
+            return
+        expected = law.linear(watched.moments[attribute][0], watched.fan, _energy(grad_outputs[0]))
+        gradient = _repeat(node, grad_outputs, handle, exact)[edge]
+        energy = _energy(gradient)
+        if gradient is not None and energy > 0.0:
+            self.checks.append(
+                Check(
+                    key=handle.entry.row.key,
+                    step=self._step,
+                    layer=True,
+                    measured=_energy(gradient.sub_(grad_inputs[edge])) / energy,
+                    predicted=handle.entry.row.bound**2 * expected / energy,
+                )
+            )
+
+    def _probe(
+        self, node: Any, handle: Handle, grad_inputs: Gradients, grad_outputs: Gradients
+    ) -> list[Injection]:
+        """Perturb one saved tensor by its own bound and see what reaches each edge."""
+        row = handle.entry.row if handle.entry is not None else None
+        if row is None or row.bound == 0.0:
+            return []
+        decoded = self._store.unpack(handle)
+        perturbed = torch.empty_like(decoded).uniform_(-row.bound, row.bound).add_(decoded)
+        del decoded
+        errors = _differences(_repeat(node, grad_outputs, handle, perturbed), grad_inputs)
+        return [
+            Injection(key=row.key, edge=edge, energy=_energy(error) / row.bound**2)
+            for edge, error in enumerate(errors)
+            if error is not None
+        ]
+
+    def _trace(
+        self, watched: _Watched, node: Any, handle: Handle, grad_inputs: Gradients, grad_outputs: Gradients
+    ) -> None:
+        """Start the true error of one tensor on its way to the parameters."""
+        exact, handle.exact = handle.exact, None
+        if handle.entry is None or exact is None or handle.entry.row.bound == 0.0:
+            return
+        row = handle.entry.row
+        self._traced_bounds[row.key] = row.bound
+        self._send(watched, row.key, _differences(_repeat(node, grad_outputs, handle, exact), grad_inputs))
+
+    def _pass_noise(self, watched: _Watched, node: Any, count: int) -> None:
+        """Carry traced errors through this node: its backward is linear in the gradient."""
+        arrived = self._noise.pop(watched.number, None)
+        if arrived is None or not watched.repeatable:
+            return
+        for key in dict.fromkeys(key for key, _ in arrived):
+            errors = tuple(arrived.pop((key, number), None) for number in range(count))
+            self._send(watched, key, _repeat(node, errors))
+
+    def _send(self, watched: _Watched, key: str, errors: Gradients) -> None:
+        for (target, index, leaf), error in zip(watched.targets, errors):
+            if error is None:
+                continue
+            if leaf:
+                self._traced[key] = self._traced.get(key, 0.0) + _energy(error)
+            elif target is not None:
+                there = self._noise.setdefault(target, {})
+                known = there.get((key, index))
+                there[key, index] = error if known is None else known + error
 
     def _note_tensor(
         self, watched: _Watched, name: str, handle: Handle, rule: Rule, grad_outputs: Gradients
@@ -245,55 +286,22 @@ class Collector:
         if handle.entry is None or handle.entry.row.key in self.tensors:
             return
         nonzero, mean_square = watched.moments[name]
-        gradient = grad_outputs[0]
-        known = rule.role is Role.CONV_INPUT and gradient is not None
+        gradient = grad_outputs[0] if rule.role is Role.CONV_INPUT else None
         self.tensors[handle.entry.row.key] = TensorStatistics(
             key=handle.entry.row.key,
             role=rule.role,
             numel=handle.entry.numel,
             nonzero=nonzero,
             rms=(mean_square / nonzero) ** 0.5 if nonzero > 0.0 else 0.0,
-            mean_abs_loss=_mean_abs(gradient) if known and gradient is not None else 0.0,
-            batch=gradient.shape[0] if known and gradient is not None else 0,
-            positions=gradient[0, 0].numel() if known and gradient is not None else 0,
+            mean_abs_loss=0.0 if gradient is None else _mean_abs(gradient),
+            batch=0 if gradient is None else gradient.shape[0],
+            positions=0 if gradient is None else gradient[0, 0].numel(),
             parameter=watched.parameter,
         )
 
 
-def _closed_form(
-    watched: _Watched, name: str, handle: Handle, rule: Rule, grad_inputs: Gradients, grad_outputs: Gradients
-) -> list[tuple[int, float]]:
-    """(edge, squared error for a unit bound) of one saved tensor under the error law."""
-    gradient = grad_outputs[0]
-    if gradient is None or rule.role not in _CLOSED_FORM:
-        return []
-    nonzero = watched.moments[name][0]
-    if watched.operator in _WEIGHTED and name == _WEIGHTED[watched.operator][0]:
-        return [(_WEIGHTED[watched.operator][1], law.linear(nonzero, watched.fan, _energy(gradient)))]
-    if rule.role is Role.BATCH_NORM_INPUT:
-        return _batch_norm(watched, grad_inputs, gradient)
-    if rule.role is Role.PRODUCT:
-        return [(_OPERAND_EDGE[name], law.linear(nonzero, 1.0, _energy(gradient)))]
-    inner = handle.geometry[0][-1 if name == "self" else -2]
-    return [(_OPERAND_EDGE[name], law.linear(nonzero, inner, _energy(gradient)))]
-
-
-def _batch_norm(watched: _Watched, grad_inputs: Gradients, gradient: torch.Tensor) -> list[tuple[int, float]]:
-    if watched.invstd is None or watched.invstd.numel() == 0:  # evaluation mode: linear in the gradient
-        return []
-    dims = [dim for dim in range(gradient.dim()) if dim != 1]
-    delta = torch.linalg.vector_norm(gradient, dim=dims, dtype=torch.float32).square()
-    count = gradient.numel() // gradient.shape[1]
-    dgamma = grad_inputs[1] if len(grad_inputs) > 1 and grad_inputs[1] is not None else delta.mul(count).sqrt()
-    invstd = watched.invstd.float()
-    gamma = torch.ones_like(invstd) if watched.scale is None else watched.scale.float()
-    to_input = gamma.square() * invstd.pow(4) * (dgamma.float().square() + delta) / count
-    to_scale = invstd.square() * delta
-    return [(0, law.UNIFORM * float(to_input.sum())), (1, law.UNIFORM * float(to_scale.sum()))]
-
-
 def _edge(watched: _Watched, number: int, gradient: torch.Tensor | None, out_energy: float) -> Edge:
-    target, leaf = watched.targets[number] if number < len(watched.targets) else (None, False)
+    target, _, leaf = watched.targets[number]
     energy = _energy(gradient)
     if watched.operator in _WEIGHTED and number == _WEIGHTED[watched.operator][1]:
         attribute = _WEIGHTED[watched.operator][0]
@@ -346,15 +354,30 @@ def _metadata_bytes(metadata: Any) -> int:
     return int(torch.Size(metadata.shape).numel()) * int(metadata.dtype.itemsize)
 
 
-def _target(node: Node | None) -> tuple[int | None, bool]:
+def _target(node: Node | None, index: int) -> tuple[int | None, int, bool]:
     if node is None:
-        return None, False
-    return (None, True) if is_leaf_node(node) else (node_number(node), False)
+        return None, 0, False
+    return (None, 0, True) if is_leaf_node(node) else (node_number(node), index, False)
 
 
-def _apply(node: Any, gradients: Gradients) -> Gradients:
-    result = node(*gradients)
+def _repeat(
+    node: Any, gradients: Gradients, handle: Handle | None = None, tensor: torch.Tensor | None = None
+) -> Gradients:
+    """The node's backward once more, reading ``tensor`` in the place of what ``handle`` holds."""
+    if handle is not None:
+        handle.override = tensor
+    try:
+        result = node(*gradients)
+    finally:
+        if handle is not None:
+            handle.override = None
     return result if isinstance(result, tuple) else (result,)
+
+
+def _differences(perturbed: Gradients, base: Gradients) -> Gradients:
+    return tuple(
+        None if one is None or other is None else one - other for one, other in zip(perturbed, base)
+    )
 
 
 def _moments(tensor: torch.Tensor) -> tuple[float, float]:

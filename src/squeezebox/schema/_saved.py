@@ -131,17 +131,20 @@ class StepStatistics:
     nodes: tuple[NodeStatistics, ...]
     tensors: tuple[TensorStatistics, ...]
     mean_abs_momentum: dict[str, float]
+    checks: tuple[Check, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One layer's weight gradient from the lossy tensor against the one from the exact tensor.
+    """Gradients from one lossy tensor against those from its exact values.
 
-    ``measured`` and ``predicted`` are squared errors relative to the exact gradient's squared norm.
+    ``measured`` and ``predicted`` are squared errors relative to the squared norm of the layer's own
+    weight gradient (``layer``), or of all parameter gradients (the error traced through backward).
     """
 
     key: str
     step: int
+    layer: bool
     measured: float
     predicted: float
 
