@@ -37,6 +37,7 @@ def compress(data: NDArray[Any]) -> bytes:
         clevel=1,
         filters=[blosc2.Filter.NOFILTER] * 5 + [shuffle],
         typesize=data.itemsize,
+        blocksize=max(data.nbytes, 32),
         nthreads=1,
     )
     return packed

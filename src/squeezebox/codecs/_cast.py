@@ -43,20 +43,26 @@ class Cast(Codec):
         if not math.isfinite(peak):
             _refuse_nonfinite(self.name, flat)
         limit = torch.finfo(self.target).max
-        exponent = math.frexp(limit)[1] - 1 - math.frexp(peak)[1] if self.scaled and peak else 0
-        exponent = max(-120, min(120, exponent))
+        exponent = self._exponent(flat.dtype, peak) if self.scaled and peak else 0
         scale = 2.0**exponent
         wide = (flat.to(compute_dtype(flat.dtype)) * scale).clamp(-limit, limit)
         reached = within(self.name, self._bound(flat.dtype, peak, scale), bound)
         return make_packed(self, tensor, reached, (wide.to(self.target),), {"exponent": exponent})
 
+    def _exponent(self, dtype: torch.dtype, peak: float) -> int:
+        """The largest power of two that keeps ``peak`` within the narrow format."""
+        limit = torch.finfo(self.target).max
+        room = math.frexp(limit)[1] - math.frexp(peak)[1]
+        most = 1000 if dtype == torch.float64 else 120
+        return max(-most, min(most, room - (math.ldexp(peak, room) > limit)))
+
     def _bound(self, dtype: torch.dtype, peak: float, scale: float) -> float:
         if peak == 0.0:
             return 0.0
         facts = torch.finfo(self.target)
-        largest = 2.0 ** (math.frexp(peak)[1] - 1)
-        smallest = facts.smallest_normal / scale
-        return max(largest, smallest) * facts.eps * (1 + 2.0**-11) + _rounding(dtype, peak)
+        largest = max(2.0 ** (math.frexp(peak)[1] - 1), facts.smallest_normal / scale)
+        clipped = peak - facts.max / scale
+        return max(largest * facts.eps * 0.5 * (1 + 2.0**-11), clipped) + _rounding(dtype, peak)
 
     def unpack(self, packed: Packed, out: Tensor | None = None) -> Tensor:
         require_own(self, packed)

@@ -33,10 +33,10 @@ def scalar(dtype: torch.dtype) -> type[np.float32] | type[np.float64]:
     return np.float64 if dtype == torch.float64 else np.float32
 
 
-def block(dtype: torch.dtype) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Scratch for 256 elements, and its integer view."""
+def block(dtype: torch.dtype, size: int = 256) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Scratch for ``size`` elements, and its integer view."""
     kind = scalar(dtype)
-    values = np.empty(256, kind)
+    values = np.empty(size, kind)
     return values, values.view(np.int64 if kind is np.float64 else np.int32)
 
 

@@ -1,4 +1,4 @@
-"""Blocks of 256 elements in the innermost cache: any float dtype in, float32 or float64 to compute with.
+"""Blocks of elements in the innermost cache: any float dtype in, float32 or float64 to compute with.
 
 numba knows neither bfloat16 nor float16: they travel as uint16 and int16 arrays and are converted here by
 integer arithmetic, rounding to nearest even as torch does.
@@ -83,7 +83,7 @@ def _to_bfloat16(block, bits, target):
 
 
 def _to_float16(block, bits, target):
-    small = np.empty(BLOCK, np.float32)
+    small = np.empty(target.size, np.float32)
     small_bits = small.view(np.uint32)
     for i in range(target.size):
         small[i] = abs(block[i]) + np.float32(0.5)
@@ -111,7 +111,7 @@ def order(bits, low, high):
     """
     mask = magnitude_mask(bits)
     shift = bits.dtype.type(8 * bits.itemsize - 1)
-    for i in range(BLOCK):
+    for i in range(bits.size):
         mirror = bits.dtype.type(bits.dtype.type(bits[i] >> shift) & mask)
         key = bits.dtype.type(bits[i] ^ mirror)
         low = bits.dtype.type(min(low, key))
@@ -127,10 +127,63 @@ def mirrored(bits, key):
 
 @njit(**OPTIONS)
 def load(source, block, bits):
-    """Up to 256 elements into ``block`` (``bits`` is its integer view), the last one repeated to the end."""
+    """At most ``block.size`` elements into ``block`` (``bits`` is its integer view), the last one repeated to the end."""
     _convert(source, block, bits)
-    for i in range(source.size, BLOCK):
+    for i in range(source.size, block.size):
         block[i] = block[source.size - 1]
+
+
+def _whole(source, block, bits):
+    """The source itself where it can be computed with, else ``block`` loaded with it."""
+    raise NotImplementedError
+
+
+@overload(_whole)
+def _whole_for(source, block, bits):
+    return _as_it_is if source.dtype == block.dtype else _loaded
+
+
+def _as_it_is(source, block, bits):
+    if source.size == block.size:
+        return source
+    load(source, block, bits)
+    return block
+
+
+def _loaded(source, block, bits):
+    load(source, block, bits)
+    return block
+
+
+def _round(block, bits, rounded):
+    """Pass a block through another dtype; chosen by dtype in ``_round_for``."""
+    raise NotImplementedError
+
+
+@overload(_round)
+def _round_for(block, bits, rounded):
+    return _not_at_all if rounded.dtype == block.dtype else _there_and_back
+
+
+def _not_at_all(block, bits, rounded):
+    pass
+
+
+def _there_and_back(block, bits, rounded):
+    store(block, bits, rounded)
+    load(rounded, block, bits)
+
+
+@njit(**OPTIONS)
+def whole_block(source, block, bits):
+    """``block.size`` elements to compute with: ``source`` if it is that already, else loaded into ``block``."""
+    return _whole(source, block, bits)
+
+
+@njit(**OPTIONS)
+def round_block(block, bits, rounded):
+    """``block`` as it will be after rounding to the dtype of ``rounded`` (scratch of the same size)."""
+    _round(block, bits, rounded)
 
 
 @njit(**OPTIONS)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -212,12 +211,3 @@ def unpack_offsets(codes: Tensor, base: Tensor, places: Tensor, inner: int, out:
 
 def _least_planes(base: Tensor, inner: int) -> int:
     return -(-LEAST_GROUPS * 256 // max(1, base.numel() * inner))
-
-
-def extent(flat: Tensor) -> tuple[float, float]:
-    from squeezebox.codecs._cpu import _quantise_loops
-
-    edges = np.empty(2, scalar(flat.dtype))
-    _quantise_loops.extent(array(flat), *block(flat.dtype), edges)
-    low, high = float(edges[0]), float(edges[1])
-    return (low, high) if np.isfinite(edges).all() else (float("nan"), float("nan"))

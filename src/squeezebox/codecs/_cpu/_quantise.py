@@ -8,8 +8,19 @@ from torch import Tensor
 
 from squeezebox.codecs import _chunks
 from squeezebox.codecs._cpu._arrays import array, block, scalar
-from squeezebox.codecs._cpu._kernels import extent
 from squeezebox.codecs._reference._quantise import INTEGERS, inverse
+
+# Elements computed at a time: few enough for the innermost cache, enough to hide each block's set-up.
+BLOCK = 1024
+
+
+def extent(flat: Tensor) -> tuple[float, float]:
+    from squeezebox.codecs._cpu import _quantise_loops
+
+    edges = np.empty(2, scalar(flat.dtype))
+    _quantise_loops.extent(array(flat), *block(flat.dtype, BLOCK), edges)
+    low, high = float(edges[0]), float(edges[1])
+    return (low, high) if np.isfinite(edges).all() else (float("nan"), float("nan"))
 
 
 def quantise(
@@ -20,8 +31,8 @@ def quantise(
     kind = scalar(flat.dtype)
     codes = torch.empty(flat.numel(), dtype=INTEGERS[width])
     target = codes.numpy()
-    scratch = (*block(flat.dtype), *block(flat.dtype), np.empty(256, target.dtype))
-    rounded = array(torch.empty(256, dtype=flat.dtype))
+    scratch = (*block(flat.dtype, BLOCK), *block(flat.dtype, BLOCK), np.empty(BLOCK, target.dtype))
+    rounded = array(torch.empty(BLOCK, dtype=flat.dtype))
     scalars = kind(step), kind(inverse(step, flat.dtype)), kind(limit)
     if not _quantise_loops.quantise(array(flat), *scalars, keep_sign, scratch, rounded, target):
         return None
@@ -38,7 +49,7 @@ def dequantise(codes: Tensor, step: float, keep_sign: bool, lag: int, out: Tenso
     source = codes.numpy()
     if 0 < lag < codes.numel():
         _quantise_loops.accumulate(source, lag)
-    _quantise_loops.dequantise(source, scalar(out.dtype)(step), keep_sign, *block(out.dtype), array(out))
+    _quantise_loops.dequantise(source, scalar(out.dtype)(step), keep_sign, *block(out.dtype, BLOCK), array(out))
 
 
 LOOPS = _chunks.Kernels(extent=extent, quantise=quantise, dequantise=dequantise)

@@ -8,25 +8,25 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from squeezebox.codecs._cpu._blocks import BLOCK, OPTIONS, load, mirrored, order, store
+from squeezebox.codecs._cpu._blocks import OPTIONS, mirrored, order, round_block, store, whole_block
 
 
 @njit(**OPTIONS)
 def extent(flat, block, integers, edges):
     """Smallest and largest element into ``edges``; NaN if any element is NaN or infinite."""
     low = high = integers.dtype.type(0)
-    for start in range(0, flat.size, BLOCK):
-        load(flat[start : start + BLOCK], block, integers)
+    for start in range(0, flat.size, block.size):
+        bits = whole_block(flat[start : start + block.size], block, integers).view(integers.dtype)
         if start == 0:
-            low = high = mirrored(integers, integers[0])
-        low, high = order(integers, low, high)
+            low = high = mirrored(bits, bits[0])
+        low, high = order(bits, low, high)
     edges.view(integers.dtype)[0] = mirrored(integers, low)
     edges.view(integers.dtype)[1] = mirrored(integers, high)
 
 
 @njit(**OPTIONS)
 def _nearest(block, step, inverse, decoded, codes):
-    for i in range(BLOCK):
+    for i in range(block.size):
         code = np.rint(block[i] * inverse)
         decoded[i] = code * step
         codes[i] = codes.dtype.type(np.int32(code))
@@ -35,7 +35,7 @@ def _nearest(block, step, inverse, decoded, codes):
 @njit(**OPTIONS)
 def _signed(block, step, inverse, decoded, codes):
     zero, one, half = block.dtype.type(0), block.dtype.type(1), block.dtype.type(0.5)
-    for i in range(BLOCK):
+    for i in range(block.size):
         value = block[i]
         size = max(np.ceil(abs(value * inverse)), one)
         middle = (size - half) * step
@@ -49,35 +49,34 @@ def _signed(block, step, inverse, decoded, codes):
 def _misses(block, decoded, limit, keep_sign):
     zero = block.dtype.type(0)
     misses = np.int32(0)
-    for i in range(BLOCK):
-        misses += np.int32(not (abs(block[i] - decoded[i]) <= limit))
-    if keep_sign:
-        for i in range(BLOCK):
-            same = ((block[i] > zero) == (decoded[i] > zero)) & ((block[i] < zero) == (decoded[i] < zero))
-            misses += np.int32(not same)
-    return misses
+    for i in range(block.size):
+        far = not (abs(block[i] - decoded[i]) <= limit)
+        lost = keep_sign & ((block[i] == zero) != (decoded[i] == zero))
+        misses = np.int32(misses | np.int32(far | lost))
+    return misses != 0
 
 
 @njit(**OPTIONS)
 def quantise(flat, step, inverse, limit, keep_sign, space, rounded, codes):
-    """Codes of a chunk; False as soon as a block has an element that would miss ``limit`` or its sign.
+    """Codes of a chunk; False as soon as a block has an element that would miss ``limit`` or become zero.
 
     ``rounded`` is a block in the chunk's dtype: decoded values pass through it, so they are compared as
     they will come back.
     """
-    block, integers, decoded, decoded_bits, block_codes = space
-    for start in range(0, flat.size, BLOCK):
-        source = flat[start : start + BLOCK]
-        load(source, block, integers)
+    scratch, integers, decoded, decoded_bits, block_codes = space
+    for start in range(0, flat.size, scratch.size):
+        block = whole_block(flat[start : start + scratch.size], scratch, integers)
+        target = codes[start : start + scratch.size]
+        whole = target if target.size == scratch.size else block_codes
         if keep_sign:
-            _signed(block, step, inverse, decoded, block_codes)
+            _signed(block, step, inverse, decoded, whole)
         else:
-            _nearest(block, step, inverse, decoded, block_codes)
-        store(decoded, decoded_bits, rounded)
-        load(rounded, decoded, decoded_bits)
+            _nearest(block, step, inverse, decoded, whole)
+        round_block(decoded, decoded_bits, rounded)
         if _misses(block, decoded, limit, keep_sign):
             return False
-        codes[start : start + BLOCK] = block_codes[: source.size]
+        if target.size < scratch.size:
+            target[:] = block_codes[: target.size]
     return True
 
 
@@ -85,9 +84,9 @@ def quantise(flat, step, inverse, limit, keep_sign, space, rounded, codes):
 def dequantise(codes, step, keep_sign, block, integers, out):
     """Values of a chunk's codes, in the dtype of ``out``."""
     zero, half = block.dtype.type(0), block.dtype.type(0.5)
-    for start in range(0, out.size, BLOCK):
-        target = out[start : start + BLOCK]
-        source = codes[start : start + BLOCK]
+    for start in range(0, out.size, block.size):
+        target = out[start : start + block.size]
+        source = codes[start : start + block.size]
         if keep_sign:
             for i in range(source.size):
                 code = block.dtype.type(np.int32(source[i]))
