@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -52,7 +54,18 @@ def dequantise(codes: Tensor, step: float, keep_sign: bool, lag: int, out: Tenso
     _quantise_loops.dequantise(source, scalar(out.dtype)(step), keep_sign, *block(out.dtype, BLOCK), array(out))
 
 
-LOOPS = _chunks.Kernels(extent=extent, quantise=quantise, dequantise=dequantise)
+class _Huffman:
+    """The compiled Huffman loops, under the reference's names."""
+
+    def __getattr__(self, name: str) -> Any:
+        from squeezebox.codecs._cpu import _huffman_loops
+
+        return getattr(_huffman_loops, name)
+
+
+LOOPS = _chunks.Kernels(
+    extent=extent, quantise=quantise, dequantise=dequantise, huffman=_Huffman()
+)
 
 
 def pack_chunks(flat: Tensor, bound: float, keep_sign: bool, lag: int) -> tuple[Tensor, Tensor]:
