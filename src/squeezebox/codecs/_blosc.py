@@ -24,7 +24,8 @@ def _library() -> ModuleType:
             "the 'entropy' and 'lossless' codecs need Blosc2, which is not installed; pip install blosc2."
         ) from missing
     blosc2.set_releasegil(True)
-    return blosc2
+    module: ModuleType = blosc2
+    return module
 
 
 def compress(data: NDArray[Any]) -> bytes:

@@ -112,17 +112,27 @@ def encode(kernels: Kernels, flat: Tensor, bound: float, keep_sign: bool, lag: i
     return _raw(flat)
 
 
+def _folded(codes: NDArray[Any]) -> NDArray[Any]:
+    """0, -1, 1, -2, ... as 0, 1, 2, 3, ...: small differences leave the high bits alone."""
+    return (codes << 1) ^ (codes >> (8 * codes.itemsize - 1))
+
+
+def _unfold(codes: NDArray[Any]) -> None:
+    """The inverse of ``_folded``, in place."""
+    unsigned = codes.view(f"u{codes.itemsize}")
+    unsigned[:] = (unsigned >> 1) ^ -(unsigned & 1)
+
+
 def _shrink(kernels: Kernels, codes: NDArray[Any], lag: int) -> tuple[int, bytes]:
     """The codes by Blosc2, or by Huffman: differences have small values of both signs and few long runs.
 
-    Bit shuffling spreads a small negative number over all bit planes, which costs Blosc2 up to a quarter
-    more bits there; on the codes themselves it finds what Huffman's pairs do not see.
+    On the codes themselves Blosc2's bit shuffle finds what Huffman's pairs do not see.
     """
     suited = lag and codes.dtype == np.int8
     coded = _huffman.compress(kernels.huffman, codes) if suited else None
     if coded is not None and len(coded) > RUNS * codes.size:
         return HUFFMAN, coded
-    data = _blosc.compress(codes)
+    data = _blosc.compress(_folded(codes) if lag else codes)
     return (CODES, data) if coded is None or len(data) <= len(coded) else (HUFFMAN, coded)
 
 
@@ -143,6 +153,8 @@ def decode(
             _huffman.decompress(kernels.huffman, data, codes.numpy())
         else:
             _blosc.decompress(data, codes.numpy())
+            if lag:
+                _unfold(codes.numpy())
         kernels.dequantise(codes.to(out.device), value, keep_sign, lag, out)
     else:
         raise FormatError(f"chunk of unknown kind {kind} and width {width}; damaged.")

@@ -92,7 +92,8 @@ class Lossless(Codec):
     def unpack(self, packed: Packed, out: Tensor | None = None) -> Tensor:
         require_own(self, packed)
         flat = buffer_for(packed, out)
-        _chunks.unpack_chunks(_chunks.REFERENCE, *packed.payload, False, 0, flat)
+        blob, table = packed.payload
+        _chunks.unpack_chunks(_chunks.REFERENCE, blob, table, False, 0, flat)
         return restore(flat, packed)
 
     def check(self, packed: Packed) -> None:

@@ -43,7 +43,9 @@ def flatten(tensor: Tensor) -> Tensor:
     if tensor.layout is not torch.strided:
         raise CodecError(f"only strided tensors can be packed, not layout {tensor.layout}; use to_dense().")
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.numel() and is_dense(tensor.shape, tensor.stride()):
+    if tensor.numel() == 0:
+        return tensor.new_empty(0)
+    if is_dense(tensor.shape, tensor.stride()):
         return tensor.as_strided((tensor.numel(),), (1,))
     return tensor.contiguous().view(-1)
 

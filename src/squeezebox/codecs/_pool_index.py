@@ -65,7 +65,10 @@ class PoolIndex(Codec):
         require_own(self, packed)
         flat = buffer_for(packed, out)
         places, (base, inner) = _places(packed), _positions(packed)
-        codes = torch.ops.squeezebox.unpack_codes(packed.payload[0], _bits(len(places)), packed.numel)
+        bits = _bits(len(places))
+        codes = torch.ops.squeezebox.unpack_codes(packed.payload[0], bits, packed.numel)
+        # damaged codes may name places beyond the last: they must stay inside the table
+        places = torch.nn.functional.pad(places, (0, (1 << bits) - len(places)))
         torch.ops.squeezebox.unpack_offsets(codes, base, places, inner, flat)
         return restore(flat, packed)
 

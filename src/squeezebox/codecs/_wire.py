@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import struct
 import zlib
 from typing import Any
@@ -115,7 +114,7 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 def _read(header: dict[str, Any], body: bytes) -> Packed:
     shape, stride = _sizes(header["shape"]), _sizes(header["stride"])
-    if len(shape) != len(stride) or not is_dense(shape, stride) and math.prod(shape):
+    if len(shape) != len(stride) or 0 not in shape and not is_dense(shape, stride):
         raise FormatError(f"strides {stride} do not fit shape {shape}; damaged.")
     if type(header["codec_version"]) is not int or header["codec_version"] > get(header["codec"]).version:
         raise FormatError(

@@ -29,10 +29,12 @@ def run(work: Callable[[int], Result], count: int) -> list[Result]:
         return [work(index) for index in range(count)]
     todo = iter(range(count))  # next() on a range iterator is atomic: threads share it without a lock
     results: dict[int, Result] = {}
+    inference = torch.is_inference_mode_enabled()
 
     def drain() -> None:
-        for index in todo:
-            results[index] = work(index)
+        with torch.inference_mode(inference):
+            for index in todo:
+                results[index] = work(index)
 
     others = [_pool(torch.get_num_threads() - 1).submit(drain) for _ in range(threads - 1)]
     try:

@@ -1,0 +1,80 @@
+"""The variable-size codecs: sizes, fallbacks, lags, many callers."""
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from squeezebox import codecs
+from squeezebox.codecs._chunks import CHUNK
+from squeezebox.schema import OptionError
+
+NAMES = ("entropy", "entropy-sign")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_coarse_bound_takes_few_bits(name: str) -> None:
+    x = torch.randn(1 << 19).relu()
+    assert codecs.get(name).pack(x, 0.3).nbytes * 8 < 2.6 * x.numel()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", (None, math.nan, math.inf, -1.0))
+def test_the_bound_must_be_a_finite_number(name: str, bad: float | None) -> None:
+    with pytest.raises(OptionError, match="bound"):
+        codecs.get(name).pack(torch.ones(3), bad)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_the_chunk_with_nan_is_kept_exactly(name: str) -> None:
+    x = torch.randn(3 * CHUNK)
+    clean = codecs.get(name).pack(x, 0.2).nbytes
+    x[CHUNK + 5] = math.nan
+    packed = codecs.get(name).pack(x, 0.2)
+    back = codecs.get(name).unpack(packed)
+    assert torch.equal(back[CHUNK : 2 * CHUNK].nan_to_num(9), x[CHUNK : 2 * CHUNK].nan_to_num(9))
+    assert bool(((back - x).abs() <= 0.2)[: CHUNK].all())
+    assert packed.nbytes < clean + 4 * CHUNK + 1000
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", (0.0, 2.5))
+def test_constant_chunks_cost_a_table_row(name: str, value: float) -> None:
+    x = torch.full((2 * CHUNK + 7,), value)
+    packed = codecs.get(name).pack(x, 0.1)
+    assert packed.nbytes == 3 * 16
+    assert torch.equal(codecs.get(name).unpack(packed), x)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("channels_last", (False, True))
+def test_the_trial_finds_a_lag_that_pays(name: str, channels_last: bool) -> None:
+    x = torch.randn(8, 16, 64, 64).cumsum(-1).cumsum(-2)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    codec = codecs.get(name)
+    bound = 0.01 * float(x.std())
+    chosen, none = codec.pack(x, bound, lag=-1), codec.pack(x, bound)
+    assert chosen.meta["lag"] != 0 and chosen.nbytes < none.nbytes
+    assert torch.equal(codec.unpack(chosen), codec.unpack(none))
+    with pytest.raises(OptionError, match="lag"):
+        codec.pack(x, bound, lag=-2)
+
+
+def test_many_callers_at_once() -> None:
+    codec = codecs.get("entropy-sign")
+    inputs = [torch.randn(300_000).relu() for _ in range(8)]
+    expected = [codec.unpack(codec.pack(x, 0.1, lag=1)) for x in inputs]
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda x: codec.unpack(codec.pack(x, 0.1, lag=1)), inputs))
+    assert all(torch.equal(a, b) for a, b in zip(expected, results, strict=True))
+
+
+def test_inference_mode() -> None:
+    with torch.inference_mode():
+        x = torch.zeros(2 * CHUNK)
+        x[CHUNK:] = torch.randn(CHUNK)
+        for name in (*NAMES, "zero4", "minmax4"):
+            back = codecs.get(name).unpack(codecs.get(name).pack(x, 5.0))
+            assert back.shape == x.shape
