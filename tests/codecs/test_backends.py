@@ -30,9 +30,7 @@ def inputs(dtype: torch.dtype) -> Iterator[Tensor]:
 
 def same(first: Any, second: Any) -> bool:
     pairs = ((first, second),) if isinstance(first, Tensor) else zip(first, second, strict=True)
-    return all(
-        a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs
-    )
+    return all(a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
 def decoded_alike(name: str, packed: Any, options: tuple[Any, ...], like: Tensor) -> bool:

@@ -34,7 +34,7 @@ def test_only_the_chunk_with_nan_is_kept_exactly(name: str) -> None:
     packed = codecs.get(name).pack(x, 0.2)
     back = codecs.get(name).unpack(packed)
     assert torch.equal(back[CHUNK : 2 * CHUNK].nan_to_num(9), x[CHUNK : 2 * CHUNK].nan_to_num(9))
-    assert bool(((back - x).abs() <= 0.2)[: CHUNK].all())
+    assert bool(((back - x).abs() <= 0.2)[:CHUNK].all())
     assert packed.nbytes < clean + 4 * CHUNK + 1000
 
 

@@ -1,4 +1,4 @@
-"""What mask, sign, interval, narrow, pool-index, keep and lossless promise, against autograd's own reading."""
+"""What the exact codecs and the one-bit codecs promise, against what backward passes read."""
 
 import math
 
@@ -93,7 +93,9 @@ def test_pool_index_is_exact(data: st.DataObject) -> None:
     stride = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
     padding = (kernel[0] // 2, kernel[1] // 2)
     dilation = data.draw(st.tuples(st.integers(1, 2), st.integers(1, 2)))
-    shape = data.draw(st.tuples(*(st.integers(low, high) for low, high in ((1, 3), (1, 5), (9, 14), (9, 14)))))
+    shape = data.draw(
+        st.tuples(*(st.integers(low, high) for low, high in ((1, 3), (1, 5), (9, 14), (9, 14))))
+    )
     x = torch.randn(shape)
     if data.draw(st.booleans()):
         x = x.to(memory_format=torch.channels_last)

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from squeezebox.codecs import _blosc, _huffman, _workers
-from squeezebox.codecs._reference import _quantise
 from squeezebox.codecs._reference import _huffman as _huffman_loops
+from squeezebox.codecs._reference import _quantise
 from squeezebox.schema import FormatError
 
 CHUNK = 1 << 18

@@ -33,9 +33,7 @@ def _rounding(dtype: torch.dtype, peak: float) -> float:
 
 def _check(packed: Packed, bits: int, scales: int) -> None:
     groups = -(-packed.numel // 256)
-    expect_parts(
-        packed, (torch.uint8, groups * 32 * bits), (compute_dtype(packed.dtype), groups * scales)
-    )
+    expect_parts(packed, (torch.uint8, groups * 32 * bits), (compute_dtype(packed.dtype), groups * scales))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,9 +48,7 @@ class ZeroGroups(Codec):
     bits: int
     stochastic: bool = False
 
-    def pack(
-        self, tensor: Tensor, bound: float | None = None, *, lag: int = 0, seed: int = 0
-    ) -> Packed:
+    def pack(self, tensor: Tensor, bound: float | None = None, *, lag: int = 0, seed: int = 0) -> Packed:
         require_float(self.name, tensor)
         flat = flatten(tensor)
         codes, scales = torch.ops.squeezebox.pack_zero(flat, self.bits, self.stochastic, seed)
@@ -90,9 +86,7 @@ class MinMaxGroups(Codec):
     bits: int
     stochastic: bool = False
 
-    def pack(
-        self, tensor: Tensor, bound: float | None = None, *, lag: int = 0, seed: int = 0
-    ) -> Packed:
+    def pack(self, tensor: Tensor, bound: float | None = None, *, lag: int = 0, seed: int = 0) -> Packed:
         require_float(self.name, tensor)
         flat = flatten(tensor)
         codes, scales = torch.ops.squeezebox.pack_minmax(flat, self.bits, self.stochastic, seed)

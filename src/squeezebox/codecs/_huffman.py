@@ -76,7 +76,7 @@ def _open(data: NDArray[np.uint8]) -> tuple[int, NDArray[Any], NDArray[Any], NDA
     start = HEADER.size + LENGTHS_BYTES
     if data.size < start:
         raise FormatError(f"a Huffman chunk has only {data.size} bytes; truncated.")
-    mode, escaped_bytes, *sizes = HEADER.unpack_from(data)
+    mode, escaped_bytes, *sizes = HEADER.unpack(data[: HEADER.size].tobytes())
     end = start + 4 * sum(sizes)
     if mode not in (SINGLE, PAIRS) or end == start or end + escaped_bytes != data.size:
         raise FormatError(f"a Huffman chunk of {data.size} bytes claims {end + escaped_bytes}; damaged.")

@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from squeezebox.codecs._cpu import _kernels, _quantise
+from squeezebox.codecs._cpu import _flag_kernels, _group_kernels, _quantise
 
 KERNELS: dict[str, Callable[..., Any]] = {
-    "pack_zero": _kernels.pack_zero,
-    "unpack_zero": _kernels.unpack_zero,
-    "pack_minmax": _kernels.pack_minmax,
-    "unpack_minmax": _kernels.unpack_minmax,
-    "pack_nonzero": _kernels.pack_nonzero,
-    "pack_positive": _kernels.pack_positive,
-    "pack_between": _kernels.pack_between,
-    "unpack_bits": _kernels.unpack_bits,
-    "pack_codes": _kernels.pack_codes,
-    "unpack_codes": _kernels.unpack_codes,
-    "pack_offsets": _kernels.pack_offsets,
-    "unpack_offsets": _kernels.unpack_offsets,
+    "pack_zero": _group_kernels.pack_zero,
+    "unpack_zero": _group_kernels.unpack_zero,
+    "pack_minmax": _group_kernels.pack_minmax,
+    "unpack_minmax": _group_kernels.unpack_minmax,
+    "pack_nonzero": _flag_kernels.pack_nonzero,
+    "pack_positive": _flag_kernels.pack_positive,
+    "pack_between": _flag_kernels.pack_between,
+    "unpack_bits": _flag_kernels.unpack_bits,
+    "pack_codes": _flag_kernels.pack_codes,
+    "unpack_codes": _flag_kernels.unpack_codes,
+    "pack_offsets": _flag_kernels.pack_offsets,
+    "unpack_offsets": _flag_kernels.unpack_offsets,
     "pack_chunks": _quantise.pack_chunks,
     "unpack_chunks": _quantise.unpack_chunks,
 }

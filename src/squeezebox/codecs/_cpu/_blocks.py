@@ -5,7 +5,8 @@ integer arithmetic, rounding to nearest even as torch does.
 """
 
 # numba infers the types of what it compiles.
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-untyped-calls
+# ruff: noqa: ANN001, ANN201, ANN202
 
 from __future__ import annotations
 
@@ -127,7 +128,7 @@ def mirrored(bits, key):
 
 @njit(**OPTIONS)
 def load(source, block, bits):
-    """At most ``block.size`` elements into ``block`` (``bits`` is its integer view), the last one repeated to the end."""
+    """Fill ``block`` (``bits`` is its integer view), repeating the last element where the source is short."""
     _convert(source, block, bits)
     for i in range(source.size, block.size):
         block[i] = block[source.size - 1]
@@ -176,7 +177,7 @@ def _there_and_back(block, bits, rounded):
 
 @njit(**OPTIONS)
 def whole_block(source, block, bits):
-    """``block.size`` elements to compute with: ``source`` if it is that already, else loaded into ``block``."""
+    """Elements to compute with: ``source`` if it is whole and of that dtype, else ``block`` loaded."""
     return _whole(source, block, bits)
 
 
@@ -190,81 +191,3 @@ def round_block(block, bits, rounded):
 def store(block, bits, target):
     """The first ``target.size`` elements of ``block``, rounded to the target's dtype."""
     _emit(block, bits, target)
-
-
-@njit(**OPTIONS)
-def pack_lanes(codes, bits, packed):
-    """256 codes of ``bits`` bits to ``32 * bits`` bytes, as ``_reference/_bits.py`` lays them out."""
-    if bits == 8:
-        packed[:] = codes
-    elif bits == 4:
-        for i in range(128):
-            packed[i] = codes[i] | np.uint8(codes[i + 128] << np.uint8(4))
-    elif bits == 2:
-        _pack_quarters(codes, packed)
-    elif bits == 1:
-        _pack_eighths(codes, np.uint8(0), packed)
-    else:
-        _pack_quarters(codes, packed[:64])
-        _pack_eighths(codes, np.uint8(2), packed[64:])
-
-
-@njit(**OPTIONS)
-def _pack_quarters(codes, packed):
-    for i in range(64):
-        low = (codes[i] & np.uint8(3)) | np.uint8((codes[i + 64] & np.uint8(3)) << np.uint8(2))
-        high = (codes[i + 128] & np.uint8(3)) | np.uint8((codes[i + 192] & np.uint8(3)) << np.uint8(2))
-        packed[i] = low | np.uint8(high << np.uint8(4))
-
-
-@njit(**OPTIONS)
-def _pack_eighths(codes, shift, packed):
-    for i in range(32):
-        byte = np.uint8(0)
-        for lane in range(8):
-            bit = (codes[i + 32 * lane] >> shift) & np.uint8(1)
-            byte = np.uint8(byte | np.uint8(bit << np.uint8(lane)))
-        packed[i] = byte
-
-
-@njit(**OPTIONS)
-def unpack_lanes(packed, bits, codes):
-    """The inverse of ``pack_lanes``."""
-    if bits == 8:
-        codes[:] = packed
-    elif bits == 4:
-        for i in range(128):
-            codes[i] = packed[i] & np.uint8(15)
-            codes[i + 128] = packed[i] >> np.uint8(4)
-    elif bits == 2:
-        _unpack_quarters(packed, codes)
-    elif bits == 1:
-        _unpack_eighths(packed, codes)
-    else:
-        _unpack_three(packed, codes)
-
-
-@njit(**OPTIONS)
-def _unpack_quarters(packed, codes):
-    for lane in range(4):
-        target = codes[64 * lane : 64 * lane + 64]
-        for i in range(64):
-            target[i] = (packed[i] >> np.uint8(2 * lane)) & np.uint8(3)
-
-
-@njit(**OPTIONS)
-def _unpack_eighths(packed, codes):
-    for lane in range(8):
-        target = codes[32 * lane : 32 * lane + 32]
-        for i in range(32):
-            target[i] = (packed[i] >> np.uint8(lane)) & np.uint8(1)
-
-
-@njit(**OPTIONS)
-def _unpack_three(packed, codes):
-    _unpack_quarters(packed, codes)
-    for lane in range(8):
-        target = codes[32 * lane : 32 * lane + 32]
-        for i in range(32):
-            bit = (packed[64 + i] >> np.uint8(lane)) & np.uint8(1)
-            target[i] = target[i] | np.uint8(bit << np.uint8(2))

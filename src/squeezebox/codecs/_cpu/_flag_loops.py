@@ -1,14 +1,16 @@
 """Loops of the one-bit codecs and of pool indices."""
 
 # numba infers the types of what it compiles.
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-untyped-calls
+# ruff: noqa: ANN001, ANN201, ANN202
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
 
-from squeezebox.codecs._cpu._blocks import BLOCK, OPTIONS, load, pack_lanes, unpack_lanes
+from squeezebox.codecs._cpu._blocks import BLOCK, OPTIONS, load
+from squeezebox.codecs._cpu._lanes import pack_lanes, unpack_lanes
 
 
 @njit(**OPTIONS)
@@ -22,7 +24,7 @@ def pack_nonzero(flat, value, block, integers, packed, first, last):
     """Bits of ``x == value``; the number of elements that are neither that nor zero."""
     bits = np.empty(BLOCK, np.uint8)
     zero = block.dtype.type(0)
-    others = 0
+    others = np.int64(0)
     for group in range(first, last):
         source = flat[group * BLOCK : (group + 1) * BLOCK]
         load(source, block, integers)

@@ -1,14 +1,16 @@
 """Loops of `zero*` and `minmax*`: one group of 256 at a time, two passes over the innermost cache."""
 
 # numba infers the types of what it compiles.
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-untyped-calls
+# ruff: noqa: ANN001, ANN201, ANN202
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
 
-from squeezebox.codecs._cpu._blocks import BLOCK, OPTIONS, load, magnitude_mask, pack_lanes, store, unpack_lanes
+from squeezebox.codecs._cpu._blocks import BLOCK, OPTIONS, load, magnitude_mask, store
+from squeezebox.codecs._cpu._lanes import pack_lanes, unpack_lanes
 
 
 @njit(**OPTIONS)

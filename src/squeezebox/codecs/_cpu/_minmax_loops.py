@@ -1,25 +1,17 @@
 """Loops of `minmax*`: one group of 256 at a time."""
 
 # numba infers the types of what it compiles.
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-untyped-calls
+# ruff: noqa: ANN001, ANN201, ANN202
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
 
-from squeezebox.codecs._cpu._blocks import (
-    BLOCK,
-    OPTIONS,
-    load,
-    magnitude_mask,
-    mirrored,
-    order,
-    pack_lanes,
-    store,
-    unpack_lanes,
-)
+from squeezebox.codecs._cpu._blocks import BLOCK, OPTIONS, load, magnitude_mask, mirrored, order, store
 from squeezebox.codecs._cpu._group_loops import uniform
+from squeezebox.codecs._cpu._lanes import pack_lanes, unpack_lanes
 
 
 @njit(**OPTIONS)

@@ -17,6 +17,7 @@ BLOCK = 1024
 
 
 def extent(flat: Tensor) -> tuple[float, float]:
+    """Smallest and largest element of a chunk, or NaN twice."""
     from squeezebox.codecs._cpu import _quantise_loops
 
     edges = np.empty(2, scalar(flat.dtype))
@@ -25,9 +26,8 @@ def extent(flat: Tensor) -> tuple[float, float]:
     return (low, high) if np.isfinite(edges).all() else (float("nan"), float("nan"))
 
 
-def quantise(
-    flat: Tensor, step: float, limit: float, keep_sign: bool, width: int, lag: int
-) -> Tensor | None:
+def quantise(flat: Tensor, step: float, limit: float, keep_sign: bool, width: int, lag: int) -> Tensor | None:
+    """Codes or their differences; None where an element would miss ``limit``."""
     from squeezebox.codecs._cpu import _quantise_loops
 
     kind = scalar(flat.dtype)
@@ -46,12 +46,15 @@ def quantise(
 
 
 def dequantise(codes: Tensor, step: float, keep_sign: bool, lag: int, out: Tensor) -> None:
+    """Values of a chunk, into ``out``; ``codes`` are overwritten."""
     from squeezebox.codecs._cpu import _quantise_loops
 
     source = codes.numpy()
     if 0 < lag < codes.numel():
         _quantise_loops.accumulate(source, lag)
-    _quantise_loops.dequantise(source, scalar(out.dtype)(step), keep_sign, *block(out.dtype, BLOCK), array(out))
+    _quantise_loops.dequantise(
+        source, scalar(out.dtype)(step), keep_sign, *block(out.dtype, BLOCK), array(out)
+    )
 
 
 class _Huffman:
@@ -63,14 +66,14 @@ class _Huffman:
         return getattr(_huffman_loops, name)
 
 
-LOOPS = _chunks.Kernels(
-    extent=extent, quantise=quantise, dequantise=dequantise, huffman=_Huffman()
-)
+LOOPS = _chunks.Kernels(extent=extent, quantise=quantise, dequantise=dequantise, huffman=_Huffman())
 
 
 def pack_chunks(flat: Tensor, bound: float, keep_sign: bool, lag: int) -> tuple[Tensor, Tensor]:
+    """Blob and table of a flat tensor."""
     return _chunks.pack_chunks(LOOPS, flat, bound, keep_sign, lag)
 
 
 def unpack_chunks(blob: Tensor, table: Tensor, keep_sign: bool, lag: int, out: Tensor) -> None:
+    """Values of a blob and table, into ``out``."""
     _chunks.unpack_chunks(LOOPS, blob, table, keep_sign, lag, out)

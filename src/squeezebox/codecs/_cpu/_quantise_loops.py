@@ -1,7 +1,8 @@
 """Loops of the entropy codecs, over one chunk."""
 
 # numba infers the types of what it compiles.
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-untyped-calls
+# ruff: noqa: ANN001, ANN201, ANN202
 
 from __future__ import annotations
 

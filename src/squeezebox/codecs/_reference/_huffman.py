@@ -5,7 +5,8 @@ written in the subset of Python that numba compiles, on flat numpy arrays, and a
 """
 
 # numba infers the types of what it compiles.
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, allow-untyped-calls
+# ruff: noqa: ANN001, ANN201, ANN202
 
 from __future__ import annotations
 

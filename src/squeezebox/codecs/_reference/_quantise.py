@@ -41,9 +41,7 @@ def _codes(value: Tensor, step: float, keep_sign: bool) -> Tensor:
     return torch.where(value == 0, 0.0, magnitude.copysign(value))
 
 
-def quantise(
-    flat: Tensor, step: float, limit: float, keep_sign: bool, width: int, lag: int
-) -> Tensor | None:
+def quantise(flat: Tensor, step: float, limit: float, keep_sign: bool, width: int, lag: int) -> Tensor | None:
     """Codes of ``width`` bits, or None where one decoded element would miss ``limit`` (or its sign).
 
     ``step`` and ``limit`` are representable in the dtype computed in, and no code exceeds the width.
