@@ -4,11 +4,12 @@ In: a model, a policy that picks codecs and bounds. Out: rows of saved tensors, 
 May touch: torch's saved-tensor hooks, function modes and autograd nodes; codecs and bounds below.
 """
 
-from squeezebox.capture._install import Installation, check_supported, foreign_hooks, in_backward
+from squeezebox.capture._graph import in_backward
+from squeezebox.capture._install import Installation, check_supported, foreign_hooks
 from squeezebox.capture._recorder import Recorder
 from squeezebox.capture._rules import Rule
 from squeezebox.capture._statistics import Collector
-from squeezebox.capture._store import Choice, Policy, Row, Store
+from squeezebox.capture._store import Choice, Policy, Row, Store, is_plain
 
 __all__ = [
     "Choice",
@@ -22,4 +23,5 @@ __all__ = [
     "check_supported",
     "foreign_hooks",
     "in_backward",
+    "is_plain",
 ]

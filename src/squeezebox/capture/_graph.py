@@ -59,6 +59,11 @@ def saved_attributes(node: Node) -> tuple[str, ...]:
     return _SAVED[kind]
 
 
+def in_backward() -> bool:
+    """Whether this thread is running a backward pass (a checkpoint's recomputation, say)."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
 def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
     if isinstance(outputs, torch.Tensor):
         yield outputs

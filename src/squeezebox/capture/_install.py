@@ -1,8 +1,10 @@
-"""Hooks on the modules: which module is running, and where a forward pass starts and ends."""
+"""Around the modules: which module is running, and where a forward pass starts and ends."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -15,10 +17,10 @@ Finish = Callable[[bool], None]
 
 
 class Installation:
-    """Forward hooks on every module of a model; :meth:`remove` leaves nothing behind.
+    """Hooks on a model's modules and a frame around its forward; :meth:`remove` leaves nothing behind.
 
     ``start(inputs)`` is called before the model's own forward, ``finish(failed)`` after it, also when
-    it raises.
+    it raises anything: torch's own forward hooks would not be called on KeyboardInterrupt.
     """
 
     def __init__(
@@ -31,20 +33,42 @@ class Installation:
                 continue
             self._hooks.append(module.register_forward_pre_hook(_push(path, name)))
             self._hooks.append(module.register_forward_hook(_pop(path), always_call=True))
-        self._hooks.append(
-            model.register_forward_pre_hook(
-                lambda _, args, kwargs: start((args, kwargs)), with_kwargs=True, prepend=True
-            )
-        )
-        self._hooks.append(
-            model.register_forward_hook(lambda module, args, out: finish(out is None), always_call=True)
-        )
+        self._model = model
+        self._previous = model.__dict__.get("forward")
+        self._framed = MethodType(_frame(model, self._previous, start, finish), model)
+        model.__dict__["forward"] = self._framed
 
     def remove(self) -> None:
-        """Take every hook off; safe to call twice."""
+        """Take every hook and the frame off; safe to call twice."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if self._model.__dict__.get("forward") is not self._framed:
+            return
+        del self._model.__dict__["forward"]
+        if self._previous is not None:
+            self._model.__dict__["forward"] = self._previous
+
+
+def _frame(
+    model: torch.nn.Module, previous: Callable[..., Any] | None, start: Start, finish: Finish
+) -> Callable[..., Any]:
+    """The model's forward between ``start`` and ``finish``; a deep copy of the model runs its own bare."""
+    original = weakref.ref(model)
+
+    def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module is not original():
+            return type(module).forward(module, *args, **kwargs)
+        failed = True
+        try:
+            start((args, kwargs))
+            out = previous(*args, **kwargs) if previous else type(module).forward(module, *args, **kwargs)
+            failed = False
+        finally:
+            finish(failed)
+        return out
+
+    return forward
 
 
 def _push(path: list[str], name: str) -> Callable[..., None]:
@@ -82,11 +106,6 @@ def check_supported(model: torch.nn.Module) -> None:
                 "written in Python would unpack everything before its backward starts and raise the peak. "
                 "Attach to the eager model instead."
             )
-
-
-def in_backward() -> bool:
-    """Whether this thread is running a backward pass (a checkpoint's recomputation, say)."""
-    return int(torch._C._current_graph_task_id()) != -1
 
 
 def foreign_hooks() -> bool:

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from squeezebox.capture._graph import is_custom, new_nodes, saved_attributes, sequence_number
+from squeezebox.capture._graph import in_backward, is_custom, new_nodes, saved_attributes, sequence_number
 from squeezebox.capture._rules import OTHER, Rule, operator_name, rule_for
 from squeezebox.capture._statistics import Collector
-from squeezebox.capture._store import SMALL_BYTES, Handle, Store
+from squeezebox.capture._store import SMALL_BYTES, Handle, Store, is_plain
 from squeezebox.schema import UnsupportedModelError
 
 
@@ -39,7 +40,7 @@ class Recorder(TorchFunctionMode):
         self._pending: list[Handle] = []
         self._reading: list[Handle] | None = None
         self._occurrences: Counter[str] = Counter()
-        self._owned: set[int] = set()
+        self._owned: dict[int, StorageWeakRef] = {}
         self._pack_hook = self._pack
         self._stack = contextlib.ExitStack()
 
@@ -50,10 +51,11 @@ class Recorder(TorchFunctionMode):
         self.store.start_step()
 
     def own(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Name the tensors that somebody else holds: parameters, buffers, the caller's inputs."""
-        self._owned = {
-            tensor.untyped_storage()._cdata for tensor in tensors if type(tensor.data) is torch.Tensor
-        }
+        """Name more tensors that somebody else holds: parameters, buffers, the caller's inputs."""
+        for tensor in tensors:
+            if is_plain(tensor.data):
+                storage = tensor.untyped_storage()
+                self._owned[storage._cdata] = StorageWeakRef(storage)
 
     def __enter__(self) -> Recorder:
         super().__enter__()
@@ -72,6 +74,7 @@ class Recorder(TorchFunctionMode):
                 self._settle_unclaimed()
         finally:
             self.active = False
+            self._owned.clear()
             self._pending.clear()
             self._stack.close()
             super().__exit__(kind, error, traceback)
@@ -87,10 +90,10 @@ class Recorder(TorchFunctionMode):
         return out
 
     def _pack(self, tensor: torch.Tensor) -> Handle:
-        handle = Handle(tensor)
+        handle = self.store.handle(tensor)
         if self.bypass or self._is_borrowed(tensor):
             self.store.leave(handle, borrowed=not self.bypass)
-        elif tensor.numel() * tensor.element_size() < SMALL_BYTES:
+        elif tensor.untyped_storage().nbytes() < SMALL_BYTES:
             self.store.leave(handle, borrowed=False)
         else:
             self._pending.append(handle)
@@ -100,14 +103,14 @@ class Recorder(TorchFunctionMode):
         if self._reading is not None:
             self._reading.append(handle)
             return handle.tensor if handle.tensor is not None else torch.empty(0)
-        self.backward_seen = True
+        self.backward_seen = self.backward_seen or in_backward()
         return self.store.unpack(handle)
 
     def _is_borrowed(self, tensor: torch.Tensor) -> bool:
-        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-        if not plain or isinstance(tensor._base, torch.nn.Parameter):
+        if not is_plain(tensor) or isinstance(tensor._base, torch.nn.Parameter):
             return True
-        return tensor.untyped_storage()._cdata in self._owned
+        owner = self._owned.get(tensor.untyped_storage()._cdata)
+        return owner is not None and not owner.expired()
 
     def _claim(self, outputs: Any, since: int, function: str) -> None:
         """Match pending handles with the attributes of the nodes that the operator made."""
@@ -120,10 +123,11 @@ class Recorder(TorchFunctionMode):
                 raise UnsupportedModelError(_COMPILED)
             readers = self._readers(node) if mine else []
             rules = [_rule(operator, attribute, function, handle) for attribute, handle in readers]
+            paired = list(zip(readers, rules, strict=True))
             if self.collector is not None:
                 repeatable = (mine or not saved_attributes(node)) and not is_custom(node)
-                self.collector.watch(node, operator, self.module, list(zip(readers, rules)), repeatable)
-            for (attribute, handle), rule in zip(readers, rules):
+                self.collector.watch(node, operator, self.module, paired, repeatable)
+            for (attribute, handle), rule in paired:
                 if handle in self._pending:
                     options = _options(rule, node, readers)
                     self._settle(handle, rule, options, operator, attribute)

@@ -111,8 +111,10 @@ class Collector:
             self._choose(handle, rule.role in _WEIGHTED_ROLES)
 
         def hook(grad_inputs: Gradients, grad_outputs: Gradients) -> None:
+            # Not the node from outside: it would refer to itself, beyond the garbage collector's sight.
+            running = torch._C._current_autograd_node()
             with torch.no_grad():
-                self._after(watched, node, grad_inputs, grad_outputs)
+                self._after(watched, running, grad_inputs, grad_outputs)
 
         self._hooks.append(node.register_hook(hook))
 
@@ -240,7 +242,8 @@ class Collector:
         if row is None or row.bound == 0.0:
             return []
         decoded = self._store.unpack(handle)
-        perturbed = torch.empty_like(decoded).uniform_(-row.bound, row.bound).add_(decoded)
+        perturbed = torch.empty_like(decoded).uniform_(-row.bound, row.bound, generator=self._random(decoded))
+        perturbed.add_(decoded)
         del decoded
         errors = _differences(_repeat(node, grad_outputs, handle, perturbed), grad_inputs)
         return [
@@ -248,6 +251,10 @@ class Collector:
             for edge, error in enumerate(errors)
             if error is not None
         ]
+
+    def _random(self, tensor: torch.Tensor) -> torch.Generator:
+        """A generator of its own for every probe: the caller's random stream stays as it is."""
+        return torch.Generator(tensor.device).manual_seed((self._step << 24) + len(self.nodes))
 
     def _trace(
         self, watched: _Watched, node: Any, handle: Handle, grad_inputs: Gradients, grad_outputs: Gradients

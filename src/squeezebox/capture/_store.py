@@ -94,17 +94,23 @@ class Entry:
         )
 
 
+class _Step:
+    """Lives as long as a handle of its step does."""
+
+    __slots__ = ("__weakref__",)
+
+
 class Handle:
     """What autograd holds instead of one saved tensor."""
 
-    __slots__ = ("attribute", "entry", "exact", "form", "geometry", "override", "rule", "tensor", "version")
+    __slots__ = ("entry", "exact", "form", "geometry", "override", "rule", "step", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, step: object) -> None:
+        self.step = step
         self.tensor: torch.Tensor | None = tensor
-        self.geometry = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        self.geometry = _geometry(tensor)
         self.version = tensor._version
         self.rule = OTHER
-        self.attribute = ""
         self.form = "borrowed"
         self.entry: Entry | None = None
         self.exact: torch.Tensor | None = None  # kept beside the packed form where a check is due
@@ -127,9 +133,24 @@ class Store:
         self.small: dict[int, int] = {}
         self.late_values: set[str] = set()  # keys whose values were asked for after their sign
         self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
+        self._step = weakref.ref(_Step())  # dead at once: no step is running
+
+    def handle(self, tensor: torch.Tensor) -> Handle:
+        """A new handle, of the running step."""
+        step = self._step()
+        if step is None:
+            step = _Step()
+            self._step = weakref.ref(step)
+        return Handle(tensor, step)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether autograd still holds a handle of the running step."""
+        return self._step() is not None
 
     def start_step(self) -> None:
         """Begin a new list of rows; entries of an unfinished backward stay valid."""
+        self._step = weakref.ref(_Step())  # dead at once
         self.rows = []
         self.borrowed = {}
         self.small = {}
@@ -138,8 +159,9 @@ class Store:
     def leave(self, handle: Handle, *, borrowed: bool) -> None:
         """Hold a tensor itself: somebody else owns it anyway (``borrowed``), or it is too small."""
         tensor = _tensor(handle)
-        storage = tensor.untyped_storage()
-        (self.borrowed if borrowed else self.small)[storage._cdata] = storage.nbytes()
+        if is_plain(tensor.data):
+            storage = tensor.untyped_storage()
+            (self.borrowed if borrowed else self.small)[storage._cdata] = storage.nbytes()
         handle.tensor = tensor.detach()
 
     def settle(
@@ -169,11 +191,11 @@ class Store:
         shape, stride, offset = handle.geometry
         if handle.form == "shape":
             return _placeholder(shape, stride, entry.dtype, entry.device)
-        if handle.form not in ("values", "sign"):
+        if handle.form.startswith("pool-index"):
             packed = entry.packed[handle.form]
-            return codecs.get(packed.codec).unpack(packed)
+            return _as_saved(handle, entry, codecs.get(packed.codec).unpack(packed))
         form = handle.form if handle.form in entry.packed else "values"
-        return self._decode(entry, form).as_strided(shape, stride, offset)
+        return _as_saved(handle, entry, self._decode(entry, form).as_strided(shape, stride, offset))
 
     def _entry(self, tensor: torch.Tensor, rule: Rule, key: Callable[[], tuple[str, str]]) -> Entry:
         address = tensor.untyped_storage()._cdata
@@ -198,6 +220,8 @@ class Store:
         """Make sure the entry serves ``rule``; returns the form that the handle reads."""
         if entry.kept is not None:
             return "keep"
+        if tensor.is_neg() or tensor.is_conj():  # the storage holds other values than the tensor
+            return self._keep(entry, tensor)
         if rule.reads is Reads.SHAPE:
             return "shape"
         if rule.codec is not None:
@@ -211,12 +235,13 @@ class Store:
     ) -> str:
         form = codec + "".join(f",{name}={value}" for name, value in options.items())
         if form not in entry.packed:
+            whole = tensor if codec == "pool-index" else _flat(tensor, entry.numel)
             try:
-                packed = codecs.get(codec).pack(tensor, **options)
+                packed = codecs.get(codec).pack(whole, **options)
             except CodecError:  # not of the promised kind (a mask of many values): exact all the same
                 return self._keep(entry, tensor)
             entry.packed[form] = packed
-            entry.row.packed[codec] = packed.nbytes
+            entry.row.packed[codec] = entry.row.packed.get(codec, 0) + packed.nbytes
         return form
 
     def _pack_flat(self, entry: Entry, tensor: torch.Tensor, rule: Rule) -> str:
@@ -274,6 +299,34 @@ def _unchanged(handle: Handle, tensor: torch.Tensor) -> torch.Tensor:
             "Replace the in-place operation by one that makes a new tensor."
         )
     return tensor
+
+
+def _as_saved(handle: Handle, entry: Entry, tensor: torch.Tensor) -> torch.Tensor:
+    """The unpacked tensor; autograd itself would not notice one of another shape or dtype."""
+    shape, stride, _ = handle.geometry
+    if (tensor.shape, tensor.stride(), tensor.dtype, tensor.device) != (
+        shape,
+        stride,
+        entry.dtype,
+        entry.device,
+    ):
+        raise CaptureError(
+            f"a tensor saved as {entry.dtype} of shape {shape} and strides {stride} on {entry.device} was "
+            f"unpacked as {tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()} on "
+            f"{tensor.device}: this is a bug in the codec of '{entry.row.key}'"
+        )
+    return tensor
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is its storage seen through strides, and nothing else."""
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return (), (), 0
+    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 
 def _keeps_sign(entry: Entry) -> bool:

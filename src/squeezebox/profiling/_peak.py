@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ class PeakMeter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._profiler: Any = None
+        self._end: weakref.finalize | None = None
         self._baseline = 0
 
     @property
@@ -48,7 +50,15 @@ class PeakMeter:
             return True
         self._profiler = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
         self._profiler.__enter__()
+        # A profiler still on when the interpreter ends would crash it.
+        self._end = weakref.finalize(self, self._profiler.__exit__, None, None, None)
         return True
+
+    def abandon(self) -> None:
+        """End a running measurement without reading it."""
+        self._profiler = None
+        if self._end is not None:
+            self._end()
 
     def stop(self, apart: Iterable[torch.Tensor]) -> Peak:
         """End, and read the peak; ``apart`` are the tensors that activation_bytes leaves out."""
@@ -56,7 +66,8 @@ class PeakMeter:
         if self._device.type == "cuda":
             total = torch.cuda.max_memory_allocated(self._device) - self._baseline
             return Peak(total_bytes=total, activation_bytes=total)
-        profiler.__exit__(None, None, None)
+        if self._end is not None:
+            self._end()
         addresses = {tensor.untyped_storage().data_ptr() for tensor in apart}
         return _integrate(list(_allocations(profiler)), addresses)
 
