@@ -60,7 +60,7 @@ def assert_contract(codec: codecs.Codec, x: Tensor, packed: codecs.Packed, back:
 
 
 @pytest.mark.parametrize("name", VALUED)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(x=tensors(), bound=bounds, lag=st.sampled_from((0, 1, 3, -1)))
 def test_error_stays_within_the_bound(name: str, x: Tensor, bound: float, lag: int) -> None:
     codec = codecs.get(name)
