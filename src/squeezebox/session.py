@@ -27,6 +27,7 @@ from squeezebox.capture import (
     check_supported,
     foreign_hooks,
     in_backward,
+    is_plain,
 )
 from squeezebox.profiling import PeakMeter
 from squeezebox.reports import Report
@@ -35,7 +36,7 @@ from squeezebox.schema import AttachError, Check, FormatError, OptionError, Role
 STATE_VERSION = 1
 _SPARSE_ROLES = frozenset({Role.RELU_OUTPUT, Role.POOL_INPUT})
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # multiples of it spread evenly over the unit interval
-_attached: weakref.WeakKeyDictionary[torch.nn.Module, Session] = weakref.WeakKeyDictionary()
+_attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def attach(
@@ -79,7 +80,7 @@ def attach(
         )
     check_supported(model)
     session = Session(model, optimizer, chosen, checks_per_refresh)
-    _attached[model] = session
+    _attached.add(model)
     return session
 
 
@@ -126,13 +127,13 @@ class Session:
             AttachError: the session is detached.
         """
         self._require_attached()
-        self._start(())
+        failed = True
         try:
+            self._start(())
             yield
-        except BaseException:
-            self._finish(True)
-            raise
-        self._finish(False)
+            failed = False
+        finally:
+            self._finish(failed)
 
     def report(self) -> Report:
         """The last step's memory, noise and tensors.
@@ -183,10 +184,11 @@ class Session:
         if self._installation is None:
             return
         self._close_step()
+        self._abandon()
         self._installation.remove()
         self._installation = None
         self._store.arena.clear()
-        _attached.pop(self._model, None)
+        _attached.discard(self._model)
 
     def state_dict(self) -> dict[str, object]:
         """Bounds, sensitivities and counters as plain values; resuming from them is exact."""
@@ -211,20 +213,29 @@ class Session:
                 f"session state has version {version}; this Squeezebox reads version {STATE_VERSION}. "
                 "Upgrade squeezebox, or start the session anew."
             )
-        self._state = ControllerState.from_dict(state["controller"])
-        self._step = int(state["step"])
-        self._counts = dict(zip((True, False), state["counts"]))
-        self._store.late_values = set(state["late_values"])
+        try:
+            step, late = int(state["step"]), {str(key) for key in state["late_values"]}
+            weighted, others = (int(count) for count in state["counts"])
+            controller = ControllerState.from_dict(dict(state["controller"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(
+                f"session state has fields {sorted(state)}, of which one is missing or damaged ({error}). "
+                "Pass the object that state_dict() gave, or start the session anew."
+            ) from error
+        self._state, self._step, self._store.late_values = controller, step, late
+        self._counts = {True: weighted, False: others}
 
     def _start(self, inputs: Any) -> None:
         """A forward pass begins (the model's own, or step() around it)."""
         self._depth += 1
+        if self._recorder.active:
+            self._recorder.own(_tensors(inputs))
         if self._depth > 1 or not torch.is_grad_enabled() or in_backward():
             return
         if foreign_hooks():
             self._notes["other saved-tensor hooks were active around a forward: it was left alone"] = None
             return
-        if self._recorder.backward_seen or not self._open:
+        if self._recorder.backward_seen or not self._open or not self._store.in_use:
             self._open_step()
         own = [*self._model.parameters(), *self._model.buffers(), *_tensors(inputs)]
         self._recorder.own(own)
@@ -239,8 +250,18 @@ class Session:
             error = RuntimeError if failed else None
             self._recorder.__exit__(error, None, None)
 
+    def _abandon(self) -> None:
+        """Give up a step whose backward was never run, as if it had not begun."""
+        self._meter.abandon()
+        if self._open and not self._replaying:
+            self._open, self._step = False, self._step - 1
+        if self._collector is not None:
+            self._collector.close()
+            self._collector = self._recorder.collector = None
+
     def _open_step(self) -> None:
         self._close_step()
+        self._abandon()
         self._recorder.start_step()
         self._open = True
         self._baseline = 0
@@ -419,7 +440,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the tensors' storages, each once."""
-    storages = (t.untyped_storage() for t in tensors if type(t.data) is torch.Tensor)
+    storages = (tensor.untyped_storage() for tensor in tensors if is_plain(tensor.data))
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
