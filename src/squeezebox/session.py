@@ -109,6 +109,7 @@ class Session:
         self._checks: list[Check] = []
         self._record: StepRecord | None = None
         self._peaks: tuple[int, int] | None = None
+        self._refresh_peak: int | None = None
         self._floor: int | None = None
         self._noise: float | None = None
         self._notes: dict[str, None] = {}
@@ -284,7 +285,10 @@ class Session:
             return
         if self._meter.running:
             peak = self._meter.stop(self._persistent())
-            self._peaks = (self._baseline + peak.total_bytes, peak.activation_bytes)
+            if self._collector is None:
+                self._peaks = (self._baseline + peak.total_bytes, peak.activation_bytes)
+            else:
+                self._refresh_peak = self._baseline + peak.total_bytes
         collector, self._collector, self._recorder.collector = self._collector, None, None
         if collector is not None and self._controller is not None:
             collector.close()
@@ -302,7 +306,7 @@ class Session:
         )
         small = sum(self._store.small.values())
         lossy = {row.key: row.bound for row in rows if row.bound > 0.0}
-        total, activations = self._peaks or (None, None)
+        total, activations = self._peaks or (self._refresh_peak, None)
         return StepRecord(
             step=self._step,
             tensors=tensors,
@@ -313,6 +317,7 @@ class Session:
             predicted_noise=0.0 if not lossy else bounds_room.predicted_noise(self._state, lossy),
             peak_bytes=total,
             activation_peak_bytes=activations,
+            refresh_peak_bytes=self._refresh_peak,
             floor_bytes=self._floor,
             checks=tuple(self._checks),
             notes=tuple(self._notes),

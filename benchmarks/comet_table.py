@@ -1,0 +1,283 @@
+"""What is saved, what is held instead, the peak and the noise: five CNNs on real photographs.
+
+Goes in: nothing; networks from benchmarks/models.py, briefly trained on crops of photographs, then
+measured at 224x224. Comes out: benchmarks/reports/comet_table-<date>.json and .md.
+
+Every ratio is of one run. "Noise" is the squared error of all parameter gradients over their squared
+norm, measured by running the same step exactly and squeezed. The caller's images count nowhere: the
+training loop holds them anyway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import squeezebox
+from benchmarks import _report, models, photos, training
+from squeezebox.bounds import Comet, Controller, ControllerState, NoiseBudget
+from squeezebox.capture import Choice, Recorder, Rule, Store
+from squeezebox.profiling import PeakMeter
+from squeezebox.schema import Role, StepStatistics
+from squeezebox.session import Session
+
+NETWORKS = ("alexnet", "vgg16", "resnet18", "resnet50", "efficientnet_b0")
+SIZE = 224
+Closure = Callable[[], object]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("networks", nargs="*", default=list(NETWORKS))
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--train-steps", type=int, default=40)
+    parser.add_argument("--refreshes", type=int, default=4)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    results = {}
+    for name in arguments.networks:
+        started = time.perf_counter()
+        results[name] = measure(name, arguments.batch, arguments.train_steps, arguments.refreshes)
+        results[name]["seconds"] = time.perf_counter() - started
+        print(name, results[name], file=sys.stderr, flush=True)
+    for path in _report.write("comet_table", results, table(results)):
+        print(path)
+
+
+def measure(name: str, batch: int, train_steps: int, refreshes: int) -> dict[str, Any]:
+    """All columns of one network."""
+    model = models.build(name, num_classes=photos.num_classes()).train()
+    losses = training.train_briefly(
+        model, photos.batches(16, 112, seed=0), train_steps, training.LEARNING_RATES[name]
+    )
+    batches = photos.batches(batch, SIZE, seed=1)
+    step = functools.partial(train_step, model, batches)
+    result: dict[str, Any] = {
+        "batch": batch,
+        "loss_before_and_after": [losses[0], losses[-1]],
+        "plain": {"peak_bytes": peak(model, step)},
+        "comet": comet(model, batches, refreshes),
+        "noise_1e-2": budget(model, batches, 1e-2, refreshes),
+        "noise_1e-3": budget(model, batches, 1e-3, refreshes),
+        "checkpointing": checkpointing(model, batches),
+    }
+    for codec in ("minmax4-stochastic", "zero4"):
+        result[codec] = uniform(model, batches, codec)
+    return result
+
+
+def train_step(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+    """Forward and backward of one batch; gradients stay."""
+    images, labels = next(batches)
+    model.zero_grad()
+    training.classification_loss(model(images), labels).backward()
+
+
+def peak(model: nn.Module, step: Closure) -> int:
+    """Peak bytes of one step beyond parameters and gradients."""
+    step()
+    meter = PeakMeter(torch.device("cpu"))
+    meter.start()
+    step()
+    return meter.stop([p.grad for p in model.parameters() if p.grad is not None]).activation_bytes
+
+
+def closure(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]]) -> Closure:
+    """The same batch every time it is called."""
+    images, labels = next(batches)
+    return lambda: training.classification_loss(model(images), labels).backward()
+
+
+def comet(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], steps: int) -> dict[str, Any]:
+    """Convolution inputs under the published rule, in a few steps of momentum SGD at a small rate."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    session = squeezebox.attach(model, optimizer=optimizer, controller=Comet(interval=steps))
+    try:
+        for _ in range(2 * steps + 1):
+            train_step(model, batches)
+            optimizer.step()
+        return conv_inputs(session) | {"noise": session.measure_noise(closure(model, batches))}
+    finally:
+        session.detach()
+
+
+def conv_inputs(session: Session) -> dict[str, Any]:
+    """Bytes of the storages that convolutions read, the images apart."""
+    rows = [row for row in session.report().tensors if Role.CONV_INPUT in row.roles]
+    saved = sum(row.saved_bytes for row in rows)
+    packed = sum(row.packed_bytes for row in rows)
+    return {"conv_saved_bytes": saved, "conv_packed_bytes": packed, "conv_ratio": saved / packed}
+
+
+def budget(
+    model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], noise: float, refreshes: int
+) -> dict[str, Any]:
+    """Everything saved, under a noise budget whose every tensor has been checked."""
+    controller = _Schedule(NoiseBudget(noise=noise), refreshes)
+    session = squeezebox.attach(model, controller=controller, checks_per_refresh=1000)
+    try:
+        for _ in range(refreshes + 1):  # the last is a regular step, of which the session takes the peak
+            train_step(model, batches)
+        result = {"peak_bytes": session.report().record.activation_peak_bytes or 0}
+        measured = session.measure_noise(closure(model, batches))
+        record = session.report().record
+        checks = [c.measured / c.predicted for c in record.checks if c.layer and c.step >= refreshes - 1]
+        floor = record.floor_bytes or 1
+        return result | conv_inputs(session) | {
+            "saved_bytes": record.saved_bytes,
+            "packed_bytes": record.packed_bytes,
+            "ratio": record.saved_bytes / record.packed_bytes,
+            "noise": measured,
+            "predicted_noise": record.predicted_noise,
+            "floor_bytes": floor,
+            "peak_over_floor": result["peak_bytes"] / floor,
+            "layers_within_0.75_to_1.33": sum(0.75 <= c <= 1.33 for c in checks) / max(len(checks), 1),
+            "packed_by_role": _by_role(session),
+        }
+    finally:
+        session.detach()
+
+
+@dataclass(frozen=True, slots=True)
+class _Schedule:
+    """A controller refreshed on the first steps only, so that a regular step follows at once."""
+
+    controller: Controller
+    refreshes: int
+
+    def due(self, step: int) -> bool:
+        return step < self.refreshes
+
+    def bound(self, state: ControllerState, key: str, role: Role, rms: Callable[[], float]) -> float | None:
+        return self.controller.bound(state, key, role, rms)
+
+    def update(self, state: ControllerState, statistics: StepStatistics) -> ControllerState:
+        return self.controller.update(state, statistics)
+
+
+def _by_role(session: Session) -> dict[str, list[int]]:
+    """Role of the first saver -> saved and packed bytes."""
+    totals: dict[str, list[int]] = {}
+    for row in session.report().tensors:
+        total = totals.setdefault(row.role.value, [0, 0])
+        total[0] += row.saved_bytes
+        total[1] += row.packed_bytes
+    return totals
+
+
+@dataclass(frozen=True, slots=True)
+class _Uniform:
+    """One codec without a bound for every tensor whose values are read."""
+
+    codec: str
+
+    def choose(self, key: str, rule: Rule, tensor: Tensor) -> Choice:
+        return Choice(codec=self.codec)
+
+
+def uniform(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], codec: str) -> dict[str, Any]:
+    """Every value-read tensor in one fixed-size codec: what ActNN and its like do."""
+    images, labels = next(batches)
+    gradients = []
+    store = Store(_Uniform(codec))
+    for recorder in (None, Recorder(store)):
+        torch.manual_seed(1)
+        model.zero_grad()
+        with recorder or contextlib.nullcontext():
+            if recorder is not None:
+                recorder.own([*model.parameters(), *model.buffers(), images])
+            loss = training.classification_loss(model(images), labels)
+        loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    exact, lossy = gradients
+    error = sum(float((a - b).norm()) ** 2 for a, b in zip(exact, lossy, strict=True))
+    saved = sum(row.saved_bytes for row in store.rows)
+    packed = sum(row.packed_bytes for row in store.rows)
+    return {
+        "saved_bytes": saved,
+        "packed_bytes": packed,
+        "ratio": saved / packed,
+        "noise": error / sum(float(a.norm()) ** 2 for a in exact),
+    }
+
+
+def checkpointing(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]]) -> dict[str, int]:
+    """Peak with every block (or a fifth of the plain stacks) recomputed in backward."""
+    with _checkpointed(model):
+        return {"peak_bytes": peak(model, functools.partial(train_step, model, batches))}
+
+
+@contextlib.contextmanager
+def _checkpointed(model: nn.Module) -> Iterator[None]:
+    blocks = [m for m in model.modules() if type(m).__name__ in ("Residual", "InvertedResidual")]
+    features = None if blocks else model.get_submodule("features")
+    for module in blocks:
+        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+    if features is not None:
+        features.forward = functools.partial(_by_segments, list(features.children()))
+    try:
+        yield
+    finally:
+        for module in blocks or [features]:
+            del module.forward
+
+
+def _by_segments(layers: list[nn.Module], x: Tensor) -> Tensor:
+    """A plain stack, checkpointed from pooling to pooling (in-place ReLUs forbid other cuts)."""
+    ends = [number + 1 for number, layer in enumerate(layers) if isinstance(layer, nn.MaxPool2d)]
+    for start, end in zip([0, *ends], ends, strict=False):
+        x = checkpoint(nn.Sequential(*layers[start:end]), x, use_reentrant=False)
+    return x
+
+
+def table(results: dict[str, Any]) -> str:
+    """The Markdown tables of the report."""
+    conv = ["| network | conv inputs, COMET's rule | noise there | conv inputs at 1e-3 |", "|---|---|---|---|"]
+    whole = [
+        "| network | all saved, 1e-2 | measured | predicted | all saved, 1e-3 | measured | predicted "
+        "| layers within 0.75..1.33 | 4-bit min/max groups | noise there |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    peaks = [
+        "| network | plain MiB | squeezed 1e-2 MiB | ratio | floor MiB | peak / floor | checkpointing MiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in results.items():
+        coarse, fine, groups = row["noise_1e-2"], row["noise_1e-3"], row["minmax4-stochastic"]
+        conv.append(
+            f"| {name} | {row['comet']['conv_ratio']:.1f}x | {row['comet']['noise']:.1e} "
+            f"| {fine['conv_ratio']:.1f}x |"
+        )
+        whole.append(
+            f"| {name} | {coarse['ratio']:.1f}x | {coarse['noise']:.1e} | {coarse['predicted_noise']:.1e} "
+            f"| {fine['ratio']:.1f}x | {fine['noise']:.1e} | {fine['predicted_noise']:.1e} "
+            f"| {100 * fine['layers_within_0.75_to_1.33']:.0f} % "
+            f"| {groups['ratio']:.1f}x | {groups['noise']:.1e} |"
+        )
+        plain = row["plain"]["peak_bytes"]
+        peaks.append(
+            f"| {name} | {plain / 2**20:.0f} | {coarse['peak_bytes'] / 2**20:.0f} "
+            f"| {plain / coarse['peak_bytes']:.2f}x | {coarse['floor_bytes'] / 2**20:.0f} "
+            f"| {coarse['peak_over_floor']:.2f} | {row['checkpointing']['peak_bytes'] / 2**20:.0f} |"
+        )
+    titles = (
+        "## Convolution inputs",
+        "## Everything saved, against the measured total gradient noise",
+        "## Peak of one step beyond parameters and gradients",
+    )
+    parts = ["\n".join([title, "", *rows]) for title, rows in zip(titles, (conv, whole, peaks), strict=True)]
+    return "\n\n".join(parts)
+
+
+if __name__ == "__main__":
+    main()
