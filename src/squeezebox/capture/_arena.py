@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Buffer:
     data: torch.Tensor
     owner: weakref.ref[object]
