@@ -378,7 +378,17 @@ def _repeat(
     finally:
         if handle is not None:
             handle.override = None
-    return result if isinstance(result, tuple) else (result,)
+    results = result if isinstance(result, tuple) else (result,)
+    return tuple(_summed(each, *to) for each, to in zip(results, node.next_functions, strict=False))
+
+
+def _summed(gradient: torch.Tensor | None, target: Any, number: int) -> torch.Tensor | None:
+    """What the engine makes of a gradient on its way: summed over the dims that the operator broadcast."""
+    if gradient is None or target is None:
+        return gradient
+    metadata = target._input_metadata[number]
+    shape = tuple(metadata.shape)
+    return (gradient if gradient.shape == shape else gradient.sum_to_size(shape)).to(metadata.dtype)
 
 
 def _differences(perturbed: Gradients, base: Gradients) -> Gradients:

@@ -172,7 +172,7 @@ class Store:
         handle.rule = rule
         entry = handle.entry = self._entry(tensor, rule, key)
         entry.row.roles.append(rule.role)
-        handle.form = self._pack(entry, tensor, rule, options)
+        handle.form = self._pack(entry, handle, rule, options)
         handle.tensor = tensor.detach() if handle.form == "keep" else None
 
     def unpack(self, handle: Handle) -> torch.Tensor:
@@ -216,10 +216,13 @@ class Store:
         self._entries[address] = entry
         return entry
 
-    def _pack(self, entry: Entry, tensor: torch.Tensor, rule: Rule, options: Mapping[str, object]) -> str:
+    def _pack(self, entry: Entry, handle: Handle, rule: Rule, options: Mapping[str, object]) -> str:
         """Make sure the entry serves ``rule``; returns the form that the handle reads."""
+        tensor = _tensor(handle)
         if entry.kept is not None:
             return "keep"
+        if tensor._version != handle.version:  # unpack() will refuse it
+            return self._keep(entry, tensor)
         if tensor.is_neg() or tensor.is_conj():  # the storage holds other values than the tensor
             return self._keep(entry, tensor)
         if rule.reads is Reads.SHAPE:

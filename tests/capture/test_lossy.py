@@ -1,0 +1,122 @@
+"""Within bounds: every unpacked element, every zero, every sign; and nothing that need not be lossy."""
+
+import pytest
+import torch
+from torch import nn
+
+from squeezebox.capture import Store
+from tests.capture.nets import NETS, images, loss_of, noise_of, plain_step, train
+
+FEW_VALUES = ("custom", "checkpointed whole", "outputs")  # these save little that may be lossy
+
+
+@pytest.fixture
+def unpacked(monkeypatch):
+    """Compares what every handle gives back with what it was given; counts comparisons by form."""
+    originals, counts = {}, {}
+    settle, unpack = Store.settle, Store.unpack
+
+    def recording_settle(store, handle, *args):
+        originals[handle] = handle.tensor.clone(), handle.tensor.stride()
+        settle(store, handle, *args)
+
+    def comparing_unpack(store, handle):
+        found = unpack(store, handle)
+        if handle in originals and handle.override is None:
+            counts[handle.form] = counts.get(handle.form, 0) + 1
+            assert_same(handle, found, *originals[handle])
+        return found
+
+    monkeypatch.setattr(Store, "settle", recording_settle)
+    monkeypatch.setattr(Store, "unpack", comparing_unpack)
+    return counts
+
+
+def assert_same(handle, found, original, stride):
+    assert (found.shape, found.dtype, found.device) == (original.shape, original.dtype, original.device)
+    if handle.form == "shape":
+        return
+    assert found.stride() == stride
+    if handle.form == "values":
+        assert bool(((found.double() - original.double()).abs() <= handle.entry.row.bound).all())
+        assert bool((found[original == 0] == 0).all())
+    elif handle.form == "sign":
+        assert torch.equal(found > 0, original > 0)
+    else:
+        assert torch.equal(found, original)
+    if not handle.rule.dense and handle.form == "values":
+        assert torch.equal(found.sign(), original.sign())
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_bounds_hold_for_every_element(name, unpacked):
+    make, make_input = NETS[name]
+    train(make(), make_input, noise=1e-2, covered=True)
+    assert unpacked.get("values", 0) > 2 or name in FEW_VALUES
+
+
+def test_bounds_hold_in_channels_last_and_bf16(unpacked):
+    def step(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model(x.to(memory_format=torch.channels_last)))
+        loss.backward()
+        return loss
+
+    train(NETS["resnet"][0]().to(memory_format=torch.channels_last), images, step=step, noise=1e-2)
+    assert unpacked["values"] > 20
+
+
+def test_exact_needs_no_lossy_form(unpacked):
+    train(NETS["resnet"][0](), images, exact=True)
+    assert unpacked["sign"] > 0 and unpacked["keep"] > 0
+
+
+@pytest.mark.parametrize("controller_noise", [1e-2, 1e-5])
+@pytest.mark.parametrize("name", NETS)
+def test_noise_stays_near_the_budget(name, controller_noise):
+    make, make_input = NETS[name]
+    model = make()
+    reference = train(model, make_input, steps=1)
+    squeezed = train(model, make_input, steps=1, noise=controller_noise)
+    assert noise_of(squeezed, reference) <= 2 * controller_noise
+
+
+def convolutions():
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(16, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, ceil_mode=True),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1, groups=2),
+        nn.LeakyReLU(),
+        nn.AvgPool2d(3, 1, 1),
+        nn.Conv2d(32, 32, 1),
+        nn.ReLU6(inplace=True),
+        nn.AdaptiveMaxPool2d(1),
+        nn.Flatten(),
+    )
+
+
+def test_only_weight_gradients_of_a_convolutional_net_are_lossy():
+    model = convolutions()
+    inputs = []
+
+    def step(model, x):
+        inputs.append(x.requires_grad_())
+        return plain_step(model, x)
+
+    reference = train(model, images, step=step)
+    squeezed = train(model, images, step=step, steps=1, noise=1e-2)
+    assert inputs[3].grad.abs().sum() > 0
+    assert torch.equal(inputs[3].grad, inputs[0].grad)
+    for name, gradient in squeezed.gradients[0].items():
+        same = torch.equal(gradient, reference.gradients[0][name])
+        assert same == (name.endswith("bias") or name == "0.weight")  # the images are left alone
+
+
+def test_two_orders_of_budget_are_two_orders_of_noise():
+    model = NETS["resnet"][0]()
+    reference = train(model, images, steps=1)
+    small, large = (noise_of(train(model, images, steps=1, noise=n), reference) for n in (1e-5, 1e-3))
+    assert 10 < large / small < 1000
