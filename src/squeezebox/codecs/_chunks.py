@@ -43,6 +43,7 @@ class Kernels:
     extent: Callable[[Tensor], tuple[float, float]]
     quantise: Callable[[Tensor, float, float, bool, int, int], Tensor | None]
     dequantise: Callable[[Tensor, float, bool, int, Tensor], None]
+    multiply: Callable[[Tensor, int, Tensor, int, Tensor], None]
     huffman: _huffman.Loops
 
 
@@ -50,6 +51,7 @@ REFERENCE = Kernels(
     extent=_quantise.extent,
     quantise=_quantise.quantise,
     dequantise=_quantise.dequantise,
+    multiply=_quantise.multiply,
     huffman=_huffman_loops,
 )
 
@@ -75,8 +77,8 @@ def _steps(bound: float, peak: float, dtype: torch.dtype, keep_sign: bool) -> It
     limit = min(bound, 1e38) * (1 - 2.0**-20)
     slack = (ROUNDING[dtype] + 4 * ROUNDING[torch.float64 if kind is np.float64 else torch.float32]) * peak
     for step in (2 * (limit - slack), limit, limit / 2):
-        if keep_sign:
-            step = min(step, peak * (1 + 2.0**-20))
+        if keep_sign:  # no wider than what gives all elements one code
+            step = min(step, peak / (1 - _quantise.SHIFT) * (1 + 2.0**-20))
         if 1e-36 < step < 1e38:
             yield float(kind(step)), float(kind(limit))
 
@@ -167,17 +169,46 @@ def _join(chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
 
 
 def pack_chunks(
-    kernels: Kernels, flat: Tensor, bound: float, keep_sign: bool, lag: int
+    kernels: Kernels,
+    flat: Tensor,
+    bound: float,
+    keep_sign: bool,
+    lag: int,
+    scale: Tensor | None = None,
+    inner: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """(blob, table) of a flat float tensor, every decoded element within ``bound``."""
+    """(blob, table) of a flat float tensor, every decoded element within ``bound``.
+
+    With ``scale`` (float32, one number a channel; ``inner`` neighbours share a channel) the bound is in
+    units of the element's channel's scale.
+    """
     pieces = torch.split(flat, CHUNK) if flat.numel() else ()
-    return _join(
-        _workers.run(lambda index: encode(kernels, pieces[index], bound, keep_sign, lag), len(pieces))
-    )
+    factors = None if scale is None else scale.reciprocal()
+
+    def work(index: int) -> Chunk:
+        piece = pieces[index]
+        if factors is None:
+            return encode(kernels, piece, bound, keep_sign, lag)
+        scaled = torch.empty_like(piece)
+        kernels.multiply(piece, index * CHUNK, factors, inner, scaled)
+        low, high = kernels.extent(scaled)
+        # What the two multiplications may round off, relative to the largest element.
+        tighter = bound * (1 - 2.0**-20) - 2.0**-21 * max(-low, high)
+        chunk = encode(kernels, scaled, tighter, keep_sign, lag) if tighter > 0.0 else _raw(piece)
+        return _raw(piece) if chunk.kind == RAW else chunk
+
+    return _join(_workers.run(work, len(pieces)))
 
 
 def unpack_chunks(
-    kernels: Kernels, blob: Tensor, table: Tensor, keep_sign: bool, lag: int, out: Tensor
+    kernels: Kernels,
+    blob: Tensor,
+    table: Tensor,
+    keep_sign: bool,
+    lag: int,
+    scale: Tensor | None,
+    inner: int,
+    out: Tensor,
 ) -> None:
     """The inverse of ``pack_chunks``, into ``out``."""
     rows = table.numpy().view(ROW)
@@ -191,7 +222,10 @@ def unpack_chunks(
 
     def work(index: int) -> None:
         start = int(ends[index]) - int(rows["nbytes"][index])
-        decode(kernels, rows[index], data[start : int(ends[index])], keep_sign, lag, pieces[index])
+        piece = pieces[index]
+        decode(kernels, rows[index], data[start : int(ends[index])], keep_sign, lag, piece)
+        if scale is not None and rows[index]["kind"] not in (RAW, ZERO):
+            kernels.multiply(piece, index * CHUNK, scale, inner, piece)
 
     _workers.run(work, len(pieces))
 

@@ -27,10 +27,22 @@ SAMPLE = 1 << 16
 def _check(packed: Packed) -> None:
     rows = -(-packed.numel // _chunks.CHUNK)
     found = [(part.dtype, part.numel()) for part in packed.payload]
-    if len(found) != 2 or found[0][0] != torch.uint8:
+    if len(found) not in (2, 3) or found[0][0] != torch.uint8:
         raise FormatError(f"packed by '{packed.codec}': expected two parts of bytes, found {found}; damaged.")
+    if len(found) == 3 and (found[2][0] != torch.float32 or found[2][1] == 0 or packed.dtype != torch.float32):
+        raise FormatError(f"packed by '{packed.codec}': the third part is no scale, {found}; damaged.")
     if found[1] != (torch.uint8, rows * _chunks.ROW.itemsize):
         raise FormatError(f"packed by '{packed.codec}': expected {rows} table rows, found {found}; damaged.")
+
+
+def _require_scale(codec: str, tensor: Tensor, scale: Tensor, inner: int) -> None:
+    if tensor.dtype != torch.float32 or scale.dtype != torch.float32 or scale.dim() != 1:
+        raise OptionError(
+            f"codec '{codec}' takes a 1-D float32 scale for a float32 tensor, got {scale.dim()}-D "
+            f"{scale.dtype} for {tensor.dtype}."
+        )
+    if inner < 1 or scale.numel() == 0 or not bool((scale > 0).all() & torch.isfinite(scale).all()):
+        raise OptionError(f"codec '{codec}' needs inner >= 1 (got {inner}) and positive finite scales.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +56,20 @@ class Entropy(Codec):
 
     keep_sign: bool
 
-    def pack(self, tensor: Tensor, bound: float | None = None, *, lag: int = 0) -> Packed:
+    def pack(
+        self,
+        tensor: Tensor,
+        bound: float | None = None,
+        *,
+        lag: int = 0,
+        scale: Tensor | None = None,
+        inner: int = 1,
+    ) -> Packed:
+        """Pack; with ``scale`` (float32, one positive number a channel) the bound is in its units.
+
+        ``inner`` elements next to each other in memory share a channel, and the channels repeat: the
+        number of pixels of an NCHW map, 1 for channels_last. Only float32 tensors take a scale.
+        """
         require_float(self.name, tensor)
         limit = require_bound(self.name, bound)
         if lag < -1:
@@ -52,8 +77,13 @@ class Entropy(Codec):
         flat = flatten(tensor)
         if lag == -1:
             lag = self._choose_lag(tensor, flat, limit)
-        blob, table = torch.ops.squeezebox.pack_chunks(flat, limit, self.keep_sign, lag)
-        return make_packed(self, tensor, limit, (blob, table), {"lag": lag})
+        if scale is None:
+            parts = torch.ops.squeezebox.pack_chunks(flat, limit, self.keep_sign, lag, None, 1)
+            return make_packed(self, tensor, limit, tuple(parts), {"lag": lag})
+        _require_scale(self.name, tensor, scale, inner)
+        parts = torch.ops.squeezebox.pack_chunks(flat, limit, self.keep_sign, lag, scale, inner)
+        largest = limit * float(scale.max())
+        return make_packed(self, tensor, largest, (*parts, scale), {"lag": lag, "inner": inner})
 
     def _choose_lag(self, tensor: Tensor, flat: Tensor, bound: float) -> int:
         """0, 1, or the size of the dim next in memory order, whichever packs a sample smallest."""
@@ -63,7 +93,7 @@ class Entropy(Codec):
         lags = {0, 1, *(step for step in steps[1:2] if step < SAMPLE // 4)}
 
         def size(lag: int) -> int:
-            blob, _ = torch.ops.squeezebox.pack_chunks(sample, bound, self.keep_sign, lag)
+            blob, _ = torch.ops.squeezebox.pack_chunks(sample, bound, self.keep_sign, lag, None, 1)
             return int(blob.numel())
 
         return min(sorted(lags), key=size)
@@ -71,14 +101,16 @@ class Entropy(Codec):
     def unpack(self, packed: Packed, out: Tensor | None = None) -> Tensor:
         require_own(self, packed)
         flat = buffer_for(packed, out)
-        lag = int(packed.meta["lag"])
-        torch.ops.squeezebox.unpack_chunks(*packed.payload, self.keep_sign, lag, flat)
+        blob, table = packed.payload[:2]
+        scale = packed.payload[2] if len(packed.payload) > 2 else None
+        lag, inner = int(packed.meta["lag"]), int(packed.meta.get("inner", 1))
+        torch.ops.squeezebox.unpack_chunks(blob, table, self.keep_sign, lag, scale, inner, flat)
         return restore(flat, packed)
 
     def check(self, packed: Packed) -> None:
         expect_meta(packed, "lag")
-        if int(packed.meta["lag"]) < 0:
-            raise FormatError(f"packed by '{self.name}': negative lag; damaged.")
+        if int(packed.meta["lag"]) < 0 or int(packed.meta.get("inner", 1)) < 1:
+            raise FormatError(f"packed by '{self.name}': negative lag or no neighbours; damaged.")
         _check(packed)
 
 
@@ -93,7 +125,7 @@ class Lossless(Codec):
         require_own(self, packed)
         flat = buffer_for(packed, out)
         blob, table = packed.payload
-        _chunks.unpack_chunks(_chunks.REFERENCE, blob, table, False, 0, flat)
+        _chunks.unpack_chunks(_chunks.REFERENCE, blob, table, False, 0, None, 1, flat)
         return restore(flat, packed)
 
     def check(self, packed: Packed) -> None:

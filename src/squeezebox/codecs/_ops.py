@@ -54,12 +54,16 @@ def _nothing(*_: object) -> None:
     return None
 
 
-def _pack_chunks(flat: Tensor, bound: float, keep_sign: bool, lag: int) -> tuple[Tensor, Tensor]:
-    return _chunks.pack_chunks(_chunks.REFERENCE, flat, bound, keep_sign, lag)
+def _pack_chunks(
+    flat: Tensor, bound: float, keep_sign: bool, lag: int, scale: Tensor | None, inner: int
+) -> tuple[Tensor, Tensor]:
+    return _chunks.pack_chunks(_chunks.REFERENCE, flat, bound, keep_sign, lag, scale, inner)
 
 
-def _unpack_chunks(blob: Tensor, table: Tensor, keep_sign: bool, lag: int, out: Tensor) -> None:
-    _chunks.unpack_chunks(_chunks.REFERENCE, blob, table, keep_sign, lag, out)
+def _unpack_chunks(
+    blob: Tensor, table: Tensor, keep_sign: bool, lag: int, scale: Tensor | None, inner: int, out: Tensor
+) -> None:
+    _chunks.unpack_chunks(_chunks.REFERENCE, blob, table, keep_sign, lag, scale, inner, out)
 
 
 # name, schema, reference, shapes for tracing
@@ -136,13 +140,14 @@ OPERATORS: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] =
     ),
     (
         "pack_chunks",
-        "(Tensor flat, float bound, bool keep_sign, int lag) -> (Tensor, Tensor)",
+        "(Tensor flat, float bound, bool keep_sign, int lag, Tensor? scale, int inner) -> (Tensor, Tensor)",
         _pack_chunks,
         _fake_chunks,
     ),
     (
         "unpack_chunks",
-        "(Tensor blob, Tensor table, bool keep_sign, int lag, Tensor(a!) out) -> ()",
+        "(Tensor blob, Tensor table, bool keep_sign, int lag, Tensor? scale, int inner, Tensor(a!) out)"
+        " -> ()",
         _unpack_chunks,
         _nothing,
     ),

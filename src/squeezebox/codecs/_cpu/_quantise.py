@@ -57,6 +57,12 @@ def dequantise(codes: Tensor, step: float, keep_sign: bool, lag: int, out: Tenso
     )
 
 
+def multiply(source: Tensor, start: int, factors: Tensor, inner: int, out: Tensor) -> None:
+    from squeezebox.codecs._cpu import _quantise_loops
+
+    _quantise_loops.multiply(source.numpy(), start, factors.numpy(), inner, out.numpy())
+
+
 class _Huffman:
     """The compiled Huffman loops, under the reference's names."""
 
@@ -66,14 +72,18 @@ class _Huffman:
         return getattr(_huffman_loops, name)
 
 
-LOOPS = _chunks.Kernels(extent=extent, quantise=quantise, dequantise=dequantise, huffman=_Huffman())
+LOOPS = _chunks.Kernels(
+    extent=extent, quantise=quantise, dequantise=dequantise, multiply=multiply, huffman=_Huffman()
+)
 
 
-def pack_chunks(flat: Tensor, bound: float, keep_sign: bool, lag: int) -> tuple[Tensor, Tensor]:
-    """Blob and table of a flat tensor."""
-    return _chunks.pack_chunks(LOOPS, flat, bound, keep_sign, lag)
+def pack_chunks(
+    flat: Tensor, bound: float, keep_sign: bool, lag: int, scale: Tensor | None, inner: int
+) -> tuple[Tensor, Tensor]:
+    return _chunks.pack_chunks(LOOPS, flat, bound, keep_sign, lag, scale, inner)
 
 
-def unpack_chunks(blob: Tensor, table: Tensor, keep_sign: bool, lag: int, out: Tensor) -> None:
-    """Values of a blob and table, into ``out``."""
-    _chunks.unpack_chunks(LOOPS, blob, table, keep_sign, lag, out)
+def unpack_chunks(
+    blob: Tensor, table: Tensor, keep_sign: bool, lag: int, scale: Tensor | None, inner: int, out: Tensor
+) -> None:
+    _chunks.unpack_chunks(LOOPS, blob, table, keep_sign, lag, scale, inner, out)

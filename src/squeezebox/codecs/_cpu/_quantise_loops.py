@@ -10,6 +10,7 @@ import numpy as np
 from numba import njit
 
 from squeezebox.codecs._cpu._blocks import OPTIONS, mirrored, order, round_block, store, whole_block
+from squeezebox.codecs._reference._quantise import OFFSET, SHIFT
 
 
 @njit(**OPTIONS)
@@ -35,11 +36,12 @@ def _nearest(block, step, inverse, decoded, codes):
 
 @njit(**OPTIONS)
 def _signed(block, step, inverse, decoded, codes):
-    zero, one, half = block.dtype.type(0), block.dtype.type(1), block.dtype.type(0.5)
+    zero, one = block.dtype.type(0), block.dtype.type(1)
+    shift, offset = block.dtype.type(SHIFT), block.dtype.type(OFFSET)
     for i in range(block.size):
         value = block[i]
-        size = max(np.ceil(abs(value * inverse)), one)
-        middle = (size - half) * step
+        size = max(np.ceil(abs(value * inverse) + shift), one)
+        middle = (size - offset) * step
         code = -size if value < zero else size
         middle = -middle if value < zero else middle
         decoded[i] = zero if value == zero else middle
@@ -84,19 +86,39 @@ def quantise(flat, step, inverse, limit, keep_sign, space, rounded, codes):
 @njit(**OPTIONS)
 def dequantise(codes, step, keep_sign, block, integers, out):
     """Values of a chunk's codes, in the dtype of ``out``."""
-    zero, half = block.dtype.type(0), block.dtype.type(0.5)
+    zero, offset = block.dtype.type(0), block.dtype.type(OFFSET)
     for start in range(0, out.size, block.size):
         target = out[start : start + block.size]
         source = codes[start : start + block.size]
         if keep_sign:
             for i in range(source.size):
                 code = block.dtype.type(np.int32(source[i]))
-                inward = half if code > zero else -half
+                inward = offset if code > zero else -offset
                 block[i] = (code - inward) * step if code != zero else zero
         else:
             for i in range(source.size):
                 block[i] = block.dtype.type(np.int32(source[i])) * step
         store(block, integers, target)
+
+
+@njit(**OPTIONS)
+def multiply(source, start, factors, inner, out):
+    """``source[i] * factors[channel]`` into ``out``; see the reference."""
+    done = 0
+    while done < source.size:
+        position = start + done
+        channel = position // inner % factors.size
+        if inner == 1:
+            run = min(factors.size - channel, source.size - done)
+            here, there, scale = source[done : done + run], out[done : done + run], factors[channel:]
+            for i in range(run):
+                there[i] = here[i] * scale[i]
+        else:
+            run = min(inner - position % inner, source.size - done)
+            here, there, factor = source[done : done + run], out[done : done + run], factors[channel]
+            for i in range(run):
+                there[i] = here[i] * factor
+        done += run
 
 
 @njit(**OPTIONS)

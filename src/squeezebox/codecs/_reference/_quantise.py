@@ -8,6 +8,11 @@ from torch import Tensor
 
 from squeezebox.codecs._reference._groups import compute_dtype
 
+# Where the sign-preserving code's steps lie, from zero outwards: the first one is cut to SHORT = 1 - SHIFT of
+# a step and its value put so that, for a density that is flat near zero, the errors' mean vanishes:
+# (1 - SHIFT)^2 / 2 - (1 - SHIFT) * (1 - OFFSET) = -1/12, and no error exceeds half a step.
+SHIFT = 0.5 - 12**-0.5
+OFFSET = 1.0 - 12**-0.5
 INTEGERS = {8: torch.int8, 16: torch.int16, 32: torch.int32}
 
 
@@ -29,7 +34,7 @@ def inverse(step: float, dtype: torch.dtype) -> float:
 def _values(codes: Tensor, step: float, keep_sign: bool, dtype: torch.dtype) -> Tensor:
     value = codes.to(compute_dtype(dtype))
     if keep_sign:
-        value = value - 0.5 * value.sign()
+        value = value - OFFSET * value.sign()
     return (value * step).to(dtype)
 
 
@@ -37,7 +42,7 @@ def _codes(value: Tensor, step: float, keep_sign: bool) -> Tensor:
     scaled = value * inverse(step, value.dtype)
     if not keep_sign:
         return scaled.round()
-    magnitude = scaled.abs().ceil().clamp(min=1)
+    magnitude = (scaled.abs() + SHIFT).ceil().clamp(min=1)
     return torch.where(value == 0, 0.0, magnitude.copysign(value))
 
 
@@ -55,6 +60,15 @@ def quantise(flat: Tensor, step: float, limit: float, keep_sign: bool, width: in
     if not bool(good.all()):
         return None
     return difference(codes, lag)
+
+
+def multiply(source: Tensor, start: int, factors: Tensor, inner: int, out: Tensor) -> None:
+    """``source[i] * factors[channel]`` into ``out``, for the flat elements from ``start`` on.
+
+    ``inner`` neighbours in memory share a channel; the channels repeat without end.
+    """
+    positions = torch.arange(start, start + source.numel(), device=source.device)
+    out.copy_(source * factors[positions // inner % factors.numel()])
 
 
 def dequantise(codes: Tensor, step: float, keep_sign: bool, lag: int, out: Tensor) -> None:
