@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from squeezebox.capture import Store
+from squeezebox.schema import Reads
 from tests.capture.nets import NETS, images, loss_of, noise_of, plain_step, train
 
 FEW_VALUES = ("custom", "checkpointed whole", "outputs")  # these save little that may be lossy
@@ -40,12 +41,13 @@ def assert_same(handle, found, original, stride):
     if handle.form == "values":
         assert bool(((found.double() - original.double()).abs() <= handle.entry.row.bound).all())
         assert bool((found[original == 0] == 0).all())
-    elif handle.form == "sign":
-        assert torch.equal(found > 0, original > 0)
-    else:
+    elif handle.form.startswith("interval"):
+        lower, upper = (float(option.partition("=")[2]) for option in handle.form.split(",")[1:])
+        assert torch.equal((found > lower) & (found < upper), (original > lower) & (original < upper))
+    elif handle.form != "sign":
         assert torch.equal(found, original)
-    if not handle.rule.dense and handle.form == "values":
-        assert torch.equal(found.sign(), original.sign())
+    if handle.rule.reads is Reads.SIGN:
+        assert torch.equal(found > 0, original > 0)
 
 
 @pytest.mark.parametrize("name", NETS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -35,7 +34,8 @@ class Installation:
             self._hooks.append(module.register_forward_hook(_pop(path), always_call=True))
         self._model = model
         self._previous = model.__dict__.get("forward")
-        self._framed = MethodType(_frame(model, self._previous, start, finish), model)
+        self._installed = True
+        self._framed = MethodType(self._frame(start, finish), model)
         model.__dict__["forward"] = self._framed
 
     def remove(self) -> None:
@@ -43,32 +43,33 @@ class Installation:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._installed = False
         if self._model.__dict__.get("forward") is not self._framed:
             return
         del self._model.__dict__["forward"]
         if self._previous is not None:
             self._model.__dict__["forward"] = self._previous
 
+    def _frame(self, start: Start, finish: Finish) -> Callable[..., Any]:
+        """The model's forward between ``start`` and ``finish``; a deep copy of the model runs its own bare."""
 
-def _frame(
-    model: torch.nn.Module, previous: Callable[..., Any] | None, start: Start, finish: Finish
-) -> Callable[..., Any]:
-    """The model's forward between ``start`` and ``finish``; a deep copy of the model runs its own bare."""
-    original = weakref.ref(model)
+        def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            own = MethodType(type(module).forward, module)
+            if module is not self._model:
+                return own(*args, **kwargs)
+            bare = self._previous or own
+            if not self._installed:
+                return bare(*args, **kwargs)
+            failed = True
+            try:
+                start((args, kwargs))
+                out = bare(*args, **kwargs)
+                failed = False
+            finally:
+                finish(failed)
+            return out
 
-    def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if module is not original():
-            return type(module).forward(module, *args, **kwargs)
-        failed = True
-        try:
-            start((args, kwargs))
-            out = previous(*args, **kwargs) if previous else type(module).forward(module, *args, **kwargs)
-            failed = False
-        finally:
-            finish(failed)
-        return out
-
-    return forward
+        return forward
 
 
 def _push(path: list[str], name: str) -> Callable[..., None]:

@@ -1,0 +1,163 @@
+"""An exception anywhere leaves the model and autograd as they were."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import squeezebox
+from tests.capture.conftest import assert_nothing_left
+from tests.capture.nets import assert_equal, images, loss_of, plain_step, resnet, train
+
+
+class Interrupting(nn.Module):
+    """Raises what it was told, once, in forward or in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: BaseException | None = None
+        self.in_backward = False
+
+    def forward(self, x):
+        if self.error is not None and self.in_backward:
+            x.register_hook(lambda gradient: self.throw())
+        elif self.error is not None:
+            self.throw()
+        return x * 1
+
+    def throw(self):
+        error, self.error = self.error, None
+        raise error
+
+
+def interrupted_net():
+    net = resnet()
+    net.insert(5, Interrupting())
+    return net
+
+
+def failing_steps(session, model, x, error):
+    """Ways to fail: in a submodule, within step(), in the loss, in backward."""
+    inner = model[5]
+
+    def in_forward():
+        inner.error, inner.in_backward = error, False
+        plain_step(model, x)
+
+    def in_step():
+        inner.error, inner.in_backward = error, False
+        with session.step():
+            plain_step(model, x)
+
+    def in_loss():
+        with session.step():
+            loss_of(model(x))
+            raise error
+
+    def in_backward():
+        inner.error, inner.in_backward = error, True
+        plain_step(model, x)
+
+    return {"forward": in_forward, "step()": in_step, "loss": in_loss, "backward": in_backward}
+
+
+def untouched(model):
+    return all(
+        not (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._forward_hooks_always_called)
+        and "forward" not in m.__dict__
+        for m in model.modules()
+    )
+
+
+@pytest.mark.parametrize("options", [{"noise": 1e-2}, {"exact": True}], ids=str)
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize("where", ["forward", "step()", "loss", "backward"])
+def test_a_failure_leaves_nothing(where, error, options):
+    model, x = interrupted_net(), images()
+    session = squeezebox.attach(model, **options)
+    with pytest.raises(type(error)):
+        failing_steps(session, model, x, error)[where]()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    model.zero_grad()
+    plain_step(model, x)  # the session goes on
+    assert session.report().packed_bytes > 0
+    session.detach()
+    assert_nothing_left()
+    assert untouched(model)
+
+
+@pytest.mark.parametrize("where", ["forward", "step()", "loss", "backward"])
+def test_training_goes_on_as_plain_after_a_failure(where):
+    model = interrupted_net()
+    session = squeezebox.attach(model, exact=True)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(KeyboardInterrupt):
+        failing_steps(session, model, images(), KeyboardInterrupt())[where]()
+    model.load_state_dict(before)
+    model.zero_grad()
+    session.detach()
+    assert_equal(train(model, images, exact=True), train(model, images))
+
+
+def test_an_exception_that_the_model_handles_is_its_own_affair():
+    class Handling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.breaks = resnet(), Interrupting()
+
+        def forward(self, x):
+            self.breaks.error, self.breaks.in_backward = ValueError("no"), False
+            try:
+                x = self.breaks(x)
+            except ValueError:
+                x = x + 1
+            return self.net(x)
+
+    model = Handling()
+    assert_equal(train(model, images, exact=True), train(model, images))
+
+
+def test_detach_between_forward_and_backward():
+    model, x = resnet(), images()
+    plain_step(model, x)
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    session = squeezebox.attach(model, exact=True)
+    loss = loss_of(model(x))
+    session.detach()
+    assert untouched(model)
+    loss.backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], expected, rtol=0, atol=0)
+
+
+def test_detach_gives_back_a_forward_that_was_replaced_before():
+    model = resnet()
+    model.forward = replaced = lambda x: type(model).forward(model, x) * 2
+    session = squeezebox.attach(model, exact=True)
+    plain_step(model, images())
+    assert session.report().saved_bytes > 0
+    session.detach()
+    assert model.forward is replaced
+
+
+def test_detach_leaves_a_forward_that_was_replaced_after():
+    model, x = resnet().eval(), images()
+    expected = model(x)
+    session = squeezebox.attach(model, exact=True)
+    squeezed = model.forward
+    model.forward = replaced = lambda x: squeezed(x)
+    session.detach()
+    assert model.forward is replaced
+    assert torch.equal(model(x), expected)
+
+
+def test_hooks_of_others_stay():
+    model = resnet()
+    called = []
+    model.register_forward_hook(lambda *args: called.append("model"))
+    model[0].register_forward_pre_hook(lambda *args: called.append("conv"))
+    session = squeezebox.attach(model, exact=True)
+    session.detach()
+    model(images())
+    assert called == ["conv", "model"]
