@@ -42,10 +42,10 @@ class ControllerState:
         """
         tables = [values.get(name) for name in ("bounds", "sensitivities", "corrections")]
         updates = values.get("updates")
-        if not isinstance(updates, int) or not all(isinstance(table, Mapping) for table in tables):
+        if not isinstance(updates, int) or not all(_is_table(table) for table in tables):
             raise FormatError(
-                f"controller state has fields {sorted(values)}; it needs bounds, sensitivities, corrections "
-                "and updates. Pass the object that state_dict() gave."
+                f"controller state has fields {sorted(values)}; it needs bounds, sensitivities and corrections "
+                "(numbers by key) and updates. Pass the object that state_dict() gave."
             )
         bounds, known, corrections = (dict(table) for table in tables if isinstance(table, Mapping))
         return ControllerState(
@@ -236,6 +236,10 @@ def _observed(state: ControllerState, statistics: StepStatistics) -> ControllerS
     for key, cost in costs.items():
         merged[key] = _mix(merged.get(key), cost)
     return replace(state, sensitivities=merged, corrections=corrections, updates=state.updates + 1)
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(number, (int, float)) for number in value.values())
 
 
 def _mix(known: float | None, newest: float) -> float:
