@@ -1,0 +1,140 @@
+"""The report's figures against independent counts, and measured noise."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import squeezebox
+from squeezebox.schema import Reads
+from tests.capture.nets import NETS, images, plain_step
+from tests.capture.test_storages import storages_of
+
+NAMES = ["resnet", "pools", "attention", "activations"]
+
+
+def report_of(name, **options):
+    make, make_input = NETS[name]
+    model, x = make().eval(), make_input()
+    session = squeezebox.attach(model, **options)
+    for _ in range(2):
+        with session.step():
+            plain_step(model, x)
+    session.detach()
+    return session.report(), storages_of(model, x), (model, x)
+
+
+@pytest.mark.parametrize("options", [{"noise": 1e-2}, {"exact": True}], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_figures_add_up(name, options):
+    report, plain, (model, x) = report_of(name, **options)
+    assert report.saved_bytes == sum(plain)
+    small = sum(nbytes for nbytes in plain if nbytes < 4096)
+    assert report.saved_bytes == small + sum(row.saved_bytes for row in report.tensors)
+    assert report.packed_bytes == small + sum(row.packed_bytes for row in report.tensors)
+    assert 0 < report.packed_bytes < report.saved_bytes
+    own = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in [x, *model.parameters(), *model.buffers()]}
+    assert 0 < report.record.borrowed_bytes <= sum(own.values())
+    assert len({row.key for row in report.tensors}) == len(report.tensors)
+
+
+@pytest.mark.parametrize("covered", [False, True], ids=["", "step()"])
+def test_the_callers_inputs_are_left_alone(covered):
+    model, x = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU()), images()
+    session = squeezebox.attach(model, noise=1e-2)
+    if covered:
+        with session.step():
+            out = model(x).sum()
+    else:
+        out = model(x).sum()
+    out.backward()
+    report = session.report()
+    session.detach()
+    assert [row.shape for row in report.tensors] == [(6, 16, 16, 16)]
+    assert report.record.borrowed_bytes == 4 * (x.numel() + model[0].weight.numel())
+
+
+def test_exact_is_without_noise():
+    report, _, _ = report_of("resnet", exact=True)
+    assert report.noise == report.predicted_noise == 0.0
+    assert {row.bound for row in report.tensors} == {0.0}
+
+
+def test_peaks_of_a_step():
+    report, plain, _ = report_of("resnet", noise=1e-2)
+    assert report.peak_bytes > report.packed_bytes
+
+
+def test_rows_name_modules_and_roles():
+    report, _, _ = report_of("resnet", noise=1e-2)
+    modules = {row.role.value: row.module for row in report.tensors}
+    assert (modules["pool index"], modules["batch-norm input"]) == ("3", "5.down.1")
+    assert {"batch-norm input", "pool index"} <= {row.role.value for row in report.tensors}
+    assert all(row.bound > 0.0 for row in report.tensors if row.codec == "entropy")
+
+
+def buffers_and_gradients(model):
+    return [b.clone() for b in model.buffers()], [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("stepped", [False, True], ids=["no gradients", "gradients"])
+def test_measuring_noise_leaves_everything_as_it_was(stepped):
+    model, x = NETS["activations"][0](), images()
+    model = nn.Sequential(nn.BatchNorm2d(3), model)
+    session = squeezebox.attach(model, noise=1e-2)
+    if stepped:
+        plain_step(model, x)
+    before, random, state = buffers_and_gradients(model), torch.get_rng_state(), session.state_dict()
+    assert session.measure_noise(lambda: plain_step(model, x)) > 0.0
+    torch.testing.assert_close(buffers_and_gradients(model), before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert session.state_dict() == state
+    session.detach()
+
+
+def test_measuring_noise_that_fails_leaves_everything_as_it_was():
+    model, x = NETS["resnet"][0](), images()
+    session = squeezebox.attach(model, noise=1e-2)
+    plain_step(model, x)
+    before = buffers_and_gradients(model)
+
+    def closure():
+        plain_step(model, x)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        session.measure_noise(closure)
+    torch.testing.assert_close(buffers_and_gradients(model), before, rtol=0, atol=0)
+    plain_step(model, x)
+    assert session.report().record.step == 1
+    session.detach()
+
+
+def test_exact_measures_no_noise():
+    model, x = NETS["resnet"][0](), images()
+    session = squeezebox.attach(model, exact=True)
+    assert session.measure_noise(lambda: plain_step(model, x)) == 0.0
+    session.detach()
+
+
+@pytest.mark.parametrize("budget", [1e-2, 1e-3])
+def test_measured_noise_is_near_the_predicted(budget):
+    """Within a factor of 2, as promised, on a small net after some training."""
+    model = NETS["resnet"][0]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    session = squeezebox.attach(model, optimizer=optimizer, noise=budget, checks_per_refresh=4)
+    x = F.avg_pool2d(torch.randn(16, 3, 40, 40), 3, 1, 1)
+    for _ in range(16):
+        optimizer.zero_grad()
+        plain_step(model, x)
+        optimizer.step()
+    predicted = session.report().predicted_noise
+    measured = session.measure_noise(lambda: plain_step(model, x))
+    assert session.report().noise == measured
+    session.detach()
+    assert 0.5 < measured / predicted < 2.0
+    assert measured < 2 * budget
+
+
+def test_reads_is_ordered():
+    assert Reads.SHAPE < Reads.SIGN < Reads.VALUES < Reads.EXACT
