@@ -1,0 +1,179 @@
+"""Controllers: what each gives before and after statistics, computed by hand."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from squeezebox.bounds import (
+    Comet,
+    ControllerState,
+    Fixed,
+    NoiseBudget,
+    WarmUp,
+    predicted_noise,
+    refresh_due,
+)
+from squeezebox.schema import (
+    Check,
+    Edge,
+    FormatError,
+    Injection,
+    NodeStatistics,
+    OptionError,
+    Role,
+    StepStatistics,
+    TensorStatistics,
+)
+
+NAN, INF = float("nan"), float("inf")
+EMPTY = ControllerState()
+CONV = Role.CONV_INPUT
+
+
+def statistics(**changes):
+    """One convolution with gradient energy 4 and injected energy 0.8 a squared unit: sensitivity 0.2."""
+    node = NodeStatistics(
+        number=1,
+        operator="ConvolutionBackward",
+        module="conv",
+        grad_energy=1.0,
+        edges=(Edge(target=None, parameter=True, energy=4.0),),
+        injections=(Injection(key="x", edge=0, energy=0.8),),
+    )
+    tensor = TensorStatistics(
+        key="x",
+        role=CONV,
+        numel=1000,
+        nonzero=0.5,
+        rms=2.0,
+        mean_abs_loss=1e-3,
+        batch=8,
+        positions=100,
+        parameter="conv.weight",
+    )
+    given = {"nodes": (node,), "tensors": (tensor,), "mean_abs_momentum": {"conv.weight": 0.05}} | changes
+    return StepStatistics(**given)
+
+
+def rms():
+    return 3.0
+
+
+def not_asked():
+    raise AssertionError("rms is measured only when it is needed")
+
+
+def test_fixed():
+    assert Fixed(value=0.1).bound(EMPTY, "x", CONV, rms) == pytest.approx(0.3)
+    assert Fixed(value=0.1, relative=False).bound(EMPTY, "x", CONV, not_asked) == 0.1
+    state = Fixed(value=0.1).update(EMPTY, statistics())
+    assert state.updates == 1 and state.bounds == {} and state.sensitivities == {"x": pytest.approx(0.2)}
+
+
+def test_noise_budget():
+    controller = NoiseBudget(noise=0.01)
+    assert controller.bound(EMPTY, "x", CONV, rms) == pytest.approx(0.5 * 0.1 * 3.0)
+    state = controller.update(EMPTY, statistics())
+    assert controller.bound(state, "x", CONV, not_asked) == pytest.approx(math.sqrt(0.01 / 0.2))
+    assert predicted_noise(state, state.bounds) == pytest.approx(0.01)
+    assert controller.bound(state, "new", CONV, rms) == pytest.approx(0.15)
+
+
+def test_noise_budget_stops_at_a_share_of_the_rms():
+    state = NoiseBudget(noise=1.0, highest_share=0.25).update(EMPTY, statistics())
+    assert state.bounds == {"x": pytest.approx(0.25 * 2.0)}
+
+
+def test_sensitivities_are_a_running_geometric_mean():
+    controller = NoiseBudget(noise=0.01)
+    state = controller.update(EMPTY, statistics())
+    (node,) = statistics().nodes
+    node = dataclasses.replace(node, injections=(Injection(key="x", edge=0, energy=3.2),))
+    state = controller.update(state, statistics(nodes=(node,)))
+    assert state.sensitivities["x"] == pytest.approx(math.sqrt(0.2 * 0.8))
+    assert state.updates == 2
+
+
+def test_checks_correct_sensitivities():
+    check = Check(key="x", step=0, layer=True, measured=3e-4, predicted=1e-4)
+    state = NoiseBudget(noise=0.01).update(EMPTY, statistics(checks=(check,)))
+    assert state.corrections == {"x": pytest.approx(3.0)}
+    assert state.sensitivities == {"x": pytest.approx(0.6)}
+
+
+def test_comet():
+    controller = Comet()
+    assert controller.bound(EMPTY, "x", CONV, rms) == pytest.approx(0.06)
+    assert controller.bound(EMPTY, "x", Role.BATCH_NORM_INPUT, not_asked) is None
+    state = controller.update(EMPTY, statistics())
+    # acceptance * mean|momentum| / (0.32 * mean|loss| * sqrt(batch * positions * R))
+    expected = 0.01 * 0.05 / (0.32 * 1e-3 * math.sqrt(8 * 100 * 0.5))
+    assert controller.bound(state, "x", CONV, not_asked) == pytest.approx(expected)
+    own = Comet(coefficient=None).update(EMPTY, statistics())
+    assert own.bounds["x"] == pytest.approx(expected * 0.32 / (math.sqrt(1 / 3) * math.sqrt(math.pi / 2)))
+
+
+def test_comet_without_momentum_waits():
+    state = Comet().update(EMPTY, statistics(mean_abs_momentum={}))
+    assert state.bounds == {} and state.updates == 1
+
+
+def test_comet_is_due_at_its_interval():
+    assert [step for step in range(25) if Comet(interval=10).due(step)] == [0, 1, 10, 20]
+
+
+def test_warm_up_holds_everything_exactly():
+    inner = NoiseBudget(noise=0.01)
+    controller = WarmUp(controller=inner, updates=2)
+    state = EMPTY
+    for _ in range(2):
+        assert controller.bound(state, "x", CONV, not_asked) is None
+        state = controller.update(state, statistics())
+    assert controller.bound(state, "x", CONV, not_asked) == inner.bound(state, "x", CONV, not_asked)
+    assert [controller.due(step) for step in range(50)] == [inner.due(step) for step in range(50)]
+
+
+def test_refreshes_come_often_at_first():
+    due = [step for step in range(600) if refresh_due(step, 128)]
+    assert due == [*range(16), 16, 32, 64, 128, 256, 384, 512]
+    assert [step for step in range(12) if refresh_due(step, 4)] == [0, 1, 2, 3, 4, 8]
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, NAN, INF])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda value: Fixed(value=value),
+        lambda value: NoiseBudget(noise=value),
+        lambda value: Comet(acceptance=value),
+        lambda value: Comet(coefficient=value),
+    ],
+)
+def test_values_out_of_range_are_refused(make, value):
+    with pytest.raises(OptionError, match="not a positive finite number"):
+        make(value)
+
+
+def test_prediction_needs_sensitivities():
+    assert predicted_noise(EMPTY, {"x": 1.0}) is None
+    state = ControllerState(sensitivities={"x": 2.0, "y": 3.0})
+    assert predicted_noise(state, {"x": 0.1, "z": 5.0}) == pytest.approx(0.02)
+
+
+def test_a_state_survives_json_to_the_bit():
+    state = ControllerState(
+        bounds={"a": 0.1, "b": 1e-300}, sensitivities={"a": 1 / 3}, corrections={"a": math.pi}, updates=7
+    )
+    assert ControllerState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"bounds": None}, {"sensitivities": [1]}, {"corrections": {"a": "b"}}, {"updates": 1.5}, {"updates": None}],
+    ids=str,
+)
+def test_a_damaged_state_is_refused(changes):
+    with pytest.raises(FormatError, match="controller state has fields"):
+        ControllerState.from_dict({**EMPTY.to_dict(), **changes})
