@@ -324,14 +324,12 @@ def _fan(node: Any, operator: str) -> float:
         return float(getattr(node, f"_saved_{attribute}").shape[-1])
     weight = node._saved_weight
     kernel, stride = weight.shape[2:], node._saved_stride
-    if node._saved_transposed:
-        area = 1.0
-        for taps, step in zip(kernel, stride):
-            area *= taps / step
-        return float(weight.shape[0]) / node._saved_groups * area
     size_in = node._saved_input.shape[2:]
     size_out = node._input_metadata[0].shape[2:]
     fan = float(weight.shape[1])
+    if node._saved_transposed:  # a convolution from the output's grid to the input's
+        fan = float(weight.shape[0]) / node._saved_groups * size_in.numel() / size_out.numel()
+        size_in, size_out = size_out, size_in
     for dim, taps in enumerate(kernel):
         fan *= taps * law.valid_fraction(
             size_in[dim],
