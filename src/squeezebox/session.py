@@ -35,6 +35,7 @@ from squeezebox.schema import AttachError, Check, FormatError, OptionError, Role
 
 STATE_VERSION = 1
 _SPARSE_ROLES = frozenset({Role.RELU_OUTPUT, Role.POOL_INPUT})
+_UNKNOWN_COUNT = 64  # lossy tensors of a model, before the first step has counted them
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # multiples of it spread evenly over the unit interval
 _attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
@@ -104,7 +105,7 @@ class Session:
         self._depth = 0
         self._step = -1
         self._checks_per_refresh = checks_per_refresh
-        self._counts = {True: 1, False: 1}
+        self._counts = {True: _UNKNOWN_COUNT, False: _UNKNOWN_COUNT}
         self._collector: Collector | None = None
         self._checks: list[Check] = []
         self._record: StepRecord | None = None
@@ -199,7 +200,7 @@ class Session:
             "step": self._step,
             "counts": [self._counts[True], self._counts[False]],
             "controller": self._state.to_dict(),
-            "late_values": sorted(self._store.late_values),
+            "late_values": {key: role.value for key, role in self._store.late_values.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -215,10 +216,11 @@ class Session:
                 "Upgrade squeezebox, or start the session anew."
             )
         try:
-            step, late = int(state["step"]), {str(key) for key in state["late_values"]}
+            step = int(state["step"])
+            late = {str(key): Role(role) for key, role in state["late_values"].items()}
             weighted, others = (int(count) for count in state["counts"])
             controller = ControllerState.from_dict(dict(state["controller"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FormatError(
                 f"session state has fields {sorted(state)}, of which one is missing or damaged ({error}). "
                 "Pass the object that state_dict() gave, or start the session anew."
@@ -383,12 +385,12 @@ class _BoundPolicy:
         controller, state = self._session._controller, self._session._state
         if controller is None:
             return Choice(codec="lossless" if rule.role in _SPARSE_ROLES else "keep")
-        bound = controller.bound(state, key, rule.role, lambda: _rms(tensor))
+        bound = controller.bound(state, key, rule.role, lambda: 1.0 if rule.scaled else _rms(tensor))
         if bound is None:
             return Choice(codec="keep")
         if not 0.0 < bound < math.inf:  # all zero, or NaN and infinities within
             return Choice(codec="lossless")
-        return Choice(codec="entropy" if rule.dense else "entropy-sign", bound=bound)
+        return Choice(codec="entropy" if rule.dense else "entropy-sign", bound=bound, scaled=rule.scaled)
 
 
 def _controller(

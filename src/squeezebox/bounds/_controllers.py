@@ -116,7 +116,7 @@ class NoiseBudget:
     noise: float
     interval: int = 256
     first_share: float = 0.5
-    highest_share: float = 0.5
+    highest_share: float = 0.35
 
     def __post_init__(self) -> None:
         _require_positive("noise", self.noise)

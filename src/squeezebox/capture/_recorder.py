@@ -17,7 +17,7 @@ from squeezebox.capture._graph import in_backward, is_custom, new_nodes, saved_a
 from squeezebox.capture._rules import OTHER, Rule, operator_name, rule_for
 from squeezebox.capture._statistics import Collector
 from squeezebox.capture._store import SMALL_BYTES, Handle, Store, is_plain
-from squeezebox.schema import UnsupportedModelError
+from squeezebox.schema import Role, UnsupportedModelError
 
 
 class Recorder(TorchFunctionMode):
@@ -96,6 +96,7 @@ class Recorder(TorchFunctionMode):
         elif tensor.untyped_storage().nbytes() < SMALL_BYTES:
             self.store.leave(handle, borrowed=False)
         else:
+            handle.form = "pending"
             self._pending.append(handle)
         return handle
 
@@ -187,9 +188,12 @@ def _rule(operator: str, attribute: str, function: str, handle: Handle) -> Rule:
 
 
 def _options(rule: Rule, node: Any, readers: list[tuple[str, Handle]]) -> dict[str, object]:
-    """What an exact codec must know of the operator."""
+    """What a codec must know of the operator."""
     if rule.codec == "interval":
         return {"lower": float(node._saved_min_val), "upper": float(node._saved_max_val)}
+    if rule.role is Role.BATCH_NORM_INPUT:
+        invstd = node._saved_result2  # empty in evaluation mode
+        return {"scale": invstd.reciprocal()} if invstd.numel() else {}
     if rule.codec != "pool-index":
         return {}
     names = ("kernel_size", "stride", "padding", "dilation")

@@ -14,13 +14,14 @@ class Rule:
 
     ``codec`` names the exact codec that serves the operator's reading (None: the policy chooses by
     ``reads``). ``dense`` says that zeros carry no meaning and no backward reads the sign, so a
-    predictor pays.
+    predictor pays. ``scaled`` says that the bound is in units of each channel's standard deviation.
     """
 
     role: Role
     reads: Reads
     codec: str | None = None
     dense: bool = False
+    scaled: bool = False
 
 
 def _values(role: Role, *, dense: bool = False) -> Rule:

@@ -11,8 +11,8 @@ from torch.autograd.graph import Node
 
 from squeezebox.bounds import gradient_energy, law, propagate
 from squeezebox.capture._graph import is_leaf_node, node_number
-from squeezebox.capture._rules import Rule
-from squeezebox.capture._store import Handle, Store
+from squeezebox.capture._rules import Rule, operator_name
+from squeezebox.capture._store import Entry, Handle, Store
 from squeezebox.schema import (
     Check,
     Edge,
@@ -102,7 +102,7 @@ class Collector:
             repeatable=repeatable,
         )
         self._saved_bytes[watched.number] = sum(
-            handle.nbytes for (_, handle), rule in readers if handle.tensor is not None and rule.reads
+            handle.nbytes for (_, handle), rule in readers if handle.form == "pending" and rule.reads
         )
         if operator in _WEIGHTED:
             watched.fan = _fan(node, operator)
@@ -243,6 +243,9 @@ class Collector:
             return []
         decoded = self._store.unpack(handle)
         perturbed = torch.empty_like(decoded).uniform_(-row.bound, row.bound, generator=self._random(decoded))
+        scale = handle.entry.scale if handle.entry is not None else None
+        if scale is not None:
+            perturbed.mul_(scale.view(-1, *[1] * (decoded.dim() - 2)))
         perturbed.add_(decoded)
         del decoded
         errors = _differences(_repeat(node, grad_outputs, handle, perturbed), grad_inputs)
@@ -299,7 +302,7 @@ class Collector:
             role=rule.role,
             numel=handle.entry.numel,
             nonzero=nonzero,
-            rms=(mean_square / nonzero) ** 0.5 if nonzero > 0.0 else 0.0,
+            rms=_rms_in_unit(handle.entry, nonzero, mean_square),
             mean_abs_loss=0.0 if gradient is None else _mean_abs(gradient),
             batch=0 if gradient is None else gradient.shape[0],
             positions=0 if gradient is None else gradient[0, 0].numel(),
@@ -343,15 +346,19 @@ def _fan(node: Any, operator: str) -> float:
 
 
 def _working_set(node: Any, saved_bytes: int) -> int:
-    """Bytes of a node's incoming and outgoing gradients and of what it unpacks."""
+    """Bytes of a node's incoming and outgoing gradients and of what it unpacks, parameters' apart."""
+    operator = operator_name(node.name())
+    weight_edge = _WEIGHTED[operator][1] if operator in _WEIGHTED else -1
     incoming = sum(_metadata_bytes(metadata) for metadata in node._input_metadata)
     outgoing = sum(
         _metadata_bytes(next_node._input_metadata[number])
-        for next_node, number in node.next_functions
-        if next_node is not None and not is_leaf_node(next_node)
+        for edge, (next_node, number) in enumerate(node.next_functions)
+        if next_node is not None and not is_leaf_node(next_node) and edge != weight_edge
     )
     if saved_bytes == 0:  # views and sums hand on what they got
         return max(incoming, outgoing)
+    if operator == "NativeBatchNormBackward":  # its CPU kernel allocates the input's gradient twice
+        outgoing *= 2
     return incoming + outgoing + saved_bytes
 
 
@@ -404,6 +411,13 @@ def _energy(tensor: torch.Tensor | None) -> float:
     if tensor is None or not tensor.is_floating_point():
         return 0.0
     return float(torch.linalg.vector_norm(tensor, dtype=_accumulator(tensor))) ** 2
+
+
+def _rms_in_unit(entry: Entry, nonzero: float, mean_square: float) -> float:
+    """Root mean square of the non-zero elements in the unit of the tensor's bound."""
+    if entry.scale is not None:
+        return 1.0
+    return (mean_square / nonzero) ** 0.5 if nonzero > 0.0 else 0.0
 
 
 def _mean_abs(tensor: torch.Tensor) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -20,10 +20,11 @@ SMALL_BYTES = 4096  # below this a packed object's own overhead eats the saving
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """A codec's name and the absolute error bound it is given."""
+    """A codec's name and its error bound: absolute, or in units of the channels' scale (``scaled``)."""
 
     codec: str
     bound: float | None = None
+    scaled: bool = False
 
 
 class Policy(Protocol):
@@ -45,7 +46,8 @@ class Row:
     saved_bytes: int
     roles: list[Role] = field(default_factory=list)
     packed: dict[str, int] = field(default_factory=dict)
-    bound: float = 0.0
+    bound: float = 0.0  # in the unit the controller gave it
+    absolute_bound: float = 0.0
 
     @property
     def packed_bytes(self) -> int:
@@ -64,7 +66,7 @@ class Row:
             saved_bytes=self.saved_bytes,
             packed_bytes=self.packed_bytes,
             codec="+".join(self.packed) or "none",
-            bound=self.bound,
+            bound=self.absolute_bound,
             noise_share=noise_share,
         )
 
@@ -72,7 +74,7 @@ class Row:
 class Entry:
     """One saved storage. ``packed`` maps a form ("values", "sign", ...) to packed bytes."""
 
-    __slots__ = ("__weakref__", "device", "dtype", "kept", "numel", "packed", "row", "storage", "version")
+    __slots__ = ("__weakref__", "device", "dtype", "kept", "numel", "packed", "row", "scale", "storage", "version")
 
     def __init__(self, tensor: torch.Tensor, row: Row) -> None:
         storage = tensor.untyped_storage()
@@ -83,6 +85,7 @@ class Entry:
         self.packed: dict[str, codecs.Packed] = {}
         self.kept: torch.Tensor | None = None
         self.device = tensor.device
+        self.scale: torch.Tensor | None = None  # per channel, where the bound is in its units
         self.row = row
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -131,7 +134,7 @@ class Store:
         self.rows: list[Row] = []
         self.borrowed: dict[int, int] = {}
         self.small: dict[int, int] = {}
-        self.late_values: set[str] = set()  # keys whose values were asked for after their sign
+        self.late_values: dict[str, Role] = {}  # keys whose values were asked for after their sign, by whom
         self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
         self._step = weakref.ref(_Step())  # dead at once: no step is running
 
@@ -231,7 +234,9 @@ class Store:
             return self._pack_exact(entry, tensor, rule.codec, options)
         if rule.reads is Reads.EXACT:
             return self._keep(entry, tensor)
-        return self._pack_flat(entry, tensor, rule)
+        if rule.reads is Reads.SIGN:
+            return self._pack_sign(entry, tensor, rule)
+        return self._pack_values(entry, tensor, rule, options)
 
     def _pack_exact(
         self, entry: Entry, tensor: torch.Tensor, codec: str, options: Mapping[str, object]
@@ -247,28 +252,43 @@ class Store:
             entry.row.packed[codec] = entry.row.packed.get(codec, 0) + packed.nbytes
         return form
 
-    def _pack_flat(self, entry: Entry, tensor: torch.Tensor, rule: Rule) -> str:
-        key = entry.row.key
-        sign_only = rule.reads is Reads.SIGN and key not in self.late_values
-        if "values" in entry.packed and (rule.reads is not Reads.SIGN or _keeps_sign(entry)):
-            return "values"
-        if rule.reads is Reads.SIGN and "sign" in entry.packed:
-            return "sign"
+    def _pack_sign(self, entry: Entry, tensor: torch.Tensor, rule: Rule) -> str:
+        """One bit an element, unless the values were asked for too, last time or already now."""
         if "sign" in entry.packed:
-            self.late_values.add(key)
+            return "sign"
+        if "values" in entry.packed and _keeps_sign(entry):
+            return "values"
+        reader = self.late_values.get(entry.row.key)
+        if reader is not None and "values" not in entry.packed:
+            return self._pack_values(entry, tensor, replace(rule, role=reader), {})
+        packed = codecs.get("sign").pack(_flat(tensor, entry.numel))
+        entry.packed["sign"] = packed
+        entry.row.packed["sign"] = packed.nbytes
+        return "sign"
+
+    def _pack_values(
+        self, entry: Entry, tensor: torch.Tensor, rule: Rule, options: Mapping[str, object]
+    ) -> str:
+        if "values" in entry.packed:
+            return "values"
+        if "sign" in entry.packed:
+            self.late_values[entry.row.key] = rule.role
+        scale = _scale(entry, tensor, options)
         flat = _flat(tensor, entry.numel)
-        choice = Choice(codec="sign") if sign_only else self.policy.choose(key, rule, flat)
+        choice = self.policy.choose(entry.row.key, replace(rule, scaled=scale is not None), flat)
         if choice.codec == "keep":
             return self._keep(entry, tensor)
-        packed = codecs.get(choice.codec).pack(flat, choice.bound, lag=_lag(tensor) if rule.dense else 0)
-        form = "sign" if sign_only else "values"
-        entry.packed[form] = packed
+        units = {"scale": scale, "inner": _inner(tensor)} if choice.scaled else {}
+        lag = _lag(tensor) if rule.dense else 0
+        packed = codecs.get(choice.codec).pack(flat, choice.bound, lag=lag, **units)
+        entry.packed["values"] = packed
         entry.row.packed[choice.codec] = packed.nbytes
-        if form == "values":
-            entry.row.bound = packed.bound
-            if _keeps_sign(entry) and entry.packed.pop("sign", None) is not None:
-                entry.row.packed.pop("sign", None)
-        return form
+        entry.row.absolute_bound = packed.bound
+        entry.row.bound = (choice.bound or 0.0) if choice.scaled else packed.bound
+        entry.scale = scale if choice.scaled else None
+        if _keeps_sign(entry) and entry.packed.pop("sign", None) is not None:
+            entry.row.packed.pop("sign", None)
+        return "values"
 
     def _keep(self, entry: Entry, tensor: torch.Tensor) -> str:
         entry.kept = tensor.detach()
@@ -339,6 +359,24 @@ def _keeps_sign(entry: Entry) -> bool:
 def _flat(tensor: torch.Tensor, numel: int) -> torch.Tensor:
     flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return flat.set_(tensor.untyped_storage(), 0, (numel,), (1,))
+
+
+def _scale(entry: Entry, tensor: torch.Tensor, options: Mapping[str, object]) -> torch.Tensor | None:
+    """Each channel's standard deviation, where the operator knows it and the codec can use it."""
+    scale = options.get("scale")
+    whole = tensor.storage_offset() == 0 and tensor.numel() == entry.numel and _inner(tensor) > 0
+    if not isinstance(scale, torch.Tensor) or tensor.dtype != torch.float32 or not whole:
+        return None
+    usable = bool(torch.isfinite(scale).all() & (scale > 0).all())
+    return scale if usable else None
+
+
+def _inner(tensor: torch.Tensor) -> int:
+    """Neighbours in memory that share a channel (dim 1); 0 where that is not a fixed number."""
+    if tensor.is_contiguous():
+        return int(tensor.stride(1))
+    last = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+    return 1 if tensor.dim() in (4, 5) and tensor.is_contiguous(memory_format=last) else 0
 
 
 def _lag(tensor: torch.Tensor) -> int:
