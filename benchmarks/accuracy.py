@@ -147,10 +147,10 @@ def load(limit: int | None) -> tuple[Images, str]:
 
 
 def network() -> nn.Module:
-    """Five times convolution, BatchNorm, ReLU; 28x28 to 7x7; one linear layer."""
+    """Four times convolution, BatchNorm, ReLU; 28x28 to 7x7; one linear layer."""
     layers: list[nn.Module] = []
     channels = 1
-    for width, pooled in ((16, True), (32, False), (32, True), (64, False), (64, False)):
+    for width, pooled in ((16, True), (32, True), (64, False), (64, False)):
         conv = nn.Conv2d(channels, width, 3, padding=1, bias=False)
         layers += [conv, nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
         layers += [nn.MaxPool2d(2)] if pooled else []
