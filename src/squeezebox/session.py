@@ -357,7 +357,7 @@ class Session:
         """Gradients and optimizer state as they are now."""
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         state = self._optimizer.state.values() if self._optimizer is not None else []
-        return [*gradients, *_tensors([list(values.values()) for values in state])]
+        return [_local(tensor) for tensor in (*gradients, *_tensors([list(values.values()) for values in state]))]
 
     def _momentum(self) -> dict[str, float]:
         """Mean |momentum| of every parameter; of its gradient where the optimizer keeps none."""
@@ -443,6 +443,11 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
     elif isinstance(values, (list, tuple)):
         for value in values:
             yield from _tensors(value)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor, or the tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
