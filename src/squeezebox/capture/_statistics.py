@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -327,11 +328,11 @@ def _fan(node: Any, operator: str) -> float:
         return float(getattr(node, f"_saved_{attribute}").shape[-1])
     weight = node._saved_weight
     kernel, stride = weight.shape[2:], node._saved_stride
-    size_in = node._saved_input.shape[2:]
-    size_out = node._input_metadata[0].shape[2:]
+    size_in = tuple(node._saved_input.shape[2:])
+    size_out = tuple(node._input_metadata[0].shape[2:])
     fan = float(weight.shape[1])
     if node._saved_transposed:  # a convolution from the output's grid to the input's
-        fan = float(weight.shape[0]) / node._saved_groups * size_in.numel() / size_out.numel()
+        fan = float(weight.shape[0]) / node._saved_groups * math.prod(size_in) / math.prod(size_out)
         size_in, size_out = size_out, size_in
     for dim, taps in enumerate(kernel):
         fan *= taps * law.valid_fraction(
