@@ -45,6 +45,7 @@ def test_originals_are_freed_once_packed():
     x = images()
     for options in ({"noise": 1e-2}, {"noise": 1e-2, "checks_per_refresh": 0}):
         session = squeezebox.attach(model, **options)
+        plain_step(model, x)  # checks every tensor
         for _ in range(2):
             storages.clear()
             loss = loss_of(model(x))
