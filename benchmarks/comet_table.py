@@ -242,7 +242,10 @@ def _by_segments(layers: list[nn.Module], x: Tensor) -> Tensor:
 
 def table(results: dict[str, Any]) -> str:
     """The Markdown tables of the report."""
-    conv = ["| network | conv inputs, COMET's rule | noise there | conv inputs at 1e-3 |", "|---|---|---|---|"]
+    conv = [
+        "| network | conv inputs, COMET's rule | noise there | conv inputs at 1e-3 |",
+        "|---|---|---|---|",
+    ]
     whole = [
         "| network | all saved, 1e-2 | measured | predicted | all saved, 1e-3 | measured | predicted "
         "| layers within 0.75..1.33 | 4-bit min/max groups | noise there |",

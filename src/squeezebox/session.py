@@ -176,7 +176,7 @@ class Session:
                 "measure_noise() saw no gradient: the closure must run forward, the loss and "
                 "loss.backward() on a model whose parameters require gradients."
             )
-        self._noise = sum(_energy(a - b) for a, b in zip(exact, lossy)) / energy
+        self._noise = sum(_energy(a - b) for a, b in zip(exact, lossy, strict=True)) / energy
         if self._record is not None:
             self._record = dataclasses.replace(self._record, noise=self._noise)
         return self._noise
@@ -275,8 +275,8 @@ class Session:
             self._collector = self._recorder.collector = Collector(
                 self._store, _names(self._model), self._is_checked, self._step
             )
-        if self._step in (0, 3) or self._due(self._step - 1):
-            self._meter.start()
+        if self._step == 0 or (self._due(self._step - 1) and self._collector is None):
+            self._meter.start(self._persistent())
 
     def _close_step(self) -> None:
         """After a backward: read the meter, freeze the record, turn due statistics into new bounds."""
@@ -357,7 +357,8 @@ class Session:
         """Gradients and optimizer state as they are now."""
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         state = self._optimizer.state.values() if self._optimizer is not None else []
-        return [_local(tensor) for tensor in (*gradients, *_tensors([list(values.values()) for values in state]))]
+        states = _tensors([list(values.values()) for values in state])
+        return [_local(tensor) for tensor in (*gradients, *states)]
 
     def _momentum(self) -> dict[str, float]:
         """Mean |momentum| of every parameter; of its gradient where the optimizer keeps none."""

@@ -44,8 +44,8 @@ class ControllerState:
         updates = values.get("updates")
         if not isinstance(updates, int) or not all(_is_table(table) for table in tables):
             raise FormatError(
-                f"controller state has fields {sorted(values)}; it needs bounds, sensitivities and corrections "
-                "(numbers by key) and updates. Pass the object that state_dict() gave."
+                f"controller state has fields {sorted(values)}; it needs bounds, sensitivities and "
+                "corrections (numbers by key) and updates. Pass the object that state_dict() gave."
             )
         bounds, known, corrections = (dict(table) for table in tables if isinstance(table, Mapping))
         return ControllerState(
@@ -72,7 +72,10 @@ class Controller(Protocol):
 
 
 def refresh_due(step: int, interval: int) -> bool:
-    """The first 16 steps, 32, 64, ... up to ``interval``, then every ``interval``: training moves first."""
+    """The first 16 steps, 32, 64, ... up to ``interval``, then every ``interval``.
+
+    Training moves fastest at its start.
+    """
     if step < interval:
         return step < _FIRST_STEPS or step & (step - 1) == 0
     return step % interval == 0
@@ -84,7 +87,7 @@ class Fixed:
 
     value: float
     relative: bool = True
-    interval: int = 256
+    interval: int = 100
 
     def __post_init__(self) -> None:
         _require_positive("bound", self.value)
@@ -114,7 +117,7 @@ class NoiseBudget:
     """
 
     noise: float
-    interval: int = 256
+    interval: int = 100
     first_share: float = 0.5
     highest_share: float = 0.35
 
@@ -225,7 +228,7 @@ def predicted_noise(state: ControllerState, bounds: Mapping[str, float]) -> floa
 
 
 def _observed(state: ControllerState, statistics: StepStatistics) -> ControllerState:
-    """The state with the newest sensitivities mixed into the running (logarithmic) mean."""
+    """The state with the newest sensitivities, and corrections mixed into their running mean."""
     corrections = dict(state.corrections)
     for check in statistics.checks:
         if check.predicted > 0.0:
@@ -234,7 +237,7 @@ def _observed(state: ControllerState, statistics: StepStatistics) -> ControllerS
     costs = corrected(propagate(statistics.nodes), statistics.tensors, corrections)
     merged = {**state.sensitivities}
     for key, cost in costs.items():
-        merged[key] = _mix(merged.get(key), cost)
+        merged[key] = max(cost, _mix(merged.get(key), cost))  # rising at once, falling slowly
     return replace(state, sensitivities=merged, corrections=corrections, updates=state.updates + 1)
 
 

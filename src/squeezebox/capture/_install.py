@@ -51,7 +51,7 @@ class Installation:
             self._model.__dict__["forward"] = self._previous
 
     def _frame(self, start: Start, finish: Finish) -> Callable[..., Any]:
-        """The model's forward between ``start`` and ``finish``; a deep copy of the model runs its own bare."""
+        """The model's forward between ``start`` and ``finish``; a deep copy of it runs its own bare."""
 
         def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             own = MethodType(type(module).forward, module)

@@ -58,7 +58,7 @@ class Recorder(TorchFunctionMode):
                 self._owned[storage._cdata] = StorageWeakRef(storage)
 
     def __enter__(self) -> Recorder:
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         self.active = True
         self._stack.enter_context(saved_tensors_hooks(self._pack_hook, self._unpack))
         return self
@@ -77,7 +77,7 @@ class Recorder(TorchFunctionMode):
             self._owned.clear()
             self._pending.clear()
             self._stack.close()
-            super().__exit__(kind, error, traceback)
+            super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._pending:
@@ -153,7 +153,7 @@ class Recorder(TorchFunctionMode):
         return readers
 
     def _settle(
-        self, handle: Handle, rule: Rule, options: dict[str, object], operator: str, attribute: str
+        self, handle: Handle, rule: Rule, options: dict[str, Any], operator: str, attribute: str
     ) -> None:
         self._pending.remove(handle)
         exact = self.collector.exact_copy(handle) if self.collector is not None else None
@@ -187,7 +187,7 @@ def _rule(operator: str, attribute: str, function: str, handle: Handle) -> Rule:
     return rule_for(operator, attribute, function, kind=kind)
 
 
-def _options(rule: Rule, node: Any, readers: list[tuple[str, Handle]]) -> dict[str, object]:
+def _options(rule: Rule, node: Any, readers: list[tuple[str, Handle]]) -> dict[str, Any]:
     """What a codec must know of the operator."""
     if rule.codec == "interval":
         return {"lower": float(node._saved_min_val), "upper": float(node._saved_max_val)}
@@ -197,7 +197,7 @@ def _options(rule: Rule, node: Any, readers: list[tuple[str, Handle]]) -> dict[s
     if rule.codec != "pool-index":
         return {}
     names = ("kernel_size", "stride", "padding", "dilation")
-    options: dict[str, object] = {name: tuple(getattr(node, f"_saved_{name}")) for name in names}
+    options: dict[str, Any] = {name: tuple(getattr(node, f"_saved_{name}")) for name in names}
     options["stride"] = options["stride"] or options["kernel_size"]
     options["input_shape"] = dict(readers)["self"].geometry[0]
     return options

@@ -219,18 +219,18 @@ class Collector:
         """Measure one layer's weight gradient error and set it beside the law's."""
         attribute, edge = _WEIGHTED[watched.operator]
         exact, handle.exact = handle.exact, None
-        if exact is None or handle.entry is None or handle.form != "values" or grad_inputs[edge] is None:
+        if exact is None or handle.entry is None or handle.form != "values":
             return
         expected = law.linear(watched.moments[attribute][0], watched.fan, _energy(grad_outputs[0]))
         gradient = _repeat(node, grad_outputs, handle, exact)[edge]
-        energy = _energy(gradient)
-        if gradient is not None and energy > 0.0:
+        energy, lossy = _energy(gradient), grad_inputs[edge]
+        if gradient is not None and lossy is not None and energy > 0.0:
             self.checks.append(
                 Check(
                     key=handle.entry.row.key,
                     step=self._step,
                     layer=True,
-                    measured=_energy(gradient.sub_(grad_inputs[edge])) / energy,
+                    measured=_energy(gradient.sub_(lossy)) / energy,
                     predicted=handle.entry.row.bound**2 * expected / energy,
                 )
             )
@@ -281,7 +281,7 @@ class Collector:
             self._send(watched, key, _repeat(node, errors))
 
     def _send(self, watched: _Watched, key: str, errors: Gradients) -> None:
-        for (target, index, leaf), error in zip(watched.targets, errors):
+        for (target, index, leaf), error in zip(watched.targets, errors, strict=False):
             if error is None:
                 continue
             if leaf:
@@ -399,7 +399,8 @@ def _summed(gradient: torch.Tensor | None, target: Any, number: int) -> torch.Te
 
 def _differences(perturbed: Gradients, base: Gradients) -> Gradients:
     return tuple(
-        None if one is None or other is None else one - other for one, other in zip(perturbed, base)
+        None if one is None or other is None else one - other
+        for one, other in zip(perturbed, base, strict=True)
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -74,7 +74,18 @@ class Row:
 class Entry:
     """One saved storage. ``packed`` maps a form ("values", "sign", ...) to packed bytes."""
 
-    __slots__ = ("__weakref__", "device", "dtype", "kept", "numel", "packed", "row", "scale", "storage", "version")
+    __slots__ = (
+        "__weakref__",
+        "device",
+        "dtype",
+        "kept",
+        "numel",
+        "packed",
+        "row",
+        "scale",
+        "storage",
+        "version",
+    )
 
     def __init__(self, tensor: torch.Tensor, row: Row) -> None:
         storage = tensor.untyped_storage()
@@ -168,7 +179,7 @@ class Store:
         handle.tensor = tensor.detach()
 
     def settle(
-        self, handle: Handle, rule: Rule, key: Callable[[], tuple[str, str]], options: Mapping[str, object]
+        self, handle: Handle, rule: Rule, key: Callable[[], tuple[str, str]], options: Mapping[str, Any]
     ) -> None:
         """Hold what ``rule`` says backward reads of the handle's tensor, and let the tensor go."""
         tensor = _tensor(handle)
@@ -219,7 +230,7 @@ class Store:
         self._entries[address] = entry
         return entry
 
-    def _pack(self, entry: Entry, handle: Handle, rule: Rule, options: Mapping[str, object]) -> str:
+    def _pack(self, entry: Entry, handle: Handle, rule: Rule, options: Mapping[str, Any]) -> str:
         """Make sure the entry serves ``rule``; returns the form that the handle reads."""
         tensor = _tensor(handle)
         if entry.kept is not None:
@@ -239,7 +250,7 @@ class Store:
         return self._pack_values(entry, tensor, rule, options)
 
     def _pack_exact(
-        self, entry: Entry, tensor: torch.Tensor, codec: str, options: Mapping[str, object]
+        self, entry: Entry, tensor: torch.Tensor, codec: str, options: Mapping[str, Any]
     ) -> str:
         form = codec + "".join(f",{name}={value}" for name, value in options.items())
         if form not in entry.packed:
@@ -267,7 +278,7 @@ class Store:
         return "sign"
 
     def _pack_values(
-        self, entry: Entry, tensor: torch.Tensor, rule: Rule, options: Mapping[str, object]
+        self, entry: Entry, tensor: torch.Tensor, rule: Rule, options: Mapping[str, Any]
     ) -> str:
         if "values" in entry.packed:
             return "values"
@@ -361,7 +372,7 @@ def _flat(tensor: torch.Tensor, numel: int) -> torch.Tensor:
     return flat.set_(tensor.untyped_storage(), 0, (numel,), (1,))
 
 
-def _scale(entry: Entry, tensor: torch.Tensor, options: Mapping[str, object]) -> torch.Tensor | None:
+def _scale(entry: Entry, tensor: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor | None:
     """Each channel's standard deviation, where the operator knows it and the codec can use it."""
     scale = options.get("scale")
     whole = tensor.storage_offset() == 0 and tensor.numel() == entry.numel and _inner(tensor) > 0

@@ -29,7 +29,8 @@ def _check(packed: Packed) -> None:
     found = [(part.dtype, part.numel()) for part in packed.payload]
     if len(found) not in (2, 3) or found[0][0] != torch.uint8:
         raise FormatError(f"packed by '{packed.codec}': expected two parts of bytes, found {found}; damaged.")
-    if len(found) == 3 and (found[2][0] != torch.float32 or found[2][1] == 0 or packed.dtype != torch.float32):
+    scaled = len(found) == 3
+    if scaled and (found[2][0] != torch.float32 or found[2][1] == 0 or packed.dtype != torch.float32):
         raise FormatError(f"packed by '{packed.codec}': the third part is no scale, {found}; damaged.")
     if found[1] != (torch.uint8, rows * _chunks.ROW.itemsize):
         raise FormatError(f"packed by '{packed.codec}': expected {rows} table rows, found {found}; damaged.")

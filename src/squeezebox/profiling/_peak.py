@@ -31,16 +31,21 @@ class PeakMeter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._profiler: Any = None
-        self._end: weakref.finalize | None = None
+        self._end: weakref.finalize[..., Any] | None = None
         self._baseline = 0
+        self._living: dict[int, int] = {}
 
     @property
     def running(self) -> bool:
         """Whether a measurement is under way."""
         return self._profiler is not None
 
-    def start(self) -> bool:
-        """Begin; False if another profiler is active."""
+    def start(self, living: Iterable[torch.Tensor] = ()) -> bool:
+        """Begin; False if another profiler is active.
+
+        ``living`` are tensors that may be freed meanwhile (the last step's gradients): the peak then
+        counts them as freed.
+        """
         if torch.autograd.profiler._is_profiler_enabled:
             return False
         if self._device.type == "cuda":
@@ -48,6 +53,8 @@ class PeakMeter:
             self._baseline = torch.cuda.memory_allocated(self._device)
             self._profiler = "cuda"
             return True
+        storages = (tensor.untyped_storage() for tensor in living)
+        self._living = {storage.data_ptr(): storage.nbytes() for storage in storages}
         self._profiler = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
         self._profiler.__enter__()
         # A profiler still on when the interpreter ends would crash it.
@@ -69,7 +76,7 @@ class PeakMeter:
         if self._end is not None:
             self._end()
         addresses = {tensor.untyped_storage().data_ptr() for tensor in apart}
-        return _integrate(list(_allocations(profiler)), addresses)
+        return _integrate(_allocations(profiler), self._living, addresses)
 
 
 def _allocations(profiler: Any) -> Iterator[tuple[int, int]]:
@@ -86,14 +93,22 @@ def _allocations(profiler: Any) -> Iterator[tuple[int, int]]:
         yield address, nbytes
 
 
-def _integrate(allocations: list[tuple[int, int]], apart: set[int]) -> Peak:
-    last = {address: number for number, (address, nbytes) in enumerate(allocations) if nbytes > 0}
+def _integrate(allocations: Iterable[tuple[int, int]], living: dict[int, int], apart: set[int]) -> Peak:
+    """Follow the events; frees of addresses nobody told of are none of this step's business."""
+    events = list(allocations)
+    last = {address: number for number, (address, nbytes) in enumerate(events) if nbytes > 0}
     excluded = {last[address] for address in apart if address in last}
-    live = activations = highest = highest_activations = 0
-    for number, (_, nbytes) in enumerate(allocations):
-        live += nbytes
-        highest = max(highest, live)
-        if number not in excluded:
-            activations += nbytes
-            highest_activations = max(highest_activations, activations)
+    before = dict(living)
+    now: dict[int, tuple[int, int]] = {}  # address -> bytes, of which activations
+    total = activations = highest = highest_activations = 0
+    for number, (address, nbytes) in enumerate(events):
+        if nbytes > 0:
+            now[address] = (nbytes, 0 if number in excluded else nbytes)
+            total, activations = total + nbytes, activations + now[address][1]
+        elif address in now:
+            freed, of_them = now.pop(address)
+            total, activations = total - freed, activations - of_them
+        else:
+            total -= before.pop(address, 0)
+        highest, highest_activations = max(highest, total), max(highest_activations, activations)
     return Peak(total_bytes=highest, activation_bytes=highest_activations)
