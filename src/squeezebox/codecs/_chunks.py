@@ -40,6 +40,8 @@ ROUNDING = {
 class Kernels:
     """The loops over elements; ``_reference/`` says what each must compute."""
 
+    narrow: Callable[[Tensor, float, float, bool], Tensor | None]
+    difference: Callable[[Tensor, int], Tensor]
     extent: Callable[[Tensor], tuple[float, float]]
     quantise: Callable[[Tensor, float, float, bool, int, int], Tensor | None]
     dequantise: Callable[[Tensor, float, bool, int, Tensor], None]
@@ -48,6 +50,8 @@ class Kernels:
 
 
 REFERENCE = Kernels(
+    narrow=_quantise.narrow,
+    difference=_quantise.difference,
     extent=_quantise.extent,
     quantise=_quantise.quantise,
     dequantise=_quantise.dequantise,
@@ -99,6 +103,9 @@ def _raw(flat: Tensor) -> Chunk:
 
 def encode(kernels: Kernels, flat: Tensor, bound: float, keep_sign: bool, lag: int) -> Chunk:
     """One chunk, every decoded element within ``bound``; exact where no code can promise that."""
+    chunk = _narrow(kernels, flat, bound, keep_sign, lag) if flat.dtype == torch.float32 else None
+    if chunk is not None:
+        return chunk
     low, high = kernels.extent(flat)
     if isnan(low):
         return _raw(flat)
@@ -112,6 +119,22 @@ def encode(kernels: Kernels, flat: Tensor, bound: float, keep_sign: bool, lag: i
             kind, data = _shrink(kernels, codes.cpu().numpy(), lag)
             return Chunk(kind=kind, width=width, value=step, data=data)
     return _raw(flat)
+
+
+def _narrow(kernels: Kernels, flat: Tensor, bound: float, keep_sign: bool, lag: int) -> Chunk | None:
+    """One float32 chunk in 8-bit codes, if they can hold it."""
+    limit = bound * (1 - 2.0**-20)
+    # What decoding may round off the largest of 127 codes.
+    step = 2 * limit * (1 - 127 * 5 * ROUNDING[torch.float32])
+    if not 1e-30 < step < 1e30:
+        return None
+    step, limit = float(np.float32(step)), float(np.float32(limit))
+    codes = kernels.narrow(flat, step, limit, keep_sign)
+    if codes is None:
+        return None
+    kind, data = _shrink(kernels, kernels.difference(codes, lag).cpu().numpy(), lag)
+    # So few bytes are a constant's, which the table holds in none.
+    return Chunk(kind=kind, width=8, value=step, data=data) if len(data) > 128 else None
 
 
 def _folded(codes: NDArray[Any]) -> NDArray[Any]:
@@ -191,8 +214,8 @@ def pack_chunks(
             return encode(kernels, piece, bound, keep_sign, lag)
         scaled = torch.empty_like(piece)
         kernels.multiply(piece, index * CHUNK, factors, inner, scaled)
-        low, high = kernels.extent(scaled)
         # What the two multiplications may round off, relative to the largest element.
+        low, high = kernels.extent(scaled)
         tighter = bound * (1 - 2.0**-20) - 2.0**-21 * max(-low, high)
         chunk = encode(kernels, scaled, tighter, keep_sign, lag) if tighter > 0.0 else _raw(piece)
         return _raw(piece) if chunk.kind == RAW else chunk

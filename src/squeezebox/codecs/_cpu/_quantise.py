@@ -26,6 +26,15 @@ def extent(flat: Tensor) -> tuple[float, float]:
     return (low, high) if np.isfinite(edges).all() else (float("nan"), float("nan"))
 
 
+def narrow(flat: Tensor, step: float, limit: float, keep_sign: bool) -> Tensor | None:
+    from squeezebox.codecs._cpu import _quantise_loops
+
+    loop = _quantise_loops.narrow_signed if keep_sign else _quantise_loops.narrow_nearest
+    codes = torch.empty(flat.numel(), dtype=torch.int8)
+    scalars = (np.float32(value) for value in (step, inverse(step, flat.dtype), limit))
+    return codes if loop(flat.detach().numpy(), *scalars, codes.numpy()) else None
+
+
 def quantise(flat: Tensor, step: float, limit: float, keep_sign: bool, width: int, lag: int) -> Tensor | None:
     """Codes or their differences; None where an element would miss ``limit``."""
     from squeezebox.codecs._cpu import _quantise_loops
@@ -38,10 +47,16 @@ def quantise(flat: Tensor, step: float, limit: float, keep_sign: bool, width: in
     scalars = kind(step), kind(inverse(step, flat.dtype)), kind(limit)
     if not _quantise_loops.quantise(array(flat), *scalars, keep_sign, scratch, rounded, target):
         return None
+    return difference(codes, lag)
+
+
+def difference(codes: Tensor, lag: int) -> Tensor:
+    from squeezebox.codecs._cpu import _quantise_loops
+
     if lag == 0 or lag >= codes.numel():
         return codes
     changes = torch.empty_like(codes)
-    _quantise_loops.difference(target, lag, changes.numpy())
+    _quantise_loops.difference(codes.numpy(), lag, changes.numpy())
     return changes
 
 
@@ -73,7 +88,7 @@ class _Huffman:
 
 
 LOOPS = _chunks.Kernels(
-    extent=extent, quantise=quantise, dequantise=dequantise, multiply=multiply, huffman=_Huffman()
+    narrow=narrow, difference=difference, extent=extent, quantise=quantise, dequantise=dequantise, multiply=multiply, huffman=_Huffman()
 )
 
 

@@ -60,6 +60,37 @@ def _misses(block, decoded, limit, keep_sign):
 
 
 @njit(**OPTIONS)
+def narrow_nearest(flat, step, inverse, limit, codes):
+    """``narrow`` of the reference, to the nearest step; False where it gives None."""
+    misses = np.int32(0)
+    for i in range(flat.size):
+        value = flat[i]
+        code = np.rint(value * inverse)
+        far = not (abs(value - code * step) <= limit)
+        misses |= np.int32(far | (not (abs(code) <= np.float32(127))))
+        codes[i] = np.int8(np.int32(code))
+    return misses == 0
+
+
+@njit(**OPTIONS)
+def narrow_signed(flat, step, inverse, limit, codes):
+    """``narrow`` of the reference, keeping signs; False where it gives None."""
+    zero, one = np.float32(0), np.float32(1)
+    shift, offset = np.float32(SHIFT), np.float32(OFFSET)
+    misses = np.int32(0)
+    for i in range(flat.size):
+        value = flat[i]
+        size = abs(value)
+        code = max(np.ceil(size * inverse + shift), one)
+        decoded = (code - offset) * step
+        wrong = (not (abs(size - decoded) <= limit)) | (not (code <= np.float32(127))) | (decoded == zero)
+        misses |= np.int32(wrong & (value != zero))
+        signed = -code if value < zero else code
+        codes[i] = np.int8(np.int32(zero if value == zero else signed))
+    return misses == 0
+
+
+@njit(**OPTIONS)
 def quantise(flat, step, inverse, limit, keep_sign, space, rounded, codes):
     """Codes of a chunk; False as soon as a block has an element that would miss ``limit`` or become zero.
 

@@ -46,6 +46,17 @@ def _codes(value: Tensor, step: float, keep_sign: bool) -> Tensor:
     return torch.where(value == 0, 0.0, magnitude.copysign(value))
 
 
+def narrow(flat: Tensor, step: float, limit: float, keep_sign: bool) -> Tensor | None:
+    """8-bit codes of a float32 chunk, or None where one does not fit or would miss ``limit``.
+
+    The common case in one pass: neither the chunk's extent nor a second look at it is needed.
+    """
+    codes = _codes(flat, step, keep_sign)
+    if not bool((codes.abs() <= 127).all()):
+        return None
+    return quantise(flat, step, limit, keep_sign, 8, 0)
+
+
 def quantise(flat: Tensor, step: float, limit: float, keep_sign: bool, width: int, lag: int) -> Tensor | None:
     """Codes of ``width`` bits, or None where one decoded element would miss ``limit`` (or its sign).
 
