@@ -88,7 +88,13 @@ class _Huffman:
 
 
 LOOPS = _chunks.Kernels(
-    narrow=narrow, difference=difference, extent=extent, quantise=quantise, dequantise=dequantise, multiply=multiply, huffman=_Huffman()
+    narrow=narrow,
+    difference=difference,
+    extent=extent,
+    quantise=quantise,
+    dequantise=dequantise,
+    multiply=multiply,
+    huffman=_Huffman(),
 )
 
 
