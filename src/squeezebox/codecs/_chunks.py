@@ -187,8 +187,12 @@ def decode(
 
 def _join(chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
     table = np.array([chunk.row for chunk in chunks], dtype=ROW)
-    blob = np.frombuffer(b"".join(chunk.data for chunk in chunks), dtype=np.uint8)
-    return torch.tensor(blob), torch.from_numpy(table.view(np.uint8))
+    blob = torch.empty(sum(len(chunk.data) for chunk in chunks), dtype=torch.uint8)
+    target, end = blob.numpy(), 0
+    for chunk in chunks:
+        start, end = end, end + len(chunk.data)
+        target[start:end] = np.frombuffer(chunk.data, dtype=np.uint8)
+    return blob, torch.from_numpy(table.view(np.uint8))
 
 
 def pack_chunks(
