@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from squeezebox.capture import (
     Choice,
     Collector,
     Installation,
+    Observer,
     Recorder,
     Rule,
     Store,
@@ -29,8 +30,8 @@ from squeezebox.capture import (
     in_backward,
     is_plain,
 )
-from squeezebox.profiling import PeakMeter
-from squeezebox.reports import Report
+from squeezebox.profiling import PeakMeter, simulate
+from squeezebox.reports import Estimate, Report
 from squeezebox.schema import AttachError, Check, FormatError, OptionError, Role, StepRecord
 
 STATE_VERSION = 1
@@ -83,6 +84,59 @@ def attach(
     session = Session(model, optimizer, chosen, checks_per_refresh)
     _attached.add(model)
     return session
+
+
+def estimate(
+    model: torch.nn.Module | Callable[[], torch.nn.Module],
+    *,
+    input_shape: Sequence[int] = (3, 224, 224),
+    batch: int = 32,
+    optimizer: str = "sgd-momentum",
+    dtype: torch.dtype | str | None = None,
+    input_dtype: torch.dtype | str | None = None,
+) -> Estimate:
+    """Say what a plain training step would hold, without training and without using the memory.
+
+    Forward, the sum of all outputs as the loss, and backward run on fake tensors; the optimizer's share
+    is added. Nothing is computed, so models whose control flow reads values cannot be estimated.
+
+    Args:
+        model: a module (left alone), or a function or class that makes one.
+        input_shape: one sample's shape, without the batch.
+        batch: samples a step.
+        optimizer: "sgd", "sgd-momentum", "adam" or "adamw".
+        dtype: of the model and a floating-point input, such as "bfloat16" (default: as the model is).
+        input_dtype: of the input, such as "int64" for tokens (default: ``dtype``).
+
+    Raises:
+        OptionError: an argument is out of range, or the model does not take such an input.
+    """
+    observers: list[Observer] = []
+
+    @contextlib.contextmanager
+    def watch(fake: torch.nn.Module, inputs: torch.Tensor) -> Iterator[None]:
+        observers.append(Observer(fake, [inputs]))
+        with observers[-1]:
+            yield
+
+    figures = simulate(
+        model,
+        input_shape=input_shape,
+        batch=batch,
+        optimizer=optimizer,
+        dtype=_dtype_named(dtype),
+        input_dtype=_dtype_named(input_dtype),
+        watch=watch,
+    )
+    saved = observers[-1].saved_bytes()
+    return Estimate(
+        input_shape=tuple(input_shape),
+        batch=batch,
+        optimizer=optimizer,
+        saved_bytes=sum(saved.values()),
+        saved=saved,
+        **dataclasses.asdict(figures),
+    )
 
 
 class Session:
@@ -455,6 +509,15 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the tensors' storages, each once."""
     storages = (tensor.untyped_storage() for tensor in tensors if is_plain(tensor.data))
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def _dtype_named(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if not isinstance(dtype, str):
+        return dtype
+    found = getattr(torch, dtype, None)
+    if isinstance(found, torch.dtype):
+        return found
+    raise OptionError(f"'{dtype}' is no dtype of torch; name one such as float32, bfloat16 or int64.")
 
 
 def _rms(tensor: torch.Tensor) -> float:

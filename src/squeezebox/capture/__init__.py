@@ -6,6 +6,7 @@ May touch: torch's saved-tensor hooks, function modes and autograd nodes; codecs
 
 from squeezebox.capture._graph import in_backward
 from squeezebox.capture._install import Installation, check_supported, foreign_hooks
+from squeezebox.capture._observe import Observer
 from squeezebox.capture._recorder import Recorder
 from squeezebox.capture._rules import Rule
 from squeezebox.capture._statistics import Collector
@@ -15,6 +16,7 @@ __all__ = [
     "Choice",
     "Collector",
     "Installation",
+    "Observer",
     "Policy",
     "Recorder",
     "Row",

@@ -1,9 +1,10 @@
 """Measure what a step really costs on this machine.
 
-In: a running step. Out: peaks in bytes.
-May touch: torch's profiler and allocator counters; never the model.
+In: a running step, or a model and an input's shape. Out: peaks in bytes, measured or simulated.
+May touch: torch's profiler, allocator counters and fake tensors; never the model.
 """
 
 from squeezebox.profiling._peak import Peak, PeakMeter
+from squeezebox.profiling._simulate import OPTIMIZERS, Simulation, simulate
 
-__all__ = ["Peak", "PeakMeter"]
+__all__ = ["OPTIMIZERS", "Peak", "PeakMeter", "Simulation", "simulate"]

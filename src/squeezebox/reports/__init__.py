@@ -1,9 +1,11 @@
 """Turn step records into what people and programs read.
 
-In: schema's StepRecord. Out: text tables and JSON files, written whole or not at all.
+In: schema's StepRecord, or an estimate's figures. Out: text tables, and JSON files written whole or not
+at all.
 May touch: files it is told to write; no torch.
 """
 
-from squeezebox.reports._report import Report, human_bytes, write_whole
+from squeezebox.reports._estimate import Estimate
+from squeezebox.reports._report import Report, human_bytes, require_writable, write_whole
 
-__all__ = ["Report", "human_bytes", "write_whole"]
+__all__ = ["Estimate", "Report", "human_bytes", "require_writable", "write_whole"]

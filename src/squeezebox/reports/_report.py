@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import errno
 import json
 import os
 import tempfile
@@ -59,7 +60,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as written by :meth:`to_json`."""
-        return _plain(self.record)
+        values: dict[str, Any] = _plain(self.record)
+        return values
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write the report whole or not at all.
@@ -91,10 +93,23 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
     except OSError as error:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
-        raise OutputError(
-            f"cannot write {target}: {error.strerror or error}. Nothing was written; choose a folder that "
-            "exists and is writable."
-        ) from error
+        raise _unwritable(target, error) from error
+
+
+def require_writable(path: str | os.PathLike[str]) -> None:
+    """Make sure that :func:`write_whole` will find its folder, before work that would be lost.
+
+    Raises:
+        OutputError: the folder is missing or not writable, or ``path`` is a folder itself.
+    """
+    target = Path(path)
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}."):
+            pass
+    except OSError as error:
+        raise _unwritable(target, error) from error
 
 
 def human_bytes(nbytes: float) -> str:
@@ -104,6 +119,13 @@ def human_bytes(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
         nbytes /= 1024
     raise AssertionError("unreachable")
+
+
+def _unwritable(target: Path, error: OSError) -> OutputError:
+    return OutputError(
+        f"cannot write {target}: {error.strerror or error}. Nothing was written; choose a folder that "
+        "exists and is writable."
+    )
 
 
 def _totals(record: StepRecord) -> list[str]:
@@ -121,7 +143,11 @@ def _totals(record: StepRecord) -> list[str]:
             "peak beyond parameters, gradients and optimizer state: "
             f"{human_bytes(record.activation_peak_bytes)}{floor}"
         )
-    lines.append(f"gradient noise: measured {_figure(record.noise)}, predicted {_figure(record.predicted_noise)}")
+    if record.refresh_peak_bytes is not None:
+        lines.append(f"peak of a step that gathers statistics: {human_bytes(record.refresh_peak_bytes)}")
+    lines.append(
+        f"gradient noise: measured {_figure(record.noise)}, predicted {_figure(record.predicted_noise)}"
+    )
     lines.extend(
         f"checked {check.key} at step {check.step}: measured / predicted "
         f"{check.measured / check.predicted:.2f}"
@@ -137,7 +163,9 @@ def _table(record: StepRecord) -> list[str]:
     largest = sorted(record.tensors, key=lambda tensor: -tensor.saved_bytes)[:_ROWS]
     rows = [header, *(_row(tensor) for tensor in largest)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
     hidden = len(record.tensors) - len(largest)
     return [*lines, f"... and {hidden} smaller tensors"] if hidden > 0 else lines
 

@@ -1,0 +1,100 @@
+"""The commands and their options. Loads typer, but torch only once a command runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import squeezebox
+
+app = typer.Typer(
+    help="Train PyTorch networks in less memory by packing what autograd saves, within error bounds.",
+    epilog="Exit status: 0 done, 2 a wrong option or argument, 1 anything else.",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    no_args_is_help=True,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(squeezebox.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def estimate(
+    factory: Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Returns the model when called.")],
+    input: Annotated[str, typer.Option(help="One sample's shape.")] = "3x224x224",
+    batch: Annotated[int, typer.Option(help="Samples a step.")] = 32,
+    optimizer: Annotated[str, typer.Option(help="sgd, sgd-momentum, adam or adamw.")] = "sgd-momentum",
+    dtype: Annotated[str | None, typer.Option(help="Of model and input, such as bfloat16.")] = None,
+    input_dtype: Annotated[str | None, typer.Option(help="Of the input, such as int64 for tokens.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what a training step would hold, without training and without using the memory.
+
+    MODULE is looked for in the current directory first.
+    """
+    from squeezebox.cli._estimate import load_factory, parse_shape
+
+    result = squeezebox.estimate(
+        load_factory(factory),
+        input_shape=parse_shape(input),
+        batch=batch,
+        optimizer=optimizer,
+        dtype=dtype,
+        input_dtype=input_dtype,
+    )
+    print(json.dumps(result.to_dict(), indent=1) if as_json else result)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Where the figures go, as JSON.")] = Path("demo.json"),
+    data: Annotated[Path | None, typer.Option(help="Folder of the full Fashion-MNIST.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Training length (default: 240 steps).")] = None,
+    batch: Annotated[int, typer.Option(help="Samples a training step.")] = 64,
+    noise: Annotated[float, typer.Option(help="Allowed relative gradient noise.")] = 1e-3,
+    seed: Annotated[int, typer.Option(help="Of the weights and of the order of images.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Train the same BatchNorm CNN on Fashion-MNIST twice, plain and squeezed, and compare."""
+    from squeezebox.cli._demo import Settings, run
+    from squeezebox.cli._show import show_demo
+
+    settings = Settings(out=out, data=data, epochs=epochs, batch=batch, noise=noise, seed=seed)
+    result = run(settings)
+    print(json.dumps(result, indent=1)) if as_json else show_demo(result, out)
+
+
+@app.command()
+def codecs(as_json: Json = False) -> None:
+    """List the codecs."""
+    from squeezebox import codecs as room
+    from squeezebox.cli._show import show_codecs
+
+    rows = [
+        {
+            "name": codec.name,
+            "exact": codec.exact,
+            "preserves_sign": codec.preserves_sign,
+            "fixed_size": codec.fixed_size,
+        }
+        for codec in map(room.get, room.available())
+    ]
+    print(json.dumps(rows, indent=1)) if as_json else show_codecs(rows)

@@ -1,0 +1,86 @@
+"""Arguments of ``squeezebox estimate``: the model's factory and the input's shape."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from squeezebox.schema import OptionError
+
+
+def load_factory(name: str) -> Callable[[], Any]:
+    """The callable named ``module:attribute``, with the current directory first on the path.
+
+    Raises:
+        OptionError: the name has no colon, the module or attribute is missing, or it is not callable.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute):
+        raise OptionError(f"'{name}' names no callable; write module:callable, as in my_models:resnet.")
+    module = _import(module_name)
+    factory = module
+    for part in attribute.split("."):
+        if not hasattr(factory, part):
+            raise OptionError(
+                f"module '{module_name}' ({getattr(module, '__file__', None)}) has no '{attribute}'; "
+                "name a function or class in it that returns the model."
+            )
+        factory = getattr(factory, part)
+    if not callable(factory):
+        raise OptionError(
+            f"'{name}' is a {type(factory).__name__}, which cannot be called; name a function or class "
+            "that returns the model."
+        )
+    needed = _needed(factory)
+    if needed:
+        raise OptionError(
+            f"'{name}' needs arguments ({', '.join(needed)}), but is called without any; name a function "
+            "that returns the model by itself."
+        )
+    return factory  # type: ignore[no-any-return]
+
+
+def _needed(factory: Callable[..., Any]) -> list[str]:
+    """Names of the arguments without a default."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except ValueError:  # written in C: only a call would tell
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
+
+
+def _import(name: str) -> Any:
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise OptionError(
+                f"module '{name}' was found but imports '{error.name}', which is missing; install that first."
+            ) from error
+        raise OptionError(
+            f"no module '{name}' in {here} or among the installed packages; change to the directory that "
+            f"holds it, or check the name."
+        ) from error
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """``3x224x224`` as ``(3, 224, 224)``.
+
+    Raises:
+        OptionError: a size is not a positive whole number.
+    """
+    sizes = text.lower().split("x")
+    if not all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes):
+        raise OptionError(
+            f"--input {text} is not a shape: sizes are whole numbers above 0, joined by x, without the "
+            "batch. Write --input 3x224x224."
+        )
+    return tuple(int(size) for size in sizes)

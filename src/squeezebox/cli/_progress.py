@@ -1,0 +1,48 @@
+"""Progress on standard error: a bar on a terminal, a few lines elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+Advance = Callable[[str], None]
+
+
+@contextlib.contextmanager
+def progress(title: str, total: int) -> Iterator[Advance]:
+    """Call what this gives once a unit of work, with a short note to show beside the count."""
+    with _bar(title, total) if sys.stderr.isatty() else _lines(title, total) as advance:
+        yield advance
+
+
+@contextlib.contextmanager
+def _bar(title: str, total: int) -> Iterator[Advance]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(title, total=total, note="")
+        yield lambda note: bar.update(task, advance=1, note=note)
+
+
+@contextlib.contextmanager
+def _lines(title: str, total: int) -> Iterator[Advance]:
+    start, done = time.monotonic(), 0
+
+    def advance(note: str) -> None:
+        nonlocal done
+        done += 1
+        if done == total or done * 8 // total > (done - 1) * 8 // total:
+            seconds = time.monotonic() - start
+            print(f"{title}: {done}/{total}, {seconds:.0f} s, {note}", file=sys.stderr, flush=True)
+
+    yield advance

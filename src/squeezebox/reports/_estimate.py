@@ -1,0 +1,64 @@
+"""What a training step would hold, as text and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from squeezebox.reports._report import human_bytes, write_whole
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """A plain PyTorch training step's memory, foretold; all sizes in bytes. ``str()`` is a table.
+
+    ``saved_bytes`` is what a report calls saved: each storage once, without parameters, buffers and the
+    input. ``saved`` splits it by role. ``peak_bytes`` counts everything, at the worst moment of a step
+    whose optimizer state is there already; ``peak_phase`` says when that is: ``"forward"``,
+    ``"backward"`` or ``"optimizer"``.
+    """
+
+    input_shape: tuple[int, ...]
+    batch: int
+    optimizer: str
+    parameter_bytes: int
+    gradient_bytes: int
+    buffer_bytes: int
+    optimizer_bytes: int
+    input_bytes: int
+    saved_bytes: int
+    saved: Mapping[str, int]
+    peak_bytes: int
+    peak_phase: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as written by :meth:`to_json`."""
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        return {**values, "input_shape": list(self.input_shape), "saved": dict(self.saved)}
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Write the estimate whole or not at all.
+
+        Raises:
+            OutputError: the path cannot be written.
+        """
+        write_whole(path, json.dumps(self.to_dict(), indent=1) + "\n")
+
+    def __str__(self) -> str:
+        shape = "x".join(str(size) for size in (self.batch, *self.input_shape))
+        rows = [
+            ("parameters", self.parameter_bytes),
+            ("gradients", self.gradient_bytes),
+            ("buffers", self.buffer_bytes),
+            (f"optimizer state ({self.optimizer})", self.optimizer_bytes),
+            (f"input {shape}", self.input_bytes),
+            ("saved for backward", self.saved_bytes),
+            *((f"  {role}", nbytes) for role, nbytes in self.saved.items()),
+            (f"peak of the step (in {self.peak_phase})", self.peak_bytes),
+        ]
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(f"{label:<{width}}  {human_bytes(nbytes):>10}" for label, nbytes in rows)
