@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 _CHANNELS = (16,) * 12 + (32, 32)
+_POOLED = 7  # height and width before the classifier
 _NUM_CLASSES = 10
 
 
@@ -23,8 +24,8 @@ def network(seed: int) -> nn.Module:
             stride = 2 if previous not in (1, channels) else 1
             layers.append(_block(previous, channels, stride))
             previous = channels
-        head = nn.Linear(previous, _NUM_CLASSES)
-    model: nn.Module = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
+        head = nn.Linear(previous * _POOLED**2, _NUM_CLASSES)
+    model: nn.Module = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(_POOLED), nn.Flatten(), head)
     return model.to(  # type: ignore[no-any-return, call-overload]
         memory_format=torch.channels_last
     )

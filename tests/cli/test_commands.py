@@ -1,0 +1,164 @@
+"""The command line from outside: results on standard output, errors without tracebacks, exit codes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import squeezebox
+from squeezebox.cli import main
+
+MODELS = """
+import torch.nn
+
+number = 3
+
+def small():
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Conv2d(4, 4, 3))
+
+def sized(width):
+    return torch.nn.Linear(width, width)
+
+def text():
+    return "no model"
+"""
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    """A directory with my_models.py in it, which is the current one."""
+    (tmp_path / "my_models.py").write_text(MODELS)
+    (tmp_path / "lacking.py").write_text("import no_such_package_at_all")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    for name in ("my_models", "lacking"):
+        sys.modules.pop(name, None)
+
+
+def run(capfd, *arguments):
+    """(exit status, standard output, standard error)."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    captured = capfd.readouterr()
+    return ended.value.code, captured.out, captured.err
+
+
+def test_version(capfd):
+    assert run(capfd, "--version") == (0, f"{squeezebox.__version__}\n", "")
+
+
+def test_help_names_every_command_and_is_quick():
+    program = (
+        "import sys, squeezebox.cli as cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print('torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert all(name in result.stdout for name in ("estimate", "demo", "codecs"))
+    assert result.stdout.endswith("False\n")
+
+
+def test_codecs(capfd):
+    code, out, _ = run(capfd, "codecs", "--json")
+    assert code == 0
+    assert [row["name"] for row in json.loads(out)] == list(squeezebox.codecs.available())
+    code, out, _ = run(capfd, "codecs")
+    assert code == 0
+    assert "entropy-sign" in out
+
+
+def test_estimate(models, capfd):
+    arguments = ("estimate", "my_models:small", "--input", "3x16x16", "--batch", "2", "--optimizer", "adamw")
+    code, out, err = run(capfd, *arguments, "--json")
+    assert (code, err) == (0, "")
+    figures = json.loads(out)
+    assert figures["parameter_bytes"] == 4 * (3 * 4 * 9 + 4 + 4 * 4 * 9 + 4)
+    assert figures["saved_bytes"] == sum(figures["saved"].values())
+    code, out, err = run(capfd, *arguments)
+    assert (code, err) == (0, "")
+    assert "peak of the step" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["my_models"], "write module:callable"),
+        ([":small"], "write module:callable"),
+        (["no_such_models:small"], "no module 'no_such_models' in"),
+        (["lacking:small"], "imports 'no_such_package_at_all', which is missing"),
+        (["my_models:large"], "has no 'large'"),
+        (["my_models:number"], "is a int, which cannot be called"),
+        (["my_models:text"], "returned a str, not a torch.nn.Module"),
+        (["my_models:sized"], "needs arguments (width)"),
+        (["my_models:small", "--input", "3x22y4"], "--input 3x22y4 is not a shape"),
+        (["my_models:small", "--input", "3x0x4"], "is not a shape"),
+        (["my_models:small", "--input", ""], "is not a shape"),
+        (["my_models:small", "--batch", "0"], "batch 0 is below 1"),
+        (["my_models:small", "--batch", "many"], "Invalid value for '--batch'"),
+        (["my_models:small", "--optimizer", "lion"], "no optimizer 'lion'"),
+        (["my_models:small", "--dtype", "wide"], "'wide' is no dtype"),
+        (["my_models:small", "--input", "4x16x16"], "forward fails on an input of shape (32, 4, 16, 16)"),
+        (["my_models:small", "--inptu", "3x16x16"], "No such option"),
+    ],
+)
+def test_wrong_arguments_of_estimate(models, capfd, arguments, message):
+    code, out, err = run(capfd, "estimate", *arguments)
+    assert (code, out) == (2, "")
+    assert message in " ".join(err.replace("│", " ").split())
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--noise", "-1"], 2, "-1.0 is not a positive finite number"),
+        (["--noise", "nan"], 2, "nan is not a positive finite number"),
+        (["--batch", "1"], 2, "--batch 1 is below 2"),
+        (["--batch", "100000"], 2, "more than the"),
+        (["--epochs", "0"], 2, "--epochs 0.0 is not a positive number"),
+        (["--data", "nowhere"], 1, "The full Fashion-MNIST was not found"),
+        (["--out", "missing/demo.json"], 1, "cannot write missing/demo.json"),
+    ],
+)
+def test_the_demo_refuses_before_it_trains(models, capfd, arguments, code, message):
+    before = sorted(models.iterdir())
+    status, out, err = run(capfd, "demo", *arguments)
+    assert (status, out) == (code, "")
+    assert message in err
+    assert "Traceback" not in err
+    assert sorted(models.iterdir()) == before
+
+
+def test_the_demo_end_to_end(models, capfd, monkeypatch):
+    monkeypatch.setattr("squeezebox.cli._network._CHANNELS", (4, 4, 8))
+    monkeypatch.setattr("squeezebox.cli._demo.DEFAULT_STEPS", 3)
+    monkeypatch.setattr("squeezebox.cli._demo.fashion_mnist", tiny)
+    code, out, err = run(capfd, "demo", "--batch", "8", "--json")
+    assert code == 0, err
+    figures = json.loads(out)
+    assert figures == json.loads((models / "demo.json").read_text())
+    assert figures["squeezed"]["saved_bytes"] < figures["plain"]["saved_bytes"]
+    assert figures["story"]["peak_bytes"] <= figures["story"]["limit_bytes"] == figures["plain"]["peak_bytes"]
+    assert figures["story"]["squeezed_batch"] % 4 == 0
+    assert "training, plain and squeezed: 3/3" in err
+    code, out, err = run(capfd, "demo", "--batch", "8", "--out", "again.json")
+    assert code == 0, err
+    for row in ("saved for backward", "peak of the step", "step time", "test accuracy", "gradient noise"):
+        assert row in out
+    assert "where plain training holds batch 8" in out
+
+
+def tiny(root=None):
+    from squeezebox.cli._data import Dataset, fashion_mnist
+
+    data = fashion_mnist(subset=True)
+    return Dataset(
+        train_images=data.train_images[:200],
+        train_labels=data.train_labels[:200],
+        test_images=data.test_images[:50],
+        test_labels=data.test_labels[:50],
+        source="two hundred images",
+    )
