@@ -86,13 +86,14 @@ def test_noise_budget_stops_at_a_share_of_the_rms():
     assert state.bounds == {"x": pytest.approx(0.25 * 2.0)}
 
 
-def test_sensitivities_are_a_running_geometric_mean():
+@pytest.mark.parametrize("energy, expected", [(3.2, 0.8), (0.2, math.sqrt(0.2 * 0.05))], ids=["rise", "fall"])
+def test_sensitivities_rise_at_once_and_fall_as_a_geometric_mean(energy, expected):
     controller = NoiseBudget(noise=0.01)
     state = controller.update(EMPTY, statistics())
     (node,) = statistics().nodes
-    node = dataclasses.replace(node, injections=(Injection(key="x", edge=0, energy=3.2),))
+    node = dataclasses.replace(node, injections=(Injection(key="x", edge=0, energy=energy),))
     state = controller.update(state, statistics(nodes=(node,)))
-    assert state.sensitivities["x"] == pytest.approx(math.sqrt(0.2 * 0.8))
+    assert state.sensitivities["x"] == pytest.approx(expected)
     assert state.updates == 2
 
 

@@ -1,0 +1,96 @@
+"""DistributedDataParallel and fully_shard on two processes: gradients as without a session."""
+
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import squeezebox
+from tests.capture.nets import Checkpointed, images, loss_of, resnet, train
+
+pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+RANKS, STEPS = 2, 3
+WRAPPINGS = ("ddp", "fsdp", "ddp, checkpointed", "fsdp, checkpointed")
+
+
+def wrap(model, wrapping):
+    if wrapping.startswith("ddp"):
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for part in model.children():
+        if any(parameter.requires_grad for parameter in part.parameters()):
+            fully_shard(part, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def net(wrapping):
+    torch.manual_seed(0)
+    return Checkpointed() if "checkpointed" in wrapping else resnet(8, 1)
+
+
+def whole(gradient):
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
+
+
+def gradients(wrapping, *, attached="", **options):
+    """Gradients of a few steps; attached to the model ``before`` or ``after`` it is wrapped."""
+    model = net(wrapping)
+    session = squeezebox.attach(model, **options) if attached == "before" else None
+    wrapped = wrap(model, wrapping)
+    if attached == "after":
+        session = squeezebox.attach(wrapped, **options)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
+    torch.manual_seed(1 + dist.get_rank())
+    found = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(wrapped(torch.randn(4, 3, 18, 18))).backward()
+        found.append([whole(p.grad) for p in wrapped.parameters() if p.grad is not None])
+        optimizer.step()
+    if session is not None:
+        assert 0 < session.report().packed_bytes < session.report().saved_bytes
+        session.detach()
+    return found
+
+
+def noise_of(found, reference):
+    pairs = list(zip(found[0], reference[0], strict=True))
+    return float(sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs))
+
+
+def check(wrapping):
+    reference = gradients(wrapping)
+    torch.testing.assert_close(gradients(wrapping), reference, rtol=0, atol=0)  # else nothing is shown
+    for attached in ("before", "after"):
+        exact = gradients(wrapping, attached=attached, exact=True)
+        torch.testing.assert_close(exact, reference, rtol=0, atol=0, msg=lambda text: f"{attached}: {text}")
+        assert 0 < noise_of(gradients(wrapping, attached=attached, noise=1e-3), reference) < 5e-3, attached
+
+
+def run(rank, port):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    try:
+        for wrapping in WRAPPINGS:
+            check(wrapping)
+    finally:
+        dist.destroy_process_group()
+
+
+def compile_kernels():
+    """Once here: numba's cache on disk does not stand two processes that fill it at the same time."""
+    torch.manual_seed(0)
+    for options in ({"noise": 1e-3}, {"exact": True}):
+        train(resnet(8, 1), images, **options)
+
+
+def test_gradients_are_those_without_a_session():
+    compile_kernels()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(run, args=(port,), nprocs=RANKS)
