@@ -356,8 +356,8 @@ def _working_set(node: Any, saved_bytes: int) -> int:
         for edge, (next_node, number) in enumerate(node.next_functions)
         if next_node is not None and not is_leaf_node(next_node) and edge != weight_edge
     )
-    if saved_bytes == 0:  # views and sums hand on what they got
-        return max(incoming, outgoing)
+    if saved_bytes == 0:  # views and sums hand on what they got; to a parameter alone, its gradient
+        return max(incoming, outgoing) if outgoing else 0
     if operator == "NativeBatchNormBackward":  # its CPU kernel allocates the input's gradient twice
         outgoing *= 2
     return incoming + outgoing + saved_bytes
