@@ -172,7 +172,13 @@ def test_a_state_survives_json_to_the_bit():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"bounds": None}, {"sensitivities": [1]}, {"corrections": {"a": "b"}}, {"updates": 1.5}, {"updates": None}],
+    [
+        {"bounds": None},
+        {"sensitivities": [1]},
+        {"corrections": {"a": "b"}},
+        {"updates": 1.5},
+        {"updates": None},
+    ],
     ids=str,
 )
 def test_a_damaged_state_is_refused(changes):

@@ -25,7 +25,10 @@ LAYERS = {
     "3 dims": (lambda: nn.Conv3d(4, 8, 3, padding=1), (2, 4, 6, 6, 6)),
     "transposed": (lambda: nn.ConvTranspose2d(8, 16, 3), (4, 8, 12, 12)),
     "transposed, strided": (lambda: nn.ConvTranspose2d(8, 16, 2, stride=2), (4, 8, 9, 9)),
-    "transposed, groups": (lambda: nn.ConvTranspose2d(8, 16, 4, stride=2, padding=1, groups=2), (4, 8, 12, 12)),
+    "transposed, groups": (
+        lambda: nn.ConvTranspose2d(8, 16, 4, stride=2, padding=1, groups=2),
+        (4, 8, 12, 12),
+    ),
 }
 ATTRIBUTES = {"AddmmBackward": "mat1", "MmBackward": "self", "ConvolutionBackward": "input"}
 

@@ -8,7 +8,12 @@ from squeezebox.schema import Edge, Injection, NodeStatistics, Role, TensorStati
 
 def node(number, grad_energy, *edges, injections=()):
     return NodeStatistics(
-        number=number, operator="", module="", grad_energy=grad_energy, edges=edges, injections=tuple(injections)
+        number=number,
+        operator="",
+        module="",
+        grad_energy=grad_energy,
+        edges=edges,
+        injections=tuple(injections),
     )
 
 

@@ -71,7 +71,9 @@ def test_rows_are_the_storages_of_plain_pytorch(name, options, packs):
     found, report = packs_of_a_settled_step(model, x, packs, **options)
     assert sorted(t.saved_bytes for t in report.tensors) == sorted(n for n in plain if n >= 4096)
     assert report.saved_bytes == sum(plain)
-    assert len(found) == sum(len(t.codec.split("+")) for t in report.tensors if t.codec not in ("keep", "none"))
+    assert len(found) == sum(
+        len(t.codec.split("+")) for t in report.tensors if t.codec not in ("keep", "none")
+    )
 
 
 def test_relu_and_two_convolutions_share_one_packed_form(packs):

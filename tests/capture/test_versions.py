@@ -88,7 +88,9 @@ def test_a_change_between_saving_and_packing_is_refused():
         store.unpack(handle)
 
 
-@pytest.mark.parametrize("wrong", [lambda t: t.double(), lambda t: t.view(-1)[:, None].expand(-1, 2)], ids=["", "shape"])
+@pytest.mark.parametrize(
+    "wrong", [lambda t: t.double(), lambda t: t.view(-1)[:, None].expand(-1, 2)], ids=["", "shape"]
+)
 def test_a_codec_that_gives_back_another_tensor_is_found_out(wrong, monkeypatch):
     store = Store(Policy())
     indices = torch.randint(9, (1, 1, 64, 64))

@@ -38,7 +38,9 @@ def test_a_model_on_two_devices_is_refused():
         squeezebox.attach(model)
 
 
-IMPORTING = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler warns of torch.jit
+IMPORTING = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own compiler warns of torch.jit
 
 
 @IMPORTING

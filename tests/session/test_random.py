@@ -36,7 +36,9 @@ def masks(**options):
 
 
 @pytest.mark.parametrize(
-    "options", [{"exact": True}, {"noise": 1e-2}, {"controller": Fixed(value=0.1)}], ids=["exact", "noise", "fixed"]
+    "options",
+    [{"exact": True}, {"noise": 1e-2}, {"controller": Fixed(value=0.1)}],
+    ids=["exact", "noise", "fixed"],
 )
 def test_dropout_masks_are_those_of_plain_training(options):
     assert torch.equal(masks(**options), masks())

@@ -33,7 +33,10 @@ def test_figures_add_up(name, options):
     assert report.saved_bytes == small + sum(row.saved_bytes for row in report.tensors)
     assert report.packed_bytes == small + sum(row.packed_bytes for row in report.tensors)
     assert 0 < report.packed_bytes < report.saved_bytes
-    own = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in [x, *model.parameters(), *model.buffers()]}
+    own = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in [x, *model.parameters(), *model.buffers()]
+    }
     assert 0 < report.record.borrowed_bytes <= sum(own.values())
     assert len({row.key for row in report.tensors}) == len(report.tensors)
 
@@ -74,7 +77,9 @@ def test_rows_name_modules_and_roles():
 
 
 def buffers_and_gradients(model):
-    return [b.clone() for b in model.buffers()], [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return [b.clone() for b in model.buffers()], [
+        None if p.grad is None else p.grad.clone() for p in model.parameters()
+    ]
 
 
 @pytest.mark.parametrize("stepped", [False, True], ids=["no gradients", "gradients"])

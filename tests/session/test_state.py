@@ -36,7 +36,9 @@ def steps(model, optimizer, first, last):
 
 
 @pytest.mark.parametrize("through", [through_torch, through_json])
-@pytest.mark.parametrize("options", [{"noise": 1e-2}, {"controller": Comet(interval=4)}], ids=["noise", "comet"])
+@pytest.mark.parametrize(
+    "options", [{"noise": 1e-2}, {"controller": Comet(interval=4)}], ids=["noise", "comet"]
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(options, through):
     model = NETS["activations"][0]()
     twin = copy.deepcopy(model)
