@@ -15,7 +15,7 @@ from squeezebox.cli._network import network
 from squeezebox.profiling import Peak, PeakMeter
 from squeezebox.schema import Role, StepStatistics
 
-LEARNING_RATE = 0.1
+LEARNING_RATE = 0.03
 
 
 class Steered:
