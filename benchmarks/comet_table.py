@@ -49,9 +49,8 @@ def main() -> None:
         started = time.perf_counter()
         results[name] = measure(name, arguments.batch, arguments.train_steps, arguments.refreshes)
         results[name]["seconds"] = time.perf_counter() - started
-        print(name, results[name], file=sys.stderr, flush=True)
-    for path in _report.write("comet_table", results, table(results)):
-        print(path)
+        paths = _report.write("comet_table", results, table(results))  # a kill loses one network
+        print(name, f"{results[name]['seconds']:.0f} s", *paths, file=sys.stderr, flush=True)
 
 
 def measure(name: str, batch: int, train_steps: int, refreshes: int) -> dict[str, Any]:

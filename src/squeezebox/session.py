@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from squeezebox import bounds as bounds_room
-from squeezebox.bounds import Controller, ControllerState, NoiseBudget
+from squeezebox.bounds import Comet, Controller, ControllerState, NoiseBudget
 from squeezebox.capture import (
     Choice,
     Collector,
@@ -70,11 +70,12 @@ def attach(
         The session: ``report()``, ``step()``, ``measure_noise()``, ``state_dict()``, ``detach()``.
 
     Raises:
-        OptionError: noise not positive and finite, or more than one of noise, controller and exact.
+        OptionError: noise not positive and finite, more than one of noise, controller and exact, or
+            COMET's controller without an optimizer.
         AttachError: the model has a session already.
         UnsupportedModelError: the model spans two devices or is compiled.
     """
-    chosen = _controller(noise, controller, exact)
+    chosen = _controller(noise, controller, exact, optimizer is not None)
     if model in _attached:
         raise AttachError(
             f"{type(model).__name__} is attached already. Call detach() on its session first, or go on "
@@ -449,7 +450,7 @@ class _BoundPolicy:
 
 
 def _controller(
-    noise: float | None, controller: Controller | None, exact: bool
+    noise: float | None, controller: Controller | None, exact: bool, has_optimizer: bool
 ) -> Controller | None:
     given = [name for name, value in (("noise", noise), ("controller", controller)) if value is not None]
     if exact:
@@ -458,6 +459,11 @@ def _controller(
         raise OptionError(f"{' and '.join(given)} exclude each other; give one of them.")
     if exact:
         return None
+    if isinstance(controller, Comet) and not has_optimizer:
+        raise OptionError(
+            "COMET's rule accepts a share of the optimizer's momentum, and no optimizer was given; "
+            "pass optimizer=, or noise= instead of the controller."
+        )
     return controller if controller is not None else NoiseBudget(noise=1e-3 if noise is None else noise)
 
 

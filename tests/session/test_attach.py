@@ -105,3 +105,8 @@ def test_noise_needs_gradients():
 def test_every_error_is_one_of_ours():
     for error in (AttachError, OptionError, UnsupportedModelError):
         assert issubclass(error, SqueezeboxError)
+
+
+def test_comet_without_an_optimizer_is_refused() -> None:
+    with pytest.raises(OptionError, match="optimizer="):
+        squeezebox.attach(torch.nn.Linear(2, 2), controller=Comet())
