@@ -1,5 +1,9 @@
 """The meter sees known allocations, to the byte where nothing else allocates."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -63,3 +67,16 @@ def test_an_abandoned_measurement_lets_the_next_one_start():
     second = PeakMeter(CPU)
     assert second.start()
     second.stop([])
+
+
+def test_the_profiler_is_quiet():
+    program = (
+        "import torch; from squeezebox.profiling import PeakMeter\n"
+        "meter = PeakMeter(torch.device('cpu')); meter.start(); torch.empty(10)\n"
+        "print(meter.stop([]).total_bytes)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
+    )
+    assert (result.stdout, result.stderr) == ("40\n", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -25,7 +26,13 @@ class Peak:
 class PeakMeter:
     """Measures one step on the CPU with torch's profiler, on CUDA with the allocator's counters.
 
-    Not to be nested in another profiler: :meth:`start` then answers False and measures nothing.
+    Not to be nested in another profiler: :meth:`start` then answers False and measures nothing. The
+    profiler greets on standard error whenever it starts; unless ``KINETO_LOG_LEVEL`` is set, the first
+    start on a CPU sets it to 9 to keep it quiet.
+
+    Only what goes through torch's allocator is seen: codecs' scratch in numpy is not, and neither are
+    pages that the C library keeps after a free. A block that was allocated while no meter ran is not
+    seen to be freed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,6 +60,7 @@ class PeakMeter:
             self._baseline = torch.cuda.memory_allocated(self._device)
             self._profiler = "cuda"
             return True
+        os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # there is no other switch
         storages = (tensor.untyped_storage() for tensor in living)
         self._living = {storage.data_ptr(): storage.nbytes() for storage in storages}
         self._profiler = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
