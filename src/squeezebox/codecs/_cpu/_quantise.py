@@ -27,6 +27,7 @@ def extent(flat: Tensor) -> tuple[float, float]:
 
 
 def narrow(flat: Tensor, step: float, limit: float, keep_sign: bool) -> Tensor | None:
+    """As the reference's ``narrow``."""
     from squeezebox.codecs._cpu import _quantise_loops
 
     loop = _quantise_loops.narrow_signed if keep_sign else _quantise_loops.narrow_nearest
@@ -51,6 +52,7 @@ def quantise(flat: Tensor, step: float, limit: float, keep_sign: bool, width: in
 
 
 def difference(codes: Tensor, lag: int) -> Tensor:
+    """As the reference's ``difference``."""
     from squeezebox.codecs._cpu import _quantise_loops
 
     if lag == 0 or lag >= codes.numel():
@@ -73,6 +75,7 @@ def dequantise(codes: Tensor, step: float, keep_sign: bool, lag: int, out: Tenso
 
 
 def multiply(source: Tensor, start: int, factors: Tensor, inner: int, out: Tensor) -> None:
+    """As the reference's ``multiply``."""
     from squeezebox.codecs._cpu import _quantise_loops
 
     _quantise_loops.multiply(source.numpy(), start, factors.numpy(), inner, out.numpy())
@@ -101,10 +104,12 @@ LOOPS = _chunks.Kernels(
 def pack_chunks(
     flat: Tensor, bound: float, keep_sign: bool, lag: int, scale: Tensor | None, inner: int
 ) -> tuple[Tensor, Tensor]:
+    """The operator's kernel: ``_chunks.pack_chunks`` with these loops."""
     return _chunks.pack_chunks(LOOPS, flat, bound, keep_sign, lag, scale, inner)
 
 
 def unpack_chunks(
     blob: Tensor, table: Tensor, keep_sign: bool, lag: int, scale: Tensor | None, inner: int, out: Tensor
 ) -> None:
+    """The operator's kernel: ``_chunks.unpack_chunks`` with these loops."""
     _chunks.unpack_chunks(LOOPS, blob, table, keep_sign, lag, scale, inner, out)
