@@ -67,7 +67,7 @@ def estimate(
 def demo(
     out: Annotated[Path, typer.Option(help="Where the figures go, as JSON.")] = Path("demo.json"),
     data: Annotated[Path | None, typer.Option(help="Folder of the full Fashion-MNIST.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="Training length (default: 200 steps).")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Training length (default: 160 steps).")] = None,
     batch: Annotated[int, typer.Option(help="Samples a training step.")] = 64,
     noise: Annotated[float, typer.Option(help="Allowed relative gradient noise.")] = 1e-3,
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of images.")] = 0,

@@ -23,7 +23,7 @@ from squeezebox.cli._story import largest_batch
 from squeezebox.reports import require_writable, write_whole
 from squeezebox.schema import OptionError
 
-DEFAULT_STEPS = 200
+DEFAULT_STEPS = 160
 _MEAN, _DEVIATION = 0.286, 0.353  # of Fashion-MNIST's pixels
 
 
