@@ -47,7 +47,6 @@ class Arm:
             self.model.parameters(), lr=LEARNING_RATE, momentum=0.9, weight_decay=5e-4
         )
         self.seconds: list[float] = []
-        self.refresh_seconds: list[float] = []
         self.controller: Steered | None = None
         self.session: Any = None
         if noise is not None:
@@ -69,13 +68,16 @@ class Arm:
         self.optimizer.step()
         return loss
 
-    def timed_step(self, number: int, images: torch.Tensor, labels: torch.Tensor) -> float:
-        """The same, noting its seconds: apart where step ``number`` refreshes the bounds."""
+    def timed_step(self, images: torch.Tensor, labels: torch.Tensor) -> float:
+        """The same, noting its seconds."""
         start = time.perf_counter()
         loss = self.step(images, labels)
-        due = self.controller is not None and self.controller.due(number)
-        (self.refresh_seconds if due else self.seconds).append(time.perf_counter() - start)
+        self.seconds.append(time.perf_counter() - start)
         return loss
+
+    def refreshes(self, step: int) -> bool:
+        """Whether training step ``step`` (from 0) gathers statistics for new bounds."""
+        return self.controller is not None and self.controller.due(step)
 
     def measured_step(self, images: torch.Tensor, labels: torch.Tensor) -> Peak:
         """One training step and its peak, parameters, inputs and optimizer state included."""

@@ -124,7 +124,7 @@ def _train(plain: Arm, squeezed: Arm, images: _Images, settings: Settings, steps
             for name in list(arms) if number % 2 else reversed(arms):
                 for group in arms[name].optimizer.param_groups:
                     group["lr"] = LEARNING_RATE * (1.0 - number / steps)
-                losses[name] = arms[name].timed_step(number, x, y)
+                losses[name] = arms[name].timed_step(x, y)
             advance(f"loss {losses['plain']:.3f} and {losses['squeezed']:.3f}")
 
 
@@ -142,12 +142,13 @@ def _compare(plain: Arm, squeezed: Arm, images: _Images, settings: Settings) -> 
         refresh_peak = squeezed.peak(x, y, refresh=True)
         advance("peaks")
     story = largest_batch(squeezed, images.train, images.train_labels, settings.batch, plain_peak, peak)
+    times = _times(plain, squeezed)
     return {
         "plain": {
             "saved_bytes": report.saved_bytes,
             "peak_bytes": plain_peak.total_bytes,
             "activation_peak_bytes": plain_peak.activation_bytes,
-            "step_seconds": median(plain.seconds),
+            "step_seconds": times["plain"],
             "test_accuracy": accuracies["plain"],
             "noise": 0.0,
             "predicted_noise": 0.0,
@@ -157,11 +158,25 @@ def _compare(plain: Arm, squeezed: Arm, images: _Images, settings: Settings) -> 
             "peak_bytes": peak.total_bytes,
             "activation_peak_bytes": peak.activation_bytes,
             "refresh_peak_bytes": refresh_peak.total_bytes,
-            "step_seconds": median(squeezed.seconds or squeezed.refresh_seconds),
-            "refresh_step_seconds": median(squeezed.refresh_seconds or squeezed.seconds),
+            "step_seconds": times["squeezed"],
+            "refresh_step_seconds": times["refresh"],
+            "step_seconds_ratio": times["ratio"],
             "test_accuracy": accuracies["squeezed"],
             "noise": noise,
             "predicted_noise": report.predicted_noise,
         },
         "story": story,
+    }
+
+
+def _times(plain: Arm, squeezed: Arm) -> dict[str, float]:
+    """Medians over the same steps of both arms; the ratio is that of neighbours in time."""
+    pairs = list(zip(plain.seconds, squeezed.seconds, strict=True))
+    refreshes = [pair for number, pair in enumerate(pairs) if squeezed.refreshes(number)]
+    regular = [pair for number, pair in enumerate(pairs) if not squeezed.refreshes(number)] or pairs
+    return {
+        "plain": median(first for first, _ in regular),
+        "squeezed": median(second for _, second in regular),
+        "ratio": median(second / first for first, second in regular),
+        "refresh": median(second for _, second in refreshes or pairs),
     }
