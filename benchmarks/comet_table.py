@@ -133,18 +133,22 @@ def budget(
         last = [c for c in record.checks if c.step >= refreshes - 1 and c.predicted > 0.0]
         checks = [c.measured / c.predicted for c in last if c.layer]
         floor = record.floor_bytes or 1
-        return result | conv_inputs(session) | {
-            "saved_bytes": record.saved_bytes,
-            "packed_bytes": record.packed_bytes,
-            "ratio": record.saved_bytes / record.packed_bytes,
-            "noise": measured,
-            "predicted_noise": record.predicted_noise,
-            "floor_bytes": floor,
-            "peak_over_floor": result["peak_bytes"] / floor,
-            "layers_within_0.75_to_1.33": sum(0.75 <= c <= 1.33 for c in checks) / max(len(checks), 1),
-            "traced_over_white": {c.key: c.measured / c.predicted for c in last if not c.layer},
-            "packed_by_role": _by_role(session),
-        }
+        return (
+            result
+            | conv_inputs(session)
+            | {
+                "saved_bytes": record.saved_bytes,
+                "packed_bytes": record.packed_bytes,
+                "ratio": record.saved_bytes / record.packed_bytes,
+                "noise": measured,
+                "predicted_noise": record.predicted_noise,
+                "floor_bytes": floor,
+                "peak_over_floor": result["peak_bytes"] / floor,
+                "layers_within_0.75_to_1.33": sum(0.75 <= c <= 1.33 for c in checks) / max(len(checks), 1),
+                "traced_over_white": {c.key: c.measured / c.predicted for c in last if not c.layer},
+                "packed_by_role": _by_role(session),
+            }
+        )
     finally:
         session.detach()
 

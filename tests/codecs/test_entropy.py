@@ -96,6 +96,32 @@ def test_the_bound_of_a_scaled_tensor_holds_in_every_channel(memory_format: torc
     assert packed.nbytes < x.numel()
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("inner", (1, 60))
+@pytest.mark.parametrize("bound", (0.5, 3e-3, 1e-5))
+def test_the_scaled_bound_holds_in_codes_of_every_width(name: str, inner: int, bound: float) -> None:
+    generator = torch.Generator().manual_seed(8)
+    scale = torch.tensor([1e-4, 3.0, 700.0])
+    channels = torch.arange(30_000) // inner % 3
+    x = torch.randn(30_000, generator=generator) * scale[channels]
+    x[::7] = 0.0
+    packed = codecs.get(name).pack(x, bound, lag=5, scale=scale, inner=inner)
+    back = codecs.get(name).unpack(packed)
+    assert bool(((back.double() - x.double()).abs() <= bound * scale[channels].double()).all())
+    assert bool((back[x == 0] == 0).all())
+    if name == "entropy-sign":
+        assert torch.equal(back.sign(), x.sign())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_code_is_moved_out_of_the_bound_by_rounding(name: str) -> None:
+    bound = 0.37
+    edges = (torch.arange(-254, 255) * 0.5 * 2 * bound).float()
+    x = torch.cat([edges, torch.nextafter(edges, edges + 1), torch.nextafter(edges, edges - 1)])
+    back = codecs.get(name).unpack(codecs.get(name).pack(x, bound))
+    assert float((back.double() - x.double()).abs().max()) <= bound
+
+
 def test_scales_that_cannot_be_are_refused() -> None:
     x = torch.randn(2, 3, 4, 4)
     ones = torch.ones(3)

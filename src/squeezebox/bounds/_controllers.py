@@ -48,9 +48,7 @@ class ControllerState:
                 "corrections (numbers by key) and updates. Pass the object that state_dict() gave."
             )
         bounds, known, corrections = (dict(table) for table in tables if isinstance(table, Mapping))
-        return ControllerState(
-            bounds=bounds, sensitivities=known, corrections=corrections, updates=updates
-        )
+        return ControllerState(bounds=bounds, sensitivities=known, corrections=corrections, updates=updates)
 
 
 class Controller(Protocol):
@@ -59,9 +57,7 @@ class Controller(Protocol):
     def due(self, step: int) -> bool:
         """Whether step number ``step`` (from 0) gathers statistics for an update."""
 
-    def bound(
-        self, state: ControllerState, key: str, role: Role, rms: Callable[[], float]
-    ) -> float | None:
+    def bound(self, state: ControllerState, key: str, role: Role, rms: Callable[[], float]) -> float | None:
         """Absolute error bound of one tensor; None: hold it exactly.
 
         ``rms()`` measures the root mean square of the tensor's non-zero elements, when asked.
@@ -96,9 +92,7 @@ class Fixed:
         """Statistics only feed the report here."""
         return refresh_due(step, self.interval)
 
-    def bound(
-        self, state: ControllerState, key: str, role: Role, rms: Callable[[], float]
-    ) -> float | None:
+    def bound(self, state: ControllerState, key: str, role: Role, rms: Callable[[], float]) -> float | None:
         """``value``, times the tensor's rms if relative."""
         return self.value * rms() if self.relative else self.value
 
@@ -128,9 +122,7 @@ class NoiseBudget:
         """Often at first, then every ``interval`` steps."""
         return refresh_due(step, self.interval)
 
-    def bound(
-        self, state: ControllerState, key: str, role: Role, rms: Callable[[], float]
-    ) -> float | None:
+    def bound(self, state: ControllerState, key: str, role: Role, rms: Callable[[], float]) -> float | None:
         """The allocated bound, or the cautious one of a tensor not seen before."""
         known = state.bounds.get(key)
         return known if known is not None else self.first_share * math.sqrt(self.noise) * rms()
@@ -173,9 +165,7 @@ class Comet:
         """At the start, then at the paper's interval."""
         return step in (0, 1) or step % self.interval == 0
 
-    def bound(
-        self, state: ControllerState, key: str, role: Role, rms: Callable[[], float]
-    ) -> float | None:
+    def bound(self, state: ControllerState, key: str, role: Role, rms: Callable[[], float]) -> float | None:
         """The layer's bound for a convolution's input, None for everything else."""
         if role is not Role.CONV_INPUT:
             return None
@@ -207,9 +197,7 @@ class WarmUp:
         """As the wrapped controller."""
         return self.controller.due(step)
 
-    def bound(
-        self, state: ControllerState, key: str, role: Role, rms: Callable[[], float]
-    ) -> float | None:
+    def bound(self, state: ControllerState, key: str, role: Role, rms: Callable[[], float]) -> float | None:
         """None until warm, then the wrapped controller's bound."""
         if state.updates < self.updates:
             return None

@@ -15,6 +15,7 @@ _FIRST_CORRECTION = {
     Role.ATTENTION: 4.0,
 }
 
+
 def propagate(nodes: Sequence[NodeStatistics]) -> dict[str, float]:
     """Relative gradient noise of every tensor for a unit bound, were its error white.
 

@@ -22,9 +22,7 @@ class Installation:
     it raises anything: torch's own forward hooks would not be called on KeyboardInterrupt.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, recorder: Recorder, start: Start, finish: Finish
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, recorder: Recorder, start: Start, finish: Finish) -> None:
         self._hooks: list[Any] = []
         path = recorder.path
         for name, module in model.named_modules():

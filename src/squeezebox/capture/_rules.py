@@ -76,9 +76,7 @@ _RULES: Mapping[tuple[str, str], Rule] = {
     ("AvgPool3DBackward", "self"): _POOL_INPUT,
     ("AdaptiveAvgPool2DBackward", "self"): _POOL_INPUT,
     ("MkldnnAdaptiveAvgPool2DBackward", "self"): _POOL_INPUT,
-    ("NativeDropoutBackward", "result1"): Rule(
-        role=Role.DROPOUT_MASK, reads=Reads.EXACT, codec="mask"
-    ),
+    ("NativeDropoutBackward", "result1"): Rule(role=Role.DROPOUT_MASK, reads=Reads.EXACT, codec="mask"),
     **{
         (f"ScaledDotProduct{kind}Backward", attribute): _ATTENTION
         for kind in ("FlashAttentionForCpu", "FlashAttention", "EfficientAttention", "CudnnAttention")

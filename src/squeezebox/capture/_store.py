@@ -101,11 +101,7 @@ class Entry:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a view of this entry's storage with the contents that were packed."""
-        return (
-            not self.storage.expired()
-            and self.version == tensor._version
-            and self.dtype == tensor.dtype
-        )
+        return not self.storage.expired() and self.version == tensor._version and self.dtype == tensor.dtype
 
 
 class _Step:
@@ -249,9 +245,7 @@ class Store:
             return self._pack_sign(entry, tensor, rule)
         return self._pack_values(entry, tensor, rule, options)
 
-    def _pack_exact(
-        self, entry: Entry, tensor: torch.Tensor, codec: str, options: Mapping[str, Any]
-    ) -> str:
+    def _pack_exact(self, entry: Entry, tensor: torch.Tensor, codec: str, options: Mapping[str, Any]) -> str:
         form = codec + "".join(f",{name}={value}" for name, value in options.items())
         if form not in entry.packed:
             whole = tensor if codec == "pool-index" else _flat(tensor, entry.numel)
@@ -277,9 +271,7 @@ class Store:
         entry.row.packed["sign"] = packed.nbytes
         return "sign"
 
-    def _pack_values(
-        self, entry: Entry, tensor: torch.Tensor, rule: Rule, options: Mapping[str, Any]
-    ) -> str:
+    def _pack_values(self, entry: Entry, tensor: torch.Tensor, rule: Rule, options: Mapping[str, Any]) -> str:
         if "values" in entry.packed:
             return "values"
         if "sign" in entry.packed:
@@ -290,8 +282,7 @@ class Store:
         if choice.codec == "keep":
             return self._keep(entry, tensor)
         units = {"scale": scale, "inner": _inner(tensor)} if choice.scaled else {}
-        lag = _lag(tensor) if rule.dense else 0
-        packed = codecs.get(choice.codec).pack(flat, choice.bound, lag=lag, **units)
+        packed = codecs.get(choice.codec).pack(flat, choice.bound, lag=_lag(tensor), **units)
         entry.packed["values"] = packed
         entry.row.packed[choice.codec] = packed.nbytes
         entry.row.absolute_bound = packed.bound

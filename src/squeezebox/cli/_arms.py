@@ -51,9 +51,7 @@ class Arm:
         self.session: Any = None
         if noise is not None:
             self.controller = Steered(NoiseBudget(noise=noise))
-            self.session = squeezebox.attach(
-                self.model, optimizer=self.optimizer, controller=self.controller
-            )
+            self.session = squeezebox.attach(self.model, optimizer=self.optimizer, controller=self.controller)
 
     def gradients(self, images: torch.Tensor, labels: torch.Tensor) -> float:
         """Forward and backward; the mean loss."""

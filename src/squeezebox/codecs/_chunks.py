@@ -25,7 +25,7 @@ CHUNK = 1 << 18
 ROW = np.dtype([("kind", "u1"), ("width", "u1"), ("unused", "<u2"), ("nbytes", "<u4"), ("value", "<f8")])
 ZERO, CONSTANT, CODES, RAW, HUFFMAN = range(5)
 # Bytes a code below which a chunk is so regular that Blosc2 may find longer runs than Huffman's pairs.
-RUNS = 0.1
+RUNS = 0.05
 CODE_LIMITS = {8: 127, 16: 32767, 32: 1 << 30}
 # Half a unit in the last place, relative.
 ROUNDING = {
@@ -40,24 +40,45 @@ ROUNDING = {
 class Kernels:
     """The loops over elements; ``_reference/`` says what each must compute."""
 
-    narrow: Callable[[Tensor, float, float, bool], Tensor | None]
+    narrow: Callable[[Tensor, int, int, Tensor, bool, int], Tensor | None]
+    widen: Callable[[Tensor, int, int, Tensor, bool, Tensor], None]
     difference: Callable[[Tensor, int], Tensor]
+    accumulate: Callable[[Tensor, int], Tensor]
     extent: Callable[[Tensor], tuple[float, float]]
-    quantise: Callable[[Tensor, float, float, bool, int, int], Tensor | None]
-    dequantise: Callable[[Tensor, float, bool, int, Tensor], None]
-    multiply: Callable[[Tensor, int, Tensor, int, Tensor], None]
+    quantise: Callable[[Tensor, float, float, bool, int], Tensor | None]
+    dequantise: Callable[[Tensor, float, bool, Tensor], None]
     huffman: _huffman.Loops
 
 
 REFERENCE = Kernels(
     narrow=_quantise.narrow,
+    widen=_quantise.widen,
     difference=_quantise.difference,
+    accumulate=_quantise.accumulate,
     extent=_quantise.extent,
     quantise=_quantise.quantise,
     dequantise=_quantise.dequantise,
-    multiply=_quantise.multiply,
     huffman=_huffman_loops,
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coding:
+    """How the chunks of one tensor are coded.
+
+    ``scale`` holds one factor of the step for each channel, of which ``inner`` neighbours share one.
+    """
+
+    keep_sign: bool
+    lag: int
+    scale: Tensor | None = None
+    inner: int = 1
+
+    def steps(self, step: float) -> tuple[int, Tensor]:
+        """(neighbours that share a step, float32 step of each channel)."""
+        if self.scale is None:
+            return CHUNK, torch.full((1,), step, dtype=torch.float32)
+        return self.inner, self.scale * float(np.float32(step))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,40 +122,52 @@ def _raw(flat: Tensor) -> Chunk:
     return Chunk(kind=RAW, data=_blosc.compress(_bytes(flat)))
 
 
-def encode(kernels: Kernels, flat: Tensor, bound: float, keep_sign: bool, lag: int) -> Chunk:
+def encode(kernels: Kernels, flat: Tensor, start: int, bound: float, coding: Coding) -> Chunk:
     """One chunk, every decoded element within ``bound``; exact where no code can promise that."""
-    chunk = _narrow(kernels, flat, bound, keep_sign, lag) if flat.dtype == torch.float32 else None
-    if chunk is not None:
-        return chunk
+    if flat.dtype == torch.float32:
+        for width in (8,) if coding.scale is None else (8, 16):
+            chunk = _narrow(kernels, flat, start, bound, coding, width)
+            if chunk is not None:
+                return chunk
+    return _raw(flat) if coding.scale is not None else _checked(kernels, flat, bound, coding)
+
+
+def _narrow(
+    kernels: Kernels, flat: Tensor, start: int, bound: float, coding: Coding, width: int
+) -> Chunk | None:
+    """One float32 chunk in codes of this width, if they can hold it: a single pass."""
+    step = float(np.float32(2 * bound * (1 - 2.0 ** (width - 21))))
+    inner, steps = coding.steps(step)
+    if not (float(steps.min()) > 1e-30 and float(steps.max()) < 1e30):
+        return None
+    codes = kernels.narrow(flat, start, inner, steps, coding.keep_sign, width)
+    if codes is None:
+        return None
+    values = codes.cpu().numpy()
+    low, high = int(values.min()), int(values.max())
+    if low == high and coding.scale is None:  # the table holds a constant in no bytes
+        return None
+    if low == high == 0:
+        return Chunk(kind=ZERO)
+    kind, data = _shrink(kernels, codes, coding.lag)
+    return Chunk(kind=kind, width=width, value=step, data=data)
+
+
+def _checked(kernels: Kernels, flat: Tensor, bound: float, coding: Coding) -> Chunk:
+    """One chunk of any dtype and range: every element is compared with what it will be decoded to."""
     low, high = kernels.extent(flat)
     if isnan(low):
         return _raw(flat)
     if low == high:
         return Chunk(kind=CONSTANT, value=low) if low else Chunk(kind=ZERO)
     peak = max(-low, high)
-    for step, limit in _steps(bound, peak, flat.dtype, keep_sign):
+    for step, limit in _steps(bound, peak, flat.dtype, coding.keep_sign):
         width = _width(peak, step)
-        codes = kernels.quantise(flat, step, limit, keep_sign, width, lag) if width else None
+        codes = kernels.quantise(flat, step, limit, coding.keep_sign, width) if width else None
         if codes is not None and width:
-            kind, data = _shrink(kernels, codes.cpu().numpy(), lag)
+            kind, data = _shrink(kernels, codes, coding.lag)
             return Chunk(kind=kind, width=width, value=step, data=data)
     return _raw(flat)
-
-
-def _narrow(kernels: Kernels, flat: Tensor, bound: float, keep_sign: bool, lag: int) -> Chunk | None:
-    """One float32 chunk in 8-bit codes, if they can hold it."""
-    limit = bound * (1 - 2.0**-20)
-    # What decoding may round off the largest of 127 codes.
-    step = 2 * limit * (1 - 127 * 5 * ROUNDING[torch.float32])
-    if not 1e-30 < step < 1e30:
-        return None
-    step, limit = float(np.float32(step)), float(np.float32(limit))
-    codes = kernels.narrow(flat, step, limit, keep_sign)
-    if codes is None:
-        return None
-    kind, data = _shrink(kernels, kernels.difference(codes, lag).cpu().numpy(), lag)
-    # So few bytes are a constant's, which the table holds in none.
-    return Chunk(kind=kind, width=8, value=step, data=data) if len(data) > 128 else None
 
 
 def _folded(codes: NDArray[Any]) -> NDArray[Any]:
@@ -148,21 +181,18 @@ def _unfold(codes: NDArray[Any]) -> None:
     unsigned[:] = (unsigned >> 1) ^ -(unsigned & 1)
 
 
-def _shrink(kernels: Kernels, codes: NDArray[Any], lag: int) -> tuple[int, bytes]:
-    """The codes by Blosc2, or by Huffman: differences have small values of both signs and few long runs.
-
-    On the codes themselves Blosc2's bit shuffle finds what Huffman's pairs do not see.
-    """
-    suited = lag and codes.dtype == np.int8
-    coded = _huffman.compress(kernels.huffman, codes) if suited else None
-    if coded is not None and len(coded) > RUNS * codes.size:
+def _shrink(kernels: Kernels, codes: Tensor, lag: int) -> tuple[int, bytes]:
+    """The codes' differences by Huffman, or by Blosc2: wide ones, few, and those with long runs."""
+    changes = kernels.difference(codes, lag).cpu().numpy()
+    coded = _huffman.compress(kernels.huffman, changes) if changes.dtype == np.int8 else None
+    if coded is not None and len(coded) > RUNS * changes.size:
         return HUFFMAN, coded
-    data = _blosc.compress(_folded(codes) if lag else codes)
+    data = _blosc.compress(_folded(changes) if lag else changes)
     return (CODES, data) if coded is None or len(data) <= len(coded) else (HUFFMAN, coded)
 
 
 def decode(
-    kernels: Kernels, row: np.void, data: NDArray[np.uint8], keep_sign: bool, lag: int, out: Tensor
+    kernels: Kernels, row: np.void, data: NDArray[np.uint8], start: int, coding: Coding, out: Tensor
 ) -> None:
     """The inverse of ``encode``, into ``out``."""
     kind, width, value = int(row["kind"]), int(row["width"]), float(row["value"])
@@ -173,16 +203,26 @@ def decode(
         _blosc.decompress(data, raw.numpy())
         out.copy_(raw.view(out.dtype))
     elif (kind == CODES and width in CODE_LIMITS) or (kind == HUFFMAN and width == 8):
-        codes = torch.empty(out.numel(), dtype=_quantise.INTEGERS[width])
-        if kind == HUFFMAN:
-            _huffman.decompress(kernels.huffman, data, codes.numpy())
+        codes = torch.from_numpy(_workers.scratch("codes", out.numel(), f"int{width}"))
+        codes = _expand(kernels, data, kind, coding.lag, codes).to(out.device)
+        if out.dtype == torch.float32:
+            inner, steps = coding.steps(value)
+            kernels.widen(codes, start, inner, steps.to(out.device), coding.keep_sign, out)
         else:
-            _blosc.decompress(data, codes.numpy())
-            if lag:
-                _unfold(codes.numpy())
-        kernels.dequantise(codes.to(out.device), value, keep_sign, lag, out)
+            kernels.dequantise(codes, value, coding.keep_sign, out)
     else:
         raise FormatError(f"chunk of unknown kind {kind} and width {width}; damaged.")
+
+
+def _expand(kernels: Kernels, data: NDArray[np.uint8], kind: int, lag: int, codes: Tensor) -> Tensor:
+    """The inverse of ``_shrink``, in ``codes`` where the kernels can."""
+    if kind == HUFFMAN:
+        _huffman.decompress(kernels.huffman, data, codes.numpy())
+    else:
+        _blosc.decompress(data, codes.numpy())
+        if lag:
+            _unfold(codes.numpy())
+    return kernels.accumulate(codes, lag)
 
 
 def _join(chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
@@ -195,48 +235,20 @@ def _join(chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
     return blob, torch.from_numpy(table.view(np.uint8))
 
 
-def pack_chunks(
-    kernels: Kernels,
-    flat: Tensor,
-    bound: float,
-    keep_sign: bool,
-    lag: int,
-    scale: Tensor | None = None,
-    inner: int = 1,
-) -> tuple[Tensor, Tensor]:
+def pack_chunks(kernels: Kernels, flat: Tensor, bound: float, coding: Coding) -> tuple[Tensor, Tensor]:
     """(blob, table) of a flat float tensor, every decoded element within ``bound``.
 
-    With ``scale`` (float32, one number a channel; ``inner`` neighbours share a channel) the bound is in
-    units of the element's channel's scale.
+    With a scale the bound is in units of the element's channel's scale.
     """
     pieces = torch.split(flat, CHUNK) if flat.numel() else ()
-    factors = None if scale is None else scale.reciprocal()
 
     def work(index: int) -> Chunk:
-        piece = pieces[index]
-        if factors is None:
-            return encode(kernels, piece, bound, keep_sign, lag)
-        scaled = torch.empty_like(piece)
-        kernels.multiply(piece, index * CHUNK, factors, inner, scaled)
-        # What the two multiplications may round off, relative to the largest element.
-        low, high = kernels.extent(scaled)
-        tighter = bound * (1 - 2.0**-20) - 2.0**-21 * max(-low, high)
-        chunk = encode(kernels, scaled, tighter, keep_sign, lag) if tighter > 0.0 else _raw(piece)
-        return _raw(piece) if chunk.kind == RAW else chunk
+        return encode(kernels, pieces[index], index * CHUNK, bound, coding)
 
     return _join(_workers.run(work, len(pieces)))
 
 
-def unpack_chunks(
-    kernels: Kernels,
-    blob: Tensor,
-    table: Tensor,
-    keep_sign: bool,
-    lag: int,
-    scale: Tensor | None,
-    inner: int,
-    out: Tensor,
-) -> None:
+def unpack_chunks(kernels: Kernels, blob: Tensor, table: Tensor, coding: Coding, out: Tensor) -> None:
     """The inverse of ``pack_chunks``, into ``out``."""
     rows = table.numpy().view(ROW)
     ends = np.cumsum(rows["nbytes"], dtype=np.int64)
@@ -249,10 +261,8 @@ def unpack_chunks(
 
     def work(index: int) -> None:
         start = int(ends[index]) - int(rows["nbytes"][index])
-        piece = pieces[index]
-        decode(kernels, rows[index], data[start : int(ends[index])], keep_sign, lag, piece)
-        if scale is not None and rows[index]["kind"] not in (RAW, ZERO):
-            kernels.multiply(piece, index * CHUNK, scale, inner, piece)
+        piece = data[start : int(ends[index])]
+        decode(kernels, rows[index], piece, index * CHUNK, coding, pieces[index])
 
     _workers.run(work, len(pieces))
 

@@ -126,7 +126,8 @@ class Lossless(Codec):
         require_own(self, packed)
         flat = buffer_for(packed, out)
         blob, table = packed.payload
-        _chunks.unpack_chunks(_chunks.REFERENCE, blob, table, False, 0, None, 1, flat)
+        coding = _chunks.Coding(keep_sign=False, lag=0)
+        _chunks.unpack_chunks(_chunks.REFERENCE, blob, table, coding, flat)
         return restore(flat, packed)
 
     def check(self, packed: Packed) -> None:

@@ -1,8 +1,8 @@
-"""One chunk of 8-bit codes, Huffman coded: pairs of small codes as one symbol, or each code as one.
+"""One chunk of 8-bit codes, Huffman coded: one, two or four neighbouring codes are a symbol.
 
-Layout, little endian: mode (u1: 1 single, 2 pairs), 3 unused bytes, bytes of escaped codes (u4), words of
-the four streams (u4 each), code lengths of the 256 symbols (4 bits each, the even one low), the streams'
-words (u4), the escaped codes.
+Layout, little endian: codes in a symbol (u1), 3 unused bytes, bytes of escaped codes (u4), bytes of the
+four streams (u4 each), code lengths of the symbols (4 bits each, the even one low), the streams, eight
+zero bytes, the escaped codes.
 """
 
 from __future__ import annotations
@@ -13,91 +13,117 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from squeezebox.codecs._reference._huffman import LONGEST
+from squeezebox.codecs._workers import scratch
 from squeezebox.schema import FormatError
 
-SINGLE, PAIRS = 1, 2
 HEADER = struct.Struct("<BxxxI4I")
-LENGTHS_BYTES = 128
+# Number of symbols for each size of group; the last one stands for a group that has no symbol.
+SYMBOLS = {1: 256, 2: 256, 4: 626}
+GROUPS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 # Fewer codes than this do not repay the table of code lengths.
 FEWEST = 4096
-# Pairs are given up for single codes when more than one in this many does not fit.
-ESCAPES = 32
-# Symbols are padded to a multiple of this: two for each of four streams.
-LANES = 8
+# Codes are padded to a multiple of this: groups of four, in four streams, four of them at a time.
+MULTIPLE = 64
+# Quads are tried while at most one pair in this many is too large for them, pairs likewise.
+RARE = 48
+# What a stream may write or read behind its end.
+SPARE = 8
 
 
 class Loops(Protocol):
     """What ``_reference/_huffman.py`` offers, interpreted or compiled."""
 
     pair_symbols: Any
-    escaped_codes: Any
-    split_symbols: Any
-    count: Any
-    code_lengths: Any
-    code_words: Any
-    decode_table: Any
-    encode: Any
-    decode: Any
+    quad_symbols: Any
+    group_size: Any
+    compress: Any
+    decompress: Any
 
 
-def _padded(codes: NDArray[Any], multiple: int) -> NDArray[Any]:
-    missing = -codes.size % multiple
+def _merged() -> NDArray[np.uint16]:
+    """For each symbol of a pair, ``a + 5 * b`` with both codes in [-2, 2] seen from -2; 999 for others."""
+    first, second = np.arange(256) % 16 - 6, np.arange(256) // 16 - 6
+    fits = (first >= 0) & (first < 5) & (second >= 0) & (second < 5)
+    return np.where(fits, first + 5 * second, 999).astype(np.uint16)
+
+
+def _expand(size: int) -> NDArray[Any]:
+    """The codes of every symbol, seen as one integer; the escape's are those of no other symbol."""
+    symbols = np.arange(SYMBOLS[size])
+    if size == 1:
+        return symbols.astype(np.uint8)
+    if size == 2:
+        columns = [symbols % 16 - 8, symbols // 16 - 8]
+    else:
+        columns = [symbols // 5**place % 5 - 2 for place in range(4)]
+        columns = [np.where(symbols == SYMBOLS[4] - 1, 7, column) for column in columns]
+    return np.stack(columns, 1).astype(np.int8).view(GROUPS[size]).reshape(-1)
+
+
+MERGED = _merged()
+EXPAND = {size: _expand(size) for size in SYMBOLS}
+
+
+def _padded(codes: NDArray[Any]) -> NDArray[Any]:
+    missing = -codes.size % MULTIPLE
     return np.pad(codes, (0, missing)) if missing else codes
 
 
-def _symbols(loops: Loops, codes: NDArray[np.int8]) -> tuple[int, NDArray[np.uint8], NDArray[np.int8]]:
-    """(mode, symbols, escaped codes)."""
-    even = _padded(codes, 2 * LANES)
-    symbols = np.empty(even.size // 2, np.uint8)
-    escapes = loops.pair_symbols(even, symbols)
-    if escapes * ESCAPES > symbols.size:
-        return SINGLE, _padded(codes, LANES).view(np.uint8), codes[:0]
-    escaped = np.empty(2 * escapes, np.int8)
-    loops.escaped_codes(even, symbols, escaped)
-    return PAIRS, symbols, escaped
+def _symbols(loops: Loops, codes: NDArray[np.int8]) -> tuple[int, NDArray[Any]]:
+    """(codes in a symbol, symbols): the largest groups that most codes fit in."""
+    pairs = scratch("pairs", codes.size // 2, np.uint8)
+    loops.pair_symbols(codes.view(np.uint16), pairs)
+    size = loops.group_size(pairs, MERGED, RARE)
+    if size == 4:
+        symbols = scratch("quads", codes.size // 4, np.uint16)
+        loops.quad_symbols(pairs, MERGED, symbols)
+        return 4, symbols
+    return (2, pairs) if size == 2 else (1, codes.view(np.uint8))
 
 
 def compress(loops: Loops, codes: NDArray[np.int8]) -> bytes | None:
     """The chunk's bytes, or None where there are too few codes to be worth it."""
     if codes.size < FEWEST:
         return None
-    mode, symbols, escaped = _symbols(loops, codes)
-    lengths = loops.code_lengths(loops.count(symbols, 4 if symbols.size > FEWEST else 1))
-    streams = np.empty((4, 11 * (symbols.size // 4) // 32 + 2), np.uint32)
-    sizes = loops.encode(symbols, lengths, loops.code_words(lengths), streams)
+    codes = _padded(codes)
+    size, symbols = _symbols(loops, codes)
+    groups, lengths = codes.view(GROUPS[size]), np.empty(SYMBOLS[size], np.uint8)
+    tables = scratch("tables", 4 * SYMBOLS[size], np.uint32).reshape(4, -1)
+    target = scratch("streams", symbols.size * LONGEST // 8 + 64, np.uint8)
+    ends = np.empty(6, np.int64)
+    escaped = scratch("escaped", groups.size, groups.dtype)
+    escape = -1 if size == 1 else SYMBOLS[size] - 1
+    loops.compress(groups, symbols, escape, tables, lengths, target, ends, escaped)
+    escaped = escaped[: ends[5]]
+    header = HEADER.pack(size, escaped.nbytes, *map(int, np.diff(ends[:5])))
     table = (lengths[0::2] | lengths[1::2] << 4).astype(np.uint8)
-    parts = [HEADER.pack(mode, escaped.size, *map(int, sizes)), table.tobytes()]
-    parts += [streams[row, : sizes[row]].tobytes() for row in range(4)]
-    return b"".join((*parts, escaped.tobytes()))
+    return b"".join((header, table.tobytes(), target[: ends[4] + SPARE].tobytes(), escaped.tobytes()))
 
 
 def _open(data: NDArray[np.uint8]) -> tuple[int, NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """(mode, code lengths, streams' starts, streams' words, escaped codes), sizes checked."""
-    start = HEADER.size + LENGTHS_BYTES
-    if data.size < start:
-        raise FormatError(f"a Huffman chunk has only {data.size} bytes; truncated.")
-    mode, escaped_bytes, *sizes = HEADER.unpack(data[: HEADER.size].tobytes())
-    end = start + 4 * sum(sizes)
-    if mode not in (SINGLE, PAIRS) or end == start or end + escaped_bytes != data.size:
-        raise FormatError(f"a Huffman chunk of {data.size} bytes claims {end + escaped_bytes}; damaged.")
-    table = data[HEADER.size : start]
-    lengths = np.stack((table & 15, table >> 4), 1).reshape(-1).astype(np.int64)
-    words = np.frombuffer(data[start:end].tobytes(), dtype="<u4")
-    starts = np.concatenate(([0], np.cumsum(sizes)[:3])).astype(np.int64)
-    return mode, lengths, starts, words, data[end:].view(np.int8)
+    """(codes in a symbol, code lengths, streams, their first bits, escaped groups), sizes checked."""
+    head = HEADER.size
+    size, escaped, *sizes = HEADER.unpack(data[:head].tobytes()) if data.size >= head else (0, 0)
+    if size not in SYMBOLS:
+        raise FormatError(f"a Huffman chunk of {data.size} bytes has symbols of {size} codes; damaged.")
+    start = head + SYMBOLS[size] // 2
+    end = start + sum(sizes) + SPARE
+    if end + escaped != data.size or escaped % size:
+        raise FormatError(f"a Huffman chunk of {data.size} bytes claims {end + escaped}; damaged.")
+    table = data[head:start]
+    lengths = np.stack((table & 15, table >> 4), 1).reshape(-1)
+    starts = 8 * np.concatenate(([0], np.cumsum(sizes)[:3])).astype(np.int64)
+    groups = np.frombuffer(data[end:].tobytes(), dtype=GROUPS[size])
+    return size, lengths, data[start:end], starts, groups
 
 
 def decompress(loops: Loops, data: NDArray[np.uint8], codes: NDArray[np.int8]) -> None:
     """The inverse of ``compress``, into ``codes``; FormatError if the parts do not fit together."""
-    mode, lengths, starts, words, escaped = _open(data)
-    book = loops.code_words(lengths)
-    if not lengths.any() or (book[lengths > 0] < 0).any():
+    size, lengths, streams, starts, escaped = _open(data)
+    whole = codes.size % MULTIPLE == 0
+    target = codes if whole else np.empty(codes.size + -codes.size % MULTIPLE, np.int8)
+    if not loops.decompress(lengths, streams, starts, EXPAND[size], escaped, target.view(GROUPS[size])):
         raise FormatError("a Huffman chunk's code lengths are those of no prefix code; damaged.")
-    padded = codes.size + -codes.size % (2 * LANES if mode == PAIRS else LANES)
-    target = codes if padded == codes.size else np.empty(padded, np.int8)
-    symbols = target.view(np.uint8) if mode == SINGLE else np.empty(padded // 2, np.uint8)
-    loops.decode(words, starts, loops.decode_table(lengths, book), symbols)
-    if mode == PAIRS:
-        loops.split_symbols(symbols, escaped, target)
-    if target is not codes:
+    if not whole:
         codes[:] = target[: codes.size]

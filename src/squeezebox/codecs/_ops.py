@@ -57,13 +57,15 @@ def _nothing(*_: object) -> None:
 def _pack_chunks(
     flat: Tensor, bound: float, keep_sign: bool, lag: int, scale: Tensor | None, inner: int
 ) -> tuple[Tensor, Tensor]:
-    return _chunks.pack_chunks(_chunks.REFERENCE, flat, bound, keep_sign, lag, scale, inner)
+    coding = _chunks.Coding(keep_sign=keep_sign, lag=lag, scale=scale, inner=inner)
+    return _chunks.pack_chunks(_chunks.REFERENCE, flat, bound, coding)
 
 
 def _unpack_chunks(
     blob: Tensor, table: Tensor, keep_sign: bool, lag: int, scale: Tensor | None, inner: int, out: Tensor
 ) -> None:
-    _chunks.unpack_chunks(_chunks.REFERENCE, blob, table, keep_sign, lag, scale, inner, out)
+    coding = _chunks.Coding(keep_sign=keep_sign, lag=lag, scale=scale, inner=inner)
+    _chunks.unpack_chunks(_chunks.REFERENCE, blob, table, coding, out)
 
 
 # name, schema, reference, shapes for tracing

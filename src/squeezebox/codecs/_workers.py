@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import DTypeLike, NDArray
 
 Result = TypeVar("Result")
+_room = threading.local()
 
 
 @lru_cache(maxsize=1)
@@ -43,6 +47,16 @@ def run(work: Callable[[int], Result], count: int) -> list[Result]:
         for other in others:
             other.result()
     return [results[index] for index in range(count)]
+
+
+def scratch(name: str, count: int, dtype: DTypeLike) -> NDArray[Any]:
+    """Memory of this thread, reused by the next caller of this name: fresh pages cost more than packing."""
+    nbytes = count * np.dtype(dtype).itemsize
+    held: NDArray[np.uint8] | None = getattr(_room, name, None)
+    if held is None or held.size < nbytes:
+        held = np.empty(nbytes, np.uint8)
+        setattr(_room, name, held)
+    return held[:nbytes].view(dtype)
 
 
 def spans(count: int, least: int) -> list[tuple[int, int]]:

@@ -1,24 +1,76 @@
 """The reference's Huffman loops, compiled: the same source, so the same bytes."""
 
+# numba infers the types of what it compiles.
+# mypy: allow-untyped-defs, allow-untyped-calls
+# ruff: noqa: ANN001, ANN201, ANN202
+
 from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-from numba.extending import register_jitable
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic, overload, register_jitable
 
 from squeezebox.codecs._cpu._blocks import OPTIONS
 from squeezebox.codecs._reference import _huffman
 
-register_jitable(_huffman.put)
-register_jitable(_huffman.refill)
+_WORD = ir.IntType(64)
+
+
+def _word_at(context, builder, kind, array, byte):
+    """Pointer to eight bytes of a uint8 array, on no particular boundary."""
+    data = context.make_array(kind)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [byte]), _WORD.as_pointer())
+
+
+@intrinsic
+def _load(typing_context, data, position):
+    def generate(context, builder, signature, arguments):
+        byte = builder.lshr(arguments[1], _WORD(3))
+        word = builder.load(_word_at(context, builder, signature.args[0], arguments[0], byte), align=1)
+        shifted = builder.lshr(word, builder.and_(arguments[1], _WORD(7)))
+        return builder.and_(shifted, _WORD((1 << 57) - 1))
+
+    return types.int64(data, types.int64), generate
+
+
+@intrinsic
+def _store(typing_context, target, at, bits):
+    def generate(context, builder, signature, arguments):
+        address = _word_at(context, builder, signature.args[0], arguments[0], arguments[1])
+        builder.store(arguments[2], address, align=1)
+        return context.get_dummy_value()
+
+    return types.void(target, types.int64, types.int64), generate
+
+
+@overload(_huffman.window)
+def _window(data, position):
+    return lambda data, position: _load(data, position)  # type: ignore[call-arg]
+
+
+@overload(_huffman.emit)
+def _emit(target, at, bits):
+    return lambda target, at, bits: _store(target, at, bits)  # type: ignore[call-arg]
+
+
+for _step in (
+    _huffman.depths,
+    _huffman.limited,
+    _huffman.count,
+    _huffman.take_escaped,
+    _huffman.put_escaped,
+    _huffman.code_lengths,
+    _huffman.code_words,
+    _huffman.encode,
+    _huffman.decode_table,
+    _huffman.decode,
+):
+    register_jitable(_step)
 
 pair_symbols: Any = njit(**OPTIONS)(_huffman.pair_symbols)
-escaped_codes: Any = njit(**OPTIONS)(_huffman.escaped_codes)
-split_symbols: Any = njit(**OPTIONS)(_huffman.split_symbols)
-count: Any = njit(**OPTIONS)(_huffman.count)
-code_lengths: Any = njit(**OPTIONS)(_huffman.code_lengths)
-code_words: Any = njit(**OPTIONS)(_huffman.code_words)
-decode_table: Any = njit(**OPTIONS)(_huffman.decode_table)
-encode: Any = njit(**OPTIONS)(_huffman.encode)
-decode: Any = njit(**OPTIONS)(_huffman.decode)
+quad_symbols: Any = njit(**OPTIONS)(_huffman.quad_symbols)
+group_size: Any = njit(**OPTIONS)(_huffman.group_size)
+compress: Any = njit(**OPTIONS)(_huffman.compress)
+decompress: Any = njit(**OPTIONS)(_huffman.decompress)

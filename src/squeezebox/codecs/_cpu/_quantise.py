@@ -1,4 +1,4 @@
-"""The entropy codecs' three loops on the CPU, as ``_chunks.Kernels`` wants them."""
+"""The entropy codecs' loops on the CPU, as ``_chunks.Kernels`` wants them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from squeezebox.codecs import _chunks
 from squeezebox.codecs._cpu._arrays import array, block, scalar
 from squeezebox.codecs._reference._quantise import INTEGERS, inverse
+from squeezebox.codecs._workers import scratch
 
 # Elements computed at a time: few enough for the innermost cache, enough to hide each block's set-up.
 BLOCK = 1024
@@ -26,18 +27,27 @@ def extent(flat: Tensor) -> tuple[float, float]:
     return (low, high) if np.isfinite(edges).all() else (float("nan"), float("nan"))
 
 
-def narrow(flat: Tensor, step: float, limit: float, keep_sign: bool) -> Tensor | None:
+def narrow(flat: Tensor, start: int, inner: int, steps: Tensor, keep_sign: bool, width: int) -> Tensor | None:
     """As the reference's ``narrow``."""
     from squeezebox.codecs._cpu import _quantise_loops
 
-    loop = _quantise_loops.narrow_signed if keep_sign else _quantise_loops.narrow_nearest
-    codes = torch.empty(flat.numel(), dtype=torch.int8)
-    scalars = (np.float32(value) for value in (step, inverse(step, flat.dtype), limit))
-    return codes if loop(flat.detach().numpy(), *scalars, codes.numpy()) else None
+    codes = torch.from_numpy(scratch("codes", flat.numel(), f"int{width}"))
+    most, inverses = np.float32((1 << (width - 1)) - 1), (1.0 / steps).numpy()
+    fits = _quantise_loops.narrow(
+        flat.detach().numpy(), start, inner, inverses, keep_sign, most, codes.numpy()
+    )
+    return codes if fits else None
 
 
-def quantise(flat: Tensor, step: float, limit: float, keep_sign: bool, width: int, lag: int) -> Tensor | None:
-    """Codes or their differences; None where an element would miss ``limit``."""
+def widen(codes: Tensor, start: int, inner: int, steps: Tensor, keep_sign: bool, out: Tensor) -> None:
+    """As the reference's ``widen``."""
+    from squeezebox.codecs._cpu import _quantise_loops
+
+    _quantise_loops.widen(codes.numpy(), start, inner, steps.numpy(), keep_sign, out.numpy())
+
+
+def quantise(flat: Tensor, step: float, limit: float, keep_sign: bool, width: int) -> Tensor | None:
+    """Codes; None where an element would miss ``limit``."""
     from squeezebox.codecs._cpu import _quantise_loops
 
     kind = scalar(flat.dtype)
@@ -48,7 +58,7 @@ def quantise(flat: Tensor, step: float, limit: float, keep_sign: bool, width: in
     scalars = kind(step), kind(inverse(step, flat.dtype)), kind(limit)
     if not _quantise_loops.quantise(array(flat), *scalars, keep_sign, scratch, rounded, target):
         return None
-    return difference(codes, lag)
+    return codes
 
 
 def difference(codes: Tensor, lag: int) -> Tensor:
@@ -57,28 +67,26 @@ def difference(codes: Tensor, lag: int) -> Tensor:
 
     if lag == 0 or lag >= codes.numel():
         return codes
-    changes = torch.empty_like(codes)
-    _quantise_loops.difference(codes.numpy(), lag, changes.numpy())
-    return changes
+    changes = scratch("changes", codes.numel(), codes.numpy().dtype)
+    _quantise_loops.difference(codes.numpy(), lag, changes)
+    return torch.from_numpy(changes)
 
 
-def dequantise(codes: Tensor, step: float, keep_sign: bool, lag: int, out: Tensor) -> None:
-    """Values of a chunk, into ``out``; ``codes`` are overwritten."""
+def accumulate(codes: Tensor, lag: int) -> Tensor:
+    """As the reference's ``accumulate``; ``codes`` are overwritten."""
     from squeezebox.codecs._cpu import _quantise_loops
 
-    source = codes.numpy()
     if 0 < lag < codes.numel():
-        _quantise_loops.accumulate(source, lag)
-    _quantise_loops.dequantise(
-        source, scalar(out.dtype)(step), keep_sign, *block(out.dtype, BLOCK), array(out)
-    )
+        _quantise_loops.accumulate(codes.numpy(), lag)
+    return codes
 
 
-def multiply(source: Tensor, start: int, factors: Tensor, inner: int, out: Tensor) -> None:
-    """As the reference's ``multiply``."""
+def dequantise(codes: Tensor, step: float, keep_sign: bool, out: Tensor) -> None:
+    """Values of a chunk, into ``out``."""
     from squeezebox.codecs._cpu import _quantise_loops
 
-    _quantise_loops.multiply(source.numpy(), start, factors.numpy(), inner, out.numpy())
+    kind = scalar(out.dtype)
+    _quantise_loops.dequantise(codes.numpy(), kind(step), keep_sign, *block(out.dtype, BLOCK), array(out))
 
 
 class _Huffman:
@@ -92,11 +100,12 @@ class _Huffman:
 
 LOOPS = _chunks.Kernels(
     narrow=narrow,
+    widen=widen,
     difference=difference,
+    accumulate=accumulate,
     extent=extent,
     quantise=quantise,
     dequantise=dequantise,
-    multiply=multiply,
     huffman=_Huffman(),
 )
 
@@ -105,11 +114,13 @@ def pack_chunks(
     flat: Tensor, bound: float, keep_sign: bool, lag: int, scale: Tensor | None, inner: int
 ) -> tuple[Tensor, Tensor]:
     """The operator's kernel: ``_chunks.pack_chunks`` with these loops."""
-    return _chunks.pack_chunks(LOOPS, flat, bound, keep_sign, lag, scale, inner)
+    coding = _chunks.Coding(keep_sign=keep_sign, lag=lag, scale=scale, inner=inner)
+    return _chunks.pack_chunks(LOOPS, flat, bound, coding)
 
 
 def unpack_chunks(
     blob: Tensor, table: Tensor, keep_sign: bool, lag: int, scale: Tensor | None, inner: int, out: Tensor
 ) -> None:
     """The operator's kernel: ``_chunks.unpack_chunks`` with these loops."""
-    _chunks.unpack_chunks(LOOPS, blob, table, keep_sign, lag, scale, inner, out)
+    coding = _chunks.Coding(keep_sign=keep_sign, lag=lag, scale=scale, inner=inner)
+    _chunks.unpack_chunks(LOOPS, blob, table, coding, out)

@@ -12,6 +12,9 @@ from numba import njit
 from squeezebox.codecs._cpu._blocks import OPTIONS, mirrored, order, round_block, store, whole_block
 from squeezebox.codecs._reference._quantise import OFFSET, SHIFT
 
+# From this lag on, rows are long enough for vector instructions.
+WIDE_LAG = 24
+
 
 @njit(**OPTIONS)
 def extent(flat, block, integers, edges):
@@ -60,34 +63,106 @@ def _misses(block, decoded, limit, keep_sign):
 
 
 @njit(**OPTIONS)
-def narrow_nearest(flat, step, inverse, limit, codes):
-    """``narrow`` of the reference, to the nearest step; False where it gives None."""
+def _narrow_nearest(flat, inverse, most, codes):
+    misses = np.int32(0)
+    for i in range(flat.size):
+        code = np.rint(flat[i] * inverse)
+        misses |= np.int32(not (abs(code) <= most))
+        codes[i] = codes.dtype.type(np.int32(code))
+    return misses
+
+
+@njit(**OPTIONS)
+def _narrow_signed(flat, inverse, most, codes):
+    zero, one, shift = np.float32(0), np.float32(1), np.float32(SHIFT)
     misses = np.int32(0)
     for i in range(flat.size):
         value = flat[i]
-        code = np.rint(value * inverse)
-        far = not (abs(value - code * step) <= limit)
-        misses |= np.int32(far | (not (abs(code) <= np.float32(127))))
-        codes[i] = np.int8(np.int32(code))
+        code = np.ceil(abs(value) * inverse + shift)
+        misses |= np.int32(not (code <= most))
+        code = code if code > one else one
+        code = -code if value < zero else code
+        code = code if value != zero else zero
+        codes[i] = codes.dtype.type(np.int32(code))
+    return misses
+
+
+@njit(**OPTIONS)
+def _narrow_nearest_each(flat, inverses, most, codes):
+    misses = np.int32(0)
+    for i in range(flat.size):
+        code = np.rint(flat[i] * inverses[i])
+        misses |= np.int32(not (abs(code) <= most))
+        codes[i] = codes.dtype.type(np.int32(code))
+    return misses
+
+
+@njit(**OPTIONS)
+def _narrow_signed_each(flat, inverses, most, codes):
+    zero, one, shift = np.float32(0), np.float32(1), np.float32(SHIFT)
+    misses = np.int32(0)
+    for i in range(flat.size):
+        value = flat[i]
+        code = np.ceil(abs(value) * inverses[i] + shift)
+        misses |= np.int32(not (code <= most))
+        code = code if code > one else one
+        code = -code if value < zero else code
+        code = code if value != zero else zero
+        codes[i] = codes.dtype.type(np.int32(code))
+    return misses
+
+
+@njit(**OPTIONS)
+def narrow(flat, start, inner, inverses, keep_sign, most, codes):
+    """``narrow`` of the reference; False where it gives None."""
+    misses, done = np.int32(0), 0
+    while done < flat.size:
+        position = start + done
+        channel = position // inner % inverses.size
+        run = inverses.size - channel if inner == 1 else inner - position % inner
+        here, there = flat[done : done + run], codes[done : done + run]
+        each = inverses[channel : channel + here.size]
+        if inner > 1 and keep_sign:
+            misses |= _narrow_signed(here, inverses[channel], most, there)
+        elif inner > 1:
+            misses |= _narrow_nearest(here, inverses[channel], most, there)
+        elif keep_sign:
+            misses |= _narrow_signed_each(here, each, most, there)
+        else:
+            misses |= _narrow_nearest_each(here, each, most, there)
+        done += run
     return misses == 0
 
 
 @njit(**OPTIONS)
-def narrow_signed(flat, step, inverse, limit, codes):
-    """``narrow`` of the reference, keeping signs; False where it gives None."""
-    zero, one = np.float32(0), np.float32(1)
-    shift, offset = np.float32(SHIFT), np.float32(OFFSET)
-    misses = np.int32(0)
-    for i in range(flat.size):
-        value = flat[i]
-        size = abs(value)
-        code = max(np.ceil(size * inverse + shift), one)
-        decoded = (code - offset) * step
-        wrong = (not (abs(size - decoded) <= limit)) | (not (code <= np.float32(127))) | (decoded == zero)
-        misses |= np.int32(wrong & (value != zero))
-        signed = -code if value < zero else code
-        codes[i] = np.int8(np.int32(zero if value == zero else signed))
-    return misses == 0
+def _value(code, keep_sign):
+    """A code in units of the step."""
+    zero, offset = np.float32(0), np.float32(OFFSET)
+    size = np.float32(np.int32(code))
+    if keep_sign:
+        inward = offset if size > zero else -offset
+        return size - inward if size != zero else zero
+    return size
+
+
+@njit(**OPTIONS)
+def widen(codes, start, inner, steps, keep_sign, out):
+    """``widen`` of the reference."""
+    done = 0
+    while done < out.size:
+        position = start + done
+        channel = position // inner % steps.size
+        if inner == 1:
+            run = min(steps.size - channel, out.size - done)
+            source, target, each = codes[done : done + run], out[done : done + run], steps[channel:]
+            for i in range(run):
+                target[i] = _value(source[i], keep_sign) * each[i]
+        else:
+            run = min(inner - position % inner, out.size - done)
+            source, target, step = codes[done : done + run], out[done : done + run], steps[channel]
+            for i in range(run):
+                target[i] = _value(source[i], keep_sign) * step
+        done += run
 
 
 @njit(**OPTIONS)
@@ -133,26 +208,6 @@ def dequantise(codes, step, keep_sign, block, integers, out):
 
 
 @njit(**OPTIONS)
-def multiply(source, start, factors, inner, out):
-    """``source[i] * factors[channel]`` into ``out``; see the reference."""
-    done = 0
-    while done < source.size:
-        position = start + done
-        channel = position // inner % factors.size
-        if inner == 1:
-            run = min(factors.size - channel, source.size - done)
-            here, there, scale = source[done : done + run], out[done : done + run], factors[channel:]
-            for i in range(run):
-                there[i] = here[i] * scale[i]
-        else:
-            run = min(inner - position % inner, source.size - done)
-            here, there, factor = source[done : done + run], out[done : done + run], factors[channel]
-            for i in range(run):
-                there[i] = here[i] * factor
-        done += run
-
-
-@njit(**OPTIONS)
 def difference(codes, lag, out):
     """``codes[i] - codes[i - lag]`` with wraparound into ``out``."""
     out[:lag] = codes[:lag]
@@ -164,11 +219,10 @@ def difference(codes, lag, out):
 @njit(**OPTIONS)
 def accumulate(codes, lag):
     """The inverse of ``difference``, in place."""
-    if lag == 1:
-        total = codes[0]
-        for i in range(1, codes.size):
-            total = codes.dtype.type(total + codes[i])
-            codes[i] = total
+    if lag < WIDE_LAG:
+        here, before = codes[lag:], codes[: codes.size - lag]
+        for i in range(here.size):
+            here[i] = codes.dtype.type(here[i] + before[i])
         return
     for start in range(lag, codes.size, lag):
         here, before = codes[start : start + lag], codes[start - lag : start]

@@ -31,60 +31,63 @@ def inverse(step: float, dtype: torch.dtype) -> float:
     return float(np.float32(1.0 / step))
 
 
-def _values(codes: Tensor, step: float, keep_sign: bool, dtype: torch.dtype) -> Tensor:
+def _values(codes: Tensor, step: float | Tensor, keep_sign: bool, dtype: torch.dtype) -> Tensor:
     value = codes.to(compute_dtype(dtype))
     if keep_sign:
         value = value - OFFSET * value.sign()
     return (value * step).to(dtype)
 
 
-def _codes(value: Tensor, step: float, keep_sign: bool) -> Tensor:
-    scaled = value * inverse(step, value.dtype)
+def _codes(value: Tensor, inverse_step: float | Tensor, keep_sign: bool) -> Tensor:
+    scaled = value * inverse_step
     if not keep_sign:
         return scaled.round()
     magnitude = (scaled.abs() + SHIFT).ceil().clamp(min=1)
     return torch.where(value == 0, 0.0, magnitude.copysign(value))
 
 
-def narrow(flat: Tensor, step: float, limit: float, keep_sign: bool) -> Tensor | None:
-    """8-bit codes of a float32 chunk, or None where one does not fit or would miss ``limit``.
+def channels(start: int, numel: int, inner: int, count: int, device: torch.device) -> Tensor:
+    """Channel of each flat element from ``start`` on: ``inner`` neighbours share one, then they repeat."""
+    return torch.arange(start, start + numel, device=device) // inner % count
 
-    The common case in one pass: neither the chunk's extent nor a second look at it is needed.
+
+def narrow(flat: Tensor, start: int, inner: int, steps: Tensor, keep_sign: bool, width: int) -> Tensor | None:
+    """Codes of a float32 chunk in ``width`` bits, a step for each channel; None where one does not fit.
+
+    Needs no second look at the elements: with normal steps and codes of at most 2^width / 2 - 1, rounding
+    moves an element by no more than (1/2 + 2^(width - 22)) steps.
     """
-    codes = _codes(flat, step, keep_sign)
-    if not bool((codes.abs() <= 127).all()):
-        return None
-    return quantise(flat, step, limit, keep_sign, 8, 0)
+    index = channels(start, flat.numel(), inner, steps.numel(), flat.device)
+    codes = _codes(flat, (1.0 / steps)[index], keep_sign)
+    fits = codes.abs() <= (1 << (width - 1)) - 1
+    return codes.to(INTEGERS[width]) if bool(fits.all()) else None
 
 
-def quantise(flat: Tensor, step: float, limit: float, keep_sign: bool, width: int, lag: int) -> Tensor | None:
+def widen(codes: Tensor, start: int, inner: int, steps: Tensor, keep_sign: bool, out: Tensor) -> None:
+    """The inverse of ``narrow``, into ``out``."""
+    index = channels(start, codes.numel(), inner, steps.numel(), codes.device)
+    out.copy_(_values(codes, steps[index], keep_sign, out.dtype))
+
+
+def quantise(flat: Tensor, step: float, limit: float, keep_sign: bool, width: int) -> Tensor | None:
     """Codes of ``width`` bits, or None where one decoded element would miss ``limit`` (or its sign).
 
     ``step`` and ``limit`` are representable in the dtype computed in, and no code exceeds the width.
     """
     value = flat.to(compute_dtype(flat.dtype))
-    codes = _codes(value, step, keep_sign).to(INTEGERS[width])
+    codes = _codes(value, inverse(step, value.dtype), keep_sign).to(INTEGERS[width])
     decoded = _values(codes, step, keep_sign, flat.dtype).to(value.dtype)
     good = (value - decoded).abs() <= limit
     if keep_sign:
         good &= decoded.sign() == value.sign()
     if not bool(good.all()):
         return None
-    return difference(codes, lag)
+    return codes
 
 
-def multiply(source: Tensor, start: int, factors: Tensor, inner: int, out: Tensor) -> None:
-    """``source[i] * factors[channel]`` into ``out``, for the flat elements from ``start`` on.
-
-    ``inner`` neighbours in memory share a channel; the channels repeat without end.
-    """
-    positions = torch.arange(start, start + source.numel(), device=source.device)
-    out.copy_(source * factors[positions // inner % factors.numel()])
-
-
-def dequantise(codes: Tensor, step: float, keep_sign: bool, lag: int, out: Tensor) -> None:
-    """The inverse of ``quantise``, into ``out``."""
-    out.copy_(_values(accumulate(codes, lag), step, keep_sign, out.dtype))
+def dequantise(codes: Tensor, step: float, keep_sign: bool, out: Tensor) -> None:
+    """The inverse of ``quantise`` without its differences, into ``out``."""
+    out.copy_(_values(codes, step, keep_sign, out.dtype))
 
 
 def difference(codes: Tensor, lag: int) -> Tensor:
