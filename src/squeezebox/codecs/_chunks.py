@@ -7,7 +7,7 @@ bytes, compressed size (u4), step or constant (f8); little endian.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isnan
 from typing import Any
 
@@ -62,6 +62,16 @@ REFERENCE = Kernels(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Float32 step and its inverse for each channel; ``inner`` neighbours share one."""
+
+    inner: int
+    steps: Tensor
+    inverses: Tensor
+    normal: bool  # so far from the range's ends that codes and values round as they should
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coding:
     """How the chunks of one tensor are coded.
@@ -73,12 +83,18 @@ class Coding:
     lag: int
     scale: Tensor | None = None
     inner: int = 1
+    _known: dict[float, Steps] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def steps(self, step: float) -> tuple[int, Tensor]:
-        """(neighbours that share a step, float32 step of each channel)."""
-        if self.scale is None:
-            return CHUNK, torch.full((1,), step, dtype=torch.float32)
-        return self.inner, self.scale * float(np.float32(step))
+    def steps(self, step: float) -> Steps:
+        """Each channel's step; all chunks of a tensor ask for the same few."""
+        known = self._known.get(step)
+        if known is None:
+            single = torch.full((1,), step, dtype=torch.float32)
+            steps = single if self.scale is None else self.scale * float(np.float32(step))
+            inner = CHUNK if self.scale is None else self.inner
+            normal = bool((steps > 1e-30).all() & (steps < 1e30).all())
+            known = self._known[step] = Steps(inner, steps, 1.0 / steps, normal)
+        return known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,18 +153,18 @@ def _narrow(
 ) -> Chunk | None:
     """One float32 chunk in codes of this width, if they can hold it: a single pass."""
     step = float(np.float32(2 * bound * (1 - 2.0 ** (width - 21))))
-    inner, steps = coding.steps(step)
-    if not (float(steps.min()) > 1e-30 and float(steps.max()) < 1e30):
+    steps = coding.steps(step)
+    if not steps.normal:
         return None
-    codes = kernels.narrow(flat, start, inner, steps, coding.keep_sign, width)
+    codes = kernels.narrow(flat, start, steps.inner, steps.inverses, coding.keep_sign, width)
     if codes is None:
         return None
     values = codes.cpu().numpy()
-    low, high = int(values.min()), int(values.max())
-    if low == high and coding.scale is None:  # the table holds a constant in no bytes
-        return None
-    if low == high == 0:
-        return Chunk(kind=ZERO)
+    if values[0] == values[-1] and bool((values == values[0]).all()):
+        if coding.scale is None:  # the table holds a constant in no bytes
+            return None
+        if values[0] == 0:
+            return Chunk(kind=ZERO)
     kind, data = _shrink(kernels, codes, coding.lag)
     return Chunk(kind=kind, width=width, value=step, data=data)
 
@@ -206,8 +222,8 @@ def decode(
         codes = torch.from_numpy(_workers.scratch("codes", out.numel(), f"int{width}"))
         codes = _expand(kernels, data, kind, coding.lag, codes).to(out.device)
         if out.dtype == torch.float32:
-            inner, steps = coding.steps(value)
-            kernels.widen(codes, start, inner, steps.to(out.device), coding.keep_sign, out)
+            known = coding.steps(value)
+            kernels.widen(codes, start, known.inner, known.steps.to(out.device), coding.keep_sign, out)
         else:
             kernels.dequantise(codes, value, coding.keep_sign, out)
     else:

@@ -7,17 +7,14 @@ zero bytes, the escaped codes.
 
 from __future__ import annotations
 
-import struct
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from squeezebox.codecs._reference._huffman import LONGEST
 from squeezebox.codecs._workers import scratch
 from squeezebox.schema import FormatError
 
-HEADER = struct.Struct("<BxxxI4I")
 # Number of symbols for each size of group; the last one stands for a group that has no symbol.
 SYMBOLS = {1: 256, 2: 256, 4: 626}
 GROUPS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
@@ -25,18 +22,11 @@ GROUPS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 FEWEST = 4096
 # Codes are padded to a multiple of this: groups of four, in four streams, four of them at a time.
 MULTIPLE = 64
-# Quads are tried while at most one pair in this many is too large for them, pairs likewise.
-RARE = 48
-# What a stream may write or read behind its end.
-SPARE = 8
 
 
 class Loops(Protocol):
     """What ``_reference/_huffman.py`` offers, interpreted or compiled."""
 
-    pair_symbols: Any
-    quad_symbols: Any
-    group_size: Any
     compress: Any
     decompress: Any
 
@@ -65,65 +55,24 @@ MERGED = _merged()
 EXPAND = {size: _expand(size) for size in SYMBOLS}
 
 
-def _padded(codes: NDArray[Any]) -> NDArray[Any]:
-    missing = -codes.size % MULTIPLE
-    return np.pad(codes, (0, missing)) if missing else codes
-
-
-def _symbols(loops: Loops, codes: NDArray[np.int8]) -> tuple[int, NDArray[Any]]:
-    """(codes in a symbol, symbols): the largest groups that most codes fit in."""
-    pairs = scratch("pairs", codes.size // 2, np.uint8)
-    loops.pair_symbols(codes.view(np.uint16), pairs)
-    size = loops.group_size(pairs, MERGED, RARE)
-    if size == 4:
-        symbols = scratch("quads", codes.size // 4, np.uint16)
-        loops.quad_symbols(pairs, MERGED, symbols)
-        return 4, symbols
-    return (2, pairs) if size == 2 else (1, codes.view(np.uint8))
-
-
 def compress(loops: Loops, codes: NDArray[np.int8]) -> bytes | None:
     """The chunk's bytes, or None where there are too few codes to be worth it."""
     if codes.size < FEWEST:
         return None
-    codes = _padded(codes)
-    size, symbols = _symbols(loops, codes)
-    groups, lengths = codes.view(GROUPS[size]), np.empty(SYMBOLS[size], np.uint8)
-    tables = scratch("tables", 4 * SYMBOLS[size], np.uint32).reshape(4, -1)
-    target = scratch("streams", symbols.size * LONGEST // 8 + 64, np.uint8)
-    ends = np.empty(6, np.int64)
-    escaped = scratch("escaped", groups.size, groups.dtype)
-    escape = -1 if size == 1 else SYMBOLS[size] - 1
-    loops.compress(groups, symbols, escape, tables, lengths, target, ends, escaped)
-    escaped = escaped[: ends[5]]
-    header = HEADER.pack(size, escaped.nbytes, *map(int, np.diff(ends[:5])))
-    table = (lengths[0::2] | lengths[1::2] << 4).astype(np.uint8)
-    return b"".join((header, table.tobytes(), target[: ends[4] + SPARE].tobytes(), escaped.tobytes()))
-
-
-def _open(data: NDArray[np.uint8]) -> tuple[int, NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """(codes in a symbol, code lengths, streams, their first bits, escaped groups), sizes checked."""
-    head = HEADER.size
-    size, escaped, *sizes = HEADER.unpack(data[:head].tobytes()) if data.size >= head else (0, 0)
-    if size not in SYMBOLS:
-        raise FormatError(f"a Huffman chunk of {data.size} bytes has symbols of {size} codes; damaged.")
-    start = head + SYMBOLS[size] // 2
-    end = start + sum(sizes) + SPARE
-    if end + escaped != data.size or escaped % size:
-        raise FormatError(f"a Huffman chunk of {data.size} bytes claims {end + escaped}; damaged.")
-    table = data[head:start]
-    lengths = np.stack((table & 15, table >> 4), 1).reshape(-1)
-    starts = 8 * np.concatenate(([0], np.cumsum(sizes)[:3])).astype(np.int64)
-    groups = np.frombuffer(data[end:].tobytes(), dtype=GROUPS[size])
-    return size, lengths, data[start:end], starts, groups
+    missing = -codes.size % MULTIPLE
+    codes = np.pad(codes, (0, missing)) if missing else codes
+    pairs, quads = scratch("pairs", codes.size // 2, np.uint8), scratch("quads", codes.size // 4, np.uint16)
+    tables, target = np.empty(4 * SYMBOLS[4], np.uint32), scratch("bytes", 3 * codes.size + 1024, np.uint8)
+    nbytes = loops.compress(codes, MERGED, pairs, quads, tables, target)
+    return target[:nbytes].tobytes()
 
 
 def decompress(loops: Loops, data: NDArray[np.uint8], codes: NDArray[np.int8]) -> None:
     """The inverse of ``compress``, into ``codes``; FormatError if the parts do not fit together."""
-    size, lengths, streams, starts, escaped = _open(data)
-    whole = codes.size % MULTIPLE == 0
-    target = codes if whole else np.empty(codes.size + -codes.size % MULTIPLE, np.int8)
-    if not loops.decompress(lengths, streams, starts, EXPAND[size], escaped, target.view(GROUPS[size])):
-        raise FormatError("a Huffman chunk's code lengths are those of no prefix code; damaged.")
-    if not whole:
+    size = int(data[0]) if data.size else 0
+    missing = -codes.size % MULTIPLE
+    target = np.empty(codes.size + missing, np.int8) if missing else codes
+    if size not in SYMBOLS or not loops.decompress(data, EXPAND[size], target.view(GROUPS[size]), target):
+        raise FormatError(f"the parts of a Huffman chunk of {data.size} bytes do not fit together; damaged.")
+    if missing:
         codes[:] = target[: codes.size]

@@ -56,21 +56,24 @@ def _emit(target, at, bits):
 
 
 for _step in (
-    _huffman.depths,
-    _huffman.limited,
+    _huffman.pair_symbols,
+    _huffman.quad_symbols,
+    _huffman.group_size,
     _huffman.count,
     _huffman.take_escaped,
     _huffman.put_escaped,
+    _huffman.put_number,
+    _huffman.number_at,
+    _huffman.depths,
+    _huffman.limited,
     _huffman.code_lengths,
     _huffman.code_words,
     _huffman.encode,
+    _huffman.streams,
     _huffman.decode_table,
     _huffman.decode,
 ):
     register_jitable(_step)
 
-pair_symbols: Any = njit(**OPTIONS)(_huffman.pair_symbols)
-quad_symbols: Any = njit(**OPTIONS)(_huffman.quad_symbols)
-group_size: Any = njit(**OPTIONS)(_huffman.group_size)
 compress: Any = njit(**OPTIONS)(_huffman.compress)
 decompress: Any = njit(**OPTIONS)(_huffman.decompress)

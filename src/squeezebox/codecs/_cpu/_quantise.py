@@ -27,14 +27,16 @@ def extent(flat: Tensor) -> tuple[float, float]:
     return (low, high) if np.isfinite(edges).all() else (float("nan"), float("nan"))
 
 
-def narrow(flat: Tensor, start: int, inner: int, steps: Tensor, keep_sign: bool, width: int) -> Tensor | None:
+def narrow(
+    flat: Tensor, start: int, inner: int, inverses: Tensor, keep_sign: bool, width: int
+) -> Tensor | None:
     """As the reference's ``narrow``."""
     from squeezebox.codecs._cpu import _quantise_loops
 
     codes = torch.from_numpy(scratch("codes", flat.numel(), f"int{width}"))
-    most, inverses = np.float32((1 << (width - 1)) - 1), (1.0 / steps).numpy()
+    most = np.float32((1 << (width - 1)) - 1)
     fits = _quantise_loops.narrow(
-        flat.detach().numpy(), start, inner, inverses, keep_sign, most, codes.numpy()
+        flat.numpy(), start, inner, inverses.numpy(), keep_sign, most, codes.numpy()
     )
     return codes if fits else None
 

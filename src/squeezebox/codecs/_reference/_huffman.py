@@ -14,6 +14,10 @@ import numpy as np
 
 # No code is longer, so that a table of 4096 entries decodes one symbol and a window of 57 bits four.
 LONGEST = 12
+# Quads are used while at most one pair in this many does not fit in one, pairs likewise.
+RARE = 48
+# Bytes before the code lengths.
+HEAD = 24
 
 
 def window(data, position):
@@ -38,20 +42,20 @@ def pair_symbols(pairs, symbols):
         symbols[i] = 255 if both & 0xF0F0 else (both | both >> 4) & 255
 
 
-def group_size(symbols, merged, rare):
+def group_size(symbols, merged):
     """How many codes should share a symbol, by a sample of the pairs' symbols.
 
-    Four, unless more than one pair in ``rare`` does not fit in a quad; then two, unless as many do not fit
-    in a pair either.
+    Four, unless more than one pair in RARE does not fit in a quad; then two, unless as many do not fit in a
+    pair either.
     """
     looked = outside = escaped = 0
     for i in range(0, symbols.size, 17):
         looked += 1
         outside += merged[symbols[i]] > 24
         escaped += symbols[i] == 255
-    if outside * rare <= looked:
+    if outside * RARE <= looked:
         return 4
-    return 2 if escaped * rare <= looked else 1
+    return 2 if escaped * RARE <= looked else 1
 
 
 def quad_symbols(pairs, merged, symbols):
@@ -61,37 +65,54 @@ def quad_symbols(pairs, merged, symbols):
 
 
 def count(symbols, tables):
-    """How often each symbol occurs, into ``tables[0]``; their number is a multiple of 4.
+    """How often each symbol occurs, into the first quarter of ``tables``; their number is a multiple of 4.
 
     Four tables, so that equal neighbours do not wait for each other.
     """
     tables[:] = 0
-    first, second, third, fourth = tables[0], tables[1], tables[2], tables[3]
+    number = tables.size // 4
+    first, second = tables[:number], tables[number : 2 * number]
+    third, fourth = tables[2 * number : 3 * number], tables[3 * number :]
     for i in range(0, symbols.size, 4):
         first[symbols[i]] += 1
         second[symbols[i + 1]] += 1
         third[symbols[i + 2]] += 1
         fourth[symbols[i + 3]] += 1
-    for i in range(first.size):
+    for i in range(number):
         first[i] += second[i] + third[i] + fourth[i]
 
 
-def take_escaped(groups, symbols, escape, escaped):
-    """The groups whose symbol is ``escape``, in order."""
-    taken = 0
+def take_escaped(codes, size, symbols, escape, target, at):
+    """The groups of ``size`` codes whose symbol is ``escape``, in order; returns where they end."""
     for i in range(symbols.size):
         if symbols[i] == escape:
-            escaped[taken] = groups[i]
-            taken += 1
+            for j in range(size):
+                target[at + j] = np.int32(codes[size * i + j]) & 255
+            at += size
+    return at
 
 
-def put_escaped(groups, mark, escaped):
+def put_escaped(groups, mark, size, data, at, codes):
     """The inverse: groups equal to ``mark`` become the next escaped one."""
-    taken = 0
     for i in range(groups.size):
-        if groups[i] == mark and taken < escaped.size:
-            groups[i] = escaped[taken]
-            taken += 1
+        if groups[i] == mark and at + size <= data.size:
+            for j in range(size):
+                codes[size * i + j] = ((np.int32(data[at + j]) + 128) & 255) - 128
+            at += size
+
+
+def put_number(target, at, number):
+    """A number of four bytes."""
+    for place in range(4):
+        target[at + place] = (number >> (8 * place)) & 255
+
+
+def number_at(data, at):
+    """The inverse of ``put_number``."""
+    number = 0
+    for place in range(4):
+        number |= int(data[at + place]) << (8 * place)
+    return number
 
 
 def depths(weights, depth):
@@ -212,32 +233,50 @@ def encode(symbols, book, target, start):
     return at + 1
 
 
-def compress(groups, symbols, escape, tables, lengths, target, ends, escaped):
-    """Code lengths and the four streams of the symbols, and after them the groups without one.
+def streams(codes, size, symbols, tables, target):
+    """One chunk's bytes into ``target``, for groups of ``size`` codes and their symbols; how many."""
+    number = tables.size // 4
+    lengths, book = np.zeros(number, np.uint8), np.zeros(number, np.uint32)
+    count(symbols, tables)
+    code_lengths(tables[:number], lengths)
+    code_words(lengths, book)
+    put_number(target, 0, size)
+    for i in range(number // 2):
+        target[HEAD + i] = lengths[2 * i] | lengths[2 * i + 1] << 4
+    end = HEAD + number // 2
+    quarter = symbols.size // 4
+    for row in range(4):
+        start = end
+        end = encode(symbols[row * quarter : (row + 1) * quarter], book, target, start)
+        put_number(target, 8 + 4 * row, end - start)
+    emit(target, end, 0)
+    start = end + 8
+    end = start
+    if size > 1 and tables[number - 1] > 0:
+        end = take_escaped(codes, size, symbols, number - 1, target, start)
+    put_number(target, 4, end - start)
+    return end
+
+
+def compress(codes, merged, pairs, quads, tables, target):
+    """One chunk's bytes into ``target``; how many.
 
     Args:
-        groups: the codes, those of one symbol as one unsigned integer.
-        symbols: their symbols; a multiple of 16.
-        escape: the symbol of groups that have none, or -1.
-        tables: room for ``count``.
-        lengths: uint8, receives the code length of each symbol.
-        target: uint8, receives the streams and 8 zero bytes.
-        ends: int64, receives 0 and the ends of the four streams, then the number of escaped groups.
-        escaped: room for as many groups, receives them.
+        codes: a multiple of 64.
+        merged: see ``quad_symbols``.
+        pairs: uint8, room for half as many.
+        quads: uint16, room for a quarter as many.
+        tables: uint32, room for 4 * 626.
+        target: uint8, room for 3 times as many and 1024 more.
     """
-    count(symbols, tables)
-    code_lengths(tables[0], lengths)
-    book = np.zeros(lengths.size, np.uint32)
-    code_words(lengths, book)
-    quarter = symbols.size // 4
-    ends[0] = 0
-    for row in range(4):
-        ends[row + 1] = encode(symbols[row * quarter : (row + 1) * quarter], book, target, ends[row])
-    target[ends[4] : ends[4] + 8] = 0
-    ends[5] = 0
-    if escape >= 0 and tables[0, escape] > 0:
-        ends[5] = tables[0, escape]
-        take_escaped(groups, symbols, escape, escaped)
+    pair_symbols(codes.view(np.uint16), pairs)
+    size = group_size(pairs, merged)
+    if size == 4:
+        quad_symbols(pairs, merged, quads)
+        return streams(codes, size, quads, tables, target)
+    if size == 2:
+        return streams(codes, size, pairs, tables[:1024], target)
+    return streams(codes, size, codes.view(np.uint8), tables[:1024], target)
 
 
 def decode_table(book, table):
@@ -279,13 +318,26 @@ def decode(data, starts, table, expand, groups):
             at_d += entry_d & 15
 
 
-def decompress(lengths, streams, starts, expand, escaped, groups):
-    """The inverse of ``compress``; False if the lengths are those of no prefix code."""
-    book, table = np.zeros(lengths.size, np.uint32), np.zeros(1 << LONGEST, np.uint16)
+def decompress(data, expand, groups, codes):
+    """The inverse of ``compress``, into ``groups``, seen as ``codes`` too; False if the parts do not fit."""
+    size, number = codes.size // groups.size, expand.size
+    starts, end = np.zeros(5, np.int64), HEAD + number // 2
+    if data.size < end + 8:
+        return False
+    for row in range(4):
+        starts[row] = 8 * end
+        end += number_at(data, 8 + 4 * row)
+    escaped = number_at(data, 4)
+    if end + 8 + escaped != data.size or escaped % size:
+        return False
+    lengths, book = np.zeros(number, np.uint8), np.zeros(number, np.uint32)
+    for i in range(number // 2):
+        lengths[2 * i], lengths[2 * i + 1] = data[HEAD + i] & 15, data[HEAD + i] >> 4
+    table = np.zeros(1 << LONGEST, np.uint16)
     if not code_words(lengths, book):
         return False
     decode_table(book, table)
-    decode(streams, starts, table, expand, groups)
-    if escaped.size > 0:
-        put_escaped(groups, expand[expand.size - 1], escaped)
+    decode(data, starts, table, expand, groups)
+    if escaped > 0:
+        put_escaped(groups, expand[number - 1], size, data, end + 8, codes)
     return True

@@ -51,14 +51,16 @@ def channels(start: int, numel: int, inner: int, count: int, device: torch.devic
     return torch.arange(start, start + numel, device=device) // inner % count
 
 
-def narrow(flat: Tensor, start: int, inner: int, steps: Tensor, keep_sign: bool, width: int) -> Tensor | None:
+def narrow(
+    flat: Tensor, start: int, inner: int, inverses: Tensor, keep_sign: bool, width: int
+) -> Tensor | None:
     """Codes of a float32 chunk in ``width`` bits, a step for each channel; None where one does not fit.
 
     Needs no second look at the elements: with normal steps and codes of at most 2^width / 2 - 1, rounding
     moves an element by no more than (1/2 + 2^(width - 22)) steps.
     """
-    index = channels(start, flat.numel(), inner, steps.numel(), flat.device)
-    codes = _codes(flat, (1.0 / steps)[index], keep_sign)
+    index = channels(start, flat.numel(), inner, inverses.numel(), flat.device)
+    codes = _codes(flat, inverses.to(flat.device)[index], keep_sign)
     fits = codes.abs() <= (1 << (width - 1)) - 1
     return codes.to(INTEGERS[width]) if bool(fits.all()) else None
 
