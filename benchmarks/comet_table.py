@@ -6,6 +6,10 @@ measured at 224x224. Comes out: benchmarks/reports/comet_table-<date>.json and .
 Every ratio is of one run. "Noise" is the squared error of all parameter gradients over their squared
 norm, measured by running the same step exactly and squeezed. The caller's images count nowhere: the
 training loop holds them anyway.
+
+SZ3 and zfp take the convolutions' inputs at one bound a tensor, RIVAL_BOUND of its deviation, and so does
+ours beside them. The fp8 column is eager: every tensor whose values backward reads, in 8-bit floats, as
+Inductor's activation-quantization pass would hold it.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import zfpy
+from pysz import sz, szConfig, szErrorBoundMode
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -33,6 +39,7 @@ from squeezebox.session import Session
 
 NETWORKS = ("alexnet", "vgg16", "resnet18", "resnet50", "efficientnet_b0")
 SIZE = 224
+RIVAL_BOUND = 0.3
 Closure = Callable[[], object]
 
 
@@ -40,14 +47,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("networks", nargs="*", default=list(NETWORKS))
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--train-steps", type=int, default=40)
+    parser.add_argument("--train-steps", type=int, help="default: training.STEPS of the network")
     parser.add_argument("--refreshes", type=int, default=4)
     arguments = parser.parse_args()
     torch.manual_seed(0)
     results = {}
     for name in arguments.networks:
         started = time.perf_counter()
-        results[name] = measure(name, arguments.batch, arguments.train_steps, arguments.refreshes)
+        steps = arguments.train_steps or training.STEPS[name]
+        results[name] = measure(name, arguments.batch, steps, arguments.refreshes)
         results[name]["seconds"] = time.perf_counter() - started
         paths = _report.write("comet_table", results, table(results))  # a kill loses one network
         print(name, f"{results[name]['seconds']:.0f} s", *paths, file=sys.stderr, flush=True)
@@ -69,8 +77,9 @@ def measure(name: str, batch: int, train_steps: int, refreshes: int) -> dict[str
         "noise_1e-2": budget(model, batches, 1e-2, refreshes),
         "noise_1e-3": budget(model, batches, 1e-3, refreshes),
         "checkpointing": checkpointing(model, batches),
+        "rivals": rivals(model, batches),
     }
-    for codec in ("minmax4-stochastic", "zero4"):
+    for codec in ("minmax4-stochastic", "zero4", "fp8-e4m3"):
         result[codec] = uniform(model, batches, codec)
     return result
 
@@ -216,6 +225,33 @@ def uniform(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], codec: s
     }
 
 
+def rivals(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """Compression of the convolutions' inputs, the images apart, by ours, SZ3 and zfp at the same bounds."""
+    images, _ = next(batches)
+    nbytes = dict.fromkeys(("saved", "ours", "SZ3", "zfp"), 0)
+    seen = {images.untyped_storage().data_ptr()}
+
+    def compress(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0].detach()
+        if x.untyped_storage().data_ptr() in seen:
+            return
+        bound = RIVAL_BOUND * float(x.std())
+        config = szConfig()
+        config.errorBoundMode, config.absErrorBound = szErrorBoundMode.ABS, bound
+        nbytes["saved"] += x.nbytes
+        nbytes["ours"] += squeezebox.codecs.get("entropy-sign").pack(x, bound, lag=-1).nbytes
+        nbytes["SZ3"] += sz.compress(x.contiguous().numpy(), config)[0].nbytes
+        nbytes["zfp"] += len(zfpy.compress_numpy(x.contiguous().numpy(), tolerance=bound))
+
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    handles = [module.register_forward_pre_hook(compress) for module in convolutions]
+    with torch.no_grad():
+        model(images)
+    for handle in handles:
+        handle.remove()
+    return {name: nbytes["saved"] / nbytes[name] for name in ("ours", "SZ3", "zfp")}
+
+
 def checkpointing(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]]) -> dict[str, int]:
     """Peak with every block (or a fifth of the plain stacks) recomputed in backward."""
     with _checkpointed(model):
@@ -248,13 +284,13 @@ def _by_segments(layers: list[nn.Module], x: Tensor) -> Tensor:
 def table(results: dict[str, Any]) -> str:
     """The Markdown tables of the report."""
     conv = [
-        "| network | conv inputs, COMET's rule | noise there | conv inputs at 1e-3 |",
-        "|---|---|---|---|",
+        "| network | COMET's rule | noise there | ours at 1e-3 | at one bound: ours | SZ3 | zfp |",
+        "|---|---|---|---|---|---|---|",
     ]
     whole = [
         "| network | all saved, 1e-2 | measured | predicted | all saved, 1e-3 | measured | predicted "
-        "| layers within 0.75..1.33 | 4-bit min/max groups | noise there |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| layers within 0.75..1.33 | 4-bit min/max groups | noise there | fp8 | noise there |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     peaks = [
         "| network | plain MiB | squeezed 1e-2 MiB | ratio | floor MiB | peak / floor | checkpointing MiB |",
@@ -264,13 +300,16 @@ def table(results: dict[str, Any]) -> str:
         coarse, fine, groups = row["noise_1e-2"], row["noise_1e-3"], row["minmax4-stochastic"]
         conv.append(
             f"| {name} | {row['comet']['conv_ratio']:.1f}x | {row['comet']['noise']:.1e} "
-            f"| {fine['conv_ratio']:.1f}x |"
+            f"| {fine['conv_ratio']:.1f}x "
+            + "".join(f"| {row['rivals'][rival]:.1f}x " for rival in ("ours", "SZ3", "zfp"))
+            + "|"
         )
         whole.append(
             f"| {name} | {coarse['ratio']:.1f}x | {coarse['noise']:.1e} | {coarse['predicted_noise']:.1e} "
             f"| {fine['ratio']:.1f}x | {fine['noise']:.1e} | {fine['predicted_noise']:.1e} "
             f"| {100 * fine['layers_within_0.75_to_1.33']:.0f} % "
-            f"| {groups['ratio']:.1f}x | {groups['noise']:.1e} |"
+            f"| {groups['ratio']:.1f}x | {groups['noise']:.1e} "
+            f"| {row['fp8-e4m3']['ratio']:.1f}x | {row['fp8-e4m3']['noise']:.1e} |"
         )
         plain = row["plain"]["peak_bytes"]
         peaks.append(
