@@ -347,8 +347,9 @@ class Session:
             else:
                 self._refresh_peak = self._baseline + peak.total_bytes
         collector, self._collector, self._recorder.collector = self._collector, None, None
-        if collector is not None and self._controller is not None:
+        if collector is not None:
             collector.close()
+        if collector is not None and self._controller is not None and not collector.interrupted:
             statistics = collector.result(self._momentum())
             self._checks.extend(statistics.checks)
             self._floor, self._counts = collector.floor_bytes, collector.counts

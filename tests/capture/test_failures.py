@@ -100,6 +100,18 @@ def test_training_goes_on_as_plain_after_a_failure(where):
     assert_equal(train(model, images, exact=True), train(model, images))
 
 
+def test_a_broken_off_backward_sets_no_bounds():
+    model, x = interrupted_net(), images()
+    session = squeezebox.attach(model, noise=1e-2)
+    plain_step(model, x)
+    before = session.state_dict()["controller"]
+    with pytest.raises(KeyError):
+        failing_steps(session, model, x, KeyError("no"))["backward"]()
+    assert session.state_dict()["controller"] == before
+    plain_step(model, x)
+    assert session.state_dict()["controller"] != before
+
+
 def test_an_exception_that_the_model_handles_is_its_own_affair():
     class Handling(nn.Module):
         def __init__(self):

@@ -76,6 +76,7 @@ class Collector:
         self.checks: list[Check] = []
         self.counts = {True: 0, False: 0}  # lossy tensors of weighted layers, and of other operators
         self.floor_bytes = 0
+        self.interrupted = False  # a backward began and has not ended
         self._store = store
         self._parameter_names = parameter_names
         self._checked = checked
@@ -114,10 +115,16 @@ class Collector:
         def hook(grad_inputs: Gradients, grad_outputs: Gradients) -> None:
             # Not the node from outside: it would refer to itself, beyond the garbage collector's sight.
             running = torch._C._current_autograd_node()
+            if not self.interrupted:
+                self.interrupted = True
+                torch.autograd.Variable._execution_engine.queue_callback(self._ended)
             with torch.no_grad():
                 self._after(watched, running, grad_inputs, grad_outputs)
 
         self._hooks.append(node.register_hook(hook))
+
+    def _ended(self) -> None:
+        self.interrupted = False
 
     def note_packed(self, nodes: list[Node]) -> None:
         """After an operator's tensors are packed: what its backward will need beside all packed ones."""
