@@ -49,19 +49,25 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--train-steps", type=int, help="default: training.STEPS of the network")
     parser.add_argument("--refreshes", type=int, default=4)
+    parser.add_argument(
+        "--checks", type=int, default=1000, help="tensors checked at each refresh, of each kind"
+    )
+    parser.add_argument(
+        "--name", default="comet_table", help="of the report, if it shall not replace today's"
+    )
     arguments = parser.parse_args()
     torch.manual_seed(0)
     results = {}
     for name in arguments.networks:
         started = time.perf_counter()
         steps = arguments.train_steps or training.STEPS[name]
-        results[name] = measure(name, arguments.batch, steps, arguments.refreshes)
+        results[name] = measure(name, arguments.batch, steps, arguments.refreshes, arguments.checks)
         results[name]["seconds"] = time.perf_counter() - started
-        paths = _report.write("comet_table", results, table(results))  # a kill loses one network
+        paths = _report.write(arguments.name, results, table(results))  # a kill loses one network
         print(name, f"{results[name]['seconds']:.0f} s", *paths, file=sys.stderr, flush=True)
 
 
-def measure(name: str, batch: int, train_steps: int, refreshes: int) -> dict[str, Any]:
+def measure(name: str, batch: int, train_steps: int, refreshes: int, checks: int) -> dict[str, Any]:
     """All columns of one network."""
     model = models.build(name, num_classes=photos.num_classes()).train()
     losses = training.train_briefly(
@@ -74,8 +80,8 @@ def measure(name: str, batch: int, train_steps: int, refreshes: int) -> dict[str
         "loss_before_and_after": [losses[0], losses[-1]],
         "plain": {"peak_bytes": peak(model, step)},
         "comet": comet(model, batches, refreshes),
-        "noise_1e-2": budget(model, batches, 1e-2, refreshes),
-        "noise_1e-3": budget(model, batches, 1e-3, refreshes),
+        "noise_1e-2": budget(model, batches, 1e-2, refreshes, checks),
+        "noise_1e-3": budget(model, batches, 1e-3, refreshes, checks),
         "checkpointing": checkpointing(model, batches),
         "rivals": rivals(model, batches),
     }
@@ -128,19 +134,19 @@ def conv_inputs(session: Session) -> dict[str, Any]:
 
 
 def budget(
-    model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], noise: float, refreshes: int
+    model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], noise: float, refreshes: int, checks: int
 ) -> dict[str, Any]:
-    """Everything saved, under a noise budget whose every tensor has been checked."""
+    """Everything saved, under a noise budget whose every tensor has been checked, if ``checks`` allows."""
     controller = _Schedule(NoiseBudget(noise=noise), refreshes)
-    session = squeezebox.attach(model, controller=controller, checks_per_refresh=1000)
+    session = squeezebox.attach(model, controller=controller, checks_per_refresh=checks)
     try:
         for _ in range(refreshes + 1):  # the last is a regular step, of which the session takes the peak
             train_step(model, batches)
         result = {"peak_bytes": session.report().record.activation_peak_bytes or 0}
         measured = session.measure_noise(closure(model, batches))
         record = session.report().record
-        last = [c for c in record.checks if c.step >= refreshes - 1 and c.predicted > 0.0]
-        checks = [c.measured / c.predicted for c in last if c.layer]
+        last = {c.key: c for c in record.checks if c.predicted > 0.0}.values()
+        layers = [c.measured / c.predicted for c in last if c.layer]
         floor = record.floor_bytes or 1
         return (
             result
@@ -153,7 +159,8 @@ def budget(
                 "predicted_noise": record.predicted_noise,
                 "floor_bytes": floor,
                 "peak_over_floor": result["peak_bytes"] / floor,
-                "layers_within_0.75_to_1.33": sum(0.75 <= c <= 1.33 for c in checks) / max(len(checks), 1),
+                "layers_within_0.75_to_1.33": sum(0.75 <= c <= 1.33 for c in layers) / max(len(layers), 1),
+                "layers_checked": len(layers),
                 "traced_over_white": {c.key: c.measured / c.predicted for c in last if not c.layer},
                 "packed_by_role": _by_role(session),
             }
