@@ -39,7 +39,7 @@ class Codec(ABC):
             tensor: any shape and strides.
             bound: largest absolute error allowed for any element; None where the codec needs none.
             lag: distance, in elements of memory order, for integer prediction; only the variable-size
-                codecs use it (0: none, -1: choose by a trial).
+                codecs use it (0: none, -1, their default: choose by a trial).
 
         Raises:
             CodecError: the format cannot hold this tensor within this bound.

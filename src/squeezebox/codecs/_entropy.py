@@ -50,8 +50,9 @@ def _require_scale(codec: str, tensor: Tensor, scale: Tensor, inner: int) -> Non
 class Entropy(Codec):
     """``|x - unpack(pack(x, bound))| <= bound`` for every element, in as few bits as the data allows.
 
-    Checked in the kernel on the decoded value in the tensor's dtype; a chunk of 256 Ki elements that no
-    code can hold within the bound, or that has NaN or infinity, is kept exactly. Zeros stay zero.
+    Steps leave room for what rounding can do, or decoded values are checked one by one (docs/formats.md);
+    a chunk of 256 Ki elements that no code can hold within the bound, or that has NaN or infinity, is kept
+    exactly. Zeros stay zero.
     With ``keep_sign`` a step is split at zero instead of centred on it, so no other value becomes zero.
     """
 
@@ -62,27 +63,28 @@ class Entropy(Codec):
         tensor: Tensor,
         bound: float | None = None,
         *,
-        lag: int = 0,
+        lag: int = -1,
         scale: Tensor | None = None,
         inner: int = 1,
     ) -> Packed:
         """Pack; with ``scale`` (float32, one positive number a channel) the bound is in its units.
 
         ``inner`` elements next to each other in memory share a channel, and the channels repeat: the
-        number of pixels of an NCHW map, 1 for channels_last. Only float32 tensors take a scale.
+        number of pixels of an NCHW map, 1 for channels_last. Only float32 tensors take a scale. ``lag=-1``
+        tries a few lags on a sample.
         """
         require_float(self.name, tensor)
         limit = require_bound(self.name, bound)
         if lag < -1:
             raise OptionError(f"codec '{self.name}' needs lag >= 0, or -1 to choose it, got {lag}.")
+        if scale is not None:
+            _require_scale(self.name, tensor, scale, inner)
         flat = flatten(tensor)
         if lag == -1:
-            lag = self._choose_lag(tensor, flat, limit)
-        if scale is None:
-            parts = torch.ops.squeezebox.pack_chunks(flat, limit, self.keep_sign, lag, None, 1)
-            return make_packed(self, tensor, limit, tuple(parts), {"lag": lag})
-        _require_scale(self.name, tensor, scale, inner)
+            lag = self._choose_lag(tensor, flat, limit if scale is None else limit * float(scale.median()))
         parts = torch.ops.squeezebox.pack_chunks(flat, limit, self.keep_sign, lag, scale, inner)
+        if scale is None:
+            return make_packed(self, tensor, limit, tuple(parts), {"lag": lag})
         largest = limit * float(scale.max())
         return make_packed(self, tensor, largest, (*parts, scale), {"lag": lag, "inner": inner})
 
