@@ -122,6 +122,13 @@ def test_no_code_is_moved_out_of_the_bound_by_rounding(name: str) -> None:
     assert float((back.double() - x.double()).abs().max()) <= bound
 
 
+def test_a_packed_scale_is_not_the_callers() -> None:
+    x, scale = torch.randn(9000), torch.ones(3)
+    packed = codecs.get("entropy").pack(x, 0.1, scale=scale, inner=10)
+    scale *= 5
+    assert float((codecs.get("entropy").unpack(packed) - x).abs().max()) <= 0.1
+
+
 def test_scales_that_cannot_be_are_refused() -> None:
     x = torch.randn(2, 3, 4, 4)
     ones = torch.ones(3)

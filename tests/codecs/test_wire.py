@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from squeezebox import codecs
 from squeezebox.codecs import _wire
+from squeezebox.codecs._chunks import ROW
 from squeezebox.schema import FormatError
 
 FROZEN = Path(__file__).parent.parent / "frozen" / "codecs-1"
@@ -100,6 +101,22 @@ def test_damage_below_the_checksum_never_crashes(noise: bytes, at: int, kind: st
     except FormatError:
         return
     assert back.shape == x.shape
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
+@pytest.mark.parametrize("value", (1e300, float("nan"), float("-inf")))
+@pytest.mark.parametrize("x", (torch.ones(300), torch.randn(300), torch.randn(9000)), ids=len)
+def test_steps_and_constants_beyond_the_dtype_are_refused(x: Any, value: float, dtype: torch.dtype) -> None:
+    packed = codecs.get("entropy").pack(x.to(dtype), 0.1)
+    packed.payload[1].numpy().view(ROW)["value"] = value
+    with pytest.raises(FormatError, match="damaged"):
+        codecs.get("entropy").unpack(codecs.loads(codecs.dumps(packed)))
+
+
+@pytest.mark.parametrize("meta", ({"lag": 2**70}, {"lag": 0, "inner": 2**70}, {"lag": -1}))
+def test_distances_beyond_memory_are_refused(meta: dict[str, int]) -> None:
+    with pytest.raises(FormatError, match="damaged"):
+        codecs.loads(rewritten(packed_bytes("entropy"), lambda header: header.update(meta=meta)))
 
 
 def test_packed_by_another_codec_is_refused() -> None:

@@ -158,7 +158,7 @@ def _narrow(
     kernels: Kernels, flat: Tensor, start: int, bound: float, coding: Coding, width: int
 ) -> Chunk | None:
     """One float32 chunk in codes of this width, if they can hold it: a single pass."""
-    step = float(np.float32(2 * bound * (1 - 2.0 ** (width - 21))))
+    step = float(np.float32(2 * min(bound, 1e38) * (1 - 2.0 ** (width - 21))))
     steps = coding.steps(step)
     if not steps.normal:
         return None
@@ -167,10 +167,10 @@ def _narrow(
         return None
     values = codes.cpu().numpy()
     if values[0] == values[-1] and bool((values == values[0]).all()):
-        if coding.scale is None:  # the table holds a constant in no bytes
-            return None
         if values[0] == 0:
             return Chunk(kind=ZERO)
+        if coding.scale is None:  # the table holds a constant in no bytes
+            return None
     kind, data = _shrink(kernels, codes, coding.lag)
     return Chunk(kind=kind, width=width, value=step, data=data)
 
@@ -218,8 +218,10 @@ def decode(
 ) -> None:
     """The inverse of ``encode``, into ``out``."""
     kind, width, _, _, value = row
+    if kind in (CONSTANT, CODES, HUFFMAN) and not _representable(value, out.dtype):
+        raise FormatError(f"chunk of kind {kind} with value {value}, which is no {out.dtype}; damaged.")
     if kind in (ZERO, CONSTANT):
-        out.fill_(value)
+        out.fill_(value if kind == CONSTANT else 0)
     elif kind == RAW:
         raw = torch.empty(out.numel() * out.element_size(), dtype=torch.uint8)
         _blosc.decompress(data, raw.numpy())
@@ -234,6 +236,10 @@ def decode(
             kernels.dequantise(codes, value, coding.keep_sign, out)
     else:
         raise FormatError(f"chunk of unknown kind {kind} and width {width}; damaged.")
+
+
+def _representable(value: float, dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and abs(value) <= torch.finfo(dtype).max
 
 
 def _expand(kernels: Kernels, data: NDArray[np.uint8], kind: int, lag: int, codes: Tensor) -> Tensor:
@@ -279,7 +285,7 @@ def unpack_chunks(kernels: Kernels, blob: Tensor, table: Tensor, coding: Coding,
         raise FormatError(
             f"{len(rows)} chunks over {blob.numel()} bytes do not fit {out.numel()} elements; damaged."
         )
-    data = blob.numpy()
+    data = blob.contiguous().numpy()
 
     def work(index: int) -> None:
         piece = data[ends[index] : ends[index + 1]]

@@ -22,6 +22,8 @@ from squeezebox.schema import FormatError, OptionError
 
 # Elements of the trial that chooses a lag.
 SAMPLE = 1 << 16
+# No lag and no channel reaches so far.
+FARTHEST = 1 << 48
 
 
 def _check(packed: Packed) -> None:
@@ -79,6 +81,7 @@ class Entropy(Codec):
             raise OptionError(f"codec '{self.name}' needs lag >= 0, or -1 to choose it, got {lag}.")
         if scale is not None:
             _require_scale(self.name, tensor, scale, inner)
+            scale = scale.detach().clone()  # the packed object's own
         flat = flatten(tensor)
         if lag == -1:
             lag = self._choose_lag(tensor, flat, limit if scale is None else limit * float(scale.median()))
@@ -112,8 +115,9 @@ class Entropy(Codec):
 
     def check(self, packed: Packed) -> None:
         expect_meta(packed, "lag")
-        if int(packed.meta["lag"]) < 0 or int(packed.meta.get("inner", 1)) < 1:
-            raise FormatError(f"packed by '{self.name}': negative lag or no neighbours; damaged.")
+        lag, inner = int(packed.meta["lag"]), int(packed.meta.get("inner", 1))
+        if not (0 <= lag < FARTHEST and 1 <= inner < FARTHEST):
+            raise FormatError(f"packed by '{self.name}': lag {lag} or {inner} neighbours; damaged.")
         _check(packed)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -43,9 +43,11 @@ def run(work: Callable[[int], Result], count: int) -> list[Result]:
     others = [_pool(torch.get_num_threads() - 1).submit(drain) for _ in range(threads - 1)]
     try:
         drain()
-    finally:
-        for other in others:
-            other.result()
+    finally:  # all have ended before anything is raised; those not begun are not waited for
+        running = [other for other in others if not other.cancel()]
+        wait(running)
+    for other in running:
+        other.result()
     return [results[index] for index in range(count)]
 
 

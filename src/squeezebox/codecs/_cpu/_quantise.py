@@ -55,10 +55,10 @@ def quantise(flat: Tensor, step: float, limit: float, keep_sign: bool, width: in
     kind = scalar(flat.dtype)
     codes = torch.empty(flat.numel(), dtype=INTEGERS[width])
     target = codes.numpy()
-    scratch = (*block(flat.dtype, BLOCK), *block(flat.dtype, BLOCK), np.empty(BLOCK, target.dtype))
+    space = (*block(flat.dtype, BLOCK), *block(flat.dtype, BLOCK), np.empty(BLOCK, target.dtype))
     rounded = array(torch.empty(BLOCK, dtype=flat.dtype))
     scalars = kind(step), kind(inverse(step, flat.dtype)), kind(limit)
-    if not _quantise_loops.quantise(array(flat), *scalars, keep_sign, scratch, rounded, target):
+    if not _quantise_loops.quantise(array(flat), *scalars, keep_sign, space, rounded, target):
         return None
     return codes
 
