@@ -6,6 +6,7 @@ May touch: the standard library only; no tensor math, no torch.
 
 from squeezebox.schema._errors import (
     AttachError,
+    BudgetError,
     CaptureError,
     CodecError,
     DatasetError,
@@ -15,6 +16,7 @@ from squeezebox.schema._errors import (
     SqueezeboxError,
     UnsupportedModelError,
 )
+from squeezebox.schema._plan import Action, Budget, Option, Plan, Profile, TensorProfile
 from squeezebox.schema._saved import (
     Check,
     Edge,
@@ -29,7 +31,10 @@ from squeezebox.schema._saved import (
 )
 
 __all__ = [
+    "Action",
     "AttachError",
+    "Budget",
+    "BudgetError",
     "CaptureError",
     "Check",
     "CodecError",
@@ -38,14 +43,18 @@ __all__ = [
     "FormatError",
     "Injection",
     "NodeStatistics",
+    "Option",
     "OptionError",
     "OutputError",
+    "Plan",
+    "Profile",
     "Reads",
     "Role",
     "SavedTensor",
     "SqueezeboxError",
     "StepRecord",
     "StepStatistics",
+    "TensorProfile",
     "TensorStatistics",
     "UnsupportedModelError",
 ]

@@ -29,6 +29,10 @@ class FormatError(SqueezeboxError, ValueError):
     """Packed bytes are damaged, truncated, or written by a newer format version."""
 
 
+class BudgetError(SqueezeboxError, ValueError):
+    """No plan keeps a step within the budget; the message says which budget one would."""
+
+
 class DatasetError(SqueezeboxError, FileNotFoundError):
     """A data set is missing or damaged; the message says how to get it."""
 

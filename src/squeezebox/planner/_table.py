@@ -1,0 +1,109 @@
+"""A profile as arrays: one row a tensor, one column an option."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from squeezebox.schema import Budget, BudgetError, OptionError, Plan, Profile, TensorProfile
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Table:
+    """Options padded to the longest list; ``valid`` marks the real ones."""
+
+    profile: Profile
+    valid: NDArray[np.bool_]
+    held: Integers
+    working: Integers
+    seconds: Floats
+    noise: Floats
+    saved_at: Integers
+    first_use: Integers
+    last_use: Integers
+
+    def usage(self, choice: Integers) -> Integers:
+        """Bytes at every position if tensor ``t`` takes option ``choice[t]``."""
+        rows = np.arange(len(choice))
+        steps = np.zeros(len(self.profile.base_bytes) + 1, np.int64)
+        for bytes_, start in ((self.held, self.saved_at), (self.working, self.first_use)):
+            chosen = bytes_[rows, choice]
+            np.add.at(steps, start, chosen)
+            np.subtract.at(steps, self.last_use + 1, chosen)
+        return np.asarray(self.profile.base_bytes, np.int64) + np.cumsum(steps[:-1])
+
+    def total(self, values: Floats, choice: Integers) -> float:
+        """Sum of the chosen options' values."""
+        return float(values[np.arange(len(choice)), choice].sum())
+
+    def plan(self, choice: Integers) -> Plan:
+        """The choices as a Plan."""
+        usage = self.usage(choice)
+        tensors = self.profile.tensors
+        return Plan(
+            choices={tensor.key: tensor.options[i] for tensor, i in zip(tensors, choice, strict=True)},
+            predicted_peak_bytes=int(usage.max()),
+            predicted_seconds=self.total(self.seconds, choice),
+            predicted_noise=self.total(self.noise, choice),
+            peak_position=int(usage.argmax()),
+        )
+
+
+def tabulate(profile: Profile) -> Table:
+    """The profile as arrays.
+
+    Raises:
+        OptionError: there are no positions, a tensor has no option or a life outside the positions, or two
+            tensors share a key.
+    """
+    tensors, last = profile.tensors, len(profile.base_bytes) - 1
+    for tensor in tensors:
+        if not tensor.options or not 0 <= tensor.saved_at <= tensor.first_use <= tensor.last_use <= last:
+            raise OptionError(
+                f"tensor '{tensor.key}' has {len(tensor.options)} options and lives from {tensor.saved_at} "
+                f"over {tensor.first_use} to {tensor.last_use}; it needs an option and a life in 0 to {last}."
+            )
+    if last < 0 or len({tensor.key for tensor in tensors}) < len(tensors):
+        raise OptionError(
+            f"a profile of {last + 1} positions and {len(tensors)} tensors has no or equal ones."
+        )
+    width = max((len(tensor.options) for tensor in tensors), default=1)
+    return Table(
+        profile=profile,
+        valid=np.array([[i < len(t.options) for i in range(width)] for t in tensors], bool).reshape(
+            -1, width
+        ),
+        held=_column(tensors, width, "held_bytes", np.int64),
+        working=_column(tensors, width, "working_bytes", np.int64),
+        seconds=_column(tensors, width, "seconds", np.float64),
+        noise=_column(tensors, width, "noise", np.float64),
+        saved_at=np.array([tensor.saved_at for tensor in tensors], np.int64),
+        first_use=np.array([tensor.first_use for tensor in tensors], np.int64),
+        last_use=np.array([tensor.last_use for tensor in tensors], np.int64),
+    )
+
+
+def _column(tensors: tuple[TensorProfile, ...], width: int, name: str, dtype: type) -> NDArray[Any]:
+    table: NDArray[Any] = np.zeros((len(tensors), width), dtype)
+    for row, tensor in enumerate(tensors):
+        table[row, : len(tensor.options)] = [getattr(option, name) for option in tensor.options]
+    return table
+
+
+def infeasible(table: Table, budget: Budget, least: Integers) -> BudgetError:
+    """The error for a budget that nothing meets, given the smallest choice found."""
+    usage = table.usage(least)
+    position = int(usage.argmax())
+    base = table.profile.base_bytes[position]
+    return BudgetError(
+        f"no plan keeps every position within {budget.peak_bytes} bytes at noise {budget.noise:g}: the "
+        f"smallest found needs {int(usage[position])} bytes, at position {position}, of which {base} are "
+        "parameters, gradients, optimizer state and operators' own memory. Raise the budget to that, allow "
+        "more noise, or make the batch smaller."
+    )

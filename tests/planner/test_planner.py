@@ -1,0 +1,146 @@
+"""Plans fit their budgets, and the greedy ones are close to the optimum."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from squeezebox.planner import optimum, solve
+from squeezebox.schema import Action, Budget, BudgetError, Option, OptionError, Profile, TensorProfile
+
+KEEP = Option(action=Action.KEEP, held_bytes=100)
+
+
+def option(rng, size):
+    held = rng.randrange(0, size)
+    noisy = rng.random() < 0.5
+    return Option(
+        action=Action.COMPRESS if noisy else Action.RECOMPUTE,
+        held_bytes=held,
+        working_bytes=size - held,
+        seconds=rng.uniform(0.1, 1.0),
+        noise=rng.uniform(0.0, 0.5) if noisy else 0.0,
+    )
+
+
+def chain(rng, count, options=3, size=100):
+    """Tensors saved in forward order and used in backward order, as a network's are."""
+    tensors = []
+    for number in range(count):
+        nbytes = rng.randrange(1, size)
+        keep = Option(action=Action.KEEP, held_bytes=nbytes)
+        use = 2 * count - 1 - number
+        life = {"saved_at": number, "first_use": use, "last_use": min(2 * count - 1, use + rng.randrange(2))}
+        others = tuple(option(rng, nbytes) for _ in range(rng.randrange(options)))
+        tensors.append(TensorProfile(key=f"t{number}", options=(keep, *others), **life))
+    base = tuple(rng.randrange(size) for _ in range(2 * count))
+    return Profile(base_bytes=base, tensors=tuple(tensors))
+
+
+def usage(profile, choices):
+    """Bytes at every position, counted one by one."""
+    return [
+        base
+        + sum(choices[t.key].held_bytes for t in profile.tensors if t.saved_at <= position <= t.last_use)
+        + sum(choices[t.key].working_bytes for t in profile.tensors if t.first_use <= position <= t.last_use)
+        for position, base in enumerate(profile.base_bytes)
+    ]
+
+
+def fits(profile, budget, choices):
+    noise = sum(choice.noise for choice in choices.values())
+    return max(usage(profile, choices)) <= budget.peak_bytes and noise <= budget.noise * (1 + 1e-6)
+
+
+def everything(profile, budget):
+    """Least seconds of all combinations that fit; None if none does."""
+    keys = [tensor.key for tensor in profile.tensors]
+    combinations = itertools.product(*(tensor.options for tensor in profile.tensors))
+    choices = (dict(zip(keys, combination, strict=True)) for combination in combinations)
+    fitting = [c for c in choices if fits(profile, budget, c)]
+    return min((sum(choice.seconds for choice in c.values()) for c in fitting), default=None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), share=st.floats(0.2, 1.1), noise=st.sampled_from((0.0, 0.3, 1.0)))
+def test_small_profiles_against_every_combination(seed, share, noise):
+    profile = chain(random.Random(seed), 5)
+    kept = {tensor.key: tensor.options[0] for tensor in profile.tensors}
+    budget = Budget(peak_bytes=int(share * max(usage(profile, kept))), noise=noise)
+    least = everything(profile, budget)
+    if least is None:
+        for planner in (solve, optimum):
+            with pytest.raises(BudgetError, match="smallest"):
+                planner(profile, budget)
+        return
+    best = optimum(profile, budget)
+    assert fits(profile, budget, best.choices)
+    assert best.predicted_seconds == pytest.approx(least, rel=1e-3, abs=1e-9)
+    try:
+        quick = solve(profile, budget)
+    except BudgetError:  # it is no exact search; networks' profiles are tested below
+        return
+    assert fits(profile, budget, quick.choices)
+    assert quick.predicted_peak_bytes == max(usage(profile, quick.choices))
+    assert quick.predicted_seconds >= least - 1e-9
+
+
+def network(seed, count=40):
+    """Options in the proportions that codecs and recomputation have: small ones cost seconds and noise."""
+    rng, tensors = random.Random(seed), []
+    for number in range(count):
+        size = rng.choice((200, 400, 800, 1600, 3200)) * 1000
+        life = {"saved_at": number, "first_use": 2 * count - 1 - number, "last_use": 2 * count - 1 - number}
+        cost = size * rng.uniform(0.8, 1.2) * 1e-9
+        options = [Option(action=Action.KEEP, held_bytes=size)]
+        for ratio, noise in ((8, 1e-5), (14, 1e-4), (22, 1e-3)):
+            amount = noise * rng.uniform(0.3, 3.0)
+            options.append(
+                Option(
+                    action=Action.COMPRESS,
+                    bound=noise,
+                    held_bytes=size // ratio,
+                    working_bytes=size,
+                    seconds=cost * (1 - ratio / 100),
+                    noise=amount,
+                )
+            )
+        if number % 3:
+            recompute = {"held_bytes": 0, "working_bytes": 2 * size, "seconds": cost * rng.uniform(0.3, 6.0)}
+            options.append(Option(action=Action.RECOMPUTE, **recompute))
+        tensors.append(TensorProfile(key=f"t{number}", options=tuple(options), **life))
+    base = tuple(5_000_000 + rng.randrange(4_000_000) for _ in range(2 * count))
+    return Profile(base_bytes=base, tensors=tuple(tensors))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("share", (0.8, 0.5, 0.3))
+def test_greedy_is_near_the_optimum_on_networks(seed, share):
+    profile = network(seed)
+    kept = {tensor.key: tensor.options[0] for tensor in profile.tensors}
+    budget = Budget(peak_bytes=int(share * max(usage(profile, kept))), noise=1e-2)
+    quick, best = solve(profile, budget), optimum(profile, budget, gap=2e-3)
+    assert fits(profile, budget, quick.choices)
+    assert quick.predicted_seconds <= 1.1 * best.predicted_seconds
+
+
+def test_the_error_says_what_would_be_enough():
+    profile = Profile(
+        base_bytes=(10, 50, 20),
+        tensors=(TensorProfile(key="a", saved_at=0, first_use=1, last_use=2, options=(KEEP,)),),
+    )
+    with pytest.raises(BudgetError, match="150 bytes, at position 1, of which 50"):
+        solve(profile, Budget(peak_bytes=120))
+    assert solve(profile, Budget(peak_bytes=150)).predicted_peak_bytes == 150
+
+
+@pytest.mark.parametrize("life", [(0, 2, 1), (0, 0, 9), (-1, 0, 1)])
+def test_lives_outside_the_step_are_refused(life):
+    saved_at, first_use, last_use = life
+    tensor = TensorProfile(
+        key="a", saved_at=saved_at, first_use=first_use, last_use=last_use, options=(KEEP,)
+    )
+    with pytest.raises(OptionError, match="life"):
+        solve(Profile(base_bytes=(0, 0), tensors=(tensor,)), Budget(peak_bytes=1000))
