@@ -219,12 +219,17 @@ def difference(codes, lag, out):
 @njit(**OPTIONS)
 def accumulate(codes, lag):
     """The inverse of ``difference``, in place."""
-    if lag < WIDE_LAG:
+    if lag == 1:  # in a register, not through memory
+        total = codes[0]
+        for i in range(1, codes.size):
+            total = codes.dtype.type(total + codes[i])
+            codes[i] = total
+    elif lag < WIDE_LAG:
         here, before = codes[lag:], codes[: codes.size - lag]
         for i in range(here.size):
             here[i] = codes.dtype.type(here[i] + before[i])
-        return
-    for start in range(lag, codes.size, lag):
-        here, before = codes[start : start + lag], codes[start - lag : start]
-        for i in range(here.size):
-            here[i] = codes.dtype.type(here[i] + before[i])
+    else:
+        for start in range(lag, codes.size, lag):
+            here, before = codes[start : start + lag], codes[start - lag : start]
+            for i in range(here.size):
+                here[i] = codes.dtype.type(here[i] + before[i])
