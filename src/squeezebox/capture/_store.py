@@ -382,10 +382,8 @@ def _inner(tensor: torch.Tensor) -> int:
 
 
 def _lag(tensor: torch.Tensor) -> int:
-    """Distance in memory to the neighbour that predicts an element best: the row above, or left."""
-    if tensor.dim() != 4:
-        return 0
-    return int(tensor.stride(2) if tensor.stride(3) == 1 else tensor.stride(3))
+    """Distance in memory to the element of the row above, which predicts one best; 0 without rows."""
+    return int(tensor.stride(2)) if tensor.dim() == 4 else 0
 
 
 def _placeholder(
