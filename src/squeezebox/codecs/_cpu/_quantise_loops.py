@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numba.extending import overload
 
 from squeezebox.codecs._cpu._blocks import OPTIONS, mirrored, order, round_block, store, whole_block
 from squeezebox.codecs._reference._quantise import OFFSET, SHIFT
@@ -62,11 +63,23 @@ def _misses(block, decoded, limit, keep_sign):
     return misses != 0
 
 
+def _own(factor, i):
+    """The factor of element ``i``: one for all, or the ``i``-th of an array; chosen in ``_own_for``."""
+    raise NotImplementedError
+
+
+@overload(_own)
+def _own_for(factor, i):
+    if isinstance(factor, types.Array):
+        return lambda factor, i: factor[i]
+    return lambda factor, i: factor
+
+
 @njit(**OPTIONS)
 def _narrow_nearest(flat, inverse, most, codes):
     misses = np.int32(0)
     for i in range(flat.size):
-        code = np.rint(flat[i] * inverse)
+        code = np.rint(flat[i] * _own(inverse, i))
         misses |= np.int32(not (abs(code) <= most))
         codes[i] = codes.dtype.type(np.int32(code))
     return misses
@@ -78,7 +91,7 @@ def _narrow_signed(flat, inverse, most, codes):
     misses = np.int32(0)
     for i in range(flat.size):
         value = flat[i]
-        code = np.ceil(abs(value) * inverse + shift)
+        code = np.ceil(abs(value) * _own(inverse, i) + shift)
         misses |= np.int32(not (code <= most))
         code = code if code > one else one
         code = -code if value < zero else code
@@ -88,28 +101,10 @@ def _narrow_signed(flat, inverse, most, codes):
 
 
 @njit(**OPTIONS)
-def _narrow_nearest_each(flat, inverses, most, codes):
-    misses = np.int32(0)
-    for i in range(flat.size):
-        code = np.rint(flat[i] * inverses[i])
-        misses |= np.int32(not (abs(code) <= most))
-        codes[i] = codes.dtype.type(np.int32(code))
-    return misses
-
-
-@njit(**OPTIONS)
-def _narrow_signed_each(flat, inverses, most, codes):
-    zero, one, shift = np.float32(0), np.float32(1), np.float32(SHIFT)
-    misses = np.int32(0)
-    for i in range(flat.size):
-        value = flat[i]
-        code = np.ceil(abs(value) * inverses[i] + shift)
-        misses |= np.int32(not (code <= most))
-        code = code if code > one else one
-        code = -code if value < zero else code
-        code = code if value != zero else zero
-        codes[i] = codes.dtype.type(np.int32(code))
-    return misses
+def _narrow_run(flat, inverse, keep_sign, most, codes):
+    if keep_sign:
+        return _narrow_signed(flat, inverse, most, codes)
+    return _narrow_nearest(flat, inverse, most, codes)
 
 
 @njit(**OPTIONS)
@@ -121,15 +116,10 @@ def narrow(flat, start, inner, inverses, keep_sign, most, codes):
         channel = position // inner % inverses.size
         run = inverses.size - channel if inner == 1 else inner - position % inner
         here, there = flat[done : done + run], codes[done : done + run]
-        each = inverses[channel : channel + here.size]
-        if inner > 1 and keep_sign:
-            misses |= _narrow_signed(here, inverses[channel], most, there)
-        elif inner > 1:
-            misses |= _narrow_nearest(here, inverses[channel], most, there)
-        elif keep_sign:
-            misses |= _narrow_signed_each(here, each, most, there)
+        if inner == 1:
+            misses |= _narrow_run(here, inverses[channel:], keep_sign, most, there)
         else:
-            misses |= _narrow_nearest_each(here, each, most, there)
+            misses |= _narrow_run(here, inverses[channel], keep_sign, most, there)
         done += run
     return misses == 0
 
@@ -146,22 +136,24 @@ def _value(code, keep_sign):
 
 
 @njit(**OPTIONS)
+def _widen_run(codes, step, keep_sign, out):
+    for i in range(out.size):
+        out[i] = _value(codes[i], keep_sign) * _own(step, i)
+
+
+@njit(**OPTIONS)
 def widen(codes, start, inner, steps, keep_sign, out):
     """``widen`` of the reference."""
     done = 0
     while done < out.size:
         position = start + done
         channel = position // inner % steps.size
+        run = steps.size - channel if inner == 1 else inner - position % inner
+        here, there = codes[done : done + run], out[done : done + run]
         if inner == 1:
-            run = min(steps.size - channel, out.size - done)
-            source, target, each = codes[done : done + run], out[done : done + run], steps[channel:]
-            for i in range(run):
-                target[i] = _value(source[i], keep_sign) * each[i]
+            _widen_run(here, steps[channel:], keep_sign, there)
         else:
-            run = min(inner - position % inner, out.size - done)
-            source, target, step = codes[done : done + run], out[done : done + run], steps[channel]
-            for i in range(run):
-                target[i] = _value(source[i], keep_sign) * step
+            _widen_run(here, steps[channel], keep_sign, there)
         done += run
 
 
