@@ -23,12 +23,13 @@ from squeezebox.codecs._reference import _quantise
 from squeezebox.schema import FormatError
 
 CHUNK = 1 << 18
+# Elements that a loop over repeating channels should have at least.
 LONG_LOOP = 4096
 ROW = np.dtype([("kind", "u1"), ("width", "u1"), ("unused", "<u2"), ("nbytes", "<u4"), ("value", "<f8")])
 Row = tuple[int, int, int, int, float]
-NBYTES = 3
+NBYTES = 3  # place of a chunk's size in its row
 ZERO, CONSTANT, CODES, RAW, HUFFMAN = range(5)
-# Bytes a code below which a chunk is so regular that Blosc2 may find longer runs than Huffman's pairs.
+# Bytes a code below which a chunk is so regular that Blosc2 may find longer runs than Huffman's groups.
 RUNS = 0.05
 CODE_LIMITS = {8: 127, 16: 32767, 32: 1 << 30}
 # Half a unit in the last place, relative.

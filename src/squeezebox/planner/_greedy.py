@@ -19,6 +19,10 @@ def solve(profile: Profile, budget: Budget) -> Plan:
     most excess bytes for a second and a share of the noise; then takes back what was not needed. Noise has
     a price; several are tried and the best result is kept.
 
+    Args:
+        profile: bytes, seconds and noise of every option of every tensor.
+        budget: most bytes at any position, and most relative gradient noise of all options together.
+
     Raises:
         BudgetError: no choice was found that fits.
         OptionError: the profile contradicts itself.
