@@ -70,28 +70,32 @@ def test_flags(dtype: torch.dtype) -> None:
 def test_chunks(dtype: torch.dtype, keep_sign: bool, lag: int) -> None:
     for x in inputs(dtype):
         for bound in (1e-3, 0.2):
-            packed = ours("pack_chunks")(x, bound, keep_sign, lag, None, 1)
-            assert same(packed, REFERENCE["pack_chunks"](x, bound, keep_sign, lag, None, 1))
-            assert decoded_alike("unpack_chunks", packed, (keep_sign, lag, None, 1), x)
+            options = (keep_sign, lag, None, 1, 3 * lag)
+            packed = ours("pack_chunks")(x, bound, *options)
+            assert same(packed, REFERENCE["pack_chunks"](x, bound, *options))
+            assert decoded_alike("unpack_chunks", packed, options, x)
 
 
 @pytest.mark.parametrize("inner", (1, 7, 300_000))
-def test_scaled_chunks(inner: int) -> None:
+@pytest.mark.parametrize("keep_sign", (False, True))
+@pytest.mark.parametrize("dither", (0, 1, 100, 70_000))
+def test_scaled_chunks(inner: int, keep_sign: bool, dither: int) -> None:
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(600_000, generator=generator)
     scale = torch.rand(5, generator=generator) * 10 + 1e-3
-    packed = ours("pack_chunks")(x, 0.3, False, 7, scale, inner)
-    assert same(packed, REFERENCE["pack_chunks"](x, 0.3, False, 7, scale, inner))
-    assert decoded_alike("unpack_chunks", packed, (False, 7, scale, inner), x)
+    options = (keep_sign, 7, scale, inner, dither)
+    packed = ours("pack_chunks")(x, 0.3, *options)
+    assert same(packed, REFERENCE["pack_chunks"](x, 0.3, *options))
+    assert decoded_alike("unpack_chunks", packed, options, x)
 
 
 @pytest.mark.parametrize("spread", (0.3, 2.0, 12.0))
 @pytest.mark.parametrize("numel", (4096, 5001))
 def test_huffman_coded_chunks(spread: float, numel: int) -> None:
     x = spread * torch.randn(numel, generator=torch.Generator().manual_seed(2))
-    packed = ours("pack_chunks")(x, 0.5, True, 1, None, 1)
-    assert same(packed, REFERENCE["pack_chunks"](x, 0.5, True, 1, None, 1))
-    assert decoded_alike("unpack_chunks", packed, (True, 1, None, 1), x)
+    packed = ours("pack_chunks")(x, 0.5, True, 1, None, 1, 0)
+    assert same(packed, REFERENCE["pack_chunks"](x, 0.5, True, 1, None, 1, 0))
+    assert decoded_alike("unpack_chunks", packed, (True, 1, None, 1, 0), x)
 
 
 def test_pool_offsets() -> None:

@@ -114,12 +114,13 @@ def test_the_scaled_bound_holds_in_codes_of_every_width(name: str, inner: int, b
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_code_is_moved_out_of_the_bound_by_rounding(name: str) -> None:
+@pytest.mark.parametrize("dither", (0, 5))
+def test_no_code_is_moved_out_of_the_bound_by_rounding(name: str, dither: int) -> None:
     bound = 0.37
     edges = (torch.arange(-254, 255) * 0.5 * 2 * bound).float()
     x = torch.cat([edges, torch.nextafter(edges, edges + 1), torch.nextafter(edges, edges - 1)])
-    back = codecs.get(name).unpack(codecs.get(name).pack(x, bound))
-    assert float((back.double() - x.double()).abs().max()) <= bound
+    back = codecs.get(name).unpack(codecs.get(name).pack(x[x != 0], bound, dither=dither))
+    assert float((back.double() - x[x != 0].double()).abs().max()) <= bound
 
 
 def test_a_packed_scale_is_not_the_callers() -> None:
@@ -137,9 +138,36 @@ def test_scales_that_cannot_be_are_refused() -> None:
             codecs.get("entropy").pack(x, 0.1, scale=scale, inner=16)
 
 
-def test_the_error_of_a_sign_preserving_code_has_no_mean_on_a_flat_density() -> None:
+@pytest.mark.parametrize("dither", (0, 100))
+def test_the_error_of_a_sign_preserving_code_has_no_mean_on_a_flat_density(dither: int) -> None:
     x = torch.rand(1 << 18, generator=torch.Generator().manual_seed(6)) * 40
     codec = codecs.get("entropy-sign")
-    error = codec.unpack(codec.pack(x, 0.5)).double() - x.double()
+    error = codec.unpack(codec.pack(x, 0.5, dither=dither)).double() - x.double()
     # Evenly spread errors of half-width 0.5 would leave a mean within 5 standard errors of 0.003.
     assert abs(float(error.mean())) < 5 * 0.5 / 3**0.5 / 2**9
+
+
+@pytest.mark.parametrize("value", (0.1, -0.7, 2.345))
+def test_dither_takes_the_mean_off_the_errors_of_equal_values(value: float) -> None:
+    x = torch.full((64, 1000), value)
+    x[:, 0] += 1e-3  # no constant chunk
+    codec = codecs.get("entropy")
+    same = codec.unpack(codec.pack(x, 0.5)) - x
+    moved = codec.unpack(codec.pack(x, 0.5, dither=1000)) - x
+    assert abs(float(moved.mean())) < 0.02 < 0.5 * abs(float(same.mean()))
+    assert float(moved.std()) == pytest.approx(0.5 / 3**0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dither_leaves_zeros_alone(name: str) -> None:
+    x = torch.randn(2 * CHUNK)
+    x[CHUNK + 17] = 0.0
+    codec = codecs.get(name)
+    back = codec.unpack(codec.pack(x, 0.5, dither=64))
+    assert float(back[CHUNK + 17]) == 0.0
+    assert torch.equal(back[CHUNK:], codec.unpack(codec.pack(x[CHUNK:], 0.5))) == (name == "entropy")
+
+
+def test_dither_must_be_a_count() -> None:
+    with pytest.raises(OptionError, match="dither"):
+        codecs.get("entropy").pack(torch.randn(9), 0.5, dither=-1)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -61,10 +61,11 @@ def assert_contract(codec: codecs.Codec, x: Tensor, packed: codecs.Packed, back:
 
 @pytest.mark.parametrize("name", VALUED)
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(x=tensors(), bound=bounds, lag=st.sampled_from((0, 1, 3, -1)))
-def test_error_stays_within_the_bound(name: str, x: Tensor, bound: float, lag: int) -> None:
+@given(x=tensors(), bound=bounds, lag=st.sampled_from((0, 1, 3, -1)), dither=st.sampled_from((0, 1, 50)))
+@example(x=torch.ones(2, dtype=torch.float16), bound=1e30, lag=0, dither=0)
+def test_error_stays_within_the_bound(name: str, x: Tensor, bound: float, lag: int, dither: int) -> None:
     codec = codecs.get(name)
-    packed = codec.pack(x, bound, lag=lag) if name in NEEDS_BOUND else codec.pack(x)
+    packed = codec.pack(x, bound, lag=lag, dither=dither) if name in NEEDS_BOUND else codec.pack(x)
     assert_contract(codec, x, packed, codec.unpack(packed))
     assert_contract(codec, x, packed, codec.unpack(codecs.loads(codecs.dumps(packed))))
 

@@ -22,8 +22,8 @@ def allocate(
     Minimise ``sum_l n_l * rate_l(bound_l)`` subject to ``sum_l c_l * bound_l^2 <= noise``. Where
     ``rate = const - log2(bound)`` on the non-zero elements, the optimum gives each tensor a share of
     the noise in proportion to its non-zero count; where the bound nears the tensor's rms the rate flattens
-    (:func:`rate_slope`) and so does its share. Bounds stop at ``highest_share`` times the rms, where the
-    law's assumptions end; what they leave over goes to the others.
+    (:func:`rate_slope`) and so does its share. Bounds stop at ``highest_share`` times the rms,
+    where hardly a bit is left to save; what they leave over goes to the others.
 
     Args:
         noise: allowed relative squared gradient error, the sum over all tensors.

@@ -113,7 +113,7 @@ class NoiseBudget:
     noise: float
     interval: int = 100
     first_share: float = 0.5
-    highest_share: float = 0.35
+    highest_share: float = 1.0
 
     def __post_init__(self) -> None:
         _require_positive("noise", self.noise)

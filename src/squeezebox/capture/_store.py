@@ -15,6 +15,8 @@ from squeezebox.capture._arena import Arena
 from squeezebox.capture._rules import OTHER, Rule
 from squeezebox.schema import CaptureError, CodecError, Reads, Role, SavedTensor
 
+_DITHER_ROWS = 4
+_DITHER_RUN = 1024
 SMALL_BYTES = 4096  # below this a packed object's own overhead eats the saving
 
 
@@ -282,7 +284,9 @@ class Store:
         if choice.codec == "keep":
             return self._keep(entry, tensor)
         units = {"scale": scale, "inner": _inner(tensor)} if choice.scaled else {}
-        packed = codecs.get(choice.codec).pack(flat, choice.bound, lag=_lag(tensor), **units)
+        packed = codecs.get(choice.codec).pack(
+            flat, choice.bound, lag=_lag(tensor), dither=_dither(tensor), **units
+        )
         entry.packed["values"] = packed
         entry.row.packed[choice.codec] = packed.nbytes
         entry.row.absolute_bound = packed.bound
@@ -384,6 +388,11 @@ def _inner(tensor: torch.Tensor) -> int:
 def _lag(tensor: torch.Tensor) -> int:
     """Distance in memory to the element of the row above, which predicts one best; 0 without rows."""
     return int(tensor.stride(2)) if tensor.dim() == 4 else 0
+
+
+def _dither(tensor: torch.Tensor) -> int:
+    """Elements that share a phase of their rounding: a few rows, which still predict one another."""
+    return _DITHER_ROWS * _lag(tensor) or _DITHER_RUN
 
 
 def _placeholder(

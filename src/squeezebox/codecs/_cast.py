@@ -36,7 +36,7 @@ class Cast(Codec):
     target: torch.dtype
     scaled: bool
 
-    def pack(self, tensor: Tensor, bound: float | None = None, *, lag: int = 0) -> Packed:
+    def pack(self, tensor: Tensor, bound: float | None = None, *, lag: int = 0, dither: int = 0) -> Packed:
         require_float(self.name, tensor)
         flat = flatten(tensor)
         peak = float(flat.abs().amax()) if flat.numel() else 0.0

@@ -1,7 +1,7 @@
 """A flat tensor as a run of compressed chunks and a table that says how each one is stored.
 
-One table row of 16 bytes a chunk of 256 Ki elements: kind (u1), width of the codes in bits (u1), 2 unused
-bytes, compressed size (u4), step or constant (f8); little endian.
+One table row of 16 bytes a chunk of 256 Ki elements: kind (u1), width of the codes in bits (u1), whether
+they are dithered (u2), compressed size (u4), step or constant (f8); little endian.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from squeezebox.schema import FormatError
 CHUNK = 1 << 18
 # Elements that a loop over repeating channels should have at least.
 LONG_LOOP = 4096
-ROW = np.dtype([("kind", "u1"), ("width", "u1"), ("unused", "<u2"), ("nbytes", "<u4"), ("value", "<f8")])
+ROW = np.dtype([("kind", "u1"), ("width", "u1"), ("dithered", "<u2"), ("nbytes", "<u4"), ("value", "<f8")])
 Row = tuple[int, int, int, int, float]
 NBYTES = 3  # place of a chunk's size in its row
 ZERO, CONSTANT, CODES, RAW, HUFFMAN = range(5)
@@ -45,8 +45,8 @@ ROUNDING = {
 class Kernels:
     """The loops over elements; ``_reference/`` says what each must compute."""
 
-    narrow: Callable[[Tensor, int, int, Tensor, bool, int], Tensor | None]
-    widen: Callable[[Tensor, int, int, Tensor, bool, Tensor], None]
+    narrow: Callable[[Tensor, int, int, Tensor, int, bool, int], Tensor | None]
+    widen: Callable[[Tensor, int, int, Tensor, int, bool, Tensor], None]
     difference: Callable[[Tensor, int], Tensor]
     accumulate: Callable[[Tensor, int], Tensor]
     extent: Callable[[Tensor], tuple[float, float]]
@@ -81,13 +81,15 @@ class Steps:
 class Coding:
     """How the chunks of one tensor are coded.
 
-    ``scale`` holds one factor of the step for each channel, of which ``inner`` neighbours share one.
+    ``scale`` holds one factor of the step for each channel, of which ``inner`` neighbours share one;
+    ``dither`` neighbours share a phase of their steps (0: all do).
     """
 
     keep_sign: bool
     lag: int
     scale: Tensor | None = None
     inner: int = 1
+    dither: int = 0
     _known: dict[float, Steps] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def steps(self, step: float) -> Steps:
@@ -110,13 +112,14 @@ class Chunk:
 
     kind: int
     width: int = 0
+    dithered: bool = False
     value: float = 0.0
     data: bytes = b""
 
     @property
     def row(self) -> Row:
         """The table row."""
-        return self.kind, self.width, 0, len(self.data), self.value
+        return self.kind, self.width, int(self.dithered), len(self.data), self.value
 
 
 def _steps(bound: float, peak: float, dtype: torch.dtype, keep_sign: bool) -> Iterator[tuple[float, float]]:
@@ -127,6 +130,7 @@ def _steps(bound: float, peak: float, dtype: torch.dtype, keep_sign: bool) -> It
     for step in (2 * (limit - slack), limit, limit / 2):
         if keep_sign:  # no wider than what gives all elements one code
             step = min(step, peak / (1 - _quantise.SHIFT) * (1 + 2.0**-20))
+        step = min(step, torch.finfo(dtype).max)
         if 1e-36 < step < 1e38:
             yield float(kind(step)), float(kind(limit))
 
@@ -148,32 +152,33 @@ def _raw(flat: Tensor) -> Chunk:
 def encode(kernels: Kernels, flat: Tensor, start: int, bound: float, coding: Coding) -> Chunk:
     """One chunk, every decoded element within ``bound``; exact where no code can promise that."""
     if flat.dtype == torch.float32:
-        for width in (8,) if coding.scale is None else (8, 16):
-            chunk = _narrow(kernels, flat, start, bound, coding, width)
+        widths = (8,) if coding.scale is None else (8, 16)
+        for width, dither in itertools.product(widths, sorted({coding.dither, 0}, reverse=True)):
+            chunk = _narrow(kernels, flat, start, bound, coding, width, dither)
             if chunk is not None:
                 return chunk
     return _raw(flat) if coding.scale is not None else _checked(kernels, flat, bound, coding)
 
 
 def _narrow(
-    kernels: Kernels, flat: Tensor, start: int, bound: float, coding: Coding, width: int
+    kernels: Kernels, flat: Tensor, start: int, bound: float, coding: Coding, width: int, dither: int
 ) -> Chunk | None:
     """One float32 chunk in codes of this width, if they can hold it: a single pass."""
     step = float(np.float32(2 * min(bound, 1e38) * (1 - 2.0 ** (width - 21))))
     steps = coding.steps(step)
     if not steps.normal:
         return None
-    codes = kernels.narrow(flat, start, steps.inner, steps.inverses, coding.keep_sign, width)
+    codes = kernels.narrow(flat, start, steps.inner, steps.inverses, dither, coding.keep_sign, width)
     if codes is None:
         return None
     values = codes.cpu().numpy()
     if values[0] == values[-1] and bool((values == values[0]).all()):
-        if values[0] == 0:
+        if values[0] == 0 and (coding.keep_sign or not dither):
             return Chunk(kind=ZERO)
-        if coding.scale is None:  # the table holds a constant in no bytes
+        if coding.scale is None and not dither:  # the table holds a constant in no bytes
             return None
     kind, data = _shrink(kernels, codes, coding.lag)
-    return Chunk(kind=kind, width=width, value=step, data=data)
+    return Chunk(kind=kind, width=width, dithered=dither > 0, value=step, data=data)
 
 
 def _checked(kernels: Kernels, flat: Tensor, bound: float, coding: Coding) -> Chunk:
@@ -218,7 +223,7 @@ def decode(
     kernels: Kernels, row: Row, data: NDArray[np.uint8], start: int, coding: Coding, out: Tensor
 ) -> None:
     """The inverse of ``encode``, into ``out``."""
-    kind, width, _, _, value = row
+    kind, width, dithered, _, value = row
     if kind in (CONSTANT, CODES, HUFFMAN) and not _representable(value, out.dtype):
         raise FormatError(f"chunk of kind {kind} with value {value}, which is no {out.dtype}; damaged.")
     if kind in (ZERO, CONSTANT):
@@ -232,7 +237,8 @@ def decode(
         codes = _expand(kernels, data, kind, coding.lag, codes).to(out.device)
         if out.dtype == torch.float32:
             known = coding.steps(value)
-            kernels.widen(codes, start, known.inner, known.steps.to(out.device), coding.keep_sign, out)
+            steps, dither = known.steps.to(out.device), coding.dither if dithered else 0
+            kernels.widen(codes, start, known.inner, steps, dither, coding.keep_sign, out)
         else:
             kernels.dequantise(codes, value, coding.keep_sign, out)
     else:

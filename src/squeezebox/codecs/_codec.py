@@ -32,7 +32,7 @@ class Codec(ABC):
     version: int = 1
 
     @abstractmethod
-    def pack(self, tensor: Tensor, bound: float | None = None, *, lag: int = 0) -> Packed:
+    def pack(self, tensor: Tensor, bound: float | None = None, *, lag: int = 0, dither: int = 0) -> Packed:
         """Pack a tensor.
 
         Args:
@@ -40,6 +40,8 @@ class Codec(ABC):
             bound: largest absolute error allowed for any element; None where the codec needs none.
             lag: distance, in elements of memory order, for integer prediction; only the variable-size
                 codecs use it (0: none, -1, their default: choose by a trial).
+            dither: elements in memory order that share a phase of their rounding (0: all do); only the
+                variable-size codecs use it.
 
         Raises:
             CodecError: the format cannot hold this tensor within this bound.

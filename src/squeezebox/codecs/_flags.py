@@ -40,7 +40,7 @@ def _unpack(codec: Codec, packed: Packed, out: Tensor | None) -> Tensor:
 class Mask(Codec):
     """Exact for booleans, and for numbers that are all 0 or one finite value c (dropout masks)."""
 
-    def pack(self, tensor: Tensor, bound: float | None = None, *, lag: int = 0) -> Packed:
+    def pack(self, tensor: Tensor, bound: float | None = None, *, lag: int = 0, dither: int = 0) -> Packed:
         flat = flatten(tensor)
         source = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
         value = float(source.max()) if flat.numel() else 1.0
@@ -68,7 +68,7 @@ class Sign(Codec):
     For ReLU outputs, whose backward reads nothing else. NaN counts as positive, as it does there.
     """
 
-    def pack(self, tensor: Tensor, bound: float | None = None, *, lag: int = 0) -> Packed:
+    def pack(self, tensor: Tensor, bound: float | None = None, *, lag: int = 0, dither: int = 0) -> Packed:
         require_float(self.name, tensor)
         bits = torch.ops.squeezebox.pack_positive(flatten(tensor))
         return make_packed(self, tensor, math.inf, (bits,), {"zero": 0.0, "one": 1.0})
@@ -94,6 +94,7 @@ class Interval(Codec):
         bound: float | None = None,
         *,
         lag: int = 0,
+        dither: int = 0,
         lower: float = -1.0,
         upper: float = 1.0,
         inclusive: bool = False,

@@ -48,7 +48,9 @@ class ZeroGroups(Codec):
     bits: int
     stochastic: bool = False
 
-    def pack(self, tensor: Tensor, bound: float | None = None, *, lag: int = 0, seed: int = 0) -> Packed:
+    def pack(
+        self, tensor: Tensor, bound: float | None = None, *, lag: int = 0, dither: int = 0, seed: int = 0
+    ) -> Packed:
         require_float(self.name, tensor)
         flat = flatten(tensor)
         codes, scales = torch.ops.squeezebox.pack_zero(flat, self.bits, self.stochastic, seed)
@@ -86,7 +88,9 @@ class MinMaxGroups(Codec):
     bits: int
     stochastic: bool = False
 
-    def pack(self, tensor: Tensor, bound: float | None = None, *, lag: int = 0, seed: int = 0) -> Packed:
+    def pack(
+        self, tensor: Tensor, bound: float | None = None, *, lag: int = 0, dither: int = 0, seed: int = 0
+    ) -> Packed:
         require_float(self.name, tensor)
         flat = flatten(tensor)
         codes, scales = torch.ops.squeezebox.pack_minmax(flat, self.bits, self.stochastic, seed)

@@ -15,7 +15,7 @@ from squeezebox.codecs._packed import Packed
 class Keep(Codec):
     """Exact for every dtype: a private copy in memory order, safe from later in-place changes."""
 
-    def pack(self, tensor: Tensor, bound: float | None = None, *, lag: int = 0) -> Packed:
+    def pack(self, tensor: Tensor, bound: float | None = None, *, lag: int = 0, dither: int = 0) -> Packed:
         return make_packed(self, tensor, 0.0, (flatten(tensor).clone(),))
 
     def unpack(self, packed: Packed, out: Tensor | None = None) -> Tensor:

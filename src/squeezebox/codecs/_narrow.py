@@ -20,7 +20,7 @@ INTEGERS = (*SIGNED, torch.uint8)
 class Narrow(Codec):
     """Exact for integers: ``x - offset`` as int8, int16, int32 or int64, whichever just holds it."""
 
-    def pack(self, tensor: Tensor, bound: float | None = None, *, lag: int = 0) -> Packed:
+    def pack(self, tensor: Tensor, bound: float | None = None, *, lag: int = 0, dither: int = 0) -> Packed:
         if tensor.dtype not in INTEGERS:
             raise CodecError(f"codec 'narrow' packs integer tensors, not {tensor.dtype}; use 'keep'.")
         flat = flatten(tensor)

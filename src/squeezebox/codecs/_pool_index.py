@@ -41,6 +41,7 @@ class PoolIndex(Codec):
         bound: float | None = None,
         *,
         lag: int = 0,
+        dither: int = 0,
         kernel_size: Pair = 2,
         stride: Pair | None = None,
         padding: Pair = 0,

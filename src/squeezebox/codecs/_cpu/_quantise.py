@@ -28,7 +28,7 @@ def extent(flat: Tensor) -> tuple[float, float]:
 
 
 def narrow(
-    flat: Tensor, start: int, inner: int, inverses: Tensor, keep_sign: bool, width: int
+    flat: Tensor, start: int, inner: int, inverses: Tensor, dither: int, keep_sign: bool, width: int
 ) -> Tensor | None:
     """As the reference's ``narrow``."""
     from squeezebox.codecs._cpu import _quantise_loops
@@ -36,16 +36,18 @@ def narrow(
     codes = torch.from_numpy(scratch("codes", flat.numel(), f"int{width}"))
     most = np.float32((1 << (width - 1)) - 1)
     fits = _quantise_loops.narrow(
-        flat.numpy(), start, inner, inverses.numpy(), keep_sign, most, codes.numpy()
+        flat.numpy(), start, inner, inverses.numpy(), dither, keep_sign, most, codes.numpy()
     )
     return codes if fits else None
 
 
-def widen(codes: Tensor, start: int, inner: int, steps: Tensor, keep_sign: bool, out: Tensor) -> None:
+def widen(
+    codes: Tensor, start: int, inner: int, steps: Tensor, dither: int, keep_sign: bool, out: Tensor
+) -> None:
     """As the reference's ``widen``."""
     from squeezebox.codecs._cpu import _quantise_loops
 
-    _quantise_loops.widen(codes.numpy(), start, inner, steps.numpy(), keep_sign, out.numpy())
+    _quantise_loops.widen(codes.numpy(), start, inner, steps.numpy(), dither, keep_sign, out.numpy())
 
 
 def quantise(flat: Tensor, step: float, limit: float, keep_sign: bool, width: int) -> Tensor | None:
@@ -113,16 +115,23 @@ LOOPS = _chunks.Kernels(
 
 
 def pack_chunks(
-    flat: Tensor, bound: float, keep_sign: bool, lag: int, scale: Tensor | None, inner: int
+    flat: Tensor, bound: float, keep_sign: bool, lag: int, scale: Tensor | None, inner: int, dither: int
 ) -> tuple[Tensor, Tensor]:
     """The operator's kernel: ``_chunks.pack_chunks`` with these loops."""
-    coding = _chunks.Coding(keep_sign=keep_sign, lag=lag, scale=scale, inner=inner)
+    coding = _chunks.Coding(keep_sign=keep_sign, lag=lag, scale=scale, inner=inner, dither=dither)
     return _chunks.pack_chunks(LOOPS, flat, bound, coding)
 
 
 def unpack_chunks(
-    blob: Tensor, table: Tensor, keep_sign: bool, lag: int, scale: Tensor | None, inner: int, out: Tensor
+    blob: Tensor,
+    table: Tensor,
+    keep_sign: bool,
+    lag: int,
+    scale: Tensor | None,
+    inner: int,
+    dither: int,
+    out: Tensor,
 ) -> None:
     """The operator's kernel: ``_chunks.unpack_chunks`` with these loops."""
-    coding = _chunks.Coding(keep_sign=keep_sign, lag=lag, scale=scale, inner=inner)
+    coding = _chunks.Coding(keep_sign=keep_sign, lag=lag, scale=scale, inner=inner, dither=dither)
     _chunks.unpack_chunks(LOOPS, blob, table, coding, out)

@@ -11,8 +11,9 @@ from numba import njit, types
 from numba.extending import overload
 
 from squeezebox.codecs._cpu._blocks import OPTIONS, mirrored, order, round_block, store, whole_block
-from squeezebox.codecs._reference._quantise import OFFSET, SHIFT
+from squeezebox.codecs._reference._quantise import FIRST_TURN, NEXT_TURN, OFFSET, SHIFT
 
+_FIRST_NEAREST, _FIRST_SIGNED = FIRST_TURN[False], FIRST_TURN[True]
 # From this lag on, rows are long enough for vector instructions.
 WIDE_LAG = 24
 
@@ -76,22 +77,43 @@ def _own_for(factor, i):
 
 
 @njit(**OPTIONS)
-def _narrow_nearest(flat, inverse, most, codes):
-    misses = np.int32(0)
+def _run(position, inner, channels, dither):
+    """Elements from ``position`` on of the same channel (or channels in order) and phase, at most."""
+    run = channels - position % channels if inner == 1 else inner - position % inner
+    return min(run, dither - position % dither) if dither else run
+
+
+@njit(**OPTIONS)
+def _phase(position, dither, keep_sign):
+    if keep_sign:
+        if not dither:
+            return np.float32(SHIFT)
+        turn = (_FIRST_SIGNED + position // dither * NEXT_TURN) & 0xFFFF
+        return np.float32(turn * 2.0**-17)
+    if not dither:
+        return np.float32(0)
+    turn = (_FIRST_NEAREST + position // dither * NEXT_TURN) & 0xFFFF
+    return np.float32(turn * 2.0**-16 - 0.5)
+
+
+@njit(**OPTIONS)
+def _narrow_nearest(flat, inverse, phase, most, codes):
+    zero, misses = np.float32(0), np.int32(0)
+    moved = phase != zero
     for i in range(flat.size):
-        code = np.rint(flat[i] * _own(inverse, i))
-        misses |= np.int32(not (abs(code) <= most))
+        code = np.rint(flat[i] * _own(inverse, i) + phase)
+        misses |= np.int32(not (abs(code) <= most)) | np.int32(moved & (flat[i] == zero))
         codes[i] = codes.dtype.type(np.int32(code))
     return misses
 
 
 @njit(**OPTIONS)
-def _narrow_signed(flat, inverse, most, codes):
-    zero, one, shift = np.float32(0), np.float32(1), np.float32(SHIFT)
+def _narrow_signed(flat, inverse, phase, most, codes):
+    zero, one = np.float32(0), np.float32(1)
     misses = np.int32(0)
     for i in range(flat.size):
         value = flat[i]
-        code = np.ceil(abs(value) * _own(inverse, i) + shift)
+        code = np.ceil(abs(value) * _own(inverse, i) + phase)
         misses |= np.int32(not (code <= most))
         code = code if code > one else one
         code = -code if value < zero else code
@@ -101,59 +123,62 @@ def _narrow_signed(flat, inverse, most, codes):
 
 
 @njit(**OPTIONS)
-def _narrow_run(flat, inverse, keep_sign, most, codes):
+def _narrow_run(flat, inverse, phase, keep_sign, most, codes):
     if keep_sign:
-        return _narrow_signed(flat, inverse, most, codes)
-    return _narrow_nearest(flat, inverse, most, codes)
+        return _narrow_signed(flat, inverse, phase, most, codes)
+    return _narrow_nearest(flat, inverse, phase, most, codes)
 
 
 @njit(**OPTIONS)
-def narrow(flat, start, inner, inverses, keep_sign, most, codes):
+def narrow(flat, start, inner, inverses, dither, keep_sign, most, codes):
     """``narrow`` of the reference; False where it gives None."""
     misses, done = np.int32(0), 0
     while done < flat.size:
         position = start + done
         channel = position // inner % inverses.size
-        run = inverses.size - channel if inner == 1 else inner - position % inner
+        run = _run(position, inner, inverses.size, dither)
+        phase = _phase(position, dither, keep_sign)
         here, there = flat[done : done + run], codes[done : done + run]
         if inner == 1:
-            misses |= _narrow_run(here, inverses[channel:], keep_sign, most, there)
+            misses |= _narrow_run(here, inverses[channel:], phase, keep_sign, most, there)
         else:
-            misses |= _narrow_run(here, inverses[channel], keep_sign, most, there)
+            misses |= _narrow_run(here, inverses[channel], phase, keep_sign, most, there)
         done += run
     return misses == 0
 
 
 @njit(**OPTIONS)
-def _value(code, keep_sign):
+def _value(code, phase, keep_sign):
     """A code in units of the step."""
-    zero, offset = np.float32(0), np.float32(OFFSET)
+    zero = np.float32(0)
     size = np.float32(np.int32(code))
     if keep_sign:
+        offset = phase + np.float32(0.5)
         inward = offset if size > zero else -offset
         return size - inward if size != zero else zero
-    return size
+    return size - phase
 
 
 @njit(**OPTIONS)
-def _widen_run(codes, step, keep_sign, out):
+def _widen_run(codes, step, phase, keep_sign, out):
     for i in range(out.size):
-        out[i] = _value(codes[i], keep_sign) * _own(step, i)
+        out[i] = _value(codes[i], phase, keep_sign) * _own(step, i)
 
 
 @njit(**OPTIONS)
-def widen(codes, start, inner, steps, keep_sign, out):
+def widen(codes, start, inner, steps, dither, keep_sign, out):
     """``widen`` of the reference."""
     done = 0
     while done < out.size:
         position = start + done
         channel = position // inner % steps.size
-        run = steps.size - channel if inner == 1 else inner - position % inner
+        run = _run(position, inner, steps.size, dither)
+        phase = _phase(position, dither, keep_sign)
         here, there = codes[done : done + run], out[done : done + run]
         if inner == 1:
-            _widen_run(here, steps[channel:], keep_sign, there)
+            _widen_run(here, steps[channel:], phase, keep_sign, there)
         else:
-            _widen_run(here, steps[channel], keep_sign, there)
+            _widen_run(here, steps[channel], phase, keep_sign, there)
         done += run
 
 
