@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 from squeezebox.schema import (
     AttachError,
+    BudgetError,
     CaptureError,
     CodecError,
     DatasetError,
     FormatError,
     OptionError,
     OutputError,
+    PlanError,
     SqueezeboxError,
     UnsupportedModelError,
 )
@@ -25,12 +27,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttachError",
+    "BudgetError",
     "CaptureError",
     "CodecError",
     "DatasetError",
     "FormatError",
     "OptionError",
     "OutputError",
+    "PlanError",
     "SqueezeboxError",
     "UnsupportedModelError",
     "__version__",
@@ -38,20 +42,27 @@ __all__ = [
     "bounds",
     "codecs",
     "estimate",
+    "load_plan",
+    "plan",
     "schema",
 ]
 
 if TYPE_CHECKING:
     from squeezebox import bounds, codecs, schema
+    from squeezebox.reports import load_plan
     from squeezebox.session import attach, estimate
+    from squeezebox.session import make_plan as plan
 else:
     # Hidden from type checkers, who would take any name for an attribute.
     def __getattr__(name: str) -> object:
         """Import the room or the function called ``name`` on its first use (PEP 562)."""
         if name in ("bounds", "codecs", "schema"):
             return importlib.import_module(f"squeezebox.{name}")
-        if name in ("attach", "estimate"):
-            return getattr(importlib.import_module("squeezebox.session"), name)
+        if name in ("attach", "estimate", "plan"):
+            own = "make_plan" if name == "plan" else name
+            return getattr(importlib.import_module("squeezebox.session"), own)
+        if name == "load_plan":
+            return importlib.import_module("squeezebox.reports").load_plan
         raise AttributeError(f"module 'squeezebox' has no attribute {name!r}")
 
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
+import re
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +19,8 @@ from typing import Any
 import torch
 
 from squeezebox import bounds as bounds_room
-from squeezebox.bounds import Comet, Controller, ControllerState, NoiseBudget
+from squeezebox import planner
+from squeezebox.bounds import Comet, Controller, ControllerState, NoiseBudget, Planned
 from squeezebox.capture import (
     Choice,
     Collector,
@@ -30,11 +34,23 @@ from squeezebox.capture import (
     in_backward,
     is_plain,
 )
-from squeezebox.profiling import PeakMeter, simulate
-from squeezebox.reports import Estimate, Report
-from squeezebox.schema import AttachError, Check, FormatError, OptionError, Role, StepRecord
+from squeezebox.profiling import PeakMeter, StepProfiler, simulate, state_bytes, transient_bytes
+from squeezebox.reports import Estimate, PlannedTensor, Report, StepPlan
+from squeezebox.schema import (
+    AttachError,
+    Budget,
+    Check,
+    FormatError,
+    OptionError,
+    PlanError,
+    Profile,
+    Role,
+    StepRecord,
+)
 
+LossFunction = Callable[[Any, Any], torch.Tensor]
 STATE_VERSION = 1
+_STATISTICS_STEPS = 4  # of a plan, before it is profiled
 _SPARSE_ROLES = frozenset({Role.RELU_OUTPUT, Role.POOL_INPUT})
 _UNKNOWN_COUNT = 64  # lossy tensors of a model, before the first step has counted them
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # multiples of it spread evenly over the unit interval
@@ -48,6 +64,10 @@ def attach(
     noise: float | None = None,
     controller: Controller | None = None,
     exact: bool = False,
+    budget: int | str | None = None,
+    sample: tuple[Any, Any] | None = None,
+    loss_fn: LossFunction | None = None,
+    plan: StepPlan | None = None,
     checks_per_refresh: int = 1,
 ) -> Session:
     """Hold what training ``model`` saves between forward and backward in fewer bytes.
@@ -63,6 +83,10 @@ def attach(
             squared norm (default 1e-3).
         controller: any bound controller instead of ``noise``, such as ``squeezebox.bounds.Comet()``.
         exact: only lossless savings; losses and gradients equal plain PyTorch's to the bit.
+        budget: bytes that the step's peak stays under, in the least time: see :func:`plan`.
+        sample: see :func:`plan`.
+        loss_fn: see :func:`plan`.
+        plan: such a plan made before; goes without noise, controller, exact and budget.
         checks_per_refresh: how many weighted layers, and how many other tensors, are compared with their
             exact values at each refresh; each holds its exact tensor and a second gradient for that step.
 
@@ -73,8 +97,26 @@ def attach(
         OptionError: noise not positive and finite, more than one of noise, controller and exact, or
             COMET's controller without an optimizer.
         AttachError: the model has a session already.
+        BudgetError: no plan fits the budget.
         UnsupportedModelError: the model spans two devices or is compiled.
     """
+    if budget is not None:
+        if plan is not None or controller is not None:
+            raise OptionError("budget makes a plan of its own; give it without plan and controller.")
+        plan = make_plan(
+            model,
+            sample=sample,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            budget=budget,
+            noise=noise,
+            exact=exact,
+        )
+        noise, exact = None, False
+    if plan is not None:
+        if noise is not None or controller is not None or exact:
+            raise OptionError("plan says what is lost already; give it without noise, controller and exact.")
+        controller = Planned(bounds=plan.bounds)
     chosen = _controller(noise, controller, exact, optimizer is not None)
     if model in _attached:
         raise AttachError(
@@ -82,9 +124,71 @@ def attach(
             "with that one."
         )
     check_supported(model)
-    session = Session(model, optimizer, chosen, checks_per_refresh)
+    session = Session(model, optimizer, chosen, checks_per_refresh, plan)
     _attached.add(model)
     return session
+
+
+def make_plan(
+    model: torch.nn.Module,
+    *,
+    sample: tuple[Any, Any] | None,
+    loss_fn: LossFunction | None,
+    optimizer: torch.optim.Optimizer | None = None,
+    budget: int | str | None = None,
+    noise: float | None = None,
+    exact: bool = False,
+) -> StepPlan:
+    """Choose for every saved tensor how to hold it, so that the step's peak stays under ``budget``.
+
+    Runs a few steps on ``sample`` (parameters, gradients, buffers and random states are as before):
+    statistics, then one in which every way to hold every tensor is timed and weighed. Then the least time
+    within the bytes at every position of forward and backward and within the noise is looked for.
+
+    Args:
+        model: any module that :func:`attach` takes.
+        sample: inputs (a tensor, or a tuple of them) and target, as a training step gets them.
+        loss_fn: ``loss_fn(output, target)`` is what backward starts from.
+        optimizer: its state counts towards the peak, also where it is not there yet.
+        budget: bytes, or "2GiB", or a share of the plain step's peak, "50%"; None: as little as possible.
+        noise: allowed relative gradient noise (default 1e-3).
+        exact: nothing is lost.
+
+    Raises:
+        BudgetError: no plan fits; says how much the smallest needs.
+        OptionError: an argument is missing or out of range, or a profiler is running.
+    """
+    if sample is None or loss_fn is None:
+        raise OptionError("a plan needs sample=(inputs, target) and loss_fn=, to see what a step saves.")
+    allowed = 0.0 if exact else 1e-3 if noise is None else noise
+    with _restored(model):
+        session = attach(model, optimizer=optimizer, noise=None if exact else allowed, exact=exact)
+        try:
+            profile, saved, seconds = session._profile(*sample, loss_fn)
+        finally:
+            session.detach()
+    keep = {tensor.key: tensor.options[0] for tensor in profile.tensors}
+    plain = planner.peak(profile, keep)
+    limit = None if budget is None else _bytes_named(budget, plain)
+    chosen = (
+        planner.smallest(profile, allowed)
+        if limit is None
+        else planner.solve(profile, Budget(peak_bytes=limit, noise=allowed))
+    )
+    return StepPlan(
+        model=type(model).__name__,
+        budget_bytes=limit,
+        noise=allowed,
+        plain_peak_bytes=plain,
+        plain_seconds=seconds,
+        predicted_peak_bytes=chosen.predicted_peak_bytes,
+        predicted_seconds=seconds + chosen.predicted_seconds,
+        predicted_noise=chosen.predicted_noise,
+        tensors=tuple(
+            PlannedTensor(key=key, saved_bytes=saved[key], option=option)
+            for key, option in chosen.choices.items()
+        ),
+    )
 
 
 def estimate(
@@ -149,6 +253,7 @@ class Session:
         optimizer: torch.optim.Optimizer | None,
         controller: Controller | None,
         checks_per_refresh: int = 1,
+        plan: StepPlan | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -156,6 +261,12 @@ class Session:
         self._state = ControllerState()
         self._store = Store(_BoundPolicy(self))
         self._recorder = Recorder(self._store)
+        self._plan = plan
+        if plan is not None:
+            self._store.keep, self._store.offload = plan.kept, plan.offloaded
+            self._store.admit = functools.partial(
+                _admit, plan.model, {tensor.key: tensor.saved_bytes for tensor in plan.tensors}
+            )
         self._meter = PeakMeter(_device(model))
         self._depth = 0
         self._step = -1
@@ -377,6 +488,9 @@ class Session:
             activation_peak_bytes=activations,
             refresh_peak_bytes=self._refresh_peak,
             floor_bytes=self._floor,
+            budget_bytes=self._plan.budget_bytes if self._plan else None,
+            predicted_peak_bytes=self._plan.predicted_peak_bytes if self._plan else None,
+            predicted_seconds=self._plan.predicted_seconds if self._plan else None,
             checks=tuple(self._checks),
             notes=tuple(self._notes),
         )
@@ -399,6 +513,35 @@ class Session:
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for parameter in parameters
         ]
+
+    def _profile(
+        self, inputs: Any, target: Any, loss_fn: LossFunction
+    ) -> tuple[Profile, dict[str, int], float]:
+        """(what a step could hold, saved bytes by key, seconds of a plain step)."""
+        arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+
+        def closure() -> None:
+            loss_fn(self._model(*arguments), target).backward()
+
+        for _ in range(_STATISTICS_STEPS if self._controller is not None else 1):
+            self._model.zero_grad(set_to_none=True)
+            closure()
+        self._close_step()
+        seconds = min(_timed(lambda: self._replay(closure, bypass=True)) for _ in range(2))
+        owned = [*self._model.parameters(), *self._model.buffers(), *_tensors([inputs, target])]
+        held = _nbytes(owned) + state_bytes(self._model, self._optimizer)
+        self._model.zero_grad(set_to_none=True)
+        self._store.arena.clear()
+        profiler = self._store.listener = StepProfiler()
+        profiler.start()
+        try:
+            gradients = self._replay(closure, bypass=False)
+            saved = {row.key: row.saved_bytes for row in self._store.rows}
+            final = _nbytes(gradients) + transient_bytes(gradients, self._optimizer)
+            return profiler.stop(held, self._state.sensitivities, final), saved, seconds
+        finally:
+            self._store.listener = None
+            profiler.close()
 
     def _due(self, step: int) -> bool:
         return step >= 0 and self._controller is not None and self._controller.due(step)
@@ -516,6 +659,36 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the tensors' storages, each once."""
     storages = (tensor.untyped_storage() for tensor in tensors if is_plain(tensor.data))
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def _admit(model: str, planned: Mapping[str, int], key: str, nbytes: int) -> None:
+    """Refuse a tensor that the plan does not know, or not of that size; a smaller batch is fine."""
+    known = planned.get(key)
+    if known is None or nbytes > known:
+        size = "no such tensor" if known is None else f"{known} bytes"
+        raise PlanError(
+            f"'{key}' saves {nbytes} bytes and the plan, made for {model}, knows {size}: it was made "
+            "for another model, input shape or batch. Make a new one with squeezebox.plan()."
+        )
+
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def _bytes_named(budget: int | str, plain: int) -> int:
+    """A budget in bytes: a number, "2GiB", or "50%" of the plain step's peak."""
+    found = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*|%)", str(budget).strip())
+    unit = found[2].upper() if found else ""
+    if not found or (unit and unit != "%" and unit not in _UNITS) or not float(found[1]) > 0:
+        raise OptionError(f"budget {budget!r} is no size; give bytes, '2GiB', '800MB' or '50%'.")
+    factor = plain / 100 if unit == "%" else _UNITS[unit or "B"]
+    return int(float(found[1]) * factor)
+
+
+def _timed(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def _dtype_named(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -137,6 +137,26 @@ class NoiseBudget:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """The bounds of a plan, by tensor; tensors without one are held exactly."""
+
+    bounds: Mapping[str, float]
+    interval: int = 100
+
+    def due(self, step: int) -> bool:
+        """Statistics only feed the report here."""
+        return refresh_due(step, self.interval)
+
+    def bound(self, state: ControllerState, key: str, role: Role, rms: Callable[[], float]) -> float | None:
+        """The planned bound."""
+        return self.bounds.get(key)
+
+    def update(self, state: ControllerState, statistics: StepStatistics) -> ControllerState:
+        """Only the sensitivities change."""
+        return _observed(state, statistics)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Comet:
     """COMET's adaptive bound on convolution inputs (arXiv:2111.09562, section 4); the rest is exact.
 

@@ -10,18 +10,20 @@ from squeezebox.capture._observe import Observer
 from squeezebox.capture._recorder import Recorder
 from squeezebox.capture._rules import Rule
 from squeezebox.capture._statistics import Collector
-from squeezebox.capture._store import Choice, Policy, Row, Store, is_plain
+from squeezebox.capture._store import Choice, Listener, Policy, Row, Store, Trial, is_plain
 
 __all__ = [
     "Choice",
     "Collector",
     "Installation",
+    "Listener",
     "Observer",
     "Policy",
     "Recorder",
     "Row",
     "Rule",
     "Store",
+    "Trial",
     "check_supported",
     "foreign_hooks",
     "in_backward",

@@ -50,6 +50,10 @@ class Arena:
         chosen.owner, chosen.form = weakref.ref(owner), form
         return chosen.data
 
+    def trim(self) -> None:
+        """Let go of the buffers that nobody uses."""
+        self._buffers = [buffer for buffer in self._buffers if not buffer.is_idle()]
+
     def clear(self) -> None:
         """Forget every buffer; those still in use live on with their users."""
         self._buffers.clear()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from squeezebox import codecs
 from squeezebox.capture._arena import Arena
 from squeezebox.capture._rules import OTHER, Rule
+from squeezebox.memory import Slot, Spill
 from squeezebox.schema import CaptureError, CodecError, Reads, Role, SavedTensor
 
 _DITHER_ROWS = 4
@@ -34,6 +36,31 @@ class Policy(Protocol):
 
     def choose(self, key: str, rule: Rule, tensor: torch.Tensor) -> Choice:
         """The codec for a flat tensor; ``Choice(codec="keep")`` holds the tensor itself."""
+
+
+Trial = Callable[[float | None], codecs.Packed]
+
+
+class Listener(Protocol):
+    """Is told of every saved tensor's way through one step."""
+
+    def saving(self, row: Row, tensor: torch.Tensor) -> None:
+        """Packing begins; ``tensor`` is the original."""
+
+    def offered(self, row: Row, codec: str, flat: torch.Tensor, scaled: bool, trial: Trial) -> None:
+        """Its values may be packed; ``trial(bound)`` does so once more and keeps nothing."""
+
+    def saved(self, row: Row) -> None:
+        """Packing has ended."""
+
+    def using(self, row: Row) -> None:
+        """Unpacking begins."""
+
+    def used(self, row: Row) -> None:
+        """Unpacking has ended."""
+
+    def released(self, row: Row) -> None:
+        """Autograd has let go of it."""
 
 
 @dataclass(slots=True)
@@ -85,6 +112,7 @@ class Entry:
         "packed",
         "row",
         "scale",
+        "slot",
         "storage",
         "version",
     )
@@ -97,6 +125,7 @@ class Entry:
         self.numel = storage.nbytes() // tensor.element_size()
         self.packed: dict[str, codecs.Packed] = {}
         self.kept: torch.Tensor | None = None
+        self.slot: Slot | None = None
         self.device = tensor.device
         self.scale: torch.Tensor | None = None  # per channel, where the bound is in its units
         self.row = row
@@ -139,6 +168,11 @@ class Store:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
+        self.keep: Container[str] = ()  # keys of tensors to hold themselves
+        self.offload: Container[str] = ()  # and of those to move to a file
+        self.spill = Spill()
+        self.admit: Callable[[str, int], None] | None = None  # raises for a key and bytes that no plan knows
+        self.listener: Listener | None = None
         self.arena = Arena()
         self.rows: list[Row] = []
         self.borrowed: dict[int, int] = {}
@@ -184,7 +218,11 @@ class Store:
         handle.rule = rule
         entry = handle.entry = self._entry(tensor, rule, key)
         entry.row.roles.append(rule.role)
+        if self.listener is not None:
+            self.listener.saving(entry.row, tensor)
         handle.form = self._pack(entry, handle, rule, options)
+        if self.listener is not None:
+            self.listener.saved(entry.row)
         handle.tensor = tensor.detach() if handle.form == "keep" else None
 
     def unpack(self, handle: Handle) -> torch.Tensor:
@@ -193,9 +231,19 @@ class Store:
         Raises:
             CaptureError: a tensor that is held itself was changed in place since it was saved.
         """
+        if self.listener is None or handle.entry is None:
+            return self._unpack(handle)
+        self.listener.using(handle.entry.row)
+        tensor = self._unpack(handle)
+        self.listener.used(handle.entry.row)
+        return tensor
+
+    def _unpack(self, handle: Handle) -> torch.Tensor:
         if handle.override is not None:
             return handle.override
         if handle.tensor is not None:
+            if handle.entry is not None:
+                self.arena.trim()
             return _unchanged(handle, handle.tensor)
         entry = handle.entry
         if entry is None:
@@ -215,6 +263,8 @@ class Store:
         if entry is not None and entry.holds(tensor):
             return entry
         name, module = key()
+        if self.admit is not None:
+            self.admit(name, tensor.untyped_storage().nbytes())
         row = Row(
             key=name,
             module=module,
@@ -226,6 +276,8 @@ class Store:
         entry = Entry(tensor, row)
         self.rows.append(row)
         self._entries[address] = entry
+        if self.listener is not None:
+            weakref.finalize(entry, self.listener.released, row).atexit = False
         return entry
 
     def _pack(self, entry: Entry, handle: Handle, rule: Rule, options: Mapping[str, Any]) -> str:
@@ -239,10 +291,14 @@ class Store:
             return self._keep(entry, tensor)
         if rule.reads is Reads.SHAPE:
             return "shape"
+        if entry.row.key in self.keep:
+            return self._keep(entry, tensor)
+        if entry.row.key in self.offload and entry.device.type == "cpu":
+            return self._offload(entry, tensor)
         if rule.codec is not None:
             return self._pack_exact(entry, tensor, rule.codec, options)
         if rule.reads is Reads.EXACT:
-            return self._keep(entry, tensor)
+            return self._hold(entry, tensor)
         if rule.reads is Reads.SIGN:
             return self._pack_sign(entry, tensor, rule)
         return self._pack_values(entry, tensor, rule, options)
@@ -282,11 +338,14 @@ class Store:
         flat = _flat(tensor, entry.numel)
         choice = self.policy.choose(entry.row.key, replace(rule, scaled=scale is not None), flat)
         if choice.codec == "keep":
-            return self._keep(entry, tensor)
+            return self._hold(entry, tensor)
         units = {"scale": scale, "inner": _inner(tensor)} if choice.scaled else {}
-        packed = codecs.get(choice.codec).pack(
-            flat, choice.bound, lag=_lag(tensor), dither=_dither(tensor), **units
-        )
+        hints: dict[str, Any] = {"lag": _lag(tensor), "dither": _dither(tensor), **units}
+        codec = codecs.get(choice.codec)
+        if self.listener is not None:
+            trial = functools.partial(codec.pack, flat, **hints)
+            self.listener.offered(entry.row, choice.codec, flat, choice.scaled, trial)
+        packed = codec.pack(flat, choice.bound, **hints)
         entry.packed["values"] = packed
         entry.row.packed[choice.codec] = packed.nbytes
         entry.row.absolute_bound = packed.bound
@@ -296,12 +355,30 @@ class Store:
             entry.row.packed.pop("sign", None)
         return "values"
 
+    def _hold(self, entry: Entry, tensor: torch.Tensor) -> str:
+        """Keep the tensor; where somebody listens, let it go all the same, to see when it would be free."""
+        moved = self.listener is not None and entry.device.type == "cpu"
+        return self._offload(entry, tensor) if moved else self._keep(entry, tensor)
+
     def _keep(self, entry: Entry, tensor: torch.Tensor) -> str:
         entry.kept = tensor.detach()
         entry.row.packed["keep"] = entry.row.saved_bytes
         return "keep"
 
+    def _offload(self, entry: Entry, tensor: torch.Tensor) -> str:
+        if entry.slot is None:
+            entry.slot = self.spill.write(_flat(tensor, entry.numel))
+            entry.row.packed["offload"] = 0
+        return "offload"
+
     def _decode(self, entry: Entry, form: str) -> torch.Tensor:
+        if entry.slot is not None:
+            nbytes = entry.numel * entry.dtype.itemsize
+            ready = self.arena.find(entry, "offload")
+            if ready is None:
+                ready = self.arena.take(nbytes, entry, "offload")
+                self.spill.read(entry.slot, ready[:nbytes])
+            return ready[:nbytes].view(entry.dtype)
         packed = entry.packed[form]
         codec = codecs.get(packed.codec)
         if entry.device.type != "cpu":  # other devices' allocators keep their pages themselves

@@ -4,7 +4,7 @@ In: a Profile (positions, tensors, measured options) and a Budget. Out: a Plan, 
 May touch: squeezebox.schema, numpy, and scipy for the optimum; no torch.
 """
 
-from squeezebox.planner._greedy import solve
+from squeezebox.planner._greedy import peak, smallest, solve
 from squeezebox.planner._milp import optimum
 
-__all__ = ["optimum", "solve"]
+__all__ = ["optimum", "peak", "smallest", "solve"]

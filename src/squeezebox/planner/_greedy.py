@@ -1,23 +1,50 @@
-"""Greedy descent from the fastest options, then exact single and paired moves."""
+"""Prices for bytes and noise, then greedy repair and exact single moves."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
 import numpy as np
+from numpy.typing import NDArray
 
 from squeezebox.planner._table import Floats, Integers, Table, infeasible, tabulate
-from squeezebox.schema import Budget, Plan, Profile
+from squeezebox.schema import Budget, BudgetError, Option, Plan, Profile
 
+_HALVINGS = 7
+_ROUNDS = 200  # of the ascent
+_KEPT = 24  # rounds that are repaired
+_POLISHED = 12  # of those, the fastest
 _TINY = 1e-12  # seconds: so that free moves rank by their bytes
-# prices of noise, as shares of the seconds a whole budget of it could buy; each is tried from the start
-_PRICES = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """A budget in the table's terms, and what passing it may cost: the seconds of the slowest choice."""
+
+    bytes_: int
+    noise: float
+    scale: float
+
+    def excess(self, table: Table, choice: Integers) -> tuple[Floats, float]:
+        """By how much each position and the noise pass the budget, relative to it; negative below."""
+        noise = table.total(table.noise, choice)
+        over = noise / self.noise - 1.0 if self.noise > 0.0 else 0.0
+        return table.usage(choice) / self.bytes_ - 1.0, over
+
+    def fits(self, table: Table, choice: Integers) -> bool:
+        """Whether the choice stays within the budget."""
+        noisy = table.total(table.noise, choice) > self.noise * (1 + 1e-9)
+        return not noisy and int(table.usage(choice).max()) <= self.bytes_
 
 
 def solve(profile: Profile, budget: Budget) -> Plan:
     """A plan whose every position stays within the budget, in nearly the least time.
 
-    Starts from the fastest options and, while a position is over the budget, takes the move that frees
-    most excess bytes for a second and a share of the noise; then takes back what was not needed. Noise has
-    a price; several are tried and the best result is kept.
+    The bytes at every position and the noise are given prices (Lagrangian relaxation), which a subgradient
+    ascent raises where the budget is passed and lowers where it is not; each round, every tensor takes what
+    is cheapest for it. The best rounds are made to fit by the moves that free most for their cost, and
+    single moves take back what was not needed.
 
     Args:
         profile: bytes, seconds and noise of every option of every tensor.
@@ -27,24 +54,55 @@ def solve(profile: Profile, budget: Budget) -> Plan:
         BudgetError: no choice was found that fits.
         OptionError: the profile contradicts itself.
     """
+    return _solve(tabulate(profile), budget)
+
+
+def smallest(profile: Profile, noise: float) -> Plan:
+    """The plan with the lowest peak found within the noise, by halving the range of budgets.
+
+    Raises:
+        BudgetError: no choice has so little noise.
+        OptionError: the profile contradicts itself.
+    """
     table = tabulate(profile)
-    found = [_descend(table, budget, price) for price in _PRICES]
-    fitting = [choice for choice in found if _fits(table, budget, choice)]
+    low, high = max(profile.base_bytes), int(table.usage(_fastest(table, noise)).max())
+    best = _solve(table, Budget(peak_bytes=high, noise=noise))
+    for _ in range(_HALVINGS):
+        middle = (low + min(high, best.predicted_peak_bytes)) // 2
+        try:
+            best = _solve(table, Budget(peak_bytes=middle, noise=noise))
+        except BudgetError:
+            low = middle
+    return best
+
+
+def peak(profile: Profile, choices: Mapping[str, Option]) -> int:
+    """The most bytes at any position with these options, each one of its tensor's own."""
+    table = tabulate(profile)
+    chosen = [tensor.options.index(choices[tensor.key]) for tensor in profile.tensors]
+    return int(table.usage(np.asarray(chosen, np.int64)).max())
+
+
+def _solve(table: Table, budget: Budget) -> Plan:
+    scale = float(np.where(table.valid, table.seconds, 0.0).max(1, initial=0.0).sum()) or 1.0
+    limits = _Limits(max(budget.peak_bytes, 1), budget.noise, scale)
+    quick = _fastest(table, budget.noise)
+    tried = [quick, *_ascend(table, limits, quick)]
+    fitting = [fit for choice in tried if (fit := _repaired(table, limits, choice)) is not None]
     if not fitting:
-        least = _smallest(table, budget)
-        if not _fits(table, budget, least):
-            raise infeasible(table, budget, least)
-        fitting = [least]
-    polished = [_polish(table, budget, choice) for choice in fitting]
+        least = min(tried, key=lambda choice: _worst(table, limits, choice))
+        raise infeasible(table, budget, least)
+    fitting.sort(key=lambda choice: table.total(table.seconds, choice))
+    polished = [_polish(table, limits, choice) for choice in fitting[:_POLISHED]]
     return table.plan(min(polished, key=lambda choice: table.total(table.seconds, choice)))
 
 
-def _fits(table: Table, budget: Budget, choice: Integers) -> bool:
-    noisy = table.total(table.noise, choice) > budget.noise * (1 + 1e-9)
-    return not noisy and int(table.usage(choice).max()) <= budget.peak_bytes
+def _worst(table: Table, limits: _Limits, choice: Integers) -> float:
+    bytes_, noise = limits.excess(table, choice)
+    return float(bytes_.max()) + 10.0 * max(noise, 0.0)
 
 
-def _fastest(table: Table) -> Integers:
+def _fastest(table: Table, noise: float) -> Integers:
     """The fastest noiseless option of each tensor, the smallest of equals; else the least noisy one."""
     cost = np.where(table.valid, table.seconds + 1e-15 * table.held, np.inf)
     quiet = np.where(table.noise > 0.0, np.inf, cost)
@@ -53,82 +111,111 @@ def _fastest(table: Table) -> Integers:
     return np.asarray(np.where(none, loud, quiet.argmin(1)), np.int64)
 
 
-def _descend(table: Table, budget: Budget, price: float) -> Integers:
-    """From the fastest choice down, one move at a time, until all positions fit or no move helps."""
-    choice = _fastest(table)
+def _ascend(table: Table, limits: _Limits, quick: Integers) -> list[Integers]:
+    """The choices of the rounds that passed the budget least and took least time."""
+    prices, noise_price = np.zeros(len(table.profile.base_bytes)), 0.0
+    usable = table.valid & ((table.noise <= 0.0) | (limits.noise > 0.0))
+    found: list[tuple[float, Integers]] = []
+    choice = quick
+    for number in range(_ROUNDS):
+        bytes_, noise = limits.excess(table, choice)
+        passed = max(float(bytes_.max()), noise, 0.0)
+        time = table.total(table.seconds, choice) / limits.scale
+        found.append((time + 20.0 * passed, choice))
+        norm = float(np.sqrt((np.maximum(bytes_, 0.0) ** 2).sum() + noise**2)) + 1e-9
+        step = limits.scale / (norm * (1.0 + 0.1 * number))
+        prices = np.maximum(prices + step * bytes_, 0.0)
+        noise_price = max(noise_price + step * noise, 0.0)
+        choice = _cheapest(table, limits, prices, noise_price, usable)
+    found.sort(key=lambda pair: pair[0])
+    return _unlike([choice for _, choice in found])
+
+
+def _unlike(choices: list[Integers]) -> list[Integers]:
+    """The first few that differ."""
+    kept: dict[bytes, Integers] = {}
+    for choice in choices:
+        if len(kept) < _KEPT:
+            kept.setdefault(choice.tobytes(), choice)
+    return list(kept.values())
+
+
+def _cheapest(
+    table: Table, limits: _Limits, prices: Floats, noise_price: float, usable: NDArray[np.bool_]
+) -> Integers:
+    """What each tensor takes at these prices, in seconds for the whole budget at one position."""
+    costs = table.seconds + table.weighted(prices) / limits.bytes_
+    if limits.noise > 0.0:
+        costs = costs + noise_price * table.noise / limits.noise
+    return np.asarray(np.where(usable, costs, np.inf).argmin(1), np.int64)
+
+
+def _repaired(table: Table, limits: _Limits, choice: Integers) -> Integers | None:
+    """The choice made to fit, one move at a time, or None."""
+    choice = _quieted(table, limits, choice)
     rows = np.arange(len(choice))
-    scale = price * max(float(table.seconds.max(initial=0.0)), _TINY) * max(len(choice), 1)
     fresh = table.valid.copy()  # nothing is taken twice, so this ends
     while True:
-        excess = np.maximum(table.usage(choice) - budget.peak_bytes, 0)
-        if not excess.any():
-            return choice
-        gain = _relief(table, excess, choice)
-        left = budget.noise - table.total(table.noise, choice)
+        over = np.maximum(table.usage(choice) - limits.bytes_, 0)
+        if not over.any():
+            return choice if limits.fits(table, choice) else None
+        relief = table.weighted((over > 0).astype(np.float64))
+        gain = relief[rows, choice][:, None] - relief
+        left = limits.noise - table.total(table.noise, choice)
         seconds = table.seconds - table.seconds[rows, choice][:, None]
         noise = table.noise - table.noise[rows, choice][:, None]
-        cost = np.maximum(seconds, 0.0) + scale * np.maximum(noise, 0.0) / max(budget.noise, 1e-30) + _TINY
-        score = np.where(fresh & (gain > 0) & (noise <= left * (1 + 1e-12)), gain / cost, 0.0)
-        if not score.any():
-            return choice
+        able = fresh & (gain > 0) & (noise <= max(left, 0.0) * (1 + 1e-12))
+        if not able.any():
+            return None
+        share = limits.scale * np.maximum(noise, 0.0) / max(left, 1e-30)
+        score = np.where(able, gain / (np.maximum(seconds, 0.0) + share + _TINY), 0.0)
         row, option = np.unravel_index(int(score.argmax()), score.shape)
         choice[row] = option
         fresh[row, option] = False
 
 
-def _relief(table: Table, excess: Integers, choice: Integers) -> Floats:
-    """Bytes too many, summed over positions, that each move would take away."""
-    rows = np.arange(len(choice))
-    over = np.concatenate(([0], np.cumsum(excess > 0)))
-    held = over[table.last_use + 1] - over[table.saved_at]
-    used = over[table.last_use + 1] - over[table.first_use]
-    freed = table.held[rows, choice][:, None] - table.held
-    released = table.working[rows, choice][:, None] - table.working
-    return np.asarray(freed * held[:, None] + released * used[:, None], np.float64)
-
-
-def _smallest(table: Table, budget: Budget) -> Integers:
-    """The choice that goes down as far as the noise allows, whatever the time."""
-    bytes_ = table.held + table.working
-    quiet = np.where(table.valid & (table.noise <= 0.0), bytes_, np.iinfo(np.int64).max)
-    choice = np.where((quiet == np.iinfo(np.int64).max).all(1), _fastest(table), quiet.argmin(1))
-    rows = np.arange(len(choice))
-    left = budget.noise - table.total(table.noise, choice)
-    while True:
-        freed = bytes_[rows, choice][:, None] - bytes_
-        noise = table.noise - table.noise[rows, choice][:, None]
-        able = table.valid & (freed > 0) & (noise <= left)
-        if not able.any():
-            return choice
-        score = np.where(able, freed / np.maximum(noise, 1e-30), 0.0)
+def _quieted(table: Table, limits: _Limits, choice: Integers) -> Integers:
+    """A copy whose noise fits, by the moves that cost fewest bytes for the noise they take away."""
+    choice, rows = choice.copy(), np.arange(len(choice))
+    while table.total(table.noise, choice) > limits.noise * (1 + 1e-9):
+        noise = table.noise[rows, choice][:, None] - table.noise
+        bytes_ = np.maximum(table.held - table.held[rows, choice][:, None], 1)
+        score = np.where(table.valid & (noise > 0.0), noise / bytes_, 0.0)
+        if not score.any():
+            break
         row, option = np.unravel_index(int(score.argmax()), score.shape)
-        left -= float(noise[row, option])
         choice[row] = option
+    return choice
 
 
-def _polish(table: Table, budget: Budget, choice: Integers) -> Integers:
+def _polish(table: Table, limits: _Limits, choice: Integers) -> Integers:
     """Single moves that save time and still fit, the best first, until there is none."""
-    choice = choice.copy()
-    rows = np.arange(len(choice))
+    choice, rows = choice.copy(), np.arange(len(choice))
     while True:
-        usage = table.usage(choice)
-        left = budget.noise * (1 + 1e-9) - table.total(table.noise, choice)
+        left = limits.noise * (1 + 1e-9) - table.total(table.noise, choice)
         seconds = table.seconds - table.seconds[rows, choice][:, None]
         noise = table.noise - table.noise[rows, choice][:, None]
         able = table.valid & (seconds < -_TINY) & (noise <= left)
-        moves = np.argwhere(able)
-        moves = moves[np.argsort(seconds[able], kind="stable")]
-        taken = next((move for move in moves if _room(table, budget, usage, choice, *move)), None)
+        moves = _by_gain(able, seconds)
+        usage = table.usage(choice)
+        taken = next((move for move in moves if _room(table, limits, usage, choice, *move)), None)
         if taken is None:
             return choice
         choice[taken[0]] = taken[1]
 
 
-def _room(table: Table, budget: Budget, usage: Integers, choice: Integers, row: int, option: int) -> bool:
+def _by_gain(able: NDArray[np.bool_], seconds: Floats) -> Iterator[tuple[int, int]]:
+    moves = np.argwhere(able)
+    order = np.argsort(seconds[able], kind="stable")
+    return ((int(row), int(option)) for row, option in moves[order])
+
+
+def _room(table: Table, limits: _Limits, usage: Integers, choice: Integers, row: int, option: int) -> bool:
     """Whether one move leaves every position within the budget."""
-    start, use, end = table.saved_at[row], table.first_use[row], table.last_use[row] + 1
-    held = table.held[row, option] - table.held[row, choice[row]]
-    working = table.working[row, option] - table.working[row, choice[row]]
-    before = usage[start:use].max(initial=0) + held
-    after = usage[use:end].max(initial=0) + held + working
-    return bool(max(before, after) <= budget.peak_bytes)
+    use, first = table.first_use[row], int(table.starts[row].min())
+    end, work_end = table.ends[row], table.work_ends[row]
+    change = np.zeros(work_end - first, np.int64)
+    for which, sign in ((option, 1), (int(choice[row]), -1)):
+        change[table.starts[row, which] - first : end - first] += sign * table.held[row, which]
+        change[use - first :] += sign * table.working[row, which]
+    return bool((usage[first:work_end] + change).max(initial=0) <= limits.bytes_)

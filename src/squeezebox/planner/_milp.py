@@ -55,8 +55,8 @@ def _constraints(optimize: Any, table: Table, budget: Budget, rows: Integers, op
     count, number = len(rows), np.arange(len(rows))
     single = sparse.csr_array((np.ones(count), (rows, number)), shape=(len(table.valid), count))
     positions = _distinct(table)
-    held = (table.saved_at[rows] <= positions[:, None]) & (positions[:, None] <= table.last_use[rows])
-    used = held & (table.first_use[rows] <= positions[:, None])
+    held = (table.starts[rows, options] <= positions[:, None]) & (positions[:, None] < table.ends[rows])
+    used = (table.first_use[rows] <= positions[:, None]) & (positions[:, None] < table.work_ends[rows])
     bytes_ = held * table.held[rows, options] + used * table.working[rows, options]
     room = budget.peak_bytes - np.asarray(table.profile.base_bytes, np.int64)[positions]
     scale = max(budget.peak_bytes, 1)
@@ -74,7 +74,9 @@ def _constraints(optimize: Any, table: Table, budget: Budget, rows: Integers, op
 def _distinct(table: Table) -> Integers:
     """Of the positions between two events, at which the same tensors live, the one with the largest base."""
     base = np.asarray(table.profile.base_bytes, np.int64)
-    events = np.unique(np.concatenate(([0], table.saved_at, table.first_use, table.last_use + 1)))
+    events = np.unique(
+        np.concatenate(([0], table.starts.ravel(), table.first_use, table.ends, table.work_ends))
+    )
     starts = events[events < len(base)]
     ends = np.append(starts[1:], len(base))
     return np.array([start + base[start:end].argmax() for start, end in zip(starts, ends, strict=True)])

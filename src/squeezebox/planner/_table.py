@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from squeezebox.schema import Budget, BudgetError, OptionError, Plan, Profile, TensorProfile
+from squeezebox.schema import Action, Budget, BudgetError, OptionError, Plan, Profile, TensorProfile
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -24,19 +24,28 @@ class Table:
     working: Integers
     seconds: Floats
     noise: Floats
-    saved_at: Integers
+    starts: Integers
     first_use: Integers
-    last_use: Integers
+    ends: Integers  # one past the last position that holds it, and that has its buffer
+    work_ends: Integers
 
     def usage(self, choice: Integers) -> Integers:
         """Bytes at every position if tensor ``t`` takes option ``choice[t]``."""
         rows = np.arange(len(choice))
         steps = np.zeros(len(self.profile.base_bytes) + 1, np.int64)
-        for bytes_, start in ((self.held, self.saved_at), (self.working, self.first_use)):
+        held = (self.held, self.starts[rows, choice], self.ends)
+        for bytes_, start, end in (held, (self.working, self.first_use, self.work_ends)):
             chosen = bytes_[rows, choice]
             np.add.at(steps, start, chosen)
-            np.subtract.at(steps, self.last_use + 1, chosen)
+            np.subtract.at(steps, end, chosen)
         return np.asarray(self.profile.base_bytes, np.int64) + np.cumsum(steps[:-1])
+
+    def weighted(self, weights: Floats) -> Floats:
+        """Bytes of every option, each position's by its weight."""
+        before = np.concatenate(([0.0], np.cumsum(weights)))
+        held = self.held * (before[self.ends][:, None] - before[self.starts])
+        working = self.working * (before[self.work_ends] - before[self.first_use])[:, None]
+        return np.asarray(held + working, np.float64)
 
     def total(self, values: Floats, choice: Integers) -> float:
         """Sum of the chosen options' values."""
@@ -83,10 +92,21 @@ def tabulate(profile: Profile) -> Table:
         working=_column(tensors, width, "working_bytes", np.int64),
         seconds=_column(tensors, width, "seconds", np.float64),
         noise=_column(tensors, width, "noise", np.float64),
-        saved_at=np.array([tensor.saved_at for tensor in tensors], np.int64),
+        starts=_starts(tensors, width),
         first_use=np.array([tensor.first_use for tensor in tensors], np.int64),
-        last_use=np.array([tensor.last_use for tensor in tensors], np.int64),
+        ends=np.array([tensor.last_use + 1 for tensor in tensors], np.int64),
+        work_ends=np.array([1 + max(t.last_use, min(t.idle_until, last)) for t in tensors], np.int64),
     )
+
+
+def _starts(tensors: tuple[TensorProfile, ...], width: int) -> Integers:
+    """Where each option begins to hold its bytes."""
+    starts = np.zeros((len(tensors), width), np.int64)
+    for row, tensor in enumerate(tensors):
+        kept = [option.action is Action.KEEP for option in tensor.options]
+        later = min(max(tensor.saved_at, tensor.dropped_at), tensor.last_use + 1)
+        starts[row, : len(kept)] = [later if keep else tensor.saved_at for keep in kept]
+    return starts
 
 
 def _column(tensors: tuple[TensorProfile, ...], width: int, name: str, dtype: type) -> NDArray[Any]:

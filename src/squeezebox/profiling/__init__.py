@@ -4,7 +4,18 @@ In: a running step, or a model and an input's shape. Out: peaks in bytes, measur
 May touch: torch's profiler, allocator counters and fake tensors; never the model.
 """
 
+from squeezebox.profiling._optimizer import state_bytes, transient_bytes
+from squeezebox.profiling._options import StepProfiler
 from squeezebox.profiling._peak import Peak, PeakMeter
 from squeezebox.profiling._simulate import OPTIMIZERS, Simulation, simulate
 
-__all__ = ["OPTIMIZERS", "Peak", "PeakMeter", "Simulation", "simulate"]
+__all__ = [
+    "OPTIMIZERS",
+    "Peak",
+    "PeakMeter",
+    "Simulation",
+    "StepProfiler",
+    "simulate",
+    "state_bytes",
+    "transient_bytes",
+]

@@ -87,18 +87,25 @@ class PeakMeter:
         return _integrate(_allocations(profiler), self._living, addresses)
 
 
-def _allocations(profiler: Any) -> Iterator[tuple[int, int]]:
-    """(address, signed bytes) in order of time."""
-    events: list[tuple[int, int, int]] = []
+def events_of(profiler: Any) -> Iterator[tuple[str, int, int]]:
+    """(name, address, signed bytes) in order of time; only allocations have an address and bytes."""
+    events: list[tuple[int, str, int, int]] = []
     stack = list(profiler.kineto_results.experimental_event_tree())
     while stack:
         event = stack.pop()
         stack.extend(event.children)
         if event.tag == torch._C._profiler._EventType.Allocation:
             fields = event.extra_fields
-            events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
-    for _, address, nbytes in sorted(events, key=lambda event: event[0]):
-        yield address, nbytes
+            events.append((event.start_time_ns, "", fields.ptr, fields.alloc_size))
+        else:
+            events.append((event.start_time_ns, event.name, 0, 0))
+    for _, *event in sorted(events, key=lambda event: event[0]):
+        yield tuple(event)
+
+
+def _allocations(profiler: Any) -> Iterator[tuple[int, int]]:
+    """(address, signed bytes) in order of time."""
+    return ((address, nbytes) for _, address, nbytes in events_of(profiler) if nbytes)
 
 
 def _integrate(allocations: Iterable[tuple[int, int]], living: dict[int, int], apart: set[int]) -> Peak:

@@ -13,6 +13,7 @@ from squeezebox.schema._errors import (
     FormatError,
     OptionError,
     OutputError,
+    PlanError,
     SqueezeboxError,
     UnsupportedModelError,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "OptionError",
     "OutputError",
     "Plan",
+    "PlanError",
     "Profile",
     "Reads",
     "Role",

@@ -29,6 +29,10 @@ class FormatError(SqueezeboxError, ValueError):
     """Packed bytes are damaged, truncated, or written by a newer format version."""
 
 
+class PlanError(SqueezeboxError):
+    """A step saves what its plan does not know."""
+
+
 class BudgetError(SqueezeboxError, ValueError):
     """No plan keeps a step within the budget; the message says which budget one would."""
 

@@ -39,10 +39,14 @@ class TensorProfile:
     """A saved tensor's life, in positions of the step, and its options.
 
     It is held from position ``saved_at`` to ``last_use``, and used from ``first_use`` on; all inclusive.
+    What it works in is there until ``idle_until``, if that is later: its buffer is freed by the next request.
+    Its original is part of ``base_bytes`` until ``dropped_at``; an option that keeps it holds it from there.
     """
 
     key: str
     saved_at: int
+    dropped_at: int = -1
+    idle_until: int = -1
     first_use: int
     last_use: int
     options: tuple[Option, ...]

@@ -159,6 +159,7 @@ class StepRecord:
     ``activation_peak_bytes`` is the part beyond parameters, buffers, gradients, optimizer state and
     inputs; ``floor_bytes`` the largest working set of one operator plus what is packed at that time.
     ``refresh_peak_bytes`` is the peak of the last measured step that gathered statistics.
+    ``budget_bytes``, ``predicted_peak_bytes`` and ``predicted_seconds`` are those of the plan, if any.
     ``noise`` is the measured squared gradient error relative to the squared gradient norm,
     ``predicted_noise`` what the error law expects of it.
     """
@@ -174,5 +175,8 @@ class StepRecord:
     activation_peak_bytes: int | None = None
     refresh_peak_bytes: int | None = None
     floor_bytes: int | None = None
+    budget_bytes: int | None = None
+    predicted_peak_bytes: int | None = None
+    predicted_seconds: float | None = None
     checks: tuple[Check, ...] = ()
     notes: tuple[str, ...] = ()

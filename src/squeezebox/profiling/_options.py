@@ -1,0 +1,224 @@
+"""What each saved tensor could be held as: bytes, seconds and noise, measured where it is saved."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from squeezebox import codecs
+from squeezebox.memory import Spill
+from squeezebox.profiling._timeline import Life, Timeline, Trace
+from squeezebox.schema import Action, Option, Profile, TensorProfile
+
+# Bounds in the unit of the tensor's rms that are tried, and how many are put between two of them.
+_TRIED = (1.0, 0.35, 0.12, 0.03)
+_BETWEEN = 3
+_BLOCK = 1 << 24
+_MARGIN = 1.05  # other batches, and bounds between the tried ones, pack a little worse
+
+
+class Row(Protocol):
+    """What is read of a saved tensor's row."""
+
+    key: str
+    saved_bytes: int
+    packed: dict[str, int]
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes held instead."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """One saved tensor in the profiled step."""
+
+    row: Row
+    seconds: float = 0.0  # of packing and unpacking as it was done in this step
+    apart: float = 0.0  # of trials, which are no part of packing
+    tried: list[Option] = field(default_factory=list)
+    decodes: bool = False
+
+
+class StepProfiler:
+    """Listens to one step and turns it into a Profile.
+
+    Values are packed at a few bounds beside the one in force; what lies between is interpolated, bytes
+    and seconds linearly in the bound's logarithm.
+    """
+
+    def __init__(self) -> None:
+        self._timeline = Timeline()
+        self._seen: dict[int, _Seen] = {}
+        self._numbers: dict[int, int] = {}
+        self._started = 0.0
+
+    def start(self) -> None:
+        """Begin; OptionError if another profiler is active."""
+        self._timeline.start()
+
+    def stop(self, held: int, sensitivities: Mapping[str, float], final_bytes: int) -> Profile:
+        """End, and put together what was seen.
+
+        Args:
+            held: bytes that lived before the step and go on living: parameters, state, inputs.
+            sensitivities: key -> relative gradient noise for a unit bound; tensors without keep their values.
+            final_bytes: held by the optimizer's step on top of ``held``.
+        """
+        trace, seconds_a_byte = self._timeline.stop(held), _transfer()
+        tensors = tuple(
+            _profile(seen, trace.lives[number], sensitivities, seconds_a_byte)
+            for number, seen in self._seen.items()
+        )
+        return Profile(base_bytes=_with_end(trace, held + final_bytes), tensors=tensors)
+
+    def close(self) -> None:
+        """End without a result; nothing happens after :meth:`stop`."""
+        self._timeline.close()
+
+    def saving(self, row: Row, tensor: torch.Tensor) -> None:
+        """As capture's Listener."""
+        number = self._numbers.setdefault(id(row), len(self._numbers))
+        self._seen.setdefault(number, _Seen(row))
+        self._timeline.save(number, tensor)
+        self._started = time.perf_counter()
+
+    def offered(
+        self, row: Row, codec: str, flat: torch.Tensor, scaled: bool, trial: Callable[..., codecs.Packed]
+    ) -> None:
+        """As capture's Listener: pack at a few bounds."""
+        begun = time.perf_counter()
+        unit = 1.0 if scaled else _rms(flat)
+        seen = self._seen[self._numbers[id(row)]]
+        bounds = [share * unit for share in _TRIED] if codec.startswith("entropy") and unit > 0.0 else []
+        seen.tried = [_try(codec, bound, trial) for bound in bounds]
+        seen.apart = time.perf_counter() - begun
+
+    def saved(self, row: Row) -> None:
+        """As capture's Listener."""
+        seen = self._seen[self._numbers[id(row)]]
+        seen.seconds += time.perf_counter() - self._started - seen.apart
+        seen.apart = 0.0
+        self._timeline.saved(self._numbers[id(row)])
+
+    def using(self, row: Row) -> None:
+        """As capture's Listener."""
+        self._timeline.use(self._numbers[id(row)])
+        self._started = time.perf_counter()
+
+    def used(self, row: Row) -> None:
+        """As capture's Listener."""
+        seen = self._seen[self._numbers[id(row)]]
+        seen.seconds += time.perf_counter() - self._started
+        seen.decodes = True
+        self._timeline.used(self._numbers[id(row)])
+
+    def released(self, row: Row) -> None:
+        """As capture's Listener."""
+        self._timeline.release(self._numbers[id(row)])
+
+
+def _transfer() -> float:
+    """Seconds to write a byte to a file and read it back, of one block large enough to tell."""
+    data, spill = torch.empty(_BLOCK, dtype=torch.uint8).zero_(), Spill()
+    begun = time.perf_counter()
+    spill.read(spill.write(data), data)
+    return (time.perf_counter() - begun) / _BLOCK
+
+
+def _try(codec: str, bound: float, trial: Callable[..., codecs.Packed]) -> Option:
+    begun = time.perf_counter()
+    packed = trial(bound)
+    codecs.get(codec).unpack(packed)
+    seconds = time.perf_counter() - begun
+    return Option(action=Action.COMPRESS, codec=codec, bound=bound, held_bytes=packed.nbytes, seconds=seconds)
+
+
+def _profile(
+    seen: _Seen, life: Life, sensitivities: Mapping[str, float], seconds_a_byte: float
+) -> TensorProfile:
+    """The options of one tensor: itself, and packed as it was or at other bounds."""
+    row = seen.row
+    decoded = row.saved_bytes if seen.decodes else 0
+    keep = Option(action=Action.KEEP, codec="keep", held_bytes=row.saved_bytes)
+    cost = sensitivities.get(row.key)
+    options = [keep]
+    if seen.tried and cost is not None:
+        options += [_costed(option, cost, decoded) for option in _interpolated(seen.tried)]
+    elif not seen.tried and not {"keep", "offload"} & set(row.packed):
+        codec = "+".join(row.packed) or "none"
+        options = [*([keep] if row.packed else []), _exact(codec, row.packed_bytes, decoded, seen.seconds)]
+    if seen.decodes and row.packed and "keep" not in row.packed:
+        options.append(
+            Option(
+                action=Action.OFFLOAD,
+                codec="file",
+                held_bytes=0,
+                working_bytes=row.saved_bytes,
+                seconds=row.saved_bytes * seconds_a_byte,
+            )
+        )
+    return TensorProfile(
+        key=row.key,
+        saved_at=life.saved_at,
+        dropped_at=life.dropped_at,
+        first_use=life.first_use,
+        last_use=life.last_use,
+        idle_until=life.idle_until,
+        options=tuple(options),
+    )
+
+
+def _exact(codec: str, nbytes: int, decoded: int, seconds: float) -> Option:
+    return Option(
+        action=Action.COMPRESS, codec=codec, held_bytes=nbytes, working_bytes=decoded, seconds=seconds
+    )
+
+
+def _costed(option: Option, cost: float, decoded: int) -> Option:
+    return Option(
+        action=option.action,
+        codec=option.codec,
+        bound=option.bound,
+        held_bytes=math.ceil(_MARGIN * option.held_bytes),
+        working_bytes=decoded,
+        seconds=option.seconds,
+        noise=cost * option.bound**2,
+    )
+
+
+def _interpolated(tried: list[Option]) -> list[Option]:
+    """The tried options and some between each two of them."""
+    result = [tried[0]]
+    for wide, fine in zip(tried, tried[1:], strict=False):
+        for part in range(1, _BETWEEN + 1):
+            share = part / _BETWEEN
+            result.append(_between(wide, fine, share))
+    return result
+
+
+def _between(wide: Option, fine: Option, share: float) -> Option:
+    def mixed(first: float, second: float) -> float:
+        return first + share * (second - first)
+
+    return Option(
+        action=wide.action,
+        codec=wide.codec,
+        bound=math.exp(mixed(math.log(wide.bound), math.log(fine.bound))),
+        held_bytes=math.ceil(mixed(wide.held_bytes, fine.held_bytes)),
+        seconds=mixed(wide.seconds, fine.seconds),
+    )
+
+
+def _with_end(trace: Trace, final_bytes: int) -> tuple[int, ...]:
+    return (*trace.base_bytes, final_bytes)
+
+
+def _rms(flat: Any) -> float:
+    count = int(torch.count_nonzero(flat))
+    return float(torch.linalg.vector_norm(flat, dtype=torch.float32)) / math.sqrt(count) if count else 0.0

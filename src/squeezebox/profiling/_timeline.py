@@ -1,0 +1,159 @@
+"""A step's allocations with marks between them, and what they say of every saved tensor's life."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.autograd.profiler import record_function
+
+from squeezebox.profiling._peak import events_of
+from squeezebox.schema import OptionError
+
+_PREFIX = "squeezebox "
+_SAVE, _SAVED, _USE, _USED, _RELEASE = "save", "saved", "use", "used", "release"
+
+
+@dataclass(slots=True)
+class Life:
+    """Positions of one saved tensor: packed, original freed, first and last needed by backward."""
+
+    saved_at: int
+    dropped_at: int
+    first_use: int
+    last_use: int
+    idle_until: int = -1  # its buffer is freed by the next request after it, or at the step's end
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """``base_bytes``: the most that each position holds apart from what packing and unpacking allocate.
+
+    A position is the time between two marks, or between a mark and the end of a saved tensor's original.
+    """
+
+    base_bytes: tuple[int, ...]
+    lives: dict[int, Life]
+
+
+class Timeline:
+    """Marks one step on the CPU: which allocations belong to packing, which to everything else.
+
+    Between :meth:`save` and :meth:`saved`, and between :meth:`use` and :meth:`used`, allocations are
+    those of codecs. Tensors are numbered by the caller.
+    """
+
+    def __init__(self) -> None:
+        self._profiler: torch.autograd.profiler.profile | None = None
+
+    def start(self) -> None:
+        """Begin.
+
+        Raises:
+            OptionError: another profiler is active.
+        """
+        if torch.autograd.profiler._is_profiler_enabled:
+            raise OptionError(
+                "a step cannot be profiled while another profiler is running; end that one first."
+            )
+        os.environ.setdefault("KINETO_LOG_LEVEL", "9")
+        self._profiler = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
+        self._profiler.__enter__()
+
+    def save(self, number: int, tensor: torch.Tensor) -> None:
+        """Packing of a tensor begins; ``tensor`` is the original."""
+        self._mark(_SAVE, number, tensor.untyped_storage().data_ptr())
+
+    def saved(self, number: int) -> None:
+        """Packing of a tensor has ended."""
+        self._mark(_SAVED, number)
+
+    def use(self, number: int) -> None:
+        """Unpacking of a tensor begins."""
+        self._mark(_USE, number)
+
+    def used(self, number: int) -> None:
+        """Unpacking of a tensor has ended."""
+        self._mark(_USED, number)
+
+    def release(self, number: int) -> None:
+        """Nobody will ask for the tensor again."""
+        self._mark(_RELEASE, number)
+
+    def stop(self, held: int) -> Trace:
+        """End; ``held`` bytes lived before and go on living."""
+        profiler = self._profiler
+        self.close()
+        reading = _Reading(base=[held], now=held)
+        for name, address, nbytes in events_of(profiler):
+            if name.startswith(_PREFIX):
+                reading.mark(name.removeprefix(_PREFIX).split())
+            elif nbytes:
+                reading.allocation(address, nbytes)
+        reading.end()
+        return Trace(tuple(reading.base), reading.lives)
+
+    def close(self) -> None:
+        """End without reading; safe to call twice."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.__exit__(None, None, None)
+
+    def _mark(self, *words: object) -> None:
+        if self._profiler is not None:
+            with record_function(_PREFIX + " ".join(map(str, words))):
+                pass
+
+
+@dataclass(slots=True)
+class _Reading:
+    """The events so far."""
+
+    base: list[int]
+    now: int
+    lives: dict[int, Life] = field(default_factory=dict)
+    _inside: int = 0
+    _blocks: dict[int, int] = field(default_factory=dict)  # address -> bytes that count
+    _originals: dict[int, int] = field(default_factory=dict)  # address -> tensor
+    _idle: list[int] = field(default_factory=list)  # tensors whose buffer nobody has asked for since
+
+    def mark(self, words: Sequence[str]) -> None:
+        kind, number = words[0], int(words[1])
+        self._turn()
+        position = len(self.base) - 1
+        self._inside += (kind in (_SAVE, _USE)) - (kind in (_SAVED, _USED))
+        if kind == _SAVE and number not in self.lives:
+            self.lives[number] = Life(position, 1 << 62, 1 << 62, position)
+            self._originals[int(words[2])] = number
+        elif kind == _USE:
+            self.lives[number].first_use = min(self.lives[number].first_use, position)
+            while self._idle:
+                self.lives[self._idle.pop()].idle_until = position - 1
+        elif kind == _RELEASE:
+            self._idle.append(number)
+        if number in self.lives and kind in (_USE, _USED, _RELEASE):
+            self.lives[number].last_use = position
+
+    def allocation(self, address: int, nbytes: int) -> None:
+        if nbytes > 0:
+            self._blocks[address] = 0 if self._inside else nbytes
+            self.now += self._blocks[address]
+            self.base[-1] = max(self.base[-1], self.now)
+            return
+        self.now -= self._blocks.pop(address, 0)
+        number = self._originals.pop(address, None)
+        if number is not None:
+            self._turn()
+            self.lives[number].dropped_at = len(self.base) - 1
+
+    def end(self) -> None:
+        """A tensor that was never used is used where it ends; buffers still idle are there to the end."""
+        for number, life in self.lives.items():
+            life.first_use = min(life.first_use, life.last_use)
+            if number in self._idle:
+                life.idle_until = len(self.base)
+
+    def _turn(self) -> None:
+        self.base.append(self.now)

@@ -1,0 +1,189 @@
+"""A plan keeps the measured peak under its budget, says what it will be, and is exact when asked."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import squeezebox
+from squeezebox.profiling import PeakMeter
+from squeezebox.schema import BudgetError, FormatError, OptionError, PlanError
+
+
+class Block(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()
+        )
+        self.again = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        )
+
+    def forward(self, x):
+        return F.relu(x + self.again(self.body(x)))
+
+
+def network():
+    torch.manual_seed(1)
+    blocks = [Block(16) for _ in range(3)]
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), *blocks, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16 * 256, 10)
+    ).to(memory_format=torch.channels_last)
+
+
+@pytest.fixture
+def task():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(16, 3, 32, 32, generator=generator).to(memory_format=torch.channels_last)
+    y = torch.randint(10, (16,), generator=generator)
+    return model, optimizer, (x, y)
+
+
+def step(model, optimizer, sample):
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(sample[0]), sample[1])
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def measured_peak(model, optimizer, sample):
+    """Bytes at the highest moment of one step, all that lives before it included."""
+    optimizer.zero_grad()
+    state = [v for values in optimizer.state.values() for v in values.values()]
+    held = sum(t.nbytes for t in [*model.parameters(), *model.buffers(), *sample, *state])
+    meter = PeakMeter(torch.device("cpu"))
+    assert meter.start()
+    step(model, optimizer, sample)
+    return held + meter.stop([]).total_bytes
+
+
+def regular(session, model, optimizer, sample):
+    """The peak of a step that gathers no statistics and is not measured by the session itself."""
+    while session._due(session._step) or session._due(session._step + 1) or session._step < 2:
+        step(model, optimizer, sample)
+        session.report()
+    return measured_peak(model, optimizer, sample)
+
+
+def test_the_peak_stays_under_every_budget_and_is_foretold(task):
+    model, optimizer, sample = task
+    step(*task)
+    plain = measured_peak(*task)
+    last = 2 * plain
+    for budget in ("100%", "80%", "65%", None):
+        plan = squeezebox.plan(
+            model, sample=sample, loss_fn=F.cross_entropy, optimizer=optimizer, budget=budget, noise=1e-2
+        )
+        assert plan.plain_peak_bytes == pytest.approx(plain, rel=0.03)
+        session = squeezebox.attach(model, optimizer=optimizer, plan=plan)
+        peak = regular(session, *task)
+        record = session.report().record
+        session.detach()
+        assert record.budget_bytes == plan.budget_bytes
+        assert record.predicted_peak_bytes == plan.predicted_peak_bytes
+        assert peak <= (plan.budget_bytes or plan.predicted_peak_bytes)
+        assert peak == pytest.approx(plan.predicted_peak_bytes, rel=0.03)
+        assert peak <= last
+        last = peak
+    assert last < 0.6 * plain
+
+
+def test_exact_plans_leave_gradients_to_the_bit(task):
+    model, optimizer, sample = task
+    F.cross_entropy(model(sample[0]), sample[1]).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    buffers = [b.clone() for b in model.buffers()]
+    plan = squeezebox.plan(model, sample=sample, loss_fn=F.cross_entropy, optimizer=optimizer, exact=True)
+    assert plan.predicted_noise == 0.0 and plan.predicted_peak_bytes < plan.plain_peak_bytes
+    assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
+    assert all(torch.equal(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))
+    for p in model.parameters():
+        p.grad = None
+    for b, value in zip(model.buffers(), (0, 1, 0) * 6, strict=True):
+        b.fill_(value)
+    session = squeezebox.attach(model, plan=plan)
+    F.cross_entropy(model(sample[0]), sample[1]).backward()
+    session.detach()
+    assert all(torch.equal(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
+
+
+def test_attach_takes_a_budget(task):
+    model, optimizer, sample = task
+    step(*task)
+    session = squeezebox.attach(
+        model, optimizer=optimizer, budget="70%", noise=1e-2, sample=sample, loss_fn=F.cross_entropy
+    )
+    assert regular(session, *task) <= session.report().record.budget_bytes
+    session.detach()
+
+
+def test_a_plan_survives_its_file_and_explains_itself(task, tmp_path):
+    model, optimizer, sample = task
+    plan = squeezebox.plan(model, sample=sample, loss_fn=F.cross_entropy, budget="70%", noise=1e-2)
+    plan.save(tmp_path / "plan.json")
+    assert squeezebox.load_plan(tmp_path / "plan.json") == plan
+    text = str(plan)
+    assert all(tensor.key in text for tensor in plan.tensors)
+    values = json.loads((tmp_path / "plan.json").read_text())
+    for damage in ({"version": 9}, {"tensors": [{"key": "a"}]}, {"tensors": 3}):
+        (tmp_path / "bad.json").write_text(json.dumps({**values, **damage}))
+        with pytest.raises(FormatError, match="plan"):
+            squeezebox.load_plan(tmp_path / "bad.json")
+    with pytest.raises(FormatError, match="missing.json"):
+        squeezebox.load_plan(tmp_path / "missing.json")
+
+
+def test_a_smaller_batch_is_fine_and_a_larger_one_is_refused(task):
+    model, _, (x, y) = task
+    plan = squeezebox.plan(model, sample=(x, y), loss_fn=F.cross_entropy, noise=1e-2)
+    session = squeezebox.attach(model, plan=plan)
+    F.cross_entropy(model(x[:8]), y[:8]).backward()
+    with pytest.raises(PlanError, match="bytes"):
+        model(torch.cat([x, x]))
+    F.cross_entropy(model(x), y).backward()
+    session.detach()
+    session = squeezebox.attach(nn.Sequential(nn.Conv2d(3, 9, 3), nn.Conv2d(9, 9, 3)), plan=plan)
+    with pytest.raises(PlanError, match="no such tensor"):
+        session._model(x)
+    session.detach()
+
+
+@pytest.mark.parametrize("budget", ("5 parsecs", "-3", "0", "", -1, "%"))
+def test_sizes_that_are_none_are_refused(task, budget):
+    model, _, sample = task
+    with pytest.raises(OptionError, match="budget"):
+        squeezebox.plan(model, sample=sample, loss_fn=F.cross_entropy, budget=budget)
+
+
+def test_impossible_budgets_say_what_would_do(task):
+    model, _, sample = task
+    with pytest.raises(BudgetError, match="smallest found needs"):
+        squeezebox.plan(model, sample=sample, loss_fn=F.cross_entropy, budget=1000)
+    with pytest.raises(OptionError, match="sample"):
+        squeezebox.attach(model, budget="1GiB")
+    with pytest.raises(OptionError, match="budget"):
+        squeezebox.attach(
+            model, budget="1GiB", sample=sample, loss_fn=F.cross_entropy, controller=squeezebox.bounds.Comet()
+        )
+
+
+def test_a_loss_that_raises_leaves_nothing_behind(task):
+    model, _, sample = task
+    calls = []
+
+    def broken(output, target):
+        calls.append(0)
+        if len(calls) > 6:
+            raise ZeroDivisionError
+        return F.cross_entropy(output, target)
+
+    with pytest.raises(ZeroDivisionError):
+        squeezebox.plan(model, sample=sample, loss_fn=broken)
+    squeezebox.attach(model).detach()
