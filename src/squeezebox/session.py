@@ -160,6 +160,8 @@ def make_plan(
     """
     if sample is None or loss_fn is None:
         raise OptionError("a plan needs sample=(inputs, target) and loss_fn=, to see what a step saves.")
+    if exact and noise is not None:
+        raise OptionError("noise and exact exclude each other; give one of them.")
     allowed = 0.0 if exact else 1e-3 if noise is None else noise
     with _restored(model):
         session = attach(model, optimizer=optimizer, noise=None if exact else allowed, exact=exact)

@@ -70,6 +70,38 @@ def test_codecs(capfd):
     assert "entropy-sign" in out
 
 
+def test_plan(models, capfd):
+    arguments = ("plan", "my_models:small", "--input", "3x32x32", "--batch", "8", "--noise", "1e-2")
+    code, out, err = run(capfd, *arguments, "--json")
+    assert (code, err) == (0, "")
+    figures = json.loads(out)
+    assert figures == json.loads((models / "plan.json").read_text())
+    assert figures["predicted_peak_bytes"] <= figures["plain_peak_bytes"]
+    code, out, err = run(capfd, *arguments, "--budget", "100%", "--out", "other.json")
+    assert (code, err) == (0, "")
+    assert "1:Relu.result" in out and "keep" in out
+    assert squeezebox.load_plan("other.json").predicted_noise == 0.0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    (
+        ("--budget", "1KiB"),
+        ("--budget", "much"),
+        ("--batch", "0"),
+        ("--optimizer", "sdg"),
+        ("--loss", "my_models:small"),
+        ("--sample", "my_models:nothing"),
+        ("--out", "missing/plan.json"),
+        ("--noise", "1e-2", "--exact"),
+    ),
+)
+def test_plan_refuses(models, capfd, wrong):
+    code, out, err = run(capfd, "plan", "my_models:small", "--input", "3x32x32", "--batch", "8", *wrong)
+    assert code != 0 and out == "" and "Traceback" not in err and len(err) > 40
+    assert not (models / "plan.json").exists()
+
+
 def test_estimate(models, capfd):
     arguments = ("estimate", "my_models:small", "--input", "3x16x16", "--batch", "2", "--optimizer", "adamw")
     code, out, err = run(capfd, *arguments, "--json")

@@ -64,6 +64,50 @@ def estimate(
 
 
 @app.command()
+def plan(
+    factory: Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Returns the model when called.")],
+    input: Annotated[str, typer.Option(help="One sample's shape.")] = "3x224x224",
+    batch: Annotated[int, typer.Option(help="Samples a step.")] = 32,
+    sample: Annotated[
+        str | None, typer.Option(metavar="MODULE:CALLABLE", help="Returns (inputs, target), a real batch.")
+    ] = None,
+    loss: Annotated[str | None, typer.Option(metavar="MODULE:CALLABLE", help="loss(output, target).")] = None,
+    optimizer: Annotated[str, typer.Option(help="sgd, sgd-momentum, adam or adamw.")] = "sgd-momentum",
+    budget: Annotated[
+        str | None, typer.Option(help="Peak of the step: 2GiB, or 50% of the plain one's (default: least).")
+    ] = None,
+    noise: Annotated[float | None, typer.Option(help="Allowed gradient noise (default: 1e-3).")] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Lose nothing.")] = False,
+    out: Annotated[Path, typer.Option(help="Where the plan goes, as JSON.")] = Path("plan.json"),
+    as_json: Json = False,
+) -> None:
+    """Choose how to hold every saved tensor so that a training step fits the budget, in the least time.
+
+    Runs a few steps. Without a sample the inputs are random, which tells bytes and seconds, and noise only
+    roughly.
+    """
+    from squeezebox.cli._plan import make
+
+    result = make(
+        factory,
+        input=input,
+        batch=batch,
+        sample=sample,
+        loss=loss,
+        optimizer=optimizer,
+        budget=budget,
+        noise=noise,
+        exact=exact,
+        out=str(out),
+    )
+    print(
+        json.dumps(result.to_dict(), indent=1, default=lambda v: getattr(v, "value", str(v)))
+        if as_json
+        else result
+    )
+
+
+@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where the figures go, as JSON.")] = Path("demo.json"),
     data: Annotated[Path | None, typer.Option(help="Folder of the full Fashion-MNIST.")] = None,

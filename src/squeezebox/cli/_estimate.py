@@ -12,8 +12,10 @@ from typing import Any
 from squeezebox.schema import OptionError
 
 
-def load_factory(name: str) -> Callable[[], Any]:
+def load_factory(name: str, *, arguments: int = 0) -> Callable[..., Any]:
     """The callable named ``module:attribute``, with the current directory first on the path.
+
+    It will be called with that many arguments.
 
     Raises:
         OptionError: the name has no colon, the module or attribute is missing, or it is not callable.
@@ -36,10 +38,10 @@ def load_factory(name: str) -> Callable[[], Any]:
             "that returns the model."
         )
     needed = _needed(factory)
-    if needed:
+    if len(needed) > arguments:
         raise OptionError(
-            f"'{name}' needs arguments ({', '.join(needed)}), but is called without any; name a function "
-            "that returns the model by itself."
+            f"'{name}' needs arguments ({', '.join(needed)}), but is called with {arguments}; name a "
+            "function that needs no more."
         )
     return factory  # type: ignore[no-any-return]
 

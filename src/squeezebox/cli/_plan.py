@@ -1,0 +1,87 @@
+"""Arguments of ``squeezebox plan``: what a training step is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+import squeezebox
+from squeezebox.cli._estimate import load_factory, parse_shape
+from squeezebox.reports import StepPlan, require_writable
+from squeezebox.schema import OptionError
+
+_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+
+def make(
+    factory: str,
+    *,
+    input: str,
+    batch: int,
+    sample: str | None,
+    loss: str | None,
+    optimizer: str,
+    budget: str | None,
+    noise: float | None,
+    exact: bool,
+    out: str,
+) -> StepPlan:
+    """The plan, written to ``out``.
+
+    Raises:
+        OptionError: an argument is out of range or names nothing.
+        BudgetError: no plan fits.
+        OutputError: ``out`` cannot be written; found before anything is run.
+    """
+    require_writable(out)
+    if optimizer not in _OPTIMIZERS:
+        raise OptionError(f"no optimizer '{optimizer}'; there are {', '.join(_OPTIMIZERS)}.")
+    if batch < 1:
+        raise OptionError(f"--batch {batch} is below 1: a step needs at least one sample.")
+    model = load_factory(factory)()
+    if not isinstance(model, torch.nn.Module):
+        raise OptionError(f"'{factory}' returned a {type(model).__name__}, not a torch.nn.Module.")
+    inputs = (torch.randn(batch, *parse_shape(input)), None) if sample is None else load_factory(sample)()
+    plan = squeezebox.plan(
+        model.train(),
+        sample=inputs,
+        loss_fn=_stand_in if loss is None else load_loss(loss),
+        optimizer=_OPTIMIZERS[optimizer](model.parameters()),
+        budget=budget,
+        noise=noise,
+        exact=exact,
+    )
+    plan.save(out)
+    return plan
+
+
+def load_loss(name: str) -> Callable[[Any, Any], torch.Tensor]:
+    """The function of output and target called ``module:callable``.
+
+    Raises:
+        OptionError: there is none, or it does not take two arguments.
+    """
+    found = load_factory(name, arguments=2)
+    try:
+        inspect.signature(found).bind(None, None)
+    except TypeError as error:
+        raise OptionError(f"--loss {name} is called with output and target, but: {error}.") from error
+    except ValueError:  # written in C: only a call would tell
+        pass
+    return found
+
+
+def _stand_in(output: torch.Tensor, target: None) -> torch.Tensor:
+    """Cross-entropy against arbitrary classes where the output has classes, else the mean square."""
+    if output.dim() == 2 and output.shape[1] > 1:
+        return functional.cross_entropy(output, torch.arange(len(output)) % output.shape[1])
+    return output.square().mean()
