@@ -485,7 +485,7 @@ class Session:
             packed_bytes=small + sum(tensor.packed_bytes for tensor in tensors),
             borrowed_bytes=sum(self._store.borrowed.values()),
             noise=self._measured_noise(),
-            predicted_noise=0.0 if not lossy else bounds_room.predicted_noise(self._state, lossy),
+            predicted_noise=self._predicted_noise(lossy),
             peak_bytes=total,
             activation_peak_bytes=activations,
             refresh_peak_bytes=self._refresh_peak,
@@ -496,6 +496,12 @@ class Session:
             checks=tuple(self._checks),
             notes=tuple(self._notes),
         )
+
+    def _predicted_noise(self, lossy: dict[str, float]) -> float | None:
+        """What the plan, or the error law, expects of these bounds; nothing lossy is no noise."""
+        if not lossy:
+            return 0.0
+        return self._plan.predicted_noise if self._plan else bounds_room.predicted_noise(self._state, lossy)
 
     def _measured_noise(self) -> float | None:
         """What measure_noise() found; nothing lossy is no noise."""

@@ -138,14 +138,16 @@ class NoiseBudget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """The bounds of a plan, by tensor; tensors without one are held exactly."""
+    """The bounds of a plan, by tensor; tensors without one are held exactly.
+
+    No step gathers statistics: that would take memory which the plan has given away.
+    """
 
     bounds: Mapping[str, float]
-    interval: int = 100
 
     def due(self, step: int) -> bool:
-        """Statistics only feed the report here."""
-        return refresh_due(step, self.interval)
+        """Never."""
+        return False
 
     def bound(self, state: ControllerState, key: str, role: Role, rms: Callable[[], float]) -> float | None:
         """The planned bound."""
