@@ -37,10 +37,12 @@ from squeezebox.capture import (
 from squeezebox.profiling import PeakMeter, StepProfiler, simulate, state_bytes, transient_bytes
 from squeezebox.reports import Estimate, PlannedTensor, Report, StepPlan
 from squeezebox.schema import (
+    Action,
     AttachError,
     Budget,
     Check,
     FormatError,
+    Option,
     OptionError,
     PlanError,
     Profile,
@@ -100,6 +102,8 @@ def attach(
         BudgetError: no plan fits the budget.
         UnsupportedModelError: the model spans two devices or is compiled.
     """
+    if budget is None and (sample is not None or loss_fn is not None):
+        raise OptionError("sample and loss_fn are for a budget; give budget too, or call squeezebox.plan().")
     if budget is not None:
         if plan is not None or controller is not None:
             raise OptionError("budget makes a plan of its own; give it without plan and controller.")
@@ -162,16 +166,22 @@ def make_plan(
         raise OptionError("a plan needs sample=(inputs, target) and loss_fn=, to see what a step saves.")
     if exact and noise is not None:
         raise OptionError("noise and exact exclude each other; give one of them.")
+    if foreign_hooks():
+        raise OptionError("a plan cannot be made inside other saved-tensor hooks; leave their context first.")
+    if _device(model).type != "cpu":
+        raise OptionError(f"plans are for the CPU as yet, and the model is on {_device(model)}; use noise=.")
+    factor, share = (0.0, False) if budget is None else _size_named(budget)
     allowed = 0.0 if exact else 1e-3 if noise is None else noise
     with _restored(model):
         session = attach(model, optimizer=optimizer, noise=None if exact else allowed, exact=exact)
         try:
             profile, saved, seconds = session._profile(*sample, loss_fn)
+            late_values = {key: role.value for key, role in session._store.late_values.items()}
         finally:
             session.detach()
-    keep = {tensor.key: tensor.options[0] for tensor in profile.tensors}
+    keep = {key: Option(action=Action.KEEP, codec="keep", held_bytes=nbytes) for key, nbytes in saved.items()}
     plain = planner.peak(profile, keep)
-    limit = None if budget is None else _bytes_named(budget, plain)
+    limit = None if budget is None else int(factor * plain if share else factor)
     chosen = (
         planner.smallest(profile, allowed)
         if limit is None
@@ -186,6 +196,7 @@ def make_plan(
         predicted_peak_bytes=chosen.predicted_peak_bytes,
         predicted_seconds=seconds + chosen.predicted_seconds,
         predicted_noise=chosen.predicted_noise,
+        late_values=late_values,
         tensors=tuple(
             PlannedTensor(key=key, saved_bytes=saved[key], option=option)
             for key, option in chosen.choices.items()
@@ -266,6 +277,7 @@ class Session:
         self._plan = plan
         if plan is not None:
             self._store.keep, self._store.offload = plan.kept, plan.offloaded
+            self._store.late_values = {key: Role(role) for key, role in plan.late_values.items()}
             self._store.admit = functools.partial(
                 _admit, plan.model, {tensor.key: tensor.saved_bytes for tensor in plan.tensors}
             )
@@ -676,21 +688,21 @@ def _admit(model: str, planned: Mapping[str, int], key: str, nbytes: int) -> Non
         size = "no such tensor" if known is None else f"{known} bytes"
         raise PlanError(
             f"'{key}' saves {nbytes} bytes and the plan, made for {model}, knows {size}: it was made "
-            "for another model, input shape or batch. Make a new one with squeezebox.plan()."
+            "for another model, input shape or batch, or for one forward before each backward. Make a "
+            "new one with squeezebox.plan()."
         )
 
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def _bytes_named(budget: int | str, plain: int) -> int:
-    """A budget in bytes: a number, "2GiB", or "50%" of the plain step's peak."""
-    found = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*|%)", str(budget).strip())
+def _size_named(budget: int | str) -> tuple[float, bool]:
+    """(bytes, False) of a number or "2GiB"; (share, True) of "50%"."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*|%)", str(budget).strip())
     unit = found[2].upper() if found else ""
     if not found or (unit and unit != "%" and unit not in _UNITS) or not float(found[1]) > 0:
         raise OptionError(f"budget {budget!r} is no size; give bytes, '2GiB', '800MB' or '50%'.")
-    factor = plain / 100 if unit == "%" else _UNITS[unit or "B"]
-    return int(float(found[1]) * factor)
+    return float(found[1]) * (0.01 if unit == "%" else _UNITS[unit or "B"]), unit == "%"
 
 
 def _timed(work: Callable[[], object]) -> float:

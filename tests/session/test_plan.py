@@ -156,7 +156,7 @@ def test_a_smaller_batch_is_fine_and_a_larger_one_is_refused(task):
     session.detach()
 
 
-@pytest.mark.parametrize("budget", ("5 parsecs", "-3", "0", "", -1, "%"))
+@pytest.mark.parametrize("budget", ("5 parsecs", "-3", "0", "", -1, "%", "1.2.3GiB", "."))
 def test_sizes_that_are_none_are_refused(task, budget):
     model, _, sample = task
     with pytest.raises(OptionError, match="budget"):
@@ -188,3 +188,44 @@ def test_a_loss_that_raises_leaves_nothing_behind(task):
     with pytest.raises(ZeroDivisionError):
         squeezebox.plan(model, sample=sample, loss_fn=broken)
     squeezebox.attach(model).detach()
+
+
+class Late(nn.Module):
+    """A zero-initialised branch, tensors below the smallest size at small batches, a pooled convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 1)
+        self.branch = nn.Conv2d(16, 16, 1)
+        nn.init.zeros_(self.branch.weight), nn.init.zeros_(self.branch.bias)
+        self.head = nn.Linear(16 * 256, 10)
+
+    def forward(self, x):
+        gate = torch.tanh(x.mean((2, 3)).repeat(1, 25))
+        x = F.max_pool2d(torch.tanh(self.first(x)), 2).relu()
+        x = x + self.last(self.branch(x))
+        return self.head(x.flatten(1)) + torch.tanh(gate.mean(1, keepdim=True))
+
+
+def test_zero_branches_pooled_maps_and_tiny_tensors(task):
+    _, _, (x, y) = task
+    torch.manual_seed(4)
+    model = Late()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    x, y = x.contiguous().repeat(2, 1, 1, 1), y.repeat(2)
+    sample = (x, y)
+    step(model, optimizer, sample)
+    plain = measured_peak(model, optimizer, sample)
+    plans = [
+        squeezebox.plan(model, sample=sample, loss_fn=F.cross_entropy, optimizer=optimizer, noise=1e-2)
+        for _ in range(3)
+    ]
+    assert {plan.plain_peak_bytes for plan in plans} == {plan.plain_peak_bytes for plan in plans[:1]}
+    assert plans[0].plain_peak_bytes == pytest.approx(plain, rel=0.03)
+    session = squeezebox.attach(model, optimizer=optimizer, plan=plans[0])
+    peak = regular(session, model, optimizer, sample)
+    for count in (16, 8, 2):
+        step(model, optimizer, (x[:count], y[:count]))
+    session.detach()
+    assert peak <= plans[0].predicted_peak_bytes
+    assert peak == pytest.approx(plans[0].predicted_peak_bytes, rel=0.03)

@@ -38,9 +38,9 @@ class Arena:
         return None
 
     def take(self, nbytes: int, owner: object, form: str) -> torch.Tensor:
-        """A uint8 buffer of at least ``nbytes``, from now on labelled with ``owner`` and ``form``."""
+        """A uint8 buffer of ``nbytes``, from now on labelled with ``owner`` and ``form``."""
         idle = [buffer for buffer in self._buffers if buffer.is_idle()]
-        chosen = next((b for b in idle if nbytes <= b.data.numel() <= 2 * nbytes), None)
+        chosen = next((b for b in idle if b.data.numel() == nbytes), None)
         self._buffers = [b for b in self._buffers if b is chosen or b not in idle]
         idle.clear()
         if chosen is None:

@@ -38,6 +38,7 @@ class Recorder(TorchFunctionMode):
         self.backward_seen = False
         self.path: list[str] = []
         self._pending: list[Handle] = []
+        self._small: list[Handle] = []  # held themselves; counted all the same, so that keys stay as they are
         self._reading: list[Handle] | None = None
         self._occurrences: Counter[str] = Counter()
         self._owned: dict[int, StorageWeakRef] = {}
@@ -76,6 +77,7 @@ class Recorder(TorchFunctionMode):
             self.active = False
             self._owned.clear()
             self._pending.clear()
+            self._small.clear()
             self._stack.close()
             super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
 
@@ -84,7 +86,7 @@ class Recorder(TorchFunctionMode):
             self._settle_unclaimed()
         since = sequence_number()
         out = func(*args, **(kwargs or {}))
-        if self._pending or self.collector is not None:
+        if self._pending or self._small or self.collector is not None:
             with torch.no_grad():
                 self._claim(out if out is not None else args, since, getattr(func, "__name__", ""))
         return out
@@ -95,6 +97,7 @@ class Recorder(TorchFunctionMode):
             self.store.leave(handle, borrowed=not self.bypass)
         elif tensor.untyped_storage().nbytes() < SMALL_BYTES:
             self.store.leave(handle, borrowed=False)
+            self._small.append(handle)
         else:
             handle.form = "pending"
             self._pending.append(handle)
@@ -132,6 +135,9 @@ class Recorder(TorchFunctionMode):
                 if handle in self._pending:
                     options = _options(rule, node, readers)
                     self._settle(handle, rule, options, operator, attribute)
+                elif handle in self._small:
+                    self._key(operator, attribute)
+        self._small.clear()
         self._settle_unclaimed()
         if self.collector is not None:
             self.collector.note_packed(nodes)

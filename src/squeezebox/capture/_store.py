@@ -250,6 +250,7 @@ class Store:
             raise CaptureError("a saved tensor was released before its backward: this is a bug in capture")
         shape, stride, offset = handle.geometry
         if handle.form == "shape":
+            self.arena.trim()
             return _placeholder(shape, stride, entry.dtype, entry.device)
         if handle.form.startswith("pool-index"):
             packed = entry.packed[handle.form]

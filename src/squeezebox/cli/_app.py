@@ -100,11 +100,7 @@ def plan(
         exact=exact,
         out=str(out),
     )
-    print(
-        json.dumps(result.to_dict(), indent=1, default=lambda v: getattr(v, "value", str(v)))
-        if as_json
-        else result
-    )
+    print(json.dumps(result.to_dict(), indent=1) if as_json else result)
 
 
 @app.command()

@@ -89,7 +89,7 @@ class Entropy(Codec):
         """
         require_float(self.name, tensor)
         limit = require_bound(self.name, bound)
-        if lag < -1 or dither < 0:
+        if not (-1 <= lag < FARTHEST and 0 <= dither < FARTHEST):
             raise OptionError(
                 f"codec '{self.name}' needs lag >= 0, or -1 to choose it, and dither >= 0; got {lag} "
                 f"and {dither}."
@@ -155,3 +155,5 @@ class Lossless(Codec):
 
     def check(self, packed: Packed) -> None:
         _check(packed)
+        if len(packed.payload) != 2:
+            raise FormatError(f"packed by '{self.name}': {len(packed.payload)} parts instead of 2; damaged.")

@@ -34,11 +34,15 @@ def run(work: Callable[[int], Result], count: int) -> list[Result]:
     todo = iter(range(count))  # next() on a range iterator is atomic: threads share it without a lock
     results: dict[int, Result] = {}
     inference = torch.is_inference_mode_enabled()
+    # The pool may hold on to ``drain`` for a while after it has ended: not to the tensors behind ``work``.
+    held = [work]
+    del work
 
     def drain() -> None:
+        task = held[0]
         with torch.inference_mode(inference):
             for index in todo:
-                results[index] = work(index)
+                results[index] = task(index)
 
     others = [_pool(torch.get_num_threads() - 1).submit(drain) for _ in range(threads - 1)]
     try:
@@ -46,9 +50,10 @@ def run(work: Callable[[int], Result], count: int) -> list[Result]:
     finally:  # all have ended before anything is raised; those not begun are not waited for
         running = [other for other in others if not other.cancel()]
         wait(running)
+        held.clear()
     for other in running:
         other.result()
-    return [results[index] for index in range(count)]
+    return [results.pop(index) for index in range(count)]
 
 
 def scratch(name: str, count: int, dtype: DTypeLike) -> NDArray[Any]:

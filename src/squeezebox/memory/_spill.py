@@ -23,14 +23,13 @@ class Slot:
 
 
 class Spill:
-    """Writes flat CPU tensors to a temporary file and reads them back."""
+    """Writes flat CPU tensors to a file in the folder for temporary ones (TMPDIR) and reads them back."""
 
-    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        """Use ``folder``, or the system's own for temporary files."""
-        self._folder = folder
+    def __init__(self) -> None:
         self._file: IO[bytes] | None = None
         self._end = 0
         self._living = 0
+        self._free: dict[int, list[int]] = {}  # size -> offsets of that size that nobody uses
 
     def write(self, flat: torch.Tensor) -> Slot:
         """Store a flat tensor.
@@ -38,21 +37,23 @@ class Spill:
         Raises:
             CaptureError: the file cannot be made, or the disk is full.
         """
+        nbytes = flat.nbytes
+        offsets = self._free.get(nbytes)
+        offset = offsets.pop() if offsets else self._end
         try:
             if self._file is None:
-                self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)
+                self._file = tempfile.TemporaryFile(buffering=0)
                 weakref.finalize(self, self._file.close)
-            slot = Slot(self._end, flat.nbytes)
-            _write(self._file.fileno(), flat, slot.offset)
+            _write(self._file.fileno(), flat, offset)
         except OSError as error:
             raise CaptureError(
-                f"{flat.nbytes} bytes could not be offloaded to {self._folder or tempfile.gettempdir()}, "
-                f"which holds {self._end} already: {error}. Free space there, or name another "
-                "folder."
+                f"{nbytes} bytes could not be offloaded to {tempfile.gettempdir()}, where {self._end} are "
+                f"already: {error}. Free space there, or set TMPDIR to another folder."
             ) from error
-        self._end += slot.nbytes
+        self._end = max(self._end, offset + nbytes)
         self._living += 1
-        weakref.finalize(slot, self._free).atexit = False
+        slot = Slot(offset, nbytes)
+        weakref.finalize(slot, self._release, offset, nbytes).atexit = False
         return slot
 
     def read(self, slot: Slot, out: torch.Tensor) -> None:
@@ -70,10 +71,12 @@ class Spill:
                 )
             done += count
 
-    def _free(self) -> None:
+    def _release(self, offset: int, nbytes: int) -> None:
         self._living -= 1
+        self._free.setdefault(nbytes, []).append(offset)
         if self._living == 0:
             self._end = 0
+            self._free.clear()
 
 
 def _write(descriptor: int, flat: torch.Tensor, offset: int) -> None:

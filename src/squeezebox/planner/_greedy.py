@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,7 +65,7 @@ def smallest(profile: Profile, noise: float) -> Plan:
         OptionError: the profile contradicts itself.
     """
     table = tabulate(profile)
-    low, high = max(profile.base_bytes), int(table.usage(_fastest(table, noise)).max())
+    low, high = max(profile.base_bytes), int(table.usage(_fastest(table)).max())
     best = _solve(table, Budget(peak_bytes=high, noise=noise))
     for _ in range(_HALVINGS):
         middle = (low + min(high, best.predicted_peak_bytes)) // 2
@@ -77,16 +77,16 @@ def smallest(profile: Profile, noise: float) -> Plan:
 
 
 def peak(profile: Profile, choices: Mapping[str, Option]) -> int:
-    """The most bytes at any position with these options, each one of its tensor's own."""
-    table = tabulate(profile)
-    chosen = [tensor.options.index(choices[tensor.key]) for tensor in profile.tensors]
-    return int(table.usage(np.asarray(chosen, np.int64)).max())
+    """The most bytes at any position with these options."""
+    tensors = tuple(replace(tensor, options=(choices[tensor.key],)) for tensor in profile.tensors)
+    table = tabulate(replace(profile, tensors=tensors))
+    return int(table.usage(np.zeros(len(tensors), np.int64)).max())
 
 
 def _solve(table: Table, budget: Budget) -> Plan:
     scale = float(np.where(table.valid, table.seconds, 0.0).max(1, initial=0.0).sum()) or 1.0
     limits = _Limits(max(budget.peak_bytes, 1), budget.noise, scale)
-    quick = _fastest(table, budget.noise)
+    quick = _fastest(table)
     tried = [quick, *_ascend(table, limits, quick)]
     fitting = [fit for choice in tried if (fit := _repaired(table, limits, choice)) is not None]
     if not fitting:
@@ -102,7 +102,7 @@ def _worst(table: Table, limits: _Limits, choice: Integers) -> float:
     return float(bytes_.max()) + 10.0 * max(noise, 0.0)
 
 
-def _fastest(table: Table, noise: float) -> Integers:
+def _fastest(table: Table) -> Integers:
     """The fastest noiseless option of each tensor, the smallest of equals; else the least noisy one."""
     cost = np.where(table.valid, table.seconds + 1e-15 * table.held, np.inf)
     quiet = np.where(table.noise > 0.0, np.inf, cost)
@@ -212,7 +212,8 @@ def _by_gain(able: NDArray[np.bool_], seconds: Floats) -> Iterator[tuple[int, in
 
 def _room(table: Table, limits: _Limits, usage: Integers, choice: Integers, row: int, option: int) -> bool:
     """Whether one move leaves every position within the budget."""
-    use, first = table.first_use[row], int(table.starts[row].min())
+    use = table.first_use[row]
+    first = min(int(table.starts[row].min()), int(use))
     end, work_end = table.ends[row], table.work_ends[row]
     change = np.zeros(work_end - first, np.int64)
     for which, sign in ((option, 1), (int(choice[row]), -1)):

@@ -144,7 +144,7 @@ def _profile(
 ) -> TensorProfile:
     """The options of one tensor: itself, and packed as it was or at other bounds."""
     row = seen.row
-    decoded = row.saved_bytes if seen.decodes else 0
+    decoded = (row.saved_bytes if row.packed else life.decoded_bytes) if seen.decodes else 0
     keep = Option(action=Action.KEEP, codec="keep", held_bytes=row.saved_bytes)
     cost = sensitivities.get(row.key)
     options = [keep]

@@ -118,6 +118,8 @@ def _integrate(allocations: Iterable[tuple[int, int]], living: dict[int, int], a
     total = activations = highest = highest_activations = 0
     for number, (address, nbytes) in enumerate(events):
         if nbytes > 0:
+            freed, of_them = now.pop(address, (0, 0))  # where no profiler saw it
+            total, activations = total - freed, activations - of_them
             now[address] = (nbytes, 0 if number in excluded else nbytes)
             total, activations = total + nbytes, activations + now[address][1]
         elif address in now:

@@ -24,6 +24,7 @@ class Life:
     dropped_at: int
     first_use: int
     last_use: int
+    decoded_bytes: int = 0  # allocated when it was unpacked; buffers that were there already do not count
     idle_until: int = -1  # its buffer is freed by the next request after it, or at the step's end
 
 
@@ -117,6 +118,8 @@ class _Reading:
     _inside: int = 0
     _blocks: dict[int, int] = field(default_factory=dict)  # address -> bytes that count
     _originals: dict[int, int] = field(default_factory=dict)  # address -> tensor
+    _using: int | None = None
+    _decoded: int = 0  # bytes allocated since its use began
     _idle: list[int] = field(default_factory=list)  # tensors whose buffer nobody has asked for since
 
     def mark(self, words: Sequence[str]) -> None:
@@ -129,8 +132,13 @@ class _Reading:
             self._originals[int(words[2])] = number
         elif kind == _USE:
             self.lives[number].first_use = min(self.lives[number].first_use, position)
+            self._using, self._decoded = number, 0
             while self._idle:
                 self.lives[self._idle.pop()].idle_until = position - 1
+        elif kind == _USED:
+            life = self.lives[number]
+            life.decoded_bytes = max(life.decoded_bytes, self._decoded)
+            self._using = None
         elif kind == _RELEASE:
             self._idle.append(number)
         if number in self.lives and kind in (_USE, _USED, _RELEASE):
@@ -138,9 +146,12 @@ class _Reading:
 
     def allocation(self, address: int, nbytes: int) -> None:
         if nbytes > 0:
-            self._blocks[address] = 0 if self._inside else nbytes
-            self.now += self._blocks[address]
+            counted = 0 if self._inside else nbytes
+            self.now += counted - self._blocks.pop(address, 0)  # freed where no profiler saw it
+            self._blocks[address] = counted
             self.base[-1] = max(self.base[-1], self.now)
+            if self._using is not None:
+                self._decoded += nbytes
             return
         self.now -= self._blocks.pop(address, 0)
         number = self._originals.pop(address, None)

@@ -32,6 +32,7 @@ class StepPlan:
 
     ``budget_bytes`` is None where the plan takes as little memory as the noise allows.
     ``plain_peak_bytes`` and ``plain_seconds`` are those of a step without Squeezebox.
+    ``late_values`` names tensors of which a later operator reads more than the first one, and its role.
     """
 
     model: str
@@ -42,6 +43,7 @@ class StepPlan:
     predicted_peak_bytes: int
     predicted_seconds: float
     predicted_noise: float
+    late_values: dict[str, str]
     tensors: tuple[PlannedTensor, ...]
 
     @property
@@ -56,8 +58,12 @@ class StepPlan:
 
     @property
     def bounds(self) -> dict[str, float]:
-        """Error bounds of the tensors that lose anything."""
-        return {tensor.key: tensor.option.bound for tensor in self.tensors if tensor.option.bound > 0.0}
+        """Error bounds of the tensors that are packed by value; 0 where nothing is lost."""
+        return {
+            tensor.key: tensor.option.bound
+            for tensor in self.tensors
+            if tensor.option.bound > 0.0 or tensor.option.codec == "lossless"
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as written by :meth:`save`."""

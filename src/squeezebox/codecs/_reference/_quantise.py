@@ -68,7 +68,7 @@ def phases(start: int, numel: int, dither: int, keep_sign: bool, device: torch.d
         return _still(keep_sign)
     runs = torch.arange(start, start + numel, device=device) // dither
     turns = (FIRST_TURN[keep_sign] + runs * NEXT_TURN) & 0xFFFF
-    return (turns * (2.0**-17 if keep_sign else 2.0**-16) - (0.0 if keep_sign else 0.5)).float()
+    return turns.float() * (2.0**-17 if keep_sign else 2.0**-16) - (0.0 if keep_sign else 0.5)
 
 
 def narrow(
