@@ -635,7 +635,11 @@ def _controller(
 def _restored(model: torch.nn.Module) -> Iterator[None]:
     """Put gradients, buffers and random states back afterwards."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
     random = torch.get_rng_state()
     device = _device(model)
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -645,8 +649,9 @@ def _restored(model: torch.nn.Module) -> Iterator[None]:
         for parameter, gradient in gradients:
             parameter.grad = gradient
         with torch.no_grad():
-            for buffer, value in buffers:
+            for module, name, buffer, value in buffers:
                 buffer.copy_(value)
+                module._buffers[name] = buffer  # the module may have put another one in its place
         torch.set_rng_state(random)
         if on_device is not None:
             torch.cuda.set_rng_state(on_device, device)

@@ -156,6 +156,26 @@ def test_a_smaller_batch_is_fine_and_a_larger_one_is_refused(task):
     session.detach()
 
 
+class Averaging(nn.Module):
+    """Replaces its buffer instead of writing into it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv2d(3, 10, 3)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.abs().mean()
+        return torch.tanh(self.layer(x)).mean((2, 3))
+
+
+def test_buffers_that_a_module_replaces_are_as_before(task):
+    model = Averaging()
+    mean = model.mean
+    squeezebox.plan(model, sample=task[2], loss_fn=F.cross_entropy)
+    assert model.mean is mean and float(mean) == 0.0
+
+
 @pytest.mark.parametrize("budget", ("5 parsecs", "-3", "0", "", -1, "%", "1.2.3GiB", "."))
 def test_sizes_that_are_none_are_refused(task, budget):
     model, _, sample = task
