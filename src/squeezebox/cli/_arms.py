@@ -16,6 +16,7 @@ from squeezebox.profiling import Peak, PeakMeter
 from squeezebox.schema import Role, StepStatistics
 
 LEARNING_RATE = 0.03
+INTERVAL = 32  # steps between refreshes: a short training changes fast
 
 
 class Steered:
@@ -50,7 +51,7 @@ class Arm:
         self.controller: Steered | None = None
         self.session: Any = None
         if noise is not None:
-            self.controller = Steered(NoiseBudget(noise=noise))
+            self.controller = Steered(NoiseBudget(noise=noise, interval=INTERVAL))
             self.session = squeezebox.attach(self.model, optimizer=self.optimizer, controller=self.controller)
 
     def gradients(self, images: torch.Tensor, labels: torch.Tensor) -> float:
