@@ -158,6 +158,9 @@ def make_plan(
         noise: allowed relative gradient noise (default 1e-3).
         exact: nothing is lost.
 
+    Returns:
+        The plan: print it, ``save()`` it, pass it to :func:`attach`. Sizes are bytes, times seconds a step.
+
     Raises:
         BudgetError: no plan fits; says how much the smallest needs.
         OptionError: an argument is missing or out of range, or a profiler is running.

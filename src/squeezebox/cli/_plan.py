@@ -49,7 +49,10 @@ def make(
         raise OptionError(f"--batch {batch} is below 1: a step needs at least one sample.")
     model = load_factory(factory)()
     if not isinstance(model, torch.nn.Module):
-        raise OptionError(f"'{factory}' returned a {type(model).__name__}, not a torch.nn.Module.")
+        raise OptionError(
+            f"'{factory}' returned a {type(model).__name__}, not a torch.nn.Module; name a function or class "
+            "that returns the model."
+        )
     inputs = (torch.randn(batch, *parse_shape(input)), None) if sample is None else load_factory(sample)()
     plan = squeezebox.plan(
         model.train(),
