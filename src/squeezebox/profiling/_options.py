@@ -12,7 +12,7 @@ import torch
 
 from squeezebox import codecs
 from squeezebox.memory import Spill
-from squeezebox.profiling._timeline import Life, Timeline, Trace
+from squeezebox.profiling._timeline import Life, Timeline
 from squeezebox.schema import Action, Option, Profile, TensorProfile
 
 # Bounds in the unit of the tensor's rms that are tried, and how many are put between two of them.
@@ -75,7 +75,7 @@ class StepProfiler:
             _profile(seen, trace.lives[number], sensitivities, seconds_a_byte)
             for number, seen in self._seen.items()
         )
-        return Profile(base_bytes=_with_end(trace, held + final_bytes), tensors=tensors)
+        return Profile(base_bytes=(*trace.base_bytes, held + final_bytes), tensors=tensors)
 
     def close(self) -> None:
         """End without a result; nothing happens after :meth:`stop`."""
@@ -213,10 +213,6 @@ def _between(wide: Option, fine: Option, share: float) -> Option:
         held_bytes=math.ceil(mixed(wide.held_bytes, fine.held_bytes)),
         seconds=mixed(wide.seconds, fine.seconds),
     )
-
-
-def _with_end(trace: Trace, final_bytes: int) -> tuple[int, ...]:
-    return (*trace.base_bytes, final_bytes)
 
 
 def _rms(flat: Any) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,54 @@ class Peak:
     activation_bytes: int
 
 
+class Recording:
+    """Torch's profiler from :meth:`start` to :meth:`close`, for its memory events.
+
+    It greets on standard error whenever it starts; unless ``KINETO_LOG_LEVEL`` is set, the first start sets
+    it to 9 to keep it quiet.
+    """
+
+    def __init__(self) -> None:
+        self._profiler: Any = None
+        self._end: weakref.finalize[..., Any] | None = None
+
+    def start(self) -> bool:
+        """Begin; False if another profiler is active."""
+        if torch.autograd.profiler._is_profiler_enabled:
+            return False
+        os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # there is no other switch
+        self._profiler = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
+        self._profiler.__enter__()
+        # A profiler still on when the interpreter ends would crash it.
+        self._end = weakref.finalize(self, self._profiler.__exit__, None, None, None)
+        return True
+
+    def close(self) -> None:
+        """End; safe to call twice."""
+        if self._end is not None:
+            self._end()
+
+    def events(self) -> list[tuple[str, int, int]]:
+        """End, and give (name, address, signed bytes) in order of time; allocations have no name."""
+        self.close()
+        found: list[tuple[int, str, int, int]] = []
+        stack = list(self._profiler.kineto_results.experimental_event_tree())
+        while stack:
+            event = stack.pop()
+            stack.extend(event.children)
+            if event.tag == torch._C._profiler._EventType.Allocation:
+                fields = event.extra_fields
+                found.append((event.start_time_ns, "", fields.ptr, fields.alloc_size))
+            else:
+                found.append((event.start_time_ns, event.name, 0, 0))
+        found.sort(key=lambda event: event[0])
+        return [event[1:] for event in found]
+
+
 class PeakMeter:
     """Measures one step on the CPU with torch's profiler, on CUDA with the allocator's counters.
 
-    Not to be nested in another profiler: :meth:`start` then answers False and measures nothing. The
-    profiler greets on standard error whenever it starts; unless ``KINETO_LOG_LEVEL`` is set, the first
-    start on a CPU sets it to 9 to keep it quiet.
+    Not to be nested in another profiler: :meth:`start` then answers False and measures nothing.
 
     Only what goes through torch's allocator is seen: codecs' scratch in numpy is not, and neither are
     pages that the C library keeps after a free. A block that was allocated while no meter ran is not
@@ -37,15 +79,15 @@ class PeakMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._profiler: Any = None
-        self._end: weakref.finalize[..., Any] | None = None
+        self._recording: Recording | None = None
+        self._on_device = False
         self._baseline = 0
         self._living: dict[int, int] = {}
 
     @property
     def running(self) -> bool:
         """Whether a measurement is under way."""
-        return self._profiler is not None
+        return self._recording is not None or self._on_device
 
     def start(self, living: Iterable[torch.Tensor] = ()) -> bool:
         """Begin; False if another profiler is active.
@@ -58,54 +100,31 @@ class PeakMeter:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             self._baseline = torch.cuda.memory_allocated(self._device)
-            self._profiler = "cuda"
+            self._on_device = True
             return True
-        os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # there is no other switch
+        recording = Recording()
+        if not recording.start():
+            return False
+        self._recording = recording
         storages = (tensor.untyped_storage() for tensor in living)
         self._living = {storage.data_ptr(): storage.nbytes() for storage in storages}
-        self._profiler = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
-        self._profiler.__enter__()
-        # A profiler still on when the interpreter ends would crash it.
-        self._end = weakref.finalize(self, self._profiler.__exit__, None, None, None)
         return True
 
     def abandon(self) -> None:
         """End a running measurement without reading it."""
-        self._profiler = None
-        if self._end is not None:
-            self._end()
+        recording, self._recording, self._on_device = self._recording, None, False
+        if recording is not None:
+            recording.close()
 
     def stop(self, apart: Iterable[torch.Tensor]) -> Peak:
         """End, and read the peak; ``apart`` are the tensors that activation_bytes leaves out."""
-        profiler, self._profiler = self._profiler, None
-        if self._device.type == "cuda":
+        recording, self._recording, self._on_device = self._recording, None, False
+        if recording is None:
             total = torch.cuda.max_memory_allocated(self._device) - self._baseline
             return Peak(total_bytes=total, activation_bytes=total)
-        if self._end is not None:
-            self._end()
         addresses = {tensor.untyped_storage().data_ptr() for tensor in apart}
-        return _integrate(_allocations(profiler), self._living, addresses)
-
-
-def events_of(profiler: Any) -> Iterator[tuple[str, int, int]]:
-    """(name, address, signed bytes) in order of time; only allocations have an address and bytes."""
-    events: list[tuple[int, str, int, int]] = []
-    stack = list(profiler.kineto_results.experimental_event_tree())
-    while stack:
-        event = stack.pop()
-        stack.extend(event.children)
-        if event.tag == torch._C._profiler._EventType.Allocation:
-            fields = event.extra_fields
-            events.append((event.start_time_ns, "", fields.ptr, fields.alloc_size))
-        else:
-            events.append((event.start_time_ns, event.name, 0, 0))
-    for _, *event in sorted(events, key=lambda event: event[0]):
-        yield tuple(event)
-
-
-def _allocations(profiler: Any) -> Iterator[tuple[int, int]]:
-    """(address, signed bytes) in order of time."""
-    return ((address, nbytes) for _, address, nbytes in events_of(profiler) if nbytes)
+        allocations = ((address, nbytes) for _, address, nbytes in recording.events() if nbytes)
+        return _integrate(allocations, self._living, addresses)
 
 
 def _integrate(allocations: Iterable[tuple[int, int]], living: dict[int, int], apart: set[int]) -> Peak:

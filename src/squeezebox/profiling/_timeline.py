@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch.autograd.profiler import record_function
 
-from squeezebox.profiling._peak import events_of
+from squeezebox.profiling._peak import Recording
 from squeezebox.schema import OptionError
 
 _PREFIX = "squeezebox "
@@ -47,7 +46,7 @@ class Timeline:
     """
 
     def __init__(self) -> None:
-        self._profiler: torch.autograd.profiler.profile | None = None
+        self._recording = Recording()
 
     def start(self) -> None:
         """Begin.
@@ -55,13 +54,10 @@ class Timeline:
         Raises:
             OptionError: another profiler is active.
         """
-        if torch.autograd.profiler._is_profiler_enabled:
+        if not self._recording.start():
             raise OptionError(
                 "a step cannot be profiled while another profiler is running; end that one first."
             )
-        os.environ.setdefault("KINETO_LOG_LEVEL", "9")
-        self._profiler = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
-        self._profiler.__enter__()
 
     def save(self, number: int, tensor: torch.Tensor) -> None:
         """Packing of a tensor begins; ``tensor`` is the original."""
@@ -85,10 +81,8 @@ class Timeline:
 
     def stop(self, held: int) -> Trace:
         """End; ``held`` bytes lived before and go on living."""
-        profiler = self._profiler
-        self.close()
         reading = _Reading(base=[held], now=held)
-        for name, address, nbytes in events_of(profiler):
+        for name, address, nbytes in self._recording.events():
             if name.startswith(_PREFIX):
                 reading.mark(name.removeprefix(_PREFIX).split())
             elif nbytes:
@@ -98,14 +92,11 @@ class Timeline:
 
     def close(self) -> None:
         """End without reading; safe to call twice."""
-        profiler, self._profiler = self._profiler, None
-        if profiler is not None:
-            profiler.__exit__(None, None, None)
+        self._recording.close()
 
     def _mark(self, *words: object) -> None:
-        if self._profiler is not None:
-            with record_function(_PREFIX + " ".join(map(str, words))):
-                pass
+        with record_function(_PREFIX + " ".join(map(str, words))):
+            pass
 
 
 @dataclass(slots=True)
