@@ -301,6 +301,31 @@ def unpack_chunks(kernels: Kernels, blob: Tensor, table: Tensor, coding: Coding,
     _workers.run(work, len(pieces))
 
 
+def operators(kernels: Kernels) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., None]]:
+    """The operators ``pack_chunks`` and ``unpack_chunks`` with these loops, as their schemas call them."""
+
+    def pack(
+        flat: Tensor, bound: float, keep_sign: bool, lag: int, scale: Tensor | None, inner: int, dither: int
+    ) -> tuple[Tensor, Tensor]:
+        coding = Coding(keep_sign=keep_sign, lag=lag, scale=scale, inner=inner, dither=dither)
+        return pack_chunks(kernels, flat, bound, coding)
+
+    def unpack(
+        blob: Tensor,
+        table: Tensor,
+        keep_sign: bool,
+        lag: int,
+        scale: Tensor | None,
+        inner: int,
+        dither: int,
+        out: Tensor,
+    ) -> None:
+        coding = Coding(keep_sign=keep_sign, lag=lag, scale=scale, inner=inner, dither=dither)
+        unpack_chunks(kernels, blob, table, coding, out)
+
+    return pack, unpack
+
+
 def pack_exact(flat: Tensor) -> tuple[Tensor, Tensor]:
     """(blob, table) of any flat tensor, kept to the bit."""
     pieces = torch.split(flat, CHUNK) if flat.numel() else ()

@@ -54,26 +54,7 @@ def _nothing(*_: object) -> None:
     return None
 
 
-def _pack_chunks(
-    flat: Tensor, bound: float, keep_sign: bool, lag: int, scale: Tensor | None, inner: int, dither: int
-) -> tuple[Tensor, Tensor]:
-    coding = _chunks.Coding(keep_sign=keep_sign, lag=lag, scale=scale, inner=inner, dither=dither)
-    return _chunks.pack_chunks(_chunks.REFERENCE, flat, bound, coding)
-
-
-def _unpack_chunks(
-    blob: Tensor,
-    table: Tensor,
-    keep_sign: bool,
-    lag: int,
-    scale: Tensor | None,
-    inner: int,
-    dither: int,
-    out: Tensor,
-) -> None:
-    coding = _chunks.Coding(keep_sign=keep_sign, lag=lag, scale=scale, inner=inner, dither=dither)
-    _chunks.unpack_chunks(_chunks.REFERENCE, blob, table, coding, out)
-
+_PACK_CHUNKS, _UNPACK_CHUNKS = _chunks.operators(_chunks.REFERENCE)
 
 # name, schema, reference, shapes for tracing
 OPERATORS: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] = (
@@ -151,14 +132,14 @@ OPERATORS: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] =
         "pack_chunks",
         "(Tensor flat, float bound, bool keep_sign, int lag, Tensor? scale, int inner, int dither)"
         " -> (Tensor, Tensor)",
-        _pack_chunks,
+        _PACK_CHUNKS,
         _fake_chunks,
     ),
     (
         "unpack_chunks",
         "(Tensor blob, Tensor table, bool keep_sign, int lag, Tensor? scale, int inner, int dither,"
         " Tensor(a!) out) -> ()",
-        _unpack_chunks,
+        _UNPACK_CHUNKS,
         _nothing,
     ),
 )

@@ -113,25 +113,4 @@ LOOPS = _chunks.Kernels(
     huffman=_Huffman(),
 )
 
-
-def pack_chunks(
-    flat: Tensor, bound: float, keep_sign: bool, lag: int, scale: Tensor | None, inner: int, dither: int
-) -> tuple[Tensor, Tensor]:
-    """The operator's kernel: ``_chunks.pack_chunks`` with these loops."""
-    coding = _chunks.Coding(keep_sign=keep_sign, lag=lag, scale=scale, inner=inner, dither=dither)
-    return _chunks.pack_chunks(LOOPS, flat, bound, coding)
-
-
-def unpack_chunks(
-    blob: Tensor,
-    table: Tensor,
-    keep_sign: bool,
-    lag: int,
-    scale: Tensor | None,
-    inner: int,
-    dither: int,
-    out: Tensor,
-) -> None:
-    """The operator's kernel: ``_chunks.unpack_chunks`` with these loops."""
-    coding = _chunks.Coding(keep_sign=keep_sign, lag=lag, scale=scale, inner=inner, dither=dither)
-    _chunks.unpack_chunks(LOOPS, blob, table, coding, out)
+pack_chunks, unpack_chunks = _chunks.operators(LOOPS)
