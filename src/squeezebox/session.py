@@ -280,10 +280,13 @@ class Session:
         self._plan = plan
         if plan is not None:
             self._store.keep, self._store.offload = plan.kept, plan.offloaded
+            self._store.recompute = plan.recomputed
             self._store.late_values = {key: Role(role) for key, role in plan.late_values.items()}
             self._store.admit = functools.partial(
                 _admit, plan.model, {tensor.key: tensor.saved_bytes for tensor in plan.tensors}
             )
+            if plan.recomputed:
+                self._store.lineage = self._recorder.lineage()
         self._meter = PeakMeter(_device(model))
         self._depth = 0
         self._step = -1
@@ -556,6 +559,7 @@ class Session:
         self._model.zero_grad(set_to_none=True)
         self._store.arena.clear()
         profiler = self._store.listener = StepProfiler()
+        self._store.lineage = self._recorder.lineage()
         profiler.start()
         try:
             gradients = self._replay(closure, bypass=False)
@@ -563,7 +567,7 @@ class Session:
             final = _nbytes(gradients) + transient_bytes(gradients, self._optimizer)
             return profiler.stop(held, self._state.sensitivities, final), saved, seconds
         finally:
-            self._store.listener = None
+            self._store.listener = self._store.lineage = None
             profiler.close()
 
     def _due(self, step: int) -> bool:

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from squeezebox.capture._graph import in_backward, is_custom, new_nodes, saved_attributes, sequence_number
+from squeezebox.capture._lineage import Call, Lineage
 from squeezebox.capture._rules import OTHER, Rule, operator_name, rule_for
 from squeezebox.capture._statistics import Collector
 from squeezebox.capture._store import SMALL_BYTES, Handle, Store, is_plain
@@ -76,6 +77,8 @@ class Recorder(TorchFunctionMode):
         finally:
             self.active = False
             self._owned.clear()
+            if self.store.lineage is not None:
+                self.store.lineage.clear()
             self._pending.clear()
             self._small.clear()
             self._stack.close()
@@ -85,11 +88,35 @@ class Recorder(TorchFunctionMode):
         if self._pending:
             self._settle_unclaimed()
         since = sequence_number()
-        out = func(*args, **(kwargs or {}))
+        out, call = self._called(func, args, kwargs)
         if self._pending or self._small or self.collector is not None:
             with torch.no_grad():
-                self._claim(out if out is not None else args, since, getattr(func, "__name__", ""))
+                self._claim(out if out is not None else args, since, getattr(func, "__name__", ""), call)
         return out
+
+    def lineage(self) -> Lineage:
+        """A lineage of the operators that this recorder sees."""
+        return Lineage(self._is_held, is_plain)
+
+    def _is_held(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is there in backward anyway: somebody else's, or small."""
+        if not is_plain(tensor.data):
+            return False
+        return self._is_borrowed(tensor) or tensor.untyped_storage().nbytes() < SMALL_BYTES
+
+    def _called(self, function: Any, args: Any, kwargs: Any) -> tuple[Any, Call | None]:
+        """What the operator returns, and the call if it can be repeated and anybody wants to know."""
+        lineage, listener = self.store.lineage, self.store.listener
+        call = lineage.begin(function, args, kwargs) if lineage is not None else None
+        if lineage is None or call is None:
+            return function(*args, **(kwargs or {})), None
+        if listener is not None:
+            listener.calling(call)
+        out = function(*args, **(kwargs or {}))
+        if listener is not None:
+            listener.called(call)
+        lineage.end(call, args, kwargs, out)
+        return out, call
 
     def _pack(self, tensor: torch.Tensor) -> Handle:
         handle = self.store.handle(tensor)
@@ -116,7 +143,7 @@ class Recorder(TorchFunctionMode):
         owner = self._owned.get(tensor.untyped_storage()._cdata)
         return owner is not None and not owner.expired()
 
-    def _claim(self, outputs: Any, since: int, function: str) -> None:
+    def _claim(self, outputs: Any, since: int, function: str, call: Call | None) -> None:
         """Match pending handles with the attributes of the nodes that the operator made."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         mine = top is not None and top[0] is self._pack_hook
@@ -133,6 +160,8 @@ class Recorder(TorchFunctionMode):
                 self.collector.watch(node, operator, self.module, paired, repeatable)
             for (attribute, handle), rule in paired:
                 if handle in self._pending:
+                    if rule.role is Role.DROPOUT_MASK and call is not None and handle.tensor is not None:
+                        self.store.note_mask(handle.tensor, call)
                     options = _options(rule, node, readers)
                     self._settle(handle, rule, options, operator, attribute)
                 elif handle in self._small:

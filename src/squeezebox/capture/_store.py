@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from squeezebox import codecs
 from squeezebox.capture._arena import Arena
+from squeezebox.capture._lineage import Call, Derivation, Lineage, Origin, Recipe, derivation
 from squeezebox.capture._rules import OTHER, Rule
 from squeezebox.memory import Slot, Spill
 from squeezebox.schema import CaptureError, CodecError, Reads, Role, SavedTensor
@@ -44,8 +45,14 @@ Trial = Callable[[float | None], codecs.Packed]
 class Listener(Protocol):
     """Is told of every saved tensor's way through one step."""
 
-    def saving(self, row: Row, tensor: torch.Tensor) -> None:
-        """Packing begins; ``tensor`` is the original."""
+    def calling(self, call: Call) -> None:
+        """An operator that can be repeated begins."""
+
+    def called(self, call: Call) -> None:
+        """It has ended."""
+
+    def saving(self, row: Row, tensor: torch.Tensor, derive: Callable[[], Derivation | None]) -> None:
+        """Packing begins; ``tensor`` is the original. ``derive()`` says, once all is saved, how it was made."""
 
     def offered(self, row: Row, codec: str, flat: torch.Tensor, scaled: bool, trial: Trial) -> None:
         """Its values may be packed; ``trial(bound)`` does so once more and keeps nothing."""
@@ -74,6 +81,7 @@ class Row:
     dtype: str
     saved_bytes: int
     roles: list[Role] = field(default_factory=list)
+    reads_values: bool = False  # somebody does, so that they are there
     packed: dict[str, int] = field(default_factory=dict)
     bound: float = 0.0  # in the unit the controller gave it
     absolute_bound: float = 0.0
@@ -109,7 +117,10 @@ class Entry:
         "dtype",
         "kept",
         "numel",
+        "origin",
         "packed",
+        "ready",
+        "recipe",
         "row",
         "scale",
         "slot",
@@ -126,6 +137,9 @@ class Entry:
         self.packed: dict[str, codecs.Packed] = {}
         self.kept: torch.Tensor | None = None
         self.slot: Slot | None = None
+        self.origin: Origin | None = None
+        self.recipe: Recipe | None = None
+        self.ready: torch.Tensor | None = None  # flat; made again, or wanted by a recipe before its own use
         self.device = tensor.device
         self.scale: torch.Tensor | None = None  # per channel, where the bound is in its units
         self.row = row
@@ -170,6 +184,8 @@ class Store:
         self.policy = policy
         self.keep: Container[str] = ()  # keys of tensors to hold themselves
         self.offload: Container[str] = ()  # and of those to move to a file
+        self.recompute: Mapping[str, Container[str]] = {}  # keys of those to make again, from which others
+        self.lineage: Lineage | None = None
         self.spill = Spill()
         self.admit: Callable[[str, int], None] | None = None  # raises for a key and bytes that no plan knows
         self.listener: Listener | None = None
@@ -219,11 +235,16 @@ class Store:
         entry = handle.entry = self._entry(tensor, rule, key)
         entry.row.roles.append(rule.role)
         if self.listener is not None:
-            self.listener.saving(entry.row, tensor)
+            self.listener.saving(entry.row, tensor, functools.partial(_derived, entry.origin))
         handle.form = self._pack(entry, handle, rule, options)
         if self.listener is not None:
             self.listener.saved(entry.row)
         handle.tensor = tensor.detach() if handle.form == "keep" else None
+
+    def note_mask(self, mask: torch.Tensor, call: Call) -> None:
+        """``mask`` is the one that the dropout in ``call`` drew."""
+        if self.lineage is not None:
+            self.lineage.note_mask(mask, call)
 
     def unpack(self, handle: Handle) -> torch.Tensor:
         """The tensor as it was saved, within its bound.
@@ -244,7 +265,7 @@ class Store:
         if handle.tensor is not None:
             if handle.entry is not None:
                 self.arena.trim()
-            return _unchanged(handle, handle.tensor)
+            return _at_version(handle.tensor, handle.version)
         entry = handle.entry
         if entry is None:
             raise CaptureError("a saved tensor was released before its backward: this is a bug in capture")
@@ -277,6 +298,9 @@ class Store:
         entry = Entry(tensor, row)
         self.rows.append(row)
         self._entries[address] = entry
+        if self.lineage is not None:
+            origin = entry.origin = self.lineage.origin(tensor)
+            origin.row, origin.entry = row, weakref.ref(entry)
         if self.listener is not None:
             weakref.finalize(entry, self.listener.released, row).atexit = False
         return entry
@@ -292,10 +316,13 @@ class Store:
             return self._keep(entry, tensor)
         if rule.reads is Reads.SHAPE:
             return "shape"
+        entry.row.reads_values |= rule.codec is None and rule.reads is not Reads.SIGN
         if entry.row.key in self.keep:
             return self._keep(entry, tensor)
         if entry.row.key in self.offload and entry.device.type == "cpu":
             return self._offload(entry, tensor)
+        if entry.row.key in self.recompute:
+            return self._derive(entry)
         if rule.codec is not None:
             return self._pack_exact(entry, tensor, rule.codec, options)
         if rule.reads is Reads.EXACT:
@@ -361,6 +388,12 @@ class Store:
         moved = self.listener is not None and entry.device.type == "cpu"
         return self._offload(entry, tensor) if moved else self._keep(entry, tensor)
 
+    def _derive(self, entry: Entry) -> str:
+        if entry.recipe is None and entry.origin is not None:
+            entry.recipe = Recipe(entry.origin, self.recompute[entry.row.key])
+            entry.row.packed["recompute"] = 0
+        return "recompute"
+
     def _keep(self, entry: Entry, tensor: torch.Tensor) -> str:
         entry.kept = tensor.detach()
         entry.row.packed["keep"] = entry.row.saved_bytes
@@ -372,7 +405,20 @@ class Store:
             entry.row.packed["offload"] = 0
         return "offload"
 
+    def _value(self, entry: Entry) -> torch.Tensor:
+        """All its values, flat, from now on held until nobody needs the entry."""
+        if entry.kept is not None:
+            return _flat(_at_version(entry.kept, entry.version), entry.numel)
+        if entry.ready is None:
+            entry.ready = self._decode(entry, "values")
+        return entry.ready
+
     def _decode(self, entry: Entry, form: str) -> torch.Tensor:
+        if entry.ready is not None:
+            return entry.ready
+        if entry.recipe is not None:
+            entry.ready = entry.recipe.follow(self._value)
+            return entry.ready
         if entry.slot is not None:
             nbytes = entry.numel * entry.dtype.itemsize
             ready = self.arena.find(entry, "offload")
@@ -392,17 +438,21 @@ class Store:
         return codec.unpack(packed, out=buffer[:nbytes].view(entry.dtype))
 
 
+def _derived(origin: Origin | None) -> Derivation | None:
+    return None if origin is None else derivation(origin)
+
+
 def _tensor(handle: Handle) -> torch.Tensor:
     if handle.tensor is None:
         raise CaptureError("a saved tensor was settled twice: this is a bug in capture")
     return handle.tensor
 
 
-def _unchanged(handle: Handle, tensor: torch.Tensor) -> torch.Tensor:
-    if tensor._version != handle.version:
+def _at_version(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    if tensor._version != version:
         raise CaptureError(
             f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place after it "
-            f"was saved (version {handle.version}, now {tensor._version}), so its gradient would be wrong. "
+            f"was saved (version {version}, now {tensor._version}), so its gradient would be wrong. "
             "Replace the in-place operation by one that makes a new tensor."
         )
     return tensor

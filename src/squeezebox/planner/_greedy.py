@@ -126,7 +126,7 @@ def _ascend(table: Table, limits: _Limits, quick: Integers) -> list[Integers]:
         step = limits.scale / (norm * (1.0 + 0.1 * number))
         prices = np.maximum(prices + step * bytes_, 0.0)
         noise_price = max(noise_price + step * noise, 0.0)
-        choice = _cheapest(table, limits, prices, noise_price, usable)
+        choice = _cheapest(table, limits, prices, noise_price, usable, choice)
     found.sort(key=lambda pair: pair[0])
     return _unlike([choice for _, choice in found])
 
@@ -141,13 +141,30 @@ def _unlike(choices: list[Integers]) -> list[Integers]:
 
 
 def _cheapest(
-    table: Table, limits: _Limits, prices: Floats, noise_price: float, usable: NDArray[np.bool_]
+    table: Table,
+    limits: _Limits,
+    prices: Floats,
+    noise_price: float,
+    usable: NDArray[np.bool_],
+    last: Integers,
 ) -> Integers:
     """What each tensor takes at these prices, in seconds for the whole budget at one position."""
-    costs = table.seconds + table.weighted(prices) / limits.bytes_
+    costs = table.seconds + table.weighted(prices, last) / limits.bytes_
     if limits.noise > 0.0:
         costs = costs + noise_price * table.noise / limits.noise
-    return np.asarray(np.where(usable, costs, np.inf).argmin(1), np.int64)
+    costs = np.where(usable, costs, np.inf)
+    for row, option in reversed(table.derived.items()):  # what it is worth to those made from a tensor
+        without = np.delete(costs[row], option).min()
+        worth = max(float(without - costs[row].min()), 0.0) if np.isfinite(without) else limits.scale
+        for source in table.sources[row]:
+            costs[source] += np.where(table.serves[source], 0.0, worth / len(table.sources[row]))
+    choice = np.asarray(costs.argmin(1), np.int64)
+    for row, option in table.derived.items():
+        sources = table.sources[row]
+        if choice[row] == option and not table.serves[sources, choice[sources]].all():
+            costs[row, option] = np.inf
+            choice[row] = costs[row].argmin()
+    return choice
 
 
 def _repaired(table: Table, limits: _Limits, choice: Integers) -> Integers | None:
@@ -159,12 +176,12 @@ def _repaired(table: Table, limits: _Limits, choice: Integers) -> Integers | Non
         over = np.maximum(table.usage(choice) - limits.bytes_, 0)
         if not over.any():
             return choice if limits.fits(table, choice) else None
-        relief = table.weighted((over > 0).astype(np.float64))
+        relief = table.weighted((over > 0).astype(np.float64), choice)
         gain = relief[rows, choice][:, None] - relief
         left = limits.noise - table.total(table.noise, choice)
         seconds = table.seconds - table.seconds[rows, choice][:, None]
         noise = table.noise - table.noise[rows, choice][:, None]
-        able = fresh & (gain > 0) & (noise <= max(left, 0.0) * (1 + 1e-12))
+        able = fresh & table.allowed(choice) & (gain > 0) & (noise <= max(left, 0.0) * (1 + 1e-12))
         if not able.any():
             return None
         share = limits.scale * np.maximum(noise, 0.0) / max(left, 1e-30)
@@ -180,7 +197,7 @@ def _quieted(table: Table, limits: _Limits, choice: Integers) -> Integers:
     while table.total(table.noise, choice) > limits.noise * (1 + 1e-9):
         noise = table.noise[rows, choice][:, None] - table.noise
         bytes_ = np.maximum(table.held - table.held[rows, choice][:, None], 1)
-        score = np.where(table.valid & (noise > 0.0), noise / bytes_, 0.0)
+        score = np.where(table.allowed(choice) & (noise > 0.0), noise / bytes_, 0.0)
         if not score.any():
             break
         row, option = np.unravel_index(int(score.argmax()), score.shape)
@@ -195,7 +212,7 @@ def _polish(table: Table, limits: _Limits, choice: Integers) -> Integers:
         left = limits.noise * (1 + 1e-9) - table.total(table.noise, choice)
         seconds = table.seconds - table.seconds[rows, choice][:, None]
         noise = table.noise - table.noise[rows, choice][:, None]
-        able = table.valid & (seconds < -_TINY) & (noise <= left)
+        able = table.allowed(choice) & (seconds < -_TINY) & (noise <= left)
         moves = _by_gain(able, seconds)
         usage = table.usage(choice)
         taken = next((move for move in moves if _room(table, limits, usage, choice, *move)), None)
@@ -212,6 +229,10 @@ def _by_gain(able: NDArray[np.bool_], seconds: Floats) -> Iterator[tuple[int, in
 
 def _room(table: Table, limits: _Limits, usage: Integers, choice: Integers, row: int, option: int) -> bool:
     """Whether one move leaves every position within the budget."""
+    if table.derived:
+        moved = choice.copy()
+        moved[row] = option
+        return bool(table.usage(moved).max() <= limits.bytes_)
     use = table.first_use[row]
     first = min(int(table.starts[row].min()), int(use))
     end, work_end = table.ends[row], table.work_ends[row]

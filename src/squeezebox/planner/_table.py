@@ -28,24 +28,52 @@ class Table:
     first_use: Integers
     ends: Integers  # one past the last position that holds it, and that has its buffer
     work_ends: Integers
+    serves: NDArray[np.bool_]
+    derived: dict[int, int]  # row -> its option that is made from others, in order of saving
+    sources: dict[int, list[int]]  # row -> the rows it is then made from, all saved before it
 
     def usage(self, choice: Integers) -> Integers:
         """Bytes at every position if tensor ``t`` takes option ``choice[t]``."""
         rows = np.arange(len(choice))
         steps = np.zeros(len(self.profile.base_bytes) + 1, np.int64)
         held = (self.held, self.starts[rows, choice], self.ends)
-        for bytes_, start, end in (held, (self.working, self.first_use, self.work_ends)):
+        for bytes_, start, end in (held, (self.working, self.begins(choice), self.work_ends)):
             chosen = bytes_[rows, choice]
             np.add.at(steps, start, chosen)
             np.subtract.at(steps, end, chosen)
         return np.asarray(self.profile.base_bytes, np.int64) + np.cumsum(steps[:-1])
 
-    def weighted(self, weights: Floats) -> Floats:
-        """Bytes of every option, each position's by its weight."""
+    def begins(self, choice: Integers) -> Integers:
+        """From where on each tensor is there unpacked: its own first use, or that of one made from it."""
+        begins = self.first_use.copy()
+        for row, option in reversed(self.derived.items()):
+            if choice[row] == option:
+                for source in self.sources[row]:
+                    begins[source] = min(begins[source], begins[row])
+        return begins
+
+    def allowed(self, choice: Integers) -> NDArray[np.bool_]:
+        """Options that one tensor may change to while the others stay: what serves is not taken away."""
+        allowed = self.valid.copy()
+        for row, option in self.derived.items():
+            sources = self.sources[row]
+            if choice[row] == option:
+                allowed[sources] &= self.serves[sources]
+            allowed[row, option] = self.serves[sources, choice[sources]].all()
+        return allowed
+
+    def weighted(self, weights: Floats, choice: Integers) -> Floats:
+        """Bytes of every option, each position's by its weight, the other tensors as they are chosen."""
         before = np.concatenate(([0.0], np.cumsum(weights)))
+        begins = self.begins(choice) if self.derived else self.first_use
         held = self.held * (before[self.ends][:, None] - before[self.starts])
-        working = self.working * (before[self.work_ends] - before[self.first_use])[:, None]
-        return np.asarray(held + working, np.float64)
+        working = self.working * (before[self.work_ends] - before[begins])[:, None]
+        bytes_ = np.asarray(held + working, np.float64)
+        for row, option in self.derived.items():
+            for source in self.sources[row]:
+                earlier = before[self.first_use[source]] - before[min(begins[row], self.first_use[source])]
+                bytes_[row, option] += self.working[source, choice[source]] * earlier
+        return bytes_
 
     def total(self, values: Floats, choice: Integers) -> float:
         """Sum of the chosen options' values."""
@@ -96,7 +124,30 @@ def tabulate(profile: Profile) -> Table:
         first_use=np.array([tensor.first_use for tensor in tensors], np.int64),
         ends=np.array([tensor.last_use + 1 for tensor in tensors], np.int64),
         work_ends=np.array([1 + max(t.last_use, min(t.idle_until, last)) for t in tensors], np.int64),
+        serves=_column(tensors, width, "serves", np.bool_),
+        **_derivations(tensors),
     )
+
+
+def _derivations(tensors: tuple[TensorProfile, ...]) -> dict[str, Any]:
+    """Which option of which row is made from which other rows."""
+    rows = {tensor.key: row for row, tensor in enumerate(tensors)}
+    derived: dict[int, int] = {}
+    sources: dict[int, list[int]] = {}
+    for row in sorted(range(len(tensors)), key=lambda row: tensors[row].saved_at):
+        tensor = tensors[row]
+        for number, option in enumerate(tensor.options):
+            if not option.sources:
+                continue
+            known = [rows[key] for key in option.sources if key in rows]
+            early = all(tensors[source].saved_at < tensor.saved_at for source in known)
+            if row in derived or len(known) < len(option.sources) or not early:
+                raise OptionError(
+                    f"tensor '{tensor.key}' is made from {', '.join(option.sources)}; a tensor has one such "
+                    "option, and those it names are in the profile and saved before it."
+                )
+            derived[row], sources[row] = number, known
+    return {"derived": derived, "sources": sources}
 
 
 def _starts(tensors: tuple[TensorProfile, ...], width: int) -> Integers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ class Row(Protocol):
 
     key: str
     saved_bytes: int
+    reads_values: bool
     packed: dict[str, int]
 
     @property
@@ -34,11 +35,34 @@ class Row(Protocol):
         """Bytes held instead."""
 
 
+class Call(Protocol):
+    """What is read of an operator that can be repeated."""
+
+    number: int
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes held for repeating it, beyond its inputs."""
+
+
+class Derivation(Protocol):
+    """How a tensor can be made again."""
+
+    @property
+    def calls(self) -> Sequence[Call]:
+        """The operators to repeat."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Keys of the tensors to start from."""
+
+
 @dataclass(slots=True)
 class _Seen:
     """One saved tensor in the profiled step."""
 
     row: Row
+    derive: Callable[[], Derivation | None]
     seconds: float = 0.0  # of packing and unpacking as it was done in this step
     apart: float = 0.0  # of trials, which are no part of packing
     tried: list[Option] = field(default_factory=list)
@@ -56,6 +80,7 @@ class StepProfiler:
         self._timeline = Timeline()
         self._seen: dict[int, _Seen] = {}
         self._numbers: dict[int, int] = {}
+        self._calls: dict[int, float] = {}  # seconds
         self._started = 0.0
 
     def start(self) -> None:
@@ -71,9 +96,16 @@ class StepProfiler:
             final_bytes: held by the optimizer's step on top of ``held``.
         """
         trace, seconds_a_byte = self._timeline.stop(held), _transfer()
+        lives = {seen.row.key: trace.lives[number] for number, seen in self._seen.items()}
         tensors = tuple(
-            _profile(seen, trace.lives[number], sensitivities, seconds_a_byte)
-            for number, seen in self._seen.items()
+            _profile(
+                seen,
+                lives[seen.row.key],
+                sensitivities,
+                seconds_a_byte,
+                self._recomputed(seen, lives, trace.call_bytes),
+            )
+            for seen in self._seen.values()
         )
         return Profile(base_bytes=(*trace.base_bytes, held + final_bytes), tensors=tensors)
 
@@ -81,10 +113,20 @@ class StepProfiler:
         """End without a result; nothing happens after :meth:`stop`."""
         self._timeline.close()
 
-    def saving(self, row: Row, tensor: torch.Tensor) -> None:
+    def calling(self, call: Call) -> None:
+        """As capture's Listener."""
+        self._timeline.call(call.number)
+        self._calls[call.number] = -time.perf_counter()
+
+    def called(self, call: Call) -> None:
+        """As capture's Listener."""
+        self._calls[call.number] += time.perf_counter()
+        self._timeline.called(call.number)
+
+    def saving(self, row: Row, tensor: torch.Tensor, derive: Callable[[], Derivation | None]) -> None:
         """As capture's Listener."""
         number = self._numbers.setdefault(id(row), len(self._numbers))
-        self._seen.setdefault(number, _Seen(row))
+        self._seen.setdefault(number, _Seen(row, derive))
         self._timeline.save(number, tensor)
         self._started = time.perf_counter()
 
@@ -122,6 +164,30 @@ class StepProfiler:
         """As capture's Listener."""
         self._timeline.release(self._numbers[id(row)])
 
+    def _recomputed(
+        self, seen: _Seen, lives: Mapping[str, Life], call_bytes: Mapping[int, int]
+    ) -> list[Option]:
+        """Making the tensor again, if those it comes from outlive it."""
+        found = seen.derive() if seen.decodes else None
+        own = lives[seen.row.key]
+        if found is None or not all(
+            source in lives and lives[source].saved_at <= own.saved_at and own.last_use <= lives[source].last_use
+            for source in found.sources
+        ):
+            return []
+        working = sum(call_bytes.get(call.number, 0) for call in found.calls)
+        return [
+            Option(
+                action=Action.RECOMPUTE,
+                codec="",
+                held_bytes=sum(call.state_bytes for call in found.calls),
+                working_bytes=max(working, seen.row.saved_bytes),
+                seconds=sum(self._calls[call.number] for call in found.calls),
+                sources=found.sources,
+                serves=True,
+            )
+        ]
+
 
 def _transfer() -> float:
     """Seconds to write a byte to a file and read it back, of one block large enough to tell."""
@@ -140,19 +206,24 @@ def _try(codec: str, bound: float, trial: Callable[..., codecs.Packed]) -> Optio
 
 
 def _profile(
-    seen: _Seen, life: Life, sensitivities: Mapping[str, float], seconds_a_byte: float
+    seen: _Seen,
+    life: Life,
+    sensitivities: Mapping[str, float],
+    seconds_a_byte: float,
+    recomputed: list[Option],
 ) -> TensorProfile:
-    """The options of one tensor: itself, and packed as it was or at other bounds."""
+    """The options of one tensor: itself, packed as it was or at other bounds, moved, or made again."""
     row = seen.row
     decoded = (row.saved_bytes if row.packed else life.decoded_bytes) if seen.decodes else 0
-    keep = Option(action=Action.KEEP, codec="keep", held_bytes=row.saved_bytes)
+    keep = Option(action=Action.KEEP, codec="keep", held_bytes=row.saved_bytes, serves=True)
     cost = sensitivities.get(row.key)
     options = [keep]
     if seen.tried and cost is not None:
         options += [_costed(option, cost, decoded) for option in _interpolated(seen.tried)]
     elif not seen.tried and not {"keep", "offload"} & set(row.packed):
         codec = "+".join(row.packed) or "none"
-        options = [*([keep] if row.packed else []), _exact(codec, row.packed_bytes, decoded, seen.seconds)]
+        exact = _exact(codec, row.packed_bytes, decoded, seen.seconds, row.reads_values)
+        options = [*([keep] if row.packed else []), exact]
     if seen.decodes and row.packed and "keep" not in row.packed:
         options.append(
             Option(
@@ -161,8 +232,10 @@ def _profile(
                 held_bytes=0,
                 working_bytes=row.saved_bytes,
                 seconds=row.saved_bytes * seconds_a_byte,
+                serves=True,
             )
         )
+    options += recomputed
     return TensorProfile(
         key=row.key,
         saved_at=life.saved_at,
@@ -174,9 +247,14 @@ def _profile(
     )
 
 
-def _exact(codec: str, nbytes: int, decoded: int, seconds: float) -> Option:
+def _exact(codec: str, nbytes: int, decoded: int, seconds: float, serves: bool) -> Option:
     return Option(
-        action=Action.COMPRESS, codec=codec, held_bytes=nbytes, working_bytes=decoded, seconds=seconds
+        action=Action.COMPRESS,
+        codec=codec,
+        held_bytes=nbytes,
+        working_bytes=decoded,
+        seconds=seconds,
+        serves=serves,
     )
 
 

@@ -13,6 +13,7 @@ from squeezebox.schema import OptionError
 
 _PREFIX = "squeezebox "
 _SAVE, _SAVED, _USE, _USED, _RELEASE = "save", "saved", "use", "used", "release"
+_CALL, _CALLED = "call", "called"
 
 
 @dataclass(slots=True)
@@ -36,6 +37,7 @@ class Trace:
 
     base_bytes: tuple[int, ...]
     lives: dict[int, Life]
+    call_bytes: dict[int, int]  # the most that an operator held, its result included, beyond what there was
 
 
 class Timeline:
@@ -79,6 +81,14 @@ class Timeline:
         """Nobody will ask for the tensor again."""
         self._mark(_RELEASE, number)
 
+    def call(self, number: int) -> None:
+        """An operator begins; operators have numbers of their own."""
+        self._mark(_CALL, number)
+
+    def called(self, number: int) -> None:
+        """It has ended."""
+        self._mark(_CALLED, number)
+
     def stop(self, held: int) -> Trace:
         """End; ``held`` bytes lived before and go on living."""
         reading = _Reading(base=[held], now=held)
@@ -88,7 +98,7 @@ class Timeline:
             elif nbytes:
                 reading.allocation(address, nbytes)
         reading.end()
-        return Trace(tuple(reading.base), reading.lives)
+        return Trace(tuple(reading.base), reading.lives, reading.calls)
 
     def close(self) -> None:
         """End without reading; safe to call twice."""
@@ -106,6 +116,8 @@ class _Reading:
     base: list[int]
     now: int
     lives: dict[int, Life] = field(default_factory=dict)
+    calls: dict[int, int] = field(default_factory=dict)
+    _call: tuple[int, int] = (-1, 0)  # the running operator, and the bytes there were before it
     _inside: int = 0
     _blocks: dict[int, int] = field(default_factory=dict)  # address -> bytes that count
     _originals: dict[int, int] = field(default_factory=dict)  # address -> tensor
@@ -115,6 +127,9 @@ class _Reading:
 
     def mark(self, words: Sequence[str]) -> None:
         kind, number = words[0], int(words[1])
+        if kind in (_CALL, _CALLED):
+            self._call = (number if kind == _CALL else -1, self.now)
+            return
         self._turn()
         position = len(self.base) - 1
         self._inside += (kind in (_SAVE, _USE)) - (kind in (_SAVED, _USED))
@@ -141,6 +156,8 @@ class _Reading:
             self.now += counted - self._blocks.pop(address, 0)  # freed where no profiler saw it
             self._blocks[address] = counted
             self.base[-1] = max(self.base[-1], self.now)
+            call, before = self._call
+            self.calls[call] = max(self.calls.get(call, 0), self.now - before)
             if self._using is not None:
                 self._decoded += nbytes
             return

@@ -57,6 +57,12 @@ class StepPlan:
         return frozenset(tensor.key for tensor in self.tensors if tensor.option.action is Action.OFFLOAD)
 
     @property
+    def recomputed(self) -> dict[str, tuple[str, ...]]:
+        """Keys of the tensors that are made again, and of those they are made from."""
+        again = (Action.RECOMPUTE, Action.REGENERATE)
+        return {tensor.key: tensor.option.sources for tensor in self.tensors if tensor.option.action in again}
+
+    @property
     def bounds(self) -> dict[str, float]:
         """Error bounds of the tensors that are packed by value; 0 where nothing is lost."""
         return {
@@ -123,7 +129,8 @@ def _from_dict(values: Mapping[str, Any]) -> StepPlan:
 
 
 def _option(row: Mapping[str, Any]) -> Option:
-    return Option(**{**{name: row[name] for name in _OPTION}, "action": Action(row["action"])})
+    values = {name: row[name] for name in _OPTION}
+    return Option(**{**values, "action": Action(row["action"]), "sources": tuple(row["sources"])})
 
 
 def _plain(option: Option) -> dict[str, Any]:
@@ -134,6 +141,7 @@ def _line(tensor: PlannedTensor, width: int) -> str:
     option = tensor.option
     ratio = tensor.saved_bytes / max(option.held_bytes, 1)
     detail = f"{option.codec} {option.bound:.1e}" if option.bound else option.codec
+    detail = f"from {', '.join(option.sources)}" if option.sources else detail
     return (
         f"{tensor.key:<{width}}  {human_bytes(tensor.saved_bytes):>10}  {option.action.value:<10} "
         f"{human_bytes(option.held_bytes):>10}  {ratio:>5.1f}x  {1e3 * option.seconds:>6.1f} ms  {detail}"

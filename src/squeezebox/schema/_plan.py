@@ -23,6 +23,10 @@ class Option:
     ``held_bytes`` stay from saving to the last use; ``working_bytes`` come on top while backward uses the
     tensor (its unpacked form, or what recomputing it needs). ``seconds`` are beyond keeping it, per step.
     ``noise`` is the relative squared error it puts on the gradient.
+
+    Recomputing starts from the tensors named in ``sources``. Each of them must be held in an option that
+    ``serves``, having all its values exactly, and is unpacked or recomputed by then and stays so until its own
+    last use.
     """
 
     action: Action
@@ -32,6 +36,8 @@ class Option:
     working_bytes: int = 0
     seconds: float = 0.0
     noise: float = 0.0
+    sources: tuple[str, ...] = ()
+    serves: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
