@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,9 @@ _HALVINGS = 7
 _ROUNDS = 200  # of the ascent
 _KEPT = 24  # rounds that are repaired
 _POLISHED = 12  # of those, the fastest
+_EXCHANGES = 150_000  # tried, times positions
+_WORTHWHILE = 1e-3  # of the time, to go on from there
+_LAST = 4  # moves that may be the last, tried each time
 _TINY = 1e-12  # seconds: so that free moves rank by their bytes
 
 
@@ -54,7 +58,8 @@ def solve(profile: Profile, budget: Budget) -> Plan:
         BudgetError: no choice was found that fits.
         OptionError: the profile contradicts itself.
     """
-    return _solve(tabulate(profile), budget)
+    table = tabulate(profile)
+    return table.plan(_exchanged(table, _limits(table, budget), _fitting(table, budget)))
 
 
 def smallest(profile: Profile, noise: float) -> Plan:
@@ -66,14 +71,15 @@ def smallest(profile: Profile, noise: float) -> Plan:
     """
     table = tabulate(profile)
     low, high = max(profile.base_bytes), int(table.usage(_fastest(table)).max())
-    best = _solve(table, Budget(peak_bytes=high, noise=noise))
+    best = _fitting(table, Budget(peak_bytes=high, noise=noise))
     for _ in range(_HALVINGS):
-        middle = (low + min(high, best.predicted_peak_bytes)) // 2
+        middle = (low + min(high, int(table.usage(best).max()))) // 2
         try:
-            best = _solve(table, Budget(peak_bytes=middle, noise=noise))
+            best = _fitting(table, Budget(peak_bytes=middle, noise=noise))
         except BudgetError:
             low = middle
-    return best
+    least = Budget(peak_bytes=int(table.usage(best).max()), noise=noise)
+    return table.plan(_exchanged(table, _limits(table, least), best))
 
 
 def peak(profile: Profile, choices: Mapping[str, Option]) -> int:
@@ -83,18 +89,24 @@ def peak(profile: Profile, choices: Mapping[str, Option]) -> int:
     return int(table.usage(np.zeros(len(tensors), np.int64)).max())
 
 
-def _solve(table: Table, budget: Budget) -> Plan:
+def _limits(table: Table, budget: Budget) -> _Limits:
     scale = float(np.where(table.valid, table.seconds, 0.0).max(1, initial=0.0).sum()) or 1.0
-    limits = _Limits(max(budget.peak_bytes, 1), budget.noise, scale)
+    return _Limits(max(budget.peak_bytes, 1), budget.noise, scale)
+
+
+def _fitting(table: Table, budget: Budget) -> Integers:
+    """The fastest of the choices that prices, repair and polish lead to."""
+    limits = _limits(table, budget)
     quick = _fastest(table)
     tried = [quick, *_ascend(table, limits, quick)]
-    fitting = [fit for choice in tried if (fit := _repaired(table, limits, choice)) is not None]
+    repaired = (_repaired(table, limits, choice, frugal=way) for choice in tried for way in (True, False))
+    fitting = [choice for choice in repaired if choice is not None]
     if not fitting:
         least = min(tried, key=lambda choice: _worst(table, limits, choice))
         raise infeasible(table, budget, least)
     fitting.sort(key=lambda choice: table.total(table.seconds, choice))
-    polished = [_polish(table, limits, choice) for choice in fitting[:_POLISHED]]
-    return table.plan(min(polished, key=lambda choice: table.total(table.seconds, choice)))
+    polished = [_polish(table, limits, choice) for choice in _unlike(fitting)[:_POLISHED]]
+    return min(polished, key=lambda choice: table.total(table.seconds, choice))
 
 
 def _worst(table: Table, limits: _Limits, choice: Integers) -> float:
@@ -153,29 +165,40 @@ def _cheapest(
     if limits.noise > 0.0:
         costs = costs + noise_price * table.noise / limits.noise
     costs = np.where(usable, costs, np.inf)
-    for row, option in reversed(table.derived.items()):  # what it is worth to those made from a tensor
-        without = np.delete(costs[row], option).min()
-        worth = max(float(without - costs[row].min()), 0.0) if np.isfinite(without) else limits.scale
-        for source in table.sources[row]:
-            costs[source] += np.where(table.serves[source], 0.0, worth / len(table.sources[row]))
+    made = [(row, table.sources[table.children == row]) for row in dict.fromkeys(table.children.tolist())]
+    for row, sources in made:  # what it is worth to those made from a tensor that it serves
+        option = table.derived[row]
+        without = float(np.delete(costs[row], option).min())
+        worth = max(without - float(costs[row].min()), 0.0) if np.isfinite(without) else limits.scale
+        costs[sources] += np.where(table.serves[sources], 0.0, worth / len(sources))
     choice = np.asarray(costs.argmin(1), np.int64)
-    for row, option in table.derived.items():
-        sources = table.sources[row]
+    for row, sources in reversed(made):
+        option = table.derived[row]
         if choice[row] == option and not table.serves[sources, choice[sources]].all():
             costs[row, option] = np.inf
             choice[row] = costs[row].argmin()
     return choice
 
 
-def _repaired(table: Table, limits: _Limits, choice: Integers) -> Integers | None:
-    """The choice made to fit, one move at a time, or None."""
+def _repaired(
+    table: Table, limits: _Limits, choice: Integers, *, fixed: int | None = None, frugal: bool = True
+) -> Integers | None:
+    """The choice made to fit by a few moves, none of the fixed row; or None.
+
+    Moves are made by what they free for their cost; ``frugal`` counts no more than is needed. Where a single
+    one would be the last, the cheapest such is remembered.
+    """
     choice = _quieted(table, limits, choice)
     rows = np.arange(len(choice))
     fresh = table.valid.copy()  # nothing is taken twice, so this ends
+    if fixed is not None:
+        fresh[fixed] = False
+    found: list[Integers] = []
     while True:
         over = np.maximum(table.usage(choice) - limits.bytes_, 0)
         if not over.any():
-            return choice if limits.fits(table, choice) else None
+            found += [choice] if limits.fits(table, choice) else []
+            break
         relief = table.weighted((over > 0).astype(np.float64), choice)
         gain = relief[rows, choice][:, None] - relief
         left = limits.noise - table.total(table.noise, choice)
@@ -183,12 +206,33 @@ def _repaired(table: Table, limits: _Limits, choice: Integers) -> Integers | Non
         noise = table.noise - table.noise[rows, choice][:, None]
         able = fresh & table.allowed(choice) & (gain > 0) & (noise <= max(left, 0.0) * (1 + 1e-12))
         if not able.any():
-            return None
+            break
+        last = _finished(table, limits, choice, able, over)
+        found += [last] if last is not None else []
         share = limits.scale * np.maximum(noise, 0.0) / max(left, 1e-30)
-        score = np.where(able, gain / (np.maximum(seconds, 0.0) + share + _TINY), 0.0)
+        useful = np.minimum(gain, over.sum()) if frugal else gain
+        score = np.where(able, useful / (np.maximum(seconds, 0.0) + share + _TINY), 0.0)
         row, option = np.unravel_index(int(score.argmax()), score.shape)
+        choice = choice.copy()
         choice[row] = option
         fresh[row, option] = False
+    return min(found, key=lambda choice: table.total(table.seconds, choice), default=None)
+
+
+def _finished(
+    table: Table, limits: _Limits, choice: Integers, able: NDArray[np.bool_], over: Integers
+) -> Integers | None:
+    """The choice after the cheapest single move that makes it fit, of those that look so where it is worst."""
+    rows, worst = np.arange(len(choice)), np.zeros(len(over))
+    worst[over.argmax()] = 1.0
+    relief = table.weighted(worst, choice)
+    enough = able & (relief[rows, choice][:, None] - relief >= over.max())
+    for move in islice(_by_gain(enough, table.seconds - table.seconds[rows, choice][:, None]), _LAST):
+        moved = choice.copy()
+        moved[move[0]] = move[1]
+        if limits.fits(table, moved):
+            return moved
+    return None
 
 
 def _quieted(table: Table, limits: _Limits, choice: Integers) -> Integers:
@@ -221,6 +265,28 @@ def _polish(table: Table, limits: _Limits, choice: Integers) -> Integers:
         choice[taken[0]] = taken[1]
 
 
+def _exchanged(table: Table, limits: _Limits, choice: Integers) -> Integers:
+    """The choice after exchanges: one tensor takes a faster option, and others make room."""
+    rows = np.arange(len(choice))
+    best = table.total(table.seconds, choice)
+    tried: set[tuple[int, int]] = set()
+    for number in range(max(_EXCHANGES // len(table.profile.base_bytes), 1)):
+        seconds = table.seconds - table.seconds[rows, choice][:, None]
+        moves = _by_gain(table.allowed(choice) & (seconds < -_TINY), seconds)
+        move = next((move for move in moves if move not in tried), None)
+        if move is None:
+            break
+        tried.add(move)
+        moved = choice.copy()
+        moved[move[0]] = move[1]
+        fitting = _repaired(table, limits, moved, fixed=move[0], frugal=number % 2 == 0)
+        fitting = None if fitting is None else _polish(table, limits, fitting)
+        if fitting is not None and table.total(table.seconds, fitting) < best * (1 - _WORTHWHILE):
+            choice, best = fitting, table.total(table.seconds, fitting)
+            tried.clear()
+    return choice
+
+
 def _by_gain(able: NDArray[np.bool_], seconds: Floats) -> Iterator[tuple[int, int]]:
     moves = np.argwhere(able)
     order = np.argsort(seconds[able], kind="stable")
@@ -229,7 +295,7 @@ def _by_gain(able: NDArray[np.bool_], seconds: Floats) -> Iterator[tuple[int, in
 
 def _room(table: Table, limits: _Limits, usage: Integers, choice: Integers, row: int, option: int) -> bool:
     """Whether one move leaves every position within the budget."""
-    if table.derived:
+    if len(table.children):
         moved = choice.copy()
         moved[row] = option
         return bool(table.usage(moved).max() <= limits.bytes_)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,45 +32,115 @@ def optimum(profile: Profile, budget: Budget, *, seconds: float = 60.0, gap: flo
         raise OptionError("the optimum needs scipy, which is not installed; pip install scipy.") from missing
     table = tabulate(profile)
     rows, options = np.nonzero(table.valid)
+    early = _early(table)
     result: Any = optimize.milp(
-        table.seconds[rows, options],
-        integrality=np.ones(len(rows)),
+        np.concatenate((table.seconds[rows, options], np.zeros(len(early)))),
+        integrality=np.concatenate((np.ones(len(rows)), np.zeros(len(early)))),
         bounds=optimize.Bounds(0, 1),
-        constraints=_constraints(optimize, table, budget, rows, options),
+        constraints=_constraints(optimize, table, budget, rows, options, early),
         options={"time_limit": seconds, "mip_rel_gap": gap},
     )
     if result.status == 2:
         bytes_ = np.where(table.valid, table.held + table.working, np.iinfo(np.int64).max)
+        bytes_[table.children, table.derived[table.children]] = np.iinfo(np.int64).max
         raise infeasible(table, budget, bytes_.argmin(1))
     if result.x is None:
         raise OptionError(f"the solver found no plan within {seconds:g} s ({result.message}); allow more.")
     choice = np.zeros(len(table.valid), np.int64)
-    taken = result.x > 0.5
+    taken = result.x[: len(rows)] > 0.5
     choice[rows[taken]] = options[taken]
     return table.plan(choice)
 
 
-def _constraints(optimize: Any, table: Table, budget: Budget, rows: Integers, options: Integers) -> list[Any]:
-    """One option a tensor; bytes at every distinct position; noise."""
+def _early(table: Table) -> list[tuple[int, int, int]]:
+    """(row, option, position): may the row, in that option, be there unpacked from that position on?
+
+    That is before its own first use, for the sake of one made from it; one variable each, in order.
+    """
+    wanted: dict[int, set[int]] = {}
+    for child, source in zip(table.children.tolist(), table.sources.tolist(), strict=True):
+        positions = {int(table.first_use[child]), *wanted.get(child, ())}
+        before = {position for position in positions if position < table.first_use[source]}
+        wanted.setdefault(source, set()).update(before)
+    return [
+        (row, int(option), position)
+        for row, positions in wanted.items()
+        for option in np.nonzero(table.serves[row] & table.valid[row] & (table.working[row] > 0))[0]
+        for position in sorted(positions)
+    ]
+
+
+def _constraints(
+    optimize: Any,
+    table: Table,
+    budget: Budget,
+    rows: Integers,
+    options: Integers,
+    early: list[tuple[int, int, int]],
+) -> list[Any]:
+    """One option a tensor; bytes at every distinct position; noise; sources that serve, early enough."""
     from scipy import sparse
 
     count, number = len(rows), np.arange(len(rows))
-    single = sparse.csr_array((np.ones(count), (rows, number)), shape=(len(table.valid), count))
+    width = count + len(early)
+    single = sparse.csr_array((np.ones(count), (rows, number)), shape=(len(table.valid), width))
     positions = _distinct(table)
     held = (table.starts[rows, options] <= positions[:, None]) & (positions[:, None] < table.ends[rows])
     used = (table.first_use[rows] <= positions[:, None]) & (positions[:, None] < table.work_ends[rows])
     bytes_ = held * table.held[rows, options] + used * table.working[rows, options]
+    bytes_ = np.hstack((bytes_, _early_bytes(table, positions, early)))
     room = budget.peak_bytes - np.asarray(table.profile.base_bytes, np.int64)[positions]
     scale = max(budget.peak_bytes, 1)
     constraints = [
         optimize.LinearConstraint(single, 1, 1),
         optimize.LinearConstraint(sparse.csr_array(bytes_ / scale), -np.inf, room / scale),
     ]
+    links = list(_links(table, {pair: at for at, pair in enumerate(zip(rows.tolist(), options.tolist(), strict=True))}, early))
+    if links:
+        entries = [(at, column, value) for at, (terms, _) in enumerate(links) for column, value in terms]
+        at, columns, values = map(np.array, zip(*entries, strict=True))
+        matrix = sparse.csr_array((values, (at, columns)), shape=(len(links), width))
+        constraints.append(optimize.LinearConstraint(matrix, -np.inf, [limit for _, limit in links]))
     if table.noise.any():
         unit = budget.noise or float(table.noise.max())
-        noise = table.noise[rows, options][None, :] / unit
-        constraints.append(optimize.LinearConstraint(noise, -np.inf, budget.noise / unit))
+        noise = np.concatenate((table.noise[rows, options] / unit, np.zeros(len(early))))
+        constraints.append(optimize.LinearConstraint(noise[None, :], -np.inf, budget.noise / unit))
     return constraints
+
+
+def _early_bytes(table: Table, positions: Integers, early: list[tuple[int, int, int]]) -> Integers:
+    """What each early variable adds at each position: until the next later one of its row, or the first use."""
+    ends = [
+        int(table.first_use[row]) if after[:2] != (row, option) else after[2]
+        for (row, option, _), after in zip(early, [*early[1:], (-1, -1, 0)], strict=True)
+    ]
+    starts = np.array([position for _, _, position in early], np.int64)
+    bytes_ = np.array([table.working[row, option] for row, option, _ in early], np.int64)
+    inside = (starts <= positions[:, None]) & (positions[:, None] < np.array(ends, np.int64))
+    return np.asarray(inside * bytes_, np.int64)
+
+
+def _links(
+    table: Table, columns: Mapping[tuple[int, int], int], early: list[tuple[int, int, int]]
+) -> Iterator[tuple[list[tuple[int, int]], int]]:
+    """Rows (terms, limit): what is made from others needs them to serve, and there when it is used."""
+    number = {variable: len(columns) + at for at, variable in enumerate(early)}
+    made_from: dict[int, list[int]] = {}
+    for child, source in zip(table.children.tolist(), table.sources.tolist(), strict=True):
+        made_from.setdefault(source, []).append(child)
+        serving = np.nonzero(table.serves[source] & table.valid[source])[0]
+        option = int(table.derived[child])
+        yield [(columns[child, option], 1), *((columns[source, int(o)], -1) for o in serving)], 0
+    for (row, option, position), column in number.items():
+        for child in made_from[row]:
+            again = int(table.derived[child])
+            direct = table.first_use[child] == position
+            needed = columns[child, again] if direct else number.get((child, again, position))
+            if needed is not None:
+                yield [(needed, 1), (columns[row, option], 1), (column, -1)], 1
+    for first, second in pairwise(early):
+        if first[:2] == second[:2]:
+            yield [(number[first], 1), (number[second], -1)], 0
 
 
 def _distinct(table: Table) -> Integers:

@@ -29,8 +29,9 @@ class Table:
     ends: Integers  # one past the last position that holds it, and that has its buffer
     work_ends: Integers
     serves: NDArray[np.bool_]
-    derived: dict[int, int]  # row -> its option that is made from others, in order of saving
-    sources: dict[int, list[int]]  # row -> the rows it is then made from, all saved before it
+    derived: Integers  # per row, its option that is made from others; -1 without
+    children: Integers  # pairs of a row and one it is then made from, the last saved first
+    sources: Integers
 
     def usage(self, choice: Integers) -> Integers:
         """Bytes at every position if tensor ``t`` takes option ``choice[t]``."""
@@ -46,33 +47,32 @@ class Table:
     def begins(self, choice: Integers) -> Integers:
         """From where on each tensor is there unpacked: its own first use, or that of one made from it."""
         begins = self.first_use.copy()
-        for row, option in reversed(self.derived.items()):
-            if choice[row] == option:
-                for source in self.sources[row]:
-                    begins[source] = min(begins[source], begins[row])
+        active = (choice == self.derived)[self.children]
+        for child, source in zip(self.children[active], self.sources[active], strict=True):
+            begins[source] = min(begins[source], begins[child])
         return begins
 
     def allowed(self, choice: Integers) -> NDArray[np.bool_]:
         """Options that one tensor may change to while the others stay: what serves is not taken away."""
         allowed = self.valid.copy()
-        for row, option in self.derived.items():
-            sources = self.sources[row]
-            if choice[row] == option:
-                allowed[sources] &= self.serves[sources]
-            allowed[row, option] = self.serves[sources, choice[sources]].all()
+        lost = self.children[~self.serves[self.sources, choice[self.sources]]]
+        allowed[lost, self.derived[lost]] = False
+        needed = self.sources[(choice == self.derived)[self.children]]
+        allowed[needed] &= self.serves[needed]
         return allowed
 
     def weighted(self, weights: Floats, choice: Integers) -> Floats:
         """Bytes of every option, each position's by its weight, the other tensors as they are chosen."""
         before = np.concatenate(([0.0], np.cumsum(weights)))
-        begins = self.begins(choice) if self.derived else self.first_use
+        begins = self.begins(choice)
         held = self.held * (before[self.ends][:, None] - before[self.starts])
         working = self.working * (before[self.work_ends] - before[begins])[:, None]
         bytes_ = np.asarray(held + working, np.float64)
-        for row, option in self.derived.items():
-            for source in self.sources[row]:
-                earlier = before[self.first_use[source]] - before[min(begins[row], self.first_use[source])]
-                bytes_[row, option] += self.working[source, choice[source]] * earlier
+        first, children, sources = self.first_use[self.sources], self.children, self.sources
+        earlier = before[first] - before[np.minimum(begins[children], first)]
+        np.add.at(
+            bytes_, (children, self.derived[children]), self.working[sources, choice[sources]] * earlier
+        )
         return bytes_
 
     def total(self, values: Floats, choice: Integers) -> float:
@@ -132,22 +132,24 @@ def tabulate(profile: Profile) -> Table:
 def _derivations(tensors: tuple[TensorProfile, ...]) -> dict[str, Any]:
     """Which option of which row is made from which other rows."""
     rows = {tensor.key: row for row, tensor in enumerate(tensors)}
-    derived: dict[int, int] = {}
-    sources: dict[int, list[int]] = {}
-    for row in sorted(range(len(tensors)), key=lambda row: tensors[row].saved_at):
+    derived = np.full(len(tensors), -1, np.int64)
+    pairs: list[tuple[int, int]] = []
+    for row in sorted(range(len(tensors)), key=lambda row: -tensors[row].saved_at):
         tensor = tensors[row]
         for number, option in enumerate(tensor.options):
             if not option.sources:
                 continue
             known = [rows[key] for key in option.sources if key in rows]
             early = all(tensors[source].saved_at < tensor.saved_at for source in known)
-            if row in derived or len(known) < len(option.sources) or not early:
+            if derived[row] >= 0 or len(known) < len(option.sources) or not early:
                 raise OptionError(
                     f"tensor '{tensor.key}' is made from {', '.join(option.sources)}; a tensor has one such "
                     "option, and those it names are in the profile and saved before it."
                 )
-            derived[row], sources[row] = number, known
-    return {"derived": derived, "sources": sources}
+            derived[row] = number
+            pairs += [(row, source) for source in known]
+    children, sources = np.array(pairs, np.int64).reshape(-1, 2).T
+    return {"derived": derived, "children": children, "sources": sources}
 
 
 def _starts(tensors: tuple[TensorProfile, ...], width: int) -> Integers:
