@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from squeezebox.planner import optimum, solve
 from squeezebox.schema import Action, Budget, BudgetError, Option, OptionError, Profile, TensorProfile
 
-KEEP = Option(action=Action.KEEP, held_bytes=100)
+KEEP = Option(action=Action.KEEP, held_bytes=100, serves=True)
 
 
 def option(rng, size):
@@ -22,6 +22,20 @@ def option(rng, size):
         working_bytes=size - held,
         seconds=rng.uniform(0.1, 1.0),
         noise=rng.uniform(0.0, 0.5) if noisy else 0.0,
+        serves=not noisy and rng.random() < 0.7,
+    )
+
+
+def again(rng, earlier, nbytes):
+    """Made from one or two tensors saved before."""
+    sources = {tensor.key for tensor in rng.choices(earlier, k=2)}
+    return Option(
+        action=Action.RECOMPUTE,
+        held_bytes=0,
+        working_bytes=nbytes,
+        seconds=rng.uniform(0.05, 0.6),
+        sources=tuple(sorted(sources)),
+        serves=True,
     )
 
 
@@ -30,10 +44,12 @@ def chain(rng, count, options=3, size=100):
     tensors = []
     for number in range(count):
         nbytes = rng.randrange(1, size)
-        keep = Option(action=Action.KEEP, held_bytes=nbytes)
+        keep = Option(action=Action.KEEP, held_bytes=nbytes, serves=True)
         use = 2 * count - 1 - number
         life = {"saved_at": number, "first_use": use, "last_use": min(2 * count - 1, use + rng.randrange(2))}
-        others = tuple(option(rng, nbytes) for _ in range(rng.randrange(options)))
+        others = [option(rng, nbytes) for _ in range(rng.randrange(options))]
+        if tensors and rng.random() < 0.6:
+            others.insert(rng.randrange(len(others) + 1), again(rng, tensors, nbytes))
         tensors.append(TensorProfile(key=f"t{number}", options=(keep, *others), **life))
     base = tuple(rng.randrange(size) for _ in range(2 * count))
     return Profile(base_bytes=base, tensors=tuple(tensors))
@@ -41,16 +57,22 @@ def chain(rng, count, options=3, size=100):
 
 def usage(profile, choices):
     """Bytes at every position, counted one by one."""
+    begins = {tensor.key: tensor.first_use for tensor in profile.tensors}
+    for tensor in reversed(profile.tensors):
+        for source in choices[tensor.key].sources:
+            begins[source] = min(begins[source], begins[tensor.key])
     return [
         base
         + sum(choices[t.key].held_bytes for t in profile.tensors if t.saved_at <= position <= t.last_use)
-        + sum(choices[t.key].working_bytes for t in profile.tensors if t.first_use <= position <= t.last_use)
+        + sum(choices[t.key].working_bytes for t in profile.tensors if begins[t.key] <= position <= t.last_use)
         for position, base in enumerate(profile.base_bytes)
     ]
 
 
 def fits(profile, budget, choices):
     noise = sum(choice.noise for choice in choices.values())
+    if not all(choices[source].serves for choice in choices.values() for source in choice.sources):
+        return False
     return max(usage(profile, choices)) <= budget.peak_bytes and noise <= budget.noise * (1 + 1e-6)
 
 
@@ -94,7 +116,7 @@ def network(seed, count=40):
         size = rng.choice((200, 400, 800, 1600, 3200)) * 1000
         life = {"saved_at": number, "first_use": 2 * count - 1 - number, "last_use": 2 * count - 1 - number}
         cost = size * rng.uniform(0.8, 1.2) * 1e-9
-        options = [Option(action=Action.KEEP, held_bytes=size)]
+        options = [Option(action=Action.KEEP, held_bytes=size, serves=True)]
         for ratio, noise in ((8, 1e-5), (14, 1e-4), (22, 1e-3)):
             amount = noise * rng.uniform(0.3, 3.0)
             options.append(
@@ -109,7 +131,8 @@ def network(seed, count=40):
             )
         if number % 3:
             recompute = {"held_bytes": 0, "working_bytes": 2 * size, "seconds": cost * rng.uniform(0.3, 6.0)}
-            options.append(Option(action=Action.RECOMPUTE, **recompute))
+            sources = (f"t{number - 1}",)
+            options.append(Option(action=Action.RECOMPUTE, sources=sources, serves=True, **recompute))
         tensors.append(TensorProfile(key=f"t{number}", options=tuple(options), **life))
     base = tuple(5_000_000 + rng.randrange(4_000_000) for _ in range(2 * count))
     return Profile(base_bytes=base, tensors=tuple(tensors))

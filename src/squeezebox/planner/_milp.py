@@ -112,7 +112,7 @@ def _early_bytes(table: Table, positions: Integers, early: list[tuple[int, int, 
     """What each early variable adds at each position: until the next later one of its row, or the first use."""
     ends = [
         int(table.first_use[row]) if after[:2] != (row, option) else after[2]
-        for (row, option, _), after in zip(early, [*early[1:], (-1, -1, 0)], strict=True)
+        for (row, option, _), after in zip(early, [*early[1:], (-1, -1, 0)], strict=False)
     ]
     starts = np.array([position for _, _, position in early], np.int64)
     bytes_ = np.array([table.working[row, option] for row, option, _ in early], np.int64)
