@@ -148,7 +148,7 @@ class _Reading:
         elif kind == _RELEASE:
             self._idle.append(number)
         if number in self.lives and kind in (_USE, _USED, _RELEASE):
-            self.lives[number].last_use = position
+            self.lives[number].last_use = position - (kind == _RELEASE)  # it is gone by the mark
 
     def allocation(self, address: int, nbytes: int) -> None:
         if nbytes > 0:
