@@ -39,7 +39,8 @@ state and batch; "activations" is the peak of all but these and the gradients th
 are measured over predicted. "Below" counts the rival's points at which our plan has no higher peak and takes
 no more seconds. Greedy over MILP is the largest, of the plan's seconds beyond a plain step and of the whole
 step's."""
-_BUDGETS = """Ratios are medians (and ranges) over the rounds. "x less" is plain over measured."""
+_BUDGETS = """Where a budget is refused, the least plan is measured. Ratios are medians (and ranges) over the
+rounds. "x less" is plain over measured."""
 _RIVALS = """Ours is planned for the rival's measured peak, or is the least plan where that is refused; all
 three are timed in alternation."""
 _PLANNER = """On the profile that the budgets were planned from; seconds are beyond a plain step's."""
@@ -136,7 +137,7 @@ def _budgets(name: str, result: Results) -> list[list[str]]:
 def _budget(name: str, plain: Results, row: Results) -> list[str]:
     return [
         name,
-        "least" if row["budget_bytes"] is None else _mib(row["budget_bytes"]),
+        _budget_mib(row) + _refused(row),
         _mib(row["peak_bytes"]),
         _percent(row["peak_bytes"] / row["predicted_peak_bytes"], 2),
         _beyond(plain, row),
@@ -182,7 +183,7 @@ def _rival(name: str, rival: str, plain: Results, row: Results) -> list[str]:
         _spread(ratios["ours/theirs"]),
         _mib(ours["peak_bytes"]),
         f"{ours['noise']:.1e}",
-        _yes(_is_below(row)) + (" (least plan)" if row["refused"] else ""),
+        _yes(_is_below(row)) + _refused(ours),
     ]
 
 
@@ -200,7 +201,7 @@ def _exact(name: str, result: Results) -> list[str]:
     row = result["exact"]
     return [
         name,
-        "least" if row["budget_bytes"] is None else _mib(row["budget_bytes"]),
+        _budget_mib(row),
         _mib(row["peak_bytes"]),
         _actions(row["by_action"]),
         _yes(row["equal"]) + "".join(f", {key}" for key in row["unequal"][:3]),
@@ -279,6 +280,14 @@ def _spread(row: Mapping[str, float]) -> str:
 
 def _percent(ratio: float, digits: int = 1) -> str:
     return f"{100 * (ratio - 1):+.{digits}f} %"
+
+
+def _budget_mib(row: Results) -> str:
+    return "least" if row["budget_bytes"] is None else _mib(row["budget_bytes"])
+
+
+def _refused(row: Results) -> str:
+    return " (refused: least plan)" if row.get("refused") else ""
 
 
 def _mib(nbytes: int) -> str:

@@ -133,9 +133,9 @@ def measure(name: str, setup: Setup, arguments: argparse.Namespace) -> dict[str,
     )
     with _shared_profiles() as profiles:
         least = planned(bench, None)
-        low = least["predicted_peak_bytes"]
+        low, high = least["predicted_peak_bytes"], max(total, least["plain_predicted_peak_bytes"])
         shares = [number / arguments.budgets for number in range(arguments.budgets, 0, -1)]
-        rows = [planned(bench, int(low + share * (total - low))) for share in shares]
+        rows = [met(bench, int(low + share * (high - low))) for share in shares]
         return {
             "batch": setup.batch,
             "size": setup.size,
@@ -145,7 +145,7 @@ def measure(name: str, setup: Setup, arguments: argparse.Namespace) -> dict[str,
             "all_packed": all_packed(bench),
             "rivals": rivals(bench, arguments.compiled),
             "exact": exact(bench, int(EXACT_SHARE * total)),
-            "planner": optimality(profiles["noise"], low, total, bench.noise, arguments.milp_seconds),
+            "planner": optimality(profiles["noise"], low, high, bench.noise, arguments.milp_seconds),
         }
 
 
@@ -193,6 +193,14 @@ def _shared_profiles() -> Iterator[dict[str, Profiled]]:
         Session._profile = own
 
 
+def met(bench: Bench, budget: int, *others: str) -> dict[str, Any]:
+    """One budget, or the least plan where it is refused."""
+    try:
+        return planned(bench, budget, *others) | {"refused": ""}
+    except BudgetError as error:
+        return planned(bench, None, *others) | {"budget_bytes": budget, "refused": str(error)}
+
+
 def planned(bench: Bench, budget: int | None, *others: str) -> dict[str, Any]:
     """One budget: the plan, then its step, beside a plain one and maybe others."""
     begun = time.perf_counter()
@@ -211,6 +219,7 @@ def planned(bench: Bench, budget: int | None, *others: str) -> dict[str, Any]:
             "peak_bytes": peak,
             "activation_peak_bytes": activations,
             "predicted_peak_bytes": plan.predicted_peak_bytes,
+            "plain_predicted_peak_bytes": plan.plain_peak_bytes,
             "saved_bytes": record.saved_bytes,
             "packed_bytes": record.packed_bytes,
             "by_action": _by_action(plan),
@@ -280,17 +289,18 @@ def rivals(bench: Bench, with_compiled: bool) -> dict[str, Any]:
 
 
 def _against(bench: Bench, rival: AbstractContextManager[object]) -> dict[str, Any]:
-    """The rival's peak, and our plan for it; the least plan where that is refused."""
+    """The rival's peak, and our plan for it."""
     with rival:
         begun = time.perf_counter()
         bench.theirs.step()  # compiles, where there is something to compile
         first = time.perf_counter() - begun
         peak, activations = bench.theirs.peak()
-        result = {"peak_bytes": peak, "activation_peak_bytes": activations, "first_step_seconds": first}
-        try:
-            return result | {"refused": "", "ours": planned(bench, peak, "theirs")}
-        except BudgetError as error:
-            return result | {"refused": str(error), "ours": planned(bench, None, "theirs")}
+        return {
+            "peak_bytes": peak,
+            "activation_peak_bytes": activations,
+            "first_step_seconds": first,
+            "ours": met(bench, peak, "theirs"),
+        }
 
 
 @contextlib.contextmanager
@@ -299,8 +309,9 @@ def _offloaded(task: Task) -> Iterator[None]:
     plan = _plan(task, None, exact=True)
     file = Option(action=Action.OFFLOAD, codec="file", held_bytes=0)
     moved = tuple(dataclasses.replace(tensor, option=file) for tensor in plan.tensors)
-    with _attached(task, dataclasses.replace(plan, tensors=moved)):
+    with _attached(task, dataclasses.replace(plan, tensors=moved)) as session:
         task.step()
+        session.report()  # ends the session's own measurement
         yield
 
 
@@ -327,8 +338,9 @@ def exact(bench: Bench, budget: int) -> dict[str, Any]:
     except BudgetError:
         plan = _plan(task, None, exact=True)
     first, again = _outcome(task), _outcome(task)
-    with _attached(task, plan):
+    with _attached(task, plan) as session:
         squeezed = [_outcome(task) for _ in range(2)]
+        session.report()  # ends the session's own measurement
         peak, _ = task.peak()
     return {
         "budget_bytes": plan.budget_bytes,

@@ -140,7 +140,8 @@ class Task:
         """Peak bytes of one step: of everything, and without what is held and the gradients so far."""
         self.optimizer.zero_grad()
         meter = PeakMeter(torch.device("cpu"))
-        meter.start()
+        if not meter.start():
+            raise RuntimeError("The peak cannot be measured while another profiler runs; end that one first.")
         self.step()
         peak = meter.stop(self._gradients())
         return self.held_bytes() + peak.total_bytes, peak.activation_bytes
