@@ -81,6 +81,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--budgets", type=int, default=10, help="steps from the plain peak to the least")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--milp-seconds", type=float, default=60.0, help="for all its budgets together")
+    parser.add_argument("--stay", action="store_true", help="plans move nothing to a file; they only pack")
     parser.add_argument("--compiled", action="store_true", help="Inductor's rivals too: minutes a network")
     parser.add_argument("--quick", action="store_true", help="two small networks, three budgets, once")
     parser.add_argument("--name", default="budget", help="of the report")
@@ -131,7 +132,7 @@ def measure(name: str, setup: Setup, arguments: argparse.Namespace) -> dict[str,
         noise=arguments.noise,
         repeats=arguments.repeats,
     )
-    with _shared_profiles() as profiles:
+    with _shared_profiles(arguments.stay) as profiles:
         least = planned(bench, None)
         low, high = least["predicted_peak_bytes"], max(total, least["plain_predicted_peak_bytes"])
         shares = [number / arguments.budgets for number in range(arguments.budgets, 0, -1)]
@@ -166,8 +167,8 @@ class Profiled:
 
 
 @contextlib.contextmanager
-def _shared_profiles() -> Iterator[dict[str, Profiled]]:
-    """Plans made within it are made from one profiled step; exact ones from another."""
+def _shared_profiles(stay: bool) -> Iterator[dict[str, Profiled]]:
+    """Plans made within it are made from one profiled step, exact ones from another; ``stay``: none moves."""
     own, made = Session._profile, {}
 
     def once(session: Session, *sample: Any) -> tuple[Profile, dict[str, int], float]:
@@ -176,7 +177,7 @@ def _shared_profiles() -> Iterator[dict[str, Profiled]]:
             begun = time.perf_counter()
             profile, saved, plain = own(session, *sample)
             made[kind] = Profiled(
-                profile=profile,
+                profile=_without_file(profile) if stay else profile,
                 saved_bytes=saved,
                 plain_seconds=plain,
                 late_values=dict(session._store.late_values),
@@ -191,6 +192,16 @@ def _shared_profiles() -> Iterator[dict[str, Profiled]]:
         yield made
     finally:
         Session._profile = own
+
+
+def _without_file(profile: Profile) -> Profile:
+    tensors = tuple(
+        dataclasses.replace(
+            tensor, options=tuple(o for o in tensor.options if o.action is not Action.OFFLOAD)
+        )
+        for tensor in profile.tensors
+    )
+    return dataclasses.replace(profile, tensors=tensors)
 
 
 def met(bench: Bench, budget: int, *others: str) -> dict[str, Any]:
