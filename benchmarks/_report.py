@@ -116,6 +116,25 @@ def write(
     return paths
 
 
+def today(name: str, directory: Path = REPORTS) -> Mapping[str, object]:
+    """The payload of the report that `write` would replace, if it tells of the same code and machine.
+
+    Returns:
+        What `write` was given; nothing where there is no such report, or its header differs in more than
+        the command.
+
+    Raises:
+        OSError, ValueError: the report is there and cannot be read.
+    """
+    facts = header()
+    path = directory / f"{name}-{facts['date']}.json"
+    if not path.exists():
+        return {}
+    written = json.loads(path.read_text(encoding="utf-8"))
+    payload: Mapping[str, object] = written["results"]
+    return payload if written["header"] | {"command": facts["command"]} == facts else {}
+
+
 def header() -> dict[str, object]:
     """What a reader needs to repeat the run: command, machine, versions, commit."""
     facts: dict[str, object] = {

@@ -1,202 +1,417 @@
 """Peak and time of a training step under budgets, from the plain step's peak down to the least that fits.
 
-Goes in: nothing; networks from benchmarks/models.py, briefly trained on crops of photographs. Comes out:
-benchmarks/reports/budget-<date>.json and .md.
+Goes in: nothing; networks from benchmarks/tasks.py, briefly trained on photographs or text. Comes out:
+benchmarks/reports/budget-<date>.json and .md. Networks of one day and commit share a report, so that they
+can be run one after another.
 
-A step is zero_grad, forward, loss, backward and the step of SGD with momentum. Its peak is everything:
-parameters, gradients, optimizer state, inputs, saved tensors, operators' own memory. Budgets are evenly
-spaced between the plain peak and the least one found. Every planned step is timed in turn with a plain
-one; seconds are those ratios, medians over the repeats.
+A step is zero_grad, forward, loss, backward and the optimizer's step. Its peak is everything: parameters,
+gradients, optimizer state, inputs, saved tensors, operators' own memory. Budgets are evenly spaced between
+the plain peak and the least one found. All plans of a network are made from one profiled step.
+
+Rivals are gradient checkpointing of each block and of the square root of all blocks together, every
+saved tensor moved to a file, and with --compiled Inductor under activation_memory_budget. Each is met by
+a plan whose budget is the rival's measured peak. Ours, the rival and a plain step are timed in alternation;
+seconds are ratios within a round, medians over the rounds.
+
+A plan predicts forward and backward. The optimizer's share of the plain step, measured, is added to what it
+predicts before it is compared with the step that was timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import statistics
+import contextlib
+import dataclasses
+import hashlib
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch._functorch import config as functorch_config
 
 import squeezebox
-from benchmarks import _report, models, photos, training
-from benchmarks.comet_table import CHANNELS_LAST, _checkpointed
-from squeezebox.profiling import PeakMeter
+from benchmarks import _budget_tables, _report, checkpointing, tasks
+from benchmarks.tasks import SETUPS, Setup, Task
+from squeezebox import planner
+from squeezebox.reports import StepPlan
+from squeezebox.schema import Action, Budget, BudgetError, Option, OptionError, Profile
+from squeezebox.session import Session
 
-NETWORKS = ("resnet18", "efficientnet_b0", "resnet50", "vgg16")
-SIZE = 224
-LEARNING_RATE = 1e-4  # small: the plan's bounds stay fit while it is measured
+QUICK = {
+    "networks": ["resnet18", "gpt"],
+    "batch": 4,
+    "size": 64,
+    "train_steps": 5,
+    "budgets": 3,
+    "repeats": 1,
+    "milp_seconds": 15.0,
+    "name": "budget-quick",
+}
+COMPILED_BUDGETS = (1.0, 0.75, 0.5, 0.25)
+PACKED_STEPS = 4  # the bounds settle
+EXACT_SHARE = 0.8  # of the plain peak
+MILP_SHARES = (0.75, 0.5, 0.25)  # of the way from the least budget to the plain peak
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("networks", nargs="*", default=list(NETWORKS))
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--size", type=int, default=SIZE)
-    parser.add_argument("--noise", type=float, default=1e-2)
-    parser.add_argument("--budgets", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--train-steps", type=int, default=40, help="of batch 16 at 112x112, before all")
-    arguments = parser.parse_args()
-    torch.manual_seed(0)
-    results: dict[str, Any] = {}
+    arguments = _arguments()
+    networks: dict[str, Any] = dict(_report.today(arguments.name))
     for name in arguments.networks:
-        results[name] = measure(name, arguments)
-        paths = _report.write("budget", {"networks": results, "settings": vars(arguments)}, table(results))
-        print(name, *paths, file=sys.stderr, flush=True)
+        torch.manual_seed(0)
+        started = time.perf_counter()
+        networks[name] = measure(name, _setup(name, arguments), arguments)
+        networks[name]["settings"] = vars(arguments)
+        networks[name]["seconds"] = time.perf_counter() - started
+        paths = _report.write(arguments.name, networks, _budget_tables.render(networks))
+        print(name, f"{networks[name]['seconds']:.0f} s", *paths, file=sys.stderr, flush=True)
 
 
-class Task:
-    """A network, its optimizer and one batch."""
-
-    def __init__(self, model: nn.Module, images: Tensor, labels: Tensor) -> None:
-        self.model, self.images, self.labels = model, images, labels
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
-        self.step()
-
-    def backward(self) -> None:
-        training.classification_loss(self.model(self.images), self.labels).backward()
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.backward()
-        self.optimizer.step()
-
-    def held(self) -> list[Tensor]:
-        """Parameters, buffers, batch and optimizer state."""
-        states = [value for state in self.optimizer.state.values() for value in state.values()]
-        tensors = [t for t in states if isinstance(t, Tensor)]
-        return [*self.model.parameters(), *self.model.buffers(), self.images, self.labels, *tensors]
-
-    def peak(self) -> tuple[int, int]:
-        """Peak of one step: all bytes, and those beyond parameters, gradients, state and batch."""
-        self.optimizer.zero_grad()
-        meter = PeakMeter(torch.device("cpu"))
-        meter.start()
-        self.step()
-        peak = meter.stop([p.grad for p in self.model.parameters() if p.grad is not None])
-        return sum(t.nbytes for t in self.held()) + peak.total_bytes, peak.activation_bytes
-
-    def seconds(self) -> float:
-        begun = time.perf_counter()
-        self.step()
-        return time.perf_counter() - begun
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("networks", nargs="*", default=list(SETUPS), metavar="network")
+    parser.add_argument("--batch", type=int, help="default: the network's in benchmarks/tasks.py")
+    parser.add_argument("--size", type=int, help="side of images, length of texts; default: as above")
+    parser.add_argument("--train-steps", type=int, help="before all; default: as above")
+    parser.add_argument("--noise", type=float, default=1e-2)
+    parser.add_argument("--budgets", type=int, default=10, help="steps from the plain peak to the least")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--milp-seconds", type=float, default=60.0, help="for all its budgets together")
+    parser.add_argument("--stay", action="store_true", help="plans move nothing to a file; they only pack")
+    parser.add_argument("--compiled", action="store_true", help="Inductor's rivals too: minutes a network")
+    parser.add_argument("--quick", action="store_true", help="two small networks, three budgets, once")
+    parser.add_argument("--name", default="budget", help="of the report")
+    if "--quick" in sys.argv[1:]:
+        parser.set_defaults(**QUICK)
+    arguments = parser.parse_args()
+    unknown = sorted(set(arguments.networks) - set(SETUPS))
+    if unknown:
+        parser.error(f"no networks {', '.join(unknown)}; there are {', '.join(SETUPS)}")
+    return arguments
 
 
-def tasks(name: str, arguments: argparse.Namespace) -> tuple[Task, Task]:
-    """The same network twice: one stays plain."""
-    layout = torch.channels_last if name in CHANNELS_LAST else torch.contiguous_format
-    model = models.build(name, num_classes=photos.num_classes()).to(memory_format=layout).train()
-    crops = photos.batches(16, 112, seed=0)
-    training.train_briefly(model, crops, arguments.train_steps, training.LEARNING_RATES[name])
-    images, labels = next(photos.batches(arguments.batch, arguments.size, seed=1))
-    images = images.to(memory_format=layout)
-    return Task(model, images, labels), Task(copy.deepcopy(model), images, labels)
+def _setup(name: str, arguments: argparse.Namespace) -> Setup:
+    setup = SETUPS[name]
+    given = {key: getattr(arguments, key) for key in ("batch", "size", "train_steps")}
+    given = {key: value for key, value in given.items() if value is not None}
+    if arguments.quick:
+        return setup.smaller(**given)
+    return dataclasses.replace(setup, **given)
 
 
-def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The plain step, checkpointing, and every budget."""
-    plain, task = tasks(name, arguments)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Bench:
+    """The same network three times: left plain, under a plan, and under a rival."""
+
+    plain: Task
+    ours: Task
+    theirs: Task
+    update_share: float  # of a plain step's seconds, spent in the optimizer
+    noise: float
+    repeats: int
+
+    def timed(self, *names: str) -> _report.Comparison:
+        """Steps of these, in alternation."""
+        return _report.interleaved({name: getattr(self, name).step for name in names}, self.repeats)
+
+
+def measure(name: str, setup: Setup, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Everything of one network."""
+    plain = tasks.build(name, setup)
     total, activations = plain.peak()
-    rows = [planned(plain, task, None, arguments)]
-    low = rows[0]["predicted_peak_bytes"]
-    for number in reversed(range(arguments.budgets)):
-        share = (number + 1) / arguments.budgets
-        rows.append(planned(plain, task, int(low + share * (total - low)), arguments))
-    with _checkpointed(task.model):
-        peak, activation_peak = task.peak()
-        recomputed = {"peak_bytes": peak, "activation_peak_bytes": activation_peak}
-        recomputed |= ratio(plain, task, arguments.repeats)
-    return {
-        "plain": {"peak_bytes": total, "activation_peak_bytes": activations},
-        "checkpointing": recomputed,
-        "budgets": rows[1:] + rows[:1],
-    }
-
-
-def planned(plain: Task, task: Task, budget: int | None, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One budget: the plan, then its step."""
-    begun = time.perf_counter()
-    plan = squeezebox.plan(
-        task.model,
-        sample=(task.images, task.labels),
-        loss_fn=training.classification_loss,
-        optimizer=task.optimizer,
-        budget=budget,
+    fixed = plain.fixed_bytes()
+    bench = Bench(
+        plain=plain,
+        ours=plain.copy(),
+        theirs=plain.copy(),
+        update_share=_update_share(plain, arguments.repeats),
         noise=arguments.noise,
+        repeats=arguments.repeats,
     )
-    planning = time.perf_counter() - begun
-    session = squeezebox.attach(task.model, optimizer=task.optimizer, plan=plan)
+    with _shared_profiles(arguments.stay) as profiles:
+        least = planned(bench, None)
+        low, high = least["predicted_peak_bytes"], max(total, least["plain_predicted_peak_bytes"])
+        shares = [number / arguments.budgets for number in range(arguments.budgets, 0, -1)]
+        rows = [met(bench, int(low + share * (high - low))) for share in shares]
+        return {
+            "batch": setup.batch,
+            "size": setup.size,
+            "plain": {"peak_bytes": total, "activation_peak_bytes": activations, "fixed_bytes": fixed},
+            "profile_seconds": profiles["noise"].seconds,
+            "budgets": [*rows, least],
+            "all_packed": all_packed(bench),
+            "rivals": rivals(bench, arguments.compiled),
+            "exact": exact(bench, int(EXACT_SHARE * total)),
+            "planner": optimality(profiles["noise"], low, high, bench.noise, arguments.milp_seconds),
+        }
+
+
+def _update_share(task: Task, repeats: int) -> float:
+    arms = {"step": task.step, "update": task.optimizer.step}
+    return _report.interleaved(arms, repeats).ratios["update/step"].median
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Profiled:
+    """A profiled step, and what else a plan takes from the session that profiled it."""
+
+    profile: Profile
+    saved_bytes: dict[str, int]
+    plain_seconds: float
+    late_values: dict[str, Any]
+    seconds: float
+
+
+@contextlib.contextmanager
+def _shared_profiles(stay: bool) -> Iterator[dict[str, Profiled]]:
+    """Plans made within it are made from one profiled step, exact ones from another; ``stay``: none moves."""
+    own, made = Session._profile, {}
+
+    def once(session: Session, *sample: Any) -> tuple[Profile, dict[str, int], float]:
+        kind = "exact" if session._controller is None else "noise"
+        if kind not in made:
+            begun = time.perf_counter()
+            profile, saved, plain = own(session, *sample)
+            made[kind] = Profiled(
+                profile=_without_file(profile) if stay else profile,
+                saved_bytes=saved,
+                plain_seconds=plain,
+                late_values=dict(session._store.late_values),
+                seconds=time.perf_counter() - begun,
+            )
+        found = made[kind]
+        session._store.late_values = dict(found.late_values)
+        return found.profile, found.saved_bytes, found.plain_seconds
+
+    Session._profile = once
     try:
+        yield made
+    finally:
+        Session._profile = own
+
+
+def _without_file(profile: Profile) -> Profile:
+    tensors = tuple(
+        dataclasses.replace(
+            tensor, options=tuple(o for o in tensor.options if o.action is not Action.OFFLOAD)
+        )
+        for tensor in profile.tensors
+    )
+    return dataclasses.replace(profile, tensors=tensors)
+
+
+def met(bench: Bench, budget: int, *others: str) -> dict[str, Any]:
+    """One budget, or the least plan where it is refused."""
+    try:
+        return planned(bench, budget, *others) | {"refused": ""}
+    except BudgetError as error:
+        return planned(bench, None, *others) | {"budget_bytes": budget, "refused": str(error)}
+
+
+def planned(bench: Bench, budget: int | None, *others: str) -> dict[str, Any]:
+    """One budget: the plan, then its step, beside a plain one and maybe others."""
+    begun = time.perf_counter()
+    plan = _plan(bench.ours, budget, noise=bench.noise)
+    planning = time.perf_counter() - begun
+    with _attached(bench.ours, plan) as session:
         for _ in range(2):  # the session measures the first ones itself
-            task.step()
+            bench.ours.step()
             record = session.report().record
-        peak, activations = task.peak()
-        result = {
+        peak, activations = bench.ours.peak()
+        compared = bench.timed("ours", *others, "plain")
+        ratios = {pair: dataclasses.asdict(spread) for pair, spread in compared.ratios.items()}
+        extra = plan.predicted_seconds / plan.plain_seconds - 1.0
+        return {
             "budget_bytes": plan.budget_bytes,
             "peak_bytes": peak,
             "activation_peak_bytes": activations,
             "predicted_peak_bytes": plan.predicted_peak_bytes,
+            "plain_predicted_peak_bytes": plan.plain_peak_bytes,
             "saved_bytes": record.saved_bytes,
             "packed_bytes": record.packed_bytes,
-            "predicted_ratio": plan.predicted_seconds / plan.plain_seconds,
-            "noise": session.measure_noise(task.backward),
+            "by_action": _by_action(plan),
+            "ratios": ratios,
+            "predicted_over_plain": 1.0 + extra * (1.0 - bench.update_share),
+            "noise": session.measure_noise(bench.ours.backward),
             "predicted_noise": plan.predicted_noise,
             "planning_seconds": planning,
-            "actions": dict(Counter(tensor.option.action.value for tensor in plan.tensors)),
         }
-        return result | ratio(plain, task, arguments.repeats)
+
+
+def all_packed(bench: Bench) -> dict[str, Any]:
+    """Saved and packed bytes where nothing is kept or moved: the noise budget without a budget of bytes."""
+    task = bench.ours
+    session = squeezebox.attach(task.model, optimizer=task.optimizer, noise=bench.noise)
+    try:
+        for _ in range(PACKED_STEPS):
+            task.step()
+        noise = session.measure_noise(task.backward)
+        record = session.report().record
+        return {"saved_bytes": record.saved_bytes, "packed_bytes": record.packed_bytes, "noise": noise}
     finally:
         session.detach()
 
 
-def ratio(plain: Task, task: Task, repeats: int) -> dict[str, Any]:
-    """Seconds of a step over those of a plain one right after it."""
-    task.seconds()
-    pairs = [(task.seconds(), plain.seconds()) for _ in range(repeats)]
-    ratios = [own / other for own, other in pairs]
-    return {"ratio": statistics.median(ratios), "ratios": ratios}
-
-
-def table(results: dict[str, Any]) -> str:
-    """The Markdown table of the report."""
-    rows = [
-        "| network | budget MiB | peak MiB | predicted | beyond parameters, x less | saved, x less "
-        "| time / plain | predicted | noise | predicted | kept, packed, moved | planning s |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, result in results.items():
-        plain, other = result["plain"], result["checkpointing"]
-        rows.append(f"| {name} plain | | {_mib(plain['peak_bytes'])} | | | | 1 | | | | | |")
-        rows.extend(_row(name, plain, row) for row in result["budgets"])
-        less = plain["activation_peak_bytes"] / other["activation_peak_bytes"]
-        rows.append(
-            f"| {name} checkpointing | | {_mib(other['peak_bytes'])} | | {less:.2f} | "
-            f"| {other['ratio']:.2f} ({min(other['ratios']):.2f}..{max(other['ratios']):.2f}) | | | | | |"
-        )
-    return "\n".join(rows)
-
-
-def _row(name: str, plain: dict[str, Any], row: dict[str, Any]) -> str:
-    budget = "least" if row["budget_bytes"] is None else _mib(row["budget_bytes"])
-    error = 100 * (row["peak_bytes"] / row["predicted_peak_bytes"] - 1)
-    actions = ", ".join(str(row["actions"].get(name, 0)) for name in ("keep", "compress", "offload"))
-    return (
-        f"| {name} | {budget} | {_mib(row['peak_bytes'])} | {error:+.2f} % "
-        f"| {plain['activation_peak_bytes'] / row['activation_peak_bytes']:.2f} "
-        f"| {row['saved_bytes'] / max(row['packed_bytes'], 1):.1f} "
-        f"| {row['ratio']:.2f} ({min(row['ratios']):.2f}..{max(row['ratios']):.2f}) "
-        f"| {row['predicted_ratio']:.2f} | {row['noise']:.1e} | {row['predicted_noise']:.1e} "
-        f"| {actions} | {row['planning_seconds']:.0f} |"
+def _plan(task: Task, budget: int | None, **kind: Any) -> StepPlan:
+    return squeezebox.plan(
+        task.model,
+        sample=(task.inputs, task.target),
+        loss_fn=task.loss_fn,
+        optimizer=task.optimizer,
+        budget=budget,
+        **kind,
     )
 
 
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f}"
+@contextlib.contextmanager
+def _attached(task: Task, plan: StepPlan) -> Iterator[Session]:
+    session = squeezebox.attach(task.model, optimizer=task.optimizer, plan=plan)
+    try:
+        yield session
+    finally:
+        session.detach()
+
+
+def _by_action(plan: StepPlan) -> dict[str, dict[str, int]]:
+    """Action -> how many tensors, their bytes, and the bytes that the plan holds instead."""
+    totals: dict[str, Counter[str]] = {}
+    for tensor in plan.tensors:
+        held = {"tensors": 1, "saved_bytes": tensor.saved_bytes, "held_bytes": tensor.option.held_bytes}
+        totals.setdefault(tensor.option.action.value, Counter()).update(held)
+    return {action: dict(total) for action, total in totals.items()}
+
+
+def rivals(bench: Bench, with_compiled: bool) -> dict[str, Any]:
+    """Every other way to save memory, each met by a plan for the peak that it has."""
+    task = bench.theirs
+    together = checkpointing.groups(task.model)
+    results = {
+        "checkpointing 1": _against(bench, checkpointing.checkpointed(task.model)),
+        f"checkpointing {together}": _against(bench, checkpointing.checkpointed(task.model, together)),
+        "offload all": _against(bench, _offloaded(task)),
+    }
+    for share in COMPILED_BUDGETS if with_compiled else ():
+        results[f"compiled {share}"] = _against(bench, _compiled(task, share))
+    return results
+
+
+def _against(bench: Bench, rival: AbstractContextManager[object]) -> dict[str, Any]:
+    """The rival's peak, and our plan for it."""
+    with rival:
+        begun = time.perf_counter()
+        bench.theirs.step()  # compiles, where there is something to compile
+        first = time.perf_counter() - begun
+        peak, activations = bench.theirs.peak()
+        return {
+            "peak_bytes": peak,
+            "activation_peak_bytes": activations,
+            "first_step_seconds": first,
+            "ours": met(bench, peak, "theirs"),
+        }
+
+
+@contextlib.contextmanager
+def _offloaded(task: Task) -> Iterator[None]:
+    """Every saved tensor of which backward reads values, masks or indices is moved to a file, whole."""
+    plan = _plan(task, None, exact=True)
+    file = Option(action=Action.OFFLOAD, codec="file", held_bytes=0)
+    moved = tuple(dataclasses.replace(tensor, option=file) for tensor in plan.tensors)
+    with _attached(task, dataclasses.replace(plan, tensors=moved)) as session:
+        task.step()
+        session.report()  # ends the session's own measurement
+        yield
+
+
+@contextlib.contextmanager
+def _compiled(task: Task, budget: float) -> Iterator[None]:
+    torch._dynamo.reset()
+    with functorch_config.patch(activation_memory_budget=budget):
+        task.forward = torch.compile(task.model)
+        try:
+            yield
+        finally:
+            task.forward = task.model
+            torch._dynamo.reset()
+
+
+def exact(bench: Bench, budget: int) -> dict[str, Any]:
+    """Whether a step under an exact plan is a plain one to the bit: loss, gradients and buffers.
+
+    ``repeats`` says whether two plain steps are, without which the comparison would say nothing.
+    """
+    task = bench.ours
+    try:
+        plan = _plan(task, budget, exact=True)
+    except BudgetError:
+        plan = _plan(task, None, exact=True)
+    first, again = _outcome(task), _outcome(task)
+    with _attached(task, plan) as session:
+        squeezed = [_outcome(task) for _ in range(2)]
+        session.report()  # ends the session's own measurement
+        peak, _ = task.peak()
+    return {
+        "budget_bytes": plan.budget_bytes,
+        "peak_bytes": peak,
+        "predicted_peak_bytes": plan.predicted_peak_bytes,
+        "by_action": _by_action(plan),
+        "repeats": first == again,
+        "equal": all(outcome == first for outcome in squeezed),
+        "unequal": sorted({key for outcome in squeezed for key in first if outcome[key] != first[key]}),
+    }
+
+
+def _outcome(task: Task) -> dict[str, str]:
+    """Digests of loss, gradients and new buffers of one forward and backward, which leave no trace."""
+    buffers = {name: buffer.clone() for name, buffer in task.model.named_buffers()}
+    task.optimizer.zero_grad()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        loss = task.loss()
+        loss.backward()
+    found = {"loss": loss.detach()} | dict(task.model.named_buffers())
+    found |= {f"{name} gradient": p.grad for name, p in task.model.named_parameters() if p.grad is not None}
+    outcome = {name: _digest(tensor.detach()) for name, tensor in found.items()}
+    for name, buffer in task.model.named_buffers():
+        buffer.copy_(buffers[name])
+    return outcome
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().flatten().numpy()).hexdigest()
+
+
+def optimality(
+    profiled: Profiled, low: int, high: int, noise: float, milp_seconds: float
+) -> list[dict[str, Any]]:
+    """The greedy plan's seconds over the optimum's, on the same profile."""
+    return [
+        _optimality(profiled, Budget(peak_bytes=int(low + share * (high - low)), noise=noise), limit)
+        for share, limit in ((share, milp_seconds / len(MILP_SHARES)) for share in MILP_SHARES)
+    ]
+
+
+def _optimality(profiled: Profiled, budget: Budget, limit: float) -> dict[str, Any]:
+    begun = time.perf_counter()
+    greedy = planner.solve(profiled.profile, budget)
+    solved = time.perf_counter()
+    try:
+        best = planner.optimum(profiled.profile, budget, seconds=limit).predicted_seconds
+    except OptionError:  # nothing found in time
+        best = None
+    taken = time.perf_counter() - solved
+    return {
+        "budget_bytes": budget.peak_bytes,
+        "plain_seconds": profiled.plain_seconds,
+        "greedy_extra_seconds": greedy.predicted_seconds,
+        "milp_extra_seconds": best,
+        "greedy_took_seconds": solved - begun,
+        "milp_took_seconds": taken,
+        "milp_finished": taken < limit,
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Real photographs as an endless classification task: which photo is this crop from?
+"""Real photographs as two endless tasks: which photo is this crop from, and which colour has each pixel?
 
 Goes in: batch, image side and seed. Comes out: normalised float32 crops and labels.
 May touch: the image files inside the scikit-image and scikit-learn wheels; no network.
@@ -42,6 +42,8 @@ PHOTOS: tuple[tuple[str, str], ...] = (
 # per-channel statistics of ImageNet, the customary normalisation
 _MEAN = (0.485, 0.456, 0.406)
 _STD = (0.229, 0.224, 0.225)
+NUM_COLOURS = 9
+_COLOURED = 0.04  # of full brightness: by how much red or blue must leave the grey
 
 
 def num_classes() -> int:
@@ -69,6 +71,33 @@ def batches(batch: int, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]
     if batch < 1 or size < 1:
         raise ValueError(f"batch={batch} and size={size} must both be at least 1.")
     return _batches(_photographs(), batch, size, torch.Generator().manual_seed(seed))
+
+
+def coloured(batch: int, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The crops of :func:`batches` in shades of grey, and the colour of each of their pixels.
+
+    Red is below, near or above the pixel's grey, and so is blue: nine classes, of which grey pixels have
+    the middle one.
+
+    Returns:
+        An iterator of (images, labels): float32 (batch, 3, size, size) of three equal channels, and int64
+        (batch, size, size) below `NUM_COLOURS`.
+
+    Raises:
+        As :func:`batches`.
+    """
+    return (_uncoloured(images) for images, _ in batches(batch, size, seed))
+
+
+def _uncoloured(images_NCHW: Tensor) -> tuple[Tensor, Tensor]:
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (_MEAN, _STD))
+    pixels = images_NCHW * std + mean
+    grey = pixels.mean(1, keepdim=True)
+    differences = pixels[:, ::2] - grey
+    level = (differences > -_COLOURED).long() + (differences > _COLOURED).long()
+    spread = sum(_STD) / 3
+    shades = ((grey - sum(_MEAN) / 3) / spread).expand_as(pixels)
+    return shades.contiguous(), 3 * level[:, 0] + level[:, 1]
 
 
 def _batches(

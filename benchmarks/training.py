@@ -79,12 +79,12 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
     Args:
         logits: (batch, classes), (batch, classes, height, width) or (batch, length, classes).
-        labels: int64 (batch,), given to every pixel of an image, or (batch, length).
+        labels: int64 (batch,), in images given to every pixel, or (batch, height, width) or (batch, length).
 
     Returns:
         A scalar.
     """
-    if logits.dim() == 4:
+    if logits.dim() == 4 and labels.dim() == 1:
         labels = labels.view(-1, 1, 1).expand(-1, *logits.shape[2:])
     elif logits.dim() == 3:
         logits, labels = logits.flatten(0, 1), labels.flatten()

@@ -34,6 +34,28 @@ def test_the_seed_decides_the_batches() -> None:
 
 
 @needs_photos
+def test_coloured_hides_the_colours_that_it_asks_for() -> None:
+    images, labels = next(photos.coloured(32, 24, seed=0))
+    assert images.shape == (32, 3, 24, 24)
+    assert torch.equal(images[:, 0], images[:, 1])
+    assert torch.equal(images[:, 0], images[:, 2])
+    assert labels.shape == (32, 24, 24)
+    assert labels.dtype == torch.int64
+    assert set(labels.unique().tolist()) <= set(range(photos.NUM_COLOURS))
+    assert len(labels.unique()) > photos.NUM_COLOURS // 2
+
+
+@pytest.mark.parametrize(
+    ("pixel", "colour"), [((0.5, 0.5, 0.5), 4), ((0.9, 0.2, 0.2), 6), ((0.2, 0.3, 0.9), 2)]
+)
+def test_colours_are_told_by_red_and_blue(pixel: tuple[float, float, float], colour: int) -> None:
+    mean, std = (torch.tensor(values) for values in (photos._MEAN, photos._STD))
+    normalised = ((torch.tensor(pixel) - mean) / std).view(1, 3, 1, 1)
+    _, labels = photos._uncoloured(normalised.expand(1, 3, 2, 2))
+    assert torch.equal(labels, torch.full((1, 2, 2), colour))
+
+
+@needs_photos
 def test_batches_leave_the_global_generator_alone() -> None:
     state = torch.get_rng_state()
     next(photos.batches(2, 8, seed=0))

@@ -37,6 +37,18 @@ def test_a_failed_write_keeps_the_earlier_report(tmp_path: Path, monkeypatch: py
     assert {path: path.read_text() for path in tmp_path.iterdir()} == before
 
 
+def test_todays_report_can_be_gone_on_with_at_the_same_commit_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _report.today("budget", tmp_path) == {}
+    _report.write("budget", {"gpt": 2.5}, "", tmp_path)
+    assert _report.today("budget", tmp_path) == {"gpt": 2.5}
+    monkeypatch.setattr(_report.sys, "orig_argv", ["python", "another", "command"])
+    assert _report.today("budget", tmp_path) == {"gpt": 2.5}
+    monkeypatch.setattr(_report, "_git", lambda *_: "another commit")
+    assert _report.today("budget", tmp_path) == {}
+
+
 def test_arms_alternate_and_take_turns_at_going_first() -> None:
     calls: list[str] = []
     comparison = _report.interleaved(

@@ -1,0 +1,46 @@
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import _budget_tables, _report, budget
+
+
+def _rival(ours_bytes: int, ratio: float) -> dict[str, Any]:
+    ours = {"peak_bytes": ours_bytes, "ratios": {"ours/theirs": {"median": ratio}}}
+    return {"peak_bytes": 100, "ours": ours}
+
+
+def test_a_point_is_below_only_with_no_more_bytes_and_no_more_seconds() -> None:
+    rivals = {
+        "checkpointing 1": _rival(100, 1.0),
+        "checkpointing 3": _rival(100, 1.1),
+        "offload all": _rival(101, 0.5),
+    }
+    below = [_budget_tables._below(rivals, kind) for kind in _budget_tables.KINDS]
+    assert below == ["1 of 2", "0 of 1", ""]
+
+
+def test_whatever_is_above_one_is_counted_however_little() -> None:
+    assert _budget_tables._above_one([0.9, 1.0]) == "0 of 2"
+    assert _budget_tables._above_one([1.0, 1.00002]) == "1 of 2 (by +0.002 %)"
+
+
+@pytest.mark.slow
+def test_networks_run_one_by_one_share_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_report.write, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(_report.today, "__defaults__", (tmp_path,))
+    small = ["--quick", "--batch", "2", "--size", "32", "--train-steps", "2", "--budgets", "1"]
+    for name in ("gpt", "unet"):
+        monkeypatch.setattr(sys, "argv", ["budget", name, *small])
+        budget.main()
+    written = next(tmp_path.glob("*.json"))
+    networks = json.loads(written.read_text())["results"]
+    assert set(networks) == {"gpt", "unet"}
+    assert "| gpt |" in written.with_suffix(".md").read_text()
+    for network in networks.values():
+        assert network["exact"]["equal"]
+        assert len(network["budgets"]) == 2
+        assert network["budgets"][-1]["peak_bytes"] <= network["plain"]["peak_bytes"]
