@@ -53,6 +53,7 @@ from squeezebox.schema import (
 LossFunction = Callable[[Any, Any], torch.Tensor]
 STATE_VERSION = 1
 _STATISTICS_STEPS = 4  # of a plan, before it is profiled
+_TIMED_STEPS = 2
 _SPARSE_ROLES = frozenset({Role.RELU_OUTPUT, Role.POOL_INPUT})
 _UNKNOWN_COUNT = 64  # lossy tensors of a model, before the first step has counted them
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # multiples of it spread evenly over the unit interval
@@ -553,15 +554,18 @@ class Session:
             self._model.zero_grad(set_to_none=True)
             closure()
         self._close_step()
-        seconds = min(_timed(lambda: self._replay(closure, bypass=True)) for _ in range(2))
+        seconds = min(_timed(lambda: self._replay(closure, bypass=True)) for _ in range(_TIMED_STEPS))
         owned = [*self._model.parameters(), *self._model.buffers(), *_tensors([inputs, target])]
         held = _nbytes(owned) + state_bytes(self._model, self._optimizer)
         self._model.zero_grad(set_to_none=True)
         self._store.arena.clear()
         profiler = self._store.listener = StepProfiler()
         self._store.lineage = self._recorder.lineage()
-        profiler.start()
         try:
+            for _ in range(_TIMED_STEPS):
+                self._replay(closure, bypass=True)
+            self._model.zero_grad(set_to_none=True)
+            profiler.start()
             gradients = self._replay(closure, bypass=False)
             saved = {row.key: row.saved_bytes for row in self._store.rows}
             final = _nbytes(gradients) + transient_bytes(gradients, self._optimizer)

@@ -64,7 +64,9 @@ def usage(profile, choices):
     return [
         base
         + sum(choices[t.key].held_bytes for t in profile.tensors if t.saved_at <= position <= t.last_use)
-        + sum(choices[t.key].working_bytes for t in profile.tensors if begins[t.key] <= position <= t.last_use)
+        + sum(
+            choices[t.key].working_bytes for t in profile.tensors if begins[t.key] <= position <= t.last_use
+        )
         for position, base in enumerate(profile.base_bytes)
     ]
 

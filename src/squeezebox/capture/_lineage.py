@@ -20,18 +20,19 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 # Operators whose result depends on nothing but their arguments, by the name that a TorchFunctionMode sees.
 _PURE = frozenset(
     "relu relu_ leaky_relu leaky_relu_ relu6 hardtanh hardtanh_ hardswish hardsigmoid elu softplus mish gelu "
-    "silu sigmoid sigmoid_ tanh tanh_ softmax log_softmax layer_norm group_norm rms_norm batch_norm normalize "
-    "add add_ __iadd__ __radd__ sub sub_ __isub__ __rsub__ mul mul_ __imul__ __rmul__ div div_ __itruediv__ "
+    "silu sigmoid sigmoid_ tanh tanh_ softmax log_softmax layer_norm group_norm rms_norm batch_norm "
+    "normalize add add_ __iadd__ __radd__ sub sub_ __isub__ __rsub__ mul mul_ __imul__ __rmul__ div div_ __itruediv__ "
     "__rdiv__ __rtruediv__ neg pow __rpow__ square sqrt rsqrt exp log abs clamp clamp_ where maximum minimum "
     "masked_fill masked_fill_ masked_fill__ tril triu addcmul addcdiv "
     "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d linear matmul __matmul__ bmm "
     "baddbmm addmm mm einsum max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d "
-    "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d interpolate pixel_shuffle pixel_unshuffle pad "
-    "mean sum amax amin cat stack concat contiguous reshape flatten clone to float half bfloat16 double "
+    "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d interpolate pixel_shuffle pixel_unshuffle "
+    "pad mean sum amax amin cat stack concat contiguous reshape flatten clone to float half bfloat16 double "
     "repeat repeat_interleave roll flip unfold index_select gather".split()
 )
 _RANDOM = frozenset(
-    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout scaled_dot_product_attention".split()
+    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout "
+    "scaled_dot_product_attention".split()
 )
 
 
@@ -118,8 +119,9 @@ class Lineage:
         self._numbers = itertools.count()
 
     def clear(self) -> None:
-        """Forget every call; recipes that are bound live on."""
+        """Forget every call, and number them from 0 again; recipes that are bound live on."""
         self._origins.clear()
+        self._numbers = itertools.count()
 
     def origin(self, tensor: torch.Tensor) -> Origin:
         """Where the tensor's storage, as it is now, came from."""
@@ -161,6 +163,11 @@ class Lineage:
                 call.changed.append(old)
             self._origins[storage._cdata] = Origin(StorageWeakRef(storage), tensor._version, call, number)
 
+    def note_original(self, copy: torch.Tensor, call: Call) -> None:
+        """``copy`` is what an operator kept of its input before it changed that in place."""
+        origin, original = self.origin(copy), call.changed[0]
+        origin.call, origin.output = original.call, original.output
+
     def note_mask(self, mask: torch.Tensor, call: Call) -> None:
         """``mask`` is what dropout multiplied its input by: its result for ones."""
         first = call.args[0] if call.args else call.kwargs.get("input")
@@ -173,7 +180,9 @@ class Lineage:
         origin.call, origin.output = replace(call, args=args, kwargs=kwargs, changed=[]), 0
 
     def _is_plain_or_held(self, leaf: Any) -> bool:
-        return not isinstance(leaf, torch.Tensor) or self._is_held(leaf) or self._is_plain(leaf)
+        if not isinstance(leaf, torch.Tensor) or self._is_held(leaf):
+            return True
+        return self._is_plain(leaf) and not (leaf.is_neg() or leaf.is_conj())
 
     def _input(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -279,8 +288,8 @@ def _literal(leaf: Any) -> Any:
         return leaf
     if leaf.tensor._version != leaf.version:
         raise CaptureError(
-            f"a tensor of shape {tuple(leaf.tensor.shape)} was changed in place between forward and backward, "
-            "and the plan recomputes others from it. Step the optimizer after backward, or make a plan "
+            f"a tensor of shape {tuple(leaf.tensor.shape)} was changed in place between forward and backward, and "
+            "the plan recomputes others from it. Step the optimizer after backward, or make a plan "
             "without this change."
         )
     return leaf.tensor

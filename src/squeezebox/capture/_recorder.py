@@ -160,8 +160,8 @@ class Recorder(TorchFunctionMode):
                 self.collector.watch(node, operator, self.module, paired, repeatable)
             for (attribute, handle), rule in paired:
                 if handle in self._pending:
-                    if rule.role is Role.DROPOUT_MASK and call is not None and handle.tensor is not None:
-                        self.store.note_mask(handle.tensor, call)
+                    if call is not None:
+                        self.store.note(handle, rule, attribute, call)
                     options = _options(rule, node, readers)
                     self._settle(handle, rule, options, operator, attribute)
                 elif handle in self._small:

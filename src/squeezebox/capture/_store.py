@@ -52,7 +52,7 @@ class Listener(Protocol):
         """It has ended."""
 
     def saving(self, row: Row, tensor: torch.Tensor, derive: Callable[[], Derivation | None]) -> None:
-        """Packing begins; ``tensor`` is the original. ``derive()`` says, once all is saved, how it was made."""
+        """Packing begins; ``tensor`` is the original. ``derive()``, once all is saved, says how it was made."""
 
     def offered(self, row: Row, codec: str, flat: torch.Tensor, scaled: bool, trial: Trial) -> None:
         """Its values may be packed; ``trial(bound)`` does so once more and keeps nothing."""
@@ -241,10 +241,14 @@ class Store:
             self.listener.saved(entry.row)
         handle.tensor = tensor.detach() if handle.form == "keep" else None
 
-    def note_mask(self, mask: torch.Tensor, call: Call) -> None:
-        """``mask`` is the one that the dropout in ``call`` drew."""
-        if self.lineage is not None:
-            self.lineage.note_mask(mask, call)
+    def note(self, handle: Handle, rule: Rule, attribute: str, call: Call) -> None:
+        """Say where a tensor comes from that ``call`` saved without returning it, if that is known."""
+        if self.lineage is None or handle.tensor is None:
+            return
+        if rule.role is Role.DROPOUT_MASK:
+            self.lineage.note_mask(handle.tensor, call)
+        elif attribute == "self" and call.changed and self.lineage.origin(handle.tensor).call is None:
+            self.lineage.note_original(handle.tensor, call)
 
     def unpack(self, handle: Handle) -> torch.Tensor:
         """The tensor as it was saved, within its bound.
@@ -317,12 +321,9 @@ class Store:
         if rule.reads is Reads.SHAPE:
             return "shape"
         entry.row.reads_values |= rule.codec is None and rule.reads is not Reads.SIGN
-        if entry.row.key in self.keep:
-            return self._keep(entry, tensor)
-        if entry.row.key in self.offload and entry.device.type == "cpu":
-            return self._offload(entry, tensor)
-        if entry.row.key in self.recompute:
-            return self._derive(entry)
+        planned = self._planned(entry, tensor)
+        if planned is not None:
+            return planned
         if rule.codec is not None:
             return self._pack_exact(entry, tensor, rule.codec, options)
         if rule.reads is Reads.EXACT:
@@ -330,6 +331,15 @@ class Store:
         if rule.reads is Reads.SIGN:
             return self._pack_sign(entry, tensor, rule)
         return self._pack_values(entry, tensor, rule, options)
+
+    def _planned(self, entry: Entry, tensor: torch.Tensor) -> str | None:
+        """Hold the tensor as a plan says, where that is not by packing it."""
+        key = entry.row.key
+        if key in self.keep:
+            return self._keep(entry, tensor)
+        if key in self.offload and entry.device.type == "cpu":
+            return self._offload(entry, tensor)
+        return self._derive(entry) if key in self.recompute else None
 
     def _pack_exact(self, entry: Entry, tensor: torch.Tensor, codec: str, options: Mapping[str, Any]) -> str:
         form = codec + "".join(f",{name}={value}" for name, value in options.items())

@@ -222,7 +222,7 @@ def _repaired(
 def _finished(
     table: Table, limits: _Limits, choice: Integers, able: NDArray[np.bool_], over: Integers
 ) -> Integers | None:
-    """The choice after the cheapest single move that makes it fit, of those that look so where it is worst."""
+    """The choice after the cheapest single move that makes it fit, of those enough where it is worst."""
     rows, worst = np.arange(len(choice)), np.zeros(len(over))
     worst[over.argmax()] = 1.0
     relief = table.weighted(worst, choice)

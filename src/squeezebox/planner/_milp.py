@@ -95,7 +95,13 @@ def _constraints(
         optimize.LinearConstraint(single, 1, 1),
         optimize.LinearConstraint(sparse.csr_array(bytes_ / scale), -np.inf, room / scale),
     ]
-    links = list(_links(table, {pair: at for at, pair in enumerate(zip(rows.tolist(), options.tolist(), strict=True))}, early))
+    links = list(
+        _links(
+            table,
+            {pair: at for at, pair in enumerate(zip(rows.tolist(), options.tolist(), strict=True))},
+            early,
+        )
+    )
     if links:
         entries = [(at, column, value) for at, (terms, _) in enumerate(links) for column, value in terms]
         at, columns, values = map(np.array, zip(*entries, strict=True))
@@ -109,7 +115,7 @@ def _constraints(
 
 
 def _early_bytes(table: Table, positions: Integers, early: list[tuple[int, int, int]]) -> Integers:
-    """What each early variable adds at each position: until the next later one of its row, or the first use."""
+    """What each early variable adds at each position: until the next one of its row, or the first use."""
     ends = [
         int(table.first_use[row]) if after[:2] != (row, option) else after[2]
         for (row, option, _), after in zip(early, [*early[1:], (-1, -1, 0)], strict=False)

@@ -73,14 +73,15 @@ class StepProfiler:
     """Listens to one step and turns it into a Profile.
 
     Values are packed at a few bounds beside the one in force; what lies between is interpolated, bytes
-    and seconds linearly in the bound's logarithm.
+    and seconds linearly in the bound's logarithm. Plain steps that it listens to before :meth:`start` time
+    the operators once more each.
     """
 
     def __init__(self) -> None:
         self._timeline = Timeline()
         self._seen: dict[int, _Seen] = {}
         self._numbers: dict[int, int] = {}
-        self._calls: dict[int, float] = {}  # seconds
+        self._calls: dict[int, float] = {}  # seconds, the least seen
         self._started = 0.0
 
     def start(self) -> None:
@@ -116,11 +117,12 @@ class StepProfiler:
     def calling(self, call: Call) -> None:
         """As capture's Listener."""
         self._timeline.call(call.number)
-        self._calls[call.number] = -time.perf_counter()
+        self._started = time.perf_counter()
 
     def called(self, call: Call) -> None:
         """As capture's Listener."""
-        self._calls[call.number] += time.perf_counter()
+        seconds = time.perf_counter() - self._started
+        self._calls[call.number] = min(seconds, self._calls.get(call.number, seconds))
         self._timeline.called(call.number)
 
     def saving(self, row: Row, tensor: torch.Tensor, derive: Callable[[], Derivation | None]) -> None:
@@ -171,7 +173,9 @@ class StepProfiler:
         found = seen.derive() if seen.decodes else None
         own = lives[seen.row.key]
         if found is None or not all(
-            source in lives and lives[source].saved_at <= own.saved_at and own.last_use <= lives[source].last_use
+            source in lives
+            and lives[source].saved_at <= own.saved_at
+            and own.last_use <= lives[source].last_use
             for source in found.sources
         ):
             return []

@@ -25,8 +25,8 @@ class Option:
     ``noise`` is the relative squared error it puts on the gradient.
 
     Recomputing starts from the tensors named in ``sources``. Each of them must be held in an option that
-    ``serves``, having all its values exactly, and is unpacked or recomputed by then and stays so until its own
-    last use.
+    ``serves``, having all its values exactly, and is unpacked or recomputed by then and stays so until its
+    own last use.
     """
 
     action: Action

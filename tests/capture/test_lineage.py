@@ -1,0 +1,158 @@
+"""What is made again is what it was, to the bit, and leaves no trace."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import squeezebox
+from squeezebox.schema import CaptureError, PlanError
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.conv2, self.norm2 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8, momentum=None)
+        self.conv3, self.drop = nn.Conv2d(8, 8, 3), nn.Dropout(0.5)
+        self.norm3, self.head = nn.LayerNorm(8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = identity = torch.relu_(self.norm1(self.conv1(x)))
+        x = self.norm2(self.conv2(x))
+        x += identity
+        x = F.gelu(self.conv3(self.drop(F.relu(x)))).permute(0, 2, 3, 1)
+        return self.head(self.norm3(x)).mean((1, 2))
+
+
+def in_place():
+    return nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(inplace=True)),
+        *(nn.Conv2d(8, 8, 3, groups=8), nn.BatchNorm2d(8), nn.SiLU(True), nn.Dropout(0.3, inplace=True)),
+        *(nn.Conv2d(8, 8, 3), nn.Hardswish(inplace=True), nn.MaxPool2d(2), nn.ReLU6(inplace=True)),
+        *(nn.ConvTranspose2d(8, 8, 2, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 18 * 18, 5)),
+    )
+
+
+class Attention(nn.Module):
+    """Written out, with its dropout, and fused."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(32), nn.Linear(32, 96)
+        self.drop, self.head = nn.Dropout(0.1), nn.Linear(32, 5)
+
+    def forward(self, x):
+        x = x.flatten(2).transpose(1, 2).repeat(1, 1, 11)[:, :, :32].contiguous()
+        for fused in (False, True):
+            q, k, v = self.mix(self.norm(x)).chunk(3, dim=-1)
+            if fused:
+                x = (
+                    x
+                    + F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], dropout_p=0.1)[:, 0]
+                )
+            else:
+                x = x + self.drop(torch.softmax(q @ k.mT * 0.2, -1)) @ v
+        return self.head(F.silu(x)).mean(1)
+
+
+NETWORKS = {"residual": Residual, "in_place": in_place, "attention": Attention}
+
+
+class Deriving:
+    """Listens to one step and notes how each tensor could be made again."""
+
+    def __init__(self):
+        self._derive, self.found = {}, {}
+
+    def saving(self, row, tensor, derive):
+        self._derive[row.key] = derive
+
+    def using(self, row):
+        derivation = self._derive.pop(row.key, lambda: None)()
+        if derivation is not None:
+            self.found[row.key] = derivation.sources
+
+    def _nothing(self, *_):
+        pass
+
+    calling = called = offered = saved = used = released = _nothing
+
+
+def gradients(model, x, y, autocast=False):
+    """Of one step from the same random state, and the buffers after it; those before are put back."""
+    torch.manual_seed(1)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    results = [*(p.grad.clone() for p in model.parameters()), *(b.clone() for b in model.buffers())]
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
+    return [*results, torch.rand(3)]
+
+
+def session_of(model, x, y, autocast=False):
+    """A lossless session, and what its step can make again."""
+    session = squeezebox.attach(model, exact=True)
+    store = session._store
+    store.lineage, store.listener = session._recorder.lineage(), Deriving()
+    gradients(model, x, y, autocast)
+    found, store.listener = store.listener.found, None
+    return session, found
+
+
+@pytest.mark.parametrize("autocast", (False, True))
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_tensor_alone_and_all_together(name, autocast):
+    torch.manual_seed(0)
+    model, x, y = NETWORKS[name](), torch.randn(4, 3, 24, 24), torch.randint(5, (4,))
+    expected = gradients(model, x, y, autocast)
+    session, found = session_of(model, x, y, autocast)
+    assert len(found) >= 6
+    for plan in ({}, found, *({key: sources} for key, sources in found.items())):
+        session._store.recompute = plan
+        results = gradients(model, x, y, autocast)
+        assert all(torch.equal(a, b) for a, b in zip(expected, results, strict=True)), plan
+        rows = {row.key: row for row in session.report().record.tensors}
+        assert all(rows[key].packed_bytes == 0 for key in plan)
+    session.detach()
+
+
+def test_nothing_is_held_for_what_is_made_again():
+    model, x, y = in_place(), torch.randn(4, 3, 24, 24), torch.randint(5, (4,))
+    session, found = session_of(model, x, y)
+    session._store.recompute = found
+    loss = F.cross_entropy(model(x), y)
+    held = [entry for entry in session._store._entries.values() if entry.row.key in found]
+    assert held
+    assert all(entry.kept is None and entry.ready is None and not entry.packed for entry in held)
+    del held
+    loss.backward()
+    assert not session._store._entries
+    session.detach()
+
+
+def test_a_tensor_made_otherwise_is_refused():
+    model, x, y = Residual(), torch.randn(4, 3, 24, 24), torch.randint(5, (4,))
+    session, found = session_of(model, x, y)
+    key = next(key for key in found if "Gelu" in key)
+    session._store.recompute = {key: found[key]}
+    model.conv3.forward = lambda x: torch.cumsum(nn.Conv2d.forward(model.conv3, x), 0)
+    with pytest.raises(PlanError, match="another way"):
+        model(x)
+    session.detach()
+
+
+def test_a_parameter_changed_too_early_is_noticed():
+    model, x, y = Residual(), torch.randn(4, 3, 24, 24), torch.randint(5, (4,))
+    session, found = session_of(model, x, y)
+    session._store.recompute = found
+    loss = F.cross_entropy(model(x), y)
+    with torch.no_grad():
+        model.norm1.weight.mul_(2.0)
+    with pytest.raises(CaptureError, match="changed in place between forward and backward"):
+        loss.backward()
+    session.detach()
