@@ -21,9 +21,9 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 _PURE = frozenset(
     "relu relu_ leaky_relu leaky_relu_ relu6 hardtanh hardtanh_ hardswish hardsigmoid elu softplus mish gelu "
     "silu sigmoid sigmoid_ tanh tanh_ softmax log_softmax layer_norm group_norm rms_norm batch_norm "
-    "normalize add add_ __iadd__ __radd__ sub sub_ __isub__ __rsub__ mul mul_ __imul__ __rmul__ div div_ __itruediv__ "
-    "__rdiv__ __rtruediv__ neg pow __rpow__ square sqrt rsqrt exp log abs clamp clamp_ where maximum minimum "
-    "masked_fill masked_fill_ masked_fill__ tril triu addcmul addcdiv "
+    "normalize add add_ __iadd__ __radd__ sub sub_ __isub__ __rsub__ mul mul_ __imul__ __rmul__ div div_ "
+    "__itruediv__ __rdiv__ __rtruediv__ neg pow __rpow__ square sqrt rsqrt exp log abs clamp clamp_ where "
+    "maximum minimum masked_fill masked_fill_ tril triu addcmul addcdiv "
     "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d linear matmul __matmul__ bmm "
     "baddbmm addmm mm einsum max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d "
     "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d interpolate pixel_shuffle pixel_unshuffle "
@@ -288,9 +288,9 @@ def _literal(leaf: Any) -> Any:
         return leaf
     if leaf.tensor._version != leaf.version:
         raise CaptureError(
-            f"a tensor of shape {tuple(leaf.tensor.shape)} was changed in place between forward and backward, and "
-            "the plan recomputes others from it. Step the optimizer after backward, or make a plan "
-            "without this change."
+            f"a tensor of shape {tuple(leaf.tensor.shape)} was changed in place between forward and "
+            "backward, and the plan recomputes others from it. Step the optimizer after "
+            "backward, or make a plan without this change."
         )
     return leaf.tensor
 

@@ -52,7 +52,7 @@ class Listener(Protocol):
         """It has ended."""
 
     def saving(self, row: Row, tensor: torch.Tensor, derive: Callable[[], Derivation | None]) -> None:
-        """Packing begins; ``tensor`` is the original. ``derive()``, once all is saved, says how it was made."""
+        """Packing begins; ``tensor`` is the original. ``derive()``, at the end, says how it was made."""
 
     def offered(self, row: Row, codec: str, flat: torch.Tensor, scaled: bool, trial: Trial) -> None:
         """Its values may be packed; ``trial(bound)`` does so once more and keeps nothing."""
@@ -256,7 +256,8 @@ class Store:
         Raises:
             CaptureError: a tensor that is held itself was changed in place since it was saved.
         """
-        if self.listener is None or handle.entry is None or handle.form == "shape":
+        free = handle.form == "shape" and _is_default(*handle.geometry[:2])
+        if self.listener is None or handle.entry is None or free:
             return self._unpack(handle)
         self.listener.using(handle.entry.row)
         tensor = self._unpack(handle)
@@ -533,6 +534,10 @@ def _dither(tensor: torch.Tensor) -> int:
     return _DITHER_ROWS * _lag(tensor) or _DITHER_RUN
 
 
+def _is_default(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    return torch.empty(shape, device="meta").stride() == stride
+
+
 def _placeholder(
     shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
@@ -541,7 +546,6 @@ def _placeholder(
     Kernels choose their memory format by the strides, so other layouts than the default one get memory
     of their own.
     """
-    default = torch.empty(0, dtype=dtype, device="meta").new_empty(shape)
-    if default.stride() == stride:
+    if _is_default(shape, stride):
         return torch.zeros((), dtype=dtype, device=device).expand(shape)
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)
