@@ -425,10 +425,11 @@ class Store:
         return entry.ready
 
     def _decode(self, entry: Entry, form: str) -> torch.Tensor:
-        if entry.ready is not None:
-            return entry.ready
-        if entry.recipe is not None:
+        if entry.ready is not None or entry.recipe is not None:
+            self.arena.trim()
+        if entry.ready is None and entry.recipe is not None:
             entry.ready = entry.recipe.follow(self._value)
+        if entry.ready is not None:
             return entry.ready
         if entry.slot is not None:
             nbytes = entry.numel * entry.dtype.itemsize
