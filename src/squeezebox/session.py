@@ -35,15 +35,17 @@ from squeezebox.capture import (
     is_plain,
 )
 from squeezebox.profiling import PeakMeter, StepProfiler, simulate, state_bytes, transient_bytes
-from squeezebox.reports import Estimate, PlannedTensor, Report, StepPlan
+from squeezebox.reports import Estimate, PlannedTensor, Report, StepPlan, explain, explain_floor
 from squeezebox.schema import (
     Action,
     AttachError,
     Budget,
+    BudgetError,
     Check,
     FormatError,
     Option,
     OptionError,
+    Plan,
     PlanError,
     Profile,
     Role,
@@ -162,7 +164,7 @@ def make_plan(
         The plan: print it, ``save()`` it, pass it to :func:`attach`. Sizes are bytes, times seconds a step.
 
     Raises:
-        BudgetError: no plan fits; says how much the smallest needs.
+        BudgetError: no plan fits; says how much the smallest needs, what holds it, and what would fit.
         OptionError: an argument is missing or out of range, or a profiler is running.
     """
     if sample is None or loss_fn is None:
@@ -178,18 +180,16 @@ def make_plan(
     with _restored(model):
         session = attach(model, optimizer=optimizer, noise=None if exact else allowed, exact=exact)
         try:
-            profile, saved, seconds = session._profile(*sample, loss_fn)
+            profile, saved, seconds = session._profile(
+                *sample, loss_fn, factor if factor and not share else None
+            )
             late_values = {key: role.value for key, role in session._store.late_values.items()}
         finally:
             session.detach()
-    keep = {key: Option(action=Action.KEEP, codec="keep", held_bytes=nbytes) for key, nbytes in saved.items()}
+    keep = {key: _keeping(nbytes) for key, nbytes in saved.items()}
     plain = planner.peak(profile, keep)
     limit = None if budget is None else int(factor * plain if share else factor)
-    chosen = (
-        planner.smallest(profile, allowed)
-        if limit is None
-        else planner.solve(profile, Budget(peak_bytes=limit, noise=allowed))
-    )
+    chosen = _chosen(profile, limit, allowed, _batch(sample[0]))
     return StepPlan(
         model=type(model).__name__,
         budget_bytes=limit,
@@ -538,33 +538,54 @@ class Session:
         ]
 
     def _profile(
-        self, inputs: Any, target: Any, loss_fn: LossFunction
+        self, inputs: Any, target: Any, loss_fn: LossFunction, budget_bytes: float | None
     ) -> tuple[Profile, dict[str, int], float]:
-        """(what a step could hold, saved bytes by key, seconds of a plain step)."""
+        """(what a step could hold, saved bytes by key, seconds of a plain step).
+
+        The loss is seen too, so that a plan knows what it saves under :meth:`step`; but where step() is not
+        used it holds its tensors itself, so these are kept either way.
+        """
         arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+        profiler: StepProfiler | None = None
 
         def closure() -> None:
-            loss_fn(self._model(*arguments), target).backward()
+            with self.step():
+                output = self._model(*arguments)
+                if profiler is not None:
+                    profiler.loss()
+                loss = loss_fn(output, target)
+            loss.backward()
 
+        self._replay(closure, bypass=True)
+        parts: dict[str, Any] = {
+            "parameter_bytes": _nbytes([*self._model.parameters(), *self._model.buffers()]),
+            "input_bytes": _nbytes(_tensors([inputs, target])),
+            "state_bytes": state_bytes(self._model, self._optimizer),
+        }
+        if budget_bytes is not None:
+            _require_room(int(budget_bytes), parts, _nbytes(self._gradients()))
         for _ in range(_STATISTICS_STEPS if self._controller is not None else 1):
             self._model.zero_grad(set_to_none=True)
             closure()
         self._close_step()
         seconds = min(_timed(lambda: self._replay(closure, bypass=True)) for _ in range(2))
-        owned = [*self._model.parameters(), *self._model.buffers(), *_tensors([inputs, target])]
-        held = _nbytes(owned) + state_bytes(self._model, self._optimizer)
         self._model.zero_grad(set_to_none=True)
         self._store.arena.clear()
         profiler = self._store.listener = StepProfiler()
         profiler.start()
         try:
-            gradients = self._replay(closure, bypass=False)
+            self._replay(closure, bypass=False)
+            gradients = self._gradients()
             saved = {row.key: row.saved_bytes for row in self._store.rows}
             final = _nbytes(gradients) + transient_bytes(gradients, self._optimizer)
-            return profiler.stop(held, self._state.sensitivities, final), saved, seconds
+            profile = profiler.stop(sum(parts.values()), self._state.sensitivities, final, gradients)
+            return _keeping_the_loss(dataclasses.replace(profile, **parts), saved), saved, seconds
         finally:
             self._store.listener = None
             profiler.close()
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self._model.parameters() if p.grad is not None]
 
     def _due(self, step: int) -> bool:
         return step >= 0 and self._controller is not None and self._controller.due(step)
@@ -577,7 +598,7 @@ class Session:
 
     def _persistent(self) -> list[torch.Tensor]:
         """Gradients and optimizer state as they are now."""
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        gradients = self._gradients()
         state = self._optimizer.state.values() if self._optimizer is not None else []
         states = _tensors([list(values.values()) for values in state])
         return [_local(tensor) for tensor in (*gradients, *states)]
@@ -632,6 +653,51 @@ def _controller(
             "pass optimizer=, or noise= instead of the controller."
         )
     return controller if controller is not None else NoiseBudget(noise=1e-3 if noise is None else noise)
+
+
+def _chosen(profile: Profile, limit: int | None, noise: float, batch: int) -> Plan:
+    """The fastest plan within ``limit`` bytes, or the smallest one; BudgetError with what would fit."""
+    if limit is None:
+        return planner.smallest(profile, noise)
+    budget = Budget(peak_bytes=limit, noise=noise)
+    try:
+        return planner.solve(profile, budget)
+    except BudgetError:
+        least = planner.smallest(profile, noise)
+        if least.predicted_peak_bytes <= limit:
+            return least
+        raise BudgetError(explain(planner.shortage(profile, budget, least, batch))) from None
+
+
+def _require_room(budget_bytes: int, parts: Mapping[str, int], gradient_bytes: int) -> None:
+    """Refuse a budget below what no plan can change."""
+    if budget_bytes < sum(parts.values()) + gradient_bytes:
+        names = {
+            "parameters and buffers": parts["parameter_bytes"],
+            "the sample": parts["input_bytes"],
+            "gradients": gradient_bytes,
+            "optimizer state": parts["state_bytes"],
+        }
+        raise BudgetError(explain_floor(budget_bytes, names))
+
+
+def _keeping_the_loss(profile: Profile, saved: Mapping[str, int]) -> Profile:
+    """The profile with no choice for what the loss saves."""
+    keys = {each.key for each in profile.moments if each.phase == "loss" and each.event == "save"}
+    tensors = tuple(
+        dataclasses.replace(tensor, options=(_keeping(saved[tensor.key]),)) if tensor.key in keys else tensor
+        for tensor in profile.tensors
+    )
+    return dataclasses.replace(profile, tensors=tensors)
+
+
+def _keeping(nbytes: int) -> Option:
+    return Option(action=Action.KEEP, codec="keep", held_bytes=nbytes)
+
+
+def _batch(inputs: Any) -> int:
+    """First size of the first tensor; 0 if there is none."""
+    return next((tensor.shape[0] for tensor in _tensors(inputs) if tensor.dim()), 0)
 
 
 @contextlib.contextmanager

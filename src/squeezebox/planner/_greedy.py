@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from squeezebox.planner._table import Floats, Integers, Table, infeasible, tabulate
-from squeezebox.schema import Budget, BudgetError, Option, Plan, Profile
+from squeezebox.schema import Budget, Option, Plan, Profile
 
-_HALVINGS = 7
 _ROUNDS = 200  # of the ascent
 _KEPT = 24  # rounds that are repaired
 _POLISHED = 12  # of those, the fastest
@@ -55,25 +54,6 @@ def solve(profile: Profile, budget: Budget) -> Plan:
         OptionError: the profile contradicts itself.
     """
     return _solve(tabulate(profile), budget)
-
-
-def smallest(profile: Profile, noise: float) -> Plan:
-    """The plan with the lowest peak found within the noise, by halving the range of budgets.
-
-    Raises:
-        BudgetError: no choice has so little noise.
-        OptionError: the profile contradicts itself.
-    """
-    table = tabulate(profile)
-    low, high = max(profile.base_bytes), int(table.usage(_fastest(table)).max())
-    best = _solve(table, Budget(peak_bytes=high, noise=noise))
-    for _ in range(_HALVINGS):
-        middle = (low + min(high, best.predicted_peak_bytes)) // 2
-        try:
-            best = _solve(table, Budget(peak_bytes=middle, noise=noise))
-        except BudgetError:
-            low = middle
-    return best
 
 
 def peak(profile: Profile, choices: Mapping[str, Option]) -> int:

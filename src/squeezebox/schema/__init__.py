@@ -17,7 +17,7 @@ from squeezebox.schema._errors import (
     SqueezeboxError,
     UnsupportedModelError,
 )
-from squeezebox.schema._plan import Action, Budget, Option, Plan, Profile, TensorProfile
+from squeezebox.schema._plan import Action, Budget, Moment, Option, Plan, Profile, Shortage, TensorProfile
 from squeezebox.schema._saved import (
     Check,
     Edge,
@@ -43,6 +43,7 @@ __all__ = [
     "Edge",
     "FormatError",
     "Injection",
+    "Moment",
     "NodeStatistics",
     "Option",
     "OptionError",
@@ -53,6 +54,7 @@ __all__ = [
     "Reads",
     "Role",
     "SavedTensor",
+    "Shortage",
     "SqueezeboxError",
     "StepRecord",
     "StepStatistics",
