@@ -35,7 +35,7 @@ from squeezebox.capture import (
     is_plain,
 )
 from squeezebox.profiling import PeakMeter, StepProfiler, simulate, state_bytes, transient_bytes
-from squeezebox.reports import Estimate, PlannedTensor, Report, StepPlan, explain, explain_floor
+from squeezebox.reports import Estimate, MaxBatch, PlannedTensor, Report, StepPlan, explain, explain_floor
 from squeezebox.schema import (
     Action,
     AttachError,
@@ -49,6 +49,7 @@ from squeezebox.schema import (
     PlanError,
     Profile,
     Role,
+    StepProfile,
     StepRecord,
 )
 
@@ -169,41 +170,79 @@ def make_plan(
     """
     if sample is None or loss_fn is None:
         raise OptionError("a plan needs sample=(inputs, target) and loss_fn=, to see what a step saves.")
-    if exact and noise is not None:
-        raise OptionError("noise and exact exclude each other; give one of them.")
-    if foreign_hooks():
-        raise OptionError("a plan cannot be made inside other saved-tensor hooks; leave their context first.")
-    if _device(model).type != "cpu":
-        raise OptionError(f"plans are for the CPU as yet, and the model is on {_device(model)}; use noise=.")
+    allowed = _plannable(model, noise, exact)
     factor, share = (0.0, False) if budget is None else _size_named(budget)
-    allowed = 0.0 if exact else 1e-3 if noise is None else noise
-    with _restored(model):
-        session = attach(model, optimizer=optimizer, noise=None if exact else allowed, exact=exact)
-        try:
-            profile, saved, seconds = session._profile(
-                *sample, loss_fn, factor if factor and not share else None
-            )
-            late_values = {key: role.value for key, role in session._store.late_values.items()}
-        finally:
-            session.detach()
-    keep = {key: _keeping(nbytes) for key, nbytes in saved.items()}
-    plain = planner.peak(profile, keep)
-    limit = None if budget is None else int(factor * plain if share else factor)
-    chosen = _chosen(profile, limit, allowed, _batch(sample[0]))
-    return StepPlan(
-        model=type(model).__name__,
-        budget_bytes=limit,
-        noise=allowed,
-        plain_peak_bytes=plain,
-        plain_seconds=seconds,
-        predicted_peak_bytes=chosen.predicted_peak_bytes,
-        predicted_seconds=seconds + chosen.predicted_seconds,
-        predicted_noise=chosen.predicted_noise,
-        late_values=late_values,
-        tensors=tuple(
-            PlannedTensor(key=key, saved_bytes=saved[key], option=option)
-            for key, option in chosen.choices.items()
-        ),
+    seen = _profiled(model, sample, loss_fn, optimizer, allowed, factor if factor and not share else None)
+    limit = None if budget is None else int(factor * _plain_peak(seen) if share else factor)
+    return _planned(model, seen, limit, allowed, _batch(sample))
+
+
+def max_batch(
+    model: torch.nn.Module,
+    *,
+    sample: tuple[Any, Any],
+    loss_fn: LossFunction,
+    budget: int | str,
+    optimizer: torch.optim.Optimizer | None = None,
+    noise: float | None = None,
+    exact: bool = False,
+) -> MaxBatch:
+    """The largest batch whose plan fits ``budget``, from at most three profiles.
+
+    Profiles the sample's batch and one nearer to the answer, foretells others on the line through both, and
+    profiles the answer. Should that one not fit, the answer is the largest below it that fits on the line.
+    Other batches repeat or cut the sample along the first dimension of all its tensors that have its batch's
+    size there (targets also a multiple of it).
+
+    Args:
+        model: see :func:`make_plan`; so are the other arguments.
+        sample: of any batch; one near the answer is quickest.
+        loss_fn: see :func:`make_plan`.
+        budget: bytes, "2GiB", or a share of the plain step's peak at the sample's batch, "50%".
+        optimizer: see :func:`make_plan`.
+        noise: see :func:`make_plan`.
+        exact: see :func:`make_plan`.
+
+    Returns:
+        The batch, its plan, and the batch that plain training would hold.
+
+    Raises:
+        BudgetError: not even a batch of 1 fits.
+        OptionError: as :func:`make_plan`, or the sample has no batch.
+    """
+    allowed = _plannable(model, noise, exact)
+    batch, (factor, share) = _batch(sample), _size_named(budget)
+    if batch < 1:
+        raise OptionError(
+            f"the sample has {_described(sample[0])} as inputs, which is no batch to make larger."
+        )
+
+    def profiled(size: int) -> StepProfile:
+        return _profiled(model, _resized(sample, batch, size), loss_fn, optimizer, allowed, None)
+
+    known = {batch: profiled(batch)}
+    limit = int(factor * _plain_peak(known[batch]) if share else factor)
+
+    def fits(size: int) -> bool:
+        return _fits(planner.at_batch(known, size).profile, Budget(peak_bytes=limit, noise=allowed))
+
+    other = 2 * batch if fits(batch) else batch // 2
+    if other:
+        known[other] = profiled(other)
+    answer = planner.largest_batch(fits, batch)
+    if answer and answer not in known:
+        known[answer] = profiled(answer)
+        if not fits(answer):
+            most = answer
+            answer = planner.largest_batch(lambda size: size < most and fits(size))
+    answer = max(answer, 1)
+    plan = _planned(model, planner.at_batch(known, answer), limit, allowed, answer)
+    return MaxBatch(
+        batch=answer,
+        plan=plan,
+        predicted_peak_bytes=plan.predicted_peak_bytes,
+        plain_batch=planner.largest_batch(lambda size: _plain_peak(planner.at_batch(known, size)) <= limit),
+        measured=answer in known,
     )
 
 
@@ -655,6 +694,63 @@ def _controller(
     return controller if controller is not None else NoiseBudget(noise=1e-3 if noise is None else noise)
 
 
+def _plannable(model: torch.nn.Module, noise: float | None, exact: bool) -> float:
+    """The noise allowed; OptionError where no plan can be made."""
+    if exact and noise is not None:
+        raise OptionError("noise and exact exclude each other; give one of them.")
+    if foreign_hooks():
+        raise OptionError("a plan cannot be made inside other saved-tensor hooks; leave their context first.")
+    if _device(model).type != "cpu":
+        raise OptionError(f"plans are for the CPU as yet, and the model is on {_device(model)}; use noise=.")
+    return 0.0 if exact else 1e-3 if noise is None else noise
+
+
+def _profiled(
+    model: torch.nn.Module,
+    sample: tuple[Any, Any],
+    loss_fn: LossFunction,
+    optimizer: torch.optim.Optimizer | None,
+    noise: float,
+    budget_bytes: float | None,
+) -> StepProfile:
+    """A profile of the model as it is; BudgetError if it holds more than ``budget_bytes`` in any case."""
+    with _restored(model):
+        session = attach(model, optimizer=optimizer, noise=noise or None, exact=noise == 0.0)
+        try:
+            profile, saved, seconds = session._profile(*sample, loss_fn, budget_bytes)
+            late_values = {key: role.value for key, role in session._store.late_values.items()}
+        finally:
+            session.detach()
+    return StepProfile(profile=profile, saved_bytes=saved, plain_seconds=seconds, late_values=late_values)
+
+
+def _plain_peak(seen: StepProfile) -> int:
+    """The peak with every tensor kept."""
+    return planner.peak(seen.profile, {key: _keeping(nbytes) for key, nbytes in seen.saved_bytes.items()})
+
+
+def _planned(
+    model: torch.nn.Module, seen: StepProfile, limit: int | None, noise: float, batch: int
+) -> StepPlan:
+    """The plan that the planner chooses; BudgetError with what would fit."""
+    chosen = _chosen(seen.profile, limit, noise, batch)
+    return StepPlan(
+        model=type(model).__name__,
+        budget_bytes=limit,
+        noise=noise,
+        plain_peak_bytes=_plain_peak(seen),
+        plain_seconds=seen.plain_seconds,
+        predicted_peak_bytes=chosen.predicted_peak_bytes,
+        predicted_seconds=seen.plain_seconds + chosen.predicted_seconds,
+        predicted_noise=chosen.predicted_noise,
+        late_values=seen.late_values,
+        tensors=tuple(
+            PlannedTensor(key=key, saved_bytes=seen.saved_bytes[key], option=option)
+            for key, option in chosen.choices.items()
+        ),
+    )
+
+
 def _chosen(profile: Profile, limit: int | None, noise: float, batch: int) -> Plan:
     """The fastest plan within ``limit`` bytes, or the smallest one; BudgetError with what would fit."""
     if limit is None:
@@ -667,6 +763,14 @@ def _chosen(profile: Profile, limit: int | None, noise: float, batch: int) -> Pl
         if least.predicted_peak_bytes <= limit:
             return least
         raise BudgetError(explain(planner.shortage(profile, budget, least, batch))) from None
+
+
+def _fits(profile: Profile, budget: Budget) -> bool:
+    try:
+        planner.solve(profile, budget)
+    except BudgetError:
+        return False
+    return True
 
 
 def _require_room(budget_bytes: int, parts: Mapping[str, int], gradient_bytes: int) -> None:
@@ -695,9 +799,44 @@ def _keeping(nbytes: int) -> Option:
     return Option(action=Action.KEEP, codec="keep", held_bytes=nbytes)
 
 
-def _batch(inputs: Any) -> int:
-    """First size of the first tensor; 0 if there is none."""
-    return next((tensor.shape[0] for tensor in _tensors(inputs) if tensor.dim()), 0)
+def _batch(sample: tuple[Any, Any]) -> int:
+    """First size of the first of the sample's inputs that has one; 0 if none has."""
+    return next((tensor.shape[0] for tensor in _tensors(sample[0]) if tensor.dim()), 0)
+
+
+def _resized(sample: tuple[Any, Any], batch: int, size: int) -> tuple[Any, Any]:
+    """The sample with ``size`` instead of ``batch`` rows, cut off or repeated."""
+    if size == batch:
+        return sample
+
+    def resized(tensor: torch.Tensor, multiple: bool) -> torch.Tensor:
+        rows = tensor.shape[0] if tensor.dim() else 0
+        if rows == 0 or rows % batch or (rows > batch and not multiple):
+            return tensor
+        needed = rows // batch * size
+        with torch.no_grad():
+            repeated = torch.cat([tensor] * math.ceil(needed / rows)) if needed > rows else tensor
+            return repeated[:needed].clone().requires_grad_(tensor.requires_grad)
+
+    inputs, target = sample
+    return _mapped(lambda t: resized(t, False), inputs), _mapped(lambda t: resized(t, True), target)
+
+
+def _mapped(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
+    """The same tuples, lists and dictionaries with their tensors changed."""
+    if isinstance(values, torch.Tensor):
+        return change(values)
+    if isinstance(values, Mapping):
+        return {key: _mapped(change, value) for key, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        return type(values)([_mapped(change, value) for value in values])
+    return values
+
+
+def _described(values: Any) -> str:
+    """Shapes and dtypes of the tensors within."""
+    found = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in _tensors(values)]
+    return ", ".join(found) or f"no tensor ({type(values).__name__})"
 
 
 @contextlib.contextmanager

@@ -102,6 +102,19 @@ def test_plan_refuses(models, capfd, wrong):
     assert not (models / "plan.json").exists()
 
 
+def test_max_batch(models, capfd):
+    arguments = ("max-batch", "my_models:small", "--input", "3x32x32", "--batch", "4", "--exact")
+    code, out, err = run(capfd, *arguments, "--budget", "200%", "--json")
+    assert (code, err) == (0, "")
+    figures = json.loads(out)
+    assert figures["batch"] >= figures["plain_batch"] >= 7
+    assert figures["predicted_peak_bytes"] <= figures["plan"]["budget_bytes"]
+    code, out, err = run(capfd, *arguments, "--budget", "1KiB")
+    assert (code, out) == (1, "") and "bytes" in err and "Traceback" not in err
+    code, out, err = run(capfd, *arguments)
+    assert (code, out) == (2, "") and "--budget" in err
+
+
 def test_estimate(models, capfd):
     arguments = ("estimate", "my_models:small", "--input", "3x16x16", "--batch", "2", "--optimizer", "adamw")
     code, out, err = run(capfd, *arguments, "--json")

@@ -104,6 +104,43 @@ def plan(
 
 
 @app.command()
+def max_batch(
+    factory: Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Returns the model when called.")],
+    budget: Annotated[
+        str, typer.Option(help="Peak of the step: 2GiB, or 80% of the plain one's at --batch.")
+    ],
+    input: Annotated[str, typer.Option(help="One sample's shape.")] = "3x224x224",
+    batch: Annotated[int, typer.Option(help="Samples a step to begin with.")] = 8,
+    sample: Annotated[
+        str | None, typer.Option(metavar="MODULE:CALLABLE", help="Returns (inputs, target), a real batch.")
+    ] = None,
+    loss: Annotated[str | None, typer.Option(metavar="MODULE:CALLABLE", help="loss(output, target).")] = None,
+    optimizer: Annotated[str, typer.Option(help="sgd, sgd-momentum, adam or adamw.")] = "sgd-momentum",
+    noise: Annotated[float | None, typer.Option(help="Allowed gradient noise (default: 1e-3).")] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Lose nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Find the largest batch whose training step fits the budget.
+
+    Runs a few steps at two batches and at the answer.
+    """
+    from squeezebox.cli._plan import find_batch
+
+    result = find_batch(
+        factory,
+        input=input,
+        batch=batch,
+        sample=sample,
+        loss=loss,
+        optimizer=optimizer,
+        budget=budget,
+        noise=noise,
+        exact=exact,
+    )
+    print(json.dumps(result.to_dict(), indent=1) if as_json else result)
+
+
+@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where the figures go, as JSON.")] = Path("demo.json"),
     data: Annotated[Path | None, typer.Option(help="Folder of the full Fashion-MNIST.")] = None,

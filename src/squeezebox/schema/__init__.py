@@ -17,7 +17,17 @@ from squeezebox.schema._errors import (
     SqueezeboxError,
     UnsupportedModelError,
 )
-from squeezebox.schema._plan import Action, Budget, Moment, Option, Plan, Profile, Shortage, TensorProfile
+from squeezebox.schema._plan import (
+    Action,
+    Budget,
+    Moment,
+    Option,
+    Plan,
+    Profile,
+    Shortage,
+    StepProfile,
+    TensorProfile,
+)
 from squeezebox.schema._saved import (
     Check,
     Edge,
@@ -56,6 +66,7 @@ __all__ = [
     "SavedTensor",
     "Shortage",
     "SqueezeboxError",
+    "StepProfile",
     "StepRecord",
     "StepStatistics",
     "TensorProfile",

@@ -86,6 +86,21 @@ class Profile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StepProfile:
+    """A profile and what else a plan needs of the step.
+
+    ``saved_bytes`` is what plain PyTorch holds, by tensor; ``plain_seconds`` the time of a step without
+    Squeezebox; ``late_values`` names tensors of which a later operator reads more than the first one, and its
+    role.
+    """
+
+    profile: Profile
+    saved_bytes: dict[str, int]
+    plain_seconds: float
+    late_values: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
     """What a step may use: bytes at every position, and relative gradient noise in total."""
 
