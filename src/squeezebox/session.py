@@ -145,6 +145,7 @@ def make_plan(
     budget: int | str | None = None,
     noise: float | None = None,
     exact: bool = False,
+    time_limit: float | None = None,
 ) -> StepPlan:
     """Choose for every saved tensor how to hold it, so that the step's peak stays under ``budget``.
 
@@ -160,21 +161,26 @@ def make_plan(
         budget: bytes, or "2GiB", or a share of the plain step's peak, "50%"; None: as little as possible.
         noise: allowed relative gradient noise (default 1e-3).
         exact: nothing is lost.
+        time_limit: of a step, as a multiple of the plain step's time, such as 1.3; instead of a budget: as
+            little memory as fits the time.
 
     Returns:
         The plan: print it, ``save()`` it, pass it to :func:`attach`. Sizes are bytes, times seconds a step.
 
     Raises:
         BudgetError: no plan fits; says how much the smallest needs, what holds it, and what would fit.
+            Or none takes so little time.
         OptionError: an argument is missing or out of range, or a profiler is running.
     """
     if sample is None or loss_fn is None:
         raise OptionError("a plan needs sample=(inputs, target) and loss_fn=, to see what a step saves.")
     allowed = _plannable(model, noise, exact)
+    _check_time_limit(time_limit, budget)
     factor, share = (0.0, False) if budget is None else _size_named(budget)
     seen = _profiled(model, sample, loss_fn, optimizer, allowed, factor if factor and not share else None)
     limit = None if budget is None else int(factor * _plain_peak(seen) if share else factor)
-    return _planned(model, seen, limit, allowed, _batch(sample))
+    seconds = math.inf if time_limit is None else (time_limit - 1.0) * seen.plain_seconds
+    return _planned(model, seen, limit, allowed, _batch(sample), seconds)
 
 
 def max_batch(
@@ -705,6 +711,18 @@ def _plannable(model: torch.nn.Module, noise: float | None, exact: bool) -> floa
     return 0.0 if exact else 1e-3 if noise is None else noise
 
 
+def _check_time_limit(time_limit: float | None, budget: object) -> None:
+    if time_limit is None:
+        return
+    if budget is not None:
+        raise OptionError("a plan for a budget takes the least time already; give budget or time_limit.")
+    if not 1.0 <= time_limit < math.inf:
+        raise OptionError(
+            f"time_limit {time_limit:g} is below 1 or not finite; it is a multiple of the plain step's time, "
+            "such as 1.3."
+        )
+
+
 def _profiled(
     model: torch.nn.Module,
     sample: tuple[Any, Any],
@@ -730,10 +748,19 @@ def _plain_peak(seen: StepProfile) -> int:
 
 
 def _planned(
-    model: torch.nn.Module, seen: StepProfile, limit: int | None, noise: float, batch: int
+    model: torch.nn.Module,
+    seen: StepProfile,
+    limit: int | None,
+    noise: float,
+    batch: int,
+    seconds: float = math.inf,
 ) -> StepPlan:
-    """The plan that the planner chooses; BudgetError with what would fit."""
-    chosen = _chosen(seen.profile, limit, noise, batch)
+    """The fastest plan within ``limit`` bytes; without one, the smallest within ``seconds`` beyond plain."""
+    chosen = (
+        planner.smallest(seen.profile, noise, seconds)
+        if limit is None
+        else _chosen(seen.profile, limit, noise, batch)
+    )
     return StepPlan(
         model=type(model).__name__,
         budget_bytes=limit,
@@ -751,10 +778,8 @@ def _planned(
     )
 
 
-def _chosen(profile: Profile, limit: int | None, noise: float, batch: int) -> Plan:
-    """The fastest plan within ``limit`` bytes, or the smallest one; BudgetError with what would fit."""
-    if limit is None:
-        return planner.smallest(profile, noise)
+def _chosen(profile: Profile, limit: int, noise: float, batch: int) -> Plan:
+    """The fastest plan within ``limit`` bytes; BudgetError with what would fit."""
     budget = Budget(peak_bytes=limit, noise=noise)
     try:
         return planner.solve(profile, budget)

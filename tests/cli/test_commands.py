@@ -94,6 +94,8 @@ def test_plan(models, capfd):
         ("--sample", "my_models:nothing"),
         ("--out", "missing/plan.json"),
         ("--noise", "1e-2", "--exact"),
+        ("--time-limit", "0.5"),
+        ("--time-limit", "1.3", "--budget", "50%"),
     ),
 )
 def test_plan_refuses(models, capfd, wrong):

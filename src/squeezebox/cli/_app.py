@@ -78,6 +78,10 @@ def plan(
     ] = None,
     noise: Annotated[float | None, typer.Option(help="Allowed gradient noise (default: 1e-3).")] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Lose nothing.")] = False,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(help="As little memory as fits this multiple of the plain step's time, such as 1.3."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where the plan goes, as JSON.")] = Path("plan.json"),
     as_json: Json = False,
 ) -> None:
@@ -98,6 +102,7 @@ def plan(
         budget=budget,
         noise=noise,
         exact=exact,
+        time_limit=time_limit,
         out=str(out),
     )
     print(json.dumps(result.to_dict(), indent=1) if as_json else result)

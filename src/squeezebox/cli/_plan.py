@@ -33,6 +33,7 @@ def make(
     budget: str | None,
     noise: float | None,
     exact: bool,
+    time_limit: float | None,
     out: str,
 ) -> StepPlan:
     """The plan, written to ``out``.
@@ -44,7 +45,7 @@ def make(
     """
     require_writable(out)
     step = _step(factory, input, batch, sample, loss, optimizer)
-    plan = squeezebox.plan(**step, budget=budget, noise=noise, exact=exact)
+    plan = squeezebox.plan(**step, budget=budget, noise=noise, exact=exact, time_limit=time_limit)
     plan.save(out)
     return plan
 
