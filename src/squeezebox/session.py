@@ -9,17 +9,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
+import os
 import re
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from squeezebox import __version__, planner
 from squeezebox import bounds as bounds_room
-from squeezebox import planner
 from squeezebox.bounds import Comet, Controller, ControllerState, NoiseBudget, Planned
 from squeezebox.capture import (
     Choice,
@@ -34,8 +37,26 @@ from squeezebox.capture import (
     in_backward,
     is_plain,
 )
-from squeezebox.profiling import PeakMeter, StepProfiler, simulate, state_bytes, transient_bytes
-from squeezebox.reports import Estimate, MaxBatch, PlannedTensor, Report, StepPlan, explain, explain_floor
+from squeezebox.profiling import (
+    PeakMeter,
+    StepProfiler,
+    load_profile,
+    profile_key,
+    simulate,
+    state_bytes,
+    store_profile,
+    transient_bytes,
+)
+from squeezebox.reports import (
+    Estimate,
+    MaxBatch,
+    PlannedTensor,
+    Report,
+    StepPlan,
+    explain,
+    explain_floor,
+    require_writable,
+)
 from squeezebox.schema import (
     Action,
     AttachError,
@@ -45,6 +66,7 @@ from squeezebox.schema import (
     FormatError,
     Option,
     OptionError,
+    OutputError,
     Plan,
     PlanError,
     Profile,
@@ -54,6 +76,7 @@ from squeezebox.schema import (
 )
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
+Progress = Callable[[int, int, str], None]  # units done, of how many, and what the last one was
 STATE_VERSION = 1
 _STATISTICS_STEPS = 4  # of a plan, before it is profiled
 _SPARSE_ROLES = frozenset({Role.RELU_OUTPUT, Role.POOL_INPUT})
@@ -146,6 +169,8 @@ def make_plan(
     noise: float | None = None,
     exact: bool = False,
     time_limit: float | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    on_progress: Progress | None = None,
 ) -> StepPlan:
     """Choose for every saved tensor how to hold it, so that the step's peak stays under ``budget``.
 
@@ -163,6 +188,10 @@ def make_plan(
         exact: nothing is lost.
         time_limit: of a step, as a multiple of the plain step's time, such as 1.3; instead of a budget: as
             little memory as fits the time.
+        cache: a folder in which profiles are kept and found again; it may be deleted at any time. One is used
+            again for the same model, weights, sample, loss, noise, optimizer, versions and machine; a change
+            in what the loss or a module's forward calls is not noticed.
+        on_progress: called with (done, total, what was done) while the sample's steps run.
 
     Returns:
         The plan: print it, ``save()`` it, pass it to :func:`attach`. Sizes are bytes, times seconds a step.
@@ -171,13 +200,22 @@ def make_plan(
         BudgetError: no plan fits; says how much the smallest needs, what holds it, and what would fit.
             Or none takes so little time.
         OptionError: an argument is missing or out of range, or a profiler is running.
+        OutputError: the cache's folder cannot be written.
     """
     if sample is None or loss_fn is None:
         raise OptionError("a plan needs sample=(inputs, target) and loss_fn=, to see what a step saves.")
     allowed = _plannable(model, noise, exact)
     _check_time_limit(time_limit, budget)
     factor, share = (0.0, False) if budget is None else _size_named(budget)
-    seen = _profiled(model, sample, loss_fn, optimizer, allowed, factor if factor and not share else None)
+    budget_bytes = factor if factor and not share else None
+    profiled = functools.partial(
+        _profiled, model, sample, loss_fn, optimizer, allowed, budget_bytes, on_progress
+    )
+    if cache is None:
+        seen = profiled()
+    else:
+        key = _profile_key(model, sample, loss_fn, optimizer, allowed)
+        seen = _cached(Path(cache), key, profiled)
     limit = None if budget is None else int(factor * _plain_peak(seen) if share else factor)
     seconds = math.inf if time_limit is None else (time_limit - 1.0) * seen.plain_seconds
     return _planned(model, seen, limit, allowed, _batch(sample), seconds)
@@ -192,6 +230,7 @@ def max_batch(
     optimizer: torch.optim.Optimizer | None = None,
     noise: float | None = None,
     exact: bool = False,
+    on_progress: Progress | None = None,
 ) -> MaxBatch:
     """The largest batch whose plan fits ``budget``, from at most three profiles.
 
@@ -208,6 +247,7 @@ def max_batch(
         optimizer: see :func:`make_plan`.
         noise: see :func:`make_plan`.
         exact: see :func:`make_plan`.
+        on_progress: see :func:`make_plan`; every profile begins anew.
 
     Returns:
         The batch, its plan, and the batch that plain training would hold.
@@ -224,7 +264,8 @@ def max_batch(
         )
 
     def profiled(size: int) -> StepProfile:
-        return _profiled(model, _resized(sample, batch, size), loss_fn, optimizer, allowed, None)
+        sized = _resized(sample, batch, size)
+        return _profiled(model, sized, loss_fn, optimizer, allowed, None, on_progress)
 
     known = {batch: profiled(batch)}
     limit = int(factor * _plain_peak(known[batch]) if share else factor)
@@ -583,7 +624,12 @@ class Session:
         ]
 
     def _profile(
-        self, inputs: Any, target: Any, loss_fn: LossFunction, budget_bytes: float | None
+        self,
+        inputs: Any,
+        target: Any,
+        loss_fn: LossFunction,
+        budget_bytes: float | None,
+        on_progress: Progress | None,
     ) -> tuple[Profile, dict[str, int], float]:
         """(what a step could hold, saved bytes by key, seconds of a plain step).
 
@@ -592,6 +638,12 @@ class Session:
         """
         arguments = inputs if isinstance(inputs, tuple) else (inputs,)
         profiler: StepProfiler | None = None
+        learning = _STATISTICS_STEPS if self._controller is not None else 1
+        numbers = itertools.count(1)
+
+        def done(what: str) -> None:
+            if on_progress is not None:
+                on_progress(next(numbers), learning + 4, what)
 
         def closure() -> None:
             with self.step():
@@ -602,6 +654,7 @@ class Session:
             loss.backward()
 
         self._replay(closure, bypass=True)
+        done("a plain step")
         parts: dict[str, Any] = {
             "parameter_bytes": _nbytes([*self._model.parameters(), *self._model.buffers()]),
             "input_bytes": _nbytes(_tensors([inputs, target])),
@@ -609,11 +662,15 @@ class Session:
         }
         if budget_bytes is not None:
             _require_room(int(budget_bytes), parts, _nbytes(self._gradients()))
-        for _ in range(_STATISTICS_STEPS if self._controller is not None else 1):
+        for _ in range(learning):
             self._model.zero_grad(set_to_none=True)
             closure()
+            done("statistics")
         self._close_step()
-        seconds = min(_timed(lambda: self._replay(closure, bypass=True)) for _ in range(2))
+        seconds = math.inf
+        for _ in range(2):
+            seconds = min(seconds, _timed(lambda: self._replay(closure, bypass=True)))
+            done("a plain step, timed")
         self._model.zero_grad(set_to_none=True)
         self._store.arena.clear()
         profiler = self._store.listener = StepProfiler()
@@ -624,6 +681,7 @@ class Session:
             saved = {row.key: row.saved_bytes for row in self._store.rows}
             final = _nbytes(gradients) + transient_bytes(gradients, self._optimizer)
             profile = profiler.stop(sum(parts.values()), self._state.sensitivities, final, gradients)
+            done("every way to hold every tensor")
             return _keeping_the_loss(dataclasses.replace(profile, **parts), saved), saved, seconds
         finally:
             self._store.listener = None
@@ -730,16 +788,44 @@ def _profiled(
     optimizer: torch.optim.Optimizer | None,
     noise: float,
     budget_bytes: float | None,
+    on_progress: Progress | None,
 ) -> StepProfile:
     """A profile of the model as it is; BudgetError if it holds more than ``budget_bytes`` in any case."""
     with _restored(model):
         session = attach(model, optimizer=optimizer, noise=noise or None, exact=noise == 0.0)
         try:
-            profile, saved, seconds = session._profile(*sample, loss_fn, budget_bytes)
+            profile, saved, seconds = session._profile(*sample, loss_fn, budget_bytes, on_progress)
             late_values = {key: role.value for key, role in session._store.late_values.items()}
         finally:
             session.detach()
     return StepProfile(profile=profile, saved_bytes=saved, plain_seconds=seconds, late_values=late_values)
+
+
+def _profile_key(
+    model: torch.nn.Module,
+    sample: tuple[Any, Any],
+    loss_fn: LossFunction,
+    optimizer: torch.optim.Optimizer | None,
+    noise: float,
+) -> str:
+    """What a profile depends on, as a file's name."""
+    weights = _tensors(list(loss_fn.parameters())) if isinstance(loss_fn, torch.nn.Module) else ()
+    settings = (__version__, noise, type(optimizer).__name__, state_bytes(model, optimizer))
+    return profile_key(model, [*_tensors(sample), *weights], loss_fn, *settings)
+
+
+def _cached(folder: Path, key: str, make: Callable[[], StepProfile]) -> StepProfile:
+    """The profile of that key in the folder; made and put there if it is missing or damaged."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot make the cache {folder}: {error}. Choose another one, or none.") from error
+    require_writable(folder / key)
+    seen = load_profile(folder, key)
+    if seen is None:
+        seen = make()
+        store_profile(folder, key, seen)
+    return seen
 
 
 def _plain_peak(seen: StepProfile) -> int:

@@ -32,6 +32,7 @@ def models(tmp_path, monkeypatch):
     (tmp_path / "lacking.py").write_text("import no_such_package_at_all")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield tmp_path
     for name in ("my_models", "lacking"):
         sys.modules.pop(name, None)
@@ -102,6 +103,15 @@ def test_plan_refuses(models, capfd, wrong):
     code, out, err = run(capfd, "plan", "my_models:small", "--input", "3x32x32", "--batch", "8", *wrong)
     assert code != 0 and out == "" and "Traceback" not in err and len(err) > 40
     assert not (models / "plan.json").exists()
+
+
+def test_plans_profiles_are_cached_unless_told_not_to(models, capfd):
+    arguments = ("plan", "my_models:small", "--input", "3x32x32", "--batch", "8", "--exact")
+    folder = models / "cache" / "squeezebox" / "profiles"
+    assert run(capfd, *arguments, "--no-cache")[0] == 0
+    assert not folder.exists()
+    assert run(capfd, *arguments)[0] == 0
+    assert len(list(folder.iterdir())) == 1
 
 
 def test_max_batch(models, capfd):

@@ -82,6 +82,9 @@ def plan(
         float | None,
         typer.Option(help="As little memory as fits this multiple of the plain step's time, such as 1.3."),
     ] = None,
+    cache: Annotated[
+        bool, typer.Option("--cache/--no-cache", help="Keep profiles, and use them again.")
+    ] = True,
     out: Annotated[Path, typer.Option(help="Where the plan goes, as JSON.")] = Path("plan.json"),
     as_json: Json = False,
 ) -> None:
@@ -103,6 +106,7 @@ def plan(
         noise=noise,
         exact=exact,
         time_limit=time_limit,
+        cache=cache,
         out=str(out),
     )
     print(json.dumps(result.to_dict(), indent=1) if as_json else result)

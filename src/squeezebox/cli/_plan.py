@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
+import platform
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +14,7 @@ from torch.nn import functional
 
 import squeezebox
 from squeezebox.cli._estimate import load_factory, parse_shape
+from squeezebox.cli._progress import counted
 from squeezebox.reports import MaxBatch, StepPlan, require_writable
 from squeezebox.schema import OptionError
 
@@ -34,6 +38,7 @@ def make(
     noise: float | None,
     exact: bool,
     time_limit: float | None,
+    cache: bool,
     out: str,
 ) -> StepPlan:
     """The plan, written to ``out``.
@@ -45,7 +50,16 @@ def make(
     """
     require_writable(out)
     step = _step(factory, input, batch, sample, loss, optimizer)
-    plan = squeezebox.plan(**step, budget=budget, noise=noise, exact=exact, time_limit=time_limit)
+    with counted("running the sample") as on_progress:
+        plan = squeezebox.plan(
+            **step,
+            budget=budget,
+            noise=noise,
+            exact=exact,
+            time_limit=time_limit,
+            cache=cache_folder() if cache else None,
+            on_progress=on_progress,
+        )
     plan.save(out)
     return plan
 
@@ -69,7 +83,21 @@ def find_batch(
         BudgetError: not even a batch of 1 fits.
     """
     step = _step(factory, input, batch, sample, loss, optimizer)
-    return squeezebox.max_batch(**step, budget=budget, noise=noise, exact=exact)
+    with counted("running the sample") as on_progress:
+        return squeezebox.max_batch(**step, budget=budget, noise=noise, exact=exact, on_progress=on_progress)
+
+
+def cache_folder() -> Path | None:
+    """Where this user's profiles are kept; None where no such folder can be written."""
+    home, system = Path.home(), platform.system()
+    usual = {"Darwin": home / "Library" / "Caches", "Windows": home / "AppData" / "Local"}
+    named = os.environ.get("XDG_CACHE_HOME", "") or usual.get(system, home / ".cache")
+    folder = Path(named) / "squeezebox" / "profiles"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return folder if os.access(folder, os.W_OK) else None
 
 
 def _step(
