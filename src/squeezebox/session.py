@@ -36,6 +36,7 @@ from squeezebox.capture import (
     foreign_hooks,
     in_backward,
     is_plain,
+    leaves,
 )
 from squeezebox.profiling import (
     PeakMeter,
@@ -71,6 +72,7 @@ from squeezebox.schema import (
     PlanError,
     Profile,
     Role,
+    SqueezeboxError,
     StepProfile,
     StepRecord,
 )
@@ -202,7 +204,7 @@ def make_plan(
         OptionError: an argument is missing or out of range, or a profiler is running.
         OutputError: the cache's folder cannot be written.
     """
-    if sample is None or loss_fn is None:
+    if not isinstance(sample, (tuple, list)) or len(sample) != 2 or loss_fn is None:
         raise OptionError("a plan needs sample=(inputs, target) and loss_fn=, to see what a step saves.")
     allowed = _plannable(model, noise, exact)
     _check_time_limit(time_limit, budget)
@@ -636,7 +638,6 @@ class Session:
         The loss is seen too, so that a plan knows what it saves under :meth:`step`; but where step() is not
         used it holds its tensors itself, so these are kept either way.
         """
-        arguments = inputs if isinstance(inputs, tuple) else (inputs,)
         profiler: StepProfiler | None = None
         learning = _STATISTICS_STEPS if self._controller is not None else 1
         numbers = itertools.count(1)
@@ -646,12 +647,15 @@ class Session:
                 on_progress(next(numbers), learning + 4, what)
 
         def closure() -> None:
-            with self.step():
-                output = self._model(*arguments)
+            given, wanted = _apart(inputs), _apart(target)
+            with self.step(), _explained(inputs, target):
+                output = self._model(*given if isinstance(given, tuple) else (given,))
                 if profiler is not None:
                     profiler.loss()
-                loss = loss_fn(output, target)
-            loss.backward()
+                loss = loss_fn(output, wanted)
+            _check_loss(loss)
+            with _ungraded(loss, self._model):
+                loss.backward()
 
         self._replay(closure, bypass=True)
         done("a plain step")
@@ -791,7 +795,7 @@ def _profiled(
     on_progress: Progress | None,
 ) -> StepProfile:
     """A profile of the model as it is; BudgetError if it holds more than ``budget_bytes`` in any case."""
-    with _restored(model):
+    with _restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
         session = attach(model, optimizer=optimizer, noise=noise or None, exact=noise == 0.0)
         try:
             profile, saved, seconds = session._profile(*sample, loss_fn, budget_bytes, on_progress)
@@ -940,8 +944,16 @@ def _mapped(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
     if isinstance(values, Mapping):
         return {key: _mapped(change, value) for key, value in values.items()}
     if isinstance(values, (list, tuple)):
-        return type(values)([_mapped(change, value) for value in values])
+        changed = [_mapped(change, value) for value in values]
+        return type(values)(*changed) if hasattr(values, "_fields") else type(values)(changed)
     return values
+
+
+def _apart(values: Any) -> Any:
+    """The same values cut off from whatever made them, so that backward ends there."""
+    if not any(tensor.requires_grad for tensor in _tensors(values)):
+        return values
+    return _mapped(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), values)
 
 
 def _described(values: Any) -> str:
@@ -951,12 +963,13 @@ def _described(values: Any) -> str:
 
 
 @contextlib.contextmanager
-def _restored(model: torch.nn.Module) -> Iterator[None]:
-    """Put gradients, buffers and random states back afterwards."""
+def _restored(model: torch.nn.Module, *others: torch.nn.Module) -> Iterator[None]:
+    """Put gradients of the model, and buffers of all modules and random states back afterwards."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [
         (module, name, buffer, buffer.clone())
-        for module in model.modules()
+        for each in (model, *others)
+        for module in each.modules()
         for name, buffer in module.named_buffers(recurse=False)
     ]
     random = torch.get_rng_state()
@@ -974,6 +987,49 @@ def _restored(model: torch.nn.Module) -> Iterator[None]:
         torch.set_rng_state(random)
         if on_device is not None:
             torch.cuda.set_rng_state(on_device, device)
+
+
+@contextlib.contextmanager
+def _ungraded(loss: torch.Tensor, model: torch.nn.Module) -> Iterator[None]:
+    """Leave the gradients of everything but the model as they were: of a loss's own parameters, say."""
+    own = {id(parameter) for parameter in model.parameters()}
+    before = [(leaf, leaf.grad) for leaf in leaves(loss) if id(leaf) not in own]
+    for leaf, _ in before:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in before:
+            leaf.grad = gradient
+
+
+@contextlib.contextmanager
+def _explained(inputs: Any, target: Any) -> Iterator[None]:
+    """Errors of the model or the loss say what they were given."""
+    try:
+        yield
+    except SqueezeboxError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise OptionError(
+            f"the model or the loss fails on the sample with inputs {_described(inputs)} and target "
+            f"{_described(target)}: {type(error).__name__}: {error}. Give sample=(inputs, target) as a "
+            "training step gets them; several inputs are a tuple."
+        ) from error
+
+
+def _check_loss(loss: Any) -> None:
+    """Refuse what backward cannot start from."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = (
+            f"a tensor {_described(loss)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        )
+        raise OptionError(f"loss_fn returned {what}; backward starts from one number, such as its mean.")
+    if not loss.requires_grad:
+        raise OptionError(
+            "loss_fn returned a tensor that does not depend on any parameter by differentiable operations "
+            "(detached, argmax, frozen parameters, or inside torch.no_grad()), so there is no backward."
+        )
 
 
 def _device(model: torch.nn.Module) -> torch.device:

@@ -4,7 +4,7 @@ In: a model, a policy that picks codecs and bounds. Out: rows of saved tensors, 
 May touch: torch's saved-tensor hooks, function modes and autograd nodes; codecs and bounds below.
 """
 
-from squeezebox.capture._graph import in_backward
+from squeezebox.capture._graph import in_backward, leaves
 from squeezebox.capture._install import Installation, check_supported, foreign_hooks
 from squeezebox.capture._observe import Observer
 from squeezebox.capture._recorder import Recorder
@@ -28,4 +28,5 @@ __all__ = [
     "foreign_hooks",
     "in_backward",
     "is_plain",
+    "leaves",
 ]
