@@ -35,6 +35,7 @@ from squeezebox.capture import (
     check_supported,
     foreign_hooks,
     in_backward,
+    is_innermost,
     is_plain,
     leaves,
 )
@@ -98,6 +99,7 @@ def attach(
     sample: tuple[Any, Any] | None = None,
     loss_fn: LossFunction | None = None,
     plan: StepPlan | None = None,
+    on_mismatch: str = "refuse",
     checks_per_refresh: int = 1,
 ) -> Session:
     """Hold what training ``model`` saves between forward and backward in fewer bytes.
@@ -117,6 +119,13 @@ def attach(
         sample: see :func:`plan`.
         loss_fn: see :func:`plan`.
         plan: such a plan made before; goes without noise, controller, exact and budget.
+        on_mismatch: what a forward does whose inputs are larger than the plan's, or not of its kind. "refuse"
+            raises PlanError at the first tensor that the plan does not know. "replan" makes a plan for these
+            inputs before it runs them, within the same bytes and noise, with the sample's target cut or
+            repeated to their sizes; plans are kept, and a forward takes the first that covers it. Where none
+            can be made (no sample and loss_fn, keyword arguments, an earlier forward waiting for its
+            backward, a loss that the target does not fit), tensors that the plan does not know are held
+            exactly, and the report's notes say so.
         checks_per_refresh: how many weighted layers, and how many other tensors, are compared with their
             exact values at each refresh; each holds its exact tensor and a second gradient for that step.
 
@@ -127,10 +136,15 @@ def attach(
         OptionError: noise not positive and finite, more than one of noise, controller and exact, or
             COMET's controller without an optimizer.
         AttachError: the model has a session already.
-        BudgetError: no plan fits the budget.
+        BudgetError: no plan fits the budget; later too, from the model's forward, with "replan".
         UnsupportedModelError: the model spans two devices or is compiled.
     """
-    if budget is None and (sample is not None or loss_fn is not None):
+    if on_mismatch not in ("refuse", "replan"):
+        raise OptionError(f"on_mismatch {on_mismatch!r} is neither 'refuse' nor 'replan'.")
+    replan = on_mismatch == "replan"
+    if replan and plan is None and budget is None:
+        raise OptionError("on_mismatch='replan' is for a plan or a budget; give one of them.")
+    if budget is None and not replan and (sample is not None or loss_fn is not None):
         raise OptionError("sample and loss_fn are for a budget; give budget too, or call squeezebox.plan().")
     if budget is not None:
         if plan is not None or controller is not None:
@@ -156,7 +170,8 @@ def attach(
             "with that one."
         )
     check_supported(model)
-    session = Session(model, optimizer, chosen, checks_per_refresh, plan)
+    replanning = _Replanning.of(model, plan, sample, loss_fn, optimizer) if plan and replan else None
+    session = Session(model, optimizer, chosen, checks_per_refresh, plan, replanning)
     _attached.add(model)
     return session
 
@@ -358,6 +373,7 @@ class Session:
         controller: Controller | None,
         checks_per_refresh: int = 1,
         plan: StepPlan | None = None,
+        replanning: _Replanning | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -365,13 +381,11 @@ class Session:
         self._state = ControllerState()
         self._store = Store(_BoundPolicy(self))
         self._recorder = Recorder(self._store)
-        self._plan = plan
+        self._notes: dict[str, None] = {}
+        self._replanning = replanning
+        self._plan: StepPlan | None = None
         if plan is not None:
-            self._store.keep, self._store.offload = plan.kept, plan.offloaded
-            self._store.late_values = {key: Role(role) for key, role in plan.late_values.items()}
-            self._store.admit = functools.partial(
-                _admit, plan.model, {tensor.key: tensor.saved_bytes for tensor in plan.tensors}
-            )
+            self._use(plan)
         self._meter = PeakMeter(_device(model))
         self._depth = 0
         self._step = -1
@@ -384,7 +398,6 @@ class Session:
         self._refresh_peak: int | None = None
         self._floor: int | None = None
         self._noise: float | None = None
-        self._notes: dict[str, None] = {}
         self._baseline = 0
         self._open = False
         self._replaying = False
@@ -501,6 +514,8 @@ class Session:
 
     def _start(self, inputs: Any) -> None:
         """A forward pass begins (the model's own, or step() around it)."""
+        if self._replanning is not None and inputs and self._is_outermost():
+            self._fit_plan(self._replanning, inputs)
         self._depth += 1
         if self._recorder.active:
             self._recorder.own(_tensors(inputs))
@@ -511,10 +526,72 @@ class Session:
             return
         if self._recorder.backward_seen or not self._open or not self._store.in_use:
             self._open_step()
+        self._enter(inputs)
+
+    def _enter(self, inputs: Any) -> None:
         own = [*self._model.parameters(), *self._model.buffers(), *_tensors(inputs)]
         self._recorder.own(own)
         self._baseline = max(self._baseline, _nbytes(own + self._persistent()))
         self._recorder.__enter__()
+
+    def _is_outermost(self) -> bool:
+        """Whether the forward that begins is the model's own, of a step that is recorded."""
+        if self._replaying or not torch.is_grad_enabled() or in_backward():
+            return False
+        return self._depth == 0 or (self._depth == 1 and self._recorder.active)
+
+    def _use(self, plan: StepPlan) -> None:
+        """Hold tensors as the plan says from now on."""
+        self._plan, self._controller = plan, Planned(bounds=plan.bounds)
+        self._store.keep, self._store.offload = plan.kept, plan.offloaded
+        self._store.late_values = {key: Role(role) for key, role in plan.late_values.items()}
+        planned = {tensor.key: tensor.saved_bytes for tensor in plan.tensors}
+        notes = None if self._replanning is None else self._notes
+        self._store.admit = functools.partial(_admit, plan.model, planned, notes)
+
+    def _fit_plan(self, known: _Replanning, inputs: Any) -> None:
+        """Before a forward: use the plan that covers its inputs, or make one."""
+        shapes = _shapes(inputs)
+        plan = known.covering(shapes)
+        if plan is None:
+            why = known.failed.get(shapes) or self._why_no_plan(known, inputs)
+            if not why:
+                with self._aside():
+                    plan, why = known.make(shapes, inputs[0])
+            if why:
+                self._notes[f"some inputs have no plan of their own: {why}"] = None
+        if plan is not None and plan is not self._plan:
+            self._use(plan)
+
+    def _why_no_plan(self, known: _Replanning, inputs: Any) -> str:
+        if known.planner is None:
+            return "attach() was not given sample and loss_fn"
+        if inputs[1]:
+            return "they have keyword arguments"
+        if self._open and self._store.in_use and not self._recorder.backward_seen:
+            return "an earlier forward was waiting for its backward"
+        if self._recorder.active and not is_innermost(self._recorder):
+            return "other function modes or saved-tensor hooks were active"
+        return ""
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """The model as if it had no session, and everything back in place afterwards."""
+        active = self._recorder.active
+        if active:
+            self._recorder.__exit__(None, None, None)
+        self._close_step()
+        self._meter.abandon()
+        if self._installation is not None:
+            self._installation.remove()
+        _attached.discard(self._model)
+        try:
+            yield
+        finally:
+            _attached.add(self._model)
+            self._installation = Installation(self._model, self._recorder, self._start, self._finish)
+            if active:
+                self._enter(())
 
     def _finish(self, failed: bool) -> None:
         """A forward pass ended, or raised."""
@@ -723,6 +800,90 @@ class Session:
     def _require_attached(self) -> None:
         if self._installation is None:
             raise AttachError("this session is detached; call squeezebox.attach(model, ...) again.")
+
+
+Shapes = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class _Replanning:
+    """The plans made so far, by the inputs that each was made for, and how to make another."""
+
+    plans: dict[Shapes, StepPlan]
+    failed: dict[Shapes, str] = dataclasses.field(default_factory=dict)
+    sample: Shapes = ()
+    target: Any = None
+    planner: Callable[..., StepPlan] | None = None  # of a sample
+
+    @staticmethod
+    def of(
+        model: torch.nn.Module,
+        plan: StepPlan,
+        sample: tuple[Any, Any] | None,
+        loss_fn: LossFunction | None,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> _Replanning:
+        """Holds the sample's shapes and target, not its inputs; cannot plan without sample and loss."""
+        if sample is None or loss_fn is None:
+            return _Replanning(plans={})
+        exact = plan.noise == 0.0
+        make = functools.partial(
+            make_plan,
+            model,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            budget=plan.budget_bytes,
+            noise=None if exact else plan.noise,
+            exact=exact,
+        )
+        shapes = _shapes(sample[0])
+        return _Replanning(plans={shapes: plan}, sample=shapes, target=sample[1], planner=make)
+
+    def covering(self, shapes: Shapes) -> StepPlan | None:
+        """The first plan made for inputs at least as large in every dimension."""
+        return next((plan for planned, plan in self.plans.items() if _covers(planned, shapes)), None)
+
+    def make(self, shapes: Shapes, arguments: tuple[Any, ...]) -> tuple[StepPlan | None, str]:
+        """A plan for these arguments, or why there is none; BudgetError if none fits."""
+        assert self.planner is not None
+        target = _mapped(lambda tensor: _fitted(tensor, self.sample, shapes), self.target)
+        try:
+            plan = self.plans[shapes] = self.planner(sample=(arguments, target))
+        except OptionError as error:
+            self.failed[shapes] = str(error)
+            return None, str(error)
+        return plan, ""
+
+
+def _shapes(inputs: Any) -> Shapes:
+    return tuple((tensor.dtype, tuple(tensor.shape)) for tensor in _tensors(inputs))
+
+
+def _covers(planned: Shapes, shapes: Shapes) -> bool:
+    """Whether every tensor has its kind, and no dimension longer than planned."""
+    return [(dtype, len(sizes)) for dtype, sizes in planned] == [
+        (dtype, len(sizes)) for dtype, sizes in shapes
+    ] and all(
+        size <= most
+        for (_, sizes), (_, largest) in zip(shapes, planned, strict=True)
+        for size, most in zip(sizes, largest, strict=True)
+    )
+
+
+def _fitted(target: torch.Tensor, sample: Shapes, shapes: Shapes) -> torch.Tensor:
+    """The target cut or repeated to other inputs' sizes: where it is as long as the sample's first input.
+
+    A first dimension of as many rows as the input has in its first two (tokens in a row) follows both.
+    """
+    old, new = (next((sizes for _, sizes in each if sizes), ()) for each in (sample, shapes))
+    pairs = dict(enumerate(zip(old, new, strict=False)))
+    for dim, size in enumerate(target.shape):
+        before, after = pairs.get(dim, (size, size))
+        if dim == 0 and size == math.prod(old[:2]) != before:
+            before, after = size, math.prod(new[:2])
+        if size == before != after:
+            target = target.index_select(dim, torch.arange(after) % size)
+    return target
 
 
 class _BoundPolicy:
@@ -1061,10 +1222,16 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def _admit(model: str, planned: Mapping[str, int], key: str, nbytes: int) -> None:
-    """Refuse a tensor that the plan does not know, or not of that size; a smaller batch is fine."""
+def _admit(
+    model: str, planned: Mapping[str, int], notes: dict[str, None] | None, key: str, nbytes: int
+) -> None:
+    """Refuse, or note, a tensor that the plan does not know, or not of that size; a smaller one is fine."""
     known = planned.get(key)
-    if known is None or nbytes > known:
+    if known is not None and nbytes <= known:
+        return
+    if notes is not None:
+        notes[f"'{key}' was larger than planned, or not planned and held exactly"] = None
+    else:
         size = "no such tensor" if known is None else f"{known} bytes"
         raise PlanError(
             f"'{key}' saves {nbytes} bytes and the plan, made for {model}, knows {size}: it was made "
