@@ -96,6 +96,7 @@ def test_plan(models, capfd):
         ("--out", "missing/plan.json"),
         ("--noise", "1e-2", "--exact"),
         ("--time-limit", "0.5"),
+        ("--diff", "missing.json"),
         ("--time-limit", "1.3", "--budget", "50%"),
     ),
 )
@@ -112,6 +113,29 @@ def test_plans_profiles_are_cached_unless_told_not_to(models, capfd):
     assert not folder.exists()
     assert run(capfd, *arguments)[0] == 0
     assert len(list(folder.iterdir())) == 1
+
+
+def test_plan_against_an_earlier_one(models, capfd):
+    arguments = (
+        "plan",
+        "my_models:small",
+        "--input",
+        "3x32x32",
+        "--batch",
+        "8",
+        "--exact",
+        "--budget",
+        "100%",
+    )
+    assert run(capfd, *arguments)[0] == 0
+    values = json.loads((models / "plan.json").read_text())
+    values["tensors"][0] |= {"action": "offload", "codec": "file"}
+    (models / "earlier.json").write_text(json.dumps(values))
+    code, out, _ = run(capfd, *arguments, "--diff", "earlier.json", "--out", "again.json")
+    assert code == 0
+    assert (
+        out.startswith(f"{values['tensors'][0]['key']}  offload file") and "\n1 of 2 tensors differ\n" in out
+    )
 
 
 def test_max_batch(models, capfd):

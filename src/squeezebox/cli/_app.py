@@ -85,6 +85,9 @@ def plan(
     cache: Annotated[
         bool, typer.Option("--cache/--no-cache", help="Keep profiles, and use them again.")
     ] = True,
+    diff: Annotated[
+        Path | None, typer.Option(help="An earlier plan: print what changes instead of the plan.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where the plan goes, as JSON.")] = Path("plan.json"),
     as_json: Json = False,
 ) -> None:
@@ -95,6 +98,7 @@ def plan(
     """
     from squeezebox.cli._plan import make
 
+    earlier = None if diff is None else squeezebox.load_plan(diff)
     result = make(
         factory,
         input=input,
@@ -109,7 +113,8 @@ def plan(
         cache=cache,
         out=str(out),
     )
-    print(json.dumps(result.to_dict(), indent=1) if as_json else result)
+    text = result if earlier is None else earlier.diff(result)
+    print(json.dumps(result.to_dict(), indent=1) if as_json else text)
 
 
 @app.command()
