@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import weakref
 from typing import IO
@@ -35,7 +36,8 @@ class Spill:
         """Store a flat tensor.
 
         Raises:
-            CaptureError: the file cannot be made, or the disk is full.
+            CaptureError: the file cannot be made, or the disk is full; says how much is missing where.
+                Everything written before can be read all the same.
         """
         nbytes = flat.nbytes
         offsets = self._free.get(nbytes)
@@ -46,10 +48,9 @@ class Spill:
                 weakref.finalize(self, self._file.close)
             _write(self._file.fileno(), flat, offset)
         except OSError as error:
-            raise CaptureError(
-                f"{nbytes} bytes could not be offloaded to {tempfile.gettempdir()}, where {self._end} are "
-                f"already: {error}. Free space there, or set TMPDIR to another folder."
-            ) from error
+            if offsets is not None and offset < self._end:
+                offsets.append(offset)
+            raise CaptureError(_full(nbytes, self._end, error)) from error
         self._end = max(self._end, offset + nbytes)
         self._living += 1
         slot = Slot(offset, nbytes)
@@ -77,6 +78,20 @@ class Spill:
         if self._living == 0:
             self._end = 0
             self._free.clear()
+
+
+def _full(nbytes: int, there: int, error: OSError) -> str:
+    """What was wanted, what is left and what helps."""
+    try:
+        folder = tempfile.gettempdir()
+        free = f"has {shutil.disk_usage(folder).free} bytes free"
+    except OSError:
+        folder, free = "the folder for temporary files", "cannot be looked at"
+    return (
+        f"{nbytes} bytes could not be offloaded to {folder}, which {free}; {there} bytes are there already: "
+        f"{error}. Free space there, set TMPDIR to another folder before the program starts, or make a plan with "
+        "a larger budget, which offloads less or nothing."
+    )
 
 
 def _write(descriptor: int, flat: torch.Tensor, offset: int) -> None:
