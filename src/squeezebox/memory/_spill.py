@@ -89,8 +89,8 @@ def _full(nbytes: int, there: int, error: OSError) -> str:
         folder, free = "the folder for temporary files", "cannot be looked at"
     return (
         f"{nbytes} bytes could not be offloaded to {folder}, which {free}; {there} bytes are there already: "
-        f"{error}. Free space there, set TMPDIR to another folder before the program starts, or make a plan with "
-        "a larger budget, which offloads less or nothing."
+        f"{error}. Free space there, set TMPDIR to another folder before the program starts, or make a plan "
+        "with a larger budget, which offloads less or nothing."
     )
 
 
