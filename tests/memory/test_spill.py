@@ -53,3 +53,14 @@ def test_a_place_is_not_lost_by_a_write_that_fails():
         spill.read(each, out)
         assert float(out.sum()) == 1000.0 * value
     assert os.fstat(spill._file.fileno()).st_size == 8000
+
+
+def test_reading_in_reverse_while_places_come_and_go():
+    spill, out = Spill(), torch.empty(5000)
+    slots = [spill.write(torch.full((5000,), float(value))) for value in range(6)]
+    assert [slot.before() for slot in slots] == [None, *slots[:-1]]
+    del slots[2]
+    assert slots[2].before() is None
+    for slot, value in zip(reversed(slots), (5, 4, 3, 1, 0), strict=True):
+        spill.read(slot, out)
+        assert float(out.sum()) == 5000.0 * value

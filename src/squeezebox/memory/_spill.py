@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Callable
 from typing import IO
 
 import torch
@@ -16,11 +17,12 @@ from squeezebox.schema import CaptureError
 class Slot:
     """A place in the file; it is free again when the slot is gone."""
 
-    __slots__ = ("__weakref__", "nbytes", "offset")
+    __slots__ = ("__weakref__", "before", "nbytes", "offset")
 
-    def __init__(self, offset: int, nbytes: int) -> None:
+    def __init__(self, offset: int, nbytes: int, before: Callable[[], Slot | None]) -> None:
         self.offset = offset
         self.nbytes = nbytes
+        self.before = before  # the slot written before this one, while it lives
 
 
 class Spill:
@@ -30,6 +32,7 @@ class Spill:
         self._file: IO[bytes] | None = None
         self._end = 0
         self._living = 0
+        self._last: Callable[[], Slot | None] = lambda: None
         self._free: dict[int, list[int]] = {}  # size -> offsets of that size that nobody uses
 
     def write(self, flat: torch.Tensor) -> Slot:
@@ -53,7 +56,8 @@ class Spill:
             raise CaptureError(_full(nbytes, self._end, error)) from error
         self._end = max(self._end, offset + nbytes)
         self._living += 1
-        slot = Slot(offset, nbytes)
+        slot = Slot(offset, nbytes, self._last)
+        self._last = weakref.ref(slot)
         weakref.finalize(slot, self._release, offset, nbytes).atexit = False
         return slot
 
@@ -71,6 +75,13 @@ class Spill:
                     f"the offload file ends {slot.nbytes - done} bytes early; it was truncated."
                 )
             done += count
+        self._advise(slot.before())
+
+    def _advise(self, following: Slot | None) -> None:
+        """Have the system fetch what was written before: backward asks in reverse. Takes no memory here."""
+        if following is not None and self._file is not None and hasattr(os, "posix_fadvise"):
+            place = (following.offset, following.nbytes)
+            os.posix_fadvise(self._file.fileno(), *place, os.POSIX_FADV_WILLNEED)
 
     def _release(self, offset: int, nbytes: int) -> None:
         self._living -= 1
