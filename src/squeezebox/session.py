@@ -219,8 +219,7 @@ def make_plan(
         OptionError: an argument is missing or out of range, or a profiler is running.
         OutputError: the cache's folder cannot be written.
     """
-    if not isinstance(sample, (tuple, list)) or len(sample) != 2 or loss_fn is None:
-        raise OptionError("a plan needs sample=(inputs, target) and loss_fn=, to see what a step saves.")
+    sample, loss_fn = _check_sample(sample, loss_fn)
     allowed = _plannable(model, noise, exact)
     _check_time_limit(time_limit, budget)
     factor, share = (0.0, False) if budget is None else _size_named(budget)
@@ -251,7 +250,7 @@ def max_batch(
 ) -> MaxBatch:
     """The largest batch whose plan fits ``budget``, from at most three profiles.
 
-    Profiles the sample's batch and one nearer to the answer, foretells others on the line through both, and
+    Profiles the sample's batch and twice or half of it, foretells others on the line through both, and
     profiles the answer. Should that one not fit, the answer is the largest below it that fits on the line.
     Other batches repeat or cut the sample along the first dimension of all its tensors that have its batch's
     size there (targets also a multiple of it).
@@ -273,6 +272,7 @@ def max_batch(
         BudgetError: not even a batch of 1 fits.
         OptionError: as :func:`make_plan`, or the sample has no batch.
     """
+    _check_sample(sample, loss_fn)
     allowed = _plannable(model, noise, exact)
     batch, (factor, share) = _batch(sample), _size_named(budget)
     if batch < 1:
@@ -290,9 +290,8 @@ def max_batch(
     def fits(size: int) -> bool:
         return _fits(planner.at_batch(known, size).profile, Budget(peak_bytes=limit, noise=allowed))
 
-    other = 2 * batch if fits(batch) else batch // 2
-    if other:
-        known[other] = profiled(other)
+    other = 2 * batch if fits(batch) or batch <= 2 else batch // 2  # batch normalisation refuses a single one
+    known[other] = profiled(other)
     answer = planner.largest_batch(fits, batch)
     if answer and answer not in known:
         known[answer] = profiled(answer)
@@ -553,8 +552,8 @@ class Session:
         """Before a forward: use the plan that covers its inputs, or make one."""
         shapes = _shapes(inputs)
         plan = known.covering(shapes)
-        if plan is None:
-            why = known.failed.get(shapes) or self._why_no_plan(known, inputs)
+        if plan is None and known.planner is not None:
+            why = known.failed.get(shapes) or self._why_no_plan(inputs)
             if not why:
                 with self._aside():
                     plan, why = known.make(shapes, inputs[0])
@@ -563,9 +562,7 @@ class Session:
         if plan is not None and plan is not self._plan:
             self._use(plan)
 
-    def _why_no_plan(self, known: _Replanning, inputs: Any) -> str:
-        if known.planner is None:
-            return "attach() was not given sample and loss_fn"
+    def _why_no_plan(self, inputs: Any) -> str:
         if inputs[1]:
             return "they have keyword arguments"
         if self._open and self._store.in_use and not self._recorder.backward_seen:
@@ -923,10 +920,19 @@ def _controller(
     return controller if controller is not None else NoiseBudget(noise=1e-3 if noise is None else noise)
 
 
+def _check_sample(sample: Any, loss_fn: LossFunction | None) -> tuple[tuple[Any, Any], LossFunction]:
+    """Both as they are."""
+    if not isinstance(sample, (tuple, list)) or len(sample) != 2 or loss_fn is None:
+        raise OptionError("a plan needs sample=(inputs, target) and loss_fn=, to see what a step saves.")
+    return (sample[0], sample[1]), loss_fn
+
+
 def _plannable(model: torch.nn.Module, noise: float | None, exact: bool) -> float:
     """The noise allowed; OptionError where no plan can be made."""
     if exact and noise is not None:
         raise OptionError("noise and exact exclude each other; give one of them.")
+    if noise is not None:
+        NoiseBudget(noise=noise)  # refuses what is out of range
     if foreign_hooks():
         raise OptionError("a plan cannot be made inside other saved-tensor hooks; leave their context first.")
     if _device(model).type != "cpu":

@@ -48,6 +48,13 @@ def test_what_does_not_fit_at_all_and_samples_without_a_batch():
         squeezebox.max_batch(model, sample=batch(2), loss_fn=F.cross_entropy, budget=60_000, exact=True)
     with pytest.raises(OptionError, match="no batch to make larger"):
         squeezebox.max_batch(model, sample=("x", None), loss_fn=F.cross_entropy, budget="1GiB")
+    for noise in (0.0, -1.0, float("nan")):
+        with pytest.raises(OptionError, match="positive"):
+            squeezebox.max_batch(model, sample=batch(2), loss_fn=F.cross_entropy, budget="1GiB", noise=noise)
+        with pytest.raises(OptionError, match="positive"):
+            squeezebox.plan(model, sample=batch(2), loss_fn=F.cross_entropy, noise=noise)
+    with pytest.raises(OptionError, match="needs sample"):
+        squeezebox.max_batch(model, sample=None, loss_fn=F.cross_entropy, budget="1GiB")
     with pytest.raises(OptionError, match="budget"):
         squeezebox.max_batch(model, sample=batch(2), loss_fn=F.cross_entropy, budget="much")
     squeezebox.attach(model).detach()

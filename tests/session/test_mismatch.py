@@ -135,8 +135,7 @@ def test_where_no_plan_can_be_made_unknown_tensors_are_exact_and_noted():
     plan = squeezebox.plan(model, sample=(x, y), loss_fn=loss, exact=True)
     session = squeezebox.attach(model, plan=plan, on_mismatch="replan")
     loss(model(x.repeat(2, 1)), y.repeat(2, 1)).backward()
-    notes = " ".join(session.report().record.notes)
-    assert "not given sample and loss_fn" in notes and "held exactly" in notes
+    assert "held exactly" in " ".join(session.report().record.notes)
     session.detach()
 
 
