@@ -720,13 +720,16 @@ class Session:
             if on_progress is not None:
                 on_progress(next(numbers), learning + 4, what)
 
+        def forward(given: Any) -> Any:
+            output = self._model(*given if isinstance(given, tuple) else (given,))
+            if profiler is not None:
+                profiler.loss()
+            return output
+
         def closure() -> None:
             given, wanted = _apart(inputs), _apart(target)
             with self.step(), _explained(inputs, target):
-                output = self._model(*given if isinstance(given, tuple) else (given,))
-                if profiler is not None:
-                    profiler.loss()
-                loss = loss_fn(output, wanted)
+                loss = loss_fn(forward(given), wanted)  # nobody holds the output through backward
             _check_loss(loss)
             with _ungraded(loss, self._model):
                 loss.backward()

@@ -212,5 +212,7 @@ def test_a_loss_outside_the_model_is_known_to_the_plan(framed):
         parameter.grad = None
     assert meter.start()
     gradients(model, *sample, loss, session.step if framed else None)
-    assert held + meter.stop([]).total_bytes <= 1.01 * plan.predicted_peak_bytes
+    peak = held + meter.stop([]).total_bytes
+    assert peak <= 1.01 * plan.predicted_peak_bytes
+    assert peak == pytest.approx(plan.predicted_peak_bytes, rel=0.03)
     session.detach()
