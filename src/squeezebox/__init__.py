@@ -43,6 +43,7 @@ __all__ = [
     "codecs",
     "estimate",
     "load_plan",
+    "max_batch",
     "plan",
     "schema",
 ]
@@ -50,7 +51,7 @@ __all__ = [
 if TYPE_CHECKING:
     from squeezebox import bounds, codecs, schema
     from squeezebox.reports import load_plan
-    from squeezebox.session import attach, estimate
+    from squeezebox.session import attach, estimate, max_batch
     from squeezebox.session import make_plan as plan
 else:
     # Hidden from type checkers, who would take any name for an attribute.
@@ -58,7 +59,7 @@ else:
         """Import the room or the function called ``name`` on its first use (PEP 562)."""
         if name in ("bounds", "codecs", "schema"):
             return importlib.import_module(f"squeezebox.{name}")
-        if name in ("attach", "estimate", "plan"):
+        if name in ("attach", "estimate", "max_batch", "plan"):
             own = "make_plan" if name == "plan" else name
             return getattr(importlib.import_module("squeezebox.session"), own)
         if name == "load_plan":

@@ -9,17 +9,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
+import os
 import re
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from squeezebox import __version__, planner
 from squeezebox import bounds as bounds_room
-from squeezebox import planner
 from squeezebox.bounds import Comet, Controller, ControllerState, NoiseBudget, Planned
 from squeezebox.capture import (
     Choice,
@@ -32,25 +35,51 @@ from squeezebox.capture import (
     check_supported,
     foreign_hooks,
     in_backward,
+    is_innermost,
     is_plain,
+    leaves,
 )
-from squeezebox.profiling import PeakMeter, StepProfiler, simulate, state_bytes, transient_bytes
-from squeezebox.reports import Estimate, PlannedTensor, Report, StepPlan
+from squeezebox.profiling import (
+    PeakMeter,
+    StepProfiler,
+    load_profile,
+    profile_key,
+    simulate,
+    state_bytes,
+    store_profile,
+    transient_bytes,
+)
+from squeezebox.reports import (
+    Estimate,
+    MaxBatch,
+    PlannedTensor,
+    Report,
+    StepPlan,
+    explain,
+    explain_floor,
+    require_writable,
+)
 from squeezebox.schema import (
     Action,
     AttachError,
     Budget,
+    BudgetError,
     Check,
     FormatError,
     Option,
     OptionError,
+    OutputError,
+    Plan,
     PlanError,
     Profile,
     Role,
+    SqueezeboxError,
+    StepProfile,
     StepRecord,
 )
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
+Progress = Callable[[int, int, str], None]  # units done, of how many, and what the last one was
 STATE_VERSION = 1
 _STATISTICS_STEPS = 4  # of a plan, before it is profiled
 _TIMED_STEPS = 2
@@ -71,6 +100,7 @@ def attach(
     sample: tuple[Any, Any] | None = None,
     loss_fn: LossFunction | None = None,
     plan: StepPlan | None = None,
+    on_mismatch: str = "refuse",
     checks_per_refresh: int = 1,
 ) -> Session:
     """Hold what training ``model`` saves between forward and backward in fewer bytes.
@@ -90,6 +120,13 @@ def attach(
         sample: see :func:`plan`.
         loss_fn: see :func:`plan`.
         plan: such a plan made before; goes without noise, controller, exact and budget.
+        on_mismatch: what a forward does whose inputs are larger than the plan's, or not of its kind. "refuse"
+            raises PlanError at the first tensor that the plan does not know. "replan" makes a plan for these
+            inputs before it runs them, within the same bytes and noise, with the sample's target cut or
+            repeated to their sizes; plans are kept, and a forward takes the first that covers it. Where none
+            can be made (no sample and loss_fn, keyword arguments, an earlier forward waiting for its
+            backward, a loss that the target does not fit), tensors that the plan does not know are held
+            exactly, and the report's notes say so.
         checks_per_refresh: how many weighted layers, and how many other tensors, are compared with their
             exact values at each refresh; each holds its exact tensor and a second gradient for that step.
 
@@ -100,10 +137,15 @@ def attach(
         OptionError: noise not positive and finite, more than one of noise, controller and exact, or
             COMET's controller without an optimizer.
         AttachError: the model has a session already.
-        BudgetError: no plan fits the budget.
+        BudgetError: no plan fits the budget; later too, from the model's forward, with "replan".
         UnsupportedModelError: the model spans two devices or is compiled.
     """
-    if budget is None and (sample is not None or loss_fn is not None):
+    if on_mismatch not in ("refuse", "replan"):
+        raise OptionError(f"on_mismatch {on_mismatch!r} is neither 'refuse' nor 'replan'.")
+    replan = on_mismatch == "replan"
+    if replan and plan is None and budget is None:
+        raise OptionError("on_mismatch='replan' is for a plan or a budget; give one of them.")
+    if budget is None and not replan and (sample is not None or loss_fn is not None):
         raise OptionError("sample and loss_fn are for a budget; give budget too, or call squeezebox.plan().")
     if budget is not None:
         if plan is not None or controller is not None:
@@ -129,7 +171,8 @@ def attach(
             "with that one."
         )
     check_supported(model)
-    session = Session(model, optimizer, chosen, checks_per_refresh, plan)
+    replanning = _Replanning.of(model, plan, sample, loss_fn, optimizer) if plan and replan else None
+    session = Session(model, optimizer, chosen, checks_per_refresh, plan, replanning)
     _attached.add(model)
     return session
 
@@ -143,6 +186,9 @@ def make_plan(
     budget: int | str | None = None,
     noise: float | None = None,
     exact: bool = False,
+    time_limit: float | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    on_progress: Progress | None = None,
 ) -> StepPlan:
     """Choose for every saved tensor how to hold it, so that the step's peak stays under ``budget``.
 
@@ -158,53 +204,109 @@ def make_plan(
         budget: bytes, or "2GiB", or a share of the plain step's peak, "50%"; None: as little as possible.
         noise: allowed relative gradient noise (default 1e-3).
         exact: nothing is lost.
+        time_limit: of a step, as a multiple of the plain step's time, such as 1.3; instead of a budget: as
+            little memory as fits the time.
+        cache: a folder in which profiles are kept and found again; it may be deleted at any time. One is used
+            again for the same model, weights, sample, loss, noise, optimizer, versions and machine; a change
+            in what the loss or a module's forward calls is not noticed.
+        on_progress: called with (done, total, what was done) while the sample's steps run.
 
     Returns:
         The plan: print it, ``save()`` it, pass it to :func:`attach`. Sizes are bytes, times seconds a step.
 
     Raises:
-        BudgetError: no plan fits; says how much the smallest needs.
+        BudgetError: no plan fits; says how much the smallest needs, what holds it, and what would fit.
+            Or none takes so little time.
         OptionError: an argument is missing or out of range, or a profiler is running.
+        OutputError: the cache's folder cannot be written.
     """
-    if sample is None or loss_fn is None:
-        raise OptionError("a plan needs sample=(inputs, target) and loss_fn=, to see what a step saves.")
-    if exact and noise is not None:
-        raise OptionError("noise and exact exclude each other; give one of them.")
-    if foreign_hooks():
-        raise OptionError("a plan cannot be made inside other saved-tensor hooks; leave their context first.")
-    if _device(model).type != "cpu":
-        raise OptionError(f"plans are for the CPU as yet, and the model is on {_device(model)}; use noise=.")
+    sample, loss_fn = _check_sample(sample, loss_fn)
+    allowed = _plannable(model, noise, exact)
+    _check_time_limit(time_limit, budget)
     factor, share = (0.0, False) if budget is None else _size_named(budget)
-    allowed = 0.0 if exact else 1e-3 if noise is None else noise
-    with _restored(model):
-        session = attach(model, optimizer=optimizer, noise=None if exact else allowed, exact=exact)
-        try:
-            profile, saved, seconds = session._profile(*sample, loss_fn)
-            late_values = {key: role.value for key, role in session._store.late_values.items()}
-        finally:
-            session.detach()
-    keep = {key: Option(action=Action.KEEP, codec="keep", held_bytes=nbytes) for key, nbytes in saved.items()}
-    plain = planner.peak(profile, keep)
-    limit = None if budget is None else int(factor * plain if share else factor)
-    chosen = (
-        planner.smallest(profile, allowed)
-        if limit is None
-        else planner.solve(profile, Budget(peak_bytes=limit, noise=allowed))
+    budget_bytes = factor if factor and not share else None
+    profiled = functools.partial(
+        _profiled, model, sample, loss_fn, optimizer, allowed, budget_bytes, on_progress
     )
-    return StepPlan(
-        model=type(model).__name__,
-        budget_bytes=limit,
-        noise=allowed,
-        plain_peak_bytes=plain,
-        plain_seconds=seconds,
-        predicted_peak_bytes=chosen.predicted_peak_bytes,
-        predicted_seconds=seconds + chosen.predicted_seconds,
-        predicted_noise=chosen.predicted_noise,
-        late_values=late_values,
-        tensors=tuple(
-            PlannedTensor(key=key, saved_bytes=saved[key], option=option)
-            for key, option in chosen.choices.items()
-        ),
+    if cache is None:
+        seen = profiled()
+    else:
+        key = _profile_key(model, sample, loss_fn, optimizer, allowed)
+        seen = _cached(Path(cache), key, profiled)
+    limit = None if budget is None else int(factor * _plain_peak(seen) if share else factor)
+    seconds = math.inf if time_limit is None else (time_limit - 1.0) * seen.plain_seconds
+    return _planned(model, seen, limit, allowed, _batch(sample), seconds)
+
+
+def max_batch(
+    model: torch.nn.Module,
+    *,
+    sample: tuple[Any, Any],
+    loss_fn: LossFunction,
+    budget: int | str,
+    optimizer: torch.optim.Optimizer | None = None,
+    noise: float | None = None,
+    exact: bool = False,
+    on_progress: Progress | None = None,
+) -> MaxBatch:
+    """The largest batch whose plan fits ``budget``, from at most three profiles.
+
+    Profiles the sample's batch and twice or half of it, foretells others on the line through both, and
+    profiles the answer. Should that one not fit, the answer is the largest below it that fits on the line.
+    Other batches repeat or cut the sample along the first dimension of all its tensors that have its batch's
+    size there (targets also a multiple of it).
+
+    Args:
+        model: see :func:`make_plan`; so are the other arguments.
+        sample: of any batch; one near the answer is quickest.
+        loss_fn: see :func:`make_plan`.
+        budget: bytes, "2GiB", or a share of the plain step's peak at the sample's batch, "50%".
+        optimizer: see :func:`make_plan`.
+        noise: see :func:`make_plan`.
+        exact: see :func:`make_plan`.
+        on_progress: see :func:`make_plan`; every profile begins anew.
+
+    Returns:
+        The batch, its plan, and the batch that plain training would hold.
+
+    Raises:
+        BudgetError: not even a batch of 1 fits.
+        OptionError: as :func:`make_plan`, or the sample has no batch.
+    """
+    _check_sample(sample, loss_fn)
+    allowed = _plannable(model, noise, exact)
+    batch, (factor, share) = _batch(sample), _size_named(budget)
+    if batch < 1:
+        raise OptionError(
+            f"the sample has {_described(sample[0])} as inputs, which is no batch to make larger."
+        )
+
+    def profiled(size: int) -> StepProfile:
+        sized = _resized(sample, batch, size)
+        return _profiled(model, sized, loss_fn, optimizer, allowed, None, on_progress)
+
+    known = {batch: profiled(batch)}
+    limit = int(factor * _plain_peak(known[batch]) if share else factor)
+
+    def fits(size: int) -> bool:
+        return _fits(planner.at_batch(known, size).profile, Budget(peak_bytes=limit, noise=allowed))
+
+    other = 2 * batch if fits(batch) or batch <= 2 else batch // 2  # batch normalisation refuses a single one
+    known[other] = profiled(other)
+    answer = planner.largest_batch(fits, batch)
+    if answer and answer not in known:
+        known[answer] = profiled(answer)
+        if not fits(answer):
+            most = answer
+            answer = planner.largest_batch(lambda size: size < most and fits(size))
+    answer = max(answer, 1)
+    plan = _planned(model, planner.at_batch(known, answer), limit, allowed, answer)
+    return MaxBatch(
+        batch=answer,
+        plan=plan,
+        predicted_peak_bytes=plan.predicted_peak_bytes,
+        plain_batch=planner.largest_batch(lambda size: _plain_peak(planner.at_batch(known, size)) <= limit),
+        measured=answer in known,
     )
 
 
@@ -271,6 +373,7 @@ class Session:
         controller: Controller | None,
         checks_per_refresh: int = 1,
         plan: StepPlan | None = None,
+        replanning: _Replanning | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -278,16 +381,11 @@ class Session:
         self._state = ControllerState()
         self._store = Store(_BoundPolicy(self))
         self._recorder = Recorder(self._store)
-        self._plan = plan
+        self._notes: dict[str, None] = {}
+        self._replanning = replanning
+        self._plan: StepPlan | None = None
         if plan is not None:
-            self._store.keep, self._store.offload = plan.kept, plan.offloaded
-            self._store.recompute = plan.recomputed
-            self._store.late_values = {key: Role(role) for key, role in plan.late_values.items()}
-            self._store.admit = functools.partial(
-                _admit, plan.model, {tensor.key: tensor.saved_bytes for tensor in plan.tensors}
-            )
-            if plan.recomputed:
-                self._store.lineage = self._recorder.lineage()
+            self._use(plan)
         self._meter = PeakMeter(_device(model))
         self._depth = 0
         self._step = -1
@@ -300,7 +398,6 @@ class Session:
         self._refresh_peak: int | None = None
         self._floor: int | None = None
         self._noise: float | None = None
-        self._notes: dict[str, None] = {}
         self._baseline = 0
         self._open = False
         self._replaying = False
@@ -417,6 +514,8 @@ class Session:
 
     def _start(self, inputs: Any) -> None:
         """A forward pass begins (the model's own, or step() around it)."""
+        if self._replanning is not None and inputs and self._is_outermost():
+            self._fit_plan(self._replanning, inputs)
         self._depth += 1
         if self._recorder.active:
             self._recorder.own(_tensors(inputs))
@@ -427,10 +526,72 @@ class Session:
             return
         if self._recorder.backward_seen or not self._open or not self._store.in_use:
             self._open_step()
+        self._enter(inputs)
+
+    def _enter(self, inputs: Any) -> None:
         own = [*self._model.parameters(), *self._model.buffers(), *_tensors(inputs)]
         self._recorder.own(own)
         self._baseline = max(self._baseline, _nbytes(own + self._persistent()))
         self._recorder.__enter__()
+
+    def _is_outermost(self) -> bool:
+        """Whether the forward that begins is the model's own, of a step that is recorded."""
+        if self._replaying or not torch.is_grad_enabled() or in_backward():
+            return False
+        return self._depth == 0 or (self._depth == 1 and self._recorder.active)
+
+    def _use(self, plan: StepPlan) -> None:
+        """Hold tensors as the plan says from now on."""
+        self._plan, self._controller = plan, Planned(bounds=plan.bounds)
+        self._store.keep, self._store.offload = plan.kept, plan.offloaded
+        self._store.recompute = plan.recomputed
+        self._store.lineage = self._recorder.lineage() if plan.recomputed else None
+        self._store.late_values = {key: Role(role) for key, role in plan.late_values.items()}
+        planned = {tensor.key: tensor.saved_bytes for tensor in plan.tensors}
+        notes = None if self._replanning is None else self._notes
+        self._store.admit = functools.partial(_admit, plan.model, planned, notes)
+
+    def _fit_plan(self, known: _Replanning, inputs: Any) -> None:
+        """Before a forward: use the plan that covers its inputs, or make one."""
+        shapes = _shapes(inputs)
+        plan = known.covering(shapes)
+        if plan is None and known.planner is not None:
+            why = known.failed.get(shapes) or self._why_no_plan(inputs)
+            if not why:
+                with self._aside():
+                    plan, why = known.make(shapes, inputs[0])
+            if why:
+                self._notes[f"some inputs have no plan of their own: {why}"] = None
+        if plan is not None and plan is not self._plan:
+            self._use(plan)
+
+    def _why_no_plan(self, inputs: Any) -> str:
+        if inputs[1]:
+            return "they have keyword arguments"
+        if self._open and self._store.in_use and not self._recorder.backward_seen:
+            return "an earlier forward was waiting for its backward"
+        if self._recorder.active and not is_innermost(self._recorder):
+            return "other function modes or saved-tensor hooks were active"
+        return ""
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """The model as if it had no session, and everything back in place afterwards."""
+        active = self._recorder.active
+        if active:
+            self._recorder.__exit__(None, None, None)
+        self._close_step()
+        self._meter.abandon()
+        if self._installation is not None:
+            self._installation.remove()
+        _attached.discard(self._model)
+        try:
+            yield
+        finally:
+            _attached.add(self._model)
+            self._installation = Installation(self._model, self._recorder, self._start, self._finish)
+            if active:
+                self._enter(())
 
     def _finish(self, failed: bool) -> None:
         """A forward pass ended, or raised."""
@@ -542,21 +703,58 @@ class Session:
         ]
 
     def _profile(
-        self, inputs: Any, target: Any, loss_fn: LossFunction
+        self,
+        inputs: Any,
+        target: Any,
+        loss_fn: LossFunction,
+        budget_bytes: float | None,
+        on_progress: Progress | None,
     ) -> tuple[Profile, dict[str, int], float]:
-        """(what a step could hold, saved bytes by key, seconds of a plain step)."""
-        arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+        """(what a step could hold, saved bytes by key, seconds of a plain step).
+
+        The loss is seen too, so that a plan knows what it saves under :meth:`step`; but where step() is not
+        used it holds its tensors itself, so these are kept either way.
+        """
+        profiler: StepProfiler | None = None
+        learning = _STATISTICS_STEPS if self._controller is not None else 1
+        numbers = itertools.count(1)
+
+        def done(what: str) -> None:
+            if on_progress is not None:
+                on_progress(next(numbers), learning + 2 + 2 * _TIMED_STEPS, what)
+
+        def forward(given: Any) -> Any:
+            output = self._model(*given if isinstance(given, tuple) else (given,))
+            if profiler is not None:
+                profiler.loss()
+            return output
 
         def closure() -> None:
-            loss_fn(self._model(*arguments), target).backward()
+            given, wanted = _apart(inputs), _apart(target)
+            with self.step(), _explained(inputs, target):
+                loss = loss_fn(forward(given), wanted)  # nobody holds the output through backward
+            _check_loss(loss)
+            with _ungraded(loss, self._model):
+                loss.backward()
 
-        for _ in range(_STATISTICS_STEPS if self._controller is not None else 1):
+        self._replay(closure, bypass=True)
+        done("a plain step")
+        parts: dict[str, Any] = {
+            "parameter_bytes": _nbytes([*self._model.parameters(), *self._model.buffers()]),
+            "input_bytes": _nbytes(_tensors([inputs, target])),
+            "state_bytes": state_bytes(self._model, self._optimizer),
+        }
+        if budget_bytes is not None:
+            _require_room(int(budget_bytes), parts, _nbytes(self._gradients()))
+        for _ in range(learning):
             self._model.zero_grad(set_to_none=True)
             closure()
+            done("statistics")
         self._close_step()
-        seconds = min(_timed(lambda: self._replay(closure, bypass=True)) for _ in range(_TIMED_STEPS))
-        owned = [*self._model.parameters(), *self._model.buffers(), *_tensors([inputs, target])]
-        held = _nbytes(owned) + state_bytes(self._model, self._optimizer)
+        seconds = math.inf
+        for _ in range(_TIMED_STEPS):
+            seconds = min(seconds, _timed(lambda: self._replay(closure, bypass=True)))
+            done("a plain step, timed")
         self._model.zero_grad(set_to_none=True)
         self._store.arena.clear()
         profiler = self._store.listener = StepProfiler()
@@ -564,15 +762,22 @@ class Session:
         try:
             for _ in range(_TIMED_STEPS):
                 self._replay(closure, bypass=True)
+                done("a plain step, operator by operator")
             self._model.zero_grad(set_to_none=True)
             profiler.start()
-            gradients = self._replay(closure, bypass=False)
+            self._replay(closure, bypass=False)
+            gradients = self._gradients()
             saved = {row.key: row.saved_bytes for row in self._store.rows}
             final = _nbytes(gradients) + transient_bytes(gradients, self._optimizer)
-            return profiler.stop(held, self._state.sensitivities, final), saved, seconds
+            profile = profiler.stop(sum(parts.values()), self._state.sensitivities, final, gradients)
+            done("every way to hold every tensor")
+            return _keeping_the_loss(dataclasses.replace(profile, **parts), saved), saved, seconds
         finally:
             self._store.listener = self._store.lineage = None
             profiler.close()
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self._model.parameters() if p.grad is not None]
 
     def _due(self, step: int) -> bool:
         return step >= 0 and self._controller is not None and self._controller.due(step)
@@ -585,7 +790,7 @@ class Session:
 
     def _persistent(self) -> list[torch.Tensor]:
         """Gradients and optimizer state as they are now."""
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        gradients = self._gradients()
         state = self._optimizer.state.values() if self._optimizer is not None else []
         states = _tensors([list(values.values()) for values in state])
         return [_local(tensor) for tensor in (*gradients, *states)]
@@ -603,6 +808,90 @@ class Session:
     def _require_attached(self) -> None:
         if self._installation is None:
             raise AttachError("this session is detached; call squeezebox.attach(model, ...) again.")
+
+
+Shapes = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class _Replanning:
+    """The plans made so far, by the inputs that each was made for, and how to make another."""
+
+    plans: dict[Shapes, StepPlan]
+    failed: dict[Shapes, str] = dataclasses.field(default_factory=dict)
+    sample: Shapes = ()
+    target: Any = None
+    planner: Callable[..., StepPlan] | None = None  # of a sample
+
+    @staticmethod
+    def of(
+        model: torch.nn.Module,
+        plan: StepPlan,
+        sample: tuple[Any, Any] | None,
+        loss_fn: LossFunction | None,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> _Replanning:
+        """Holds the sample's shapes and target, not its inputs; cannot plan without sample and loss."""
+        if sample is None or loss_fn is None:
+            return _Replanning(plans={})
+        exact = plan.noise == 0.0
+        make = functools.partial(
+            make_plan,
+            model,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            budget=plan.budget_bytes,
+            noise=None if exact else plan.noise,
+            exact=exact,
+        )
+        shapes = _shapes(sample[0])
+        return _Replanning(plans={shapes: plan}, sample=shapes, target=sample[1], planner=make)
+
+    def covering(self, shapes: Shapes) -> StepPlan | None:
+        """The first plan made for inputs at least as large in every dimension."""
+        return next((plan for planned, plan in self.plans.items() if _covers(planned, shapes)), None)
+
+    def make(self, shapes: Shapes, arguments: tuple[Any, ...]) -> tuple[StepPlan | None, str]:
+        """A plan for these arguments, or why there is none; BudgetError if none fits."""
+        assert self.planner is not None
+        target = _mapped(lambda tensor: _fitted(tensor, self.sample, shapes), self.target)
+        try:
+            plan = self.plans[shapes] = self.planner(sample=(arguments, target))
+        except OptionError as error:
+            self.failed[shapes] = str(error)
+            return None, str(error)
+        return plan, ""
+
+
+def _shapes(inputs: Any) -> Shapes:
+    return tuple((tensor.dtype, tuple(tensor.shape)) for tensor in _tensors(inputs))
+
+
+def _covers(planned: Shapes, shapes: Shapes) -> bool:
+    """Whether every tensor has its kind, and no dimension longer than planned."""
+    return [(dtype, len(sizes)) for dtype, sizes in planned] == [
+        (dtype, len(sizes)) for dtype, sizes in shapes
+    ] and all(
+        size <= most
+        for (_, sizes), (_, largest) in zip(shapes, planned, strict=True)
+        for size, most in zip(sizes, largest, strict=True)
+    )
+
+
+def _fitted(target: torch.Tensor, sample: Shapes, shapes: Shapes) -> torch.Tensor:
+    """The target cut or repeated to other inputs' sizes: where it is as long as the sample's first input.
+
+    A first dimension of as many rows as the input has in its first two (tokens in a row) follows both.
+    """
+    old, new = (next((sizes for _, sizes in each if sizes), ()) for each in (sample, shapes))
+    pairs = dict(enumerate(zip(old, new, strict=False)))
+    for dim, size in enumerate(target.shape):
+        before, after = pairs.get(dim, (size, size))
+        if dim == 0 and size == math.prod(old[:2]) != before:
+            before, after = size, math.prod(new[:2])
+        if size == before != after:
+            target = target.index_select(dim, torch.arange(after) % size)
+    return target
 
 
 class _BoundPolicy:
@@ -642,13 +931,223 @@ def _controller(
     return controller if controller is not None else NoiseBudget(noise=1e-3 if noise is None else noise)
 
 
+def _check_sample(sample: Any, loss_fn: LossFunction | None) -> tuple[tuple[Any, Any], LossFunction]:
+    """Both as they are."""
+    if not isinstance(sample, (tuple, list)) or len(sample) != 2 or loss_fn is None:
+        raise OptionError("a plan needs sample=(inputs, target) and loss_fn=, to see what a step saves.")
+    return (sample[0], sample[1]), loss_fn
+
+
+def _plannable(model: torch.nn.Module, noise: float | None, exact: bool) -> float:
+    """The noise allowed; OptionError where no plan can be made."""
+    if exact and noise is not None:
+        raise OptionError("noise and exact exclude each other; give one of them.")
+    if noise is not None:
+        NoiseBudget(noise=noise)  # refuses what is out of range
+    if foreign_hooks():
+        raise OptionError("a plan cannot be made inside other saved-tensor hooks; leave their context first.")
+    if _device(model).type != "cpu":
+        raise OptionError(f"plans are for the CPU as yet, and the model is on {_device(model)}; use noise=.")
+    return 0.0 if exact else 1e-3 if noise is None else noise
+
+
+def _check_time_limit(time_limit: float | None, budget: object) -> None:
+    if time_limit is None:
+        return
+    if budget is not None:
+        raise OptionError("a plan for a budget takes the least time already; give budget or time_limit.")
+    if not 1.0 <= time_limit < math.inf:
+        raise OptionError(
+            f"time_limit {time_limit:g} is below 1 or not finite; it is a multiple of the plain step's time, "
+            "such as 1.3."
+        )
+
+
+def _profiled(
+    model: torch.nn.Module,
+    sample: tuple[Any, Any],
+    loss_fn: LossFunction,
+    optimizer: torch.optim.Optimizer | None,
+    noise: float,
+    budget_bytes: float | None,
+    on_progress: Progress | None,
+) -> StepProfile:
+    """A profile of the model as it is; BudgetError if it holds more than ``budget_bytes`` in any case."""
+    with _restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
+        session = attach(model, optimizer=optimizer, noise=noise or None, exact=noise == 0.0)
+        try:
+            profile, saved, seconds = session._profile(*sample, loss_fn, budget_bytes, on_progress)
+            late_values = {key: role.value for key, role in session._store.late_values.items()}
+        finally:
+            session.detach()
+    return StepProfile(profile=profile, saved_bytes=saved, plain_seconds=seconds, late_values=late_values)
+
+
+def _profile_key(
+    model: torch.nn.Module,
+    sample: tuple[Any, Any],
+    loss_fn: LossFunction,
+    optimizer: torch.optim.Optimizer | None,
+    noise: float,
+) -> str:
+    """What a profile depends on, as a file's name."""
+    weights = _tensors(list(loss_fn.parameters())) if isinstance(loss_fn, torch.nn.Module) else ()
+    settings = (__version__, noise, type(optimizer).__name__, state_bytes(model, optimizer))
+    return profile_key(model, [*_tensors(sample), *weights], loss_fn, *settings)
+
+
+def _cached(folder: Path, key: str, make: Callable[[], StepProfile]) -> StepProfile:
+    """The profile of that key in the folder; made and put there if it is missing or damaged."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot make the cache {folder}: {error}. Choose another one, or none.") from error
+    require_writable(folder / key)
+    seen = load_profile(folder, key)
+    if seen is None:
+        seen = make()
+        store_profile(folder, key, seen)
+    return seen
+
+
+def _plain_peak(seen: StepProfile) -> int:
+    """The peak with every tensor kept."""
+    return planner.peak(seen.profile, {key: _keeping(nbytes) for key, nbytes in seen.saved_bytes.items()})
+
+
+def _planned(
+    model: torch.nn.Module,
+    seen: StepProfile,
+    limit: int | None,
+    noise: float,
+    batch: int,
+    seconds: float = math.inf,
+) -> StepPlan:
+    """The fastest plan within ``limit`` bytes; without one, the smallest within ``seconds`` beyond plain."""
+    chosen = (
+        planner.smallest(seen.profile, noise, seconds)
+        if limit is None
+        else _chosen(seen.profile, limit, noise, batch)
+    )
+    return StepPlan(
+        model=type(model).__name__,
+        budget_bytes=limit,
+        noise=noise,
+        plain_peak_bytes=_plain_peak(seen),
+        plain_seconds=seen.plain_seconds,
+        predicted_peak_bytes=chosen.predicted_peak_bytes,
+        predicted_seconds=seen.plain_seconds + chosen.predicted_seconds,
+        predicted_noise=chosen.predicted_noise,
+        late_values=seen.late_values,
+        tensors=tuple(
+            PlannedTensor(key=key, saved_bytes=seen.saved_bytes[key], option=option)
+            for key, option in chosen.choices.items()
+        ),
+    )
+
+
+def _chosen(profile: Profile, limit: int, noise: float, batch: int) -> Plan:
+    """The fastest plan within ``limit`` bytes; BudgetError with what would fit."""
+    budget = Budget(peak_bytes=limit, noise=noise)
+    try:
+        return planner.solve(profile, budget)
+    except BudgetError:
+        least = planner.smallest(profile, noise)
+        if least.predicted_peak_bytes <= limit:
+            return least
+        raise BudgetError(explain(planner.shortage(profile, budget, least, batch))) from None
+
+
+def _fits(profile: Profile, budget: Budget) -> bool:
+    try:
+        planner.solve(profile, budget)
+    except BudgetError:
+        return False
+    return True
+
+
+def _require_room(budget_bytes: int, parts: Mapping[str, int], gradient_bytes: int) -> None:
+    """Refuse a budget below what no plan can change."""
+    if budget_bytes < sum(parts.values()) + gradient_bytes:
+        names = {
+            "parameters and buffers": parts["parameter_bytes"],
+            "the sample": parts["input_bytes"],
+            "gradients": gradient_bytes,
+            "optimizer state": parts["state_bytes"],
+        }
+        raise BudgetError(explain_floor(budget_bytes, names))
+
+
+def _keeping_the_loss(profile: Profile, saved: Mapping[str, int]) -> Profile:
+    """The profile with no choice for what the loss saves."""
+    keys = {each.key for each in profile.moments if each.phase == "loss" and each.event == "save"}
+    tensors = tuple(
+        dataclasses.replace(tensor, options=(_keeping(saved[tensor.key]),)) if tensor.key in keys else tensor
+        for tensor in profile.tensors
+    )
+    return dataclasses.replace(profile, tensors=tensors)
+
+
+def _keeping(nbytes: int) -> Option:
+    return Option(action=Action.KEEP, codec="keep", held_bytes=nbytes)
+
+
+def _batch(sample: tuple[Any, Any]) -> int:
+    """First size of the first of the sample's inputs that has one; 0 if none has."""
+    return next((tensor.shape[0] for tensor in _tensors(sample[0]) if tensor.dim()), 0)
+
+
+def _resized(sample: tuple[Any, Any], batch: int, size: int) -> tuple[Any, Any]:
+    """The sample with ``size`` instead of ``batch`` rows, cut off or repeated."""
+    if size == batch:
+        return sample
+
+    def resized(tensor: torch.Tensor, multiple: bool) -> torch.Tensor:
+        rows = tensor.shape[0] if tensor.dim() else 0
+        if rows == 0 or rows % batch or (rows > batch and not multiple):
+            return tensor
+        needed = rows // batch * size
+        with torch.no_grad():
+            repeated = torch.cat([tensor] * math.ceil(needed / rows)) if needed > rows else tensor
+            return repeated[:needed].clone().requires_grad_(tensor.requires_grad)
+
+    inputs, target = sample
+    return _mapped(lambda t: resized(t, False), inputs), _mapped(lambda t: resized(t, True), target)
+
+
+def _mapped(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
+    """The same tuples, lists and dictionaries with their tensors changed."""
+    if isinstance(values, torch.Tensor):
+        return change(values)
+    if isinstance(values, Mapping):
+        return {key: _mapped(change, value) for key, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        changed = [_mapped(change, value) for value in values]
+        return type(values)(*changed) if hasattr(values, "_fields") else type(values)(changed)
+    return values
+
+
+def _apart(values: Any) -> Any:
+    """The same values cut off from whatever made them, so that backward ends there."""
+    if not any(tensor.requires_grad for tensor in _tensors(values)):
+        return values
+    return _mapped(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), values)
+
+
+def _described(values: Any) -> str:
+    """Shapes and dtypes of the tensors within."""
+    found = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in _tensors(values)]
+    return ", ".join(found) or f"no tensor ({type(values).__name__})"
+
+
 @contextlib.contextmanager
-def _restored(model: torch.nn.Module) -> Iterator[None]:
-    """Put gradients, buffers and random states back afterwards."""
+def _restored(model: torch.nn.Module, *others: torch.nn.Module) -> Iterator[None]:
+    """Put gradients of the model, and buffers of all modules and random states back afterwards."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [
         (module, name, buffer, buffer.clone())
-        for module in model.modules()
+        for each in (model, *others)
+        for module in each.modules()
         for name, buffer in module.named_buffers(recurse=False)
     ]
     random = torch.get_rng_state()
@@ -666,6 +1165,49 @@ def _restored(model: torch.nn.Module) -> Iterator[None]:
         torch.set_rng_state(random)
         if on_device is not None:
             torch.cuda.set_rng_state(on_device, device)
+
+
+@contextlib.contextmanager
+def _ungraded(loss: torch.Tensor, model: torch.nn.Module) -> Iterator[None]:
+    """Leave the gradients of everything but the model as they were: of a loss's own parameters, say."""
+    own = {id(parameter) for parameter in model.parameters()}
+    before = [(leaf, leaf.grad) for leaf in leaves(loss) if id(leaf) not in own]
+    for leaf, _ in before:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in before:
+            leaf.grad = gradient
+
+
+@contextlib.contextmanager
+def _explained(inputs: Any, target: Any) -> Iterator[None]:
+    """Errors of the model or the loss say what they were given."""
+    try:
+        yield
+    except SqueezeboxError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise OptionError(
+            f"the model or the loss fails on the sample with inputs {_described(inputs)} and target "
+            f"{_described(target)}: {type(error).__name__}: {error}. Give sample=(inputs, target) as a "
+            "training step gets them; several inputs are a tuple."
+        ) from error
+
+
+def _check_loss(loss: Any) -> None:
+    """Refuse what backward cannot start from."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = (
+            f"a tensor {_described(loss)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        )
+        raise OptionError(f"loss_fn returned {what}; backward starts from one number, such as its mean.")
+    if not loss.requires_grad:
+        raise OptionError(
+            "loss_fn returned a tensor that does not depend on any parameter by differentiable operations "
+            "(detached, argmax, frozen parameters, or inside torch.no_grad()), so there is no backward."
+        )
 
 
 def _device(model: torch.nn.Module) -> torch.device:
@@ -697,10 +1239,16 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def _admit(model: str, planned: Mapping[str, int], key: str, nbytes: int) -> None:
-    """Refuse a tensor that the plan does not know, or not of that size; a smaller batch is fine."""
+def _admit(
+    model: str, planned: Mapping[str, int], notes: dict[str, None] | None, key: str, nbytes: int
+) -> None:
+    """Refuse, or note, a tensor that the plan does not know, or not of that size; a smaller one is fine."""
     known = planned.get(key)
-    if known is None or nbytes > known:
+    if known is not None and nbytes <= known:
+        return
+    if notes is not None:
+        notes[f"'{key}' was larger than planned, or not planned and held exactly"] = None
+    else:
         size = "no such tensor" if known is None else f"{known} bytes"
         raise PlanError(
             f"'{key}' saves {nbytes} bytes and the plan, made for {model}, knows {size}: it was made "

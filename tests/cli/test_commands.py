@@ -32,6 +32,7 @@ def models(tmp_path, monkeypatch):
     (tmp_path / "lacking.py").write_text("import no_such_package_at_all")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield tmp_path
     for name in ("my_models", "lacking"):
         sys.modules.pop(name, None)
@@ -94,12 +95,60 @@ def test_plan(models, capfd):
         ("--sample", "my_models:nothing"),
         ("--out", "missing/plan.json"),
         ("--noise", "1e-2", "--exact"),
+        ("--time-limit", "0.5"),
+        ("--diff", "missing.json"),
+        ("--time-limit", "1.3", "--budget", "50%"),
     ),
 )
 def test_plan_refuses(models, capfd, wrong):
     code, out, err = run(capfd, "plan", "my_models:small", "--input", "3x32x32", "--batch", "8", *wrong)
     assert code != 0 and out == "" and "Traceback" not in err and len(err) > 40
     assert not (models / "plan.json").exists()
+
+
+def test_plans_profiles_are_cached_unless_told_not_to(models, capfd):
+    arguments = ("plan", "my_models:small", "--input", "3x32x32", "--batch", "8", "--exact")
+    folder = models / "cache" / "squeezebox" / "profiles"
+    assert run(capfd, *arguments, "--no-cache")[0] == 0
+    assert not folder.exists()
+    assert run(capfd, *arguments)[0] == 0
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_plan_against_an_earlier_one(models, capfd):
+    arguments = (
+        "plan",
+        "my_models:small",
+        "--input",
+        "3x32x32",
+        "--batch",
+        "8",
+        "--exact",
+        "--budget",
+        "100%",
+    )
+    assert run(capfd, *arguments)[0] == 0
+    values = json.loads((models / "plan.json").read_text())
+    values["tensors"][0] |= {"action": "offload", "codec": "file"}
+    (models / "earlier.json").write_text(json.dumps(values))
+    code, out, _ = run(capfd, *arguments, "--diff", "earlier.json", "--out", "again.json")
+    assert code == 0
+    assert (
+        out.startswith(f"{values['tensors'][0]['key']}  offload file") and "\n1 of 2 tensors differ\n" in out
+    )
+
+
+def test_max_batch(models, capfd):
+    arguments = ("max-batch", "my_models:small", "--input", "3x32x32", "--batch", "4", "--exact")
+    code, out, err = run(capfd, *arguments, "--budget", "200%", "--json")
+    assert (code, err) == (0, "")
+    figures = json.loads(out)
+    assert figures["batch"] >= figures["plain_batch"] >= 7
+    assert figures["predicted_peak_bytes"] <= figures["plan"]["budget_bytes"]
+    code, out, err = run(capfd, *arguments, "--budget", "1KiB")
+    assert (code, out) == (1, "") and "bytes" in err and "Traceback" not in err
+    code, out, err = run(capfd, *arguments)
+    assert (code, out) == (2, "") and "--budget" in err
 
 
 def test_estimate(models, capfd):

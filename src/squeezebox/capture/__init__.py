@@ -4,8 +4,8 @@ In: a model, a policy that picks codecs and bounds. Out: rows of saved tensors, 
 May touch: torch's saved-tensor hooks, function modes and autograd nodes; codecs and bounds below.
 """
 
-from squeezebox.capture._graph import in_backward
-from squeezebox.capture._install import Installation, check_supported, foreign_hooks
+from squeezebox.capture._graph import in_backward, leaves
+from squeezebox.capture._install import Installation, check_supported, foreign_hooks, is_innermost
 from squeezebox.capture._observe import Observer
 from squeezebox.capture._recorder import Recorder
 from squeezebox.capture._rules import Rule
@@ -27,5 +27,7 @@ __all__ = [
     "check_supported",
     "foreign_hooks",
     "in_backward",
+    "is_innermost",
     "is_plain",
+    "leaves",
 ]

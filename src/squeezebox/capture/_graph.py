@@ -49,6 +49,20 @@ def is_custom(node: Node) -> bool:
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
+def leaves(output: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors whose ``grad`` a backward from ``output`` adds to."""
+    stack = [output.grad_fn]
+    seen: set[Node] = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if is_leaf_node(node):
+            yield node.variable  # type: ignore[attr-defined]
+        stack.extend(following for following, _ in node.next_functions)
+
+
 def saved_attributes(node: Node) -> tuple[str, ...]:
     """Names of the tensors that a node made in C++ saved, in a fixed order."""
     kind = type(node)

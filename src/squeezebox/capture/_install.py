@@ -7,6 +7,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
 
 from squeezebox.capture._recorder import Recorder
 from squeezebox.schema import UnsupportedModelError
@@ -105,6 +106,13 @@ def check_supported(model: torch.nn.Module) -> None:
                 "written in Python would unpack everything before its backward starts and raise the peak. "
                 "Attach to the eager model instead."
             )
+
+
+def is_innermost(recorder: Recorder) -> bool:
+    """Whether nobody has entered a function mode or saved-tensor hooks since the recorder was entered."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    mode = _get_current_function_mode_stack()[-1:]
+    return bool(mode == [recorder] and hooks is not None and hooks[0] is recorder._pack_hook)
 
 
 def foreign_hooks() -> bool:

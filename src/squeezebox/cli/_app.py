@@ -78,6 +78,16 @@ def plan(
     ] = None,
     noise: Annotated[float | None, typer.Option(help="Allowed gradient noise (default: 1e-3).")] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Lose nothing.")] = False,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(help="As little memory as fits this multiple of the plain step's time, such as 1.3."),
+    ] = None,
+    cache: Annotated[
+        bool, typer.Option("--cache/--no-cache", help="Keep profiles, and use them again.")
+    ] = True,
+    diff: Annotated[
+        Path | None, typer.Option(help="An earlier plan: print what changes instead of the plan.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where the plan goes, as JSON.")] = Path("plan.json"),
     as_json: Json = False,
 ) -> None:
@@ -88,6 +98,7 @@ def plan(
     """
     from squeezebox.cli._plan import make
 
+    earlier = None if diff is None else squeezebox.load_plan(diff)
     result = make(
         factory,
         input=input,
@@ -98,7 +109,47 @@ def plan(
         budget=budget,
         noise=noise,
         exact=exact,
+        time_limit=time_limit,
+        cache=cache,
         out=str(out),
+    )
+    text = result if earlier is None else earlier.diff(result)
+    print(json.dumps(result.to_dict(), indent=1) if as_json else text)
+
+
+@app.command()
+def max_batch(
+    factory: Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Returns the model when called.")],
+    budget: Annotated[
+        str, typer.Option(help="Peak of the step: 2GiB, or 80% of the plain one's at --batch.")
+    ],
+    input: Annotated[str, typer.Option(help="One sample's shape.")] = "3x224x224",
+    batch: Annotated[int, typer.Option(help="Samples a step to begin with.")] = 8,
+    sample: Annotated[
+        str | None, typer.Option(metavar="MODULE:CALLABLE", help="Returns (inputs, target), a real batch.")
+    ] = None,
+    loss: Annotated[str | None, typer.Option(metavar="MODULE:CALLABLE", help="loss(output, target).")] = None,
+    optimizer: Annotated[str, typer.Option(help="sgd, sgd-momentum, adam or adamw.")] = "sgd-momentum",
+    noise: Annotated[float | None, typer.Option(help="Allowed gradient noise (default: 1e-3).")] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Lose nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Find the largest batch whose training step fits the budget.
+
+    Runs a few steps at two batches and at the answer.
+    """
+    from squeezebox.cli._plan import find_batch
+
+    result = find_batch(
+        factory,
+        input=input,
+        batch=batch,
+        sample=sample,
+        loss=loss,
+        optimizer=optimizer,
+        budget=budget,
+        noise=noise,
+        exact=exact,
     )
     print(json.dumps(result.to_dict(), indent=1) if as_json else result)
 

@@ -1,9 +1,12 @@
-"""Arguments of ``squeezebox plan``: what a training step is."""
+"""Arguments of ``squeezebox plan`` and ``max-batch``: what a training step is."""
 
 from __future__ import annotations
 
 import inspect
+import os
+import platform
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +14,8 @@ from torch.nn import functional
 
 import squeezebox
 from squeezebox.cli._estimate import load_factory, parse_shape
-from squeezebox.reports import StepPlan, require_writable
+from squeezebox.cli._progress import counted
+from squeezebox.reports import MaxBatch, StepPlan, require_writable
 from squeezebox.schema import OptionError
 
 _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -33,6 +37,8 @@ def make(
     budget: str | None,
     noise: float | None,
     exact: bool,
+    time_limit: float | None,
+    cache: bool,
     out: str,
 ) -> StepPlan:
     """The plan, written to ``out``.
@@ -43,6 +49,61 @@ def make(
         OutputError: ``out`` cannot be written; found before anything is run.
     """
     require_writable(out)
+    step = _step(factory, input, batch, sample, loss, optimizer)
+    with counted("running the sample") as on_progress:
+        plan = squeezebox.plan(
+            **step,
+            budget=budget,
+            noise=noise,
+            exact=exact,
+            time_limit=time_limit,
+            cache=cache_folder() if cache else None,
+            on_progress=on_progress,
+        )
+    plan.save(out)
+    return plan
+
+
+def find_batch(
+    factory: str,
+    *,
+    input: str,
+    batch: int,
+    sample: str | None,
+    loss: str | None,
+    optimizer: str,
+    budget: str,
+    noise: float | None,
+    exact: bool,
+) -> MaxBatch:
+    """The largest batch within the budget.
+
+    Raises:
+        OptionError: an argument is out of range or names nothing.
+        BudgetError: not even a batch of 1 fits.
+    """
+    step = _step(factory, input, batch, sample, loss, optimizer)
+    with counted("running the sample") as on_progress:
+        return squeezebox.max_batch(**step, budget=budget, noise=noise, exact=exact, on_progress=on_progress)
+
+
+def cache_folder() -> Path | None:
+    """Where this user's profiles are kept; None where no such folder can be written."""
+    home, system = Path.home(), platform.system()
+    usual = {"Darwin": home / "Library" / "Caches", "Windows": home / "AppData" / "Local"}
+    named = os.environ.get("XDG_CACHE_HOME", "") or usual.get(system, home / ".cache")
+    folder = Path(named) / "squeezebox" / "profiles"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return folder if os.access(folder, os.W_OK) else None
+
+
+def _step(
+    factory: str, input: str, batch: int, sample: str | None, loss: str | None, optimizer: str
+) -> dict[str, Any]:
+    """Model, sample, loss and optimizer by their names in squeezebox.plan()."""
     if optimizer not in _OPTIMIZERS:
         raise OptionError(f"no optimizer '{optimizer}'; there are {', '.join(_OPTIMIZERS)}.")
     if batch < 1:
@@ -53,18 +114,13 @@ def make(
             f"'{factory}' returned a {type(model).__name__}, not a torch.nn.Module; name a function or class "
             "that returns the model."
         )
-    inputs = (torch.randn(batch, *parse_shape(input)), None) if sample is None else load_factory(sample)()
-    plan = squeezebox.plan(
-        model.train(),
-        sample=inputs,
-        loss_fn=_stand_in if loss is None else load_loss(loss),
-        optimizer=_OPTIMIZERS[optimizer](model.parameters()),
-        budget=budget,
-        noise=noise,
-        exact=exact,
-    )
-    plan.save(out)
-    return plan
+    made = (torch.randn(batch, *parse_shape(input)), None) if sample is None else load_factory(sample)()
+    return {
+        "model": model.train(),
+        "sample": made,
+        "loss_fn": _stand_in if loss is None else load_loss(loss),
+        "optimizer": _OPTIMIZERS[optimizer](model.parameters()),
+    }
 
 
 def load_loss(name: str) -> Callable[[Any, Any], torch.Tensor]:

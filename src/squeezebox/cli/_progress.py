@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 Advance = Callable[[str], None]
+Count = Callable[[int, int, str], None]
 
 
 @contextlib.contextmanager
@@ -15,6 +16,26 @@ def progress(title: str, total: int) -> Iterator[Advance]:
     """Call what this gives once a unit of work, with a short note to show beside the count."""
     with _bar(title, total) if sys.stderr.isatty() else _lines(title, total) as advance:
         yield advance
+
+
+@contextlib.contextmanager
+def counted(title: str) -> Iterator[Count | None]:
+    """What this gives is called with (done, total, note); None where nobody watches a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=None, note="")
+        yield lambda done, total, note: bar.update(task, completed=done, total=total, note=note)
 
 
 @contextlib.contextmanager

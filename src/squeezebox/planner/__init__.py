@@ -4,7 +4,10 @@ In: a Profile (positions, tensors, measured options) and a Budget. Out: a Plan, 
 May touch: squeezebox.schema, numpy, and scipy for the optimum; no torch.
 """
 
-from squeezebox.planner._greedy import peak, smallest, solve
+from squeezebox.planner._batches import at_batch, largest_batch
+from squeezebox.planner._greedy import peak, solve
 from squeezebox.planner._milp import optimum
+from squeezebox.planner._shortage import shortage
+from squeezebox.planner._smallest import smallest
 
-__all__ = ["optimum", "peak", "smallest", "solve"]
+__all__ = ["at_batch", "largest_batch", "optimum", "peak", "shortage", "smallest", "solve"]

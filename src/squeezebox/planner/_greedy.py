@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from squeezebox.planner._table import Floats, Integers, Table, infeasible, tabulate
-from squeezebox.schema import Budget, BudgetError, Option, Plan, Profile
+from squeezebox.schema import Budget, Option, Plan, Profile
 
-_HALVINGS = 7
 _ROUNDS = 200  # of the ascent
 _KEPT = 24  # rounds that are repaired
 _POLISHED = 12  # of those, the fastest
@@ -42,7 +41,7 @@ class _Limits:
         return not noisy and int(table.usage(choice).max()) <= self.bytes_
 
 
-def solve(profile: Profile, budget: Budget) -> Plan:
+def solve(profile: Profile, budget: Budget, *, exchange: bool = True) -> Plan:
     """A plan whose every position stays within the budget, in nearly the least time.
 
     The bytes at every position and the noise are given prices (Lagrangian relaxation), which a subgradient
@@ -53,33 +52,15 @@ def solve(profile: Profile, budget: Budget) -> Plan:
     Args:
         profile: bytes, seconds and noise of every option of every tensor.
         budget: most bytes at any position, and most relative gradient noise of all options together.
+        exchange: try at the end to let one tensor take a faster option and others make room.
 
     Raises:
         BudgetError: no choice was found that fits.
         OptionError: the profile contradicts itself.
     """
     table = tabulate(profile)
-    return table.plan(_exchanged(table, _limits(table, budget), _fitting(table, budget)))
-
-
-def smallest(profile: Profile, noise: float) -> Plan:
-    """The plan with the lowest peak found within the noise, by halving the range of budgets.
-
-    Raises:
-        BudgetError: no choice has so little noise.
-        OptionError: the profile contradicts itself.
-    """
-    table = tabulate(profile)
-    low, high = max(profile.base_bytes), int(table.usage(_fastest(table)).max())
-    best = _fitting(table, Budget(peak_bytes=high, noise=noise))
-    for _ in range(_HALVINGS):
-        middle = (low + min(high, int(table.usage(best).max()))) // 2
-        try:
-            best = _fitting(table, Budget(peak_bytes=middle, noise=noise))
-        except BudgetError:
-            low = middle
-    least = Budget(peak_bytes=int(table.usage(best).max()), noise=noise)
-    return table.plan(_exchanged(table, _limits(table, least), best))
+    choice = _fitting(table, budget)
+    return table.plan(_exchanged(table, _limits(table, budget), choice) if exchange else choice)
 
 
 def peak(profile: Profile, choices: Mapping[str, Option]) -> int:

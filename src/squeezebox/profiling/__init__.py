@@ -1,9 +1,10 @@
 """Measure what a step really costs on this machine.
 
-In: a running step, or a model and an input's shape. Out: peaks in bytes, measured or simulated.
-May touch: torch's profiler, allocator counters and fake tensors; never the model.
+In: a running step, or a model and an input's shape. Out: profiles; peaks in bytes, measured or simulated.
+May touch: torch's profiler, allocator counters, fake tensors, and a folder of profiles; never the model.
 """
 
+from squeezebox.profiling._cache import load_profile, profile_key, store_profile
 from squeezebox.profiling._optimizer import state_bytes, transient_bytes
 from squeezebox.profiling._options import StepProfiler
 from squeezebox.profiling._peak import Peak, PeakMeter
@@ -15,7 +16,10 @@ __all__ = [
     "PeakMeter",
     "Simulation",
     "StepProfiler",
+    "load_profile",
+    "profile_key",
     "simulate",
     "state_bytes",
+    "store_profile",
     "transient_bytes",
 ]

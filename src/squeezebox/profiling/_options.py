@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,8 +12,8 @@ import torch
 
 from squeezebox import codecs
 from squeezebox.memory import Spill
-from squeezebox.profiling._timeline import Life, Timeline
-from squeezebox.schema import Action, Option, Profile, TensorProfile
+from squeezebox.profiling._timeline import Life, Timeline, Trace
+from squeezebox.schema import Action, Moment, Option, Profile, TensorProfile
 
 # Bounds in the unit of the tensor's rms that are tried, and how many are put between two of them.
 _TRIED = (1.0, 0.35, 0.12, 0.03)
@@ -88,15 +88,26 @@ class StepProfiler:
         """Begin; OptionError if another profiler is active."""
         self._timeline.start()
 
-    def stop(self, held: int, sensitivities: Mapping[str, float], final_bytes: int) -> Profile:
+    def loss(self) -> None:
+        """The model has returned and the loss begins."""
+        self._timeline.loss()
+
+    def stop(
+        self,
+        held: int,
+        sensitivities: Mapping[str, float],
+        final_bytes: int,
+        gradients: Sequence[torch.Tensor] = (),
+    ) -> Profile:
         """End, and put together what was seen.
 
         Args:
             held: bytes that lived before the step and go on living: parameters, state, inputs.
             sensitivities: key -> relative gradient noise for a unit bound; tensors without keep their values.
             final_bytes: held by the optimizer's step on top of ``held``.
+            gradients: what the step has left.
         """
-        trace, seconds_a_byte = self._timeline.stop(held), _transfer()
+        trace, seconds_a_byte = self._timeline.stop(held, gradients), _transfer()
         lives = {seen.row.key: trace.lives[number] for number, seen in self._seen.items()}
         tensors = tuple(
             _profile(
@@ -108,7 +119,17 @@ class StepProfiler:
             )
             for seen in self._seen.values()
         )
-        return Profile(base_bytes=(*trace.base_bytes, held + final_bytes), tensors=tensors)
+        left = sum(gradient.nbytes for gradient in gradients)
+        return Profile(
+            base_bytes=(*trace.base_bytes, held + final_bytes),
+            tensors=tensors,
+            moments=(*self._moments(trace), Moment(phase="optimizer", gradient_bytes=left)),
+        )
+
+    def _moments(self, trace: Trace) -> Iterator[Moment]:
+        for (phase, event, number), nbytes in zip(trace.moments, trace.gradient_bytes, strict=True):
+            key = self._seen[number].row.key if number >= 0 else ""
+            yield Moment(phase=phase, event=event, key=key, gradient_bytes=nbytes)
 
     def close(self) -> None:
         """End without a result; nothing happens after :meth:`stop`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,7 @@ from squeezebox.schema import OptionError
 _PREFIX = "squeezebox "
 _SAVE, _SAVED, _USE, _USED, _RELEASE = "save", "saved", "use", "used", "release"
 _CALL, _CALLED = "call", "called"
+_LOSS, _FREED = "loss", "freed"
 
 
 @dataclass(slots=True)
@@ -33,9 +34,13 @@ class Trace:
     """``base_bytes``: the most that each position holds apart from what packing and unpacking allocate.
 
     A position is the time between two marks, or between a mark and the end of a saved tensor's original.
+    ``moments`` says of each what began it, as (phase, event, tensor); ``gradient_bytes`` how much of its base
+    was gradients when it was highest.
     """
 
     base_bytes: tuple[int, ...]
+    gradient_bytes: tuple[int, ...]
+    moments: tuple[tuple[str, str, int], ...]
     lives: dict[int, Life]
     call_bytes: dict[int, int]  # the most that an operator held, its result included, beyond what there was
 
@@ -60,6 +65,10 @@ class Timeline:
             raise OptionError(
                 "a step cannot be profiled while another profiler is running; end that one first."
             )
+
+    def loss(self) -> None:
+        """The model has returned and the loss begins."""
+        self._mark(_LOSS, -1)
 
     def save(self, number: int, tensor: torch.Tensor) -> None:
         """Packing of a tensor begins; ``tensor`` is the original."""
@@ -89,16 +98,25 @@ class Timeline:
         """It has ended."""
         self._mark(_CALLED, number)
 
-    def stop(self, held: int) -> Trace:
-        """End; ``held`` bytes lived before and go on living."""
+    def stop(self, held: int, gradients: Iterable[torch.Tensor] = ()) -> Trace:
+        """End; ``held`` bytes lived before and go on living, ``gradients`` are what the step has left."""
         reading = _Reading(base=[held], now=held)
-        for name, address, nbytes in self._recording.events():
+        events = self._recording.events()
+        last = {address: number for number, (_, address, nbytes) in enumerate(events) if nbytes > 0}
+        left = {last.get(gradient.untyped_storage().data_ptr()) for gradient in gradients}
+        for number, (name, address, nbytes) in enumerate(events):
             if name.startswith(_PREFIX):
                 reading.mark(name.removeprefix(_PREFIX).split())
             elif nbytes:
-                reading.allocation(address, nbytes)
+                reading.allocation(address, nbytes, number in left)
         reading.end()
-        return Trace(tuple(reading.base), reading.lives, reading.calls)
+        return Trace(
+            base_bytes=tuple(reading.base),
+            gradient_bytes=tuple(reading.gradients),
+            moments=tuple(reading.moments),
+            lives=reading.lives,
+            call_bytes=reading.calls,
+        )
 
     def close(self) -> None:
         """End without reading; safe to call twice."""
@@ -115,9 +133,14 @@ class _Reading:
 
     base: list[int]
     now: int
+    gradients: list[int] = field(default_factory=lambda: [0])
+    moments: list[tuple[str, str, int]] = field(default_factory=lambda: [("forward", "", -1)])
     lives: dict[int, Life] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)
     _call: tuple[int, int] = (-1, 0)  # the running operator, and the bytes there were before it
+    _phase: str = "forward"
+    _of_loss: set[int] = field(default_factory=set)  # tensors that the loss has saved
+    _gradients_now: int = 0
     _inside: int = 0
     _blocks: dict[int, int] = field(default_factory=dict)  # address -> bytes that count
     _originals: dict[int, int] = field(default_factory=dict)  # address -> tensor
@@ -130,7 +153,8 @@ class _Reading:
         if kind in (_CALL, _CALLED):
             self._call = (number if kind == _CALL else -1, self.now)
             return
-        self._turn()
+        self._enter(kind, number)
+        self._turn(kind, number)
         position = len(self.base) - 1
         self._inside += (kind in (_SAVE, _USE)) - (kind in (_SAVED, _USED))
         if kind == _SAVE and number not in self.lives:
@@ -150,12 +174,14 @@ class _Reading:
         if number in self.lives and kind in (_USE, _USED, _RELEASE):
             self.lives[number].last_use = position - (kind == _RELEASE)  # it is gone by the mark
 
-    def allocation(self, address: int, nbytes: int) -> None:
+    def allocation(self, address: int, nbytes: int, gradient: bool) -> None:
         if nbytes > 0:
             counted = 0 if self._inside else nbytes
             self.now += counted - self._blocks.pop(address, 0)  # freed where no profiler saw it
             self._blocks[address] = counted
-            self.base[-1] = max(self.base[-1], self.now)
+            self._gradients_now += counted if gradient else 0
+            if self.now > self.base[-1]:
+                self.base[-1], self.gradients[-1] = self.now, self._gradients_now
             call, before = self._call
             self.calls[call] = max(self.calls.get(call, 0), self.now - before)
             if self._using is not None:
@@ -164,7 +190,7 @@ class _Reading:
         self.now -= self._blocks.pop(address, 0)
         number = self._originals.pop(address, None)
         if number is not None:
-            self._turn()
+            self._turn(_FREED, number)
             self.lives[number].dropped_at = len(self.base) - 1
 
     def end(self) -> None:
@@ -174,5 +200,16 @@ class _Reading:
             if number in self._idle:
                 life.idle_until = len(self.base)
 
-    def _turn(self) -> None:
+    def _enter(self, kind: str, number: int) -> None:
+        """The loss lasts until backward asks for the first tensor that the model has saved."""
+        if kind == _LOSS:
+            self._phase = "loss"
+        elif kind == _SAVE and self._phase == "loss":
+            self._of_loss.add(number)
+        elif kind == _USE and number not in self._of_loss:
+            self._phase = "backward"
+
+    def _turn(self, event: str, number: int) -> None:
         self.base.append(self.now)
+        self.gradients.append(self._gradients_now)
+        self.moments.append((self._phase, event, number))

@@ -5,15 +5,21 @@ at all.
 May touch: files it is told to write; no torch.
 """
 
+from squeezebox.reports._batch import MaxBatch
 from squeezebox.reports._estimate import Estimate
 from squeezebox.reports._plan import PlannedTensor, StepPlan, load_plan
 from squeezebox.reports._report import Report, human_bytes, require_writable, write_whole
+from squeezebox.reports._shortage import exact_bytes, explain, explain_floor
 
 __all__ = [
     "Estimate",
+    "MaxBatch",
     "PlannedTensor",
     "Report",
     "StepPlan",
+    "exact_bytes",
+    "explain",
+    "explain_floor",
     "human_bytes",
     "load_plan",
     "require_writable",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from squeezebox.reports._fields import checked, without_duplicates
 from squeezebox.reports._report import human_bytes, write_whole
-from squeezebox.schema import Action, FormatError, Option
+from squeezebox.schema import Action, FormatError, Option, Role
 
 PLAN_VERSION = 1
 _OPTION = [item.name for item in dataclasses.fields(Option)]
@@ -24,6 +24,14 @@ class PlannedTensor:
     key: str
     saved_bytes: int
     option: Option
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Named:
+    """What a row of the file says of a tensor beside its option."""
+
+    key: str
+    saved_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +92,26 @@ class StepPlan:
         """Write the plan whole or not at all; OutputError if the path cannot be written."""
         write_whole(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
+    def diff(self, other: StepPlan) -> str:
+        """What ``other`` does differently: a line for every tensor held in another way, then totals.
+
+        Tensors are in this plan's order, then those that only ``other`` has.
+        """
+        mine = {tensor.key: tensor.option for tensor in self.tensors}
+        theirs = {tensor.key: tensor.option for tensor in other.tensors}
+        peaks = [human_bytes(plan.predicted_peak_bytes) for plan in (self, other)]
+        keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
+        width = max((len(key) for key in keys), default=0)
+        return "\n".join(
+            [
+                *(f"{key:<{width}}  {_held(mine.get(key))} -> {_held(theirs.get(key))}" for key in keys),
+                f"{len(keys)} of {len(mine | theirs)} tensors differ",
+                f"peak   {' -> '.join(peaks)}",
+                f"time   {self.predicted_seconds:.3f} s -> {other.predicted_seconds:.3f} s",
+                f"noise  {self.predicted_noise:.1e} -> {other.predicted_noise:.1e}",
+            ]
+        )
+
     def __str__(self) -> str:
         limit = "as little as possible" if self.budget_bytes is None else human_bytes(self.budget_bytes)
         rows = [
@@ -102,39 +130,63 @@ def load_plan(path: str | os.PathLike[str]) -> StepPlan:
     """The plan that :meth:`StepPlan.save` wrote.
 
     Raises:
-        FormatError: the file is missing, damaged, or of a newer version.
+        FormatError: the file is missing, damaged, or of a newer version; names the field that is wrong.
     """
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-        return _from_dict(values)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        text = Path(path).read_text(encoding="utf-8")
+        return _from_dict(json.loads(text, object_pairs_hook=without_duplicates))
+    except (OSError, ValueError) as error:  # FormatError is a ValueError
         raise FormatError(
-            f"'{path}' is no plan that this Squeezebox can read: {type(error).__name__}: {error}. Make it "
-            "anew with squeezebox.plan(...).save(path)."
+            f"'{path}' is no plan that this Squeezebox can read: {error}. Make it anew with "
+            "squeezebox.plan(...).save(path)."
         ) from error
 
 
-def _from_dict(values: Mapping[str, Any]) -> StepPlan:
-    if values["version"] != PLAN_VERSION:
+def _from_dict(values: Any) -> StepPlan:
+    version = values.get("version") if isinstance(values, dict) else None
+    if version != PLAN_VERSION:
         raise FormatError(
-            f"the plan has version {values['version']}; this Squeezebox reads version {PLAN_VERSION}. "
-            "Upgrade squeezebox, or make the plan anew."
+            f"version is {version!r}; this Squeezebox reads version {PLAN_VERSION}. Upgrade squeezebox"
         )
-    names = [item.name for item in dataclasses.fields(StepPlan) if item.name != "tensors"]
-    tensors = tuple(
-        PlannedTensor(key=str(row["key"]), saved_bytes=int(row["saved_bytes"]), option=_option(row))
-        for row in values["tensors"]
-    )
-    return StepPlan(**{name: values[name] for name in names}, tensors=tensors)
+    fields = checked(StepPlan, values, "", besides=["version"])
+    rows = fields.pop("tensors")
+    if not isinstance(rows, list):
+        raise FormatError(f"tensors is a {type(rows).__name__}, not a list")
+    tensors = tuple(_tensor(row, f"tensors[{number}]") for number, row in enumerate(rows))
+    keys = [tensor.key for tensor in tensors]
+    for number, key in enumerate(keys):
+        if key in keys[:number]:
+            raise FormatError(f"tensors[{number}].key is '{key}', as that of tensors[{keys.index(key)}]")
+    _check_late_values(fields["late_values"])
+    return StepPlan(**fields, tensors=tensors)
 
 
-def _option(row: Mapping[str, Any]) -> Option:
-    values = {name: row[name] for name in _OPTION}
-    return Option(**{**values, "action": Action(row["action"]), "sources": tuple(row["sources"])})
+def _tensor(row: Any, where: str) -> PlannedTensor:
+    """Key, size and the option's fields, side by side."""
+    option = Option(**checked(Option, row, where, besides=["key", "saved_bytes"]))
+    own = {name: row[name] for name in ("key", "saved_bytes") if name in row}
+    return PlannedTensor(**{**checked(_Named, own, where), "option": option})
+
+
+def _check_late_values(values: Any) -> None:
+    if not isinstance(values, dict):
+        raise FormatError(f"late_values is a {type(values).__name__}, not an object")
+    for key, role in values.items():
+        if role not in [each.value for each in Role]:
+            raise FormatError(f"late_values['{key}'] is {role!r}, which is no role of a saved tensor")
 
 
 def _plain(option: Option) -> dict[str, Any]:
     return {**{name: getattr(option, name) for name in _OPTION}, "action": option.action.value}
+
+
+def _held(option: Option | None) -> str:
+    """An option in a few words."""
+    if option is None:
+        return "not there"
+    how = option.codec if option.action is Action.KEEP else f"{option.action.value} {option.codec}"
+    bound = f" {option.bound:.1e}" if option.bound else ""
+    return f"{how}{bound} {human_bytes(option.held_bytes)}"
 
 
 def _line(tensor: PlannedTensor, width: int) -> str:

@@ -17,7 +17,17 @@ from squeezebox.schema._errors import (
     SqueezeboxError,
     UnsupportedModelError,
 )
-from squeezebox.schema._plan import Action, Budget, Option, Plan, Profile, TensorProfile
+from squeezebox.schema._plan import (
+    Action,
+    Budget,
+    Moment,
+    Option,
+    Plan,
+    Profile,
+    Shortage,
+    StepProfile,
+    TensorProfile,
+)
 from squeezebox.schema._saved import (
     Check,
     Edge,
@@ -43,6 +53,7 @@ __all__ = [
     "Edge",
     "FormatError",
     "Injection",
+    "Moment",
     "NodeStatistics",
     "Option",
     "OptionError",
@@ -53,7 +64,9 @@ __all__ = [
     "Reads",
     "Role",
     "SavedTensor",
+    "Shortage",
     "SqueezeboxError",
+    "StepProfile",
     "StepRecord",
     "StepStatistics",
     "TensorProfile",

@@ -59,15 +59,51 @@ class TensorProfile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """Where in the step a position lies.
+
+    ``phase`` is "forward", "loss" (its backward included), "backward" or "optimizer". ``event`` is what began
+    it: "save", "saved", "use", "used" or "release" of the saved tensor called ``key``, or "freed" for the end
+    of its original. ``gradient_bytes`` of the position's base are gradients.
+    """
+
+    phase: str
+    event: str = ""
+    key: str = ""
+    gradient_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
     """One training step: what each position holds apart from the tensors below, and these.
 
     Positions number the operators of forward, then of backward, then the optimizer's step.
     ``base_bytes`` has one entry a position: parameters, gradients so far, optimizer state, temporaries.
+    ``moments``, if there, has one too. Of every position's base, ``parameter_bytes`` are parameters and
+    buffers, ``input_bytes`` the sample and ``state_bytes`` the optimizer's state.
     """
 
     base_bytes: tuple[int, ...]
     tensors: tuple[TensorProfile, ...]
+    moments: tuple[Moment, ...] = ()
+    parameter_bytes: int = 0
+    input_bytes: int = 0
+    state_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepProfile:
+    """A profile and what else a plan needs of the step.
+
+    ``saved_bytes`` is what plain PyTorch holds, by tensor; ``plain_seconds`` the time of a step without
+    Squeezebox; ``late_values`` names tensors of which a later operator reads more than the first one, and its
+    role.
+    """
+
+    profile: Profile
+    saved_bytes: dict[str, int]
+    plain_seconds: float
+    late_values: dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,3 +123,28 @@ class Plan:
     predicted_seconds: float
     predicted_noise: float
     peak_position: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shortage:
+    """Why no plan fits a budget, and what would; sizes are bytes.
+
+    ``peak_bytes`` is the lowest peak found, at ``moment``; the five parts below and ``temporary_bytes``
+    (operators' inputs, outputs and working memory) add up to it. The rest are changes that would fit, None
+    where one would not: more noise, a smaller batch, the peaks without optimizer state and without the loss.
+    """
+
+    budget_bytes: int
+    noise: float
+    peak_bytes: int
+    moment: Moment
+    parameter_bytes: int
+    input_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+    saved_bytes: int
+    temporary_bytes: int
+    more_noise: float | None
+    smaller_batch: int | None
+    stateless_peak_bytes: int | None
+    peak_bytes_but_loss: int | None

@@ -1,0 +1,85 @@
+"""Why a budget cannot be met, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from squeezebox.reports._report import human_bytes
+from squeezebox.schema import Moment, Shortage
+
+_EVENTS = {
+    "save": "while '{}' is packed",
+    "saved": "after '{}' was packed",
+    "freed": "after '{}' was packed and let go",
+    "use": "while '{}' is unpacked",
+    "used": "in the operator that reads '{}'",
+    "release": "after '{}' was read",
+}
+
+
+def explain(shortage: Shortage) -> str:
+    """What is missing, what the peak is made of, and what would fit."""
+    ways = [*_ways(shortage), f"raise the budget to {exact_bytes(shortage.peak_bytes)}"]
+    return (
+        f"Budget {exact_bytes(shortage.budget_bytes)} is below the {exact_bytes(shortage.peak_bytes)} that "
+        f"the smallest plan found at noise {shortage.noise:g} needs. Its peak is {where(shortage.moment)}, "
+        f"and holds {_parts(shortage)}. What would fit: {'; '.join(ways)}."
+    )
+
+
+def explain_floor(budget_bytes: int, parts: dict[str, int]) -> str:
+    """That a budget is below what a step holds whatever is done with saved tensors: bytes by name."""
+    total = sum(parts.values())
+    return (
+        f"Budget {exact_bytes(budget_bytes)} is below the {exact_bytes(total)} that {_listed(parts)} take, "
+        "whatever is done with saved tensors. Raise it well above that, or make the model or the optimizer's "
+        "state smaller."
+    )
+
+
+def exact_bytes(nbytes: int) -> str:
+    """``1.50 GiB (1610612736 bytes)``; below 1 KiB only the bytes."""
+    return f"{human_bytes(nbytes)} ({nbytes} bytes)" if nbytes >= 1024 else f"{nbytes} bytes"
+
+
+def where(moment: Moment) -> str:
+    """``in backward, in the operator that reads 'head:Addmm.mat1'``."""
+    if moment.phase == "optimizer":
+        return "in the optimizer's step"
+    event = _EVENTS.get(moment.event, "at its start").format(moment.key)
+    return f"in {'the loss' if moment.phase == 'loss' else moment.phase}, {event}"
+
+
+def _parts(shortage: Shortage) -> str:
+    parts = {
+        "parameters and buffers": shortage.parameter_bytes,
+        "the sample": shortage.input_bytes,
+        "gradients": shortage.gradient_bytes,
+        "optimizer state": shortage.state_bytes,
+        "saved tensors": shortage.saved_bytes,
+        "operators' inputs, outputs and temporaries": shortage.temporary_bytes,
+    }
+    return _listed(parts)
+
+
+def _listed(parts: dict[str, int]) -> str:
+    *first, last = [f"{name} {exact_bytes(nbytes)}" for name, nbytes in parts.items()]
+    return f"{', '.join(first)} and {last}"
+
+
+def _ways(shortage: Shortage) -> Iterator[str]:
+    """The changes that would fit, the cheapest first."""
+    if shortage.peak_bytes_but_loss is not None:
+        yield (
+            "compute the loss in slices of the batch (outside of it the peak is "
+            f"{exact_bytes(shortage.peak_bytes_but_loss)})"
+        )
+    if shortage.more_noise is not None and shortage.noise > 0.0:
+        yield f"allow noise {shortage.more_noise:g}"
+    if shortage.stateless_peak_bytes is not None and shortage.state_bytes > 0:
+        yield (
+            "an optimizer without state, such as SGD without momentum (peak "
+            f"{exact_bytes(shortage.stateless_peak_bytes)})"
+        )
+    if shortage.smaller_batch is not None:
+        yield f"a batch of about {shortage.smaller_batch}"

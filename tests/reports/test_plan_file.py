@@ -1,0 +1,124 @@
+"""A plan's file comes back whole or is refused by the name of the field; differences are told."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from squeezebox.reports import PlannedTensor, StepPlan, load_plan
+from squeezebox.schema import Action, FormatError, Option
+
+KEEP = Option(action=Action.KEEP, codec="keep", held_bytes=4096)
+PACKED = Option(
+    action=Action.COMPRESS,
+    codec="entropy",
+    bound=0.25,
+    held_bytes=1024,
+    working_bytes=4096,
+    seconds=0.1,
+    noise=1e-3,
+)
+FILE = Option(action=Action.OFFLOAD, codec="file", held_bytes=0, working_bytes=2048, seconds=-1e-6)
+
+
+def plan(*options, **changes):
+    keys = ("0:Convolution.input", "1:Relu.result", "2:Addmm.mat1")
+    values = {
+        "model": "Sequential",
+        "budget_bytes": 1 << 20,
+        "noise": 1e-2,
+        "plain_peak_bytes": 2 << 20,
+        "plain_seconds": 0.5,
+        "predicted_peak_bytes": 1 << 19,
+        "predicted_seconds": 0.75,
+        "predicted_noise": 1e-3,
+        "late_values": {"1:Relu.result": "conv input"},
+    }
+    tensors = [
+        PlannedTensor(key=key, saved_bytes=4096, option=option)
+        for key, option in zip(keys, options, strict=False)
+    ]
+    return StepPlan(**{**values, **changes}, tensors=tuple(tensors))
+
+
+def test_every_field_comes_back(tmp_path):
+    for made in (plan(KEEP, PACKED, FILE), plan(budget_bytes=None, noise=0)):
+        made.save(tmp_path / "plan.json")
+        assert load_plan(tmp_path / "plan.json") == made
+
+
+def changed(values, place, value):
+    """The same nested values with one replaced, or left out where ``value`` is Ellipsis."""
+    first, *rest = place
+    copy = list(values) if isinstance(values, list) else dict(values)
+    if rest:
+        copy[first] = changed(copy[first], rest, value)
+    elif value is ...:
+        del copy[first]
+    else:
+        copy[first] = value
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("model",), 3, "model is 3, not text"),
+        (("model",), ..., "model is missing"),
+        (("extra",), 1, "extra is unknown"),
+        (("budget_bytes",), -1, "budget_bytes is -1, not a whole number from 0"),
+        (("budget_bytes",), 1.5, "budget_bytes is 1.5"),
+        (("budget_bytes",), True, "budget_bytes is True"),
+        (("predicted_peak_bytes",), None, "predicted_peak_bytes is None"),
+        (("noise",), float("nan"), "noise is nan, not a finite number from 0"),
+        (("noise",), -0.5, "noise is -0.5"),
+        (("predicted_seconds",), float("inf"), "predicted_seconds is inf"),
+        (("plain_seconds",), "fast", "plain_seconds is 'fast'"),
+        (("late_values",), [], "late_values is a list"),
+        (("late_values", "a"), "poet", "late_values['a'] is 'poet'"),
+        (("late_values", "a"), {}, "late_values['a'] is {}"),
+        (("tensors",), {}, "tensors is a dict, not a list"),
+        (("tensors", 1), 7, "tensors[1] is 7, not an object"),
+        (("tensors", 1, "action"), "shrink", "tensors[1].action is 'shrink', not one of keep"),
+        (("tensors", 1, "action"), [], "tensors[1].action is []"),
+        (("tensors", 1, "key"), ..., "tensors[1].key is missing"),
+        (("tensors", 1, "key"), 5, "tensors[1].key is 5, not text"),
+        (("tensors", 1, "key"), "0:Convolution.input", "tensors[1].key is '0:Convolution.input', as that of"),
+        (("tensors", 0, "saved_bytes"), -4, "tensors[0].saved_bytes is -4"),
+        (("tensors", 0, "saved_bytes"), "4096", "tensors[0].saved_bytes is '4096'"),
+        (("tensors", 2, "held_bytes"), ..., "tensors[2].held_bytes is missing"),
+        (("tensors", 2, "working_bytes"), -1, "tensors[2].working_bytes is -1"),
+        (("tensors", 2, "bound"), float("nan"), "tensors[2].bound is nan"),
+        (("tensors", 2, "seconds"), float("nan"), "tensors[2].seconds is nan"),
+        (("tensors", 2, "colour"), "red", "tensors[2].colour is unknown"),
+        (("version",), 2, "version is 2"),
+        (("version",), ..., "version is None"),
+    ],
+)
+def test_the_field_that_is_wrong_is_named(place, value, message, tmp_path):
+    values = changed(plan(KEEP, PACKED, FILE).to_dict(), place, value)
+    (tmp_path / "plan.json").write_text(json.dumps(values))
+    with pytest.raises(FormatError) as caught:
+        load_plan(tmp_path / "plan.json")
+    assert message in str(caught.value) and "plan.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"version": 1', '{"version": 1, "version": 1}', "\xff"])
+def test_files_that_hold_no_plan(text, tmp_path):
+    (tmp_path / "plan.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(FormatError, match="plan.json"):
+        load_plan(tmp_path / "plan.json")
+
+
+def test_differences_are_told_tensor_by_tensor():
+    old, new = plan(KEEP, PACKED, FILE), plan(KEEP, KEEP, predicted_peak_bytes=1 << 20)
+    assert old.diff(new).splitlines() == [
+        "1:Relu.result  compress entropy 2.5e-01 1.00 KiB -> keep 4.00 KiB",
+        "2:Addmm.mat1   offload file 0 B -> not there",
+        "2 of 3 tensors differ",
+        "peak   512.00 KiB -> 1.00 MiB",
+        "time   0.750 s -> 0.750 s",
+        "noise  1.0e-03 -> 1.0e-03",
+    ]
+    assert new.diff(old).splitlines()[1] == "2:Addmm.mat1   not there -> offload file 0 B"
+    assert "0 of 3 tensors differ" in old.diff(replace(old, tensors=old.tensors[::-1]))

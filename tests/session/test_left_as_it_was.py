@@ -1,0 +1,88 @@
+"""Making a plan leaves every gradient as it was, and says what is wrong with a sample or a loss."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import squeezebox
+from squeezebox.schema import OptionError
+from tests.session.test_max_batch import batch, network
+
+
+class Weighted(nn.Module):
+    """A loss with a parameter, and a buffer that it changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, output, target):
+        self.seen += 1
+        return self.scale * F.cross_entropy(output, target)
+
+
+@pytest.mark.parametrize("graded", (True, False))
+@pytest.mark.parametrize("wrapped", (True, False))
+def test_gradients_outside_the_model(graded, wrapped):
+    model, loss, (x, y) = network(), Weighted(), batch(8)
+    x.requires_grad_()
+    if graded:
+        loss(model(x), y).backward()
+    before = {id(t): None if t.grad is None else (t.grad, t.grad.clone()) for t in (x, loss.scale)}
+    squeezebox.plan(
+        model, sample=(x, y), loss_fn=(lambda out, target: loss(out, target)) if wrapped else loss
+    )
+    for tensor in (x, loss.scale):
+        held = before[id(tensor)]
+        assert tensor.grad is (held[0] if held else None)
+        assert held is None or torch.equal(*held)
+    assert wrapped or float(loss.seen) == float(graded)
+
+
+def test_a_sample_that_another_network_made_keeps_its_graph():
+    first, model, (x, y) = nn.Conv2d(3, 3, 1), network(), batch(8)
+    made = first(x)
+    squeezebox.plan(model, sample=(made, y), loss_fn=F.cross_entropy)
+    assert first.weight.grad is None
+    F.cross_entropy(model(made), y).backward()
+    assert first.weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda out, _: out.argmax(1).float().sum(), "does not depend on any parameter"),
+        (lambda out, _: out.detach().sum(), "does not depend on any parameter"),
+        (lambda out, _: out.sum(1), r"a tensor float32\[8\]"),
+        (lambda out, _: 3.0, "returned a float"),
+        (lambda out, _: None, "returned a NoneType"),
+    ],
+)
+def test_losses_that_backward_cannot_start_from(loss_fn, message):
+    model = network()
+    with pytest.raises(OptionError, match=message):
+        squeezebox.plan(model, sample=batch(8), loss_fn=loss_fn)
+    squeezebox.attach(model).detach()
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        (
+            (torch.zeros(8, 4, 16, 16), torch.zeros(8).long()),
+            r"inputs float32\[8, 4, 16, 16\] and target int64\[8\]",
+        ),
+        ((torch.zeros(8, 3, 16, 16), torch.zeros(7).long()), r"target int64\[7\]: ValueError"),
+        (((torch.zeros(8, 3, 16, 16),) * 2, None), r"TypeError"),
+        (("words", None), r"inputs no tensor \(str\)"),
+        (torch.zeros(8, 3, 16, 16), "needs sample"),
+        ((1, 2, 3), "needs sample"),
+    ],
+)
+def test_samples_that_do_not_match(sample, message):
+    model = network()
+    with pytest.raises(OptionError, match=message):
+        squeezebox.plan(model, sample=sample, loss_fn=F.cross_entropy)
+    squeezebox.attach(model).detach()

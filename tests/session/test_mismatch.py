@@ -1,0 +1,218 @@
+"""Inputs that a plan was not made for: refused, or planned for before they run; losses under step()."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import squeezebox
+from squeezebox.profiling import PeakMeter
+from squeezebox.schema import BudgetError, OptionError, PlanError
+from tests.session.test_max_batch import batch, network
+from tests.session.test_plan import measured_peak
+
+
+class Counted(nn.Module):
+    def __init__(self, body=None):
+        super().__init__()
+        self.body, self.calls = body or network(), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.body(x)
+
+
+def gradients(model, x, y, loss_fn=F.cross_entropy, frame=None):
+    for parameter in model.parameters():
+        parameter.grad = None
+    if frame is None:
+        loss = loss_fn(model(x), y)
+    else:
+        with frame():
+            loss = loss_fn(model(x), y)
+    loss.backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("framed", (True, False))
+def test_a_larger_batch_is_planned_before_it_runs(framed):
+    model = Counted()
+    expected = {size: gradients(model, *batch(size)) for size in (4, 6, 12, 16)}
+    session = squeezebox.attach(
+        model, budget="300%", exact=True, sample=batch(4), loss_fn=F.cross_entropy, on_mismatch="replan"
+    )
+    planned = session._plan
+    for size, plans in ((4, 0), (12, 1), (6, 0), (16, 1), (4, 0), (12, 0), (16, 0)):
+        before = model.calls
+        found = gradients(model, *batch(size), frame=session.step if framed else None)
+        assert (model.calls - before > 1) == bool(plans), size
+        assert all(torch.equal(a, b) for a, b in zip(expected[size], found, strict=True))
+        assert session._plan.budget_bytes == planned.budget_bytes
+        assert session.report().record.notes == ()
+        assert {row.key for row in session.report().tensors} <= {t.key for t in session._plan.tensors}
+    assert session._plan is not planned
+    session.detach()
+    assert "forward" not in model.__dict__
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_replanned_step_stays_within_the_budget():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x, y = batch(11)
+    session = squeezebox.attach(
+        model,
+        optimizer=optimizer,
+        budget="100%",
+        sample=batch(8),
+        loss_fn=F.cross_entropy,
+        on_mismatch="replan",
+    )
+    gradients(model, x, y)
+    for _ in range(2):
+        gradients(model, x, y)
+        session.report()
+    assert measured_peak(model, optimizer, (x, y)) <= session._plan.budget_bytes
+    with pytest.raises(BudgetError, match="below"):
+        gradients(model, *batch(256))
+    gradients(model, x, y)
+    session.detach()
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(50, 64), nn.Linear(64, 50)
+
+    def forward(self, tokens, scale=1.0):
+        return self.layer(torch.tanh(self.embedding(tokens)) * scale)
+
+
+@pytest.mark.parametrize("flat", (True, False))
+def test_a_longer_sequence_is_planned_with_a_longer_target(flat):
+    model = Tokens()
+
+    def loss(out, target):
+        return F.cross_entropy(out.flatten(0, 1), target.flatten())
+
+    def tokens(rows, length):
+        y = torch.randint(50, (rows, length))
+        return torch.randint(50, (rows, length)), y.flatten() if flat else y
+
+    session = squeezebox.attach(
+        model, budget="300%", noise=1e-2, sample=tokens(4, 32), loss_fn=loss, on_mismatch="replan"
+    )
+    small = session._plan
+    gradients(model, *tokens(4, 48), loss)
+    assert session._plan is not small and session.report().record.notes == ()
+    gradients(model, *tokens(2, 40), loss)
+    gradients(model, *tokens(4, 16), loss)
+    assert session.report().record.notes == ()
+    session.detach()
+
+
+def test_where_no_plan_can_be_made_unknown_tensors_are_exact_and_noted():
+    model = Tokens()
+    x, y = torch.randint(50, (4, 32)), torch.randint(50, (4, 32))
+
+    def loss(out, target):
+        return F.cross_entropy(out.flatten(0, 1), target.flatten())
+
+    scale = torch.full((4, 32, 64), 2.0, requires_grad=True)
+    loss(model(x, scale=scale), y).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    session = squeezebox.attach(
+        model, budget="300%", noise=1e-2, sample=(x, y), loss_fn=loss, on_mismatch="replan"
+    )
+    for parameter in model.parameters():
+        parameter.grad = None
+    loss(model(x, scale=scale), y).backward()
+    notes = " ".join(session.report().record.notes)
+    assert "they have keyword arguments" in notes
+    error = sum(float((p.grad - e).square().sum()) for p, e in zip(model.parameters(), expected, strict=True))
+    assert error <= 0.1 * sum(float(e.square().sum()) for e in expected)
+    session.detach()
+    plan = squeezebox.plan(model, sample=(x, y), loss_fn=loss, exact=True)
+    session = squeezebox.attach(model, plan=plan, on_mismatch="replan")
+    loss(model(x.repeat(2, 1)), y.repeat(2, 1)).backward()
+    assert "held exactly" in " ".join(session.report().record.notes)
+    session.detach()
+
+
+def test_a_target_that_cannot_follow_is_tried_once():
+    model = Counted()
+
+    def loss(out, target):
+        return (out * target).sum()
+
+    session = squeezebox.attach(
+        model,
+        budget="500%",
+        exact=True,
+        sample=(batch(4)[0], torch.ones(4, 10)),
+        loss_fn=lambda out, target: loss(out, target.expand(4, 10)),
+        on_mismatch="replan",
+    )
+    for calls in (2, 1):
+        before = model.calls
+        gradients(model, batch(6)[0], torch.ones(6, 10), loss)
+        assert model.calls - before == calls
+    assert "target float32[6, 10]" in " ".join(session.report().record.notes)
+    session.detach()
+
+
+def test_an_earlier_forward_in_flight_keeps_the_plan():
+    model = network()
+    (x, y), (more, labels) = batch(4), batch(8)
+    expected = [a + b for a, b in zip(gradients(model, x, y), gradients(model, more, labels), strict=True)]
+    session = squeezebox.attach(
+        model, budget="300%", exact=True, sample=(x, y), loss_fn=F.cross_entropy, on_mismatch="replan"
+    )
+    for parameter in model.parameters():
+        parameter.grad = None
+    loss = F.cross_entropy(model(x), y) + F.cross_entropy(model(more), labels)
+    loss.backward()
+    assert "waiting for its backward" in " ".join(session.report().record.notes)
+    assert all(
+        torch.allclose(p.grad, e, atol=1e-6) for p, e in zip(model.parameters(), expected, strict=True)
+    )
+    session.detach()
+
+
+def test_refusing_is_the_default_and_other_words_are_refused():
+    model = network()
+    session = squeezebox.attach(model, budget="100%", sample=batch(4), loss_fn=F.cross_entropy)
+    with pytest.raises(PlanError, match="bytes"):
+        model(batch(8)[0])
+    session.detach()
+    with pytest.raises(OptionError, match="neither 'refuse' nor 'replan'"):
+        squeezebox.attach(model, on_mismatch="panic")
+    with pytest.raises(OptionError, match="for a plan or a budget"):
+        squeezebox.attach(model, on_mismatch="replan")
+
+
+@pytest.mark.parametrize("framed", (True, False))
+def test_a_loss_outside_the_model_is_known_to_the_plan(framed):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Embedding(200, 32), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 200), nn.ReLU())
+    sample = torch.randint(200, (8, 32)), torch.rand(8, 32, 200)
+
+    def loss(out, target):
+        return ((out - target) * torch.sigmoid(out)).square().mean()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    plan = squeezebox.plan(model, sample=sample, loss_fn=loss, optimizer=optimizer, noise=1e-2)
+    session = squeezebox.attach(model, optimizer=optimizer, plan=plan)
+    for _ in range(2):
+        gradients(model, *sample, loss, session.step if framed else None)
+        session.report()
+    held = sum(t.nbytes for t in (*model.parameters(), *sample))
+    meter = PeakMeter(torch.device("cpu"))
+    for parameter in model.parameters():
+        parameter.grad = None
+    assert meter.start()
+    gradients(model, *sample, loss, session.step if framed else None)
+    peak = held + meter.stop([]).total_bytes
+    assert peak <= 1.01 * plan.predicted_peak_bytes
+    assert peak == pytest.approx(plan.predicted_peak_bytes, rel=0.03)
+    session.detach()

@@ -1,0 +1,72 @@
+"""A budget that cannot be met is refused with the numbers of this very model, and they hold."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import squeezebox
+from squeezebox.schema import BudgetError
+
+
+def convolutions():
+    torch.manual_seed(1)
+    layers = [
+        layer for _ in range(4) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+    ]
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *layers, nn.Flatten(), nn.Linear(8 * 256, 10))
+
+
+def batch(size):
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(size, 3, 16, 16, generator=generator)
+    return x, torch.randint(10, (size,), generator=generator)
+
+
+def refused(model, sample, budget, loss_fn=F.cross_entropy, **options):
+    with pytest.raises(BudgetError) as caught:
+        squeezebox.plan(model, sample=sample, loss_fn=loss_fn, budget=budget, **options)
+    return str(caught.value)
+
+
+def test_below_parameters_gradients_and_state_it_is_refused_at_once():
+    model, sample = convolutions(), batch(4)
+    optimizer, steps = torch.optim.Adam(model.parameters()), []
+    weights = sum(p.nbytes for p in model.parameters())
+    buffers = sum(b.nbytes for b in model.buffers())
+    total = 4 * weights + buffers + sum(t.nbytes for t in sample)
+
+    def counted(output, target):
+        steps.append(0)
+        return F.cross_entropy(output, target)
+
+    text = refused(model, sample, total - 1, counted, optimizer=optimizer)
+    assert f"({total} bytes)" in text and f"optimizer state {2 * weights / 1024:.2f} KiB" in text
+    assert len(steps) == 1
+    assert "whatever is done with saved tensors" not in refused(model, sample, total, optimizer=optimizer)
+
+
+def test_the_budget_it_names_is_enough_and_so_is_the_batch():
+    model, sample = convolutions(), batch(16)
+    text = refused(model, sample, "25%")
+    enough = int(re.search(r"below the [^(]*\((\d+) bytes\)", text)[1])
+    budget = int(re.match(r"Budget [^(]*\((\d+) bytes\)", text)[1])
+    plan = squeezebox.plan(model, sample=sample, loss_fn=F.cross_entropy, budget=int(1.02 * enough))
+    assert plan.predicted_peak_bytes <= 1.02 * enough
+    parts = [int(part) for part in re.findall(r"\((\d+) bytes\)", text.partition("holds")[2])]
+    assert "in backward" in text and re.search(r"'\d+:NativeBatchNorm.input'|'\d+:Convolution.input'", text)
+    assert parts[-1] == enough
+    smaller = int(re.search(r"batch of about (\d+)", text)[1])
+    assert 1 <= smaller < 16
+    plan = squeezebox.plan(model, sample=batch(smaller), loss_fn=F.cross_entropy)
+    assert plan.predicted_peak_bytes <= 1.02 * budget
+
+
+def test_a_peak_in_the_loss_is_blamed_on_the_loss():
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Embedding(500, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 500))
+    sample = torch.randint(500, (8, 32)), torch.randint(500, (8 * 32,))
+    text = refused(model, sample, "70%", lambda out, target: F.cross_entropy(out.flatten(0, 1), target))
+    assert "in the loss" in text and "slices of the batch" in text

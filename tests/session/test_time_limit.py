@@ -1,0 +1,38 @@
+"""As little memory as fits the time: more time, less memory, never beyond the limit."""
+
+import pytest
+from torch import nn
+from torch.nn import functional as F
+
+import squeezebox
+from squeezebox.schema import OptionError
+from tests.session.test_max_batch import batch, network
+
+
+def test_more_time_means_less_memory():
+    model, sample = network(), batch(16)
+    plans = [
+        squeezebox.plan(model, sample=sample, loss_fn=F.cross_entropy, noise=1e-2, time_limit=limit)
+        for limit in (1.0, 1.2, 100.0)
+    ]
+    for plan, limit in zip(plans, (1.0, 1.2, 100.0), strict=True):
+        assert plan.budget_bytes is None
+        assert plan.predicted_seconds <= limit * plan.plain_seconds * (1 + 1e-9)
+        assert plan.predicted_peak_bytes <= plan.plain_peak_bytes
+    assert plans[2].predicted_peak_bytes < 0.8 * plans[0].predicted_peak_bytes
+    assert plans[2].predicted_peak_bytes <= 1.01 * plans[1].predicted_peak_bytes
+    assert plans[1].predicted_peak_bytes <= 1.01 * plans[0].predicted_peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"time_limit": 0.9}, "0.9 is below 1"),
+        ({"time_limit": float("nan")}, "nan is below 1 or not finite"),
+        ({"time_limit": float("inf")}, "not finite"),
+        ({"time_limit": 1.5, "budget": "50%"}, "budget or time_limit"),
+    ],
+)
+def test_limits_that_are_none_are_refused(options, message):
+    with pytest.raises(OptionError, match=message):
+        squeezebox.plan(nn.Linear(2, 2), sample=(None, None), loss_fn=F.cross_entropy, **options)
