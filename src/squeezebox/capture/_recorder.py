@@ -14,7 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from squeezebox.capture._graph import in_backward, is_custom, new_nodes, saved_attributes, sequence_number
+from squeezebox.capture._region import Slicer, Tracer
 from squeezebox.capture._rules import OTHER, Rule, operator_name, rule_for
+from squeezebox.capture._stand_in import Deferred
 from squeezebox.capture._statistics import Collector
 from squeezebox.capture._store import SMALL_BYTES, Handle, Store, is_plain
 from squeezebox.schema import Role, UnsupportedModelError
@@ -44,6 +46,8 @@ class Recorder(TorchFunctionMode):
         self._owned: dict[int, StorageWeakRef] = {}
         self._pack_hook = self._pack
         self._stack = contextlib.ExitStack()
+        self.slicer: Slicer | None = None
+        self.tracer: Tracer | None = None
 
     def start_step(self) -> None:
         """Forget the last step's rows and occurrence counts."""
@@ -62,6 +66,8 @@ class Recorder(TorchFunctionMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         self.active = True
         self._stack.enter_context(saved_tensors_hooks(self._pack_hook, self._unpack))
+        if self.slicer is not None:
+            self.slicer.start()
         return self
 
     def __exit__(
@@ -72,6 +78,8 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         try:
             if error is None:
+                if self.slicer is not None:
+                    self.slicer.finish()
                 self._settle_unclaimed()
         finally:
             self.active = False
@@ -82,10 +90,29 @@ class Recorder(TorchFunctionMode):
             super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.slicer is not None:
+            func, args, kwargs = self.slicer.instead(func, types, args, kwargs)
+        out = self._run(func, args, kwargs)
+        if self.tracer is not None:
+            self.tracer.saw(func, args, kwargs, out, self)
+        return out
+
+    def replay(self, call: Deferred, x: torch.Tensor) -> torch.Tensor:
+        """As :class:`Forward`."""
+        self.path.append(call.module)
+        try:
+            result: torch.Tensor = self._run(call.function, (x, *call.arguments), call.keywords)
+        finally:
+            self.path.pop()
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call ``func`` and see to what it saves."""
         if self._pending:
             self._settle_unclaimed()
         since = sequence_number()
-        out = func(*args, **(kwargs or {}))
+        out = func(*args, **kwargs)
         if self._pending or self._small or self.collector is not None:
             with torch.no_grad():
                 self._claim(out if out is not None else args, since, getattr(func, "__name__", ""))
@@ -118,8 +145,7 @@ class Recorder(TorchFunctionMode):
 
     def _claim(self, outputs: Any, since: int, function: str) -> None:
         """Match pending handles with the attributes of the nodes that the operator made."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        mine = top is not None and top[0] is self._pack_hook
+        mine = self._is_innermost()
         nodes = list(new_nodes(outputs, since))
         for node in nodes:
             operator = operator_name(node.name())
@@ -141,6 +167,25 @@ class Recorder(TorchFunctionMode):
         self._settle_unclaimed()
         if self.collector is not None:
             self.collector.note_packed(nodes)
+
+    @property
+    def catches(self) -> bool:
+        """As :class:`Forward`."""
+        autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        return torch.is_grad_enabled() and not autocast and not in_backward() and self._is_innermost()
+
+    def is_source(self, tensor: torch.Tensor) -> bool:
+        """As :class:`Forward`."""
+        return is_plain(tensor) and not tensor.requires_grad and self._is_borrowed(tensor)
+
+    def skip(self, keys: Iterable[str]) -> None:
+        """As :class:`Forward`."""
+        self._occurrences.update(key.partition("#")[0] for key in keys)
+
+    def _is_innermost(self) -> bool:
+        """Whether what is saved now comes here."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return top is not None and top[0] is self._pack_hook
 
     @property
     def module(self) -> str:
@@ -175,7 +220,10 @@ class Recorder(TorchFunctionMode):
         name = f"{self.module}:{operator.removesuffix('Backward')}.{attribute}"
         self._occurrences[name] += 1
         count = self._occurrences[name]
-        return (name if count == 1 else f"{name}#{count}"), self.module
+        key = name if count == 1 else f"{name}#{count}"
+        if self.tracer is not None:
+            self.tracer.keys.append(key)
+        return key, self.module
 
 
 _COMPILED = (

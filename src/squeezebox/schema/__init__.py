@@ -17,7 +17,7 @@ from squeezebox.schema._errors import (
     SqueezeboxError,
     UnsupportedModelError,
 )
-from squeezebox.schema._plan import Action, Budget, Option, Plan, Profile, TensorProfile
+from squeezebox.schema._plan import Action, Budget, Option, Plan, Profile, Region, TensorProfile
 from squeezebox.schema._saved import (
     Check,
     Edge,
@@ -51,6 +51,7 @@ __all__ = [
     "PlanError",
     "Profile",
     "Reads",
+    "Region",
     "Role",
     "SavedTensor",
     "SqueezeboxError",

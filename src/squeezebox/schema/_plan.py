@@ -81,3 +81,22 @@ class Plan:
     predicted_seconds: float
     predicted_noise: float
     peak_position: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Region:
+    """A network's first operators, each reading only the one before, to be worked in slices of the batch.
+
+    ``functions`` and ``modules`` name the calls in their order and the modules that make them; ``keys`` are
+    those of the tensors that need not be saved for them. ``output_bytes`` is the size of the last one's result.
+    """
+
+    functions: tuple[str, ...]
+    modules: tuple[str, ...]
+    keys: tuple[str, ...]
+    slices: int
+    output_bytes: int
+
+    def __str__(self) -> str:
+        calls = zip(self.functions, self.modules, strict=True)
+        return "the first layers (" + ", ".join(f"{function} of '{module}'" for function, module in calls) + ")"
