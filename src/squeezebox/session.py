@@ -28,7 +28,9 @@ from squeezebox.capture import (
     Observer,
     Recorder,
     Rule,
+    Slicer,
     Store,
+    Tracer,
     check_supported,
     foreign_hooks,
     in_backward,
@@ -40,12 +42,15 @@ from squeezebox.schema import (
     Action,
     AttachError,
     Budget,
+    BudgetError,
     Check,
     FormatError,
     Option,
     OptionError,
+    Plan,
     PlanError,
     Profile,
+    Region,
     Role,
     StepRecord,
 )
@@ -55,6 +60,7 @@ STATE_VERSION = 1
 _STATISTICS_STEPS = 4  # of a plan, before it is profiled
 _SPARSE_ROLES = frozenset({Role.RELU_OUTPUT, Role.POOL_INPUT})
 _UNKNOWN_COUNT = 64  # lossy tensors of a model, before the first step has counted them
+_PAYS = 0.98  # of the peak: what slices must bring it under to be worth their time
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # multiples of it spread evenly over the unit interval
 _attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
@@ -178,30 +184,27 @@ def make_plan(
     with _restored(model):
         session = attach(model, optimizer=optimizer, noise=None if exact else allowed, exact=exact)
         try:
-            profile, saved, seconds = session._profile(*sample, loss_fn)
+            whole = session._profile(*sample, loss_fn)
             late_values = {key: role.value for key, role in session._store.late_values.items()}
+            plain = whole.plain_peak()
+            limit = None if budget is None else int(factor * plain if share else factor)
+            trials = iter(()) if exact else _sliced(session, sample, loss_fn, whole, allowed)
+            used, chosen = _chosen(whole, trials, limit, allowed)
         finally:
             session.detach()
-    keep = {key: Option(action=Action.KEEP, codec="keep", held_bytes=nbytes) for key, nbytes in saved.items()}
-    plain = planner.peak(profile, keep)
-    limit = None if budget is None else int(factor * plain if share else factor)
-    chosen = (
-        planner.smallest(profile, allowed)
-        if limit is None
-        else planner.solve(profile, Budget(peak_bytes=limit, noise=allowed))
-    )
     return StepPlan(
         model=type(model).__name__,
         budget_bytes=limit,
         noise=allowed,
         plain_peak_bytes=plain,
-        plain_seconds=seconds,
+        plain_seconds=whole.seconds,
         predicted_peak_bytes=chosen.predicted_peak_bytes,
-        predicted_seconds=seconds + chosen.predicted_seconds,
+        predicted_seconds=used.seconds + chosen.predicted_seconds,
         predicted_noise=chosen.predicted_noise,
         late_values=late_values,
+        region=used.region,
         tensors=tuple(
-            PlannedTensor(key=key, saved_bytes=saved[key], option=option)
+            PlannedTensor(key=key, saved_bytes=used.saved[key], option=option)
             for key, option in chosen.choices.items()
         ),
     )
@@ -284,6 +287,7 @@ class Session:
             self._store.admit = functools.partial(
                 _admit, plan.model, {tensor.key: tensor.saved_bytes for tensor in plan.tensors}
             )
+            self._slice(plan.region)
         self._meter = PeakMeter(_device(model))
         self._depth = 0
         self._step = -1
@@ -350,7 +354,9 @@ class Session:
         self._require_attached()
         self._close_step()
         with _restored(self._model):
+            self._slice(None)
             exact = self._replay(closure, bypass=True)
+            self._slice(self._plan.region if self._plan else None)
         with _restored(self._model):
             lossy = self._replay(closure, bypass=False)
         energy = sum(_energy(gradient) for gradient in exact)
@@ -435,6 +441,8 @@ class Session:
             self._recorder.path.clear()
             error = RuntimeError if failed else None
             self._recorder.__exit__(error, None, None)
+            if self._recorder.slicer is not None and not failed:
+                self._notes[self._recorder.slicer.note] = None
 
     def _abandon(self) -> None:
         """Give up a step whose backward was never run, as if it had not begun."""
@@ -537,34 +545,42 @@ class Session:
             for parameter in parameters
         ]
 
+    def _slice(self, region: Region | None) -> None:
+        """From the next forward on, work the region in slices."""
+        self._recorder.slicer = None if region is None else Slicer(region, self._recorder)
+
     def _profile(
-        self, inputs: Any, target: Any, loss_fn: LossFunction
-    ) -> tuple[Profile, dict[str, int], float]:
-        """(what a step could hold, saved bytes by key, seconds of a plain step)."""
+        self, inputs: Any, target: Any, loss_fn: LossFunction, region: Region | None = None
+    ) -> _Profiled:
+        """Run a step in which every saved tensor's options are measured, after the statistics they need."""
         arguments = inputs if isinstance(inputs, tuple) else (inputs,)
 
         def closure() -> None:
             loss_fn(self._model(*arguments), target).backward()
 
-        for _ in range(_STATISTICS_STEPS if self._controller is not None else 1):
+        steps = _STATISTICS_STEPS if self._controller is not None else 1
+        for _ in range(steps if region is None else 0):
             self._model.zero_grad(set_to_none=True)
             closure()
         self._close_step()
+        self._slice(region)
         seconds = min(_timed(lambda: self._replay(closure, bypass=True)) for _ in range(2))
         owned = [*self._model.parameters(), *self._model.buffers(), *_tensors([inputs, target])]
         held = _nbytes(owned) + state_bytes(self._model, self._optimizer)
         self._model.zero_grad(set_to_none=True)
         self._store.arena.clear()
         profiler = self._store.listener = StepProfiler()
+        tracer = self._recorder.tracer = Tracer()
         profiler.start()
         try:
             gradients = self._replay(closure, bypass=False)
             saved = {row.key: row.saved_bytes for row in self._store.rows}
             final = _nbytes(gradients) + transient_bytes(gradients, self._optimizer)
-            return profiler.stop(held, self._state.sensitivities, final), saved, seconds
+            profile = profiler.stop(held, self._state.sensitivities, final)
         finally:
-            self._store.listener = None
+            self._store.listener = self._recorder.tracer = None
             profiler.close()
+        return _Profiled(profile, saved, seconds, region, tracer.regions(slices=2))
 
     def _due(self, step: int) -> bool:
         return step >= 0 and self._controller is not None and self._controller.due(step)
@@ -595,6 +611,78 @@ class Session:
     def _require_attached(self) -> None:
         if self._installation is None:
             raise AttachError("this session is detached; call squeezebox.attach(model, ...) again.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Profiled:
+    """What a step could hold, with the first layers whole or in slices.
+
+    ``seconds`` are those of a step with nothing packed; each of ``regions`` could be worked in slices.
+    """
+
+    profile: Profile
+    saved: dict[str, int]
+    seconds: float
+    region: Region | None
+    regions: Sequence[Region]
+
+    def plain_peak(self) -> int:
+        """The peak with every tensor kept."""
+        keep = {
+            key: Option(action=Action.KEEP, codec="keep", held_bytes=nbytes)
+            for key, nbytes in self.saved.items()
+        }
+        return planner.peak(self.profile, keep)
+
+
+def _sliced(
+    session: Session, sample: tuple[Any, Any], loss_fn: LossFunction, whole: _Profiled, noise: float
+) -> Iterator[tuple[_Profiled, Plan]]:
+    """Profiles with more and more of the first layers in more and more slices, and their least plans.
+
+    Goes on while the peak falls.
+    """
+    batch = len(next(_tensors(sample[0])))
+    lowest, slices = planner.smallest(whole.profile, noise).predicted_peak_bytes, 2
+    for region in whole.regions:
+        before = lowest
+        while slices <= batch:
+            trial = session._profile(*sample, loss_fn, dataclasses.replace(region, slices=slices))
+            least = planner.smallest(trial.profile, noise)
+            yield trial, least
+            if least.predicted_peak_bytes > _PAYS * lowest:
+                break
+            lowest, slices = least.predicted_peak_bytes, 2 * slices
+        if lowest > _PAYS * before:
+            return
+        slices //= 2
+
+
+def _chosen(
+    whole: _Profiled, trials: Iterator[tuple[_Profiled, Plan]], limit: int | None, noise: float
+) -> tuple[_Profiled, Plan]:
+    """The first that stays within the limit, in the least time; without a limit, the one of the lowest peak.
+
+    Raises:
+        BudgetError: none does.
+    """
+    if limit is None:
+        best = whole, planner.smallest(whole.profile, noise)
+        for trial in trials:
+            if trial[1].predicted_peak_bytes < _PAYS * best[1].predicted_peak_bytes:
+                best = trial
+        return best
+    budget = Budget(peak_bytes=limit, noise=noise)
+    try:
+        return whole, planner.solve(whole.profile, budget)
+    except BudgetError as error:
+        lowest = error
+    for profiled, least in trials:
+        try:
+            return profiled, planner.solve(profiled.profile, budget)
+        except BudgetError as error:
+            lowest = error
+    raise lowest
 
 
 class _BoundPolicy:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from squeezebox.reports._report import human_bytes, write_whole
-from squeezebox.schema import Action, FormatError, Option
+from squeezebox.schema import Action, FormatError, Option, Region
 
 PLAN_VERSION = 1
 _OPTION = [item.name for item in dataclasses.fields(Option)]
@@ -33,6 +33,7 @@ class StepPlan:
     ``budget_bytes`` is None where the plan takes as little memory as the noise allows.
     ``plain_peak_bytes`` and ``plain_seconds`` are those of a step without Squeezebox.
     ``late_values`` names tensors of which a later operator reads more than the first one, and its role.
+    ``region`` are the first layers, if they are worked in slices of the batch.
     """
 
     model: str
@@ -45,6 +46,7 @@ class StepPlan:
     predicted_noise: float
     late_values: dict[str, str]
     tensors: tuple[PlannedTensor, ...]
+    region: Region | None = None
 
     @property
     def kept(self) -> frozenset[str]:
@@ -72,7 +74,8 @@ class StepPlan:
             {"key": tensor.key, "saved_bytes": tensor.saved_bytes, **_plain(tensor.option)}
             for tensor in self.tensors
         ]
-        return {"version": PLAN_VERSION, **values, "tensors": rows}
+        region = dataclasses.asdict(self.region) if self.region is not None else None
+        return {"version": PLAN_VERSION, **values, "region": region, "tensors": rows}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan whole or not at all; OutputError if the path cannot be written."""
@@ -86,6 +89,7 @@ class StepPlan:
             f"{human_bytes(self.plain_peak_bytes)}",
             f"time   {self.predicted_seconds:>8.3f} s  plain {self.plain_seconds:.3f} s",
             f"noise  {self.predicted_noise:>10.1e}",
+            *([f"{self.region} in {self.region.slices} slices of the batch"] if self.region else []),
             "",
         ]
         width = max((len(tensor.key) for tensor in self.tensors), default=0)
@@ -114,12 +118,22 @@ def _from_dict(values: Mapping[str, Any]) -> StepPlan:
             f"the plan has version {values['version']}; this Squeezebox reads version {PLAN_VERSION}. "
             "Upgrade squeezebox, or make the plan anew."
         )
-    names = [item.name for item in dataclasses.fields(StepPlan) if item.name != "tensors"]
+    names = [item.name for item in dataclasses.fields(StepPlan) if item.name not in ("tensors", "region")]
     tensors = tuple(
         PlannedTensor(key=str(row["key"]), saved_bytes=int(row["saved_bytes"]), option=_option(row))
         for row in values["tensors"]
     )
-    return StepPlan(**{name: values[name] for name in names}, tensors=tensors)
+    return StepPlan(
+        **{name: values[name] for name in names}, tensors=tensors, region=_region(values["region"])
+    )
+
+
+def _region(values: Mapping[str, Any] | None) -> Region | None:
+    if values is None:
+        return None
+    names = ("functions", "modules", "keys")
+    lists = {name: tuple(str(item) for item in values[name]) for name in names}
+    return Region(**lists, slices=int(values["slices"]), output_bytes=int(values["output_bytes"]))
 
 
 def _option(row: Mapping[str, Any]) -> Option:
