@@ -98,5 +98,5 @@ class Region:
     output_bytes: int
 
     def __str__(self) -> str:
-        calls = zip(self.functions, self.modules, strict=True)
-        return "the first layers (" + ", ".join(f"{function} of '{module}'" for function, module in calls) + ")"
+        ends = [f"{self.functions[end]} of '{self.modules[end]}'" for end in (0, -1)]
+        return f"the first layers ({' to '.join(ends)})"
