@@ -151,7 +151,7 @@ class Recorder(TorchFunctionMode):
             operator = operator_name(node.name())
             if operator.startswith("CompiledFunction"):
                 raise UnsupportedModelError(_COMPILED)
-            readers = self._readers(node) if mine else []
+            readers = self._readers(node) if mine and not is_custom(node) else []
             rules = [_rule(operator, attribute, function, handle) for attribute, handle in readers]
             paired = list(zip(readers, rules, strict=True))
             if self.collector is not None:

@@ -69,17 +69,18 @@ class Slicer:
         self.region = region
         self.note = ""
         self._forward = forward
+        self._open = False  # the region may begin
         self._pending: Pending | None = None
         self._last: weakref.ref[StandIn] | None = None
 
     def start(self) -> None:
         """A forward begins."""
-        self._pending = self._last = None
+        self._open, self._pending, self._last = True, None, None
         self.note = f"{self.region} were left whole: the forward was not the plan's"
 
     def finish(self) -> None:
         """The forward has ended: make the calls whose results somebody still holds."""
-        pending, self._pending = self._pending, None
+        self._open, pending, self._pending = False, self._pending, None
         for stand_in in pending.living() if pending is not None else ():
             _ = stand_in.real
         if pending is not None and pending.read:
@@ -105,7 +106,7 @@ class Slicer:
         if (func.__name__, self._forward.module) != planned or not self._forward.catches:
             return False
         if self._pending is None:
-            return _starts(func, args, kwargs) and self._forward.is_source(args[0])
+            return self._open and _starts(func, args, kwargs) and self._forward.is_source(args[0])
         last = self._last() if self._last is not None else None
         return not self._pending.done and args[0] is last and _continues(args, kwargs)
 
