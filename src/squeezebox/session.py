@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 import re
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -188,7 +189,7 @@ def make_plan(
             late_values = {key: role.value for key, role in session._store.late_values.items()}
             plain = whole.plain_peak()
             limit = None if budget is None else int(factor * plain if share else factor)
-            trials = iter(()) if exact else _sliced(session, sample, loss_fn, whole, allowed)
+            trials = _trials(session, sample, loss_fn, whole, allowed)
             used, chosen = _chosen(whole, trials, limit, allowed)
         finally:
             session.detach()
@@ -284,9 +285,9 @@ class Session:
         if plan is not None:
             self._store.keep, self._store.offload = plan.kept, plan.offloaded
             self._store.late_values = {key: Role(role) for key, role in plan.late_values.items()}
-            self._store.admit = functools.partial(
-                _admit, plan.model, {tensor.key: tensor.saved_bytes for tensor in plan.tensors}
-            )
+            known = {tensor.key: tensor.saved_bytes for tensor in plan.tensors}
+            whole = dict.fromkeys(plan.region.keys if plan.region else (), sys.maxsize)  # see Slicer
+            self._store.admit = functools.partial(_admit, plan.model, known | whole)
             self._slice(plan.region)
         self._meter = PeakMeter(_device(model))
         self._depth = 0
@@ -355,8 +356,10 @@ class Session:
         self._close_step()
         with _restored(self._model):
             self._slice(None)
-            exact = self._replay(closure, bypass=True)
-            self._slice(self._plan.region if self._plan else None)
+            try:
+                exact = self._replay(closure, bypass=True)
+            finally:
+                self._slice(self._plan.region if self._plan else None)
         with _restored(self._model):
             lossy = self._replay(closure, bypass=False)
         energy = sum(_energy(gradient) for gradient in exact)
@@ -580,7 +583,8 @@ class Session:
         finally:
             self._store.listener = self._recorder.tracer = None
             profiler.close()
-        return _Profiled(profile, saved, seconds, region, tracer.regions(slices=2))
+        regions = [] if self._controller is None else tracer.regions(slices=2)  # exact is to the bit
+        return _Profiled(profile, saved, seconds, region, regions)
 
     def _due(self, step: int) -> bool:
         return step >= 0 and self._controller is not None and self._controller.due(step)
@@ -635,24 +639,24 @@ class _Profiled:
         return planner.peak(self.profile, keep)
 
 
-def _sliced(
+def _trials(
     session: Session, sample: tuple[Any, Any], loss_fn: LossFunction, whole: _Profiled, noise: float
 ) -> Iterator[tuple[_Profiled, Plan]]:
-    """Profiles with more and more of the first layers in more and more slices, and their least plans.
+    """Profiles and their least plans: whole, then with more and more layers in more and more slices.
 
     Goes on while the peak falls.
     """
-    batch = len(next(_tensors(sample[0])))
-    lowest, slices = planner.smallest(whole.profile, noise).predicted_peak_bytes, 2
+    batch, slices = len(next(_tensors(sample[0]))), 2
+    yield whole, (plan := planner.smallest(whole.profile, noise))
+    lowest = plan.predicted_peak_bytes
     for region in whole.regions:
         before = lowest
         while slices <= batch:
             trial = session._profile(*sample, loss_fn, dataclasses.replace(region, slices=slices))
-            least = planner.smallest(trial.profile, noise)
-            yield trial, least
-            if least.predicted_peak_bytes > _PAYS * lowest:
+            yield trial, (plan := planner.smallest(trial.profile, noise))
+            if plan.predicted_peak_bytes > _PAYS * lowest:
                 break
-            lowest, slices = least.predicted_peak_bytes, 2 * slices
+            lowest, slices = plan.predicted_peak_bytes, 2 * slices
         if lowest > _PAYS * before:
             return
         slices //= 2
@@ -661,28 +665,22 @@ def _sliced(
 def _chosen(
     whole: _Profiled, trials: Iterator[tuple[_Profiled, Plan]], limit: int | None, noise: float
 ) -> tuple[_Profiled, Plan]:
-    """The first that stays within the limit, in the least time; without a limit, the one of the lowest peak.
+    """Without a limit, the lowest peak; else the first that fits, in the least time. Slices if they pay.
 
     Raises:
-        BudgetError: none does.
+        BudgetError: none fits.
     """
-    if limit is None:
-        best = whole, planner.smallest(whole.profile, noise)
-        for trial in trials:
-            if trial[1].predicted_peak_bytes < _PAYS * best[1].predicted_peak_bytes:
-                best = trial
-        return best
-    budget = Budget(peak_bytes=limit, noise=noise)
-    try:
-        return whole, planner.solve(whole.profile, budget)
-    except BudgetError as error:
-        lowest = error
-    for profiled, least in trials:
-        try:
-            return profiled, planner.solve(profiled.profile, budget)
-        except BudgetError as error:
-            lowest = error
-    raise lowest
+    if limit is not None:
+        budget = Budget(peak_bytes=limit, noise=noise)
+        with contextlib.suppress(BudgetError):
+            return whole, planner.solve(whole.profile, budget)
+    best = next(trials)
+    for trial in trials:
+        if trial[1].predicted_peak_bytes < _PAYS * best[1].predicted_peak_bytes:
+            best = trial
+        if limit is not None and best[1].predicted_peak_bytes <= limit:
+            break
+    return best if limit is None else (best[0], planner.solve(best[0].profile, budget))
 
 
 class _BoundPolicy:

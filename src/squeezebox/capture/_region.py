@@ -82,7 +82,7 @@ class Slicer:
         """The forward has ended: make the calls whose results somebody still holds."""
         self._open, pending, self._pending = False, self._pending, None
         for stand_in in pending.living() if pending is not None else ():
-            _ = stand_in.real
+            stand_in.evaluate()
         if pending is not None and pending.read:
             self.note = f"{self.region} were computed whole: something read a tensor among them"
 
@@ -139,7 +139,7 @@ class Traced:
 
 
 class Tracer:
-    """Watches one forward for the chain of calls that could be a region: each one's result is read by the next.
+    """Watches one forward for a chain of calls that could be a region: the next one alone reads each result.
 
     Looks only; tensors are told by weak references.
     """
@@ -186,7 +186,12 @@ class Tracer:
         if not self._calls:
             return _starts(func, args, kwargs) and forward.is_source(args[0])
         last = len(self._calls)
-        return last < self._limit and read == [last] and self._number(args[0]) == last and _continues(args, kwargs)
+        return (
+            last < self._limit
+            and read == [last]
+            and self._number(args[0]) == last
+            and _continues(args, kwargs)
+        )
 
     def _number(self, tensor: torch.Tensor) -> int:
         """After how many calls the tensor is the chain's result; 0 if it is none."""

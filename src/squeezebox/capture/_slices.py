@@ -51,7 +51,7 @@ class BatchNorm:
         assert moments is not None
         weight, bias = _filled(self.weight, tensors), _filled(self.bias, tensors)
         if torch.is_grad_enabled() and x.requires_grad:
-            return _Normalise.apply(x, moments, weight, bias)  # type: ignore[no-any-return]
+            return _Normalise.apply(x, moments, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
         return moments.normalise(x, weight, bias)
 
     def moments(self, parts: Iterable[torch.Tensor]) -> Moments:
@@ -95,7 +95,9 @@ class Moments:
     sums: torch.Tensor
     complete: bool = False
 
-    def normalise(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    def normalise(
+        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         """(x - mean) / deviation * weight + bias, channel by channel."""
         mean, variance = self.mean.to(x.dtype), self.variance.to(x.dtype)
         return functional.batch_norm(x, mean, variance, weight, bias, False, 0.0, self.eps)
@@ -161,9 +163,7 @@ class Sliced(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, chain: Chain, slices: int, x: torch.Tensor, *tensors: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, chain: Chain, slices: int, x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         parts = x.tensor_split(slices)
         moments: dict[int, Moments] = {}
         for number, call in enumerate(chain):
@@ -259,5 +259,10 @@ def _filled(value: Any, tensors: Tensors) -> Any:
 def _undisturbed(device: str) -> Iterator[None]:
     """Gradients on; no function mode, saved-tensor hooks or autocast of those around backward."""
     identity = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-    with torch._C.DisableTorchFunction(), identity, torch.autocast(device, enabled=False), torch.enable_grad():
+    with (
+        torch._C.DisableTorchFunction(),
+        identity,
+        torch.autocast(device, enabled=False),
+        torch.enable_grad(),
+    ):
         yield

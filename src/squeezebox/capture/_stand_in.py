@@ -109,14 +109,14 @@ class StandIn(torch.Tensor):
     @staticmethod
     def of(pending: Pending) -> StandIn:
         """For the calls so far."""
-        trained = (value for value in tree_leaves(pending.calls[0].arguments) if isinstance(value, torch.Tensor))
-        made: StandIn = _Place.apply(next(trained), pending.like)
+        values = tree_leaves((pending.calls[0].arguments, pending.calls[0].keywords))
+        trained = (v for v in values if isinstance(v, torch.Tensor) and v.requires_grad)
+        made: StandIn = _Place.apply(next(trained), pending.like)  # type: ignore[no-untyped-call]
         made.pending, made.length, made.value = pending, len(pending.calls), None
         pending.readers.append(weakref.ref(made))
         return made
 
-    @property
-    def real(self) -> torch.Tensor:
+    def evaluate(self) -> torch.Tensor:
         """The tensor itself."""
         if self.value is None:
             self.pending.evaluate(self)
@@ -132,7 +132,7 @@ class StandIn(torch.Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any) -> Any:  # type: ignore[override]
         raise CaptureError(_UNSEEN.format(f" ({func})"))
 
 
@@ -141,7 +141,9 @@ class _Place(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        return torch.Tensor._make_wrapper_subclass(StandIn, like.shape, dtype=like.dtype, device=anchor.device)
+        return torch.Tensor._make_wrapper_subclass(
+            StandIn, like.shape, dtype=like.dtype, device=anchor.device
+        )
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> None:
@@ -149,15 +151,15 @@ class _Place(torch.autograd.Function):
 
 
 _UNSEEN = (
-    "something that torch's function modes do not see{} read a tensor among the layers that the plan works in slices "
-    "(a torch.autograd.Function or a full backward hook, say, that was not there when the plan was made), and "
-    "its gradient would be lost. Make a new plan with squeezebox.plan(), now that it is there."
+    "something that torch's function modes do not see{} read a tensor among the layers that the plan works "
+    "in slices (a torch.autograd.Function or a full backward hook, say, that was not there when the plan was "
+    "made), and its gradient would be lost. Make a new plan with squeezebox.plan(), now that it is there."
 )
 
 
 def evaluated(values: Any) -> Any:
     """The same arguments with every stand-in evaluated."""
-    return tree_map_only(StandIn, lambda stand_in: stand_in.real, values)
+    return tree_map_only(StandIn, lambda stand_in: stand_in.evaluate(), values)
 
 
 def _shape(tensor: torch.Tensor) -> torch.Tensor:

@@ -88,7 +88,7 @@ class Region:
     """A network's first operators, each reading only the one before, to be worked in slices of the batch.
 
     ``functions`` and ``modules`` name the calls in their order and the modules that make them; ``keys`` are
-    those of the tensors that need not be saved for them. ``output_bytes`` is the size of the last one's result.
+    those of the tensors that need not be saved for them. ``output_bytes`` is the last result's size.
     """
 
     functions: tuple[str, ...]
