@@ -174,10 +174,6 @@ class Recorder(TorchFunctionMode):
         autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         return torch.is_grad_enabled() and not autocast and not in_backward() and self._is_innermost()
 
-    def is_source(self, tensor: torch.Tensor) -> bool:
-        """As :class:`Forward`."""
-        return is_plain(tensor) and not tensor.requires_grad and self._is_borrowed(tensor)
-
     def skip(self, keys: Iterable[str]) -> None:
         """As :class:`Forward`."""
         self._occurrences.update(key.partition("#")[0] for key in keys)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from squeezebox.capture._slices import BatchNorm, Operator, Sliced, Slot
 from squeezebox.capture._stand_in import METADATA, Deferred, Pending, StandIn, evaluated
+from squeezebox.capture._store import is_plain
 from squeezebox.schema import Region
 
 _BATCH_NORM = inspect.signature(functional.batch_norm)
@@ -47,9 +48,6 @@ class Forward(Protocol):
     @property
     def catches(self) -> bool:
         """Whether what is saved now is saved by a plain operator and comes to this recorder."""
-
-    def is_source(self, tensor: torch.Tensor) -> bool:
-        """Whether the caller holds the tensor anyway."""
 
     def replay(self, call: Deferred, x: torch.Tensor) -> torch.Tensor:
         """Make a deferred call as if it were made now."""
@@ -106,7 +104,7 @@ class Slicer:
         if (func.__name__, self._forward.module) != planned or not self._forward.catches:
             return False
         if self._pending is None:
-            return self._open and _starts(func, args, kwargs) and self._forward.is_source(args[0])
+            return self._open and _starts(func, args, kwargs)
         last = self._last() if self._last is not None else None
         return not self._pending.done and args[0] is last and _continues(args, kwargs)
 
@@ -184,7 +182,7 @@ class Tracer:
         if func not in _CHAINED or not isinstance(out, torch.Tensor) or not forward.catches:
             return False
         if not self._calls:
-            return _starts(func, args, kwargs) and forward.is_source(args[0])
+            return _starts(func, args, kwargs)
         last = len(self._calls)
         return (
             last < self._limit
@@ -200,9 +198,11 @@ class Tracer:
 
 
 def _starts(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a convolution of a batch begins here, with a weight to train."""
+    """Whether this is the convolution of a batch that needs no gradient, with a weight that does."""
     x = args[0] if args else None
-    if not isinstance(x, torch.Tensor) or func not in _CONVOLUTIONS or x.dim() != _CONVOLUTIONS[func]:
+    if not isinstance(x, torch.Tensor) or not is_plain(x) or x.requires_grad:
+        return False
+    if func not in _CONVOLUTIONS or x.dim() != _CONVOLUTIONS[func]:
         return False
     trained = any(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_leaves((args[1:], kwargs)))
     return trained and len(x) > 0 and x.dtype in (torch.float32, torch.float64) and _continues(args, kwargs)
