@@ -583,7 +583,7 @@ class Session:
         finally:
             self._store.listener = self._recorder.tracer = None
             profiler.close()
-        regions = [] if self._controller is None else tracer.regions(slices=2)  # exact is to the bit
+        regions = [] if self._controller is None else tracer.regions()  # exact is to the bit
         return _Profiled(profile, saved, seconds, region, regions)
 
     def _due(self, step: int) -> bool:
@@ -621,7 +621,8 @@ class Session:
 class _Profiled:
     """What a step could hold, with the first layers whole or in slices.
 
-    ``seconds`` are those of a step with nothing packed; each of ``regions`` could be worked in slices.
+    ``seconds`` are those of a step with nothing packed; each of ``regions`` could be worked in slices, in as
+    many as it says.
     """
 
     profile: Profile
@@ -646,12 +647,11 @@ def _trials(
 
     Goes on while the peak falls.
     """
-    batch, slices = len(next(_tensors(sample[0]))), 2
     yield whole, (plan := planner.smallest(whole.profile, noise))
-    lowest = plan.predicted_peak_bytes
+    lowest, slices = plan.predicted_peak_bytes, 2
     for region in whole.regions:
         before = lowest
-        while slices <= batch:
+        while slices <= region.slices:
             trial = session._profile(*sample, loss_fn, dataclasses.replace(region, slices=slices))
             yield trial, (plan := planner.smallest(trial.profile, noise))
             if plan.predicted_peak_bytes > _PAYS * lowest:
@@ -680,7 +680,14 @@ def _chosen(
             best = trial
         if limit is not None and best[1].predicted_peak_bytes <= limit:
             break
-    return best if limit is None else (best[0], planner.solve(best[0].profile, budget))
+    if limit is None:
+        return best
+    try:
+        return best[0], planner.solve(best[0].profile, budget)
+    except BudgetError:
+        if best[1].predicted_peak_bytes > limit:
+            raise
+        return best
 
 
 class _BoundPolicy:

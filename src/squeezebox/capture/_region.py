@@ -146,6 +146,7 @@ class Tracer:
         self.keys: list[str] = []  # of the running call
         self._calls: list[Traced] = []
         self._results: list[weakref.ref[torch.Tensor]] = []
+        self._batch = 0
         self._limit = sys.maxsize  # calls after which somebody else reads the result
 
     def saw(self, func: Any, args: Any, kwargs: Any, out: Any, forward: Forward) -> None:
@@ -158,18 +159,19 @@ class Tracer:
         if self._extends(func, args, kwargs, out, read, forward):
             self._calls.append(Traced(func.__name__, forward.module, out.nbytes, keys, func in _POOLINGS))
             self._results.append(weakref.ref(out))
+            self._batch = len(out)
         elif read:
             self._limit = min(self._limit, *read)
 
-    def regions(self, slices: int) -> list[Region]:
-        """The chain up to each pooling, shortest first."""
+    def regions(self) -> list[Region]:
+        """The chain up to each pooling, shortest first, in slices of one sample."""
         calls = self._calls[: self._limit]
         return [
             Region(
                 functions=tuple(call.function for call in calls[:end]),
                 modules=tuple(call.module for call in calls[:end]),
                 keys=tuple(key for call in calls[:end] for key in call.keys),
-                slices=slices,
+                slices=self._batch,
                 output_bytes=calls[end - 1].nbytes,
             )
             for end in range(1, len(calls) + 1)
