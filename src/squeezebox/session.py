@@ -155,6 +155,7 @@ def make_plan(
     Runs a few steps on ``sample`` (parameters, gradients, buffers and random states are as before):
     statistics, then one in which every way to hold every tensor is timed and weighed. Then the least time
     within the bytes at every position of forward and backward and within the noise is looked for.
+    Where nothing fits, or the least peak is asked for, the first layers are tried in slices of the batch.
 
     Args:
         model: any module that :func:`attach` takes.

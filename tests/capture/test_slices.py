@@ -40,11 +40,12 @@ class Functional(nn.Module):
             nn.Parameter(torch.randn(8, 8, 3, 3) / 8),
         )
         self.three = nn.Parameter(torch.randn(8, 8, 3, 3) / 8)
+        self.relu = torch.relu
 
     def forward(self, x):
         x = F.conv2d(x, self.one).relu_()
-        x = F.max_pool2d(torch.relu(F.conv2d(x, weight=self.two)), 2)
-        x = F.relu(F.conv2d(x, self.three))
+        x = F.max_pool2d(self.relu(F.conv2d(x, weight=self.two)), 2)
+        x = torch.sigmoid(input=F.conv2d(x, self.three))
         return F.relu(F.conv2d(x, self.three)).mean((2, 3))
 
 
@@ -392,6 +393,19 @@ def test_other_ways_through():
         got, note, _ = train(model, [x, x], region)
         assert_same(got, expected)
         assert ("in 3 slices" in note) == (model.way in ("all", "twice"))
+
+
+def test_arguments_by_name():
+    model, x = made("functional")
+    (region,) = regions(model, x, 3)
+    model.relu = named_relu
+    got, note, _ = train(model, [x, x], region)
+    assert_same(got, train(model, [x, x])[0])
+    assert "whole" in note
+
+
+def named_relu(x):
+    return torch.relu(input=x)
 
 
 def test_inputs_that_need_gradients_and_autocast():

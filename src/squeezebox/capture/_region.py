@@ -106,7 +106,7 @@ class Slicer:
         if self._pending is None:
             return self._open and _starts(func, args, kwargs)
         last = self._last() if self._last is not None else None
-        return not self._pending.done and args[0] is last and _continues(args, kwargs)
+        return not self._pending.done and bool(args) and args[0] is last and _continues(args, kwargs)
 
     def _answer(self, pending: Pending) -> Callable[[], torch.Tensor]:
         """The last call's: a stand-in, or the region's result."""
@@ -186,12 +186,8 @@ class Tracer:
         if not self._calls:
             return _starts(func, args, kwargs)
         last = len(self._calls)
-        return (
-            last < self._limit
-            and read == [last]
-            and self._number(args[0]) == last
-            and _continues(args, kwargs)
-        )
+        follows = read == [last] and bool(args) and args[0] is self._results[-1]()
+        return follows and last < self._limit and _continues(args, kwargs)
 
     def _number(self, tensor: torch.Tensor) -> int:
         """After how many calls the tensor is the chain's result; 0 if it is none."""
@@ -211,7 +207,7 @@ def _starts(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _continues(args: Any, kwargs: Any) -> bool:
-    """Whether the first argument is the only one of its kind."""
+    """Whether no other argument is one of the chain's tensors."""
     rest = tree_leaves((args[1:], kwargs))
     return "out" not in kwargs and not any(isinstance(value, StandIn) for value in rest)
 
