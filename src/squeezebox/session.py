@@ -13,6 +13,7 @@ import itertools
 import math
 import os
 import re
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +32,9 @@ from squeezebox.capture import (
     Observer,
     Recorder,
     Rule,
+    Slicer,
     Store,
+    Tracer,
     check_supported,
     foreign_hooks,
     in_backward,
@@ -72,6 +75,7 @@ from squeezebox.schema import (
     Plan,
     PlanError,
     Profile,
+    Region,
     Role,
     SqueezeboxError,
     StepProfile,
@@ -85,6 +89,7 @@ _STATISTICS_STEPS = 4  # of a plan, before it is profiled
 _TIMED_STEPS = 2
 _SPARSE_ROLES = frozenset({Role.RELU_OUTPUT, Role.POOL_INPUT})
 _UNKNOWN_COUNT = 64  # lossy tensors of a model, before the first step has counted them
+_PAYS = 0.98  # of the peak: what slices must bring it under to be worth their time
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # multiples of it spread evenly over the unit interval
 _attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
@@ -194,7 +199,8 @@ def make_plan(
 
     Runs a few steps on ``sample`` (parameters, gradients, buffers and random states are as before):
     statistics, then one in which every way to hold every tensor is timed and weighed. Then the least time
-    within the bytes at every position of forward and backward and within the noise is looked for.
+    within the bytes at every position of forward and backward and within the noise is looked for. Where
+    nothing fits, or the least peak is asked for, the first layers are tried in slices of the batch.
 
     Args:
         model: any module that :func:`attach` takes.
@@ -235,7 +241,8 @@ def make_plan(
         seen = _cached(Path(cache), key, profiled)
     limit = None if budget is None else int(factor * _plain_peak(seen) if share else factor)
     seconds = math.inf if time_limit is None else (time_limit - 1.0) * seen.plain_seconds
-    return _planned(model, seen, limit, allowed, _batch(sample), seconds)
+    sliced = functools.partial(_profiled, model, sample, loss_fn, optimizer, allowed, None, on_progress, seen)
+    return _planned(model, seen, limit, allowed, _batch(sample), seconds, sliced)
 
 
 def max_batch(
@@ -451,7 +458,11 @@ class Session:
         self._require_attached()
         self._close_step()
         with _restored(self._model):
-            exact = self._replay(closure, bypass=True)
+            self._slice(None)
+            try:
+                exact = self._replay(closure, bypass=True)
+            finally:
+                self._slice(self._plan.region if self._plan else None)
         with _restored(self._model):
             lossy = self._replay(closure, bypass=False)
         energy = sum(_energy(gradient) for gradient in exact)
@@ -548,6 +559,8 @@ class Session:
         self._store.lineage = self._recorder.lineage() if plan.recomputed else None
         self._store.late_values = {key: Role(role) for key, role in plan.late_values.items()}
         planned = {tensor.key: tensor.saved_bytes for tensor in plan.tensors}
+        planned |= dict.fromkeys(plan.region.keys if plan.region else (), sys.maxsize)  # see Slicer
+        self._slice(plan.region)
         notes = None if self._replanning is None else self._notes
         self._store.admit = functools.partial(_admit, plan.model, planned, notes)
 
@@ -600,6 +613,8 @@ class Session:
             self._recorder.path.clear()
             error = RuntimeError if failed else None
             self._recorder.__exit__(error, None, None)
+            if self._recorder.slicer is not None and not failed:
+                self._notes[self._recorder.slicer.note] = None
 
     def _abandon(self) -> None:
         """Give up a step whose backward was never run, as if it had not begun."""
@@ -702,6 +717,10 @@ class Session:
             for parameter in parameters
         ]
 
+    def _slice(self, region: Region | None) -> None:
+        """From the next forward on, work the region in slices."""
+        self._recorder.slicer = None if region is None else Slicer(region, self._recorder)
+
     def _profile(
         self,
         inputs: Any,
@@ -709,14 +728,16 @@ class Session:
         loss_fn: LossFunction,
         budget_bytes: float | None,
         on_progress: Progress | None,
-    ) -> tuple[Profile, dict[str, int], float]:
-        """(what a step could hold, saved bytes by key, seconds of a plain step).
+        whole: StepProfile | None,
+        region: Region | None,
+    ) -> StepProfile:
+        """What a step could hold; with a region, one that works it in slices, given the ``whole`` step's.
 
         The loss is seen too, so that a plan knows what it saves under :meth:`step`; but where step() is not
         used it holds its tensors itself, so these are kept either way.
         """
         profiler: StepProfiler | None = None
-        learning = _STATISTICS_STEPS if self._controller is not None else 1
+        learning = 0 if whole is not None else _STATISTICS_STEPS if self._controller is not None else 1
         numbers = itertools.count(1)
 
         def done(what: str) -> None:
@@ -751,6 +772,8 @@ class Session:
             closure()
             done("statistics")
         self._close_step()
+        sensitivities = self._state.sensitivities if whole is None else _sensitivities(whole.profile)
+        self._slice(region)
         seconds = math.inf
         for _ in range(_TIMED_STEPS):
             seconds = min(seconds, _timed(lambda: self._replay(closure, bypass=True)))
@@ -764,17 +787,26 @@ class Session:
                 self._replay(closure, bypass=True)
                 done("a plain step, operator by operator")
             self._model.zero_grad(set_to_none=True)
+            tracer = self._recorder.tracer = Tracer()
             profiler.start()
             self._replay(closure, bypass=False)
             gradients = self._gradients()
             saved = {row.key: row.saved_bytes for row in self._store.rows}
             final = _nbytes(gradients) + transient_bytes(gradients, self._optimizer)
-            profile = profiler.stop(sum(parts.values()), self._state.sensitivities, final, gradients)
+            profile = profiler.stop(sum(parts.values()), sensitivities, final, gradients)
             done("every way to hold every tensor")
-            return _keeping_the_loss(dataclasses.replace(profile, **parts), saved), saved, seconds
         finally:
-            self._store.listener = self._store.lineage = None
+            self._store.listener = self._store.lineage = self._recorder.tracer = None
             profiler.close()
+        exact = self._controller is None  # to the bit, which slices are not
+        return StepProfile(
+            profile=_keeping_the_loss(dataclasses.replace(profile, **parts), saved),
+            saved_bytes=saved,
+            plain_seconds=seconds,
+            late_values={key: role.value for key, role in self._store.late_values.items()},
+            region=region,
+            regions=() if exact or whole is not None else tuple(tracer.regions()),
+        )
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._model.parameters() if p.grad is not None]
@@ -971,16 +1003,31 @@ def _profiled(
     noise: float,
     budget_bytes: float | None,
     on_progress: Progress | None,
+    whole: StepProfile | None = None,
+    region: Region | None = None,
 ) -> StepProfile:
-    """A profile of the model as it is; BudgetError if it holds more than ``budget_bytes`` in any case."""
+    """A profile of the model as it is; BudgetError if it holds more than ``budget_bytes`` in any case.
+
+    With the ``region`` worked in slices, what statistics say is taken from the ``whole`` step's profile.
+    """
     with _restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
         session = attach(model, optimizer=optimizer, noise=noise or None, exact=noise == 0.0)
+        if whole is not None:
+            session._store.late_values = {key: Role(role) for key, role in whole.late_values.items()}
         try:
-            profile, saved, seconds = session._profile(*sample, loss_fn, budget_bytes, on_progress)
-            late_values = {key: role.value for key, role in session._store.late_values.items()}
+            return session._profile(*sample, loss_fn, budget_bytes, on_progress, whole, region)
         finally:
             session.detach()
-    return StepProfile(profile=profile, saved_bytes=saved, plain_seconds=seconds, late_values=late_values)
+
+
+def _sensitivities(profile: Profile) -> dict[str, float]:
+    """Key -> relative gradient noise for a unit bound, as the options have it."""
+    return {
+        tensor.key: option.noise / option.bound**2
+        for tensor in profile.tensors
+        for option in tensor.options
+        if option.bound > 0.0
+    }
 
 
 def _profile_key(
@@ -1022,13 +1069,10 @@ def _planned(
     noise: float,
     batch: int,
     seconds: float = math.inf,
+    sliced: Callable[[Region], StepProfile] | None = None,
 ) -> StepPlan:
     """The fastest plan within ``limit`` bytes; without one, the smallest within ``seconds`` beyond plain."""
-    chosen = (
-        planner.smallest(seen.profile, noise, seconds)
-        if limit is None
-        else _chosen(seen.profile, limit, noise, batch)
-    )
+    used, chosen = _chosen(seen, limit, noise, batch, seconds, sliced)
     return StepPlan(
         model=type(model).__name__,
         budget_bytes=limit,
@@ -1036,26 +1080,66 @@ def _planned(
         plain_peak_bytes=_plain_peak(seen),
         plain_seconds=seen.plain_seconds,
         predicted_peak_bytes=chosen.predicted_peak_bytes,
-        predicted_seconds=seen.plain_seconds + chosen.predicted_seconds,
+        predicted_seconds=used.plain_seconds + chosen.predicted_seconds,
         predicted_noise=chosen.predicted_noise,
         late_values=seen.late_values,
+        region=used.region,
         tensors=tuple(
-            PlannedTensor(key=key, saved_bytes=seen.saved_bytes[key], option=option)
+            PlannedTensor(key=key, saved_bytes=used.saved_bytes[key], option=option)
             for key, option in chosen.choices.items()
         ),
     )
 
 
-def _chosen(profile: Profile, limit: int, noise: float, batch: int) -> Plan:
-    """The fastest plan within ``limit`` bytes; BudgetError with what would fit."""
-    budget = Budget(peak_bytes=limit, noise=noise)
-    try:
-        return planner.solve(profile, budget)
-    except BudgetError:
-        least = planner.smallest(profile, noise)
-        if least.predicted_peak_bytes <= limit:
-            return least
-        raise BudgetError(explain(planner.shortage(profile, budget, least, batch))) from None
+def _chosen(
+    seen: StepProfile,
+    limit: int | None,
+    noise: float,
+    batch: int,
+    seconds: float,
+    sliced: Callable[[Region], StepProfile] | None,
+) -> tuple[StepProfile, Plan]:
+    """The profile to go by and its plan, sliced if that is needed; BudgetError with what would fit."""
+    budget = Budget(peak_bytes=limit or 0, noise=noise)
+    if limit is not None:
+        with contextlib.suppress(BudgetError):
+            return seen, planner.solve(seen.profile, budget)
+    best = seen, planner.smallest(seen.profile, noise, seconds)
+    for trial in _trials(*best, sliced, noise, seconds) if sliced is not None else ():
+        if limit is not None and best[1].predicted_peak_bytes <= limit:
+            break
+        if trial[1].predicted_peak_bytes < _PAYS * best[1].predicted_peak_bytes:
+            best = trial
+    if limit is None:
+        return best
+    if best[1].predicted_peak_bytes > limit:
+        raise BudgetError(explain(planner.shortage(best[0].profile, budget, best[1], batch)))
+    with contextlib.suppress(BudgetError):
+        return best[0], planner.solve(best[0].profile, budget)
+    return best
+
+
+def _trials(
+    seen: StepProfile, plan: Plan, sliced: Callable[[Region], StepProfile], noise: float, seconds: float
+) -> Iterator[tuple[StepProfile, Plan]]:
+    """Profiles and least plans with more and more layers in more and more slices, while the peak falls."""
+    lowest, slices = plan.predicted_peak_bytes, 2
+    for region in seen.regions:
+        before = lowest
+        while slices <= region.slices:
+            trial = sliced(dataclasses.replace(region, slices=slices))
+            try:
+                left = seconds - (trial.plain_seconds - seen.plain_seconds)
+                plan = planner.smallest(trial.profile, noise, left)
+            except BudgetError:  # slices alone take too long
+                break
+            yield trial, plan
+            if plan.predicted_peak_bytes > _PAYS * lowest:
+                break
+            lowest, slices = plan.predicted_peak_bytes, 2 * slices
+        if lowest > _PAYS * before:
+            return
+        slices //= 2
 
 
 def _fits(profile: Profile, budget: Budget) -> bool:

@@ -249,3 +249,60 @@ def test_zero_branches_pooled_maps_and_tiny_tensors(task):
     session.detach()
     assert peak <= plans[0].predicted_peak_bytes
     assert peak == pytest.approx(plans[0].predicted_peak_bytes, rel=0.03)
+
+
+def pooled_network():
+    """A stem whose maps are far larger than anything after it."""
+    torch.manual_seed(1)
+    stem = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True)]
+    blocks = [Block(16), Block(16)]
+    return nn.Sequential(*stem, nn.MaxPool2d(4), *blocks, nn.Flatten(), nn.Linear(16 * 64, 10))
+
+
+def test_a_budget_below_the_first_layers_working_set_is_met_in_slices(task, tmp_path):
+    model, (x, y) = pooled_network(), task[2]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    sample = (x.contiguous(), y)
+    step(model, optimizer, sample)
+
+    def planned(budget, **options):
+        return squeezebox.plan(
+            model, sample=sample, loss_fn=F.cross_entropy, optimizer=optimizer, budget=budget, **options
+        )
+
+    roomy, exact, least = planned("100%", noise=1e-2), planned(None, exact=True), planned(None, noise=1e-2)
+    assert roomy.region is None and exact.region is None
+    assert least.region.modules == ("0", "1", "2", "3")
+    assert least.predicted_peak_bytes < 0.8 * exact.predicted_peak_bytes
+    whole = 16 * 16 * 32 * 32 * 4
+    assert exact.predicted_peak_bytes > 3 * whole  # three maps of the stem, whatever is packed
+    plan = planned(3 * whole, noise=1e-2)
+    plan.save(tmp_path / "plan.json")
+    assert squeezebox.load_plan(tmp_path / "plan.json") == plan
+    assert f"in {plan.region.slices} slices" in str(plan)
+    for chosen in (plan, least):
+        session = squeezebox.attach(model, optimizer=optimizer, plan=chosen)
+        peak = regular(session, model, optimizer, sample)
+        assert any("slices" in note for note in session.report().record.notes)
+        session.detach()
+        assert peak <= (chosen.budget_bytes or chosen.predicted_peak_bytes)
+        assert peak == pytest.approx(chosen.predicted_peak_bytes, rel=0.03)
+    with pytest.raises(BudgetError, match="smallest found needs"):
+        planned(whole // 2, noise=1e-2)
+
+
+def test_a_forward_that_left_its_plan_goes_on_and_says_so(task):
+    model, (x, y) = pooled_network(), task[2]
+    x = x.contiguous()
+    plan = squeezebox.plan(model, sample=(x, y), loss_fn=F.cross_entropy, noise=1e-2)
+    seen = []
+    hook = model[0].register_forward_hook(lambda module, args, output: seen.append(output.detach().mean()))
+    session = squeezebox.attach(model, plan=plan)
+    try:
+        F.cross_entropy(model(x), y).backward()
+        record = session.report().record
+    finally:
+        session.detach()
+        hook.remove()
+    assert seen and any("whole" in note for note in record.notes)
+    assert {tensor.codec for tensor in record.tensors if tensor.module == "1"} == {"keep"}

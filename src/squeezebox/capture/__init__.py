@@ -8,6 +8,7 @@ from squeezebox.capture._graph import in_backward, leaves
 from squeezebox.capture._install import Installation, check_supported, foreign_hooks, is_innermost
 from squeezebox.capture._observe import Observer
 from squeezebox.capture._recorder import Recorder
+from squeezebox.capture._region import Slicer, Tracer
 from squeezebox.capture._rules import Rule
 from squeezebox.capture._statistics import Collector
 from squeezebox.capture._store import Choice, Listener, Policy, Row, Store, Trial, is_plain
@@ -22,7 +23,9 @@ __all__ = [
     "Recorder",
     "Row",
     "Rule",
+    "Slicer",
     "Store",
+    "Tracer",
     "Trial",
     "check_supported",
     "foreign_hooks",

@@ -15,7 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from squeezebox.capture._graph import in_backward, is_custom, new_nodes, saved_attributes, sequence_number
 from squeezebox.capture._lineage import Call, Lineage
+from squeezebox.capture._region import Slicer, Tracer
 from squeezebox.capture._rules import OTHER, Rule, operator_name, rule_for
+from squeezebox.capture._stand_in import Deferred
 from squeezebox.capture._statistics import Collector
 from squeezebox.capture._store import SMALL_BYTES, Handle, Store, is_plain
 from squeezebox.schema import Role, UnsupportedModelError
@@ -45,6 +47,8 @@ class Recorder(TorchFunctionMode):
         self._owned: dict[int, StorageWeakRef] = {}
         self._pack_hook = self._pack
         self._stack = contextlib.ExitStack()
+        self.slicer: Slicer | None = None
+        self.tracer: Tracer | None = None
 
     def start_step(self) -> None:
         """Forget the last step's rows and occurrence counts."""
@@ -63,6 +67,8 @@ class Recorder(TorchFunctionMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         self.active = True
         self._stack.enter_context(saved_tensors_hooks(self._pack_hook, self._unpack))
+        if self.slicer is not None:
+            self.slicer.start()
         return self
 
     def __exit__(
@@ -73,6 +79,8 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         try:
             if error is None:
+                if self.slicer is not None:
+                    self.slicer.finish()
                 self._settle_unclaimed()
         finally:
             self.active = False
@@ -85,6 +93,25 @@ class Recorder(TorchFunctionMode):
             super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.slicer is not None:
+            func, args, kwargs = self.slicer.instead(func, types, args, kwargs)
+        out = self._run(func, args, kwargs)
+        if self.tracer is not None:
+            self.tracer.saw(func, args, kwargs, out, self)
+        return out
+
+    def replay(self, call: Deferred, x: torch.Tensor) -> torch.Tensor:
+        """As :class:`Forward`."""
+        self.path.append(call.module)
+        try:
+            result: torch.Tensor = self._run(call.function, (x, *call.arguments), call.keywords)
+        finally:
+            self.path.pop()
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call ``func`` and see to what it saves."""
         if self._pending:
             self._settle_unclaimed()
         since = sequence_number()
@@ -145,14 +172,13 @@ class Recorder(TorchFunctionMode):
 
     def _claim(self, outputs: Any, since: int, function: str, call: Call | None) -> None:
         """Match pending handles with the attributes of the nodes that the operator made."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        mine = top is not None and top[0] is self._pack_hook
+        mine = self._is_innermost()
         nodes = list(new_nodes(outputs, since))
         for node in nodes:
             operator = operator_name(node.name())
             if operator.startswith("CompiledFunction"):
                 raise UnsupportedModelError(_COMPILED)
-            readers = self._readers(node) if mine else []
+            readers = self._readers(node) if mine and not is_custom(node) else []
             rules = [_rule(operator, attribute, function, handle) for attribute, handle in readers]
             paired = list(zip(readers, rules, strict=True))
             if self.collector is not None:
@@ -170,6 +196,21 @@ class Recorder(TorchFunctionMode):
         self._settle_unclaimed()
         if self.collector is not None:
             self.collector.note_packed(nodes)
+
+    @property
+    def catches(self) -> bool:
+        """As :class:`Forward`."""
+        autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        return torch.is_grad_enabled() and not autocast and not in_backward() and self._is_innermost()
+
+    def skip(self, keys: Iterable[str]) -> None:
+        """As :class:`Forward`."""
+        self._occurrences.update(key.partition("#")[0] for key in keys)
+
+    def _is_innermost(self) -> bool:
+        """Whether what is saved now comes here."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return top is not None and top[0] is self._pack_hook
 
     @property
     def module(self) -> str:
@@ -204,7 +245,10 @@ class Recorder(TorchFunctionMode):
         name = f"{self.module}:{operator.removesuffix('Backward')}.{attribute}"
         self._occurrences[name] += 1
         count = self._occurrences[name]
-        return (name if count == 1 else f"{name}#{count}"), self.module
+        key = name if count == 1 else f"{name}#{count}"
+        if self.tracer is not None:
+            self.tracer.keys.append(key)
+        return key, self.module
 
 
 _COMPILED = (

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from squeezebox.reports import write_whole
-from squeezebox.schema import Action, Moment, Option, Profile, StepProfile, TensorProfile
+from squeezebox.schema import Action, Moment, Option, Profile, Region, StepProfile, TensorProfile
 
 _VERSION = 1
 
@@ -105,7 +105,14 @@ def _step(values: dict[str, Any]) -> StepProfile:
     moments = [Moment(**moment) for moment in profile.pop("moments")]
     base = tuple(profile.pop("base_bytes"))
     whole = Profile(base_bytes=base, tensors=tuple(tensors), moments=tuple(moments), **profile)
-    return StepProfile(profile=whole, **values)
+    region, regions = values.pop("region"), tuple(_region(region) for region in values.pop("regions"))
+    sliced = None if region is None else _region(region)
+    return StepProfile(profile=whole, region=sliced, regions=regions, **values)
+
+
+def _region(values: dict[str, Any]) -> Region:
+    lists = {name: tuple(values.pop(name)) for name in ("functions", "modules", "keys")}
+    return Region(**lists, **values)
 
 
 def _tensor(values: dict[str, Any]) -> TensorProfile:

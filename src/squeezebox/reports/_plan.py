@@ -11,7 +11,7 @@ from typing import Any
 
 from squeezebox.reports._fields import checked, without_duplicates
 from squeezebox.reports._report import human_bytes, write_whole
-from squeezebox.schema import Action, FormatError, Option, Role
+from squeezebox.schema import Action, FormatError, Option, Region, Role
 
 PLAN_VERSION = 1
 _OPTION = [item.name for item in dataclasses.fields(Option)]
@@ -41,6 +41,7 @@ class StepPlan:
     ``budget_bytes`` is None where the plan takes as little memory as the noise allows.
     ``plain_peak_bytes`` and ``plain_seconds`` are those of a step without Squeezebox.
     ``late_values`` names tensors of which a later operator reads more than the first one, and its role.
+    ``region`` are the first layers, if they are worked in slices of the batch.
     """
 
     model: str
@@ -53,6 +54,7 @@ class StepPlan:
     predicted_noise: float
     late_values: dict[str, str]
     tensors: tuple[PlannedTensor, ...]
+    region: Region | None = None
 
     @property
     def kept(self) -> frozenset[str]:
@@ -86,7 +88,8 @@ class StepPlan:
             {"key": tensor.key, "saved_bytes": tensor.saved_bytes, **_plain(tensor.option)}
             for tensor in self.tensors
         ]
-        return {"version": PLAN_VERSION, **values, "tensors": rows}
+        region = dataclasses.asdict(self.region) if self.region is not None else None
+        return {"version": PLAN_VERSION, **values, "region": region, "tensors": rows}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan whole or not at all; OutputError if the path cannot be written."""
@@ -120,6 +123,7 @@ class StepPlan:
             f"{human_bytes(self.plain_peak_bytes)}",
             f"time   {self.predicted_seconds:>8.3f} s  plain {self.plain_seconds:.3f} s",
             f"noise  {self.predicted_noise:>10.1e}",
+            *([f"{self.region} in {self.region.slices} slices of the batch"] if self.region else []),
             "",
         ]
         width = max((len(tensor.key) for tensor in self.tensors), default=0)
@@ -149,7 +153,7 @@ def _from_dict(values: Any) -> StepPlan:
             f"version is {version!r}; this Squeezebox reads version {PLAN_VERSION}. Upgrade squeezebox"
         )
     fields = checked(StepPlan, values, "", besides=["version"])
-    rows = fields.pop("tensors")
+    rows, region = fields.pop("tensors"), fields.pop("region")
     if not isinstance(rows, list):
         raise FormatError(f"tensors is a {type(rows).__name__}, not a list")
     tensors = tuple(_tensor(row, f"tensors[{number}]") for number, row in enumerate(rows))
@@ -158,7 +162,8 @@ def _from_dict(values: Any) -> StepPlan:
         if key in keys[:number]:
             raise FormatError(f"tensors[{number}].key is '{key}', as that of tensors[{keys.index(key)}]")
     _check_late_values(fields["late_values"])
-    return StepPlan(**fields, tensors=tensors)
+    sliced = None if region is None else Region(**checked(Region, region, "region"))
+    return StepPlan(**fields, tensors=tensors, region=sliced)
 
 
 def _tensor(row: Any, where: str) -> PlannedTensor:

@@ -92,18 +92,40 @@ class Profile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Region:
+    """A network's first operators, each reading only the one before, to be worked in slices of the batch.
+
+    ``functions`` and ``modules`` name the calls in their order and the modules that make them; ``keys`` are
+    those of the tensors that need not be saved for them. ``output_bytes`` is the last result's size.
+    """
+
+    functions: tuple[str, ...]
+    modules: tuple[str, ...]
+    keys: tuple[str, ...]
+    slices: int
+    output_bytes: int
+
+    def __str__(self) -> str:
+        ends = [f"{self.functions[end]} of '{self.modules[end]}'" for end in (0, -1)]
+        return f"the first layers ({' to '.join(ends)})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepProfile:
     """A profile and what else a plan needs of the step.
 
     ``saved_bytes`` is what plain PyTorch holds, by tensor; ``plain_seconds`` the time of a step without
     Squeezebox; ``late_values`` names tensors of which a later operator reads more than the first one, and its
-    role.
+    role. The first layers were worked in slices if there is a ``region``; each of ``regions`` could be, in as
+    many slices as it says.
     """
 
     profile: Profile
     saved_bytes: dict[str, int]
     plain_seconds: float
     late_values: dict[str, str]
+    region: Region | None = None
+    regions: tuple[Region, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
