@@ -8,7 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import squeezebox
-from squeezebox.capture._store import Entry, Handle
+from squeezebox.capture._entries import Entry, Handle
 from tests.capture.nets import NETS, images, loss_of, plain_step, resnet
 
 OPTIONS = [{"noise": 1e-2}, {"exact": True}]

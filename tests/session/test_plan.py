@@ -287,7 +287,7 @@ def test_a_budget_below_the_first_layers_working_set_is_met_in_slices(task, tmp_
         session.detach()
         assert peak <= (chosen.budget_bytes or chosen.predicted_peak_bytes)
         assert peak == pytest.approx(chosen.predicted_peak_bytes, rel=0.03)
-    with pytest.raises(BudgetError, match="smallest found needs"):
+    with pytest.raises(BudgetError, match="smallest plan found"):
         planned(whole // 2, noise=1e-2)
 
 

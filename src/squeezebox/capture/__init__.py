@@ -4,6 +4,7 @@ In: a model, a policy that picks codecs and bounds. Out: rows of saved tensors, 
 May touch: torch's saved-tensor hooks, function modes and autograd nodes; codecs and bounds below.
 """
 
+from squeezebox.capture._entries import Row, is_plain
 from squeezebox.capture._graph import in_backward, leaves
 from squeezebox.capture._install import Installation, check_supported, foreign_hooks, is_innermost
 from squeezebox.capture._observe import Observer
@@ -11,7 +12,7 @@ from squeezebox.capture._recorder import Recorder
 from squeezebox.capture._region import Slicer, Tracer
 from squeezebox.capture._rules import Rule
 from squeezebox.capture._statistics import Collector
-from squeezebox.capture._store import Choice, Listener, Policy, Row, Store, Trial, is_plain
+from squeezebox.capture._store import Choice, Listener, Policy, Store, Trial
 
 __all__ = [
     "Choice",

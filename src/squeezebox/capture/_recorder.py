@@ -13,13 +13,14 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
+from squeezebox.capture._entries import Handle, is_plain
 from squeezebox.capture._graph import in_backward, is_custom, new_nodes, saved_attributes, sequence_number
 from squeezebox.capture._lineage import Call, Lineage
 from squeezebox.capture._region import Slicer, Tracer
 from squeezebox.capture._rules import OTHER, Rule, operator_name, rule_for
 from squeezebox.capture._stand_in import Deferred
 from squeezebox.capture._statistics import Collector
-from squeezebox.capture._store import SMALL_BYTES, Handle, Store, is_plain
+from squeezebox.capture._store import SMALL_BYTES, Store
 from squeezebox.schema import Role, UnsupportedModelError
 
 

@@ -14,9 +14,9 @@ import torch
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
+from squeezebox.capture._entries import is_plain
 from squeezebox.capture._slices import BatchNorm, Operator, Sliced, Slot
 from squeezebox.capture._stand_in import METADATA, Deferred, Pending, StandIn, evaluated
-from squeezebox.capture._store import is_plain
 from squeezebox.schema import Region
 
 _BATCH_NORM = inspect.signature(functional.batch_norm)

@@ -11,9 +11,10 @@ import torch
 from torch.autograd.graph import Node
 
 from squeezebox.bounds import gradient_energy, law, propagate
+from squeezebox.capture._entries import Entry, Handle
 from squeezebox.capture._graph import is_leaf_node, node_number
 from squeezebox.capture._rules import Rule, operator_name
-from squeezebox.capture._store import Entry, Handle, Store
+from squeezebox.capture._store import Store
 from squeezebox.schema import (
     Check,
     Edge,

@@ -111,8 +111,8 @@ def _step(values: dict[str, Any]) -> StepProfile:
 
 
 def _region(values: dict[str, Any]) -> Region:
-    lists = {name: tuple(values.pop(name)) for name in ("functions", "modules", "keys")}
-    return Region(**lists, **values)
+    lists = {name: tuple(values[name]) for name in ("functions", "modules", "keys")}
+    return Region(**{**values, **lists})
 
 
 def _tensor(values: dict[str, Any]) -> TensorProfile:
