@@ -5,11 +5,14 @@ at all.
 May touch: files it is told to write; no torch.
 """
 
+from squeezebox.reports._compiled import CompiledReport, CompiledTensor
 from squeezebox.reports._estimate import Estimate
 from squeezebox.reports._plan import PlannedTensor, StepPlan, load_plan
 from squeezebox.reports._report import Report, human_bytes, require_writable, write_whole
 
 __all__ = [
+    "CompiledReport",
+    "CompiledTensor",
     "Estimate",
     "PlannedTensor",
     "Report",

@@ -1,0 +1,213 @@
+"""All that is private to torch.compile, in one place: its partitioner, its graphs' conventions, its caches.
+
+Known to hold from torch 2.11 on. Each convention is checked where it is used, and a graph that breaks one
+is refused, never rewritten on a guess.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._functorch import partitioners
+from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from squeezebox.schema import UnsupportedModelError
+
+# What Inductor would save rather than compute again because backward has to write it to memory. Unpacking
+# writes it too, so computing it again from packed values is no slower, and holds less.
+_CHEAP_RECOMPUTE = {
+    "ban_recompute_materialized_backward": False,
+    "ban_recompute_used_far_apart": False,
+}
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class Handed:
+    """A tensor that forward hands to backward: forward's node and backward's input."""
+
+    node: fx.Node
+    input: fx.Node
+
+
+@dataclass(slots=True)
+class Split:
+    """A joint graph cut in two.
+
+    ``outputs`` are forward's own results, ``saved`` the tensors that autograd holds for backward, ``others``
+    what forward hands over besides: symbols, and tensors that autograd does not check.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    outputs: list[fx.Node]
+    saved: list[Handed]
+    others: list[Any]
+    replaced: list[Handed] = dataclasses.field(default_factory=list)
+
+
+class Backend:
+    """``torch.compile(backend=...)``: Inductor as it is, with ``rewrite`` between cut and compilation.
+
+    The settings are in force while this callable is compiled and at no other time. ``fingerprint`` is part of
+    the key under which Inductor caches code. AOTAutograd's own cache is left out, since a hit would skip
+    the cut, and with it the record of what is saved.
+    """
+
+    def __init__(
+        self,
+        rewrite: Callable[[Split, Split], None],
+        fingerprint: str,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.partitioner = Partitioner(rewrite, fingerprint)
+        self._patches = {**(options or {}), "custom_partitioner_fn": self.partitioner}
+
+    def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        with functorch_config.patch(enable_autograd_cache=False):
+            return compile_fx(graph, inputs, config_patches=self._patches)
+
+
+class Partitioner(CustomPartitionerFn):
+    """Inductor's min-cut, twice: as it is, to compare with, and where recomputation is cheap."""
+
+    def __init__(self, rewrite: Callable[[Split, Split], None], fingerprint: str) -> None:
+        self._rewrite = rewrite
+        self._fingerprint = fingerprint
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **settings: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Cut the joint graph and let ``rewrite(plain, split)`` change ``split`` in place."""
+        plain = _cut(fx.GraphModule(gm, copy.deepcopy(gm.graph)), joint_inputs, settings)
+        with functorch_config.patch(_CHEAP_RECOMPUTE):
+            split = _cut(gm, joint_inputs, settings)
+        self._rewrite(plain, split)
+        return split.forward, split.backward
+
+    def uuid(self) -> str:
+        """This rewriting's source and what it was asked to do."""
+        source = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+        return hashlib.sha256(source + self._fingerprint.encode()).hexdigest()
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """Inductor pickles its settings into the cache's key."""
+        return str, (self.uuid(),)
+
+
+def _cut(gm: fx.GraphModule, joint_inputs: Sequence[object], settings: Mapping[str, Any]) -> Split:
+    forward, backward = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **settings)
+    results = list(forward.graph.output_node().args[0])
+    inputs = {node.name: node for node in _inputs(backward)}
+    count = settings["num_fwd_outputs"]
+    saved = [node for node in results[count:] if _is_checked_tensor(node)]
+    missing = [node.name for node in saved if node.name not in inputs]
+    if missing:
+        raise _unknown_convention(f"backward has no inputs named {', '.join(missing[:3])}")
+    pairs = [Handed(node, inputs[node.name]) for node in saved]
+    others = [node for node in results[count:] if not _is_checked_tensor(node)]
+    split = Split(forward=forward, backward=backward, outputs=results[:count], saved=pairs, others=others)
+    _check_order(split)
+    return split
+
+
+def _is_checked_tensor(node: Any) -> bool:
+    """Whether autograd saves it and checks it for in-place changes; what it does not comes after these."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, torch.Tensor) and not node.meta.get("saved_tensor_with_no_vc_check", False)
+
+
+def _inputs(module: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in module.graph.nodes if node.op == "placeholder"]
+
+
+def _check_order(split: Split) -> None:
+    """Forward's results are its own, then what it saves; backward takes the latter in the same order."""
+    results = list(split.forward.graph.output_node().args[0])
+    nodes = [handed.node for handed in split.saved]
+    if results[len(split.outputs) :][: len(nodes)] != nodes:
+        raise _unknown_convention("forward's results do not begin with its own, followed by the saved ones")
+    wanted = {handed.input for handed in split.saved}
+    if [node for node in _inputs(split.backward) if node in wanted] != [h.input for h in split.saved]:
+        raise _unknown_convention("backward takes the saved tensors in another order than forward gives them")
+
+
+def _unknown_convention(what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"torch {torch.__version__} cuts graphs in a way that squeezebox.compile() does not know: {what}. "
+        "Use squeezebox.attach() with the eager model, or the torch version that constraints.txt names."
+    )
+
+
+def replace_saved(split: Split, old: Handed, pieces: Sequence[fx.Node]) -> list[fx.Node]:
+    """Save ``pieces`` (nodes of forward) in place of ``old``; returns them as backward's inputs.
+
+    ``old.input`` stays in the graph until :func:`finish`, and must have no users by then.
+    """
+    inputs = add_saved(split, old, pieces)
+    split.saved.remove(old)
+    split.replaced.append(old)
+    return inputs
+
+
+def add_saved(split: Split, before: Handed, pieces: Sequence[fx.Node]) -> list[fx.Node]:
+    """Save ``pieces`` (nodes of forward) too, before another one; returns them as backward's inputs."""
+    with split.backward.graph.inserting_before(before.input):
+        new = [Handed(piece, _new_input(split.backward.graph, piece)) for piece in pieces]
+    place = split.saved.index(before)
+    split.saved[place:place] = new
+    return [handed.input for handed in new]
+
+
+def finish(split: Split) -> None:
+    """Write what is saved now into both graphs."""
+    for old in split.replaced:
+        split.backward.graph.erase_node(old.input)
+    split.replaced.clear()
+    output = split.forward.graph.output_node()
+    output.args = ((*split.outputs, *(handed.node for handed in split.saved), *split.others),)
+    own, count, rest = len(split.outputs), len(split.saved), len(split.others)
+    if "desc" in output.meta:
+        descriptions = list(output.meta["desc"])
+        last = [dataclasses.replace(d, idx=count + i) for i, d in enumerate(descriptions[-rest:] if rest else [])]
+        saved = [SavedForBackwardsAOTOutput(number) for number in range(count)]
+        output.meta["desc"] = [*descriptions[:own], *saved, *last]
+    if "output_stack_traces" in output.meta:
+        traces = list(output.meta["output_stack_traces"])
+        output.meta["output_stack_traces"] = [*traces[:own], *[None] * (count + rest)]
+    for module in (split.forward, split.backward):
+        module.graph.eliminate_dead_code()
+        module.graph.lint()
+        module.recompile()
+    _check_order(split)
+
+
+def _new_input(graph: fx.Graph, piece: fx.Node) -> fx.Node:
+    created = graph.placeholder(f"saved_{piece.name}")
+    created.meta = {key: piece.meta[key] for key in ("val", "tensor_meta") if key in piece.meta}
+    return created
+
+
+def emit(graph: fx.Graph, function: Callable[..., Any], arguments: Sequence[fx.Node]) -> list[fx.Node]:
+    """Write what ``function`` does with the arguments' tensors where the graph inserts; its results."""
+    values = [argument.meta["val"] for argument in arguments]
+    with values[0].fake_mode:
+        traced = make_fx(function, decomposition_table=select_decomp_table())(*values)
+    known = dict(zip(_inputs(traced), arguments, strict=True))
+    for node in traced.graph.nodes:
+        if node.op == "call_function":
+            known[node] = graph.node_copy(node, known.__getitem__)
+    results = traced.graph.output_node().args[0]
+    return [known[node] for node in (results if isinstance(results, (list, tuple)) else [results])]

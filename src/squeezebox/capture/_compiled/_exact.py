@@ -1,0 +1,151 @@
+"""What backward must read exactly: masks and indices that it would compute again from values that lost some.
+
+A comparison, an index or a rounding jumps where its operand crosses a threshold; an error there does not fade
+with the bound. Such a result is computed in forward, from exact values, and saved.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Container, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+_COMPARISONS = {
+    overload
+    for name in ("le", "lt", "ge", "gt", "eq", "ne")
+    for overload in (getattr(aten, name).Scalar, getattr(aten, name).Tensor)
+}
+_JUMPS = {
+    aten.sign.default,
+    aten.sgn.default,
+    aten.floor.default,
+    aten.ceil.default,
+    aten.round.default,
+    aten.trunc.default,
+    aten.frac.default,
+    aten.fmod.Scalar,
+    aten.fmod.Tensor,
+    aten.remainder.Scalar,
+    aten.remainder.Tensor,
+}
+# Backwards that compare within; the place of the argument that they compare.
+_COMPARING_BACKWARDS = {
+    aten.threshold_backward.default: 1,
+    aten.leaky_relu_backward.default: 1,
+    aten.hardtanh_backward.default: 1,
+    aten.hardswish_backward.default: 1,
+    aten.hardsigmoid_backward.default: 1,
+}
+# The sign of the result is that of the operand, for these.
+_SIGN_KEEPING = {aten.relu.default, aten.clone.default, aten.alias.default}
+
+
+def exact_reads(backward: fx.Graph, lossy: Container[fx.Node], known: Container[fx.Node]) -> list[fx.Node]:
+    """Nodes of backward that must come from forward, in order.
+
+    Args:
+        backward: the graph after the cut.
+        lossy: its inputs that will be off by up to their bounds, with zeros and signs as they were.
+        known: its inputs that forward computes; every other input is a gradient.
+    """
+    wrong: set[fx.Node] = set()  # may differ from what forward saw
+    signed: set[fx.Node] = set()  # wrong, but with the right sign
+    gradient: set[fx.Node] = set()
+    found: dict[fx.Node, None] = {}
+    for node in backward.nodes:
+        if node.op == "placeholder":
+            wrong |= {node} if node in lossy else set()
+            signed |= {node} if node in lossy else set()
+            gradient |= set() if node in known else {node}
+            continue
+        if any(used in gradient for used in node.all_input_nodes):
+            gradient.add(node)
+            found |= {used: None for used in _compared(node) if used in wrong and used not in signed}
+            continue
+        if not any(used in wrong for used in node.all_input_nodes) or _reads_signs_only(node, wrong, signed):
+            continue
+        if node.op == "output" or not _jumps(node) or _is_inner(node, gradient):
+            wrong.add(node)
+            if _keeps_sign(node) and node.all_input_nodes[0] in signed:
+                signed.add(node)
+        else:
+            found[node] = None
+    return list(found)
+
+
+def _compared(node: fx.Node) -> Iterator[fx.Node]:
+    place = _COMPARING_BACKWARDS.get(node.target)
+    if place is not None and isinstance(node.args[place], fx.Node):
+        yield node.args[place]
+
+
+def _reads_signs_only(node: fx.Node, wrong: Container[fx.Node], signed: Container[fx.Node]) -> bool:
+    """Whether a comparison with zero, or a sign, of values whose signs are right."""
+    if any(used in wrong and used not in signed for used in node.all_input_nodes):
+        return False
+    if node.target in (aten.sign.default, aten.sgn.default):
+        return True
+    return node.target in _COMPARISONS and len(node.args) == 2 and node.args[1] == 0
+
+
+def _jumps(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    whole = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
+    return whole or node.target in _JUMPS
+
+
+def _is_inner(node: fx.Node, gradient: Container[fx.Node]) -> bool:
+    """Whether only other such nodes read it, which will be saved in its place."""
+    return bool(node.users) and all(
+        user.op == "call_function" and _jumps(user) and not _touches(user, gradient) for user in node.users
+    )
+
+
+def _touches(node: fx.Node, gradient: Container[fx.Node]) -> bool:
+    return any(used in gradient for used in node.all_input_nodes)
+
+
+def _keeps_sign(node: fx.Node) -> bool:
+    return node.target in _SIGN_KEEPING or is_view(node)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node only looks at its first operand's storage."""
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and is_view(source)
+    if node.target is aten._unsafe_view.default:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    first = schema.arguments[0] if schema is not None and schema.arguments else None
+    return first is not None and first.alias_info is not None and not first.alias_info.is_write
+
+
+def storage_of(node: fx.Node) -> fx.Node:
+    """The node that made the storage which this one looks at."""
+    while is_view(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def in_forward(node: fx.Node, forward: fx.Graph, names: dict[str, fx.Node]) -> fx.Node:
+    """Forward's node of the same name, or a copy of backward's with all that it is computed from."""
+    own = names.get(node.name)
+    if own is not None:
+        return own
+    arguments = [in_forward(used, forward, names) for used in node.all_input_nodes]
+    known = dict(zip(node.all_input_nodes, arguments, strict=True))
+    with after(forward, arguments):
+        names[node.name] = forward.node_copy(node, known.__getitem__)
+    return names[node.name]
+
+
+def after(graph: fx.Graph, nodes: list[fx.Node]) -> Any:
+    """A context in which new nodes go behind the last of ``nodes``, and behind the graph's inputs."""
+    wanted = {*nodes, *(node for node in graph.nodes if node.op == "placeholder")}
+    last = next(node for node in reversed(graph.nodes) if node in wanted)
+    return graph.inserting_before(last.next)

@@ -1,0 +1,183 @@
+"""What forward hands to backward, made smaller: values in few bits, masks in one, exact where that matters."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from squeezebox.capture._compiled import _codes
+from squeezebox.capture._compiled._adapter import Handed, Split, add_saved, emit, finish, replace_saved
+from squeezebox.capture._compiled._exact import exact_reads, in_forward, is_view, storage_of
+from squeezebox.capture._store import SMALL_BYTES
+from squeezebox.reports import CompiledReport, CompiledTensor
+
+aten = torch.ops.aten
+Choose = Callable[[Handed], int | None]  # bits of a value that may lose some; None: keep it
+
+# Near zero, a small error in what these read is a large one in their results.
+_SINGULAR = frozenset({"reciprocal", "rsqrt", "sqrt", "log", "log2", "log10", "log1p", "pow"})
+_EXACT = frozenset({"_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"})
+_IMAGE = ("conv", "batch_norm", "pool")
+
+
+def rewrite(plain: Split, split: Split, choose: Choose) -> CompiledReport:
+    """Pack what ``split`` saves; ``plain`` is the same graph as Inductor alone would cut it."""
+    owned = owned_storages(split)
+    free = [handed for handed in split.saved if storage_of(handed.node) not in owned]
+    bits = {handed: choose(handed) for handed in free if _may_lose(handed)}
+    lossy = {handed: width for handed, width in bits.items() if width is not None}
+    rows = _save_exact_reads(split, lossy)
+    for handed in free:
+        if handed in lossy:
+            rows.append(_pack_values(split, handed, lossy[handed]))
+        elif _is_large_flags(handed.node):
+            rows.append(_pack_flags(split, handed))
+        else:
+            rows.append(_row(handed.node, None, [handed.node]))
+    finish(split)
+    return CompiledReport(
+        saved_bytes=held_bytes(plain),
+        packed_bytes=held_bytes(split),
+        tensors=tuple(sorted(rows, key=lambda row: -row.saved_bytes)),
+    )
+
+
+def owned_storages(split: Split) -> set[fx.Node]:
+    """Storages that somebody else holds anyway: parameters, buffers, the caller's inputs and results."""
+    inputs = {node for node in split.forward.graph.nodes if node.op == "placeholder"}
+    results = {storage_of(node) for node in split.outputs if isinstance(node, fx.Node)}
+    return inputs | results
+
+
+def held_bytes(split: Split) -> int:
+    """Bytes that live between forward and backward and that nobody else holds, each storage once."""
+    owned = owned_storages(split)
+    others = [node for node in split.others if isinstance(node, fx.Node)]
+    nodes = {storage_of(node) for node in [*(handed.node for handed in split.saved), *others]}
+    return sum(nbytes(node) for node in nodes if node not in owned)
+
+
+def nbytes(node: fx.Node) -> int:
+    """Bytes of a node's tensor; 0 where it makes none."""
+    value = node.meta.get("val")
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+def _may_lose(handed: Handed) -> bool:
+    """Whether these are many values, of known shape, of which backward reads no more than the law covers."""
+    value = handed.node.meta["val"]
+    if not value.is_floating_point() or not all(isinstance(size, int) for size in value.shape):
+        return False
+    if nbytes(handed.node) < SMALL_BYTES or _is_statistic(handed.node):
+        return False
+    return not any(_is_delicate(user) for user in (handed.node, *readers(handed.input)))
+
+
+def _is_statistic(node: fx.Node) -> bool:
+    """Means, deviations and log-sums of rows: few, and every element of a row hangs on one of them."""
+    value = node.meta["val"]
+    second = not is_view(node) and len(node.args) > 1 and isinstance(node.args[1], int) and node.args[1] > 0
+    return (value.dim() > 1 and value.shape[-1] == 1) or (second and "getitem" in str(node.target))
+
+
+def _is_delicate(node: fx.Node) -> bool:
+    return operator_of(node) in _EXACT or _name(node.target) in _SINGULAR
+
+
+def readers(node: fx.Node) -> list[fx.Node]:
+    """Who reads a tensor, itself or through views."""
+    found: list[fx.Node] = []
+    for user in node.users:
+        found.extend(readers(user) if is_view(user) else [user])
+    return found
+
+
+def operator_of(node: fx.Node) -> str:
+    """The operator that the user's code (or autograd) called for this node, such as ``convolution``."""
+    return _name(node.meta.get("original_aten", node.target))
+
+
+def _name(target: Any) -> str:
+    return str(getattr(target, "_opname", getattr(target, "__name__", target)))
+
+
+def _is_large_flags(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    fixed = all(isinstance(size, int) for size in value.shape)
+    return value.dtype == torch.bool and fixed and nbytes(node) >= SMALL_BYTES
+
+
+def _save_exact_reads(split: Split, lossy: Iterable[Handed]) -> list[CompiledTensor]:
+    """Masks and indices that backward would take from lossy values come from forward instead."""
+    given = {handed.input for handed in split.saved}
+    names = {node.name: node for node in split.forward.graph.nodes}
+    inputs = {n for n in split.backward.graph.nodes if n.op == "placeholder" and n.name in names}
+    wanted = exact_reads(split.backward.graph, {handed.input for handed in lossy}, given | inputs)
+    rows = []
+    for node in wanted:
+        own = in_forward(node, split.forward.graph, names)
+        [found] = add_saved(split, split.saved[0], [own])
+        handed = split.saved[0]
+        node.replace_all_uses_with(found)
+        flags = _is_large_flags(own)
+        rows.append(_pack_flags(split, handed) if flags else _row(own, None, [own]))
+    return rows
+
+
+def _pack_values(split: Split, handed: Handed, bits: int) -> CompiledTensor:
+    value = handed.node.meta["val"]
+    layout = _codes.layout_of(tuple(value.shape), value.stride(), bits, channel=_channel(handed))
+    pack = functools.partial(_codes.pack, layout=layout)
+    unpack = functools.partial(_codes.unpack, layout=layout, dtype=value.dtype)
+    pieces = _exchange(split, handed, pack, unpack)
+    return _row(handed.node, layout.bits, pieces)
+
+
+def _pack_flags(split: Split, handed: Handed) -> CompiledTensor:
+    value = handed.node.meta["val"]
+    order = _codes.memory_order(value.stride())
+    pack = functools.partial(_codes.pack_flags, order=order)
+    unpack = functools.partial(_codes.unpack_flags, shape=tuple(value.shape), order=order)
+    return _row(handed.node, 1, _exchange(split, handed, pack, unpack))
+
+
+def _exchange(
+    split: Split, handed: Handed, pack: Callable[..., Any], unpack: Callable[..., Any]
+) -> list[fx.Node]:
+    """Pack right behind the tensor in forward, unpack right before its first use in backward."""
+    with split.forward.graph.inserting_before(handed.node.next):
+        pieces = emit(split.forward.graph, pack, [handed.node])
+    users = set(handed.input.users)
+    first = next(node for node in split.backward.graph.nodes if node in users)
+    inputs = replace_saved(split, handed, pieces)
+    with split.backward.graph.inserting_before(first):
+        [decoded] = emit(split.backward.graph, unpack, inputs)
+    for user in users:
+        user.replace_input_with(handed.input, decoded)
+    return pieces
+
+
+def _channel(handed: Handed) -> int | None:
+    """The channels' dim of an image, as convolutions and their companions take it."""
+    if handed.node.meta["val"].dim() < 3:
+        return None
+    around = [handed.node, *handed.node.users, *handed.input.users]
+    image = any(word in operator_of(node) for node in around for word in _IMAGE)
+    return 1 if image else None
+
+
+def _row(node: fx.Node, bits: int | None, pieces: Sequence[fx.Node]) -> CompiledTensor:
+    value = node.meta["val"]
+    return CompiledTensor(
+        name=node.name,
+        shape=tuple(value.shape),
+        dtype=str(value.dtype).removeprefix("torch."),
+        bits=bits,
+        saved_bytes=math.prod(value.shape) * value.element_size(),
+        packed_bytes=sum(nbytes(piece) for piece in pieces),
+    )
