@@ -6,7 +6,6 @@ is refused, never rewritten on a guess.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+from torch._library.fake_class_registry import FakeScriptObject
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
@@ -47,15 +47,20 @@ class Split:
     """A joint graph cut in two.
 
     ``outputs`` are forward's own results, ``saved`` the tensors that autograd holds for backward, ``others``
-    what forward hands over besides: symbols, and tensors that autograd does not check.
+    what forward hands over besides: tensors that autograd does not check, opaque objects, symbols.
+    ``gradients`` are backward's inputs that do not come from forward.
     """
 
     forward: fx.GraphModule
     backward: fx.GraphModule
     outputs: list[fx.Node]
     saved: list[Handed]
-    others: list[Any]
+    others: list[fx.Node]
+    gradients: list[fx.Node]
     replaced: list[Handed] = dataclasses.field(default_factory=list)
+
+
+_OBJECTS = (torch.Tensor, torch.ScriptObject, FakeScriptObject)
 
 
 class Backend:
@@ -91,7 +96,7 @@ class Partitioner(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **settings: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Cut the joint graph and let ``rewrite(plain, split)`` change ``split`` in place."""
-        plain = _cut(fx.GraphModule(gm, copy.deepcopy(gm.graph)), joint_inputs, settings)
+        plain = _cut(_copied(gm), joint_inputs, settings)
         with functorch_config.patch(_CHEAP_RECOMPUTE):
             split = _cut(gm, joint_inputs, settings)
         self._rewrite(plain, split)
@@ -107,18 +112,30 @@ class Partitioner(CustomPartitionerFn):
         return str, (self.uuid(),)
 
 
+def _copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """A graph of its own over the same modules; cutting one changes it."""
+    graph = fx.Graph()
+    output = graph.output(graph.graph_copy(gm.graph, {}))
+    output.meta = dict(gm.graph.output_node().meta)
+    return fx.GraphModule(gm, graph)
+
+
 def _cut(gm: fx.GraphModule, joint_inputs: Sequence[object], settings: Mapping[str, Any]) -> Split:
     forward, backward = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **settings)
     results = list(forward.graph.output_node().args[0])
-    inputs = {node.name: node for node in _inputs(backward)}
     count = settings["num_fwd_outputs"]
-    saved = [node for node in results[count:] if _is_checked_tensor(node)]
-    missing = [node.name for node in saved if node.name not in inputs]
-    if missing:
-        raise _unknown_convention(f"backward has no inputs named {', '.join(missing[:3])}")
-    pairs = [Handed(node, inputs[node.name]) for node in saved]
-    others = [node for node in results[count:] if not _is_checked_tensor(node)]
-    split = Split(forward=forward, backward=backward, outputs=results[:count], saved=pairs, others=others)
+    outputs, handed = results[:count], results[count:]
+    symbols = sum(not isinstance(node.meta.get("val"), _OBJECTS) for node in handed)
+    inputs = _inputs(backward)[symbols:]
+    saved = [Handed(node, input) for node, input in zip(handed, inputs) if _is_checked_tensor(node)]
+    split = Split(
+        forward=forward,
+        backward=backward,
+        outputs=outputs,
+        saved=saved,
+        others=handed[len(saved) :],
+        gradients=inputs[len(handed) - symbols :],
+    )
     _check_order(split)
     return split
 
@@ -134,14 +151,17 @@ def _inputs(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def _check_order(split: Split) -> None:
-    """Forward's results are its own, then what it saves; backward takes the latter in the same order."""
+    """Forward gives its own results, then what it saves; backward takes the latter in the same order."""
     results = list(split.forward.graph.output_node().args[0])
-    nodes = [handed.node for handed in split.saved]
-    if results[len(split.outputs) :][: len(nodes)] != nodes:
-        raise _unknown_convention("forward's results do not begin with its own, followed by the saved ones")
+    if results[len(split.outputs) :][: len(split.saved)] != [handed.node for handed in split.saved]:
+        raise _unknown_convention("forward's results are not its own followed by the tensors it saves")
     wanted = {handed.input for handed in split.saved}
     if [node for node in _inputs(split.backward) if node in wanted] != [h.input for h in split.saved]:
         raise _unknown_convention("backward takes the saved tensors in another order than forward gives them")
+    for handed in split.saved:
+        given, taken = handed.node.meta["val"], handed.input.meta.get("val")
+        if not isinstance(taken, torch.Tensor) or (given.shape, given.dtype) != (taken.shape, taken.dtype):
+            raise _unknown_convention(f"backward's input {handed.input} is not what forward saves for it")
 
 
 def _unknown_convention(what: str) -> UnsupportedModelError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Container, Iterator
-from typing import Any
 
 import torch
 from torch import fx
@@ -44,13 +43,13 @@ _COMPARING_BACKWARDS = {
 _SIGN_KEEPING = {aten.relu.default, aten.clone.default, aten.alias.default}
 
 
-def exact_reads(backward: fx.Graph, lossy: Container[fx.Node], known: Container[fx.Node]) -> list[fx.Node]:
+def exact_reads(backward: fx.Graph, lossy: Container[fx.Node], gradients: Container[fx.Node]) -> list[fx.Node]:
     """Nodes of backward that must come from forward, in order.
 
     Args:
         backward: the graph after the cut.
         lossy: its inputs that will be off by up to their bounds, with zeros and signs as they were.
-        known: its inputs that forward computes; every other input is a gradient.
+        gradients: its inputs that do not come from forward.
     """
     wrong: set[fx.Node] = set()  # may differ from what forward saw
     signed: set[fx.Node] = set()  # wrong, but with the right sign
@@ -60,7 +59,7 @@ def exact_reads(backward: fx.Graph, lossy: Container[fx.Node], known: Container[
         if node.op == "placeholder":
             wrong |= {node} if node in lossy else set()
             signed |= {node} if node in lossy else set()
-            gradient |= set() if node in known else {node}
+            gradient |= {node} if node in gradients else set()
             continue
         if any(used in gradient for used in node.all_input_nodes):
             gradient.add(node)
@@ -132,20 +131,23 @@ def storage_of(node: fx.Node) -> fx.Node:
     return node
 
 
-def in_forward(node: fx.Node, forward: fx.Graph, names: dict[str, fx.Node]) -> fx.Node:
-    """Forward's node of the same name, or a copy of backward's with all that it is computed from."""
-    own = names.get(node.name)
-    if own is not None:
-        return own
-    arguments = [in_forward(used, forward, names) for used in node.all_input_nodes]
-    known = dict(zip(node.all_input_nodes, arguments, strict=True))
-    with after(forward, arguments):
-        names[node.name] = forward.node_copy(node, known.__getitem__)
-    return names[node.name]
+def in_forward(node: fx.Node, forward: fx.Graph, known: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Forward's node for one of backward's: the same, or a copy with all that it is computed from.
+
+    ``known`` gives forward's nodes for backward's inputs; what is found is added.
+    """
+    if node not in known:
+        arguments = [in_forward(used, forward, known) for used in node.all_input_nodes]
+        same = (own for own in forward.nodes if own.name == node.name and own.target == node.target)
+        known[node] = next(same, None) or _copied(node, forward, arguments, known)
+    return known[node]
 
 
-def after(graph: fx.Graph, nodes: list[fx.Node]) -> Any:
-    """A context in which new nodes go behind the last of ``nodes``, and behind the graph's inputs."""
-    wanted = {*nodes, *(node for node in graph.nodes if node.op == "placeholder")}
-    last = next(node for node in reversed(graph.nodes) if node in wanted)
-    return graph.inserting_before(last.next)
+def _copied(
+    node: fx.Node, forward: fx.Graph, arguments: list[fx.Node], known: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    """A copy behind the last of its arguments, and behind the graph's inputs."""
+    wanted = {*arguments, *(each for each in forward.nodes if each.op == "placeholder")}
+    last = next(each for each in reversed(forward.nodes) if each in wanted)
+    with forward.inserting_before(last.next):
+        return forward.node_copy(node, known.__getitem__)

@@ -63,9 +63,10 @@ def held_bytes(split: Split) -> int:
 
 
 def nbytes(node: fx.Node) -> int:
-    """Bytes of a node's tensor; 0 where it makes none."""
+    """Bytes of a node's tensor; 0 where it makes none, or its size is not known."""
     value = node.meta.get("val")
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+    size = value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+    return size if isinstance(size, int) else 0
 
 
 def _may_lose(handed: Handed) -> bool:
@@ -114,13 +115,11 @@ def _is_large_flags(node: fx.Node) -> bool:
 
 def _save_exact_reads(split: Split, lossy: Iterable[Handed]) -> list[CompiledTensor]:
     """Masks and indices that backward would take from lossy values come from forward instead."""
-    given = {handed.input for handed in split.saved}
-    names = {node.name: node for node in split.forward.graph.nodes}
-    inputs = {n for n in split.backward.graph.nodes if n.op == "placeholder" and n.name in names}
-    wanted = exact_reads(split.backward.graph, {handed.input for handed in lossy}, given | inputs)
+    known = {handed.input: handed.node for handed in split.saved}
+    wanted = exact_reads(split.backward.graph, {handed.input for handed in lossy}, split.gradients)
+    own_nodes = [in_forward(node, split.forward.graph, known) for node in wanted]
     rows = []
-    for node in wanted:
-        own = in_forward(node, split.forward.graph, names)
+    for node, own in zip(wanted, own_nodes, strict=True):
         [found] = add_saved(split, split.saved[0], [own])
         handed = split.saved[0]
         node.replace_all_uses_with(found)
