@@ -1,11 +1,14 @@
 """See what autograd saves, tensor by tensor, and hold something smaller in its place.
 
 In: a model, a policy that picks codecs and bounds. Out: rows of saved tensors, due statistics, checks.
-May touch: torch's saved-tensor hooks, function modes and autograd nodes; codecs and bounds below.
+May touch: torch's saved-tensor hooks, function modes, autograd nodes and compiler; codecs and bounds below.
 """
 
+from squeezebox.capture._compiled._bits import BitRule, HalfSteps
+from squeezebox.capture._compiled._codes import BITS
+from squeezebox.capture._compiled._step import CompiledStep
 from squeezebox.capture._graph import in_backward
-from squeezebox.capture._install import Installation, check_supported, foreign_hooks
+from squeezebox.capture._install import Installation, check_supported, compiled_part, foreign_hooks
 from squeezebox.capture._observe import Observer
 from squeezebox.capture._recorder import Recorder
 from squeezebox.capture._rules import Rule
@@ -13,8 +16,12 @@ from squeezebox.capture._statistics import Collector
 from squeezebox.capture._store import Choice, Listener, Policy, Row, Store, Trial, is_plain
 
 __all__ = [
+    "BITS",
+    "BitRule",
     "Choice",
     "Collector",
+    "CompiledStep",
+    "HalfSteps",
     "Installation",
     "Listener",
     "Observer",
@@ -25,6 +32,7 @@ __all__ = [
     "Store",
     "Trial",
     "check_supported",
+    "compiled_part",
     "foreign_hooks",
     "in_backward",
     "is_plain",

@@ -13,9 +13,13 @@ _ROWS = 24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledTensor:
-    """One tensor that a compiled forward saves: ``bits`` an element, None where it is held itself."""
+    """One tensor that a compiled forward saves: ``bits`` an element, None where it is held itself.
+
+    ``name`` is the compiled graph's, ``module`` the dotted path of the module that made it.
+    """
 
     name: str
+    module: str
     shape: tuple[int, ...]
     dtype: str
     bits: int | None
@@ -51,7 +55,8 @@ class CompiledReport:
 def _line(tensor: CompiledTensor) -> str:
     shape = "x".join(map(str, tensor.shape)) or "scalar"
     bits = "itself" if tensor.bits is None else f"{tensor.bits} bit"
+    name = f"{tensor.module}:{tensor.name}"
     return (
-        f"{tensor.name:<28} {shape:>20} {tensor.dtype:>9} {human_bytes(tensor.saved_bytes):>10} "
+        f"{name:<36} {shape:>20} {tensor.dtype:>9} {human_bytes(tensor.saved_bytes):>10} "
         f"{human_bytes(tensor.packed_bytes):>10}  {bits}"
     )

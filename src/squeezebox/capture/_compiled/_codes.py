@@ -75,6 +75,16 @@ def pack(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     A row with a NaN or an infinity has no finite step and comes back as NaN throughout.
     """
     values = x.permute(layout.order).to(torch.float32)
+    step, below = _steps(values, layout)
+    above = float((1 << layout.bits) - 1) - below
+    magnitude = (values.abs() / step).ceil().clamp(min=1.0)
+    signed = torch.minimum(torch.maximum(values.sign() * magnitude, -below), above)
+    codes = torch.where(values == 0.0, below, signed + below).to(torch.uint8)
+    return pack_lanes(codes, layout.bits, layout.split), step, below.to(torch.uint8)
+
+
+def _steps(values: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Of each row: the step, and how many codes lie below zero."""
     levels = float((1 << layout.bits) - 1)
     low = values.amin(layout.rows, keepdim=True).clamp(max=0.0)
     high = values.amax(layout.rows, keepdim=True).clamp(min=0.0)
@@ -83,11 +93,14 @@ def pack(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     below = torch.where(low < 0.0, below.clamp(min=1.0), below)
     below = torch.where(high > 0.0, below.clamp(max=levels - 1.0), below)
     above = levels - below
-    step = torch.maximum(-low / below.clamp(min=1.0), high / above.clamp(min=1.0))
-    magnitude = (values.abs() / step).ceil().clamp(min=1.0)
-    signed = torch.minimum(torch.maximum(values.sign() * magnitude, -below), above)
-    codes = torch.where(values == 0.0, below, signed + below).to(torch.uint8)
-    return pack_lanes(codes, layout.bits, layout.split), step, below.to(torch.uint8)
+    return torch.maximum(-low / below.clamp(min=1.0), high / above.clamp(min=1.0)), below
+
+
+def half_steps(x: Tensor, bits: int, *, channel: int | None = None) -> Tensor:
+    """The bound of every element at so many bits, broadcastable to ``x``."""
+    layout = layout_of(tuple(x.shape), x.stride(), bits, channel=channel)
+    step, _ = _steps(x.detach().permute(layout.order).to(torch.float32), layout)
+    return 0.5 * step.permute(_inverse(layout.order))
 
 
 def unpack(codes: Tensor, step: Tensor, below: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:

@@ -43,36 +43,41 @@ _COMPARING_BACKWARDS = {
 _SIGN_KEEPING = {aten.relu.default, aten.clone.default, aten.alias.default}
 
 
+def behind(graph: fx.Graph, inputs: Container[fx.Node]) -> set[fx.Node]:
+    """These inputs and all that hangs on them."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node in inputs or any(used in found for used in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 def exact_reads(backward: fx.Graph, lossy: Container[fx.Node], gradients: Container[fx.Node]) -> list[fx.Node]:
     """Nodes of backward that must come from forward, in order.
 
     Args:
         backward: the graph after the cut.
         lossy: its inputs that will be off by up to their bounds, with zeros and signs as they were.
-        gradients: its inputs that do not come from forward.
+        gradients: its nodes that hang on gradients; these stay.
     """
     wrong: set[fx.Node] = set()  # may differ from what forward saw
     signed: set[fx.Node] = set()  # wrong, but with the right sign
-    gradient: set[fx.Node] = set()
     found: dict[fx.Node, None] = {}
     for node in backward.nodes:
-        if node.op == "placeholder":
-            wrong |= {node} if node in lossy else set()
-            signed |= {node} if node in lossy else set()
-            gradient |= {node} if node in gradients else set()
-            continue
-        if any(used in gradient for used in node.all_input_nodes):
-            gradient.add(node)
+        if node in lossy:
+            wrong.add(node)
+            signed.add(node)
+        elif node in gradients:
             found |= {used: None for used in _compared(node) if used in wrong and used not in signed}
+        elif not any(used in wrong for used in node.all_input_nodes):
             continue
-        if not any(used in wrong for used in node.all_input_nodes) or _reads_signs_only(node, wrong, signed):
-            continue
-        if node.op == "output" or not _jumps(node) or _is_inner(node, gradient):
+        elif _jumps(node) and not _is_inner(node, gradients):
+            if not _reads_signs_only(node, wrong, signed):
+                found[node] = None
+        else:
             wrong.add(node)
             if _keeps_sign(node) and node.all_input_nodes[0] in signed:
                 signed.add(node)
-        else:
-            found[node] = None
     return list(found)
 
 
@@ -97,15 +102,12 @@ def _jumps(node: fx.Node) -> bool:
     return whole or node.target in _JUMPS
 
 
-def _is_inner(node: fx.Node, gradient: Container[fx.Node]) -> bool:
+def _is_inner(node: fx.Node, gradients: Container[fx.Node]) -> bool:
     """Whether only other such nodes read it, which will be saved in its place."""
-    return bool(node.users) and all(
-        user.op == "call_function" and _jumps(user) and not _touches(user, gradient) for user in node.users
+    readers = list(node.users)
+    return bool(readers) and all(
+        user.op == "call_function" and _jumps(user) and user not in gradients for user in readers
     )
-
-
-def _touches(node: fx.Node, gradient: Container[fx.Node]) -> bool:
-    return any(used in gradient for used in node.all_input_nodes)
 
 
 def _keeps_sign(node: fx.Node) -> bool:

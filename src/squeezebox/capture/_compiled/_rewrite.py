@@ -4,34 +4,37 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from squeezebox.capture._compiled import _codes
+from squeezebox.capture._compiled._bits import module_path, operator_name
 from squeezebox.capture._compiled._adapter import Handed, Split, add_saved, emit, finish, replace_saved
-from squeezebox.capture._compiled._exact import exact_reads, in_forward, is_view, storage_of
+from squeezebox.capture._compiled._exact import behind, exact_reads, in_forward, is_view, storage_of
 from squeezebox.capture._store import SMALL_BYTES
 from squeezebox.reports import CompiledReport, CompiledTensor
 
 aten = torch.ops.aten
-Choose = Callable[[Handed], int | None]  # bits of a value that may lose some; None: keep it
+# Bits of forward's node, taken by backward's, not searched beyond gradients; None: keep it.
+Choose = Callable[[fx.Node, fx.Node, Container[fx.Node]], int | None]
 
 # Near zero, a small error in what these read is a large one in their results.
 _SINGULAR = frozenset({"reciprocal", "rsqrt", "sqrt", "log", "log2", "log10", "log1p", "pow"})
-_EXACT = frozenset({"_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"})
-_IMAGE = ("conv", "batch_norm", "pool")
+_EXACT = frozenset({"softmax", "logsoftmax"})
+_IMAGE = ("conv", "batchnorm", "pool")
 
 
 def rewrite(plain: Split, split: Split, choose: Choose) -> CompiledReport:
     """Pack what ``split`` saves; ``plain`` is the same graph as Inductor alone would cut it."""
     owned = owned_storages(split)
     free = [handed for handed in split.saved if storage_of(handed.node) not in owned]
-    bits = {handed: choose(handed) for handed in free if _may_lose(handed)}
+    gradients = behind(split.backward.graph, set(split.gradients))
+    bits = {handed: choose(handed.node, handed.input, gradients) for handed in free if _may_lose(handed)}
     lossy = {handed: width for handed, width in bits.items() if width is not None}
-    rows = _save_exact_reads(split, lossy)
+    rows = _save_exact_reads(split, lossy, gradients)
     for handed in free:
         if handed in lossy:
             rows.append(_pack_values(split, handed, lossy[handed]))
@@ -87,7 +90,7 @@ def _is_statistic(node: fx.Node) -> bool:
 
 
 def _is_delicate(node: fx.Node) -> bool:
-    return operator_of(node) in _EXACT or _name(node.target) in _SINGULAR
+    return operator_name(node) in _EXACT or _name(node.target) in _SINGULAR
 
 
 def readers(node: fx.Node) -> list[fx.Node]:
@@ -98,13 +101,8 @@ def readers(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def operator_of(node: fx.Node) -> str:
-    """The operator that the user's code (or autograd) called for this node, such as ``convolution``."""
-    return _name(node.meta.get("original_aten", node.target))
-
-
 def _name(target: Any) -> str:
-    return str(getattr(target, "_opname", getattr(target, "__name__", target)))
+    return str(getattr(target, "_opname", ""))
 
 
 def _is_large_flags(node: fx.Node) -> bool:
@@ -113,10 +111,12 @@ def _is_large_flags(node: fx.Node) -> bool:
     return value.dtype == torch.bool and fixed and nbytes(node) >= SMALL_BYTES
 
 
-def _save_exact_reads(split: Split, lossy: Iterable[Handed]) -> list[CompiledTensor]:
+def _save_exact_reads(
+    split: Split, lossy: Iterable[Handed], gradients: Container[fx.Node]
+) -> list[CompiledTensor]:
     """Masks and indices that backward would take from lossy values come from forward instead."""
     known = {handed.input: handed.node for handed in split.saved}
-    wanted = exact_reads(split.backward.graph, {handed.input for handed in lossy}, split.gradients)
+    wanted = exact_reads(split.backward.graph, {handed.input for handed in lossy}, gradients)
     own_nodes = [in_forward(node, split.forward.graph, known) for node in wanted]
     rows = []
     for node, own in zip(wanted, own_nodes, strict=True):
@@ -166,7 +166,7 @@ def _channel(handed: Handed) -> int | None:
     if handed.node.meta["val"].dim() < 3:
         return None
     around = [handed.node, *handed.node.users, *handed.input.users]
-    image = any(word in operator_of(node) for node in around for word in _IMAGE)
+    image = any(word in operator_name(node) for node in around for word in _IMAGE)
     return 1 if image else None
 
 
@@ -174,6 +174,7 @@ def _row(node: fx.Node, bits: int | None, pieces: Sequence[fx.Node]) -> Compiled
     value = node.meta["val"]
     return CompiledTensor(
         name=node.name,
+        module=module_path(node),
         shape=tuple(value.shape),
         dtype=str(value.dtype).removeprefix("torch."),
         bits=bits,
