@@ -284,7 +284,7 @@ def compile_model(
     of a sample, a token) has its own step, measured when it is packed, and every element comes back within
     half a step of its row: at most the row's range / (2^bits - 2) / 2 off, plus the rounding of its dtype.
     Zeros stay zero and signs stay; masks and indices are those that forward computed. Cheap operators are
-    computed again in backward rather than saved. A row with NaN or infinity comes back as NaN.
+    computed again in backward rather than saved. Of a row with NaN or infinity nothing finite comes back.
 
     Args:
         model: an eager module, on one device, not attached. It is left as it is.

@@ -107,9 +107,8 @@ def module_path(node: fx.Node) -> str:
 
 def dotted(written: str) -> str:
     """``L['self'].blocks._modules['0'].norm``, as a tracer writes it, as ``blocks.0.norm``."""
-    inner = re.sub(r"getattr\((.*?), '(\w+)'\)", r"\1.\2", written)
-    inner = re.sub(r"(?:\._modules)?\['(\w+)'\]|\[(\d+)\]", r".\1\2", inner)
-    return ".".join(part for part in inner.split(".")[1:] if part).removeprefix("self.").removeprefix("fn.")
+    words = re.findall(r"\w+", re.sub(r"\b(?:getattr|_modules)\b", "", written))
+    return ".".join(words[2:] if words[:1] == ["L"] else words[1:])
 
 
 class HalfSteps:

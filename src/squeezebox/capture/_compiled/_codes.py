@@ -72,7 +72,7 @@ def _rows(shape: Sequence[int], order: Sequence[int], channel: int | None) -> tu
 def pack(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     """Codes (uint8, 8 / bits in a byte), step (float32) and number of codes below zero (uint8) of each row.
 
-    A row with a NaN or an infinity has no finite step and comes back as NaN throughout.
+    A row with a NaN or an infinity has no finite step, and nothing finite comes back of it.
     """
     values = x.permute(layout.order).to(torch.float32)
     step, below = _steps(values, layout)
@@ -84,16 +84,19 @@ def pack(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _steps(values: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Of each row: the step, and how many codes lie below zero."""
+    """Of each row: the step, and how many codes lie below zero.
+
+    ``step <= (high - low) / (2**bits - 2)``: rounding one side's share of that many codes up leaves the other
+    side enough of the one that is left over.
+    """
     levels = float((1 << layout.bits) - 1)
     low = values.amin(layout.rows, keepdim=True).clamp(max=0.0)
     high = values.amax(layout.rows, keepdim=True).clamp(min=0.0)
     share = -low / (high - low).clamp(min=torch.finfo(torch.float32).tiny)
-    below = (share * levels).round()
+    below = (share * (levels - 1.0)).ceil()
     below = torch.where(low < 0.0, below.clamp(min=1.0), below)
-    below = torch.where(high > 0.0, below.clamp(max=levels - 1.0), below)
     above = levels - below
-    return torch.maximum(-low / below.clamp(min=1.0), high / above.clamp(min=1.0)), below
+    return torch.maximum(-low / below.clamp(min=1.0), high / above), below
 
 
 def half_steps(x: Tensor, bits: int, *, channel: int | None = None) -> Tensor:
