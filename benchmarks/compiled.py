@@ -175,7 +175,9 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         if arguments.arms is None or arm in arguments.arms or arm == "plain":
             own = copied(given)
             step = build(own.model) if arm != "plain" else plain_step
-            results[arm] = compared(own if arm != "plain" else plain, step, plain, plain_step, exact, arguments)
+            results[arm] = compared(
+                own if arm != "plain" else plain, step, plain, plain_step, exact, arguments
+            )
             print(name, arm, results[arm], file=sys.stderr, flush=True)
     return results
 

@@ -288,11 +288,13 @@ def compile_model(
 
     Args:
         model: an eager module, on one device, not attached. It is left as it is.
-        plan: from :func:`plan`: what it keeps is kept, what it packs gets the fewest bits that stay within its
-            bound in the mean square over the first batch (8 at most, else it is kept), and what it would move
+        plan: from :func:`plan`. What it keeps is kept; what it packs gets the fewest bits that stay within
+            the bound, in the mean square over the first batch, or is kept where 8 do not; what it would move
             to a file gets 8 bits, or is kept where the plan loses nothing.
-        noise: allowed relative gradient noise; the fewest bits whose noise, by the error law and a few eager
-            steps on ``sample``, stays within. Needs ``sample`` and ``loss_fn``, as :func:`plan` takes them.
+        noise: allowed relative gradient noise: the fewest bits that stay within it by the error law, after a
+            few eager steps on ``sample``.
+        sample: goes with noise: inputs and target, as :func:`plan` takes them.
+        loss_fn: goes with noise: see :func:`plan`.
         bits: 8, 4 or 2 for every value (default 8, without plan and noise).
         fullgraph: refuse models with graph breaks.
         options: of Inductor, as for torch.compile.
@@ -306,21 +308,8 @@ def compile_model(
         PlanError: the plan was made for another model.
         UnsupportedModelError: the model spans two devices or is compiled already.
     """
-    given = [name for name, value in (("plan", plan), ("noise", noise), ("bits", bits)) if value is not None]
-    if len(given) > 1:
-        raise OptionError(f"{' and '.join(given)} exclude each other; give one of them.")
-    if bits is not None and bits not in BITS:
-        raise OptionError(f"bits is {bits!r}; values are packed in {', '.join(map(str, BITS))} bits.")
-    if noise is not None and not 0.0 < noise < math.inf:
-        raise OptionError(f"noise is {noise!r}; give a positive share of the gradient, such as 1e-2.")
-    if (noise is None) is not (sample is None) or (sample is None) is not (loss_fn is None):
-        raise OptionError("noise, sample=(inputs, target) and loss_fn= go together; give all three or none.")
-    part = compiled_part(model)
-    if part is not None:
-        raise UnsupportedModelError(
-            f"module '{part}' is compiled by torch.compile already, and its graphs are made without packing. "
-            "Pass the eager model to squeezebox.compile(), which compiles it as torch.compile does."
-        )
+    _check_compile_options(plan, noise, bits, sample, loss_fn)
+    _refuse_compiled(model)
     check_supported(model)
     _refuse_attached(model)
     rule = BitRule(default=bits or 8)
@@ -739,6 +728,33 @@ def _restored(model: torch.nn.Module) -> Iterator[None]:
 
 def _device(model: torch.nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def _check_compile_options(
+    plan: StepPlan | None,
+    noise: float | None,
+    bits: int | None,
+    sample: tuple[Any, Any] | None,
+    loss_fn: LossFunction | None,
+) -> None:
+    given = [name for name, value in (("plan", plan), ("noise", noise), ("bits", bits)) if value is not None]
+    if len(given) > 1:
+        raise OptionError(f"{' and '.join(given)} exclude each other; give one of them.")
+    if bits is not None and bits not in BITS:
+        raise OptionError(f"bits is {bits!r}; values are packed in {', '.join(map(str, BITS))} bits.")
+    if noise is not None and not 0.0 < noise < math.inf:
+        raise OptionError(f"noise is {noise!r}; give a positive share of the gradient, such as 1e-2.")
+    if len({noise is None, sample is None, loss_fn is None}) > 1:
+        raise OptionError("noise, sample=(inputs, target) and loss_fn= go together; give all three or none.")
+
+
+def _refuse_compiled(model: torch.nn.Module) -> None:
+    part = compiled_part(model)
+    if part is not None:
+        raise UnsupportedModelError(
+            f"module '{part}' is compiled by torch.compile already, and its graphs are made without packing. "
+            "Pass the eager model to squeezebox.compile(), which compiles it as torch.compile does."
+        )
 
 
 def _refuse_attached(model: torch.nn.Module) -> None:

@@ -100,9 +100,9 @@ def check_supported(model: torch.nn.Module) -> None:
     part = compiled_part(model)
     if part is not None:
         raise UnsupportedModelError(
-            f"module '{part}' is compiled by torch.compile: saved-tensor hooks written in Python would unpack "
-            "everything before its backward starts and raise the peak. Attach to the eager model instead, or "
-            "let squeezebox.compile() compile that."
+            f"module '{part}' is compiled by torch.compile: saved-tensor hooks written in Python would "
+            "unpack everything before its backward starts and raise the peak. Attach to the eager model "
+            "instead, or compile it with squeezebox.compile()."
         )
 
 

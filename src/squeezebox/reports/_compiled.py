@@ -46,7 +46,8 @@ class CompiledReport:
 
     def __str__(self) -> str:
         ratio = self.saved_bytes / max(self.packed_bytes, 1)
-        head = f"saved: {human_bytes(self.saved_bytes)}, {human_bytes(self.packed_bytes)} held ({ratio:.1f}x smaller)"
+        held = f"{human_bytes(self.packed_bytes)} held ({ratio:.1f}x smaller)"
+        head = f"saved: {human_bytes(self.saved_bytes)}, {held}"
         rows = [_line(tensor) for tensor in self.tensors[:_ROWS]]
         hidden = len(self.tensors) - len(rows)
         return "\n".join([head, "", *rows, *([f"... and {hidden} smaller tensors"] if hidden > 0 else [])])

@@ -18,10 +18,10 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
-from torch._library.fake_class_registry import FakeScriptObject
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
+from torch._library.fake_class_registry import FakeScriptObject
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from squeezebox.schema import UnsupportedModelError
@@ -122,12 +122,14 @@ def _copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _cut(gm: fx.GraphModule, joint_inputs: Sequence[object], settings: Mapping[str, Any]) -> Split:
     forward, backward = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **settings)
-    results = list(forward.graph.output_node().args[0])
+    results = _results(forward)
     count = settings["num_fwd_outputs"]
     outputs, handed = results[:count], results[count:]
     symbols = sum(not isinstance(node.meta.get("val"), _OBJECTS) for node in handed)
     inputs = _inputs(backward)[symbols:]
-    saved = [Handed(node, input) for node, input in zip(handed, inputs) if _is_checked_tensor(node)]
+    saved = [
+        Handed(node, input) for node, input in zip(handed, inputs, strict=False) if _is_checked_tensor(node)
+    ]
     split = Split(
         forward=forward,
         backward=backward,
@@ -146,13 +148,18 @@ def _is_checked_tensor(node: Any) -> bool:
     return isinstance(value, torch.Tensor) and not node.meta.get("saved_tensor_with_no_vc_check", False)
 
 
+def _results(module: fx.GraphModule) -> list[Any]:
+    results: Any = module.graph.output_node().args[0]
+    return list(results)
+
+
 def _inputs(module: fx.GraphModule) -> list[fx.Node]:
     return [node for node in module.graph.nodes if node.op == "placeholder"]
 
 
 def _check_order(split: Split) -> None:
     """Forward gives its own results, then what it saves; backward takes the latter in the same order."""
-    results = list(split.forward.graph.output_node().args[0])
+    results = _results(split.forward)
     if results[len(split.outputs) :][: len(split.saved)] != [handed.node for handed in split.saved]:
         raise _unknown_convention("forward's results are not its own followed by the tensors it saves")
     wanted = {handed.input for handed in split.saved}
@@ -201,7 +208,9 @@ def finish(split: Split) -> None:
     own, count, rest = len(split.outputs), len(split.saved), len(split.others)
     if "desc" in output.meta:
         descriptions = list(output.meta["desc"])
-        last = [dataclasses.replace(d, idx=count + i) for i, d in enumerate(descriptions[-rest:] if rest else [])]
+        last = [
+            dataclasses.replace(d, idx=count + i) for i, d in enumerate(descriptions[-rest:] if rest else [])
+        ]
         saved = [SavedForBackwardsAOTOutput(number) for number in range(count)]
         output.meta["desc"] = [*descriptions[:own], *saved, *last]
     if "output_stack_traces" in output.meta:
@@ -229,5 +238,5 @@ def emit(graph: fx.Graph, function: Callable[..., Any], arguments: Sequence[fx.N
     for node in traced.graph.nodes:
         if node.op == "call_function":
             known[node] = graph.node_copy(node, known.__getitem__)
-    results = traced.graph.output_node().args[0]
+    results: Any = traced.graph.output_node().args[0]
     return [known[node] for node in (results if isinstance(results, (list, tuple)) else [results])]

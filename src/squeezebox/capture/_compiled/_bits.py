@@ -53,7 +53,7 @@ class Matcher:
         self._matched = False
 
     def __call__(self, node: fx.Node, taken: fx.Node, gradients: Container[fx.Node]) -> int | None:
-        """Bits for forward's ``node``, ``taken`` by backward; ``gradients`` are nodes that hang on gradients."""
+        """Bits for forward's ``node``, which backward takes as ``taken``; ``gradients`` hang on gradients."""
         if not self._by_reader:
             return self._default
         found = list(_rules(self._by_maker, node))

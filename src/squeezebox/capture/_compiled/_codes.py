@@ -7,6 +7,7 @@ and ``|x - unpack(pack(x))| <= step / 2`` for every element, up to the rounding 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,10 +58,7 @@ def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
 def _rows(shape: Sequence[int], order: Sequence[int], channel: int | None) -> tuple[int, ...]:
     if channel is not None:
         within = [dim for dim in range(len(shape)) if dim not in (0, channel)]
-        numel = 1
-        for dim in within:
-            numel *= shape[dim]
-        wide = within if numel >= _LEAST_ROW else [0, *within]
+        wide = within if math.prod(shape[dim] for dim in within) >= _LEAST_ROW else [0, *within]
         return tuple(sorted(order.index(dim) for dim in wide))
     numel, first = 1, len(order)
     while first > 0 and numel < _LEAST_ROW:
@@ -119,7 +117,7 @@ def pack_lanes(codes: Tensor, bits: int, split: int) -> Tensor:
     if bits == 8:
         return codes
     parts = codes.unflatten(split, (8 // bits, -1))
-    packed = parts.select(split, 0)
+    packed: Tensor = parts.select(split, 0)
     for lane in range(1, 8 // bits):
         packed = packed | (parts.select(split, lane) << (lane * bits))
     return packed
@@ -146,10 +144,7 @@ def pack_flags(flags: Tensor, order: Sequence[int]) -> Tensor:
 def unpack_flags(packed: Tensor, shape: Sequence[int], order: Sequence[int]) -> Tensor:
     """The inverse of :func:`pack_flags`."""
     sizes = [shape[dim] for dim in order]
-    numel = 1
-    for size in sizes:
-        numel *= size
-    flat = torch.ops.squeezebox.unpack_codes(packed, 1, numel)
+    flat: Tensor = torch.ops.squeezebox.unpack_codes(packed, 1, math.prod(sizes))
     return flat.view(sizes).to(torch.bool).permute(_inverse(order))
 
 

@@ -32,7 +32,7 @@ _JUMPS = {
     aten.remainder.Tensor,
 }
 # Backwards that compare within; the place of the argument that they compare.
-_COMPARING_BACKWARDS = {
+_COMPARING_BACKWARDS: dict[object, int] = {
     aten.threshold_backward.default: 1,
     aten.leaky_relu_backward.default: 1,
     aten.hardtanh_backward.default: 1,
@@ -52,7 +52,9 @@ def behind(graph: fx.Graph, inputs: Container[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def exact_reads(backward: fx.Graph, lossy: Container[fx.Node], gradients: Container[fx.Node]) -> list[fx.Node]:
+def exact_reads(
+    backward: fx.Graph, lossy: Container[fx.Node], gradients: Container[fx.Node]
+) -> list[fx.Node]:
     """Nodes of backward that must come from forward, in order.
 
     Args:
@@ -83,8 +85,9 @@ def exact_reads(backward: fx.Graph, lossy: Container[fx.Node], gradients: Contai
 
 def _compared(node: fx.Node) -> Iterator[fx.Node]:
     place = _COMPARING_BACKWARDS.get(node.target)
-    if place is not None and isinstance(node.args[place], fx.Node):
-        yield node.args[place]
+    operand = None if place is None else node.args[place]
+    if isinstance(operand, fx.Node):
+        yield operand
 
 
 def _reads_signs_only(node: fx.Node, wrong: Container[fx.Node], signed: Container[fx.Node]) -> bool:
@@ -93,7 +96,7 @@ def _reads_signs_only(node: fx.Node, wrong: Container[fx.Node], signed: Containe
         return False
     if node.target in (aten.sign.default, aten.sgn.default):
         return True
-    return node.target in _COMPARISONS and len(node.args) == 2 and node.args[1] == 0
+    return node.target in _COMPARISONS and node.args[1:] == (0,)
 
 
 def _jumps(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""What forward hands to backward, made smaller: values in few bits, masks in one, exact where that matters."""
+"""What forward hands to backward, made smaller: values in few bits, masks in one, the rest as it is."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from squeezebox.capture._compiled import _codes
-from squeezebox.capture._compiled._bits import module_path, operator_name
 from squeezebox.capture._compiled._adapter import Handed, Split, add_saved, emit, finish, replace_saved
+from squeezebox.capture._compiled._bits import module_path, operator_name
 from squeezebox.capture._compiled._exact import behind, exact_reads, in_forward, is_view, storage_of
 from squeezebox.capture._store import SMALL_BYTES
 from squeezebox.reports import CompiledReport, CompiledTensor
