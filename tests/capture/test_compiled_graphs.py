@@ -108,6 +108,14 @@ def test_a_mask_of_values_that_are_saved_themselves_is_read_off_their_signs():
     assert [row.bits for row in report.tensors if row.bits] == [4]
 
 
+def test_offsets_of_pools_are_exact():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.MaxPool2d(3, 2), nn.Flatten(), nn.Linear(1936, 10))
+    plain, packed, report, _ = both(model, torch.randn(8, 3, 25, 25), all_in(8))
+    torch.testing.assert_close(packed["0.weight"], plain["0.weight"])
+    assert 4 in {row.bits for row in report.tensors if row.dtype == "int8"}
+
+
 def test_dropout_masks_are_the_same():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.Dropout(0.5), nn.Linear(128, 10))

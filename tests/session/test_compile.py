@@ -15,7 +15,8 @@ import squeezebox
 from squeezebox.schema import AttachError, OptionError, PlanError, UnsupportedModelError
 
 needs_compiler = pytest.mark.skipif(
-    not (shutil.which("g++") or shutil.which("clang++")), reason="Inductor needs a C++ compiler, none is found"
+    not (shutil.which("g++") or shutil.which("clang++")),
+    reason="Inductor needs a C++ compiler; none is here",
 )
 
 
@@ -56,7 +57,9 @@ def run(model, step, x):
     torch.manual_seed(1)
     output = step(x)
     owned = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), x, output)}
-    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in output.grad_fn.saved_tensors}
+    held = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in output.grad_fn.saved_tensors
+    }
     F.cross_entropy(output, labels(x)).backward()
     return [p.grad for p in model.parameters()], sum(held[key] for key in held.keys() - owned)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,6 +223,15 @@ def finish(split: Split) -> None:
         module.graph.lint()
         module.recompile()
     _check_order(split)
+
+
+def pool_window(node: fx.Node) -> int | None:
+    """How many places of its window a max pool's saved offset chooses among; None for other tensors."""
+    source = node.args[0] if node.target is operator.getitem and node.args[1] == 1 else None
+    if not isinstance(source, fx.Node) or not str(source.target).startswith("prims._low_memory_max_pool"):
+        return None
+    kernel: Any = source.args[1]
+    return math.prod(kernel) if all(isinstance(size, int) for size in kernel) else None
 
 
 def _new_input(graph: fx.Graph, piece: fx.Node) -> fx.Node:

@@ -134,6 +134,18 @@ def unpack_lanes(packed: Tensor, bits: int, split: int) -> Tensor:
     return lanes.flatten(split, split + 1).to(torch.uint8)
 
 
+def pack_indices(indices: Tensor, layout: Layout) -> Tensor:
+    """Whole numbers below 2^bits, several a byte."""
+    codes = indices.permute(layout.order).to(torch.uint8)
+    return pack_lanes(codes, layout.bits, layout.split)
+
+
+def unpack_indices(packed: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
+    """The inverse of :func:`pack_indices`."""
+    codes = unpack_lanes(packed, layout.bits, layout.split)
+    return codes.to(dtype).permute(_inverse(layout.order))
+
+
 def pack_flags(flags: Tensor, order: Sequence[int]) -> Tensor:
     """Eight booleans a byte, in groups of 256."""
     flat = flags.permute(tuple(order)).to(torch.uint8).reshape(-1)

@@ -11,7 +11,15 @@ import torch
 from torch import fx
 
 from squeezebox.capture._compiled import _codes
-from squeezebox.capture._compiled._adapter import Handed, Split, add_saved, emit, finish, replace_saved
+from squeezebox.capture._compiled._adapter import (
+    Handed,
+    Split,
+    add_saved,
+    emit,
+    finish,
+    pool_window,
+    replace_saved,
+)
 from squeezebox.capture._compiled._bits import module_path, operator_name
 from squeezebox.capture._compiled._exact import behind, exact_reads, in_forward, is_view, storage_of
 from squeezebox.capture._store import SMALL_BYTES
@@ -40,6 +48,8 @@ def rewrite(plain: Split, split: Split, choose: Choose) -> CompiledReport:
             rows.append(_pack_values(split, handed, lossy[handed]))
         elif _is_large_flags(handed.node):
             rows.append(_pack_flags(split, handed))
+        elif _index_bits(handed.node) is not None:
+            rows.append(_pack_indices(split, handed))
         else:
             rows.append(_row(handed.node, None, [handed.node]))
     finish(split)
@@ -111,6 +121,14 @@ def _is_large_flags(node: fx.Node) -> bool:
     return value.dtype == torch.bool and fixed and nbytes(node) >= SMALL_BYTES
 
 
+def _index_bits(node: fx.Node) -> int | None:
+    """The fewest bits that hold a max pool's offsets, where they are many and fewer than their own."""
+    window = pool_window(node)
+    if window is None or nbytes(node) < SMALL_BYTES:
+        return None
+    return min((bits for bits in _codes.BITS if bits < 8 and window <= 1 << bits), default=None)
+
+
 def _save_exact_reads(
     split: Split, lossy: Iterable[Handed], gradients: Container[fx.Node]
 ) -> list[CompiledTensor]:
@@ -143,6 +161,14 @@ def _pack_flags(split: Split, handed: Handed) -> CompiledTensor:
     pack = functools.partial(_codes.pack_flags, order=order)
     unpack = functools.partial(_codes.unpack_flags, shape=tuple(value.shape), order=order)
     return _row(handed.node, 1, _exchange(split, handed, pack, unpack))
+
+
+def _pack_indices(split: Split, handed: Handed) -> CompiledTensor:
+    value = handed.node.meta["val"]
+    layout = _codes.layout_of(tuple(value.shape), value.stride(), _index_bits(handed.node) or 8)
+    pack = functools.partial(_codes.pack_indices, layout=layout)
+    unpack = functools.partial(_codes.unpack_indices, layout=layout, dtype=value.dtype)
+    return _row(handed.node, layout.bits, _exchange(split, handed, pack, unpack))
 
 
 def _exchange(
