@@ -1,7 +1,6 @@
 """All that is private to torch.compile, in one place: its partitioner, its graphs' conventions, its caches.
 
-Known to hold from torch 2.11 on. Each convention is checked where it is used, and a graph that breaks one
-is refused, never rewritten on a guess.
+Each convention is checked where it is used; a graph that breaks one is refused, never rewritten on a guess.
 """
 
 from __future__ import annotations
@@ -129,9 +128,8 @@ def _cut(gm: fx.GraphModule, joint_inputs: Sequence[object], settings: Mapping[s
     outputs, handed = results[:count], results[count:]
     symbols = sum(not isinstance(node.meta.get("val"), _OBJECTS) for node in handed)
     inputs = _inputs(backward)[symbols:]
-    saved = [
-        Handed(node, input) for node, input in zip(handed, inputs, strict=False) if _is_checked_tensor(node)
-    ]
+    pairs = [Handed(node, taken) for node, taken in zip(handed, inputs, strict=False)]
+    saved = [pair for pair in pairs if _is_checked_tensor(pair.node)]
     split = Split(
         forward=forward,
         backward=backward,
@@ -210,9 +208,8 @@ def finish(split: Split) -> None:
     own, count, rest = len(split.outputs), len(split.saved), len(split.others)
     if "desc" in output.meta:
         descriptions = list(output.meta["desc"])
-        last = [
-            dataclasses.replace(d, idx=count + i) for i, d in enumerate(descriptions[-rest:] if rest else [])
-        ]
+        others = descriptions[len(descriptions) - rest :]
+        last = [dataclasses.replace(each, idx=count + i) for i, each in enumerate(others)]
         saved = [SavedForBackwardsAOTOutput(number) for number in range(count)]
         output.meta["desc"] = [*descriptions[:own], *saved, *last]
     if "output_stack_traces" in output.meta:

@@ -25,13 +25,13 @@ from squeezebox.capture._compiled._exact import behind, exact_reads, in_forward,
 from squeezebox.capture._store import SMALL_BYTES
 from squeezebox.reports import CompiledReport, CompiledTensor
 
-aten = torch.ops.aten
 # Bits of forward's node, taken by backward's, not searched beyond gradients; None: keep it.
 Choose = Callable[[fx.Node, fx.Node, Container[fx.Node]], int | None]
 
 # Near zero, a small error in what these read is a large one in their results.
-_SINGULAR = frozenset({"reciprocal", "rsqrt", "sqrt", "log", "log2", "log10", "log1p", "pow"})
+_SINGULAR = frozenset({"reciprocal", "rsqrt", "sqrt", "log", "log2", "log10", "log1p"})
 _EXACT = frozenset({"softmax", "logsoftmax"})
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _IMAGE = ("conv", "batchnorm", "pool")
 
 
@@ -43,8 +43,11 @@ def rewrite(plain: Split, split: Split, choose: Choose) -> CompiledReport:
     bits = {handed: choose(handed.node, handed.input, gradients) for handed in free if _may_lose(handed)}
     lossy = {handed: width for handed, width in bits.items() if width is not None}
     rows = _save_exact_reads(split, lossy, gradients)
+    split.backward.graph.eliminate_dead_code()
     for handed in free:
-        if handed in lossy:
+        if not handed.input.users:  # only what is saved in its place now was read off it
+            replace_saved(split, handed, [])
+        elif handed in lossy:
             rows.append(_pack_values(split, handed, lossy[handed]))
         elif _is_large_flags(handed.node):
             rows.append(_pack_flags(split, handed))
@@ -85,11 +88,11 @@ def nbytes(node: fx.Node) -> int:
 def _may_lose(handed: Handed) -> bool:
     """Whether these are many values, of known shape, of which backward reads no more than the law covers."""
     value = handed.node.meta["val"]
-    if not value.is_floating_point() or not all(isinstance(size, int) for size in value.shape):
+    if value.dtype not in _DTYPES or not all(isinstance(size, int) for size in value.shape):
         return False
     if nbytes(handed.node) < SMALL_BYTES or _is_statistic(handed.node):
         return False
-    return not any(_is_delicate(user) for user in (handed.node, *readers(handed.input)))
+    return not any(_is_delicate(user, handed) for user in (handed.node, *readers(handed.input)))
 
 
 def _is_statistic(node: fx.Node) -> bool:
@@ -99,20 +102,22 @@ def _is_statistic(node: fx.Node) -> bool:
     return (value.dim() > 1 and value.shape[-1] == 1) or (second and "getitem" in str(node.target))
 
 
-def _is_delicate(node: fx.Node) -> bool:
-    return operator_name(node) in _EXACT or _name(node.target) in _SINGULAR
+def _is_delicate(node: fx.Node, handed: Handed) -> bool:
+    name = str(getattr(node.target, "_opname", ""))
+    if operator_name(node) in _EXACT or name in _SINGULAR:
+        return True
+    second = node.args[1] if len(node.args) > 1 else None
+    if name == "pow":
+        return not (isinstance(second, (int, float)) and second >= 1)
+    return name == "div" and isinstance(second, fx.Node) and storage_of(second) is handed.input
 
 
 def readers(node: fx.Node) -> list[fx.Node]:
-    """Who reads a tensor, itself or through views."""
+    """Operators that read a tensor, itself or through views."""
     found: list[fx.Node] = []
     for user in node.users:
         found.extend(readers(user) if is_view(user) else [user])
     return found
-
-
-def _name(target: Any) -> str:
-    return str(getattr(target, "_opname", ""))
 
 
 def _is_large_flags(node: fx.Node) -> bool:
