@@ -35,19 +35,18 @@ class Layout:
 
 
 def layout_of(
-    shape: Sequence[int], strides: Sequence[int], bits: int, *, channel: int | None = None
+    shape: Sequence[int], order: Sequence[int], bits: int, *, channel: int | None = None
 ) -> Layout:
     """The layout of a tensor; ``channel`` is the dim of an image's channels, None where there is none.
 
     Images get a step a channel and sample, or a channel where samples are small; others a step for each run
     of trailing dims. The bits become 8 where no dim divides into 8 / bits parts.
     """
-    order = memory_order(strides)
     sizes = [shape[dim] for dim in order]
     parts = [place for place, size in enumerate(sizes) if size % (8 // bits) == 0]
     if not parts:
         bits, parts = 8, [0]
-    return Layout(bits=bits, order=order, rows=_rows(shape, order, channel), split=parts[0])
+    return Layout(bits=bits, order=tuple(order), rows=_rows(shape, order, channel), split=parts[0])
 
 
 def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
@@ -99,7 +98,7 @@ def _steps(values: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
 
 def half_steps(x: Tensor, bits: int, *, channel: int | None = None) -> Tensor:
     """The bound of every element at so many bits, broadcastable to ``x``."""
-    layout = layout_of(tuple(x.shape), x.stride(), bits, channel=channel)
+    layout = layout_of(tuple(x.shape), memory_order(x.stride()), bits, channel=channel)
     step, _ = _steps(x.detach().permute(layout.order).to(torch.float32), layout)
     return 0.5 * step.permute(_inverse(layout.order))
 
@@ -147,8 +146,11 @@ def unpack_indices(packed: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor
 
 
 def pack_flags(flags: Tensor, order: Sequence[int]) -> Tensor:
-    """Eight booleans a byte, in groups of 256."""
-    flat = flags.permute(tuple(order)).to(torch.uint8).reshape(-1)
+    """Eight booleans a byte, in groups of 256.
+
+    By way of floats: in what Inductor generates, bytes to and from booleans take many times longer.
+    """
+    flat = flags.permute(tuple(order)).to(torch.float32).to(torch.uint8).reshape(-1)
     packed: Tensor = torch.ops.squeezebox.pack_codes(flat, 1)
     return packed
 
@@ -157,7 +159,7 @@ def unpack_flags(packed: Tensor, shape: Sequence[int], order: Sequence[int]) -> 
     """The inverse of :func:`pack_flags`."""
     sizes = [shape[dim] for dim in order]
     flat: Tensor = torch.ops.squeezebox.unpack_codes(packed, 1, math.prod(sizes))
-    return flat.view(sizes).to(torch.bool).permute(_inverse(order))
+    return (flat.view(sizes).to(torch.float32) > 0.5).permute(_inverse(order))
 
 
 def _inverse(order: Sequence[int]) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ Choose = Callable[[fx.Node, fx.Node, Container[fx.Node]], int | None]
 _SINGULAR = frozenset({"reciprocal", "rsqrt", "sqrt", "log", "log2", "log10", "log1p"})
 _EXACT = frozenset({"softmax", "logsoftmax"})
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_IMAGE = ("conv", "batchnorm", "pool")
+_IMAGE = ("conv", "batchnorm", "pool", "relu")
 
 
 def rewrite(plain: Split, split: Split, choose: Choose) -> CompiledReport:
@@ -104,7 +104,7 @@ def _is_statistic(node: fx.Node) -> bool:
 
 def _is_delicate(node: fx.Node, handed: Handed) -> bool:
     name = str(getattr(node.target, "_opname", ""))
-    if operator_name(node) in _EXACT or name in _SINGULAR:
+    if operator_name(node) in _EXACT or name in _SINGULAR or name == "as_strided":
         return True
     second = node.args[1] if len(node.args) > 1 else None
     if name == "pow":
@@ -153,7 +153,8 @@ def _save_exact_reads(
 
 def _pack_values(split: Split, handed: Handed, bits: int) -> CompiledTensor:
     value = handed.node.meta["val"]
-    layout = _codes.layout_of(tuple(value.shape), value.stride(), bits, channel=_channel(handed))
+    channel = _channel(handed)
+    layout = _codes.layout_of(tuple(value.shape), _order(handed, flat=False), bits, channel=channel)
     pack = functools.partial(_codes.pack, layout=layout)
     unpack = functools.partial(_codes.unpack, layout=layout, dtype=value.dtype)
     pieces = _exchange(split, handed, pack, unpack)
@@ -161,8 +162,7 @@ def _pack_values(split: Split, handed: Handed, bits: int) -> CompiledTensor:
 
 
 def _pack_flags(split: Split, handed: Handed) -> CompiledTensor:
-    value = handed.node.meta["val"]
-    order = _codes.memory_order(value.stride())
+    value, order = handed.node.meta["val"], _order(handed, flat=True)
     pack = functools.partial(_codes.pack_flags, order=order)
     unpack = functools.partial(_codes.unpack_flags, shape=tuple(value.shape), order=order)
     return _row(handed.node, 1, _exchange(split, handed, pack, unpack))
@@ -170,7 +170,8 @@ def _pack_flags(split: Split, handed: Handed) -> CompiledTensor:
 
 def _pack_indices(split: Split, handed: Handed) -> CompiledTensor:
     value = handed.node.meta["val"]
-    layout = _codes.layout_of(tuple(value.shape), value.stride(), _index_bits(handed.node) or 8)
+    bits = _index_bits(handed.node) or 8
+    layout = _codes.layout_of(tuple(value.shape), _order(handed, flat=False), bits)
     pack = functools.partial(_codes.pack_indices, layout=layout)
     unpack = functools.partial(_codes.unpack_indices, layout=layout, dtype=value.dtype)
     return _row(handed.node, layout.bits, _exchange(split, handed, pack, unpack))
@@ -199,6 +200,18 @@ def _channel(handed: Handed) -> int | None:
     around = [handed.node, *handed.node.users, *handed.input.users]
     image = any(word in operator_name(node) for node in around for word in _IMAGE)
     return 1 if image else None
+
+
+def _order(handed: Handed, *, flat: bool) -> tuple[int, ...]:
+    """Dims in the order in which codes are laid out, outermost first; ``flat`` ones lose their shape.
+
+    On the CPU Inductor lays out images with the channels innermost, whatever the strides of the traced tensor
+    say, and any other tensor of four dims too. So an image's codes keep its dims, and go the same way.
+    """
+    value = handed.node.meta["val"]
+    if value.device.type != "cpu" or _channel(handed) is None:
+        return _codes.memory_order(value.stride())
+    return (0, *range(2, value.dim()), 1) if flat else tuple(range(value.dim()))
 
 
 def _row(node: fx.Node, bits: int | None, pieces: Sequence[fx.Node]) -> CompiledTensor:
