@@ -34,9 +34,7 @@ class Layout:
     split: int = 0
 
 
-def layout_of(
-    shape: Sequence[int], order: Sequence[int], bits: int, *, channel: int | None = None
-) -> Layout:
+def layout_of(shape: Sequence[int], order: Sequence[int], bits: int, *, channel: int | None = None) -> Layout:
     """The layout of a tensor; ``channel`` is the dim of an image's channels, None where there is none.
 
     Images get a step a channel and sample, or a channel where samples are small; others a step for each run
@@ -76,7 +74,7 @@ def pack(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     above = float((1 << layout.bits) - 1) - below
     magnitude = (values.abs() / step).ceil().clamp(min=1.0)
     signed = torch.minimum(torch.maximum(values.sign() * magnitude, -below), above)
-    codes = torch.where(values == 0.0, below, signed + below).to(torch.uint8)
+    codes = torch.where(values == 0.0, below, signed + below)
     return pack_lanes(codes, layout.bits, layout.split), step, below.to(torch.uint8)
 
 
@@ -112,54 +110,60 @@ def unpack(codes: Tensor, step: Tensor, below: Tensor, layout: Layout, dtype: to
 
 
 def pack_lanes(codes: Tensor, bits: int, split: int) -> Tensor:
-    """Several codes a byte: the equal parts of dim ``split``, the first in the lowest bits."""
+    """Several codes a byte: the equal parts of dim ``split``, the first in the lowest bits.
+
+    ``codes`` are whole floats: sums of them are what compilers vectorise best.
+    """
     if bits == 8:
-        return codes
+        return codes.to(torch.uint8)
     parts = codes.unflatten(split, (8 // bits, -1))
     packed: Tensor = parts.select(split, 0)
     for lane in range(1, 8 // bits):
-        packed = packed | (parts.select(split, lane) << (lane * bits))
-    return packed
+        packed = packed + parts.select(split, lane) * float(1 << (lane * bits))
+    return packed.to(torch.uint8)
 
 
 def unpack_lanes(packed: Tensor, bits: int, split: int) -> Tensor:
-    """The inverse of :func:`pack_lanes`."""
+    """The inverse of :func:`pack_lanes`, as integers."""
     if bits == 8:
         return packed
     shape = [1] * (packed.dim() + 1)
     shape[split] = 8 // bits
     shifts = (torch.arange(8 // bits, device=packed.device, dtype=torch.int32) * bits).view(shape)
     lanes = (packed.unsqueeze(split).to(torch.int32) >> shifts) & ((1 << bits) - 1)
-    return lanes.flatten(split, split + 1).to(torch.uint8)
+    return lanes.flatten(split, split + 1)
 
 
 def pack_indices(indices: Tensor, layout: Layout) -> Tensor:
     """Whole numbers below 2^bits, several a byte."""
-    codes = indices.permute(layout.order).to(torch.uint8)
-    return pack_lanes(codes, layout.bits, layout.split)
+    return pack_lanes(indices.permute(layout.order).to(torch.float32), layout.bits, layout.split)
 
 
 def unpack_indices(packed: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
     """The inverse of :func:`pack_indices`."""
-    codes = unpack_lanes(packed, layout.bits, layout.split)
-    return codes.to(dtype).permute(_inverse(layout.order))
+    return unpack_lanes(packed, layout.bits, layout.split).to(dtype).permute(_inverse(layout.order))
 
 
-def pack_flags(flags: Tensor, order: Sequence[int]) -> Tensor:
-    """Eight booleans a byte, in groups of 256.
+def pack_flags(flags: Tensor, layout: Layout) -> Tensor:
+    """Eight booleans a byte; where no dim divides by 8 (``layout.bits`` is 8), flat in groups of 256.
 
     By way of floats: in what Inductor generates, bytes to and from booleans take many times longer.
     """
-    flat = flags.permute(tuple(order)).to(torch.float32).to(torch.uint8).reshape(-1)
-    packed: Tensor = torch.ops.squeezebox.pack_codes(flat, 1)
+    ones = flags.permute(layout.order).to(torch.float32)
+    if layout.bits == 1:
+        return pack_lanes(ones, 1, layout.split)
+    packed: Tensor = torch.ops.squeezebox.pack_codes(ones.to(torch.uint8).reshape(-1), 1)
     return packed
 
 
-def unpack_flags(packed: Tensor, shape: Sequence[int], order: Sequence[int]) -> Tensor:
+def unpack_flags(packed: Tensor, shape: Sequence[int], layout: Layout) -> Tensor:
     """The inverse of :func:`pack_flags`."""
-    sizes = [shape[dim] for dim in order]
-    flat: Tensor = torch.ops.squeezebox.unpack_codes(packed, 1, math.prod(sizes))
-    return (flat.view(sizes).to(torch.float32) > 0.5).permute(_inverse(order))
+    if layout.bits == 1:
+        ones = unpack_lanes(packed, 1, layout.split)
+    else:
+        sizes = [shape[dim] for dim in layout.order]
+        ones = torch.ops.squeezebox.unpack_codes(packed, 1, math.prod(sizes)).view(sizes)
+    return (ones.to(torch.float32) > 0.5).permute(_inverse(layout.order))
 
 
 def _inverse(order: Sequence[int]) -> tuple[int, ...]:

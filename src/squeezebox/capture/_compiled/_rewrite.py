@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -162,9 +163,12 @@ def _pack_values(split: Split, handed: Handed, bits: int) -> CompiledTensor:
 
 
 def _pack_flags(split: Split, handed: Handed) -> CompiledTensor:
-    value, order = handed.node.meta["val"], _order(handed, flat=True)
-    pack = functools.partial(_codes.pack_flags, order=order)
-    unpack = functools.partial(_codes.unpack_flags, shape=tuple(value.shape), order=order)
+    shape = tuple(handed.node.meta["val"].shape)
+    layout = _codes.layout_of(shape, _order(handed, flat=False), 1)
+    if layout.bits != 1:
+        layout = dataclasses.replace(layout, order=_order(handed, flat=True))
+    pack = functools.partial(_codes.pack_flags, layout=layout)
+    unpack = functools.partial(_codes.unpack_flags, shape=shape, layout=layout)
     return _row(handed.node, 1, _exchange(split, handed, pack, unpack))
 
 
