@@ -77,6 +77,7 @@ def compiled():
     x = torch.randn(16, 3, 16, 16).to(memory_format=torch.channels_last)
     found = {}
     for arm in ("plain", "packed", "plain again"):
+        torch._dynamo.reset()
         own = copy.deepcopy(model)
         build = squeezebox.compile if arm == "packed" else torch.compile
         step = build(own, fullgraph=True)

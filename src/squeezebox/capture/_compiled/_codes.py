@@ -1,8 +1,8 @@
 """Values in 8, 4 or 2 bits and flags in one, as plain tensor functions that a compiler can fuse.
 
-A row of elements shares one step. Code 0 of a row means exactly zero; the others are the middles of equal
-steps on either side of it, as many below and above zero as the row needs. So zeros stay zero, signs stay,
-and ``|x - unpack(pack(x))| <= step / 2`` for every element, up to the rounding of the tensor's own dtype.
+A row of elements shares one step. One code means exactly zero; the others are the middles of equal steps on
+either side of it, as many below and above zero as the row needs. So zeros stay zero, signs stay, and
+``|x - unpack(pack(x))| <= step / 2`` for every element, up to the rounding of the tensor's own dtype.
 """
 
 from __future__ import annotations
