@@ -798,11 +798,12 @@ def _planned_bits(plan: StepPlan, half_steps: HalfSteps) -> BitRule:
     chosen: dict[str, int | None] = {}
     for tensor in plan.tensors:
         option, known = tensor.option, half_steps.by_key.get(tensor.key, {})
-        bound = plan.bounds.get(tensor.key, 0.0)
         if option.action is Action.OFFLOAD:
             chosen[tensor.key] = 8 if plan.noise > 0.0 else None
-        elif option.action is Action.KEEP or bound > 0.0 or option.codec == "lossless":
-            chosen[tensor.key] = min((bits for bits in known if known[bits] <= bound), default=None)
+        elif option.bound > 0.0:
+            chosen[tensor.key] = min((bits for bits in known if known[bits] <= option.bound), default=None)
+        elif option.action is Action.KEEP or option.codec == "lossless":
+            chosen[tensor.key] = None
     return BitRule(default=None, by_key=chosen)
 
 
@@ -836,19 +837,21 @@ def _bits_within(
         for key in found.by_key
         if key in sensitivities
     )
+    if not tensors:
+        return BitRule(default=None)
     plan = planner.smallest(Profile(base_bytes=(0, 0), tensors=tensors), noise)
     by_key = {key: int(option.codec) if option.codec else None for key, option in plan.choices.items()}
     return BitRule(default=None, by_key=by_key)
 
 
 def _bit_options(half_steps: HalfSteps, key: str, sensitivity: float) -> tuple[Option, ...]:
-    saved = half_steps.saved_bytes[key]
-    keep = Option(action=Action.KEEP, held_bytes=saved)
+    numel = half_steps.numel[key]
+    keep = Option(action=Action.KEEP, held_bytes=half_steps.saved_bytes[key])
     return keep, *(
         Option(
             action=Action.COMPRESS,
             codec=str(bits),
-            held_bytes=saved * bits // 32,
+            held_bytes=numel * bits // 8,
             noise=sensitivity * half_step**2,
         )
         for bits, half_step in half_steps.by_key[key].items()

@@ -4,6 +4,7 @@ Compilation takes seconds, so few networks are compiled, each once a module.
 """
 
 import copy
+import dataclasses
 import shutil
 
 import pytest
@@ -12,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import squeezebox
-from squeezebox.schema import AttachError, OptionError, PlanError, UnsupportedModelError
+from squeezebox.schema import Action, AttachError, Option, OptionError, PlanError, UnsupportedModelError
+from squeezebox.session import _half_steps, _planned_bits
 
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")),
@@ -148,6 +150,22 @@ def test_noise_and_plans_choose_the_bits_and_are_not_mistaken_for_each_other():
     assert {tensor.bits for tensor in planned.report().tensors} <= {None, 1}
     assert planned_bytes == planned.report().packed_bytes > noisy.report().packed_bytes == noisy_bytes
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_plan_gives_the_fewest_bits_within_each_bound():
+    torch.manual_seed(0)
+    model, x = Perceptron(), torch.randn(256, 64)
+    made = squeezebox.plan(model, sample=(x, labels(x)), loss_fn=F.cross_entropy, noise=1e-2)
+    tensors = {tensor.key: tensor for tensor in made.tensors}
+    known = _half_steps(model, made, (x,), {}).by_key
+    key = "head:Addmm.mat1"
+    expected = {0.9 * known[key][8]: None, known[key][8]: 8, 1.1 * known[key][4]: 4, 2 * known[key][2]: 2}
+    for bound, bits in expected.items():
+        option = Option(action=Action.COMPRESS, codec="entropy", bound=bound, held_bytes=1)
+        tensors[key] = dataclasses.replace(tensors[key], option=option)
+        plan = dataclasses.replace(made, tensors=tuple(tensors.values()))
+        assert _planned_bits(plan, _half_steps(model, plan, (x,), {})).by_key[key] == bits
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize(

@@ -120,11 +120,13 @@ class HalfSteps:
     def __init__(self) -> None:
         self.by_key: dict[str, dict[int, float]] = {}
         self.saved_bytes: dict[str, int] = {}
+        self.numel: dict[str, int] = {}
 
     def saving(self, row: Any, tensor: Any) -> None:
         """Measure each key once."""
         if tensor.is_floating_point() and tensor.numel() and row.key not in self.by_key:
             self.saved_bytes[row.key] = row.saved_bytes
+            self.numel[row.key] = row.saved_bytes // tensor.element_size()
             self.by_key[row.key] = {bits: _rms_half_step(tensor, row.rule, bits) for bits in BITS}
 
     def offered(self, *_: object) -> None:
