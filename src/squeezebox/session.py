@@ -62,6 +62,7 @@ STATE_VERSION = 1
 _STATISTICS_STEPS = 4  # of a plan, before it is profiled
 _SPARSE_ROLES = frozenset({Role.RELU_OUTPUT, Role.POOL_INPUT})
 _UNKNOWN_COUNT = 64  # lossy tensors of a model, before the first step has counted them
+_LAW_BITS = (8, 4)  # with fewer, errors are no longer small, as the law takes them to be
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # multiples of it spread evenly over the unit interval
 _attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
@@ -291,8 +292,9 @@ def compile_model(
         plan: from :func:`plan`. What it keeps is kept; what it packs gets the fewest bits that stay within
             the bound, in the mean square over the first batch, or is kept where 8 do not; what it would move
             to a file gets 8 bits, or is kept where the plan loses nothing.
-        noise: allowed relative gradient noise: the fewest bits that stay within it by the error law, after a
-            few eager steps on ``sample``.
+        noise: allowed relative gradient noise: 8 or 4 bits, the fewest that stay within it by the error law
+            after a few eager steps on ``sample``. A prediction: where backward computes several operators'
+            inputs again from one tensor, its error counts in each, and there may be more noise.
         sample: goes with noise: inputs and target, as :func:`plan` takes them.
         loss_fn: goes with noise: see :func:`plan`.
         bits: 8, 4 or 2 for every value (default 8, without plan and noise).
@@ -855,6 +857,7 @@ def _bit_options(half_steps: HalfSteps, key: str, sensitivity: float) -> tuple[O
             noise=sensitivity * half_step**2,
         )
         for bits, half_step in half_steps.by_key[key].items()
+        if bits in _LAW_BITS
     )
 
 
