@@ -41,6 +41,7 @@ __all__ = [
     "attach",
     "bounds",
     "codecs",
+    "compile",
     "estimate",
     "load_plan",
     "max_batch",
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from squeezebox import bounds, codecs, schema
     from squeezebox.reports import load_plan
     from squeezebox.session import attach, estimate, max_batch
+    from squeezebox.session import compile_model as compile
     from squeezebox.session import make_plan as plan
 else:
     # Hidden from type checkers, who would take any name for an attribute.
@@ -59,8 +61,8 @@ else:
         """Import the room or the function called ``name`` on its first use (PEP 562)."""
         if name in ("bounds", "codecs", "schema"):
             return importlib.import_module(f"squeezebox.{name}")
-        if name in ("attach", "estimate", "max_batch", "plan"):
-            own = "make_plan" if name == "plan" else name
+        if name in ("attach", "compile", "estimate", "max_batch", "plan"):
+            own = {"compile": "compile_model", "plan": "make_plan"}.get(name, name)
             return getattr(importlib.import_module("squeezebox.session"), own)
         if name == "load_plan":
             return importlib.import_module("squeezebox.reports").load_plan

@@ -1,12 +1,21 @@
 """See what autograd saves, tensor by tensor, and hold something smaller in its place.
 
 In: a model, a policy that picks codecs and bounds. Out: rows of saved tensors, due statistics, checks.
-May touch: torch's saved-tensor hooks, function modes and autograd nodes; codecs and bounds below.
+May touch: torch's saved-tensor hooks, function modes, autograd nodes and compiler; codecs and bounds below.
 """
 
+from squeezebox.capture._compiled._bits import BitRule, HalfSteps
+from squeezebox.capture._compiled._codes import BITS
+from squeezebox.capture._compiled._step import CompiledStep
 from squeezebox.capture._entries import Row, is_plain
 from squeezebox.capture._graph import in_backward, leaves
-from squeezebox.capture._install import Installation, check_supported, foreign_hooks, is_innermost
+from squeezebox.capture._install import (
+    Installation,
+    check_supported,
+    compiled_part,
+    foreign_hooks,
+    is_innermost,
+)
 from squeezebox.capture._observe import Observer
 from squeezebox.capture._recorder import Recorder
 from squeezebox.capture._region import Slicer, Tracer
@@ -15,8 +24,12 @@ from squeezebox.capture._statistics import Collector
 from squeezebox.capture._store import Choice, Listener, Policy, Store, Trial
 
 __all__ = [
+    "BITS",
+    "BitRule",
     "Choice",
     "Collector",
+    "CompiledStep",
+    "HalfSteps",
     "Installation",
     "Listener",
     "Observer",
@@ -29,6 +42,7 @@ __all__ = [
     "Tracer",
     "Trial",
     "check_supported",
+    "compiled_part",
     "foreign_hooks",
     "in_backward",
     "is_innermost",

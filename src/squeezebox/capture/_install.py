@@ -98,14 +98,22 @@ def check_supported(model: torch.nn.Module) -> None:
             f"the model's parameters are on {len(devices)} devices ({', '.join(devices)}); one model is "
             "captured on one device. Move it with model.to(device), or attach to each part by itself."
         )
+    part = compiled_part(model)
+    if part is not None:
+        raise UnsupportedModelError(
+            f"module '{part}' is compiled by torch.compile: saved-tensor hooks written in Python would "
+            "unpack everything before its backward starts and raise the peak. Attach to the eager model "
+            "instead, or compile it with squeezebox.compile()."
+        )
+
+
+def compiled_part(model: torch.nn.Module) -> str | None:
+    """Name of the first module that torch.compile has compiled."""
     for name, module in model.named_modules():
         compiled = getattr(module, "_compiled_call_impl", None) is not None
         if compiled or type(module).__name__ == "OptimizedModule":
-            raise UnsupportedModelError(
-                f"module '{name or type(module).__name__}' is compiled by torch.compile: saved-tensor hooks "
-                "written in Python would unpack everything before its backward starts and raise the peak. "
-                "Attach to the eager model instead."
-            )
+            return name or type(module).__name__
+    return None
 
 
 def is_innermost(recorder: Recorder) -> bool:

@@ -6,12 +6,15 @@ May touch: files it is told to write; no torch.
 """
 
 from squeezebox.reports._batch import MaxBatch
+from squeezebox.reports._compiled import CompiledReport, CompiledTensor
 from squeezebox.reports._estimate import Estimate
 from squeezebox.reports._plan import PlannedTensor, StepPlan, load_plan
 from squeezebox.reports._report import Report, human_bytes, require_writable, write_whole
 from squeezebox.reports._shortage import exact_bytes, explain, explain_floor
 
 __all__ = [
+    "CompiledReport",
+    "CompiledTensor",
     "Estimate",
     "MaxBatch",
     "PlannedTensor",

@@ -1,0 +1,250 @@
+"""All that is private to torch.compile, in one place: its partitioner, its graphs' conventions, its caches.
+
+Each convention is checked where it is used; a graph that breaks one is refused, never rewritten on a guess.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._functorch import partitioners
+from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.decomposition import select_decomp_table
+from torch._library.fake_class_registry import FakeScriptObject
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from squeezebox.schema import UnsupportedModelError
+
+# What Inductor would save rather than compute again because backward has to write it to memory. Unpacking
+# writes it too, so computing it again from packed values is no slower, and holds less.
+_CHEAP_RECOMPUTE = {
+    "ban_recompute_materialized_backward": False,
+    "ban_recompute_used_far_apart": False,
+}
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class Handed:
+    """A tensor that forward hands to backward: forward's node and backward's input."""
+
+    node: fx.Node
+    input: fx.Node
+
+
+@dataclass(slots=True)
+class Split:
+    """A joint graph cut in two.
+
+    ``outputs`` are forward's own results, ``saved`` the tensors that autograd holds for backward, ``others``
+    what forward hands over besides: tensors that autograd does not check, opaque objects, symbols.
+    ``gradients`` are backward's inputs that do not come from forward.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    outputs: list[fx.Node]
+    saved: list[Handed]
+    others: list[fx.Node]
+    gradients: list[fx.Node]
+    replaced: list[Handed] = dataclasses.field(default_factory=list)
+
+
+_OBJECTS = (torch.Tensor, torch.ScriptObject, FakeScriptObject)
+
+
+class Backend:
+    """``torch.compile(backend=...)``: Inductor as it is, with ``rewrite`` between cut and compilation.
+
+    The settings are in force while this callable is compiled and at no other time. ``fingerprint`` is part of
+    the key under which Inductor caches code. AOTAutograd's own cache is left out, since a hit would skip
+    the cut, and with it the record of what is saved.
+    """
+
+    def __init__(
+        self,
+        rewrite: Callable[[Split, Split], None],
+        fingerprint: str,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.partitioner = Partitioner(rewrite, fingerprint)
+        self._patches = {**(options or {}), "custom_partitioner_fn": self.partitioner}
+
+    def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        with functorch_config.patch(enable_autograd_cache=False):
+            return compile_fx(graph, inputs, config_patches=self._patches)
+
+
+class Partitioner(CustomPartitionerFn):
+    """Inductor's min-cut, twice: as it is, to compare with, and where recomputation is cheap."""
+
+    def __init__(self, rewrite: Callable[[Split, Split], None], fingerprint: str) -> None:
+        self._rewrite = rewrite
+        self._fingerprint = fingerprint
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **settings: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Cut the joint graph and let ``rewrite(plain, split)`` change ``split`` in place."""
+        plain = _cut(_copied(gm), joint_inputs, settings)
+        with functorch_config.patch(_CHEAP_RECOMPUTE):
+            split = _cut(gm, joint_inputs, settings)
+        self._rewrite(plain, split)
+        return split.forward, split.backward
+
+    def uuid(self) -> str:
+        """This rewriting's source and what it was asked to do."""
+        source = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+        return hashlib.sha256(source + self._fingerprint.encode()).hexdigest()
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """Inductor pickles its settings into the cache's key."""
+        return str, (self.uuid(),)
+
+
+def _copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """A graph of its own over the same modules; cutting one changes it."""
+    graph = fx.Graph()
+    output = graph.output(graph.graph_copy(gm.graph, {}))
+    output.meta = dict(gm.graph.output_node().meta)
+    return fx.GraphModule(gm, graph)
+
+
+def _cut(gm: fx.GraphModule, joint_inputs: Sequence[object], settings: Mapping[str, Any]) -> Split:
+    forward, backward = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **settings)
+    results = _results(forward)
+    count = settings["num_fwd_outputs"]
+    outputs, handed = results[:count], results[count:]
+    symbols = sum(not isinstance(node.meta.get("val"), _OBJECTS) for node in handed)
+    inputs = _inputs(backward)[symbols:]
+    pairs = [Handed(node, taken) for node, taken in zip(handed, inputs, strict=False)]
+    saved = [pair for pair in pairs if _is_checked_tensor(pair.node)]
+    split = Split(
+        forward=forward,
+        backward=backward,
+        outputs=outputs,
+        saved=saved,
+        others=handed[len(saved) :],
+        gradients=inputs[len(handed) - symbols :],
+    )
+    _check_order(split)
+    return split
+
+
+def _is_checked_tensor(node: Any) -> bool:
+    """Whether autograd saves it and checks it for in-place changes; what it does not comes after these."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, torch.Tensor) and not node.meta.get("saved_tensor_with_no_vc_check", False)
+
+
+def _results(module: fx.GraphModule) -> list[Any]:
+    results: Any = module.graph.output_node().args[0]
+    return list(results)
+
+
+def _inputs(module: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in module.graph.nodes if node.op == "placeholder"]
+
+
+def _check_order(split: Split) -> None:
+    """Forward gives its own results, then what it saves; backward takes the latter in the same order."""
+    results = _results(split.forward)
+    if results[len(split.outputs) :][: len(split.saved)] != [handed.node for handed in split.saved]:
+        raise _unknown_convention("forward's results are not its own followed by the tensors it saves")
+    wanted = {handed.input for handed in split.saved}
+    if [node for node in _inputs(split.backward) if node in wanted] != [h.input for h in split.saved]:
+        raise _unknown_convention("backward takes the saved tensors in another order than forward gives them")
+    for handed in split.saved:
+        given, taken = handed.node.meta["val"], handed.input.meta.get("val")
+        if not isinstance(taken, torch.Tensor) or (given.shape, given.dtype) != (taken.shape, taken.dtype):
+            raise _unknown_convention(f"backward's input {handed.input} is not what forward saves for it")
+
+
+def _unknown_convention(what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"torch {torch.__version__} cuts graphs in a way that squeezebox.compile() does not know: {what}. "
+        "Use squeezebox.attach() with the eager model, or the torch version that constraints.txt names."
+    )
+
+
+def replace_saved(split: Split, old: Handed, pieces: Sequence[fx.Node]) -> list[fx.Node]:
+    """Save ``pieces`` (nodes of forward) in place of ``old``; returns them as backward's inputs.
+
+    ``old.input`` stays in the graph until :func:`finish`, and must have no users by then.
+    """
+    inputs = add_saved(split, old, pieces)
+    split.saved.remove(old)
+    split.replaced.append(old)
+    return inputs
+
+
+def add_saved(split: Split, before: Handed, pieces: Sequence[fx.Node]) -> list[fx.Node]:
+    """Save ``pieces`` (nodes of forward) too, before another one; returns them as backward's inputs."""
+    with split.backward.graph.inserting_before(before.input):
+        new = [Handed(piece, _new_input(split.backward.graph, piece)) for piece in pieces]
+    place = split.saved.index(before)
+    split.saved[place:place] = new
+    return [handed.input for handed in new]
+
+
+def finish(split: Split) -> None:
+    """Write what is saved now into both graphs."""
+    for old in split.replaced:
+        split.backward.graph.erase_node(old.input)
+    split.replaced.clear()
+    output = split.forward.graph.output_node()
+    output.args = ((*split.outputs, *(handed.node for handed in split.saved), *split.others),)
+    own, count, rest = len(split.outputs), len(split.saved), len(split.others)
+    if "desc" in output.meta:
+        descriptions = list(output.meta["desc"])
+        others = descriptions[len(descriptions) - rest :]
+        last = [dataclasses.replace(each, idx=count + i) for i, each in enumerate(others)]
+        saved = [SavedForBackwardsAOTOutput(number) for number in range(count)]
+        output.meta["desc"] = [*descriptions[:own], *saved, *last]
+    if "output_stack_traces" in output.meta:
+        traces = list(output.meta["output_stack_traces"])
+        output.meta["output_stack_traces"] = [*traces[:own], *[None] * (count + rest)]
+    for module in (split.forward, split.backward):
+        module.graph.eliminate_dead_code()
+        module.graph.lint()
+        module.recompile()
+    _check_order(split)
+
+
+def pool_window(node: fx.Node) -> int | None:
+    """How many places of its window a max pool's saved offset chooses among; None for other tensors."""
+    source = node.args[0] if node.target is operator.getitem and node.args[1] == 1 else None
+    if not isinstance(source, fx.Node) or not str(source.target).startswith("prims._low_memory_max_pool"):
+        return None
+    kernel: Any = source.args[1]
+    return math.prod(kernel) if all(isinstance(size, int) for size in kernel) else None
+
+
+def _new_input(graph: fx.Graph, piece: fx.Node) -> fx.Node:
+    created = graph.placeholder(f"saved_{piece.name}")
+    created.meta = {key: piece.meta[key] for key in ("val", "tensor_meta") if key in piece.meta}
+    return created
+
+
+def emit(graph: fx.Graph, function: Callable[..., Any], arguments: Sequence[fx.Node]) -> list[fx.Node]:
+    """Write what ``function`` does with the arguments' tensors where the graph inserts; its results."""
+    values = [argument.meta["val"] for argument in arguments]
+    with values[0].fake_mode:
+        traced = make_fx(function, decomposition_table=select_decomp_table())(*values)
+    known = dict(zip(_inputs(traced), arguments, strict=True))
+    for node in traced.graph.nodes:
+        if node.op == "call_function":
+            known[node] = graph.node_copy(node, known.__getitem__)
+    results: Any = traced.graph.output_node().args[0]
+    return [known[node] for node in (results if isinstance(results, (list, tuple)) else [results])]

@@ -1,0 +1,231 @@
+"""What forward hands to backward, made smaller: values in few bits, masks in one, the rest as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from squeezebox.capture._compiled import _codes
+from squeezebox.capture._compiled._adapter import (
+    Handed,
+    Split,
+    add_saved,
+    emit,
+    finish,
+    pool_window,
+    replace_saved,
+)
+from squeezebox.capture._compiled._bits import module_path, operator_name
+from squeezebox.capture._compiled._exact import behind, exact_reads, in_forward, is_view, storage_of
+from squeezebox.capture._store import SMALL_BYTES
+from squeezebox.reports import CompiledReport, CompiledTensor
+
+# Bits of forward's node, taken by backward's, not searched beyond gradients; None: keep it.
+Choose = Callable[[fx.Node, fx.Node, Container[fx.Node]], int | None]
+
+# Near zero, a small error in what these read is a large one in their results.
+_SINGULAR = frozenset({"reciprocal", "rsqrt", "sqrt", "log", "log2", "log10", "log1p"})
+_EXACT = frozenset({"softmax", "logsoftmax"})
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_IMAGE = ("conv", "batchnorm", "pool", "relu")
+
+
+def rewrite(plain: Split, split: Split, choose: Choose) -> CompiledReport:
+    """Pack what ``split`` saves; ``plain`` is the same graph as Inductor alone would cut it."""
+    owned = owned_storages(split)
+    free = [handed for handed in split.saved if storage_of(handed.node) not in owned]
+    gradients = behind(split.backward.graph, set(split.gradients))
+    bits = {handed: choose(handed.node, handed.input, gradients) for handed in free if _may_lose(handed)}
+    lossy = {handed: width for handed, width in bits.items() if width is not None}
+    rows = _save_exact_reads(split, lossy, gradients)
+    split.backward.graph.eliminate_dead_code()
+    for handed in free:
+        if not handed.input.users:  # only what is saved in its place now was read off it
+            replace_saved(split, handed, [])
+        elif handed in lossy:
+            rows.append(_pack_values(split, handed, lossy[handed]))
+        elif _is_large_flags(handed.node):
+            rows.append(_pack_flags(split, handed))
+        elif _index_bits(handed.node) is not None:
+            rows.append(_pack_indices(split, handed))
+        else:
+            rows.append(_row(handed.node, None, [handed.node]))
+    finish(split)
+    return CompiledReport(
+        saved_bytes=held_bytes(plain),
+        packed_bytes=held_bytes(split),
+        tensors=tuple(sorted(rows, key=lambda row: -row.saved_bytes)),
+    )
+
+
+def owned_storages(split: Split) -> set[fx.Node]:
+    """Storages that somebody else holds anyway: parameters, buffers, the caller's inputs and results."""
+    inputs = {node for node in split.forward.graph.nodes if node.op == "placeholder"}
+    results = {storage_of(node) for node in split.outputs if isinstance(node, fx.Node)}
+    return inputs | results
+
+
+def held_bytes(split: Split) -> int:
+    """Bytes that live between forward and backward and that nobody else holds, each storage once."""
+    owned = owned_storages(split)
+    others = [node for node in split.others if isinstance(node, fx.Node)]
+    nodes = {storage_of(node) for node in [*(handed.node for handed in split.saved), *others]}
+    return sum(nbytes(node) for node in nodes if node not in owned)
+
+
+def nbytes(node: fx.Node) -> int:
+    """Bytes of a node's tensor; 0 where it makes none, or its size is not known."""
+    value = node.meta.get("val")
+    size = value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+    return size if isinstance(size, int) else 0
+
+
+def _may_lose(handed: Handed) -> bool:
+    """Whether these are many values, of known shape, of which backward reads no more than the law covers."""
+    value = handed.node.meta["val"]
+    if value.dtype not in _DTYPES or not all(isinstance(size, int) for size in value.shape):
+        return False
+    if nbytes(handed.node) < SMALL_BYTES or _is_statistic(handed.node):
+        return False
+    return not any(_is_delicate(user, handed) for user in (handed.node, *readers(handed.input)))
+
+
+def _is_statistic(node: fx.Node) -> bool:
+    """Means, deviations and log-sums of rows: few, and every element of a row hangs on one of them."""
+    value = node.meta["val"]
+    second = not is_view(node) and len(node.args) > 1 and isinstance(node.args[1], int) and node.args[1] > 0
+    return (value.dim() > 1 and value.shape[-1] == 1) or (second and "getitem" in str(node.target))
+
+
+def _is_delicate(node: fx.Node, handed: Handed) -> bool:
+    name = str(getattr(node.target, "_opname", ""))
+    if operator_name(node) in _EXACT or name in _SINGULAR or name == "as_strided":
+        return True
+    second = node.args[1] if len(node.args) > 1 else None
+    if name == "pow":
+        return not (isinstance(second, (int, float)) and second >= 1)
+    return name == "div" and isinstance(second, fx.Node) and storage_of(second) is handed.input
+
+
+def readers(node: fx.Node) -> list[fx.Node]:
+    """Operators that read a tensor, itself or through views."""
+    found: list[fx.Node] = []
+    for user in node.users:
+        found.extend(readers(user) if is_view(user) else [user])
+    return found
+
+
+def _is_large_flags(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    fixed = all(isinstance(size, int) for size in value.shape)
+    return value.dtype == torch.bool and fixed and nbytes(node) >= SMALL_BYTES
+
+
+def _index_bits(node: fx.Node) -> int | None:
+    """The fewest bits that hold a max pool's offsets, where they are many and fewer than their own."""
+    window = pool_window(node)
+    if window is None or nbytes(node) < SMALL_BYTES:
+        return None
+    return min((bits for bits in _codes.BITS if bits < 8 and window <= 1 << bits), default=None)
+
+
+def _save_exact_reads(
+    split: Split, lossy: Iterable[Handed], gradients: Container[fx.Node]
+) -> list[CompiledTensor]:
+    """Masks and indices that backward would take from lossy values come from forward instead."""
+    known = {handed.input: handed.node for handed in split.saved}
+    wanted = exact_reads(split.backward.graph, {handed.input for handed in lossy}, gradients)
+    own_nodes = [in_forward(node, split.forward.graph, known) for node in wanted]
+    rows = []
+    for node, own in zip(wanted, own_nodes, strict=True):
+        [found] = add_saved(split, split.saved[0], [own])
+        handed = split.saved[0]
+        node.replace_all_uses_with(found)
+        flags = _is_large_flags(own)
+        rows.append(_pack_flags(split, handed) if flags else _row(own, None, [own]))
+    return rows
+
+
+def _pack_values(split: Split, handed: Handed, bits: int) -> CompiledTensor:
+    value = handed.node.meta["val"]
+    channel = _channel(handed)
+    layout = _codes.layout_of(tuple(value.shape), _order(handed, flat=False), bits, channel=channel)
+    pack = functools.partial(_codes.pack, layout=layout)
+    unpack = functools.partial(_codes.unpack, layout=layout, dtype=value.dtype)
+    pieces = _exchange(split, handed, pack, unpack)
+    return _row(handed.node, layout.bits, pieces)
+
+
+def _pack_flags(split: Split, handed: Handed) -> CompiledTensor:
+    shape = tuple(handed.node.meta["val"].shape)
+    layout = _codes.layout_of(shape, _order(handed, flat=False), 1)
+    if layout.bits != 1:
+        layout = dataclasses.replace(layout, order=_order(handed, flat=True))
+    pack = functools.partial(_codes.pack_flags, layout=layout)
+    unpack = functools.partial(_codes.unpack_flags, shape=shape, layout=layout)
+    return _row(handed.node, 1, _exchange(split, handed, pack, unpack))
+
+
+def _pack_indices(split: Split, handed: Handed) -> CompiledTensor:
+    value = handed.node.meta["val"]
+    bits = _index_bits(handed.node) or 8
+    layout = _codes.layout_of(tuple(value.shape), _order(handed, flat=False), bits)
+    pack = functools.partial(_codes.pack_indices, layout=layout)
+    unpack = functools.partial(_codes.unpack_indices, layout=layout, dtype=value.dtype)
+    return _row(handed.node, layout.bits, _exchange(split, handed, pack, unpack))
+
+
+def _exchange(
+    split: Split, handed: Handed, pack: Callable[..., Any], unpack: Callable[..., Any]
+) -> list[fx.Node]:
+    """Pack right behind the tensor in forward, unpack right before its first use in backward."""
+    with split.forward.graph.inserting_before(handed.node.next):
+        pieces = emit(split.forward.graph, pack, [handed.node])
+    users = set(handed.input.users)
+    first = next(node for node in split.backward.graph.nodes if node in users)
+    inputs = replace_saved(split, handed, pieces)
+    with split.backward.graph.inserting_before(first):
+        [decoded] = emit(split.backward.graph, unpack, inputs)
+    for user in users:
+        user.replace_input_with(handed.input, decoded)
+    return pieces
+
+
+def _channel(handed: Handed) -> int | None:
+    """The channels' dim of an image, as convolutions and their companions take it."""
+    if handed.node.meta["val"].dim() < 3:
+        return None
+    around = [handed.node, *handed.node.users, *handed.input.users]
+    image = any(word in operator_name(node) for node in around for word in _IMAGE)
+    return 1 if image else None
+
+
+def _order(handed: Handed, *, flat: bool) -> tuple[int, ...]:
+    """Dims in the order in which codes are laid out, outermost first; ``flat`` ones lose their shape.
+
+    On the CPU Inductor lays out images with the channels innermost, whatever the strides of the traced tensor
+    say, and any other tensor of four dims too. So an image's codes keep its dims, and go the same way.
+    """
+    value = handed.node.meta["val"]
+    if value.device.type != "cpu" or _channel(handed) is None:
+        return _codes.memory_order(value.stride())
+    return (0, *range(2, value.dim()), 1) if flat else tuple(range(value.dim()))
+
+
+def _row(node: fx.Node, bits: int | None, pieces: Sequence[fx.Node]) -> CompiledTensor:
+    value = node.meta["val"]
+    return CompiledTensor(
+        name=node.name,
+        module=module_path(node),
+        shape=tuple(value.shape),
+        dtype=str(value.dtype).removeprefix("torch."),
+        bits=bits,
+        saved_bytes=math.prod(value.shape) * value.element_size(),
+        packed_bytes=sum(nbytes(piece) for piece in pieces),
+    )
