@@ -23,6 +23,7 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
+import inspect
 import sys
 import time
 from collections import Counter
@@ -38,8 +39,9 @@ import squeezebox
 from benchmarks import _budget_tables, _report, checkpointing, tasks
 from benchmarks.tasks import SETUPS, Setup, Task
 from squeezebox import planner
+from squeezebox import session as sessions
 from squeezebox.reports import StepPlan
-from squeezebox.schema import Action, Budget, BudgetError, Option, OptionError, Profile
+from squeezebox.schema import Action, Budget, BudgetError, Option, OptionError, Profile, Region, StepProfile
 from squeezebox.session import Session
 
 QUICK = {
@@ -141,12 +143,12 @@ def measure(name: str, setup: Setup, arguments: argparse.Namespace) -> dict[str,
             "batch": setup.batch,
             "size": setup.size,
             "plain": {"peak_bytes": total, "activation_peak_bytes": activations, "fixed_bytes": fixed},
-            "profile_seconds": profiles["noise"].seconds,
+            "profile_seconds": profiles[arguments.noise, None].seconds,
             "budgets": [*rows, least],
             "all_packed": all_packed(bench),
             "rivals": rivals(bench, arguments.compiled),
             "exact": exact(bench, int(EXACT_SHARE * total)),
-            "planner": optimality(profiles["noise"], low, high, bench.noise, arguments.milp_seconds),
+            "planner": optimality(profiles[arguments.noise, None], high, bench.noise, arguments.milp_seconds),
         }
 
 
@@ -155,43 +157,34 @@ def _update_share(task: Task, repeats: int) -> float:
     return _report.interleaved(arms, repeats).ratios["update/step"].median
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Profiled:
-    """A profiled step, and what else a plan takes from the session that profiled it."""
-
-    profile: Profile
-    saved_bytes: dict[str, int]
-    plain_seconds: float
-    late_values: dict[str, Any]
-    seconds: float
-
-
 @contextlib.contextmanager
-def _shared_profiles(stay: bool) -> Iterator[dict[str, Profiled]]:
-    """Plans made within it are made from one profiled step, exact ones from another; ``stay``: none moves."""
-    own, made = Session._profile, {}
+def _shared_profiles(stay: bool) -> Iterator[dict[tuple[float, Region | None], Profiled]]:
+    """Plans made within it share profiled steps, by noise and layers in slices; ``stay``: none moves."""
+    own, made = sessions._profiled, {}
 
-    def once(session: Session, *sample: Any) -> tuple[Profile, dict[str, int], float]:
-        kind = "exact" if session._controller is None else "noise"
+    def once(*arguments: Any, **named: Any) -> StepProfile:
+        values = inspect.signature(own).bind(*arguments, **named).arguments
+        kind = (values["noise"], values.get("region"))
         if kind not in made:
             begun = time.perf_counter()
-            profile, saved, plain = own(session, *sample)
-            made[kind] = Profiled(
-                profile=_without_file(profile) if stay else profile,
-                saved_bytes=saved,
-                plain_seconds=plain,
-                late_values=dict(session._store.late_values),
-                seconds=time.perf_counter() - begun,
-            )
-        found = made[kind]
-        session._store.late_values = dict(found.late_values)
-        return found.profile, found.saved_bytes, found.plain_seconds
+            seen = own(*arguments, **named)
+            seen = dataclasses.replace(seen, profile=_without_file(seen.profile)) if stay else seen
+            made[kind] = Profiled(seen, time.perf_counter() - begun)
+        return made[kind].step
 
-    Session._profile = once
+    sessions._profiled = once
     try:
         yield made
     finally:
-        Session._profile = own
+        sessions._profiled = own
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Profiled:
+    """A profiled step, and how long it took."""
+
+    step: StepProfile
+    seconds: float
 
 
 def _without_file(profile: Profile) -> Profile:
@@ -384,10 +377,9 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().flatten().numpy()).hexdigest()
 
 
-def optimality(
-    profiled: Profiled, low: int, high: int, noise: float, milp_seconds: float
-) -> list[dict[str, Any]]:
+def optimality(profiled: Profiled, high: int, noise: float, milp_seconds: float) -> list[dict[str, Any]]:
     """The greedy plan's seconds over the optimum's, on the same profile."""
+    low = planner.smallest(profiled.step.profile, noise).predicted_peak_bytes
     return [
         _optimality(profiled, Budget(peak_bytes=int(low + share * (high - low)), noise=noise), limit)
         for share, limit in ((share, milp_seconds / len(MILP_SHARES)) for share in MILP_SHARES)
@@ -396,16 +388,16 @@ def optimality(
 
 def _optimality(profiled: Profiled, budget: Budget, limit: float) -> dict[str, Any]:
     begun = time.perf_counter()
-    greedy = planner.solve(profiled.profile, budget)
+    greedy = planner.solve(profiled.step.profile, budget)
     solved = time.perf_counter()
     try:
-        best = planner.optimum(profiled.profile, budget, seconds=limit).predicted_seconds
+        best = planner.optimum(profiled.step.profile, budget, seconds=limit).predicted_seconds
     except OptionError:  # nothing found in time
         best = None
     taken = time.perf_counter() - solved
     return {
         "budget_bytes": budget.peak_bytes,
-        "plain_seconds": profiled.plain_seconds,
+        "plain_seconds": profiled.step.plain_seconds,
         "greedy_extra_seconds": greedy.predicted_seconds,
         "milp_extra_seconds": best,
         "greedy_took_seconds": solved - begun,
