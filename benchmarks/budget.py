@@ -41,7 +41,7 @@ from benchmarks.tasks import SETUPS, Setup, Task
 from squeezebox import planner
 from squeezebox import session as sessions
 from squeezebox.reports import StepPlan
-from squeezebox.schema import Action, Budget, BudgetError, Option, OptionError, Profile, Region, StepProfile
+from squeezebox.schema import Action, Budget, BudgetError, Option, OptionError, Region, StepProfile
 from squeezebox.session import Session
 
 QUICK = {
@@ -168,7 +168,7 @@ def _shared_profiles(stay: bool) -> Iterator[dict[tuple[float, Region | None], P
         if kind not in made:
             begun = time.perf_counter()
             seen = own(*arguments, **named)
-            seen = dataclasses.replace(seen, profile=_without_file(seen.profile)) if stay else seen
+            seen = sessions._staying(seen) if stay else seen
             made[kind] = Profiled(seen, time.perf_counter() - begun)
         return made[kind].step
 
@@ -185,16 +185,6 @@ class Profiled:
 
     step: StepProfile
     seconds: float
-
-
-def _without_file(profile: Profile) -> Profile:
-    tensors = tuple(
-        dataclasses.replace(
-            tensor, options=tuple(o for o in tensor.options if o.action is not Action.OFFLOAD)
-        )
-        for tensor in profile.tensors
-    )
-    return dataclasses.replace(profile, tensors=tensors)
 
 
 def met(bench: Bench, budget: int, *others: str) -> dict[str, Any]:

@@ -199,6 +199,7 @@ def make_plan(
     budget: int | str | None = None,
     noise: float | None = None,
     exact: bool = False,
+    offload: bool = True,
     time_limit: float | None = None,
     cache: str | os.PathLike[str] | None = None,
     on_progress: Progress | None = None,
@@ -218,6 +219,8 @@ def make_plan(
         budget: bytes, or "2GiB", or a share of the plain step's peak, "50%"; None: as little as possible.
         noise: allowed relative gradient noise (default 1e-3).
         exact: nothing is lost.
+        offload: whether tensors may be moved to a file in the temporary directory. Where the system holds
+            that in memory, or caches it, the bytes leave the process and not the machine.
         time_limit: of a step, as a multiple of the plain step's time, such as 1.3; instead of a budget: as
             little memory as fits the time.
         cache: a folder in which profiles are kept and found again; it may be deleted at any time. One is used
@@ -247,9 +250,14 @@ def make_plan(
     else:
         key = _profile_key(model, sample, loss_fn, optimizer, allowed)
         seen = _cached(Path(cache), key, profiled)
+    seen = seen if offload else _staying(seen)
     limit = None if budget is None else int(factor * _plain_peak(seen) if share else factor)
     seconds = math.inf if time_limit is None else (time_limit - 1.0) * seen.plain_seconds
-    sliced = functools.partial(_profiled, model, sample, loss_fn, optimizer, allowed, None, on_progress, seen)
+
+    def sliced(region: Region) -> StepProfile:
+        trial = _profiled(model, sample, loss_fn, optimizer, allowed, None, on_progress, seen, region)
+        return trial if offload else _staying(trial)
+
     return _planned(model, seen, limit, allowed, _batch(sample), seconds, sliced)
 
 
@@ -1086,6 +1094,17 @@ def _profiled(
             return session._profile(*sample, loss_fn, budget_bytes, on_progress, whole, region)
         finally:
             session.detach()
+
+
+def _staying(seen: StepProfile) -> StepProfile:
+    """The step if nothing may be moved."""
+    tensors = tuple(
+        dataclasses.replace(
+            tensor, options=tuple(o for o in tensor.options if o.action is not Action.OFFLOAD)
+        )
+        for tensor in seen.profile.tensors
+    )
+    return dataclasses.replace(seen, profile=dataclasses.replace(seen.profile, tensors=tensors))
 
 
 def _sensitivities(profile: Profile) -> dict[str, float]:

@@ -33,6 +33,7 @@ def again(rng, earlier, nbytes):
         action=Action.RECOMPUTE,
         held_bytes=0,
         working_bytes=nbytes,
+        making_bytes=rng.randrange(nbytes + 1),
         seconds=rng.uniform(0.05, 0.6),
         sources=tuple(sorted(sources)),
         serves=True,
@@ -67,6 +68,7 @@ def usage(profile, choices):
         + sum(
             choices[t.key].working_bytes for t in profile.tensors if begins[t.key] <= position <= t.last_use
         )
+        + sum(choices[t.key].making_bytes for t in profile.tensors if begins[t.key] == position)
         for position, base in enumerate(profile.base_bytes)
     ]
 

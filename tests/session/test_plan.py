@@ -306,3 +306,28 @@ def test_a_forward_that_left_its_plan_goes_on_and_says_so(task):
         hook.remove()
     assert seen and any("whole" in note for note in record.notes)
     assert {tensor.codec for tensor in record.tensors if tensor.module == "1"} == {"keep"}
+
+
+def test_what_is_neither_kept_nor_moved_is_made_again(task):
+    """Exactly, without a file: recomputation is then what saves most."""
+    model, optimizer, sample = task
+    step(*task)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    gradients = []
+    plan = squeezebox.plan(
+        model, sample=sample, loss_fn=F.cross_entropy, optimizer=optimizer, exact=True, offload=False
+    )
+    assert plan.recomputed
+    assert not plan.offloaded
+    assert plan.predicted_peak_bytes < 0.6 * plan.plain_peak_bytes
+    for attached in (False, True):
+        model.load_state_dict(before)
+        session = squeezebox.attach(model, optimizer=optimizer, plan=plan) if attached else None
+        optimizer.zero_grad()
+        F.cross_entropy(model(sample[0]), sample[1]).backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    peak = regular(session, *task)
+    session.detach()
+    assert peak <= plan.predicted_peak_bytes
+    assert peak == pytest.approx(plan.predicted_peak_bytes, rel=0.03)

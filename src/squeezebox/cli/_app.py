@@ -78,6 +78,9 @@ def plan(
     ] = None,
     noise: Annotated[float | None, typer.Option(help="Allowed gradient noise (default: 1e-3).")] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Lose nothing.")] = False,
+    offload: Annotated[
+        bool, typer.Option("--offload/--no-offload", help="Whether tensors may be moved to a file.")
+    ] = True,
     time_limit: Annotated[
         float | None,
         typer.Option(help="As little memory as fits this multiple of the plain step's time, such as 1.3."),
@@ -109,6 +112,7 @@ def plan(
         budget=budget,
         noise=noise,
         exact=exact,
+        offload=offload,
         time_limit=time_limit,
         cache=cache,
         out=str(out),

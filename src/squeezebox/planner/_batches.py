@@ -86,6 +86,7 @@ def _option(line: Line, first: Option, second: Option) -> Option:
         first,
         held_bytes=math.ceil(line(first.held_bytes, second.held_bytes)),
         working_bytes=math.ceil(line(first.working_bytes, second.working_bytes)),
+        making_bytes=math.ceil(line(first.making_bytes, second.making_bytes)),
         seconds=line(first.seconds, second.seconds),
     )
 

@@ -88,6 +88,7 @@ def _constraints(
     held = (table.starts[rows, options] <= positions[:, None]) & (positions[:, None] < table.ends[rows])
     used = (table.first_use[rows] <= positions[:, None]) & (positions[:, None] < table.work_ends[rows])
     bytes_ = held * table.held[rows, options] + used * table.working[rows, options]
+    bytes_ = bytes_ + (table.first_use[rows] == positions[:, None]) * table.making[rows, options]
     bytes_ = np.hstack((bytes_, _early_bytes(table, positions, early)))
     room = budget.peak_bytes - np.asarray(table.profile.base_bytes, np.int64)[positions]
     scale = max(budget.peak_bytes, 1)
@@ -123,7 +124,8 @@ def _early_bytes(table: Table, positions: Integers, early: list[tuple[int, int, 
     starts = np.array([position for _, _, position in early], np.int64)
     bytes_ = np.array([table.working[row, option] for row, option, _ in early], np.int64)
     inside = (starts <= positions[:, None]) & (positions[:, None] < np.array(ends, np.int64))
-    return np.asarray(inside * bytes_, np.int64)
+    making = np.array([table.making[row, option] for row, option, _ in early], np.int64)
+    return np.asarray(inside * bytes_ + (starts == positions[:, None]) * making, np.int64)
 
 
 def _links(
@@ -153,7 +155,9 @@ def _distinct(table: Table) -> Integers:
     """Of the positions between two events, at which the same tensors live, the one with the largest base."""
     base = np.asarray(table.profile.base_bytes, np.int64)
     events = np.unique(
-        np.concatenate(([0], table.starts.ravel(), table.first_use, table.ends, table.work_ends))
+        np.concatenate(
+            ([0], table.starts.ravel(), table.first_use, table.first_use + 1, table.ends, table.work_ends)
+        )
     )
     starts = events[events < len(base)]
     ends = np.append(starts[1:], len(base))

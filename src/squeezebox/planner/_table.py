@@ -22,6 +22,7 @@ class Table:
     valid: NDArray[np.bool_]
     held: Integers
     working: Integers
+    making: Integers
     seconds: Floats
     noise: Floats
     starts: Integers
@@ -38,7 +39,9 @@ class Table:
         rows = np.arange(len(choice))
         steps = np.zeros(len(self.profile.base_bytes) + 1, np.int64)
         held = (self.held, self.starts[rows, choice], self.ends)
-        for bytes_, start, end in (held, (self.working, self.begins(choice), self.work_ends)):
+        begins = self.begins(choice)
+        working, making = (self.working, begins, self.work_ends), (self.making, begins, begins + 1)
+        for bytes_, start, end in (held, working, making):
             chosen = bytes_[rows, choice]
             np.add.at(steps, start, chosen)
             np.subtract.at(steps, end, chosen)
@@ -67,7 +70,7 @@ class Table:
         begins = self.begins(choice)
         held = self.held * (before[self.ends][:, None] - before[self.starts])
         working = self.working * (before[self.work_ends] - before[begins])[:, None]
-        bytes_ = np.asarray(held + working, np.float64)
+        bytes_ = np.asarray(held + working + self.making * weights[begins][:, None], np.float64)
         first, children, sources = self.first_use[self.sources], self.children, self.sources
         earlier = before[first] - before[np.minimum(begins[children], first)]
         np.add.at(
@@ -118,6 +121,7 @@ def tabulate(profile: Profile) -> Table:
         ),
         held=_column(tensors, width, "held_bytes", np.int64),
         working=_column(tensors, width, "working_bytes", np.int64),
+        making=_column(tensors, width, "making_bytes", np.int64),
         seconds=_column(tensors, width, "seconds", np.float64),
         noise=_column(tensors, width, "noise", np.float64),
         starts=_starts(tensors, width),

@@ -21,7 +21,8 @@ class Option:
     """One way to hold one tensor, as measured on this machine.
 
     ``held_bytes`` stay from saving to the last use; ``working_bytes`` come on top while backward uses the
-    tensor (its unpacked form, or what recomputing it needs). ``seconds`` are beyond keeping it, per step.
+    tensor (its unpacked form); ``making_bytes`` only at the first position of that, while it is recomputed.
+    ``seconds`` are beyond keeping it, per step.
     ``noise`` is the relative squared error it puts on the gradient.
 
     Recomputing starts from the tensors named in ``sources``. Each of them must be held in an option that
@@ -34,6 +35,7 @@ class Option:
     bound: float = 0.0
     held_bytes: int
     working_bytes: int = 0
+    making_bytes: int = 0
     seconds: float = 0.0
     noise: float = 0.0
     sources: tuple[str, ...] = ()
