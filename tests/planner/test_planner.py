@@ -20,6 +20,7 @@ def option(rng, size):
         action=Action.COMPRESS if noisy else Action.RECOMPUTE,
         held_bytes=held,
         working_bytes=size - held,
+        packing_bytes=rng.randrange(size + 1),
         seconds=rng.uniform(0.1, 1.0),
         noise=rng.uniform(0.0, 0.5) if noisy else 0.0,
         serves=not noisy and rng.random() < 0.7,
@@ -68,6 +69,7 @@ def usage(profile, choices):
         + sum(
             choices[t.key].working_bytes for t in profile.tensors if begins[t.key] <= position <= t.last_use
         )
+        + sum(choices[t.key].packing_bytes for t in profile.tensors if t.saved_at == position)
         + sum(choices[t.key].making_bytes for t in profile.tensors if begins[t.key] == position)
         for position, base in enumerate(profile.base_bytes)
     ]

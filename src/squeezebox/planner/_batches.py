@@ -87,6 +87,7 @@ def _option(line: Line, first: Option, second: Option) -> Option:
         held_bytes=math.ceil(line(first.held_bytes, second.held_bytes)),
         working_bytes=math.ceil(line(first.working_bytes, second.working_bytes)),
         making_bytes=math.ceil(line(first.making_bytes, second.making_bytes)),
+        packing_bytes=math.ceil(line(first.packing_bytes, second.packing_bytes)),
         seconds=line(first.seconds, second.seconds),
     )
 

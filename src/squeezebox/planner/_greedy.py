@@ -281,10 +281,12 @@ def _room(table: Table, limits: _Limits, usage: Integers, choice: Integers, row:
         moved[row] = option
         return bool(table.usage(moved).max() <= limits.bytes_)
     use = table.first_use[row]
-    first = min(int(table.starts[row].min()), int(use))
+    first = min(int(table.starts[row].min()), int(table.saved[row]), int(use))
     end, work_end = table.ends[row], table.work_ends[row]
     change = np.zeros(work_end - first, np.int64)
     for which, sign in ((option, 1), (int(choice[row]), -1)):
         change[table.starts[row, which] - first : end - first] += sign * table.held[row, which]
         change[use - first :] += sign * table.working[row, which]
+        change[use - first] += sign * table.making[row, which]
+        change[table.saved[row] - first] += sign * table.packing[row, which]
     return bool((usage[first:work_end] + change).max(initial=0) <= limits.bytes_)

@@ -89,6 +89,7 @@ def _constraints(
     used = (table.first_use[rows] <= positions[:, None]) & (positions[:, None] < table.work_ends[rows])
     bytes_ = held * table.held[rows, options] + used * table.working[rows, options]
     bytes_ = bytes_ + (table.first_use[rows] == positions[:, None]) * table.making[rows, options]
+    bytes_ = bytes_ + (table.saved[rows] == positions[:, None]) * table.packing[rows, options]
     bytes_ = np.hstack((bytes_, _early_bytes(table, positions, early)))
     room = budget.peak_bytes - np.asarray(table.profile.base_bytes, np.int64)[positions]
     scale = max(budget.peak_bytes, 1)
@@ -154,11 +155,8 @@ def _links(
 def _distinct(table: Table) -> Integers:
     """Of the positions between two events, at which the same tensors live, the one with the largest base."""
     base = np.asarray(table.profile.base_bytes, np.int64)
-    events = np.unique(
-        np.concatenate(
-            ([0], table.starts.ravel(), table.first_use, table.first_use + 1, table.ends, table.work_ends)
-        )
-    )
+    passing = (table.saved, table.saved + 1, table.first_use, table.first_use + 1)
+    events = np.unique(np.concatenate(([0], table.starts.ravel(), *passing, table.ends, table.work_ends)))
     starts = events[events < len(base)]
     ends = np.append(starts[1:], len(base))
     return np.array([start + base[start:end].argmax() for start, end in zip(starts, ends, strict=True)])

@@ -23,9 +23,11 @@ class Table:
     held: Integers
     working: Integers
     making: Integers
+    packing: Integers
     seconds: Floats
     noise: Floats
     starts: Integers
+    saved: Integers
     first_use: Integers
     ends: Integers  # one past the last position that holds it, and that has its buffer
     work_ends: Integers
@@ -41,7 +43,8 @@ class Table:
         held = (self.held, self.starts[rows, choice], self.ends)
         begins = self.begins(choice)
         working, making = (self.working, begins, self.work_ends), (self.making, begins, begins + 1)
-        for bytes_, start, end in (held, working, making):
+        packing = (self.packing, self.saved, self.saved + 1)
+        for bytes_, start, end in (held, working, making, packing):
             chosen = bytes_[rows, choice]
             np.add.at(steps, start, chosen)
             np.subtract.at(steps, end, chosen)
@@ -70,7 +73,8 @@ class Table:
         begins = self.begins(choice)
         held = self.held * (before[self.ends][:, None] - before[self.starts])
         working = self.working * (before[self.work_ends] - before[begins])[:, None]
-        bytes_ = np.asarray(held + working + self.making * weights[begins][:, None], np.float64)
+        passing = self.making * weights[begins][:, None] + self.packing * weights[self.saved][:, None]
+        bytes_ = np.asarray(held + working + passing, np.float64)
         first, children, sources = self.first_use[self.sources], self.children, self.sources
         earlier = before[first] - before[np.minimum(begins[children], first)]
         np.add.at(
@@ -122,9 +126,11 @@ def tabulate(profile: Profile) -> Table:
         held=_column(tensors, width, "held_bytes", np.int64),
         working=_column(tensors, width, "working_bytes", np.int64),
         making=_column(tensors, width, "making_bytes", np.int64),
+        packing=_column(tensors, width, "packing_bytes", np.int64),
         seconds=_column(tensors, width, "seconds", np.float64),
         noise=_column(tensors, width, "noise", np.float64),
         starts=_starts(tensors, width),
+        saved=np.array([tensor.saved_at for tensor in tensors], np.int64),
         first_use=np.array([tensor.first_use for tensor in tensors], np.int64),
         ends=np.array([tensor.last_use + 1 for tensor in tensors], np.int64),
         work_ends=np.array([1 + max(t.last_use, min(t.idle_until, last)) for t in tensors], np.int64),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -261,6 +262,12 @@ def _profile(
                 serves=True,
             )
         )
+    options = [
+        dataclasses.replace(option, packing_bytes=life.packing_bytes)
+        if option.action is Action.COMPRESS
+        else option
+        for option in options
+    ]
     options += recomputed
     return TensorProfile(
         key=row.key,

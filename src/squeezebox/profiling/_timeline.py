@@ -26,6 +26,7 @@ class Life:
     first_use: int
     last_use: int
     decoded_bytes: int = 0  # allocated when it was unpacked; buffers that were there already do not count
+    packing_bytes: int = 0  # the most that packing had allocated beyond what it left
     idle_until: int = -1  # its buffer is freed by the next request after it, or at the step's end
 
 
@@ -145,6 +146,8 @@ class _Reading:
     _blocks: dict[int, int] = field(default_factory=dict)  # address -> bytes that count
     _originals: dict[int, int] = field(default_factory=dict)  # address -> tensor
     _using: int | None = None
+    _scratch: dict[int, int] = field(default_factory=dict)  # address -> bytes, since packing began
+    _most_scratch: int = 0
     _decoded: int = 0  # bytes allocated since its use began
     _idle: list[int] = field(default_factory=list)  # tensors whose buffer nobody has asked for since
 
@@ -157,9 +160,15 @@ class _Reading:
         self._turn(kind, number)
         position = len(self.base) - 1
         self._inside += (kind in (_SAVE, _USE)) - (kind in (_SAVED, _USED))
-        if kind == _SAVE and number not in self.lives:
-            self.lives[number] = Life(position, 1 << 62, 1 << 62, position)
-            self._originals[int(words[2])] = number
+        if kind == _SAVE:
+            self._scratch, self._most_scratch = {}, 0
+            if number not in self.lives:
+                self.lives[number] = Life(position, 1 << 62, 1 << 62, position)
+                self._originals[int(words[2])] = number
+        elif kind == _SAVED:
+            life = self.lives[number]
+            beyond = self._most_scratch - sum(self._scratch.values())
+            life.packing_bytes = max(life.packing_bytes, beyond)
         elif kind == _USE:
             self.lives[number].first_use = min(self.lives[number].first_use, position)
             self._using, self._decoded = number, 0
@@ -186,7 +195,11 @@ class _Reading:
             self.calls[call] = max(self.calls.get(call, 0), self.now - before)
             if self._using is not None:
                 self._decoded += nbytes
+            elif self._inside:
+                self._scratch[address] = nbytes
+                self._most_scratch = max(self._most_scratch, sum(self._scratch.values()))
             return
+        self._scratch.pop(address, 0)
         self.now -= self._blocks.pop(address, 0)
         number = self._originals.pop(address, None)
         if number is not None:

@@ -21,7 +21,8 @@ class Option:
     """One way to hold one tensor, as measured on this machine.
 
     ``held_bytes`` stay from saving to the last use; ``working_bytes`` come on top while backward uses the
-    tensor (its unpacked form); ``making_bytes`` only at the first position of that, while it is recomputed.
+    tensor (its unpacked form); ``making_bytes`` only at the first position of that, while it is recomputed,
+    and ``packing_bytes`` only while it is packed.
     ``seconds`` are beyond keeping it, per step.
     ``noise`` is the relative squared error it puts on the gradient.
 
@@ -36,6 +37,7 @@ class Option:
     held_bytes: int
     working_bytes: int = 0
     making_bytes: int = 0
+    packing_bytes: int = 0
     seconds: float = 0.0
     noise: float = 0.0
     sources: tuple[str, ...] = ()
