@@ -100,7 +100,8 @@ def test_random_networks(exact, seed, share):
     peak, gradients, after = step(model, x, y)
     session.detach()
     assert peak <= (plan.budget_bytes or plan.predicted_peak_bytes)
-    assert all(torch.equal(a, b) for a, b in zip(buffers, after, strict=True))
+    same = torch.allclose if plan.region else torch.equal  # slices sum in another order
+    assert all(same(a, b) for a, b in zip(buffers, after, strict=True))
     if exact:
         assert all(torch.equal(a, b) for a, b in zip(expected, gradients, strict=True))
     else:
