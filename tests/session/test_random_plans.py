@@ -80,12 +80,13 @@ def step(model, x, y):
 
 @pytest.mark.parametrize("exact", (True, False))
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-@given(seed=st.integers(0, 10**6), share=st.integers(30, 100))
-def test_random_networks(exact, seed, share):
+@given(seed=st.integers(0, 10**6), share=st.integers(30, 100), offload=st.booleans())
+def test_random_networks(exact, seed, share, offload):
     model = Random(seed)
     x, y = torch.randn(4, 3, 24, 24), torch.randint(8, (4,))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     options = {"exact": True} if exact else {"noise": 1e-2}
+    options["offload"] = offload
     try:
         plan = squeezebox.plan(model, sample=(x, y), loss_fn=loss, budget=f"{share}%", **options)
     except BudgetError:
