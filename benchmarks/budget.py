@@ -10,8 +10,8 @@ the plain peak and the least one found. All plans of a network are made from one
 
 Rivals are gradient checkpointing of each block and of the square root of all blocks together, every
 saved tensor moved to a file, and with --compiled Inductor under activation_memory_budget. Each is met by
-a plan whose budget is the rival's measured peak. Ours, the rival and a plain step are timed in alternation;
-seconds are ratios within a round, medians over the rounds.
+a plan whose budget is the rival's measured peak and a thousandth. Ours, the rival and a plain step are timed
+in alternation; seconds are ratios within a round, medians over the rounds.
 
 A plan predicts forward and backward. The optimizer's share of the plain step, measured, is added to what it
 predicts before it is compared with the step that was timed.
@@ -293,7 +293,7 @@ def _against(bench: Bench, rival: AbstractContextManager[object]) -> dict[str, A
             "peak_bytes": peak,
             "activation_peak_bytes": activations,
             "first_step_seconds": first,
-            "ours": met(bench, peak, "theirs"),
+            "ours": met(bench, int(_budget_tables.PEAK_SLACK * peak), "theirs"),
         }
 
 

@@ -273,7 +273,7 @@ def _options(rule: Rule, node: Any, readers: list[tuple[str, Handle]]) -> dict[s
         return {"lower": float(node._saved_min_val), "upper": float(node._saved_max_val)}
     if rule.role is Role.BATCH_NORM_INPUT:
         invstd = node._saved_result2  # empty in evaluation mode
-        return {"scale": invstd.reciprocal()} if invstd.numel() else {}
+        return {"scale": invstd.reciprocal} if invstd.numel() else {}  # where it is wanted
     if rule.codec != "pool-index":
         return {}
     names = ("kernel_size", "stride", "padding", "dilation")

@@ -397,10 +397,10 @@ def _flat(tensor: torch.Tensor, numel: int) -> torch.Tensor:
 
 def _scale(entry: Entry, tensor: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor | None:
     """Each channel's standard deviation, where the operator knows it and the codec can use it."""
-    scale = options.get("scale")
     whole = tensor.storage_offset() == 0 and tensor.numel() == entry.numel and _inner(tensor) > 0
-    if not isinstance(scale, torch.Tensor) or tensor.dtype != torch.float32 or not whole:
+    if "scale" not in options or tensor.dtype != torch.float32 or not whole:
         return None
+    scale: torch.Tensor = options["scale"]()
     usable = bool(torch.isfinite(scale).all() & (scale > 0).all())
     return scale if usable else None
 

@@ -7,7 +7,7 @@ import math
 from squeezebox.planner._greedy import solve
 from squeezebox.schema import Budget, BudgetError, Plan, Profile
 
-_PRECISION = 0.005  # of the peak
+_PRECISION = 0.002  # of the peak
 
 
 def smallest(profile: Profile, noise: float, seconds: float = math.inf) -> Plan:

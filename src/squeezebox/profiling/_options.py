@@ -201,12 +201,12 @@ class StepProfiler:
             for source in found.sources
         ):
             return []
+        held = sum(call.state_bytes for call in found.calls)
         working = sum(call_bytes.get(call.number, 0) for call in found.calls)
         return [
             Option(
-                action=Action.RECOMPUTE,
-                codec="",
-                held_bytes=sum(call.state_bytes for call in found.calls),
+                action=Action.REGENERATE if held and not found.sources else Action.RECOMPUTE,
+                held_bytes=held,
                 working_bytes=seen.row.saved_bytes,
                 making_bytes=max(working - seen.row.saved_bytes, 0),
                 seconds=sum(self._calls[call.number] for call in found.calls),
