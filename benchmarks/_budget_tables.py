@@ -42,8 +42,8 @@ no more seconds. Greedy over MILP is the largest, of the plan's seconds beyond a
 step's."""
 _BUDGETS = """Where a budget is refused, the least plan is measured. Ratios are medians (and ranges) over the
 rounds. "x less" is plain over measured."""
-_RIVALS = """Ours is planned for the rival's measured peak and a thousandth, or is the least plan where that is
-refused; all three are timed in alternation."""
+_RIVALS = """Ours is planned for the rival's measured peak and a thousandth, or is the least plan where
+that is refused; all three are timed in alternation."""
 _PLANNER = """On the profile that the budgets were planned from; seconds are beyond a plain step's."""
 
 
