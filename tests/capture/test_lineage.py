@@ -1,5 +1,7 @@
 """What is made again is what it was, to the bit, and leaves no trace."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import nn
@@ -59,6 +61,85 @@ class Attention(nn.Module):
 NETWORKS = {"residual": Residual, "in_place": in_place, "attention": Attention}
 
 
+def rotary(x, w, v):
+    c = torch.view_as_complex((x @ w).reshape(4, 32, 24, 2))
+    turned = torch.view_as_real(c * torch.polar(torch.ones(24), torch.arange(24.0))).flatten(2)
+    return torch.softmax(turned.transpose(1, 2).contiguous() * 1.0, 1).sum(2) @ v
+
+
+def bits_as_numbers(x, w, v):
+    h = torch.relu(x @ w)
+    k = h.view(torch.int32).float() * 1e-10
+    return torch.exp((k * -1.0).clamp(-1, 1) * w[0]) @ v + torch.sigmoid(h) @ v
+
+
+def slice_in_place(x, w, v):
+    part = (x * 2.0)[:, 16:].detach()
+    part.mul_(v[0])
+    return part @ w
+
+
+def evaluated_then_trained(x, w, v):
+    mean, variance = torch.zeros(32), torch.ones(32)
+    h = F.batch_norm(x @ w, mean, variance, training=False)
+    later = F.batch_norm(x @ v, mean, variance, training=True)
+    return torch.sigmoid(h + later) @ v + torch.relu(h) @ w
+
+
+def learned_bias(x, w, v):
+    q = (x @ w)[:, None]
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=w[:32, :32])[:, 0] @ v
+
+
+def chosen_kernel(x, w, v):
+    q = (x @ w)[:, None]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, q, q)[:, 0] @ v
+
+
+def frozen_part(x, w, v):
+    with torch.inference_mode():
+        h = torch.relu(x * 2.0)
+    return torch.sigmoid(h.clone() @ w) @ v
+
+
+def mapped(x, w, v):
+    return torch.vmap(lambda a: torch.relu(a @ w) * 2)(x) @ v
+
+
+def long_chain(x, w, v):
+    h = x @ w
+    for _ in range(300):
+        h = h + 1e-3
+    return h @ v
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+def named_pair(x, w, v):
+    return torch.sigmoid(torch.cat(Pair(x @ w, x @ v), -1)) @ torch.cat((w, v))
+
+
+HOSTILE = (
+    *(rotary, bits_as_numbers, slice_in_place, evaluated_then_trained, learned_bias, chosen_kernel),
+    *(frozen_part, mapped, long_chain, named_pair),
+)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.w, self.v = (nn.Parameter(0.3 * torch.randn(48, 48)) for _ in range(2))
+        self.last = nn.Linear(48, 5)
+
+    def forward(self, x):
+        return self.last(self.function(x, self.w, self.v).flatten(0, -2))
+
+
 class Deriving:
     """Listens to one step and notes how each tensor could be made again."""
 
@@ -87,7 +168,10 @@ def gradients(model, x, y, autocast=False):
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         loss = F.cross_entropy(model(x), y)
     loss.backward()
-    results = [*(p.grad.clone() for p in model.parameters()), *(b.clone() for b in model.buffers())]
+    results = [
+        *(p.grad.clone() for p in model.parameters() if p.grad is not None),
+        *(b.clone() for b in model.buffers()),
+    ]
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(before[name])
@@ -118,6 +202,20 @@ def test_every_tensor_alone_and_all_together(name, autocast):
         assert all(torch.equal(a, b) for a, b in zip(expected, results, strict=True)), plan
         rows = {row.key: row for row in session.report().record.tensors}
         assert all(rows[key].packed_bytes == 0 for key in plan)
+    session.detach()
+
+
+@pytest.mark.parametrize("function", HOSTILE, ids=lambda function: function.__name__)
+def test_code_that_invites_mistakes(function):
+    torch.manual_seed(0)
+    model, x = Wrapped(function), torch.randn(4, 32, 48)
+    y = torch.randint(5, (len(model(x)),))
+    expected = gradients(model, x, y)
+    session, found = session_of(model, x, y)
+    for plan in (found, *({key: sources} for key, sources in found.items())):
+        session._store.recompute = plan
+        results = gradients(model, x, y)
+        assert all(torch.equal(a, b) for a, b in zip(expected, results, strict=True)), plan
     session.detach()
 
 

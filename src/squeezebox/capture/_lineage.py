@@ -17,8 +17,8 @@ from squeezebox.schema import CaptureError, PlanError
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 
-# Operators whose result depends on nothing but their arguments, by the name that a TorchFunctionMode sees.
-_PURE = frozenset(
+# Operators whose result depends on nothing but their arguments, and some random ones, by name.
+_PURE = (
     "relu relu_ leaky_relu leaky_relu_ relu6 hardtanh hardtanh_ hardswish hardsigmoid elu softplus mish gelu "
     "silu sigmoid sigmoid_ tanh tanh_ softmax log_softmax layer_norm group_norm rms_norm batch_norm "
     "normalize add add_ __iadd__ __radd__ sub sub_ __isub__ __rsub__ mul mul_ __imul__ __rmul__ div div_ "
@@ -28,12 +28,22 @@ _PURE = frozenset(
     "baddbmm addmm mm einsum max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d "
     "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d interpolate pixel_shuffle pixel_unshuffle "
     "pad mean sum amax amin cat stack concat contiguous reshape flatten clone to float half bfloat16 double "
-    "repeat repeat_interleave roll flip unfold index_select gather".split()
+    "repeat repeat_interleave roll flip unfold index_select gather __pow__"
 )
-_RANDOM = frozenset(
-    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout "
-    "scaled_dot_product_attention".split()
+_RANDOM = (
+    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout scaled_dot_product_attention"
 )
+
+
+def _functions(names: str) -> frozenset[Any]:
+    """Torch's own functions of these names, as a TorchFunctionMode sees them."""
+    homes = (torch, F, torch.Tensor)
+    found = (getattr(home, name, None) for home in homes for name in names.split())
+    return frozenset(function for function in found if function is not None) - {torch.batch_norm}
+
+
+_RANDOM_FUNCTIONS = _functions(_RANDOM)
+_REPEATABLE = _functions(_PURE) | _RANDOM_FUNCTIONS
 
 
 @dataclass(slots=True, eq=False)
@@ -78,8 +88,13 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class _Input:
+    """A tensor by where its storage came from. Kernels may differ by whether it wants a gradient."""
+
     origin: Origin
     geometry: Geometry
+    dtype: torch.dtype
+    requires_grad: bool
+    nbytes: int  # of the storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +103,7 @@ class _Held:
 
     tensor: torch.Tensor
     version: int
+    requires_grad: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +133,7 @@ class Lineage:
         self._is_held, self._is_plain = is_held, is_plain
         self._origins: dict[int, Origin] = {}
         self._numbers = itertools.count()
+        self._switches = _switches()
 
     def clear(self) -> None:
         """Forget every call, and number them from 0 again; recipes that are bound live on."""
@@ -133,8 +150,7 @@ class Lineage:
 
     def begin(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Call | None:
         """To be asked before a call; None where it cannot be repeated."""
-        name = getattr(function, "__name__", "")
-        if name not in _PURE and name not in _RANDOM:
+        if function not in _REPEATABLE or _switches() != self._switches or _is_transformed():
             return None
         args, kwargs = _stateless(function, args, kwargs or {})
         if not all(map(self._is_plain_or_held, _leaves((args, kwargs)))):
@@ -144,7 +160,7 @@ class Lineage:
             function=function,
             args=_mapped(self._input, args),
             kwargs=_mapped(self._input, kwargs),
-            random_state=torch.get_rng_state() if name in _RANDOM else None,
+            random_state=torch.get_rng_state() if function in _RANDOM_FUNCTIONS else None,
             autocast=(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
         )
 
@@ -153,7 +169,7 @@ class Lineage:
         given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs)) if self._is_plain(t)}
         before = {id(origin): origin for origin in call.inputs}
         for number, tensor in enumerate(_tensors(out)):
-            if not self._is_plain(tensor):
+            if not self._is_plain(tensor) or tensor.is_inference():
                 continue
             storage = tensor.untyped_storage()
             old = self._origins.get(storage._cdata) if storage._cdata in given else None
@@ -165,8 +181,12 @@ class Lineage:
 
     def note_original(self, copy: torch.Tensor, call: Call) -> None:
         """``copy`` is what an operator kept of its input before it changed that in place."""
-        origin, original = self.origin(copy), call.changed[0]
-        origin.call, origin.output = original.call, original.output
+        original = call.changed[0]
+        inputs = (leaf for leaf in _leaves((call.args, call.kwargs)) if isinstance(leaf, _Input))
+        whole = ((tuple(copy.shape), copy.stride(), 0), copy.untyped_storage().nbytes())
+        if any(leaf.origin is original and (leaf.geometry, leaf.nbytes) == whole for leaf in inputs):
+            origin = self.origin(copy)
+            origin.call, origin.output = original.call, original.output
 
     def note_mask(self, mask: torch.Tensor, call: Call) -> None:
         """``mask`` is what dropout multiplied its input by: its result for ones."""
@@ -180,7 +200,11 @@ class Lineage:
         origin.call, origin.output = replace(call, args=args, kwargs=kwargs, changed=[]), 0
 
     def _is_plain_or_held(self, leaf: Any) -> bool:
-        if not isinstance(leaf, torch.Tensor) or self._is_held(leaf):
+        if not isinstance(leaf, torch.Tensor):
+            return True
+        if leaf.is_inference():
+            return False
+        if self._is_held(leaf):
             return True
         return self._is_plain(leaf) and not (leaf.is_neg() or leaf.is_conj())
 
@@ -188,8 +212,14 @@ class Lineage:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if self._is_held(leaf):
-            return _Held(leaf.detach(), leaf._version)
-        return _Input(self.origin(leaf), (tuple(leaf.shape), leaf.stride(), int(leaf.storage_offset())))
+            return _Held(leaf.detach(), leaf._version, leaf.requires_grad)
+        return _Input(
+            origin=self.origin(leaf),
+            geometry=(tuple(leaf.shape), leaf.stride(), int(leaf.storage_offset())),
+            dtype=leaf.dtype,
+            requires_grad=leaf.requires_grad,
+            nbytes=leaf.untyped_storage().nbytes(),
+        )
 
 
 def derivation(origin: Origin) -> Derivation | None:
@@ -223,6 +253,8 @@ class Recipe:
     def __init__(self, origin: Origin, sources: Container[str]) -> None:
         self._origin = origin
         self._entries: dict[int, Any] = {}
+        self._makers: dict[int, int] = {}  # ids of calls by those of their results
+        calls: dict[int, Call] = {}
         self._uses: Counter[int] = Counter()
         stack = [origin]
         while stack:
@@ -239,35 +271,34 @@ class Recipe:
                     "than the one that was planned. Make a new plan with squeezebox.plan()."
                 )
             else:
-                stack.extend(here.call.inputs)
+                self._makers[id(here)] = id(here.call)
+                if id(here.call) not in calls:
+                    calls[id(here.call)] = here.call
+                    stack.extend(here.call.inputs)
+        self._calls = sorted(calls.values(), key=lambda call: call.number)
 
-    def follow(self, values: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+    def follow(self, values: Callable[[Any], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """The tensor's storage made again, flat; ``values(entry)`` gives an entry's, which stays as it is."""
         made: dict[int, list[torch.Tensor]] = {}
+
+        def whole(origin: Origin) -> torch.Tensor:
+            entry = self._entries.get(id(origin))
+            return values(entry) if entry is not None else made[self._makers[id(origin)]][origin.output]
+
+        def given(leaf: Any) -> Any:
+            if not isinstance(leaf, _Input):
+                return _literal(leaf)
+            found = whole(leaf.origin)
+            shared = id(leaf.origin) in self._entries or self._uses[id(leaf.origin)] > 1
+            if shared and id(leaf.origin) in self._changed:
+                found = _flat(found, found.dtype).clone()
+            return _seen(found, leaf.geometry, leaf.dtype).requires_grad_(leaf.requires_grad)
+
         with torch.no_grad():
-            return _flat(self._make(self._origin, values, made))
-
-    def _make(
-        self, origin: Origin, values: Callable[[Any], torch.Tensor], made: dict[int, list[torch.Tensor]]
-    ) -> torch.Tensor:
-        entry = self._entries.get(id(origin))
-        if entry is not None:
-            return values(entry)
-        call = origin.call
-        if call is None:
-            raise CaptureError("a recipe has no beginning: this is a bug in capture")
-        if id(call) not in made:
-
-            def given(leaf: Any) -> Any:
-                if not isinstance(leaf, _Input):
-                    return _literal(leaf)
-                whole = self._make(leaf.origin, values, made)
-                shared = id(leaf.origin) in self._entries or self._uses[id(leaf.origin)] > 1
-                whole = _flat(whole).clone() if shared and leaf.origin in call.changed else whole
-                return _seen(whole, leaf.geometry)
-
-            made[id(call)] = _repeat(call, _mapped(given, call.args), _mapped(given, call.kwargs))
-        return made[id(call)][origin.output]
+            for call in self._calls:
+                self._changed = {id(origin) for origin in call.changed}
+                made[id(call)] = _repeat(call, _mapped(given, call.args), _mapped(given, call.kwargs))
+            return _flat(whole(self._origin), dtype)
 
 
 def _repeat(call: Call, args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -292,7 +323,18 @@ def _literal(leaf: Any) -> Any:
             "backward, and the plan recomputes others from it. Step the optimizer after "
             "backward, or make a plan without this change."
         )
-    return leaf.tensor
+    return leaf.tensor.detach().requires_grad_(leaf.requires_grad)
+
+
+def _switches() -> tuple[bool, ...]:
+    """What chooses kernels beside the arguments."""
+    attention = (torch._C._get_flash_sdp_enabled(), torch._C._get_math_sdp_enabled())
+    return (*attention, torch._C._get_mem_efficient_sdp_enabled(), torch._C._get_mkldnn_enabled())
+
+
+def _is_transformed() -> bool:
+    """Whether the call is one of vmap, grad and their like, whose tensors have no storage."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
@@ -303,27 +345,30 @@ def _stateless(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any
     if function is not F.batch_norm:
         return args, kwargs
     named = {**dict(zip(_BATCH_NORM, args, strict=False)), **kwargs}
-    if named.get("training"):
-        named["running_mean"] = named["running_var"] = None
+    for name in ("running_mean", "running_var"):
+        known = None if named.get("training") else named.get(name)
+        # a copy: training in between would change them
+        named[name] = None if known is None else _Held(known.detach().clone(), 0)
     return (), named
 
 
-def _seen(whole: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+def _seen(whole: torch.Tensor, geometry: Geometry, dtype: torch.dtype) -> torch.Tensor:
     """The storage of ``whole`` through a geometry."""
     shape, stride, offset = geometry
-    view = torch.empty(0, dtype=whole.dtype, device=whole.device)
+    view = torch.empty(0, dtype=dtype, device=whole.device)
     return view.set_(whole.untyped_storage(), offset, shape, stride)
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return _seen(tensor, ((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0))
+def _flat(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return _seen(tensor, ((tensor.untyped_storage().nbytes() // dtype.itemsize,), (1,), 0), dtype)
 
 
 def _mapped(function: Callable[[Any], Any], values: Any) -> Any:
     if isinstance(values, dict):
         return {name: _mapped(function, value) for name, value in values.items()}
-    if type(values) in (tuple, list):
-        return type(values)(_mapped(function, value) for value in values)
+    if isinstance(values, (tuple, list)):
+        mapped = [_mapped(function, value) for value in values]
+        return mapped if isinstance(values, list) else tuple(mapped)
     return function(values)
 
 

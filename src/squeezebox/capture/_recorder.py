@@ -86,6 +86,7 @@ class Recorder(TorchFunctionMode):
         finally:
             self.active = False
             self._owned.clear()
+            self.store.forget_calls()
             if self.store.lineage is not None:
                 self.store.lineage.clear()
             self._pending.clear()

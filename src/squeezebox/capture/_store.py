@@ -140,6 +140,15 @@ class Store:
             self.listener.saved(entry.row)
         handle.tensor = tensor.detach() if handle.form == "keep" else None
 
+    def forget_calls(self) -> None:
+        """Forward is over: let go of how tensors were made, where no recipe needs it."""
+        if self.lineage is None or self.listener is not None:
+            return
+        for entry in self._entries.values():
+            if entry.recipe is None and entry.origin is not None:
+                entry.origin.call = None
+            entry.origin = None
+
     def note(self, handle: Handle, rule: Rule, attribute: str, call: Call) -> None:
         """Say where a tensor comes from that ``call`` saved without returning it, if that is known."""
         if self.lineage is None or handle.tensor is None:
@@ -327,7 +336,7 @@ class Store:
         if entry.ready is not None or entry.recipe is not None:
             self.arena.trim()
         if entry.ready is None and entry.recipe is not None:
-            entry.ready = entry.recipe.follow(self._value)
+            entry.ready = entry.recipe.follow(self._value, entry.dtype)
         if entry.ready is not None:
             return entry.ready
         if entry.slot is not None:
