@@ -23,7 +23,6 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
-import inspect
 import sys
 import time
 from collections import Counter
@@ -39,10 +38,10 @@ import squeezebox
 from benchmarks import _budget_tables, _report, checkpointing, tasks
 from benchmarks.tasks import SETUPS, Setup, Task
 from squeezebox import planner
-from squeezebox import session as sessions
 from squeezebox.reports import StepPlan
 from squeezebox.schema import Action, Budget, BudgetError, Option, OptionError, Region, StepProfile
-from squeezebox.session import Session
+from squeezebox.session import Session, _plans
+from squeezebox.session._profiles import Subject, staying
 
 QUICK = {
     "networks": ["resnet18", "gpt"],
@@ -160,23 +159,22 @@ def _update_share(task: Task, repeats: int) -> float:
 @contextlib.contextmanager
 def _shared_profiles(stay: bool) -> Iterator[dict[tuple[float, Region | None], Profiled]]:
     """Plans made within it share profiled steps, by noise and layers in slices; ``stay``: none moves."""
-    own, made = sessions._profiled, {}
+    own, made = _plans.profile_step, {}
 
-    def once(*arguments: Any, **named: Any) -> StepProfile:
-        values = inspect.signature(own).bind(*arguments, **named).arguments
-        kind = (values["noise"], values.get("region"))
+    def once(subject: Subject, *others: Any, region: Region | None = None, **named: Any) -> StepProfile:
+        kind = (subject.noise, region)
         if kind not in made:
             begun = time.perf_counter()
-            seen = own(*arguments, **named)
-            seen = sessions._staying(seen) if stay else seen
+            seen = own(subject, *others, region=region, **named)
+            seen = staying(seen) if stay else seen
             made[kind] = Profiled(seen, time.perf_counter() - begun)
         return made[kind].step
 
-    sessions._profiled = once
+    _plans.profile_step = once
     try:
         yield made
     finally:
-        sessions._profiled = own
+        _plans.profile_step = own
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

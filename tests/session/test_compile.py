@@ -14,7 +14,7 @@ from torch import nn
 
 import squeezebox
 from squeezebox.schema import Action, AttachError, Option, OptionError, PlanError, UnsupportedModelError
-from squeezebox.session import _half_steps, _planned_bits
+from squeezebox.session._compile import _half_steps, _planned_bits
 
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")),

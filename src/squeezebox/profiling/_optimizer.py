@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -25,9 +25,7 @@ def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None)
     return 0 if plain else _STATES.get(name, 0) * sum(parameter.nbytes for parameter in trained)
 
 
-def transient_bytes(
-    gradients: Sequence[torch.Tensor] | Iterable[torch.Tensor], optimizer: torch.optim.Optimizer | None
-) -> int:
+def transient_bytes(gradients: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer | None) -> int:
     """Bytes that a step of the optimizer allocates for its largest parameter, on a CPU."""
     largest = max((gradient.nbytes for gradient in gradients), default=0)
     return _TRANSIENTS.get(type(optimizer).__name__, 0) * largest

@@ -1,0 +1,13 @@
+"""The one place that knows all rooms: attach to a model, train, report, detach; plan, compile, estimate.
+
+In: models, samples and options. Out: sessions, plans and compiled steps. Attaching hooks the model's forward;
+everything else leaves the model as it was.
+"""
+
+from squeezebox.session._attach import attach
+from squeezebox.session._compile import compile_model
+from squeezebox.session._estimate import estimate
+from squeezebox.session._plans import make_plan, max_batch
+from squeezebox.session._session import Session
+
+__all__ = ["Session", "attach", "compile_model", "estimate", "make_plan", "max_batch"]

@@ -1,0 +1,147 @@
+"""From a caller's options to a session."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from squeezebox.bounds import Comet, Controller, NoiseBudget
+from squeezebox.reports import (
+    StepPlan,
+)
+from squeezebox.schema import (
+    OptionError,
+)
+from squeezebox.session._plans import make_plan
+from squeezebox.session._replanning import Replanning, shapes_of
+from squeezebox.session._samples import LossFunction
+from squeezebox.session._session import Session, begin
+
+
+def attach(
+    model: torch.nn.Module,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    noise: float | None = None,
+    controller: Controller | None = None,
+    exact: bool = False,
+    budget: int | str | None = None,
+    sample: tuple[Any, Any] | None = None,
+    loss_fn: LossFunction | None = None,
+    plan: StepPlan | None = None,
+    on_mismatch: str = "refuse",
+    checks_per_refresh: int = 1,
+) -> Session:
+    """Hold what training ``model`` saves between forward and backward in fewer bytes.
+
+    The training loop stays as it is. Every tensor that autograd saves in ``model``'s forward is packed
+    when it is saved and unpacked when backward asks for it: losslessly where backward reads only a sign,
+    a mask or an index, within an elementwise error bound where it reads values.
+
+    Args:
+        model: any module, on one device. DistributedDataParallel and FSDP2 modules too.
+        optimizer: read for its momentum (COMET) and its state's size; never changed.
+        noise: allowed relative gradient noise, the squared error of all parameter gradients over their
+            squared norm (default 1e-3).
+        controller: any bound controller instead of ``noise``, such as ``squeezebox.bounds.Comet()``.
+        exact: only lossless savings; losses and gradients equal plain PyTorch's to the bit.
+        budget: bytes that the step's peak stays under, in the least time: see :func:`plan`.
+        sample: see :func:`plan`.
+        loss_fn: see :func:`plan`.
+        plan: such a plan made before; goes without noise, controller, exact and budget.
+        on_mismatch: what a forward does whose inputs are larger than the plan's, or not of its kind. "refuse"
+            raises PlanError at the first tensor that the plan does not know. "replan" makes a plan for these
+            inputs before it runs them, within the same bytes and noise, with the sample's target cut or
+            repeated to their sizes; plans are kept, and a forward takes the first that covers it. Where none
+            can be made (no sample and loss_fn, keyword arguments, an earlier forward waiting for its
+            backward, a loss that the target does not fit), tensors that the plan does not know are held
+            exactly, and the report's notes say so.
+        checks_per_refresh: how many weighted layers, and how many other tensors, are compared with their
+            exact values at each refresh; each holds its exact tensor and a second gradient for that step.
+
+    Returns:
+        The session: ``report()``, ``step()``, ``measure_noise()``, ``state_dict()``, ``detach()``.
+
+    Raises:
+        OptionError: noise not positive and finite, more than one of noise, controller and exact, or
+            COMET's controller without an optimizer.
+        AttachError: the model has a session already.
+        BudgetError: no plan fits the budget; later too, from the model's forward, with "replan".
+        UnsupportedModelError: the model spans two devices or is compiled.
+    """
+    if on_mismatch not in ("refuse", "replan"):
+        raise OptionError(f"on_mismatch {on_mismatch!r} is neither 'refuse' nor 'replan'.")
+    replan = on_mismatch == "replan"
+    if replan and plan is None and budget is None:
+        raise OptionError("on_mismatch='replan' is for a plan or a budget; give one of them.")
+    if budget is None and not replan and (sample is not None or loss_fn is not None):
+        raise OptionError("sample and loss_fn are for a budget; give budget too, or call squeezebox.plan().")
+    if budget is not None:
+        if plan is not None or controller is not None:
+            raise OptionError("budget makes a plan of its own; give it without plan and controller.")
+        plan = make_plan(
+            model,
+            sample=sample,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            budget=budget,
+            noise=noise,
+            exact=exact,
+        )
+        noise, exact = None, False
+    if plan is not None and (noise is not None or controller is not None or exact):
+        raise OptionError("plan says what is lost already; give it without noise, controller and exact.")
+    chosen = None if plan is not None else _controller(noise, controller, exact, optimizer is not None)
+    replanning = _replanning(model, plan, sample, loss_fn, optimizer) if plan and replan else None
+    return begin(
+        model,
+        optimizer,
+        chosen,
+        plan=plan,
+        replanning=replanning,
+        checks_per_refresh=checks_per_refresh,
+    )
+
+
+def _replanning(
+    model: torch.nn.Module,
+    plan: StepPlan,
+    sample: tuple[Any, Any] | None,
+    loss_fn: LossFunction | None,
+    optimizer: torch.optim.Optimizer | None,
+) -> Replanning:
+    """Holds the sample's shapes and target, not its inputs; cannot plan without sample and loss."""
+    if sample is None or loss_fn is None:
+        return Replanning(plans={})
+    exact = plan.noise == 0.0
+    make = functools.partial(
+        make_plan,
+        model,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        budget=plan.budget_bytes,
+        noise=None if exact else plan.noise,
+        exact=exact,
+    )
+    shapes = shapes_of(sample[0])
+    return Replanning(plans={shapes: plan}, sample=shapes, target=sample[1], planner=make)
+
+
+def _controller(
+    noise: float | None, controller: Controller | None, exact: bool, has_optimizer: bool
+) -> Controller | None:
+    given = [name for name, value in (("noise", noise), ("controller", controller)) if value is not None]
+    if exact:
+        given.append("exact")
+    if len(given) > 1:
+        raise OptionError(f"{' and '.join(given)} exclude each other; give one of them.")
+    if exact:
+        return None
+    if isinstance(controller, Comet) and not has_optimizer:
+        raise OptionError(
+            "COMET's rule accepts a share of the optimizer's momentum, and no optimizer was given; "
+            "pass optimizer=, or noise= instead of the controller."
+        )
+    return controller if controller is not None else NoiseBudget(noise=1e-3 if noise is None else noise)

@@ -1,0 +1,77 @@
+"""What a model holds, and putting it back as it was."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from squeezebox.capture import (
+    is_plain,
+    leaves,
+)
+
+
+@contextlib.contextmanager
+def restored(model: torch.nn.Module, *others: torch.nn.Module) -> Iterator[None]:
+    """Put gradients of the model, and buffers of all modules and random states back afterwards."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for each in (model, *others)
+        for module in each.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    random = torch.get_rng_state()
+    device = device_of(model)
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for module, name, buffer, value in buffers:
+                buffer.copy_(value)
+                module._buffers[name] = buffer  # the module may have put another one in its place
+        torch.set_rng_state(random)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, device)
+
+
+@contextlib.contextmanager
+def ungraded(loss: torch.Tensor, model: torch.nn.Module) -> Iterator[None]:
+    """Leave the gradients of everything but the model as they were: of a loss's own parameters, say."""
+    own = {id(parameter) for parameter in model.parameters()}
+    before = [(leaf, leaf.grad) for leaf in leaves(loss) if id(leaf) not in own]
+    for leaf, _ in before:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in before:
+            leaf.grad = gradient
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """The first parameter's; the CPU without any."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in tuples, lists and dictionaries, however deep."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, Mapping):
+        yield from tensors_in(list(values.values()))
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from tensors_in(value)
+
+
+def nbytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the tensors' storages, each once."""
+    storages = (tensor.untyped_storage() for tensor in tensors if is_plain(tensor.data))
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

@@ -1,0 +1,324 @@
+"""From a sample to a plan: profile, solve, slice where that is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from squeezebox import planner
+from squeezebox.bounds import NoiseBudget
+from squeezebox.capture import (
+    foreign_hooks,
+)
+from squeezebox.reports import (
+    MaxBatch,
+    PlannedTensor,
+    StepPlan,
+    explain,
+)
+from squeezebox.schema import (
+    Budget,
+    BudgetError,
+    OptionError,
+    Plan,
+    Profile,
+    Region,
+    StepProfile,
+)
+from squeezebox.session._models import device_of
+from squeezebox.session._profiles import Progress, Subject, cached, keeping, key_of, profile_step, staying
+from squeezebox.session._samples import LossFunction, batch_of, check_sample, described, resize
+
+_PAYS = 0.98  # of the peak: what slices must bring it under to be worth their time
+
+
+def make_plan(
+    model: torch.nn.Module,
+    *,
+    sample: tuple[Any, Any] | None,
+    loss_fn: LossFunction | None,
+    optimizer: torch.optim.Optimizer | None = None,
+    budget: int | str | None = None,
+    noise: float | None = None,
+    exact: bool = False,
+    offload: bool = True,
+    time_limit: float | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    on_progress: Progress | None = None,
+) -> StepPlan:
+    """Choose for every saved tensor how to hold it, so that the step's peak stays under ``budget``.
+
+    Runs a few steps on ``sample`` (parameters, gradients, buffers and random states are as before):
+    statistics, then one in which every way to hold every tensor is timed and weighed. Then the least time
+    within the bytes at every position of forward and backward and within the noise is looked for. Where
+    nothing fits, or the least peak is asked for, the first layers are tried in slices of the batch.
+
+    Args:
+        model: any module that :func:`attach` takes.
+        sample: inputs (a tensor, or a tuple of them) and target, as a training step gets them.
+        loss_fn: ``loss_fn(output, target)`` is what backward starts from.
+        optimizer: its state counts towards the peak, also where it is not there yet.
+        budget: bytes, or "2GiB", or a share of the plain step's peak, "50%"; None: as little as possible.
+        noise: allowed relative gradient noise (default 1e-3).
+        exact: nothing is lost.
+        offload: whether tensors may be moved to a file in the temporary directory. Where the system holds
+            that in memory, or caches it, the bytes leave the process and not the machine.
+        time_limit: of a step, as a multiple of the plain step's time, such as 1.3; instead of a budget: as
+            little memory as fits the time.
+        cache: a folder in which profiles are kept and found again; it may be deleted at any time. One is used
+            again for the same model, weights, sample, loss, noise, optimizer, versions and machine; a change
+            in what the loss or a module's forward calls is not noticed.
+        on_progress: called with (done, total, what was done) while the sample's steps run.
+
+    Returns:
+        The plan: print it, ``save()`` it, pass it to :func:`attach`. Sizes are bytes, times seconds a step.
+
+    Raises:
+        BudgetError: no plan fits; says how much the smallest needs, what holds it, and what would fit.
+            Or none takes so little time.
+        OptionError: an argument is missing or out of range, or a profiler is running.
+        OutputError: the cache's folder cannot be written.
+    """
+    sample, loss_fn = check_sample(sample, loss_fn)
+    allowed = _plannable(model, noise, exact)
+    _check_time_limit(time_limit, budget)
+    factor, share = (0.0, False) if budget is None else _size_named(budget)
+    budget_bytes = factor if factor and not share else None
+    subject = Subject(
+        model=model,
+        sample=sample,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        noise=allowed,
+        on_progress=on_progress,
+    )
+    profiled = functools.partial(profile_step, subject, budget_bytes)
+    seen = profiled() if cache is None else cached(Path(cache), key_of(subject), profiled)
+    seen = seen if offload else staying(seen)
+    limit = None if budget is None else int(factor * _plain_peak(seen) if share else factor)
+    seconds = math.inf if time_limit is None else (time_limit - 1.0) * seen.plain_seconds
+
+    def sliced(region: Region) -> StepProfile:
+        trial = profile_step(subject, whole=seen, region=region)
+        return trial if offload else staying(trial)
+
+    return _planned(model, seen, limit, allowed, batch_of(sample), seconds, sliced)
+
+
+def max_batch(
+    model: torch.nn.Module,
+    *,
+    sample: tuple[Any, Any],
+    loss_fn: LossFunction,
+    budget: int | str,
+    optimizer: torch.optim.Optimizer | None = None,
+    noise: float | None = None,
+    exact: bool = False,
+    on_progress: Progress | None = None,
+) -> MaxBatch:
+    """The largest batch whose plan fits ``budget``, from at most three profiles.
+
+    Profiles the sample's batch and twice or half of it, foretells others on the line through both, and
+    profiles the answer. Should that one not fit, the answer is the largest below it that fits on the line.
+    Other batches repeat or cut the sample along the first dimension of all its tensors that have its batch's
+    size there (targets also a multiple of it).
+
+    Args:
+        model: see :func:`make_plan`; so are the other arguments.
+        sample: of any batch; one near the answer is quickest.
+        loss_fn: see :func:`make_plan`.
+        budget: bytes, "2GiB", or a share of the plain step's peak at the sample's batch, "50%".
+        optimizer: see :func:`make_plan`.
+        noise: see :func:`make_plan`.
+        exact: see :func:`make_plan`.
+        on_progress: see :func:`make_plan`; every profile begins anew.
+
+    Returns:
+        The batch, its plan, and the batch that plain training would hold.
+
+    Raises:
+        BudgetError: not even a batch of 1 fits.
+        OptionError: as :func:`make_plan`, or the sample has no batch.
+    """
+    sample, loss_fn = check_sample(sample, loss_fn)
+    allowed = _plannable(model, noise, exact)
+    batch, (factor, share) = batch_of(sample), _size_named(budget)
+    if batch < 1:
+        raise OptionError(
+            f"the sample has {described(sample[0])} as inputs, which is no batch to make larger."
+        )
+
+    def profiled(size: int) -> StepProfile:
+        return profile_step(
+            Subject(
+                model=model,
+                sample=resize(sample, batch, size),
+                loss_fn=loss_fn,
+                optimizer=optimizer,
+                noise=allowed,
+                on_progress=on_progress,
+            )
+        )
+
+    known = {batch: profiled(batch)}
+    limit = int(factor * _plain_peak(known[batch]) if share else factor)
+
+    def fits(size: int) -> bool:
+        return _fits(planner.at_batch(known, size).profile, Budget(peak_bytes=limit, noise=allowed))
+
+    other = 2 * batch if fits(batch) or batch <= 2 else batch // 2  # batch normalisation refuses a single one
+    known[other] = profiled(other)
+    answer = planner.largest_batch(fits, batch)
+    if answer and answer not in known:
+        known[answer] = profiled(answer)
+        if not fits(answer):
+            most = answer
+            answer = planner.largest_batch(lambda size: size < most and fits(size))
+    answer = max(answer, 1)
+    plan = _planned(model, planner.at_batch(known, answer), limit, allowed, answer)
+    return MaxBatch(
+        batch=answer,
+        plan=plan,
+        predicted_peak_bytes=plan.predicted_peak_bytes,
+        plain_batch=planner.largest_batch(lambda size: _plain_peak(planner.at_batch(known, size)) <= limit),
+        measured=answer in known,
+    )
+
+
+def _plannable(model: torch.nn.Module, noise: float | None, exact: bool) -> float:
+    """The noise allowed; OptionError where no plan can be made."""
+    if exact and noise is not None:
+        raise OptionError("noise and exact exclude each other; give one of them.")
+    if noise is not None:
+        NoiseBudget(noise=noise)  # refuses what is out of range
+    if foreign_hooks():
+        raise OptionError("a plan cannot be made inside other saved-tensor hooks; leave their context first.")
+    if device_of(model).type != "cpu":
+        raise OptionError(f"plans are for the CPU as yet; the model is on {device_of(model)}. Use noise=.")
+    return 0.0 if exact else 1e-3 if noise is None else noise
+
+
+def _check_time_limit(time_limit: float | None, budget: object) -> None:
+    if time_limit is None:
+        return
+    if budget is not None:
+        raise OptionError("a plan for a budget takes the least time already; give budget or time_limit.")
+    if not 1.0 <= time_limit < math.inf:
+        raise OptionError(
+            f"time_limit {time_limit:g} is below 1 or not finite; it is a multiple of the plain step's time, "
+            "such as 1.3."
+        )
+
+
+def _plain_peak(seen: StepProfile) -> int:
+    """The peak with every tensor kept."""
+    return planner.peak(seen.profile, {key: keeping(nbytes) for key, nbytes in seen.saved_bytes.items()})
+
+
+def _planned(
+    model: torch.nn.Module,
+    seen: StepProfile,
+    limit: int | None,
+    noise: float,
+    batch: int,
+    seconds: float = math.inf,
+    sliced: Callable[[Region], StepProfile] | None = None,
+) -> StepPlan:
+    """The fastest plan within ``limit`` bytes; without one, the smallest within ``seconds`` beyond plain."""
+    used, chosen = _chosen(seen, limit, noise, batch, seconds, sliced)
+    return StepPlan(
+        model=type(model).__name__,
+        budget_bytes=limit,
+        noise=noise,
+        plain_peak_bytes=_plain_peak(seen),
+        plain_seconds=seen.plain_seconds,
+        predicted_peak_bytes=chosen.predicted_peak_bytes,
+        predicted_seconds=used.plain_seconds + chosen.predicted_seconds,
+        predicted_noise=chosen.predicted_noise,
+        late_values=seen.late_values,
+        region=used.region,
+        tensors=tuple(
+            PlannedTensor(key=key, saved_bytes=used.saved_bytes[key], option=option)
+            for key, option in chosen.choices.items()
+        ),
+    )
+
+
+def _chosen(
+    seen: StepProfile,
+    limit: int | None,
+    noise: float,
+    batch: int,
+    seconds: float,
+    sliced: Callable[[Region], StepProfile] | None,
+) -> tuple[StepProfile, Plan]:
+    """The profile to go by and its plan, sliced if that is needed; BudgetError with what would fit."""
+    budget = Budget(peak_bytes=limit or 0, noise=noise)
+    if limit is not None:
+        with contextlib.suppress(BudgetError):
+            return seen, planner.solve(seen.profile, budget)
+    best = seen, planner.smallest(seen.profile, noise, seconds)
+    for trial in _trials(*best, sliced, noise, seconds) if sliced is not None else ():
+        if limit is not None and best[1].predicted_peak_bytes <= limit:
+            break
+        if trial[1].predicted_peak_bytes < _PAYS * best[1].predicted_peak_bytes:
+            best = trial
+    if limit is None:
+        return best
+    if best[1].predicted_peak_bytes > limit:
+        raise BudgetError(explain(planner.shortage(best[0].profile, budget, best[1], batch)))
+    with contextlib.suppress(BudgetError):
+        return best[0], planner.solve(best[0].profile, budget)
+    return best
+
+
+def _trials(
+    seen: StepProfile, plan: Plan, sliced: Callable[[Region], StepProfile], noise: float, seconds: float
+) -> Iterator[tuple[StepProfile, Plan]]:
+    """Profiles and least plans with more and more layers in more and more slices, while the peak falls."""
+    lowest, slices = plan.predicted_peak_bytes, 2
+    for region in seen.regions:
+        before = lowest
+        while slices <= region.slices:
+            trial = sliced(dataclasses.replace(region, slices=slices))
+            try:
+                left = seconds - (trial.plain_seconds - seen.plain_seconds)
+                plan = planner.smallest(trial.profile, noise, left)
+            except BudgetError:  # slices alone take too long
+                break
+            yield trial, plan
+            if plan.predicted_peak_bytes > _PAYS * lowest:
+                break
+            lowest, slices = plan.predicted_peak_bytes, 2 * slices
+        if lowest > _PAYS * before:
+            return
+        slices //= 2
+
+
+def _fits(profile: Profile, budget: Budget) -> bool:
+    try:
+        planner.solve(profile, budget)
+    except BudgetError:
+        return False
+    return True
+
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def _size_named(budget: int | str) -> tuple[float, bool]:
+    """(bytes, False) of a number or "2GiB"; (share, True) of "50%"."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*|%)", str(budget).strip())
+    unit = found[2].upper() if found else ""
+    if not found or (unit and unit != "%" and unit not in _UNITS) or not float(found[1]) > 0:
+        raise OptionError(f"budget {budget!r} is no size; give bytes, '2GiB', '800MB' or '50%'.")
+    return float(found[1]) * (0.01 if unit == "%" else _UNITS[unit or "B"]), unit == "%"

@@ -1,0 +1,58 @@
+"""Which codec and bound a tensor gets, and which tensors a plan admits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from squeezebox.bounds import Controller, ControllerState
+from squeezebox.capture import Choice, Rule
+from squeezebox.schema import PlanError, Role
+
+_SPARSE_ROLES = frozenset({Role.RELU_OUTPUT, Role.POOL_INPUT})
+
+
+class BoundPolicy:
+    """Turns the controller's bounds into codecs; without a controller nothing is lost."""
+
+    def __init__(self, controller: Controller | None) -> None:
+        self.controller = controller
+        self.state = ControllerState()
+
+    def choose(self, key: str, rule: Rule, tensor: torch.Tensor) -> Choice:
+        """Error-bounded codes for values; sign-preserving ones wherever an operator may read the sign."""
+        controller = self.controller
+        if controller is None:
+            return Choice(codec="lossless" if rule.role in _SPARSE_ROLES else "keep")
+        bound = controller.bound(self.state, key, rule.role, lambda: 1.0 if rule.scaled else _rms(tensor))
+        if bound is None:
+            return Choice(codec="keep")
+        if not 0.0 < bound < math.inf:  # all zero, or NaN and infinities within
+            return Choice(codec="lossless")
+        return Choice(codec="entropy" if rule.dense else "entropy-sign", bound=bound, scaled=rule.scaled)
+
+
+def admit(
+    model: str, planned: Mapping[str, int], notes: dict[str, None] | None, key: str, nbytes: int
+) -> None:
+    """Refuse, or note, a tensor that the plan does not know, or not of that size; a smaller one is fine."""
+    known = planned.get(key)
+    if known is not None and nbytes <= known:
+        return
+    if notes is not None:
+        notes[f"'{key}' was larger than planned, or not planned and held exactly"] = None
+    else:
+        size = "no such tensor" if known is None else f"{known} bytes"
+        raise PlanError(
+            f"'{key}' saves {nbytes} bytes and the plan, made for {model}, knows {size}: it was made "
+            "for another model, input shape or batch, or for one forward before each backward. Make a "
+            "new one with squeezebox.plan()."
+        )
+
+
+def _rms(tensor: torch.Tensor) -> float:
+    """Root mean square of the non-zero elements."""
+    count = int(torch.count_nonzero(tensor))
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) / math.sqrt(count) if count else 0.0

@@ -1,0 +1,256 @@
+"""Measure what a training step could hold instead of what it saves."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from squeezebox import __version__
+from squeezebox.bounds import NoiseBudget
+from squeezebox.capture import (
+    Tracer,
+)
+from squeezebox.profiling import (
+    StepProfiler,
+    load_profile,
+    profile_key,
+    state_bytes,
+    store_profile,
+    transient_bytes,
+)
+from squeezebox.reports import (
+    explain_floor,
+    require_writable,
+)
+from squeezebox.schema import (
+    Action,
+    BudgetError,
+    Option,
+    OutputError,
+    Profile,
+    Region,
+    Role,
+    StepProfile,
+)
+from squeezebox.session._models import nbytes_of, restored, tensors_in, ungraded
+from squeezebox.session._samples import LossFunction, apart, check_loss, explained
+from squeezebox.session._session import Session, begin
+
+Progress = Callable[[int, int, str], None]  # units done, of how many, and what the last one was
+
+
+STATISTICS_STEPS = 4  # of a plan, before it is profiled
+
+
+_TIMED_STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """What is planned for: a training step as its user runs it, and the noise allowed (0: none)."""
+
+    model: torch.nn.Module
+    sample: tuple[Any, Any]
+    loss_fn: LossFunction
+    optimizer: torch.optim.Optimizer | None
+    noise: float
+    on_progress: Progress | None = None
+
+
+def profile_step(
+    subject: Subject,
+    budget_bytes: float | None = None,
+    whole: StepProfile | None = None,
+    region: Region | None = None,
+) -> StepProfile:
+    """A profile of the model as it is; BudgetError if it holds more than ``budget_bytes`` in any case.
+
+    With the ``region`` worked in slices, what statistics say is taken from the ``whole`` step's profile.
+    The loss is seen too, so that a plan knows what it saves under ``Session.step``; but where that is not
+    used it holds its tensors itself, so these are kept either way.
+    """
+    model, loss_fn = subject.model, subject.loss_fn
+    controller = NoiseBudget(noise=subject.noise) if subject.noise else None
+    with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
+        session = begin(model, subject.optimizer, controller)
+        if whole is not None:
+            session._store.late_values = {key: Role(role) for key, role in whole.late_values.items()}
+        try:
+            return _Profiling(subject, session, whole).run(budget_bytes, region)
+        finally:
+            session.detach()
+
+
+class _Profiling:
+    """The steps of one profile."""
+
+    def __init__(self, subject: Subject, session: Session, whole: StepProfile | None) -> None:
+        self._subject, self._session, self._whole = subject, session, whole
+        self._profiler: StepProfiler | None = None
+        self._statistics_steps = STATISTICS_STEPS if subject.noise else 1
+        learning = 0 if whole is not None else 1 + self._statistics_steps
+        self._done, self._total = 0, learning + 2 * _TIMED_STEPS + 1
+
+    def run(self, budget_bytes: float | None, region: Region | None) -> StepProfile:
+        """See :func:`profile_step`."""
+        subject, session, store, whole = self._subject, self._session, self._session._store, self._whole
+        learned = self._learn(budget_bytes) if whole is None else _sensitivities(whole.profile)
+        session._slice(region)
+        seconds = min(_timed(lambda: self._plain("a plain step, timed")) for _ in range(_TIMED_STEPS))
+        parts = self._parts()
+        subject.model.zero_grad(set_to_none=True)
+        store.arena.clear()
+        profiler = self._profiler = store.listener = StepProfiler()
+        store.lineage = session._recorder.lineage()
+        try:
+            for _ in range(_TIMED_STEPS):
+                self._plain("a plain step, operator by operator")
+            subject.model.zero_grad(set_to_none=True)
+            tracer = session._recorder.tracer = Tracer()
+            profiler.start()
+            session._replay(self._step, bypass=False)
+            gradients = session._gradients()
+            saved = {row.key: row.saved_bytes for row in store.rows}
+            final = nbytes_of(gradients) + transient_bytes(gradients, subject.optimizer)
+            profile = profiler.stop(sum(parts.values()), learned, final, gradients)
+            self._tell("every way to hold every tensor")
+        finally:
+            store.listener = store.lineage = session._recorder.tracer = None
+            profiler.close()
+        exact = not subject.noise  # to the bit, which slices are not
+        return StepProfile(
+            profile=_keeping_the_loss(dataclasses.replace(profile, **parts), saved),
+            saved_bytes=saved,
+            plain_seconds=seconds,
+            late_values={key: role.value for key, role in store.late_values.items()},
+            region=region,
+            regions=() if exact or whole is not None else tuple(tracer.regions()),
+        )
+
+    def _learn(self, budget_bytes: float | None) -> Mapping[str, float]:
+        """Sensitivities, from a few steps with the session's controller."""
+        session, model = self._session, self._subject.model
+        self._plain("a plain step")
+        if budget_bytes is not None:
+            _require_room(int(budget_bytes), self._parts(), nbytes_of(session._gradients()))
+        for _ in range(self._statistics_steps):
+            model.zero_grad(set_to_none=True)
+            self._step()
+            self._tell("statistics")
+        session._close_step()
+        return session._policy.state.sensitivities
+
+    def _step(self) -> None:
+        """Forward, loss and backward; nobody holds the output through backward."""
+        subject = self._subject
+        inputs, target = (apart(values) for values in subject.sample)
+        with self._session.step(), explained(*subject.sample):
+            loss = subject.loss_fn(self._forward(inputs), target)
+        check_loss(loss)
+        with ungraded(loss, subject.model):
+            loss.backward()
+
+    def _forward(self, inputs: Any) -> Any:
+        output = self._subject.model(*inputs if isinstance(inputs, tuple) else (inputs,))
+        if self._profiler is not None:
+            self._profiler.loss()
+        return output
+
+    def _plain(self, what: str) -> None:
+        self._session._replay(self._step, bypass=True)
+        self._tell(what)
+
+    def _tell(self, what: str) -> None:
+        self._done += 1
+        if self._subject.on_progress is not None:
+            self._subject.on_progress(self._done, self._total, what)
+
+    def _parts(self) -> dict[str, Any]:
+        """Bytes that are there in any case."""
+        model = self._subject.model
+        return {
+            "parameter_bytes": nbytes_of([*model.parameters(), *model.buffers()]),
+            "input_bytes": nbytes_of(tensors_in(list(self._subject.sample))),
+            "state_bytes": state_bytes(model, self._subject.optimizer),
+        }
+
+
+def cached(folder: Path, key: str, make: Callable[[], StepProfile]) -> StepProfile:
+    """The profile of that key in the folder; made and put there if it is missing or damaged."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot make the cache {folder}: {error}. Choose another one, or none.") from error
+    require_writable(folder / key)
+    seen = load_profile(folder, key)
+    if seen is None:
+        seen = make()
+        store_profile(folder, key, seen)
+    return seen
+
+
+def key_of(subject: Subject) -> str:
+    """What a profile depends on, as a file's name."""
+    loss_fn, optimizer = subject.loss_fn, subject.optimizer
+    weights = tensors_in(list(loss_fn.parameters())) if isinstance(loss_fn, torch.nn.Module) else ()
+    held = state_bytes(subject.model, optimizer)
+    settings = (__version__, subject.noise, type(optimizer).__name__, held)
+    return profile_key(subject.model, [*tensors_in(subject.sample), *weights], loss_fn, *settings)
+
+
+def staying(seen: StepProfile) -> StepProfile:
+    """The step if nothing may be moved."""
+    tensors = tuple(
+        dataclasses.replace(
+            tensor, options=tuple(o for o in tensor.options if o.action is not Action.OFFLOAD)
+        )
+        for tensor in seen.profile.tensors
+    )
+    return dataclasses.replace(seen, profile=dataclasses.replace(seen.profile, tensors=tensors))
+
+
+def _sensitivities(profile: Profile) -> dict[str, float]:
+    """Key -> relative gradient noise for a unit bound, as the options have it."""
+    return {
+        tensor.key: option.noise / option.bound**2
+        for tensor in profile.tensors
+        for option in tensor.options
+        if option.bound > 0.0
+    }
+
+
+def _require_room(budget_bytes: int, parts: Mapping[str, int], gradient_bytes: int) -> None:
+    """Refuse a budget below what no plan can change."""
+    if budget_bytes < sum(parts.values()) + gradient_bytes:
+        names = {
+            "parameters and buffers": parts["parameter_bytes"],
+            "the sample": parts["input_bytes"],
+            "gradients": gradient_bytes,
+            "optimizer state": parts["state_bytes"],
+        }
+        raise BudgetError(explain_floor(budget_bytes, names))
+
+
+def _keeping_the_loss(profile: Profile, saved: Mapping[str, int]) -> Profile:
+    """The profile with no choice for what the loss saves."""
+    keys = {each.key for each in profile.moments if each.phase == "loss" and each.event == "save"}
+    tensors = tuple(
+        dataclasses.replace(tensor, options=(keeping(saved[tensor.key]),)) if tensor.key in keys else tensor
+        for tensor in profile.tensors
+    )
+    return dataclasses.replace(profile, tensors=tensors)
+
+
+def keeping(nbytes: int) -> Option:
+    return Option(action=Action.KEEP, codec="keep", held_bytes=nbytes)
+
+
+def _timed(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start

@@ -1,0 +1,483 @@
+"""A model under Squeezebox, step by step.
+
+Reading order: ``Session._start`` and ``Session._finish`` frame every forward pass; ``Session._close_step``
+is where a due step's statistics become new bounds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from squeezebox import bounds as bounds_room
+from squeezebox.bounds import Controller, ControllerState, Planned
+from squeezebox.capture import (
+    Collector,
+    Installation,
+    Recorder,
+    Slicer,
+    Store,
+    check_supported,
+    foreign_hooks,
+    in_backward,
+    is_innermost,
+)
+from squeezebox.profiling import (
+    PeakMeter,
+)
+from squeezebox.reports import (
+    Report,
+    StepPlan,
+)
+from squeezebox.schema import (
+    AttachError,
+    Check,
+    FormatError,
+    Region,
+    Role,
+    StepRecord,
+)
+from squeezebox.session._models import device_of, nbytes_of, restored, tensors_in
+from squeezebox.session._policy import BoundPolicy, admit
+from squeezebox.session._replanning import Replanning, shapes_of
+
+STATE_VERSION = 1
+
+
+_UNKNOWN_COUNT = 64  # lossy tensors of a model, before the first step has counted them
+
+
+_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # multiples of it spread evenly over the unit interval
+
+
+attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+class Session:
+    """A model under Squeezebox; made by :func:`attach`."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        controller: Controller | None,
+        checks_per_refresh: int = 1,
+        plan: StepPlan | None = None,
+        replanning: Replanning | None = None,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._policy = BoundPolicy(controller)
+        self._store = Store(self._policy)
+        self._recorder = Recorder(self._store)
+        self._notes: dict[str, None] = {}
+        self._replanning = replanning
+        self._plan: StepPlan | None = None
+        if plan is not None:
+            self._use(plan)
+        self._meter = PeakMeter(device_of(model))
+        self._depth = 0
+        self._step = -1
+        self._checks_per_refresh = checks_per_refresh
+        self._counts = {True: _UNKNOWN_COUNT, False: _UNKNOWN_COUNT}
+        self._collector: Collector | None = None
+        self._checks: list[Check] = []
+        self._record: StepRecord | None = None
+        self._peaks: tuple[int, int] | None = None
+        self._refresh_peak: int | None = None
+        self._floor: int | None = None
+        self._noise: float | None = None
+        self._baseline = 0
+        self._open = False
+        self._replaying = False
+        self._installation: Installation | None = Installation(
+            model, self._recorder, self._start, self._finish
+        )
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around forward and loss: also covers what a loss outside the model saves.
+
+        Raises:
+            AttachError: the session is detached.
+        """
+        self._require_attached()
+        failed = True
+        try:
+            self._start(())
+            yield
+            failed = False
+        finally:
+            self._finish(failed)
+
+    def report(self) -> Report:
+        """The last step's memory, noise and tensors.
+
+        Raises:
+            AttachError: no training step was seen yet.
+        """
+        self._close_step()
+        if self._record is None:
+            raise AttachError(
+                "there is nothing to report: no forward pass with gradients was seen since attach(). "
+                "Train one step first (model.train(), loss.backward())."
+            )
+        return Report(self._record)
+
+    def measure_noise(self, closure: Callable[[], object]) -> float:
+        """Measure the relative gradient noise directly: the same step twice, exact and squeezed.
+
+        Args:
+            closure: runs forward, loss and backward on one batch, without the optimizer's step.
+
+        Returns:
+            Squared error of all parameter gradients over their squared norm. Gradients, buffers and
+            random states are as before; the figure is also the report's ``noise``.
+
+        Raises:
+            AttachError: detached, or the closure left no gradients.
+        """
+        self._require_attached()
+        self._close_step()
+        with restored(self._model):
+            self._slice(None)
+            try:
+                exact = self._replay(closure, bypass=True)
+            finally:
+                self._slice(self._plan.region if self._plan else None)
+        with restored(self._model):
+            lossy = self._replay(closure, bypass=False)
+        energy = sum(_energy(gradient) for gradient in exact)
+        if energy == 0.0:
+            raise AttachError(
+                "measure_noise() saw no gradient: the closure must run forward, the loss and "
+                "loss.backward() on a model whose parameters require gradients."
+            )
+        self._noise = sum(_energy(a - b) for a, b in zip(exact, lossy, strict=True)) / energy
+        if self._record is not None:
+            self._record = dataclasses.replace(self._record, noise=self._noise)
+        return self._noise
+
+    def detach(self) -> None:
+        """Take every hook off the model and end a running measurement. Safe to call twice."""
+        if self._installation is None:
+            return
+        self._close_step()
+        self._abandon()
+        self._installation.remove()
+        self._installation = None
+        self._store.arena.clear()
+        attached.discard(self._model)
+
+    def state_dict(self) -> dict[str, object]:
+        """Bounds, sensitivities and counters as plain values; resuming from them is exact."""
+        self._close_step()
+        return {
+            "version": STATE_VERSION,
+            "step": self._step,
+            "counts": [self._counts[True], self._counts[False]],
+            "controller": self._policy.state.to_dict(),
+            "late_values": {key: role.value for key, role in self._store.late_values.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken.
+
+        Raises:
+            FormatError: the state is damaged or of a newer version.
+        """
+        version = state.get("version")
+        if version != STATE_VERSION:
+            raise FormatError(
+                f"session state has version {version}; this Squeezebox reads version {STATE_VERSION}. "
+                "Upgrade squeezebox, or start the session anew."
+            )
+        try:
+            step = int(state["step"])
+            late = {str(key): Role(role) for key, role in state["late_values"].items()}
+            weighted, others = (int(count) for count in state["counts"])
+            controller = ControllerState.from_dict(dict(state["controller"]))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise FormatError(
+                f"session state has fields {sorted(state)}, of which one is missing or damaged ({error}). "
+                "Pass the object that state_dict() gave, or start the session anew."
+            ) from error
+        self._policy.state, self._step, self._store.late_values = controller, step, late
+        self._counts = {True: weighted, False: others}
+
+    def _start(self, inputs: Any) -> None:
+        """A forward pass begins (the model's own, or step() around it)."""
+        if self._replanning is not None and inputs and self._is_outermost():
+            self._fit_plan(self._replanning, inputs)
+        self._depth += 1
+        if self._recorder.active:
+            self._recorder.own(tensors_in(inputs))
+        if self._depth > 1 or not torch.is_grad_enabled() or in_backward():
+            return
+        if foreign_hooks():
+            self._notes["other saved-tensor hooks were active around a forward: it was left alone"] = None
+            return
+        if self._recorder.backward_seen or not self._open or not self._store.in_use:
+            self._open_step()
+        self._enter(inputs)
+
+    def _enter(self, inputs: Any) -> None:
+        own = [*self._model.parameters(), *self._model.buffers(), *tensors_in(inputs)]
+        self._recorder.own(own)
+        self._baseline = max(self._baseline, nbytes_of(own + self._persistent()))
+        self._recorder.__enter__()
+
+    def _is_outermost(self) -> bool:
+        """Whether the forward that begins is the model's own, of a step that is recorded."""
+        if self._replaying or not torch.is_grad_enabled() or in_backward():
+            return False
+        return self._depth == 0 or (self._depth == 1 and self._recorder.active)
+
+    def _use(self, plan: StepPlan) -> None:
+        """Hold tensors as the plan says from now on."""
+        self._plan, self._policy.controller = plan, Planned(bounds=plan.bounds)
+        self._store.keep, self._store.offload = plan.kept, plan.offloaded
+        self._store.recompute = plan.recomputed
+        self._store.lineage = self._recorder.lineage() if plan.recomputed else None
+        self._store.late_values = {key: Role(role) for key, role in plan.late_values.items()}
+        planned = {tensor.key: tensor.saved_bytes for tensor in plan.tensors}
+        planned |= dict.fromkeys(plan.region.keys if plan.region else (), sys.maxsize)  # see Slicer
+        self._slice(plan.region)
+        notes = None if self._replanning is None else self._notes
+        self._store.admit = functools.partial(admit, plan.model, planned, notes)
+
+    def _fit_plan(self, known: Replanning, inputs: Any) -> None:
+        """Before a forward: use the plan that covers its inputs, or make one."""
+        shapes = shapes_of(inputs)
+        plan = known.covering(shapes)
+        if plan is None and known.planner is not None:
+            why = known.failed.get(shapes) or self._why_no_plan(inputs)
+            if not why:
+                with self._aside():
+                    plan, why = known.make(shapes, inputs[0])
+            if why:
+                self._notes[f"some inputs have no plan of their own: {why}"] = None
+        if plan is not None and plan is not self._plan:
+            self._use(plan)
+
+    def _why_no_plan(self, inputs: Any) -> str:
+        if inputs[1]:
+            return "they have keyword arguments"
+        if self._open and self._store.in_use and not self._recorder.backward_seen:
+            return "an earlier forward was waiting for its backward"
+        if self._recorder.active and not is_innermost(self._recorder):
+            return "other function modes or saved-tensor hooks were active"
+        return ""
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """The model as if it had no session, and everything back in place afterwards."""
+        active = self._recorder.active
+        if active:
+            self._recorder.__exit__(None, None, None)
+        self._close_step()
+        self._meter.abandon()
+        if self._installation is not None:
+            self._installation.remove()
+        attached.discard(self._model)
+        try:
+            yield
+        finally:
+            attached.add(self._model)
+            self._installation = Installation(self._model, self._recorder, self._start, self._finish)
+            if active:
+                self._enter(())
+
+    def _finish(self, failed: bool) -> None:
+        """A forward pass ended, or raised."""
+        self._depth = max(0, self._depth - 1)
+        if self._depth == 0 and self._recorder.active:
+            self._recorder.path.clear()
+            error = RuntimeError if failed else None
+            self._recorder.__exit__(error, None, None)
+            if self._recorder.slicer is not None and not failed:
+                self._notes[self._recorder.slicer.note] = None
+
+    def _abandon(self) -> None:
+        """Give up a step whose backward was never run, as if it had not begun."""
+        self._meter.abandon()
+        if self._open and not self._replaying:
+            self._open, self._step = False, self._step - 1
+        if self._collector is not None:
+            self._collector.close()
+            self._collector = self._recorder.collector = None
+
+    def _open_step(self) -> None:
+        self._close_step()
+        self._abandon()
+        self._recorder.start_step()
+        self._open = True
+        self._baseline = 0
+        if self._replaying:
+            return
+        self._step += 1
+        if self._policy.controller is not None and self._policy.controller.due(self._step):
+            self._collector = self._recorder.collector = Collector(
+                self._store, _names(self._model), self._is_checked, self._step
+            )
+        if self._step == 0 or (self._due(self._step - 1) and self._collector is None):
+            self._meter.start(self._persistent())
+
+    def _close_step(self) -> None:
+        """After a backward: read the meter, freeze the record, turn due statistics into new bounds."""
+        if not self._open or not self._recorder.backward_seen:
+            return
+        self._open = self._recorder.backward_seen = False
+        if self._replaying:
+            return
+        if self._meter.running:
+            peak = self._meter.stop(self._persistent())
+            if self._collector is None:
+                self._peaks = (self._baseline + peak.total_bytes, peak.activation_bytes)
+            else:
+                self._refresh_peak = self._baseline + peak.total_bytes
+        collector, self._collector, self._recorder.collector = self._collector, None, None
+        if collector is not None:
+            collector.close()
+        if collector is not None and self._policy.controller is not None and not collector.interrupted:
+            statistics = collector.result(self._momentum())
+            self._checks.extend(statistics.checks)
+            self._floor, self._counts = collector.floor_bytes, collector.counts
+            self._policy.state = self._policy.controller.update(self._policy.state, statistics)
+        self._record = self._freeze()
+
+    def _freeze(self) -> StepRecord:
+        rows = self._store.rows
+        known = self._policy.state.sensitivities
+        tensors = tuple(
+            row.freeze(known[row.key] * row.bound**2 if row.key in known else None) for row in rows
+        )
+        small = sum(self._store.small.values())
+        lossy = {row.key: row.bound for row in rows if row.bound > 0.0}
+        total, activations = self._peaks or (self._refresh_peak, None)
+        return StepRecord(
+            step=self._step,
+            tensors=tensors,
+            saved_bytes=small + sum(tensor.saved_bytes for tensor in tensors),
+            packed_bytes=small + sum(tensor.packed_bytes for tensor in tensors),
+            borrowed_bytes=sum(self._store.borrowed.values()),
+            noise=self._measured_noise(),
+            predicted_noise=self._predicted_noise(lossy),
+            peak_bytes=total,
+            activation_peak_bytes=activations,
+            refresh_peak_bytes=self._refresh_peak,
+            floor_bytes=self._floor,
+            budget_bytes=self._plan.budget_bytes if self._plan else None,
+            predicted_peak_bytes=self._plan.predicted_peak_bytes if self._plan else None,
+            predicted_seconds=self._plan.predicted_seconds if self._plan else None,
+            checks=tuple(self._checks),
+            notes=tuple(self._notes),
+        )
+
+    def _predicted_noise(self, lossy: dict[str, float]) -> float | None:
+        """What the plan, or the error law, expects of these bounds; nothing lossy is no noise."""
+        if not lossy:
+            return 0.0
+        return (
+            self._plan.predicted_noise
+            if self._plan
+            else bounds_room.predicted_noise(self._policy.state, lossy)
+        )
+
+    def _measured_noise(self) -> float | None:
+        """What measure_noise() found; nothing lossy is no noise."""
+        return 0.0 if self._policy.controller is None else self._noise
+
+    def _replay(self, closure: Callable[[], object], *, bypass: bool) -> list[torch.Tensor]:
+        """Gradients of one run of the closure, outside the count of steps."""
+        parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        for parameter in parameters:
+            parameter.grad = None
+        self._replaying, self._recorder.bypass, self._open = True, bypass, False
+        try:
+            closure()
+        finally:
+            self._replaying = self._recorder.bypass = self._open = self._recorder.backward_seen = False
+        return [
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for parameter in parameters
+        ]
+
+    def _slice(self, region: Region | None) -> None:
+        """From the next forward on, work the region in slices."""
+        self._recorder.slicer = None if region is None else Slicer(region, self._recorder)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self._model.parameters() if p.grad is not None]
+
+    def _due(self, step: int) -> bool:
+        return step >= 0 and self._policy.controller is not None and self._policy.controller.due(step)
+
+    def _is_checked(self, weighted: bool, number: int) -> bool:
+        """Whether the lossy tensor of this running number is checked now; turns cover all evenly."""
+        count = max(self._counts[weighted], 1)
+        first = int(self._policy.state.updates * _GOLDEN % 1.0 * count)
+        return (number - first) % count < self._checks_per_refresh
+
+    def _persistent(self) -> list[torch.Tensor]:
+        """Gradients and optimizer state as they are now."""
+        gradients = self._gradients()
+        state = self._optimizer.state.values() if self._optimizer is not None else []
+        states = tensors_in([list(values.values()) for values in state])
+        return [_local(tensor) for tensor in (*gradients, *states)]
+
+    def _momentum(self) -> dict[str, float]:
+        """Mean |momentum| of every parameter; of its gradient where the optimizer keeps none."""
+        found: dict[str, float] = {}
+        for name, parameter in self._model.named_parameters():
+            state = self._optimizer.state.get(parameter, {}) if self._optimizer is not None else {}
+            momentum = state.get("momentum_buffer", state.get("exp_avg", parameter.grad))
+            if isinstance(momentum, torch.Tensor):
+                found[name] = float(momentum.abs().mean())
+        return found
+
+    def _require_attached(self) -> None:
+        if self._installation is None:
+            raise AttachError("this session is detached; call squeezebox.attach(model, ...) again.")
+
+
+def begin(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    controller: Controller | None,
+    *,
+    plan: StepPlan | None = None,
+    replanning: Replanning | None = None,
+    checks_per_refresh: int = 1,
+) -> Session:
+    """A session for a model that has none and can have one; without controller and plan nothing is lost."""
+    if model in attached:
+        raise AttachError(
+            f"{type(model).__name__} is attached already. Call detach() on its session first, or go on "
+            "with that one."
+        )
+    check_supported(model)
+    session = Session(model, optimizer, controller, checks_per_refresh, plan, replanning)
+    attached.add(model)
+    return session
+
+
+def _energy(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) ** 2
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor, or the tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _names(model: torch.nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in model.named_parameters()}
