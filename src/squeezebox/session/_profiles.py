@@ -247,6 +247,7 @@ def _keeping_the_loss(profile: Profile, saved: Mapping[str, int]) -> Profile:
 
 
 def keeping(nbytes: int) -> Option:
+    """Held as it is."""
     return Option(action=Action.KEEP, codec="keep", held_bytes=nbytes)
 
 

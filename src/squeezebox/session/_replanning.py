@@ -48,6 +48,7 @@ class Replanning:
 
 
 def shapes_of(inputs: Any) -> Shapes:
+    """Dtype and sizes of every tensor within."""
     return tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors_in(inputs))
 
 
