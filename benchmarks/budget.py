@@ -41,7 +41,7 @@ from squeezebox import planner
 from squeezebox.reports import StepPlan
 from squeezebox.schema import Action, Budget, BudgetError, Option, OptionError, Region, StepProfile
 from squeezebox.session import Session, _plans
-from squeezebox.session._profiles import Subject, staying
+from squeezebox.session._profiles import Subject, without
 
 QUICK = {
     "networks": ["resnet18", "gpt"],
@@ -166,7 +166,7 @@ def _shared_profiles(stay: bool) -> Iterator[dict[tuple[float, Region | None], P
         if kind not in made:
             begun = time.perf_counter()
             seen = own(subject, *others, region=region, **named)
-            seen = staying(seen) if stay else seen
+            seen = without(seen, [Action.OFFLOAD]) if stay else seen
             made[kind] = Profiled(seen, time.perf_counter() - begun)
         return made[kind].step
 

@@ -14,6 +14,7 @@ from tests.capture.nets import Checkpointed, images, loss_of, resnet, train
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 RANKS, STEPS = 2, 3
+SHAPE = (4, 3, 18, 18)
 WRAPPINGS = ("ddp", "fsdp", "ddp, checkpointed", "fsdp, checkpointed")
 
 
@@ -39,6 +40,8 @@ def whole(gradient):
 def gradients(wrapping, *, attached="", **options):
     """Gradients of a few steps; attached to the model ``before`` or ``after`` it is wrapped."""
     model = net(wrapping)
+    if "recompute" in options:
+        options = {"plan": least_plan(model, **options)}
     session = squeezebox.attach(model, **options) if attached == "before" else None
     wrapped = wrap(model, wrapping)
     if attached == "after":
@@ -48,13 +51,22 @@ def gradients(wrapping, *, attached="", **options):
     found = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        loss_of(wrapped(torch.randn(4, 3, 18, 18))).backward()
+        loss_of(wrapped(torch.randn(SHAPE))).backward()
         found.append([whole(p.grad) for p in wrapped.parameters() if p.grad is not None])
         optimizer.step()
     if session is not None:
         assert 0 < session.report().packed_bytes < session.report().saved_bytes
         session.detach()
     return found
+
+
+def least_plan(model, recompute):
+    """Nothing lost: much is made again from what is held, or moved."""
+    sample = torch.randn(SHAPE), torch.zeros(())
+    options = {"exact": True, "offload": not recompute, "recompute": recompute}
+    plan = squeezebox.plan(model, sample=sample, loss_fn=lambda output, _: loss_of(output), **options)
+    assert plan.recomputed if recompute else plan.offloaded
+    return plan
 
 
 def noise_of(found, reference):
@@ -69,6 +81,21 @@ def check(wrapping):
         exact = gradients(wrapping, attached=attached, exact=True)
         torch.testing.assert_close(exact, reference, rtol=0, atol=0)
         assert 0 < noise_of(gradients(wrapping, attached=attached, noise=1e-3), reference) < 5e-3, attached
+    if "checkpointed" in wrapping:
+        return
+    check_plans(wrapping, reference)
+
+
+def check_plans(wrapping, reference):
+    for recompute in (False, True):
+        if recompute and wrapping == "fsdp":
+            with pytest.raises(squeezebox.UnsupportedModelError, match="recompute=False"):
+                gradients(wrapping, attached="before", recompute=recompute)
+            continue
+        planned = gradients(wrapping, attached="before", recompute=recompute)
+        torch.testing.assert_close(planned, reference, rtol=0, atol=0)
+    with pytest.raises(squeezebox.OptionError, match="before it is"):
+        least_plan(wrap(net(wrapping), wrapping), True)
 
 
 def run(rank, port):

@@ -81,6 +81,9 @@ def plan(
     offload: Annotated[
         bool, typer.Option("--offload/--no-offload", help="Whether tensors may be moved to a file.")
     ] = True,
+    recompute: Annotated[
+        bool, typer.Option("--recompute/--no-recompute", help="Whether tensors may be made again.")
+    ] = True,
     time_limit: Annotated[
         float | None,
         typer.Option(help="As little memory as fits this multiple of the plain step's time, such as 1.3."),
@@ -113,6 +116,7 @@ def plan(
         noise=noise,
         exact=exact,
         offload=offload,
+        recompute=recompute,
         time_limit=time_limit,
         cache=cache,
         out=str(out),

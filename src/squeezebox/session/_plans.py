@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from squeezebox import planner
 from squeezebox.bounds import NoiseBudget
@@ -26,6 +27,7 @@ from squeezebox.reports import (
     explain,
 )
 from squeezebox.schema import (
+    Action,
     Budget,
     BudgetError,
     OptionError,
@@ -35,7 +37,7 @@ from squeezebox.schema import (
     StepProfile,
 )
 from squeezebox.session._models import device_of
-from squeezebox.session._profiles import Progress, Subject, cached, keeping, key_of, profile_step, staying
+from squeezebox.session._profiles import Progress, Subject, cached, keeping, key_of, profile_step, without
 from squeezebox.session._samples import LossFunction, batch_of, check_sample, described, resize
 
 _PAYS = 0.98  # of the peak: what slices must bring it under to be worth their time
@@ -51,6 +53,7 @@ def make_plan(
     noise: float | None = None,
     exact: bool = False,
     offload: bool = True,
+    recompute: bool = True,
     time_limit: float | None = None,
     cache: str | os.PathLike[str] | None = None,
     on_progress: Progress | None = None,
@@ -72,6 +75,7 @@ def make_plan(
         exact: nothing is lost.
         offload: whether tensors may be moved to a file in the temporary directory. Where the system holds
             that in memory, or caches it, the bytes leave the process and not the machine.
+        recompute: whether tensors may be made again by repeating operators.
         time_limit: of a step, as a multiple of the plain step's time, such as 1.3; instead of a budget: as
             little memory as fits the time.
         cache: a folder in which profiles are kept and found again; it may be deleted at any time. One is used
@@ -103,13 +107,14 @@ def make_plan(
     )
     profiled = functools.partial(profile_step, subject, budget_bytes)
     seen = profiled() if cache is None else cached(Path(cache), key_of(subject), profiled)
-    seen = seen if offload else staying(seen)
+    allowed_actions = {Action.OFFLOAD: offload, Action.RECOMPUTE: recompute}
+    barred = [action for action, is_allowed in allowed_actions.items() if not is_allowed]
+    seen = without(seen, barred)
     limit = None if budget is None else int(factor * _plain_peak(seen) if share else factor)
     seconds = math.inf if time_limit is None else (time_limit - 1.0) * seen.plain_seconds
 
     def sliced(region: Region) -> StepProfile:
-        trial = profile_step(subject, whole=seen, region=region)
-        return trial if offload else staying(trial)
+        return without(profile_step(subject, whole=seen, region=region), barred)
 
     return _planned(model, seen, limit, allowed, batch_of(sample), seconds, sliced)
 
@@ -202,6 +207,12 @@ def _plannable(model: torch.nn.Module, noise: float | None, exact: bool) -> floa
         NoiseBudget(noise=noise)  # refuses what is out of range
     if foreign_hooks():
         raise OptionError("a plan cannot be made inside other saved-tensor hooks; leave their context first.")
+    wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    if wrapped or any(hasattr(parameter, "to_local") for parameter in model.parameters()):
+        raise OptionError(
+            "the model exchanges gradients with other ranks, and every rank would choose for itself how many "
+            "steps to profile. Make the plan from the module before it is wrapped or sharded."
+        )
     if device_of(model).type != "cpu":
         raise OptionError(f"plans are for the CPU as yet; the model is on {device_of(model)}. Use noise=.")
     return 0.0 if exact else 1e-3 if noise is None else noise

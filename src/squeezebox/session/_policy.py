@@ -1,4 +1,4 @@
-"""Which codec and bound a tensor gets, and which tensors a plan admits."""
+"""Which codec and bound a tensor gets, and which tensors and models a plan admits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 from squeezebox.bounds import Controller, ControllerState
 from squeezebox.capture import Choice, Rule
-from squeezebox.schema import PlanError, Role
+from squeezebox.reports import StepPlan
+from squeezebox.schema import Action, PlanError, Role, UnsupportedModelError
 
 _SPARSE_ROLES = frozenset({Role.RELU_OUTPUT, Role.POOL_INPUT})
 
@@ -49,6 +50,16 @@ def admit(
             f"'{key}' saves {nbytes} bytes and the plan, made for {model}, knows {size}: it was made "
             "for another model, input shape or batch, or for one forward before each backward. Make a "
             "new one with squeezebox.plan()."
+        )
+
+
+def refuse_unsound(plan: StepPlan, model: torch.nn.Module) -> None:
+    """UnsupportedModelError where tensors are to be made again from parameters that are gone by then."""
+    again = [tensor.key for tensor in plan.tensors if tensor.option.action is Action.RECOMPUTE]
+    if again and any(hasattr(module, "reshard") for module in model.modules()):
+        raise UnsupportedModelError(
+            f"the plan makes {len(again)} tensors again, '{again[0]}' first, and fully_shard takes "
+            "parameters away between a module's forward and its backward. Make the plan with recompute=False."
         )
 
 

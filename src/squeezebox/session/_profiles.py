@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +95,14 @@ class _Profiling:
         self._profiler: StepProfiler | None = None
         self._statistics_steps = STATISTICS_STEPS if subject.noise else 1
         learning = 0 if whole is not None else 1 + self._statistics_steps
-        self._done, self._total = 0, learning + 2 * _TIMED_STEPS + 1
+        timed = _TIMED_STEPS if whole is None else 2 * _TIMED_STEPS
+        self._done, self._total = 0, learning + timed + _TIMED_STEPS + 1
 
     def run(self, budget_bytes: float | None, region: Region | None) -> StepProfile:
         """See :func:`profile_step`."""
         subject, session, store, whole = self._subject, self._session, self._session._store, self._whole
         learned = self._learn(budget_bytes) if whole is None else _sensitivities(whole.profile)
-        session._slice(region)
-        seconds = min(_timed(lambda: self._plain("a plain step, timed")) for _ in range(_TIMED_STEPS))
+        seconds = self._seconds(region)
         parts = self._parts()
         subject.model.zero_grad(set_to_none=True)
         store.arena.clear()
@@ -144,6 +145,26 @@ class _Profiling:
             self._tell("statistics")
         session._close_step()
         return session._policy.state.sensitivities
+
+    def _seconds(self, region: Region | None) -> float:
+        """Of a step that keeps everything, in slices from now on; the whole one's known seconds are the unit.
+
+        A machine's speed drifts from one profile to the next, by more than slices cost: both in turn.
+        """
+        if self._whole is None:
+            return min(self._timed_step() for _ in range(_TIMED_STEPS))
+        ratios = []
+        for _ in range(_TIMED_STEPS):
+            self._session._slice(None)
+            whole = self._timed_step()
+            self._session._slice(region)
+            ratios.append(self._timed_step() / whole)
+        return statistics.median(ratios) * self._whole.plain_seconds
+
+    def _timed_step(self) -> float:
+        begun = time.perf_counter()
+        self._plain("a plain step, timed")
+        return time.perf_counter() - begun
 
     def _step(self) -> None:
         """Forward, loss and backward; nobody holds the output through backward."""
@@ -203,12 +224,10 @@ def key_of(subject: Subject) -> str:
     return profile_key(subject.model, [*tensors_in(subject.sample), *weights], loss_fn, *settings)
 
 
-def staying(seen: StepProfile) -> StepProfile:
-    """The step if nothing may be moved."""
+def without(seen: StepProfile, actions: Container[Action]) -> StepProfile:
+    """The step if nothing may be done to a tensor that these name."""
     tensors = tuple(
-        dataclasses.replace(
-            tensor, options=tuple(o for o in tensor.options if o.action is not Action.OFFLOAD)
-        )
+        dataclasses.replace(tensor, options=tuple(o for o in tensor.options if o.action not in actions))
         for tensor in seen.profile.tensors
     )
     return dataclasses.replace(seen, profile=dataclasses.replace(seen.profile, tensors=tensors))
@@ -249,9 +268,3 @@ def _keeping_the_loss(profile: Profile, saved: Mapping[str, int]) -> Profile:
 def keeping(nbytes: int) -> Option:
     """Held as it is."""
     return Option(action=Action.KEEP, codec="keep", held_bytes=nbytes)
-
-
-def _timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start

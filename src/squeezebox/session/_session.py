@@ -46,7 +46,7 @@ from squeezebox.schema import (
     StepRecord,
 )
 from squeezebox.session._models import device_of, nbytes_of, restored, tensors_in
-from squeezebox.session._policy import BoundPolicy, admit
+from squeezebox.session._policy import BoundPolicy, admit, refuse_unsound
 from squeezebox.session._replanning import Replanning, shapes_of
 
 STATE_VERSION = 1
@@ -316,6 +316,8 @@ class Session:
             self._collector = self._recorder.collector = None
 
     def _open_step(self) -> None:
+        if self._plan is not None:
+            refuse_unsound(self._plan, self._model)
         self._close_step()
         self._abandon()
         self._recorder.start_step()
