@@ -111,7 +111,7 @@ def make_plan(
     barred = [action for action, is_allowed in allowed_actions.items() if not is_allowed]
     seen = without(seen, barred)
     limit = None if budget is None else int(factor * _plain_peak(seen) if share else factor)
-    seconds = math.inf if time_limit is None else (time_limit - 1.0) * seen.plain_seconds
+    seconds = math.inf if time_limit is None else _seconds_left(seen, time_limit)
 
     def sliced(region: Region) -> StepProfile:
         return without(profile_step(subject, whole=seen, region=region), barred)
@@ -218,6 +218,19 @@ def _plannable(model: torch.nn.Module, noise: float | None, exact: bool) -> floa
     return 0.0 if exact else 1e-3 if noise is None else noise
 
 
+def _seconds_left(seen: StepProfile, time_limit: float) -> float:
+    """Seconds that a plan's choices may take; BudgetError if there are none."""
+    overhead = seen.holding_seconds + seen.following_seconds
+    seconds = (time_limit - 1.0) * seen.plain_seconds - overhead
+    if seconds < 0.0:
+        raise BudgetError(
+            f"a step of this model takes {seen.plain_seconds:.3g} s, and {overhead:.3g} s more under any "
+            f"plan: time_limit {time_limit:g} leaves no time. Allow at least "
+            f"{1 + overhead / seen.plain_seconds:.2f}, or give a larger batch, on which that weighs less."
+        )
+    return seconds
+
+
 def _check_time_limit(time_limit: float | None, budget: object) -> None:
     if time_limit is None:
         return
@@ -253,7 +266,7 @@ def _planned(
         plain_peak_bytes=_plain_peak(seen),
         plain_seconds=seen.plain_seconds,
         predicted_peak_bytes=chosen.predicted_peak_bytes,
-        predicted_seconds=used.plain_seconds + chosen.predicted_seconds,
+        predicted_seconds=used.plain_seconds + _overhead(used, chosen) + chosen.predicted_seconds,
         predicted_noise=chosen.predicted_noise,
         late_values=seen.late_values,
         region=used.region,
@@ -262,6 +275,13 @@ def _planned(
             for key, option in chosen.choices.items()
         ),
     )
+
+
+def _overhead(seen: StepProfile, plan: Plan) -> float:
+    """Seconds that a step takes longer for being under this plan at all."""
+    again = (Action.RECOMPUTE, Action.REGENERATE)
+    follows = any(option.action in again for option in plan.choices.values())
+    return seen.holding_seconds + (seen.following_seconds if follows else 0.0)
 
 
 def _chosen(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
+import itertools
+import math
 import time
 from collections.abc import Callable, Container, Mapping
 from pathlib import Path
@@ -95,14 +96,14 @@ class _Profiling:
         self._profiler: StepProfiler | None = None
         self._statistics_steps = STATISTICS_STEPS if subject.noise else 1
         learning = 0 if whole is not None else 1 + self._statistics_steps
-        timed = _TIMED_STEPS if whole is None else 2 * _TIMED_STEPS
-        self._done, self._total = 0, learning + timed + _TIMED_STEPS + 1
+        kinds = 4 if whole is None else 3  # of timed steps, one of them operator by operator
+        self._done, self._total = 0, learning + kinds * _TIMED_STEPS + 1
 
     def run(self, budget_bytes: float | None, region: Region | None) -> StepProfile:
         """See :func:`profile_step`."""
         subject, session, store, whole = self._subject, self._session, self._session._store, self._whole
         learned = self._learn(budget_bytes) if whole is None else _sensitivities(whole.profile)
-        seconds = self._seconds(region)
+        timings = self._timings(region)
         parts = self._parts()
         subject.model.zero_grad(set_to_none=True)
         store.arena.clear()
@@ -127,7 +128,7 @@ class _Profiling:
         return StepProfile(
             profile=_keeping_the_loss(dataclasses.replace(profile, **parts), saved),
             saved_bytes=saved,
-            plain_seconds=seconds,
+            **_seconds(timings, whole),
             late_values={key: role.value for key, role in store.late_values.items()},
             region=region,
             regions=() if exact or whole is not None else tuple(tracer.regions()),
@@ -146,25 +147,34 @@ class _Profiling:
         session._close_step()
         return session._policy.state.sensitivities
 
-    def _seconds(self, region: Region | None) -> float:
-        """Of a step that keeps everything, in slices from now on; the whole one's known seconds are the unit.
+    def _timings(self, region: Region | None) -> dict[str, float]:
+        """Seconds of a step that keeps everything, by how it does so: the least of a few, taken in turn.
 
-        A machine's speed drifts from one profile to the next, by more than slices cost: both in turn.
+        "plain" is without Squeezebox, in slices of the ``region``; a machine's speed drifts from one profile
+        to the next by more than these differ, so the ``whole`` step is timed beside it.
         """
+        session, store = self._session, self._session._store
+        lineage = session._recorder.lineage()
+        kinds: dict[str, tuple[Region | None, bool, Any]] = {"plain": (region, True, None)}
         if self._whole is None:
-            return min(self._timed_step() for _ in range(_TIMED_STEPS))
-        ratios = []
-        for _ in range(_TIMED_STEPS):
-            self._session._slice(None)
-            whole = self._timed_step()
-            self._session._slice(region)
-            ratios.append(self._timed_step() / whole)
-        return statistics.median(ratios) * self._whole.plain_seconds
-
-    def _timed_step(self) -> float:
-        begun = time.perf_counter()
-        self._plain("a plain step, timed")
-        return time.perf_counter() - begun
+            kinds |= {"held": (None, False, None), "followed": (None, False, lineage)}
+        else:
+            kinds["whole"] = (None, True, None)
+        seconds = dict.fromkeys(kinds, math.inf)
+        store.keep = _Everything()
+        try:
+            for _, (kind, (sliced, bypass, store.lineage)) in itertools.product(
+                range(_TIMED_STEPS), kinds.items()
+            ):
+                session._slice(sliced)
+                begun = time.perf_counter()
+                session._replay(self._step, bypass=bypass)
+                seconds[kind] = min(seconds[kind], time.perf_counter() - begun)
+                self._tell("a step, timed")
+        finally:
+            store.keep, store.lineage = (), None
+            session._slice(region)
+        return seconds
 
     def _step(self) -> None:
         """Forward, loss and backward; nobody holds the output through backward."""
@@ -199,6 +209,28 @@ class _Profiling:
             "input_bytes": nbytes_of(tensors_in(list(self._subject.sample))),
             "state_bytes": state_bytes(model, self._subject.optimizer),
         }
+
+
+class _Everything(Container[str]):
+    """Contains every key."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
+def _seconds(timings: Mapping[str, float], whole: StepProfile | None) -> dict[str, float]:
+    """The timings as a profile has them; in the unit of the ``whole`` step's where there is one."""
+    if whole is not None:
+        return {
+            "plain_seconds": timings["plain"] / timings["whole"] * whole.plain_seconds,
+            "holding_seconds": whole.holding_seconds,
+            "following_seconds": whole.following_seconds,
+        }
+    return {
+        "plain_seconds": timings["plain"],
+        "holding_seconds": max(0.0, timings["held"] - timings["plain"]),
+        "following_seconds": max(0.0, timings["followed"] - timings["held"]),
+    }
 
 
 def cached(folder: Path, key: str, make: Callable[[], StepProfile]) -> StepProfile:
