@@ -21,6 +21,7 @@ from squeezebox.capture._recorder import Recorder
 from squeezebox.capture._region import Slicer, Tracer
 from squeezebox.capture._rules import Rule
 from squeezebox.capture._statistics import Collector
+from squeezebox.capture._stopwatch import Stopwatch
 from squeezebox.capture._store import Choice, Listener, Policy, Store, Trial
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Row",
     "Rule",
     "Slicer",
+    "Stopwatch",
     "Store",
     "Tracer",
     "Trial",

@@ -60,7 +60,7 @@ class Recorder(TorchFunctionMode):
     def own(self, tensors: Iterable[torch.Tensor]) -> None:
         """Name more tensors that somebody else holds: parameters, buffers, the caller's inputs."""
         for tensor in tensors:
-            if is_plain(tensor.data):
+            if is_plain(tensor) or (type(tensor) is torch.nn.Parameter and is_plain(tensor.data)):
                 storage = tensor.untyped_storage()
                 self._owned[storage._cdata] = StorageWeakRef(storage)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from squeezebox.schema import Reads, Role
 
@@ -93,11 +94,13 @@ _WEIGHT_FUNCTIONS = frozenset({"linear", "multi_head_attention_forward"})
 _DROPOUT_FUNCTIONS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"})
 
 
+@cache
 def operator_name(node_name: str) -> str:
     """The autograd node's name without namespace and overload digits: ``MulBackward``."""
     return node_name.rpartition("::")[2].rstrip("0123456789")
 
 
+@cache
 def rule_for(operator: str, attribute: str, function: str, *, kind: str) -> Rule:
     """The rule of one saved attribute.
 

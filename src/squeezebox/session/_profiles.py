@@ -15,6 +15,7 @@ import torch
 from squeezebox import __version__
 from squeezebox.bounds import NoiseBudget
 from squeezebox.capture import (
+    Stopwatch,
     Tracer,
 )
 from squeezebox.profiling import (
@@ -96,14 +97,15 @@ class _Profiling:
         self._profiler: StepProfiler | None = None
         self._statistics_steps = STATISTICS_STEPS if subject.noise else 1
         learning = 0 if whole is not None else 1 + self._statistics_steps
-        kinds = 4 if whole is None else 3  # of timed steps, one of them operator by operator
+        kinds = 3 if whole is None else 4  # of timed steps
         self._done, self._total = 0, learning + kinds * _TIMED_STEPS + 1
 
     def run(self, budget_bytes: float | None, region: Region | None) -> StepProfile:
         """See :func:`profile_step`."""
         subject, session, store, whole = self._subject, self._session, self._session._store, self._whole
         learned = self._learn(budget_bytes) if whole is None else _sensitivities(whole.profile)
-        timings = self._timings(region)
+        seconds = self._seconds(region)
+        holding, following = self._overheads()
         parts = self._parts()
         subject.model.zero_grad(set_to_none=True)
         store.arena.clear()
@@ -128,7 +130,9 @@ class _Profiling:
         return StepProfile(
             profile=_keeping_the_loss(dataclasses.replace(profile, **parts), saved),
             saved_bytes=saved,
-            **_seconds(timings, whole),
+            plain_seconds=seconds,
+            holding_seconds=holding,
+            following_seconds=following,
             late_values={key: role.value for key, role in store.late_values.items()},
             region=region,
             regions=() if exact or whole is not None else tuple(tracer.regions()),
@@ -147,34 +151,34 @@ class _Profiling:
         session._close_step()
         return session._policy.state.sensitivities
 
-    def _timings(self, region: Region | None) -> dict[str, float]:
-        """Seconds of a step that keeps everything, by how it does so: the least of a few, taken in turn.
+    def _seconds(self, region: Region | None) -> float:
+        """Of a step that keeps everything, in slices of the region from now on.
 
-        "plain" is without Squeezebox, in slices of the ``region``; a machine's speed drifts from one profile
-        to the next by more than these differ, so the ``whole`` step is timed beside it.
+        A machine's speed drifts from one profile to the next, by more than slices cost: the ``whole`` step,
+        whose seconds are the unit, is timed in turn with this one.
         """
+        least = {False: math.inf, True: math.inf}
+        kinds = (False,) if self._whole is None else (False, True)
+        for _, sliced in itertools.product(range(_TIMED_STEPS), kinds):
+            self._session._slice(region if sliced else None)
+            begun = time.perf_counter()
+            self._plain("a plain step, timed")
+            least[sliced] = min(least[sliced], time.perf_counter() - begun)
+        return least[False] if self._whole is None else least[True] / least[False] * self._whole.plain_seconds
+
+    def _overheads(self) -> tuple[float, float]:
+        """Seconds a step of holding every tensor as it is, and of following how it was made."""
         session, store = self._session, self._session._store
-        lineage = session._recorder.lineage()
-        kinds: dict[str, tuple[Region | None, bool, Any]] = {"plain": (region, True, None)}
-        if self._whole is None:
-            kinds |= {"held": (None, False, None), "followed": (None, False, lineage)}
-        else:
-            kinds["whole"] = (None, True, None)
-        seconds = dict.fromkeys(kinds, math.inf)
-        store.keep = _Everything()
+        store.keep, store.lineage = _Everything(), session._recorder.lineage()
+        watches = [Stopwatch() for _ in range(_TIMED_STEPS)]
         try:
-            for _, (kind, (sliced, bypass, store.lineage)) in itertools.product(
-                range(_TIMED_STEPS), kinds.items()
-            ):
-                session._slice(sliced)
-                begun = time.perf_counter()
-                session._replay(self._step, bypass=bypass)
-                seconds[kind] = min(seconds[kind], time.perf_counter() - begun)
-                self._tell("a step, timed")
+            for watch in watches:
+                with watch.running(session._recorder, store.lineage):
+                    session._replay(self._step, bypass=False)
+                self._tell("a step that keeps everything")
         finally:
             store.keep, store.lineage = (), None
-            session._slice(region)
-        return seconds
+        return min(watch.holding for watch in watches), min(watch.following for watch in watches)
 
     def _step(self) -> None:
         """Forward, loss and backward; nobody holds the output through backward."""
@@ -216,21 +220,6 @@ class _Everything(Container[str]):
 
     def __contains__(self, key: object) -> bool:
         return True
-
-
-def _seconds(timings: Mapping[str, float], whole: StepProfile | None) -> dict[str, float]:
-    """The timings as a profile has them; in the unit of the ``whole`` step's where there is one."""
-    if whole is not None:
-        return {
-            "plain_seconds": timings["plain"] / timings["whole"] * whole.plain_seconds,
-            "holding_seconds": whole.holding_seconds,
-            "following_seconds": whole.following_seconds,
-        }
-    return {
-        "plain_seconds": timings["plain"],
-        "holding_seconds": max(0.0, timings["held"] - timings["plain"]),
-        "following_seconds": max(0.0, timings["followed"] - timings["held"]),
-    }
 
 
 def cached(folder: Path, key: str, make: Callable[[], StepProfile]) -> StepProfile:

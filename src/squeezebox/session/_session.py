@@ -45,7 +45,7 @@ from squeezebox.schema import (
     Role,
     StepRecord,
 )
-from squeezebox.session._models import device_of, nbytes_of, restored, tensors_in
+from squeezebox.session._models import device_of, held_by, nbytes_of, restored, tensors_in
 from squeezebox.session._policy import BoundPolicy, admit, refuse_unsound
 from squeezebox.session._replanning import Replanning, shapes_of
 
@@ -230,9 +230,10 @@ class Session:
         self._enter(inputs)
 
     def _enter(self, inputs: Any) -> None:
-        own = [*self._model.parameters(), *self._model.buffers(), *tensors_in(inputs)]
+        own = [*held_by(self._model), *tensors_in(inputs)]
         self._recorder.own(own)
-        self._baseline = max(self._baseline, nbytes_of(own + self._persistent()))
+        if self._meter.running:
+            self._baseline = max(self._baseline, nbytes_of(own + self._persistent()))
         self._recorder.__enter__()
 
     def _is_outermost(self) -> bool:
