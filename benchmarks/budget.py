@@ -50,11 +50,12 @@ QUICK = {
     "train_steps": 5,
     "budgets": 3,
     "repeats": 1,
+    "seconds": 0.0,
     "milp_seconds": 15.0,
     "name": "budget-quick",
 }
 COMPILED_BUDGETS = (1.0, 0.75, 0.5, 0.25)
-PACKED_STEPS = 4  # the bounds settle
+PACKED_STEPS, PACKED_CHECKS = 8, 12  # in which the bounds settle
 EXACT_SHARE = 0.8  # of the plain peak
 MILP_SHARES = (0.75, 0.5, 0.25)  # of the way from the least budget to the plain peak
 
@@ -80,7 +81,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--train-steps", type=int, help="before all; default: as above")
     parser.add_argument("--noise", type=float, default=1e-2)
     parser.add_argument("--budgets", type=int, default=10, help="steps from the plain peak to the least")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5, help="rounds of a timing, at least")
+    parser.add_argument("--seconds", type=float, default=5.0, help="and as many as plain steps take so long")
     parser.add_argument("--milp-seconds", type=float, default=60.0, help="for all its budgets together")
     parser.add_argument("--stay", action="store_true", help="plans move nothing to a file; they only pack")
     parser.add_argument("--compiled", action="store_true", help="Inductor's rivals too: minutes a network")
@@ -125,13 +127,14 @@ def measure(name: str, setup: Setup, arguments: argparse.Namespace) -> dict[str,
     plain = tasks.build(name, setup)
     total, activations = plain.peak()
     fixed = plain.fixed_bytes()
+    repeats = max(arguments.repeats, int(arguments.seconds / _report.timed(plain.step, 3).median))
     bench = Bench(
         plain=plain,
         ours=plain.copy(),
         theirs=plain.copy(),
-        update_share=_update_share(plain, arguments.repeats),
+        update_share=_update_share(plain, repeats),
         noise=arguments.noise,
-        repeats=arguments.repeats,
+        repeats=repeats,
     )
     with _shared_profiles(arguments.stay) as profiles:
         least = planned(bench, None)
@@ -226,7 +229,8 @@ def planned(bench: Bench, budget: int | None, *others: str) -> dict[str, Any]:
 def all_packed(bench: Bench) -> dict[str, Any]:
     """Saved and packed bytes where nothing is kept or moved: the noise budget without a budget of bytes."""
     task = bench.ours
-    session = squeezebox.attach(task.model, optimizer=task.optimizer, noise=bench.noise)
+    options = {"noise": bench.noise, "checks_per_refresh": PACKED_CHECKS}
+    session = squeezebox.attach(task.model, optimizer=task.optimizer, **options)
     try:
         for _ in range(PACKED_STEPS):
             task.step()

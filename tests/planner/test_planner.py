@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from squeezebox.planner import optimum, solve
+from squeezebox.planner import optimum, peak, smallest, solve
 from squeezebox.schema import Action, Budget, BudgetError, Option, OptionError, Profile, TensorProfile
 
 KEEP = Option(action=Action.KEEP, held_bytes=100, serves=True)
@@ -173,3 +173,17 @@ def test_lives_outside_the_step_are_refused(life):
     )
     with pytest.raises(OptionError, match="life"):
         solve(Profile(base_bytes=(0, 0), tensors=(tensor,)), Budget(peak_bytes=1000))
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 10**9), st.integers(1, 8))
+def test_the_least_peak_is_not_above_that_of_holding_least(seed, count):
+    profile = chain(random.Random(seed), count)
+    lean = {
+        tensor.key: min(
+            (option for option in tensor.options if not option.noise and not option.sources),
+            key=lambda option: (option.held_bytes, option.working_bytes + option.packing_bytes),
+        )
+        for tensor in profile.tensors
+    }
+    assert smallest(profile, 0.0).predicted_peak_bytes <= 1.002 * peak(profile, lean) + 1

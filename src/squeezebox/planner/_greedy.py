@@ -79,7 +79,7 @@ def _fitting(table: Table, budget: Budget) -> Integers:
     """The fastest of the choices that prices, repair and polish lead to."""
     limits = _limits(table, budget)
     quick = _fastest(table)
-    tried = [quick, *_ascend(table, limits, quick)]
+    tried = [quick, _leanest(table, quiet=True), _leanest(table, quiet=False), *_ascend(table, limits, quick)]
     repaired = (_repaired(table, limits, choice, frugal=way) for choice in tried for way in (True, False))
     fitting = [choice for choice in repaired if choice is not None]
     if not fitting:
@@ -102,6 +102,18 @@ def _fastest(table: Table) -> Integers:
     none = np.isinf(quiet).all(1)
     loud = np.where(table.valid, table.noise, np.inf).argmin(1)
     return np.asarray(np.where(none, loud, quiet.argmin(1)), np.int64)
+
+
+def _leanest(table: Table, *, quiet: bool) -> Integers:
+    """The option of each tensor that holds least and needs no other tensor; ``quiet``: without noise.
+
+    Where only the lowest peak fits, prices for bytes may find no way there.
+    """
+    able = table.valid & ((table.noise <= 0.0) | (not quiet))
+    able[table.children, table.derived[table.children]] = False
+    passing = table.working + table.making + table.packing
+    cost = np.where(able, table.held + 1e-6 * passing, np.inf)
+    return np.asarray(np.where(able.any(1), cost.argmin(1), _fastest(table)), np.int64)
 
 
 def _ascend(table: Table, limits: _Limits, quick: Integers) -> list[Integers]:

@@ -40,7 +40,7 @@ from squeezebox.session._models import device_of
 from squeezebox.session._profiles import Progress, Subject, cached, keeping, key_of, profile_step, without
 from squeezebox.session._samples import LossFunction, batch_of, check_sample, described, resize
 
-_PAYS = 0.98  # of the peak: what slices must bring it under to be worth their time
+_PAYS = 0.98  # of a peak beyond what is there anyway: slices must bring it lower to be worth their time
 
 
 def make_plan(
@@ -301,7 +301,7 @@ def _chosen(
     for trial in _trials(*best, sliced, noise, seconds) if sliced is not None else ():
         if limit is not None and best[1].predicted_peak_bytes <= limit:
             break
-        if trial[1].predicted_peak_bytes < _PAYS * best[1].predicted_peak_bytes:
+        if _pays(seen, trial[1], best[1]):
             best = trial
     if limit is None:
         return best
@@ -316,7 +316,7 @@ def _trials(
     seen: StepProfile, plan: Plan, sliced: Callable[[Region], StepProfile], noise: float, seconds: float
 ) -> Iterator[tuple[StepProfile, Plan]]:
     """Profiles and least plans with more and more layers in more and more slices, while the peak falls."""
-    lowest, slices = plan.predicted_peak_bytes, 2
+    lowest, slices = plan, 2
     for region in seen.regions:
         before = lowest
         while slices <= region.slices:
@@ -327,12 +327,18 @@ def _trials(
             except BudgetError:  # slices alone take too long
                 break
             yield trial, plan
-            if plan.predicted_peak_bytes > _PAYS * lowest:
+            if not _pays(seen, plan, lowest):
                 break
-            lowest, slices = plan.predicted_peak_bytes, 2 * slices
-        if lowest > _PAYS * before:
+            lowest, slices = plan, 2 * slices
+        if not _pays(seen, lowest, before):
             return
         slices //= 2
+
+
+def _pays(seen: StepProfile, plan: Plan, other: Plan) -> bool:
+    """Whether the plan's peak is so far below the other's that it is worth its time."""
+    fixed = seen.profile.base_bytes[-1]  # parameters, gradients, the optimizer's state
+    return plan.predicted_peak_bytes - fixed < _PAYS * (other.predicted_peak_bytes - fixed)
 
 
 def _fits(profile: Profile, budget: Budget) -> bool:
