@@ -29,7 +29,7 @@ def smallest(profile: Profile, noise: float, seconds: float = math.inf) -> Plan:
             f"no plan takes at most {seconds:.3g} s more than the plain step at noise {noise:g}: the fastest "
             f"takes {best.predicted_seconds:.3g} s more. Allow more time or more noise."
         )
-    while best.predicted_peak_bytes - low > _PRECISION * best.predicted_peak_bytes:
+    while best.predicted_peak_bytes - low > max(1.0, _PRECISION * best.predicted_peak_bytes):
         middle = (low + best.predicted_peak_bytes) // 2
         try:
             plan = solve(profile, Budget(peak_bytes=middle, noise=noise), exchange=math.isfinite(seconds))
