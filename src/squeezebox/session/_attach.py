@@ -8,12 +8,8 @@ from typing import Any
 import torch
 
 from squeezebox.bounds import Comet, Controller, NoiseBudget
-from squeezebox.reports import (
-    StepPlan,
-)
-from squeezebox.schema import (
-    OptionError,
-)
+from squeezebox.reports import StepPlan
+from squeezebox.schema import OptionError
 from squeezebox.session._plans import make_plan
 from squeezebox.session._replanning import Replanning, shapes_of
 from squeezebox.session._samples import LossFunction

@@ -11,17 +11,8 @@ import torch
 
 from squeezebox import planner
 from squeezebox.bounds import NoiseBudget
-from squeezebox.capture import (
-    BITS,
-    BitRule,
-    CompiledStep,
-    HalfSteps,
-    check_supported,
-    compiled_part,
-)
-from squeezebox.reports import (
-    StepPlan,
-)
+from squeezebox.capture import BITS, BitRule, CompiledStep, HalfSteps, check_supported, compiled_part
+from squeezebox.reports import StepPlan
 from squeezebox.schema import (
     Action,
     AttachError,

@@ -8,18 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from squeezebox.capture import (
-    Observer,
-)
-from squeezebox.profiling import (
-    simulate,
-)
-from squeezebox.reports import (
-    Estimate,
-)
-from squeezebox.schema import (
-    OptionError,
-)
+from squeezebox.capture import Observer
+from squeezebox.profiling import simulate
+from squeezebox.reports import Estimate
+from squeezebox.schema import OptionError
 
 
 def estimate(

@@ -9,10 +9,7 @@ from typing import Any
 
 import torch
 
-from squeezebox.capture import (
-    is_plain,
-    leaves,
-)
+from squeezebox.capture import is_plain, leaves
 
 
 @contextlib.contextmanager

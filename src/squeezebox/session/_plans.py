@@ -17,15 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from squeezebox import planner
 from squeezebox.bounds import NoiseBudget
-from squeezebox.capture import (
-    foreign_hooks,
-)
-from squeezebox.reports import (
-    MaxBatch,
-    PlannedTensor,
-    StepPlan,
-    explain,
-)
+from squeezebox.capture import foreign_hooks
+from squeezebox.reports import MaxBatch, PlannedTensor, StepPlan, explain
 from squeezebox.schema import (
     Action,
     Budget,

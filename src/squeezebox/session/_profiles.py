@@ -14,10 +14,7 @@ import torch
 
 from squeezebox import __version__
 from squeezebox.bounds import NoiseBudget
-from squeezebox.capture import (
-    Stopwatch,
-    Tracer,
-)
+from squeezebox.capture import Stopwatch, Tracer
 from squeezebox.profiling import (
     StepProfiler,
     load_profile,
@@ -26,10 +23,7 @@ from squeezebox.profiling import (
     store_profile,
     transient_bytes,
 )
-from squeezebox.reports import (
-    explain_floor,
-    require_writable,
-)
+from squeezebox.reports import explain_floor, require_writable
 from squeezebox.schema import (
     Action,
     BudgetError,

@@ -9,12 +9,8 @@ from typing import Any
 
 import torch
 
-from squeezebox.reports import (
-    StepPlan,
-)
-from squeezebox.schema import (
-    OptionError,
-)
+from squeezebox.reports import StepPlan
+from squeezebox.schema import OptionError
 from squeezebox.session._models import tensors_in
 from squeezebox.session._samples import mapped
 

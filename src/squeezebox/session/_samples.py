@@ -9,10 +9,7 @@ from typing import Any
 
 import torch
 
-from squeezebox.schema import (
-    OptionError,
-    SqueezeboxError,
-)
+from squeezebox.schema import OptionError, SqueezeboxError
 from squeezebox.session._models import tensors_in
 
 LossFunction = Callable[[Any, Any], torch.Tensor]

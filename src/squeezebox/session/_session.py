@@ -30,31 +30,15 @@ from squeezebox.capture import (
     in_backward,
     is_innermost,
 )
-from squeezebox.profiling import (
-    PeakMeter,
-)
-from squeezebox.reports import (
-    Report,
-    StepPlan,
-)
-from squeezebox.schema import (
-    AttachError,
-    Check,
-    FormatError,
-    Region,
-    Role,
-    StepRecord,
-)
+from squeezebox.profiling import PeakMeter
+from squeezebox.reports import Report, StepPlan
+from squeezebox.schema import AttachError, Check, FormatError, Region, Role, StepRecord
 from squeezebox.session._models import device_of, held_by, nbytes_of, restored, tensors_in
 from squeezebox.session._policy import BoundPolicy, admit, refuse_unsound
 from squeezebox.session._replanning import Replanning, shapes_of
 
 STATE_VERSION = 1
-
-
 _UNKNOWN_COUNT = 64  # lossy tensors of a model, before the first step has counted them
-
-
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # multiples of it spread evenly over the unit interval
 
 
