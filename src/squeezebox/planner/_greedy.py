@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from squeezebox.planner._table import Floats, Integers, Table, infeasible, tabulate
+from squeezebox.planner._table import Floats, Integers, Table, as_chosen, infeasible, tabulate
 from squeezebox.schema import Budget, Option, Plan, Profile
 
 _ROUNDS = 200  # of the ascent
@@ -65,9 +65,8 @@ def solve(profile: Profile, budget: Budget, *, exchange: bool = True) -> Plan:
 
 def peak(profile: Profile, choices: Mapping[str, Option]) -> int:
     """The most bytes at any position with these options."""
-    tensors = tuple(replace(tensor, options=(choices[tensor.key],)) for tensor in profile.tensors)
-    table = tabulate(replace(profile, tensors=tensors))
-    return int(table.usage(np.zeros(len(tensors), np.int64)).max())
+    usage = as_chosen(profile, choices).usage(np.zeros(len(profile.tensors), np.int64))
+    return int(usage.max())
 
 
 def _limits(table: Table, budget: Budget) -> _Limits:

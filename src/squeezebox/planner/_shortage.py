@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from squeezebox.planner._greedy import solve
-from squeezebox.planner._table import Integers, Table, tabulate
+from squeezebox.planner._table import Integers, Table, as_chosen
 from squeezebox.schema import Budget, BudgetError, Plan, Profile, Shortage
 
 _MORE_NOISE = 10.0
@@ -22,7 +22,7 @@ def shortage(profile: Profile, budget: Budget, least: Plan, batch: int = 0) -> S
         least: what :func:`squeezebox.planner.smallest` found.
         batch: samples of the profiled step; 0: unknown.
     """
-    table = _chosen(profile, least)
+    table = as_chosen(profile, least.choices)
     usage = table.usage(np.zeros(len(table.valid), np.int64))
     position = int(usage.argmax())
     moment = profile.moments[position]
@@ -44,12 +44,6 @@ def shortage(profile: Profile, budget: Budget, least: Plan, batch: int = 0) -> S
         stateless_peak_bytes=_within(_stateless(profile, usage), budget),
         peak_bytes_but_loss=_within(_but_loss(profile, usage), budget) if moment.phase == "loss" else None,
     )
-
-
-def _chosen(profile: Profile, plan: Plan) -> Table:
-    """The profile as if the plan's options were the only ones."""
-    tensors = tuple(replace(tensor, options=(plan.choices[tensor.key],)) for tensor in profile.tensors)
-    return tabulate(replace(profile, tensors=tensors))
 
 
 def _saved(table: Table, position: int) -> int:

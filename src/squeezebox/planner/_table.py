@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from squeezebox.schema import Action, Budget, BudgetError, OptionError, Plan, Profile, TensorProfile
+from squeezebox.schema import Action, Budget, BudgetError, Option, OptionError, Plan, Profile, TensorProfile
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -97,6 +98,12 @@ class Table:
             predicted_noise=self.total(self.noise, choice),
             peak_position=int(usage.argmax()),
         )
+
+
+def as_chosen(profile: Profile, choices: Mapping[str, Option]) -> Table:
+    """The profile as if these options, by key, were the only ones."""
+    tensors = tuple(replace(tensor, options=(choices[tensor.key],)) for tensor in profile.tensors)
+    return tabulate(replace(profile, tensors=tensors))
 
 
 def tabulate(profile: Profile) -> Table:
