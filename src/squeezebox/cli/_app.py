@@ -18,6 +18,15 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
+Factory = Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Returns the model when called.")]
+Input = Annotated[str, typer.Option(help="One sample's shape.")]
+Sample = Annotated[
+    str | None, typer.Option(metavar="MODULE:CALLABLE", help="Returns (inputs, target), a real batch.")
+]
+Loss = Annotated[str | None, typer.Option(metavar="MODULE:CALLABLE", help="loss(output, target).")]
+Optimizer = Annotated[str, typer.Option(help="sgd, sgd-momentum, adam or adamw.")]
+Noise = Annotated[float | None, typer.Option(help="Allowed gradient noise (default: 1e-3).")]
+Exact = Annotated[bool, typer.Option("--exact", help="Lose nothing.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
@@ -38,10 +47,10 @@ def _root(
 
 @app.command()
 def estimate(
-    factory: Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Returns the model when called.")],
-    input: Annotated[str, typer.Option(help="One sample's shape.")] = "3x224x224",
+    factory: Factory,
+    input: Input = "3x224x224",
     batch: Annotated[int, typer.Option(help="Samples a step.")] = 32,
-    optimizer: Annotated[str, typer.Option(help="sgd, sgd-momentum, adam or adamw.")] = "sgd-momentum",
+    optimizer: Optimizer = "sgd-momentum",
     dtype: Annotated[str | None, typer.Option(help="Of model and input, such as bfloat16.")] = None,
     input_dtype: Annotated[str | None, typer.Option(help="Of the input, such as int64 for tokens.")] = None,
     as_json: Json = False,
@@ -65,19 +74,17 @@ def estimate(
 
 @app.command()
 def plan(
-    factory: Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Returns the model when called.")],
-    input: Annotated[str, typer.Option(help="One sample's shape.")] = "3x224x224",
+    factory: Factory,
+    input: Input = "3x224x224",
     batch: Annotated[int, typer.Option(help="Samples a step.")] = 32,
-    sample: Annotated[
-        str | None, typer.Option(metavar="MODULE:CALLABLE", help="Returns (inputs, target), a real batch.")
-    ] = None,
-    loss: Annotated[str | None, typer.Option(metavar="MODULE:CALLABLE", help="loss(output, target).")] = None,
-    optimizer: Annotated[str, typer.Option(help="sgd, sgd-momentum, adam or adamw.")] = "sgd-momentum",
+    sample: Sample = None,
+    loss: Loss = None,
+    optimizer: Optimizer = "sgd-momentum",
     budget: Annotated[
         str | None, typer.Option(help="Peak of the step: 2GiB, or 50% of the plain one's (default: least).")
     ] = None,
-    noise: Annotated[float | None, typer.Option(help="Allowed gradient noise (default: 1e-3).")] = None,
-    exact: Annotated[bool, typer.Option("--exact", help="Lose nothing.")] = False,
+    noise: Noise = None,
+    exact: Exact = False,
     offload: Annotated[
         bool, typer.Option("--offload/--no-offload", help="Whether tensors may be moved to a file.")
     ] = True,
@@ -102,16 +109,11 @@ def plan(
     Runs a few steps. Without a sample the inputs are random, which tells bytes and seconds, and noise only
     roughly.
     """
-    from squeezebox.cli._plan import make
+    from squeezebox.cli._plan import Step, make
 
     earlier = None if diff is None else squeezebox.load_plan(diff)
     result = make(
-        factory,
-        input=input,
-        batch=batch,
-        sample=sample,
-        loss=loss,
-        optimizer=optimizer,
+        Step(factory, input, batch, sample, loss, optimizer),
         budget=budget,
         noise=noise,
         exact=exact,
@@ -127,34 +129,27 @@ def plan(
 
 @app.command()
 def max_batch(
-    factory: Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Returns the model when called.")],
+    factory: Factory,
     budget: Annotated[
         str, typer.Option(help="Peak of the step: 2GiB, or 80% of the plain one's at --batch.")
     ],
-    input: Annotated[str, typer.Option(help="One sample's shape.")] = "3x224x224",
+    input: Input = "3x224x224",
     batch: Annotated[int, typer.Option(help="Samples a step to begin with.")] = 8,
-    sample: Annotated[
-        str | None, typer.Option(metavar="MODULE:CALLABLE", help="Returns (inputs, target), a real batch.")
-    ] = None,
-    loss: Annotated[str | None, typer.Option(metavar="MODULE:CALLABLE", help="loss(output, target).")] = None,
-    optimizer: Annotated[str, typer.Option(help="sgd, sgd-momentum, adam or adamw.")] = "sgd-momentum",
-    noise: Annotated[float | None, typer.Option(help="Allowed gradient noise (default: 1e-3).")] = None,
-    exact: Annotated[bool, typer.Option("--exact", help="Lose nothing.")] = False,
+    sample: Sample = None,
+    loss: Loss = None,
+    optimizer: Optimizer = "sgd-momentum",
+    noise: Noise = None,
+    exact: Exact = False,
     as_json: Json = False,
 ) -> None:
     """Find the largest batch whose training step fits the budget.
 
     Runs a few steps at two batches and at the answer.
     """
-    from squeezebox.cli._plan import find_batch
+    from squeezebox.cli._plan import Step, find_batch
 
     result = find_batch(
-        factory,
-        input=input,
-        batch=batch,
-        sample=sample,
-        loss=loss,
-        optimizer=optimizer,
+        Step(factory, input, batch, sample, loss, optimizer),
         budget=budget,
         noise=noise,
         exact=exact,

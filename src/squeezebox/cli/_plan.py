@@ -6,6 +6,7 @@ import inspect
 import os
 import platform
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +27,43 @@ _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def make(
-    factory: str,
-    *,
-    input: str,
-    batch: int,
-    sample: str | None,
-    loss: str | None,
-    optimizer: str,
-    budget: str | None,
-    noise: float | None,
-    exact: bool,
-    offload: bool,
-    recompute: bool,
-    time_limit: float | None,
-    cache: bool,
-    out: str,
-) -> StepPlan:
-    """The plan, written to ``out``.
+@dataclass(frozen=True)
+class Step:
+    """A training step as the command line names it."""
+
+    factory: str
+    input: str
+    batch: int
+    sample: str | None
+    loss: str | None
+    optimizer: str
+
+    def load(self) -> dict[str, Any]:
+        """Model, sample, loss and optimizer by their names in squeezebox.plan()."""
+        if self.optimizer not in _OPTIMIZERS:
+            raise OptionError(f"no optimizer '{self.optimizer}'; there are {', '.join(_OPTIMIZERS)}.")
+        if self.batch < 1:
+            raise OptionError(f"--batch {self.batch} is below 1: a step needs at least one sample.")
+        model = load_factory(self.factory)()
+        if not isinstance(model, torch.nn.Module):
+            raise OptionError(
+                f"'{self.factory}' returned a {type(model).__name__}, not a torch.nn.Module; name a function "
+                "or class that returns the model."
+            )
+        if self.sample is None:
+            sample = (torch.randn(self.batch, *parse_shape(self.input)), None)
+        else:
+            sample = load_factory(self.sample)()
+        return {
+            "model": model.train(),
+            "sample": sample,
+            "loss_fn": _stand_in if self.loss is None else load_loss(self.loss),
+            "optimizer": _OPTIMIZERS[self.optimizer](model.parameters()),
+        }
+
+
+def make(step: Step, *, cache: bool, out: str, **options: Any) -> StepPlan:
+    """The plan, written to ``out``; options are those of squeezebox.plan().
 
     Raises:
         OptionError: an argument is out of range or names nothing.
@@ -51,44 +71,25 @@ def make(
         OutputError: ``out`` cannot be written; found before anything is run.
     """
     require_writable(out)
-    step = _step(factory, input, batch, sample, loss, optimizer)
+    loaded = step.load()
     with counted("running the sample") as on_progress:
         plan = squeezebox.plan(
-            **step,
-            budget=budget,
-            noise=noise,
-            exact=exact,
-            offload=offload,
-            recompute=recompute,
-            time_limit=time_limit,
-            cache=cache_folder() if cache else None,
-            on_progress=on_progress,
+            **loaded, **options, cache=cache_folder() if cache else None, on_progress=on_progress
         )
     plan.save(out)
     return plan
 
 
-def find_batch(
-    factory: str,
-    *,
-    input: str,
-    batch: int,
-    sample: str | None,
-    loss: str | None,
-    optimizer: str,
-    budget: str,
-    noise: float | None,
-    exact: bool,
-) -> MaxBatch:
-    """The largest batch within the budget.
+def find_batch(step: Step, **options: Any) -> MaxBatch:
+    """The largest batch within the budget; options are those of squeezebox.max_batch().
 
     Raises:
         OptionError: an argument is out of range or names nothing.
         BudgetError: not even a batch of 1 fits.
     """
-    step = _step(factory, input, batch, sample, loss, optimizer)
+    loaded = step.load()
     with counted("running the sample") as on_progress:
-        return squeezebox.max_batch(**step, budget=budget, noise=noise, exact=exact, on_progress=on_progress)
+        return squeezebox.max_batch(**loaded, **options, on_progress=on_progress)
 
 
 def cache_folder() -> Path | None:
@@ -102,29 +103,6 @@ def cache_folder() -> Path | None:
     except OSError:
         return None
     return folder if os.access(folder, os.W_OK) else None
-
-
-def _step(
-    factory: str, input: str, batch: int, sample: str | None, loss: str | None, optimizer: str
-) -> dict[str, Any]:
-    """Model, sample, loss and optimizer by their names in squeezebox.plan()."""
-    if optimizer not in _OPTIMIZERS:
-        raise OptionError(f"no optimizer '{optimizer}'; there are {', '.join(_OPTIMIZERS)}.")
-    if batch < 1:
-        raise OptionError(f"--batch {batch} is below 1: a step needs at least one sample.")
-    model = load_factory(factory)()
-    if not isinstance(model, torch.nn.Module):
-        raise OptionError(
-            f"'{factory}' returned a {type(model).__name__}, not a torch.nn.Module; name a function or class "
-            "that returns the model."
-        )
-    made = (torch.randn(batch, *parse_shape(input)), None) if sample is None else load_factory(sample)()
-    return {
-        "model": model.train(),
-        "sample": made,
-        "loss_fn": _stand_in if loss is None else load_loss(loss),
-        "optimizer": _OPTIMIZERS[optimizer](model.parameters()),
-    }
 
 
 def load_loss(name: str) -> Callable[[Any, Any], torch.Tensor]:
