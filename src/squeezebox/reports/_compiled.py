@@ -33,12 +33,14 @@ class CompiledReport:
 
     ``saved_bytes`` is what the stock compiler would hold between forward and backward, each storage once,
     ``packed_bytes`` what is held instead; parameters, inputs and results are in neither. ``tensors`` are
-    those held now: the stock compiler may save others in their place.
+    those held now: the stock compiler may save others in their place. ``noise`` is the relative gradient
+    noise measured when the step was made for a noise, else None.
     """
 
     saved_bytes: int
     packed_bytes: int
     tensors: tuple[CompiledTensor, ...]
+    noise: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -47,7 +49,8 @@ class CompiledReport:
     def __str__(self) -> str:
         ratio = self.saved_bytes / max(self.packed_bytes, 1)
         held = f"{human_bytes(self.packed_bytes)} held ({ratio:.1f}x smaller)"
-        head = f"saved: {human_bytes(self.saved_bytes)}, {held}"
+        noise = "" if self.noise is None else f", gradient noise {self.noise:.1e} measured"
+        head = f"saved: {human_bytes(self.saved_bytes)}, {held}{noise}"
         rows = [_line(tensor) for tensor in self.tensors[:_ROWS]]
         hidden = len(self.tensors) - len(rows)
         return "\n".join([head, "", *rows, *([f"... and {hidden} smaller tensors"] if hidden > 0 else [])])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,11 +24,12 @@ from squeezebox.schema import (
     TensorProfile,
     UnsupportedModelError,
 )
-from squeezebox.session._models import restored
+from squeezebox.session._models import gradient_noise, restored, ungraded
 from squeezebox.session._profiles import STATISTICS_STEPS
 from squeezebox.session._samples import LossFunction
 from squeezebox.session._session import attached, begin
 
+_ATTEMPTS = 4  # at a step within the allowed noise
 _LAW_BITS = (8, 4)  # with fewer, errors are no longer small, as the law takes them to be
 
 
@@ -55,9 +57,10 @@ def compile_model(
         plan: from :func:`plan`. What it keeps is kept; what it packs gets the fewest bits that stay within
             the bound, in the mean square over the first batch, or is kept where 8 do not; what it would move
             to a file or make again gets 8 bits, or is kept where the plan loses nothing.
-        noise: allowed relative gradient noise: 8 or 4 bits, the fewest that stay within it by the error law
-            after a few eager steps on ``sample``. A prediction: where backward computes several operators'
-            inputs again from one tensor, its error counts in each, and there may be more noise.
+        noise: allowed relative gradient noise on ``sample``: values get 8 or 4 bits or are kept, by the error
+            law after a few eager steps. The step is compiled at once and its noise measured; where there is
+            more than the law foretold (backward may compute several operators' inputs again from one
+            tensor), it is compiled anew with less, up to 4 times, and at last with every value kept.
         sample: goes with noise: inputs and target, as :func:`plan` takes them.
         loss_fn: goes with noise: see :func:`plan`.
         bits: 8, 4 or 2 for every value (default 8, without plan and noise).
@@ -65,7 +68,8 @@ def compile_model(
         options: of Inductor, as for torch.compile.
 
     Returns:
-        Call it as the model. ``report()`` says what is saved. The model's own parameters are trained.
+        Call it as the model. ``report()`` says what is saved, and the noise measured. The model's own
+        parameters are trained.
 
     Raises:
         OptionError: an argument is out of range or missing, or more than one of plan, noise and bits.
@@ -77,18 +81,17 @@ def compile_model(
     _refuse_compiled(model)
     check_supported(model)
     _refuse_attached(model)
-    rule = BitRule(default=bits or 8)
+    check = functools.partial(_refuse_attached, model)
+
+    def compiled(choose: Callable[..., BitRule]) -> CompiledStep:
+        return CompiledStep(model, choose, check, fullgraph=fullgraph, options=options)
+
     if noise is not None and sample is not None and loss_fn is not None:
-        rule = _bits_within(model, sample, loss_fn, noise)
-    if plan is not None:
-        _check_places(model, plan)
-
-    def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BitRule:
-        return rule if plan is None else _planned_bits(plan, _half_steps(model, plan, args, kwargs))
-
-    return CompiledStep(
-        model, choose, functools.partial(_refuse_attached, model), fullgraph=fullgraph, options=options
-    )
+        return _within(noise, _Example(model, sample, loss_fn), compiled)
+    if plan is None:
+        return compiled(lambda args, kwargs: BitRule(default=bits or 8))
+    _check_places(model, plan)
+    return compiled(lambda args, kwargs: _planned_bits(plan, _half_steps(model, plan, args, kwargs)))
 
 
 def _check_compile_options(
@@ -168,21 +171,73 @@ def _planned_bits(plan: StepPlan, half_steps: HalfSteps) -> BitRule:
     return BitRule(default=None, by_key=chosen)
 
 
-def _bits_within(
-    model: torch.nn.Module, sample: tuple[Any, Any], loss_fn: LossFunction, noise: float
-) -> BitRule:
-    """The choice of bits that holds least, at no more noise by the error law."""
-    inputs, target = sample
-    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-    with restored(model):
-        session = begin(model, None, NoiseBudget(noise=noise))
+@dataclass(frozen=True, slots=True)
+class _Example:
+    """A model, and a batch to measure on."""
+
+    model: torch.nn.Module
+    sample: tuple[Any, Any]
+    loss_fn: LossFunction
+
+    def loss(self, call: Callable[..., Any]) -> torch.Tensor:
+        inputs, target = self.sample
+        return self.loss_fn(call(*(inputs if isinstance(inputs, tuple) else (inputs,))), target)
+
+    def gradients(self, call: Callable[..., Any]) -> list[torch.Tensor]:
+        """Of the model's parameters, ``call`` being the model; nothing of it stays."""
+        with restored(self.model):
+            self.model.zero_grad(set_to_none=True)
+            loss = self.loss(call)
+            with ungraded(loss, self.model):
+                loss.backward()
+            return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+
+    def is_random(self) -> bool:
+        """Whether forward draws random numbers: a compiled step draws others."""
+        before = torch.get_rng_state()
+        with restored(self.model):
+            self.loss(self.model)
+            return not torch.equal(before, torch.get_rng_state())
+
+
+def _within(
+    noise: float, example: _Example, compiled: Callable[[Callable[..., BitRule]], CompiledStep]
+) -> CompiledStep:
+    """A compiled step whose noise on the example, measured, is not above ``noise``."""
+    profile = _bit_profile(example)
+    kept = compiled(lambda args, kwargs: BitRule(default=None))
+    exact = example.gradients(kept if example.is_random() else example.model)
+    allowed = noise
+    for _ in range(_ATTEMPTS):
+        rule, foretold = _fewest_bits(profile, allowed)
+        step = compiled(lambda args, kwargs, rule=rule: rule)
+        step.noise = gradient_noise(exact, example.gradients(step))
+        if step.noise <= noise:
+            return step
+        allowed = noise * foretold / step.noise
+    kept.noise = gradient_noise(exact, example.gradients(kept))
+    return kept
+
+
+def _fewest_bits(profile: Profile, allowed: float) -> tuple[BitRule, float]:
+    """The choice that holds least at no more noise by the error law, and its noise."""
+    if not profile.tensors:
+        return BitRule(default=None), 0.0
+    chosen = planner.smallest(profile, allowed).choices
+    by_key = {key: int(option.codec) if option.codec else None for key, option in chosen.items()}
+    return BitRule(default=None, by_key=by_key), sum(option.noise for option in chosen.values())
+
+
+def _bit_profile(example: _Example) -> Profile:
+    """Bytes and noise of every number of bits for every tensor."""
+    with restored(example.model):
+        session = begin(example.model, None, NoiseBudget(noise=1.0))
         try:
             for _ in range(STATISTICS_STEPS):
-                model.zero_grad(set_to_none=True)
-                loss_fn(model(*arguments), target).backward()
+                example.gradients(example.model)
             session._close_step()
             found = session._store.listener = HalfSteps()
-            loss_fn(model(*arguments), target)
+            example.loss(example.model)
             sensitivities = session._policy.state.sensitivities
         finally:
             session._store.listener = None
@@ -198,11 +253,7 @@ def _bits_within(
         for key in found.by_key
         if key in sensitivities
     )
-    if not tensors:
-        return BitRule(default=None)
-    plan = planner.smallest(Profile(base_bytes=(0, 0), tensors=tensors), noise)
-    by_key = {key: int(option.codec) if option.codec else None for key, option in plan.choices.items()}
-    return BitRule(default=None, by_key=by_key)
+    return Profile(base_bytes=(0, 0), tensors=tensors)
 
 
 def _bit_options(half_steps: HalfSteps, key: str, sensitivity: float) -> tuple[Option, ...]:

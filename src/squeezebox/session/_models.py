@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -51,6 +52,17 @@ def ungraded(loss: torch.Tensor, model: torch.nn.Module) -> Iterator[None]:
     finally:
         for leaf, gradient in before:
             leaf.grad = gradient
+
+
+def gradient_noise(exact: Iterable[torch.Tensor], lossy: Iterable[torch.Tensor]) -> float:
+    """Squared error of all gradients over their squared norm; NaN where that norm is zero."""
+    pairs = list(zip(exact, lossy, strict=True))
+    energy = sum(_energy(gradient) for gradient, _ in pairs)
+    return sum(_energy(a - b) for a, b in pairs) / energy if energy else math.nan
+
+
+def _energy(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) ** 2
 
 
 def held_by(model: torch.nn.Module) -> Iterator[torch.Tensor]:

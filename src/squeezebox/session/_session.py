@@ -33,7 +33,7 @@ from squeezebox.capture import (
 from squeezebox.profiling import PeakMeter
 from squeezebox.reports import Report, StepPlan
 from squeezebox.schema import AttachError, Check, FormatError, Region, Role, StepRecord
-from squeezebox.session._models import device_of, held_by, nbytes_of, restored, tensors_in
+from squeezebox.session._models import device_of, gradient_noise, held_by, nbytes_of, restored, tensors_in
 from squeezebox.session._policy import BoundPolicy, admit, refuse_unsound
 from squeezebox.session._replanning import Replanning, shapes_of
 
@@ -139,13 +139,12 @@ class Session:
                 self._slice(self._plan.region if self._plan else None)
         with restored(self._model):
             lossy = self._replay(closure, bypass=False)
-        energy = sum(_energy(gradient) for gradient in exact)
-        if energy == 0.0:
+        self._noise = gradient_noise(exact, lossy)
+        if math.isnan(self._noise):
             raise AttachError(
                 "measure_noise() saw no gradient: the closure must run forward, the loss and "
                 "loss.backward() on a model whose parameters require gradients."
             )
-        self._noise = sum(_energy(a - b) for a, b in zip(exact, lossy, strict=True)) / energy
         if self._record is not None:
             self._record = dataclasses.replace(self._record, noise=self._noise)
         return self._noise
@@ -455,10 +454,6 @@ def begin(
     session = Session(model, optimizer, controller, checks_per_refresh, plan, replanning)
     attached.add(model)
     return session
-
-
-def _energy(tensor: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) ** 2
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,11 @@ from torch._library.fake_class_registry import FakeScriptObject
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from squeezebox.schema import UnsupportedModelError
+
+# Steps compiled from one model do not count towards each other's limit of recompilations, past which torch
+# runs them eagerly.
+_ARGUMENTS = inspect.signature(torch.compile).parameters
+ISOLATED: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in _ARGUMENTS else {}
 
 # What Inductor would save rather than compute again because backward has to write it to memory. Unpacking
 # writes it too, so computing it again from packed values is no slower, and holds less.

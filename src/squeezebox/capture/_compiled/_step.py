@@ -18,6 +18,7 @@ class CompiledStep:
     """A compiled model of which the saved activations are packed. Call it as the model.
 
     Made by ``squeezebox.compile``. ``module`` is the model itself: its parameters are the ones trained.
+    ``noise`` is the relative gradient noise measured when it was made, None where it was not.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class CompiledStep:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.module = model
+        self.noise: float | None = None
         self._choose, self._check = choose, check
         self._fullgraph, self._options = fullgraph, options
         self._compiled: Callable[..., Any] | None = None
@@ -58,7 +60,7 @@ class CompiledStep:
                 "there is nothing to report: no forward pass with gradients was compiled yet. Call the step "
                 "on a batch once, with gradients enabled, and ask again."
             )
-        return self._reports[-1]
+        return dataclasses.replace(self._reports[-1], noise=self.noise)
 
     def _compile(self, rule: BitRule) -> Callable[..., Any]:
         from squeezebox.capture._compiled import _adapter, _rewrite  # slow to import, and not always needed
@@ -71,6 +73,6 @@ class CompiledStep:
         fingerprint = json.dumps(dataclasses.asdict(rule), sort_keys=True)
         backend = _adapter.Backend(packed, fingerprint, self._options)
         compiled: Callable[..., Any] = torch.compile(
-            self.module, backend=backend, fullgraph=self._fullgraph, dynamic=False
+            self.module, backend=backend, fullgraph=self._fullgraph, dynamic=False, **_adapter.ISOLATED
         )
         return compiled
