@@ -24,10 +24,11 @@ def option(rng, size):
         seconds=rng.uniform(0.1, 1.0),
         noise=rng.uniform(0.0, 0.5) if noisy else 0.0,
         serves=not noisy and rng.random() < 0.7,
+        approximates=noisy and rng.random() < 0.7,
     )
 
 
-def again(rng, earlier, nbytes):
+def again(rng, earlier, nbytes, tolerates=False):
     """Made from one or two tensors saved before."""
     sources = {tensor.key for tensor in rng.choices(earlier, k=2)}
     return Option(
@@ -37,7 +38,8 @@ def again(rng, earlier, nbytes):
         making_bytes=rng.randrange(nbytes + 1),
         seconds=rng.uniform(0.05, 0.6),
         sources=tuple(sorted(sources)),
-        serves=True,
+        serves=not tolerates,
+        tolerates=tolerates,
     )
 
 
@@ -50,8 +52,9 @@ def chain(rng, count, options=3, size=100):
         use = 2 * count - 1 - number
         life = {"saved_at": number, "first_use": use, "last_use": min(2 * count - 1, use + rng.randrange(2))}
         others = [option(rng, nbytes) for _ in range(rng.randrange(options))]
-        if tensors and rng.random() < 0.6:
-            others.insert(rng.randrange(len(others) + 1), again(rng, tensors, nbytes))
+        for tolerates in (False, True):
+            if tensors and rng.random() < 0.6 - 0.3 * tolerates:
+                others.insert(rng.randrange(len(others) + 1), again(rng, tensors, nbytes, tolerates))
         tensors.append(TensorProfile(key=f"t{number}", options=(keep, *others), **life))
     base = tuple(rng.randrange(size) for _ in range(2 * count))
     return Profile(base_bytes=base, tensors=tuple(tensors))
@@ -77,8 +80,10 @@ def usage(profile, choices):
 
 def fits(profile, budget, choices):
     noise = sum(choice.noise for choice in choices.values())
-    if not all(choices[source].serves for choice in choices.values() for source in choice.sources):
-        return False
+    for choice in choices.values():
+        held = [choices[source] for source in choice.sources]
+        if not all(source.approximates if choice.tolerates else source.serves for source in held):
+            return False
     return max(usage(profile, choices)) <= budget.peak_bytes and noise <= budget.noise * (1 + 1e-6)
 
 

@@ -1,6 +1,8 @@
 """A plan keeps the measured peak under its budget, says what it will be, and is exact when asked."""
 
+import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from torch.nn import functional as F
 import squeezebox
 from squeezebox.profiling import PeakMeter
 from squeezebox.schema import BudgetError, FormatError, OptionError, PlanError
+from squeezebox.session._plans import _planned
+from squeezebox.session._profiles import Subject, profile_step
 
 
 class Block(nn.Module):
@@ -331,3 +335,50 @@ def test_what_is_neither_kept_nor_moved_is_made_again(task):
     session.detach()
     assert peak <= plan.predicted_peak_bytes
     assert peak == pytest.approx(plan.predicted_peak_bytes, rel=0.03)
+
+
+def test_made_again_from_a_packed_tensor_signs_are_exact_and_noise_is_foretold(tmp_path, monkeypatch):
+    """One tensor for convolution, BatchNorm and ReLU: only BatchNorm's input and the signs are held."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)
+    )
+    nn.init.normal_(model[1].bias)
+    sample = torch.randn(8, 3, 32, 32), torch.randn(8, 16, 32, 32)
+
+    def loss_fn(output, target):  # its gradient does not depend on the output
+        return (output * target).mean()
+
+    def backward():
+        model.zero_grad()
+        loss_fn(model(sample[0]), sample[1]).backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    monkeypatch.setattr("squeezebox.profiling._options._CHEAP", math.inf)
+    subject = Subject(model=model, sample=sample, loss_fn=loss_fn, optimizer=None, noise=1e-2)
+    seen = profile_step(subject)
+    again = next(t for t in seen.profile.tensors if any(option.tolerates for option in t.options))
+    near = next(option for option in again.options if option.tolerates)
+    only = {again.key: near, near.sources[0]: None}
+    tensors = []
+    for tensor in seen.profile.tensors:
+        options = [option for option in tensor.options if option.approximates]
+        kept = only.get(tensor.key) or (options[4] if tensor.key in only else tensor.options[0])
+        tensors.append(dataclasses.replace(tensor, options=(kept,)))
+    forced = dataclasses.replace(seen, profile=dataclasses.replace(seen.profile, tensors=tuple(tensors)))
+    made = _planned(model, forced, None, 1.0, 8)
+    made.save(tmp_path / "plan.json")
+    plan = squeezebox.load_plan(tmp_path / "plan.json")
+    assert plan == made
+    assert "and its signs" in str(plan)
+
+    exact = backward()
+    session = squeezebox.attach(model, plan=plan)
+    found = backward()
+    measured = session.measure_noise(backward)
+    held = {tensor.key: tensor.packed_bytes for tensor in session.report().record.tensors}
+    session.detach()
+    assert held[again.key] == 8 * 16 * 32 * 32 // 8  # a bit an element
+    assert torch.equal(found[3], exact[3])  # BatchNorm's bias sees the signs alone
+    assert not torch.equal(found[4], exact[4])
+    assert plan.predicted_noise / 3 < measured < 3 * plan.predicted_noise

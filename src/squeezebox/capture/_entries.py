@@ -31,6 +31,11 @@ class Row:
     absolute_bound: float = 0.0
 
     @property
+    def reads_sign(self) -> bool:
+        """Whether backward asks which elements are positive."""
+        return Role.RELU_OUTPUT in self.roles
+
+    @property
     def packed_bytes(self) -> int:
         """Bytes held for the storage in all its packed forms."""
         return sum(self.packed.values())

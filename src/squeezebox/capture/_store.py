@@ -20,6 +20,7 @@ from squeezebox.schema import CaptureError, CodecError, Reads, Role
 
 _DITHER_ROWS = 4
 _DITHER_RUN = 1024
+_BLOCK = 1 << 18  # elements
 SMALL_BYTES = 4096  # below this a packed object's own overhead eats the saving
 
 
@@ -54,8 +55,19 @@ class Listener(Protocol):
     def saving(self, row: Row, tensor: torch.Tensor, derive: Callable[[], Derivation | None]) -> None:
         """Packing begins; ``tensor`` is the original. ``derive()``, at the end, says how it was made."""
 
-    def offered(self, row: Row, codec: str, flat: torch.Tensor, scaled: bool, trial: Trial) -> None:
-        """Its values may be packed; ``trial(bound)`` does so once more and keeps nothing."""
+    def offered(
+        self,
+        row: Row,
+        codec: str,
+        flat: torch.Tensor,
+        scaled: bool,
+        trial: Trial,
+        again: Callable[[], torch.Tensor],
+    ) -> None:
+        """Its values may be packed; ``trial(bound)`` does so once more and keeps nothing.
+
+        ``again()`` makes it again as ``derive()`` says, from what is held of the others.
+        """
 
     def saved(self, row: Row) -> None:
         """Packing has ended."""
@@ -84,6 +96,7 @@ class Store:
         self.keep: Container[str] = ()  # keys of tensors to hold themselves
         self.offload: Container[str] = ()  # and of those to move to a file
         self.recompute: Mapping[str, Container[str]] = {}  # keys of those to make again, from which others
+        self.signed: Container[str] = ()  # and of those among them whose signs are held
         self.lineage: Lineage | None = None
         self.spill = Spill()
         self.admit: Callable[[str, int], None] | None = None  # raises for a key and bytes that no plan knows
@@ -248,7 +261,7 @@ class Store:
             return self._keep(entry, tensor)
         if key in self.offload and entry.device.type == "cpu":
             return self._offload(entry, tensor)
-        return self._derive(entry) if key in self.recompute else None
+        return self._derive(entry, tensor) if key in self.recompute else None
 
     def _pack_exact(self, entry: Entry, tensor: torch.Tensor, codec: str, options: Mapping[str, Any]) -> str:
         form = codec + "".join(f",{name}={value}" for name, value in options.items())
@@ -291,7 +304,8 @@ class Store:
         codec = codecs.get(choice.codec)
         if self.listener is not None:
             trial = functools.partial(codec.pack, flat, **hints)
-            self.listener.offered(entry.row, choice.codec, flat, choice.scaled, trial)
+            again = functools.partial(self._again, entry)
+            self.listener.offered(entry.row, choice.codec, flat, choice.scaled, trial, again)
         packed = codec.pack(flat, choice.bound, **hints)
         entry.packed["values"] = packed
         entry.row.packed[choice.codec] = packed.nbytes
@@ -307,11 +321,32 @@ class Store:
         moved = self.listener is not None and entry.device.type == "cpu"
         return self._offload(entry, tensor) if moved else self._keep(entry, tensor)
 
-    def _derive(self, entry: Entry) -> str:
+    def _derive(self, entry: Entry, tensor: torch.Tensor) -> str:
         if entry.recipe is None and entry.origin is not None:
             entry.recipe = Recipe(entry.origin, self.recompute[entry.row.key])
             entry.row.packed["recompute"] = 0
+            if entry.row.key in self.signed:
+                packed = entry.packed["sign"] = codecs.get("sign").pack(_flat(tensor, entry.numel))
+                entry.row.packed["sign"] = packed.nbytes
         return "recompute"
+
+    def _again(self, entry: Entry) -> torch.Tensor:
+        """What a recipe would make of the others as they are held now."""
+        found = _derived(entry.origin)
+        assert found is not None
+        assert entry.origin is not None
+        return Recipe(entry.origin, found.sources).follow(self._held, entry.dtype)
+
+    def _held(self, entry: Entry) -> torch.Tensor:
+        """All its values, flat, made anew and left to the caller."""
+        if entry.kept is not None:
+            return _flat(entry.kept, entry.numel)
+        if entry.slot is None:
+            packed = entry.packed["values"]
+            return codecs.get(packed.codec).unpack(packed).view(-1)
+        whole = torch.empty(entry.numel, dtype=entry.dtype)
+        self.spill.read(entry.slot, whole.view(torch.uint8))
+        return whole
 
     def _keep(self, entry: Entry, tensor: torch.Tensor) -> str:
         entry.kept = tensor.detach()
@@ -337,6 +372,8 @@ class Store:
             self.arena.trim()
         if entry.ready is None and entry.recipe is not None:
             entry.ready = entry.recipe.follow(self._value, entry.dtype)
+            if "sign" in entry.packed:
+                _give_sign(entry.ready, entry.packed["sign"])
         if entry.ready is not None:
             return entry.ready
         if entry.slot is not None:
@@ -393,6 +430,17 @@ def _as_saved(handle: Handle, entry: Entry, tensor: torch.Tensor) -> torch.Tenso
             f"{tensor.device}: this is a bug in the codec of '{entry.row.key}'"
         )
     return tensor
+
+
+def _give_sign(flat: torch.Tensor, packed: codecs.Packed) -> None:
+    """Make exactly those elements positive that were, and the others zero where they were made positive."""
+    tiny = torch.finfo(flat.dtype).tiny
+    for start in range(0, flat.numel(), _BLOCK):
+        part = flat[start : start + _BLOCK]
+        positive = torch.empty(part.numel(), dtype=torch.bool)
+        bits = packed.payload[0][start // 8 : (start + _BLOCK) // 8]
+        torch.ops.squeezebox.unpack_bits(bits, 0.0, 1.0, positive.view(torch.uint8))
+        part.copy_(torch.where(positive, part.clamp(min=tiny), part.clamp(max=0.0)))
 
 
 def _keeps_sign(entry: Entry) -> bool:

@@ -109,7 +109,7 @@ def _leanest(table: Table, *, quiet: bool) -> Integers:
     Where only the lowest peak fits, prices for bytes may find no way there.
     """
     able = table.valid & ((table.noise <= 0.0) | (not quiet))
-    able[table.children, table.derived[table.children]] = False
+    able &= ~table.remakes
     passing = table.working + table.making + table.packing
     cost = np.where(able, table.held + 1e-6 * passing, np.inf)
     return np.asarray(np.where(able.any(1), cost.argmin(1), _fastest(table)), np.int64)
@@ -117,7 +117,7 @@ def _leanest(table: Table, *, quiet: bool) -> Integers:
 
 def _ascend(table: Table, limits: _Limits, quick: Integers) -> list[Integers]:
     """The choices of the rounds that passed the budget least and took least time."""
-    prices, noise_price = np.zeros(len(table.profile.base_bytes)), 0.0
+    prices, noise_price = np.zeros(len(table.base)), 0.0
     usable = table.valid & ((table.noise <= 0.0) | (limits.noise > 0.0))
     found: list[tuple[float, Integers]] = []
     choice = quick
@@ -157,18 +157,21 @@ def _cheapest(
     if limits.noise > 0.0:
         costs = costs + noise_price * table.noise / limits.noise
     costs = np.where(usable, costs, np.inf)
-    made = [(row, table.sources[table.children == row]) for row in dict.fromkeys(table.children.tolist())]
-    for row, sources in made:  # what it is worth to those made from a tensor that it serves
-        option = table.derived[row]
-        without = float(np.delete(costs[row], option).min())
-        worth = max(without - float(costs[row].min()), 0.0) if np.isfinite(without) else limits.scale
-        costs[sources] += np.where(table.serves[sources], 0.0, worth / len(sources))
+    for row, option, link in table.links:  # what it is worth to those made from a tensor that it suits
+        own, costs[row, option] = float(costs[row, option]), np.inf
+        without = float(costs[row].min())
+        costs[row, option] = own
+        worth = max(without - own, 0.0) if np.isfinite(without) else limits.scale
+        costs[table.sources[link]] += np.where(table.suits[link], 0.0, worth / len(link))
     choice = np.asarray(costs.argmin(1), np.int64)
-    for row, sources in reversed(made):
-        option = table.derived[row]
-        if choice[row] == option and not table.serves[sources, choice[sources]].all():
-            costs[row, option] = np.inf
-            choice[row] = costs[row].argmin()
+    unsuited = True
+    while unsuited:
+        unsuited = False
+        for row, option, link in reversed(table.links):
+            if choice[row] == option and not table.suits[link, choice[table.sources[link]]].all():
+                costs[row, option] = np.inf
+                choice[row] = costs[row].argmin()
+                unsuited |= bool(choice[row] != option)
     return choice
 
 
@@ -250,8 +253,8 @@ def _polish(table: Table, limits: _Limits, choice: Integers) -> Integers:
         noise = table.noise - table.noise[rows, choice][:, None]
         able = table.allowed(choice) & (seconds < -_TINY) & (noise <= left)
         moves = _by_gain(able, seconds)
-        usage = table.usage(choice)
-        taken = next((move for move in moves if _room(table, limits, usage, choice, *move)), None)
+        usage, begins = table.usage(choice), table.begins(choice)
+        taken = next((move for move in moves if _room(table, limits, usage, begins, choice, *move)), None)
         if taken is None:
             return choice
         choice[taken[0]] = taken[1]
@@ -262,7 +265,7 @@ def _exchanged(table: Table, limits: _Limits, choice: Integers) -> Integers:
     rows = np.arange(len(choice))
     best = table.total(table.seconds, choice)
     tried: set[tuple[int, int]] = set()
-    for number in range(max(_EXCHANGES // len(table.profile.base_bytes), 1)):
+    for number in range(max(_EXCHANGES // len(table.base), 1)):
         seconds = table.seconds - table.seconds[rows, choice][:, None]
         moves = _by_gain(table.allowed(choice) & (seconds < -_TINY), seconds)
         move = next((move for move in moves if move not in tried), None)
@@ -285,19 +288,27 @@ def _by_gain(able: NDArray[np.bool_], seconds: Floats) -> Iterator[tuple[int, in
     return ((int(row), int(option)) for row, option in moves[order])
 
 
-def _room(table: Table, limits: _Limits, usage: Integers, choice: Integers, row: int, option: int) -> bool:
-    """Whether one move leaves every position within the budget."""
-    if len(table.children):
+def _room(
+    table: Table,
+    limits: _Limits,
+    usage: Integers,
+    begins: Integers,
+    choice: Integers,
+    row: int,
+    option: int,
+) -> bool:
+    """Whether one move leaves every position within the budget; ``usage`` and ``begins`` are as before it."""
+    if table.remakes[row, [option, choice[row]]].any():  # others are there earlier, or later
         moved = choice.copy()
         moved[row] = option
         return bool(table.usage(moved).max() <= limits.bytes_)
-    use = table.first_use[row]
-    first = min(int(table.starts[row].min()), int(table.saved[row]), int(use))
+    begin = begins[row]
+    first = min(int(table.starts[row].min()), int(table.saved[row]), int(begin))
     end, work_end = table.ends[row], table.work_ends[row]
     change = np.zeros(work_end - first, np.int64)
     for which, sign in ((option, 1), (int(choice[row]), -1)):
         change[table.starts[row, which] - first : end - first] += sign * table.held[row, which]
-        change[use - first :] += sign * table.working[row, which]
-        change[use - first] += sign * table.making[row, which]
+        change[begin - first :] += sign * table.working[row, which]
+        change[begin - first] += sign * table.making[row, which]
         change[table.saved[row] - first] += sign * table.packing[row, which]
     return bool((usage[first:work_end] + change).max(initial=0) <= limits.bytes_)

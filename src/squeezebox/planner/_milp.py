@@ -42,7 +42,7 @@ def optimum(profile: Profile, budget: Budget, *, seconds: float = 60.0, gap: flo
     )
     if result.status == 2:
         bytes_ = np.where(table.valid, table.held + table.working, np.iinfo(np.int64).max)
-        bytes_[table.children, table.derived[table.children]] = np.iinfo(np.int64).max
+        bytes_[table.children, table.made] = np.iinfo(np.int64).max
         raise infeasible(table, budget, bytes_.argmin(1))
     if result.x is None:
         raise OptionError(f"the solver found no plan within {seconds:g} s ({result.message}); allow more.")
@@ -62,10 +62,12 @@ def _early(table: Table) -> list[tuple[int, int, int]]:
         positions = {int(table.first_use[child]), *wanted.get(child, ())}
         before = {position for position in positions if position < table.first_use[source]}
         wanted.setdefault(source, set()).update(before)
+    lends = np.zeros_like(table.valid)
+    np.logical_or.at(lends, table.sources, table.suits)
     return [
         (row, int(option), position)
         for row, positions in wanted.items()
-        for option in np.nonzero(table.serves[row] & table.valid[row] & (table.working[row] > 0))[0]
+        for option in np.nonzero(lends[row] & table.valid[row] & (table.working[row] > 0))[0]
         for position in sorted(positions)
     ]
 
@@ -91,7 +93,7 @@ def _constraints(
     bytes_ = bytes_ + (table.first_use[rows] == positions[:, None]) * table.making[rows, options]
     bytes_ = bytes_ + (table.saved[rows] == positions[:, None]) * table.packing[rows, options]
     bytes_ = np.hstack((bytes_, _early_bytes(table, positions, early)))
-    room = budget.peak_bytes - np.asarray(table.profile.base_bytes, np.int64)[positions]
+    room = budget.peak_bytes - table.base[positions]
     scale = max(budget.peak_bytes, 1)
     constraints = [
         optimize.LinearConstraint(single, 1, 1),
@@ -134,15 +136,14 @@ def _links(
 ) -> Iterator[tuple[list[tuple[int, int]], int]]:
     """Rows (terms, limit): what is made from others needs them to serve, and there when it is used."""
     number = {variable: len(columns) + at for at, variable in enumerate(early)}
-    made_from: dict[int, list[int]] = {}
-    for child, source in zip(table.children.tolist(), table.sources.tolist(), strict=True):
-        made_from.setdefault(source, []).append(child)
-        serving = np.nonzero(table.serves[source] & table.valid[source])[0]
-        option = int(table.derived[child])
-        yield [(columns[child, option], 1), *((columns[source, int(o)], -1) for o in serving)], 0
+    made_from: dict[int, list[tuple[int, int]]] = {}
+    pairs = zip(table.children.tolist(), table.made.tolist(), table.sources.tolist(), strict=True)
+    for (child, again, source), suits in zip(pairs, table.suits, strict=True):
+        made_from.setdefault(source, []).append((child, again))
+        suitable = np.nonzero(suits & table.valid[source])[0]
+        yield [(columns[child, again], 1), *((columns[source, int(o)], -1) for o in suitable)], 0
     for (row, option, position), column in number.items():
-        for child in made_from[row]:
-            again = int(table.derived[child])
+        for child, again in made_from[row]:
             direct = table.first_use[child] == position
             needed = columns[child, again] if direct else number.get((child, again, position))
             if needed is not None:
@@ -154,7 +155,7 @@ def _links(
 
 def _distinct(table: Table) -> Integers:
     """Of the positions between two events, at which the same tensors live, the one with the largest base."""
-    base = np.asarray(table.profile.base_bytes, np.int64)
+    base = table.base
     passing = (table.saved, table.saved + 1, table.first_use, table.first_use + 1)
     events = np.unique(np.concatenate(([0], table.starts.ravel(), *passing, table.ends, table.work_ends)))
     starts = events[events < len(base)]

@@ -20,6 +20,7 @@ class Table:
     """Options padded to the longest list; ``valid`` marks the real ones."""
 
     profile: Profile
+    base: Integers
     valid: NDArray[np.bool_]
     held: Integers
     working: Integers
@@ -32,15 +33,17 @@ class Table:
     first_use: Integers
     ends: Integers  # one past the last position that holds it, and that has its buffer
     work_ends: Integers
-    serves: NDArray[np.bool_]
-    derived: Integers  # per row, its option that is made from others; -1 without
-    children: Integers  # pairs of a row and one it is then made from, the last saved first
-    sources: Integers
+    children: Integers  # rows with an option that is made from others, once for each, the last saved first
+    made: Integers  # that option,
+    remakes: NDArray[np.bool_]  # also marked among all options
+    sources: Integers  # and the row it is made from,
+    suits: NDArray[np.bool_]  # of which these options suit it
+    links: tuple[tuple[int, int, Integers], ...]  # (child, made, where that is in children), in order
 
     def usage(self, choice: Integers) -> Integers:
         """Bytes at every position if tensor ``t`` takes option ``choice[t]``."""
         rows = np.arange(len(choice))
-        steps = np.zeros(len(self.profile.base_bytes) + 1, np.int64)
+        steps = np.zeros(len(self.base) + 1, np.int64)
         held = (self.held, self.starts[rows, choice], self.ends)
         begins = self.begins(choice)
         working, making = (self.working, begins, self.work_ends), (self.making, begins, begins + 1)
@@ -49,23 +52,24 @@ class Table:
             chosen = bytes_[rows, choice]
             np.add.at(steps, start, chosen)
             np.subtract.at(steps, end, chosen)
-        return np.asarray(self.profile.base_bytes, np.int64) + np.cumsum(steps[:-1])
+        return self.base + np.cumsum(steps[:-1])
 
     def begins(self, choice: Integers) -> Integers:
         """From where on each tensor is there unpacked: its own first use, or that of one made from it."""
-        begins = self.first_use.copy()
-        active = (choice == self.derived)[self.children]
-        for child, source in zip(self.children[active], self.sources[active], strict=True):
+        begins: list[int] = self.first_use.tolist()
+        active = choice[self.children] == self.made
+        pairs = zip(self.children[active].tolist(), self.sources[active].tolist(), strict=True)
+        for child, source in pairs:
             begins[source] = min(begins[source], begins[child])
-        return begins
+        return np.array(begins, np.int64)
 
     def allowed(self, choice: Integers) -> NDArray[np.bool_]:
         """Options that one tensor may change to while the others stay: what serves is not taken away."""
         allowed = self.valid.copy()
-        lost = self.children[~self.serves[self.sources, choice[self.sources]]]
-        allowed[lost, self.derived[lost]] = False
-        needed = self.sources[(choice == self.derived)[self.children]]
-        allowed[needed] &= self.serves[needed]
+        lost = ~self.suits[np.arange(len(self.suits)), choice[self.sources]]
+        allowed[self.children[lost], self.made[lost]] = False
+        active = choice[self.children] == self.made
+        np.logical_and.at(allowed, self.sources[active], self.suits[active])
         return allowed
 
     def weighted(self, weights: Floats, choice: Integers) -> Floats:
@@ -78,9 +82,7 @@ class Table:
         bytes_ = np.asarray(held + working + passing, np.float64)
         first, children, sources = self.first_use[self.sources], self.children, self.sources
         earlier = before[first] - before[np.minimum(begins[children], first)]
-        np.add.at(
-            bytes_, (children, self.derived[children]), self.working[sources, choice[sources]] * earlier
-        )
+        np.add.at(bytes_, (children, self.made), self.working[sources, choice[sources]] * earlier)
         return bytes_
 
     def total(self, values: Floats, choice: Integers) -> float:
@@ -127,6 +129,7 @@ def tabulate(profile: Profile) -> Table:
     width = max((len(tensor.options) for tensor in tensors), default=1)
     return Table(
         profile=profile,
+        base=np.array(profile.base_bytes, np.int64),
         valid=np.array([[i < len(t.options) for i in range(width)] for t in tensors], bool).reshape(
             -1, width
         ),
@@ -141,16 +144,17 @@ def tabulate(profile: Profile) -> Table:
         first_use=np.array([tensor.first_use for tensor in tensors], np.int64),
         ends=np.array([tensor.last_use + 1 for tensor in tensors], np.int64),
         work_ends=np.array([1 + max(t.last_use, min(t.idle_until, last)) for t in tensors], np.int64),
-        serves=_column(tensors, width, "serves", np.bool_),
-        **_derivations(tensors),
+        **_derivations(tensors, width),
     )
 
 
-def _derivations(tensors: tuple[TensorProfile, ...]) -> dict[str, Any]:
+def _derivations(tensors: tuple[TensorProfile, ...], width: int) -> dict[str, Any]:
     """Which option of which row is made from which other rows."""
     rows = {tensor.key: row for row, tensor in enumerate(tensors)}
-    derived = np.full(len(tensors), -1, np.int64)
-    pairs: list[tuple[int, int]] = []
+    exact = _column(tensors, width, "serves", np.bool_)
+    near = _column(tensors, width, "approximates", np.bool_)
+    links: list[tuple[int, int, int]] = []
+    suits: list[NDArray[np.bool_]] = []
     for row in sorted(range(len(tensors)), key=lambda row: -tensors[row].saved_at):
         tensor = tensors[row]
         for number, option in enumerate(tensor.options):
@@ -158,15 +162,27 @@ def _derivations(tensors: tuple[TensorProfile, ...]) -> dict[str, Any]:
                 continue
             known = [rows[key] for key in option.sources if key in rows]
             early = all(tensors[source].saved_at < tensor.saved_at for source in known)
-            if derived[row] >= 0 or len(known) < len(option.sources) or not early:
+            if len(known) < len(option.sources) or not early:
                 raise OptionError(
-                    f"tensor '{tensor.key}' is made from {', '.join(option.sources)}; a tensor has one such "
-                    "option, and those it names are in the profile and saved before it."
+                    f"tensor '{tensor.key}' is made from {', '.join(option.sources)}; those are not all in "
+                    "the profile and saved before it."
                 )
-            derived[row] = number
-            pairs += [(row, source) for source in known]
-    children, sources = np.array(pairs, np.int64).reshape(-1, 2).T
-    return {"derived": derived, "children": children, "sources": sources}
+            links += [(row, number, source) for source in known]
+            suits += [(near if option.tolerates else exact)[source] for source in known]
+    children, made, sources = np.array(links, np.int64).reshape(-1, 3).T
+    remakes = np.zeros((len(tensors), width), bool)
+    remakes[children, made] = True
+    numbers: dict[tuple[int, int], list[int]] = {}
+    for at, (child, again, _) in enumerate(links):
+        numbers.setdefault((child, again), []).append(at)
+    return {
+        "remakes": remakes,
+        "links": tuple((*pair, np.array(each, np.int64)) for pair, each in numbers.items()),
+        "children": children,
+        "made": made,
+        "sources": sources,
+        "suits": np.array(suits, bool).reshape(-1, width),
+    }
 
 
 def _starts(tensors: tuple[TensorProfile, ...], width: int) -> Integers:
@@ -190,7 +206,7 @@ def infeasible(table: Table, budget: Budget, least: Integers) -> BudgetError:
     """The error for a budget that nothing meets, given the smallest choice found."""
     usage = table.usage(least)
     position = int(usage.argmax())
-    base = table.profile.base_bytes[position]
+    base = table.base[position]
     return BudgetError(
         f"no plan keeps every position within {budget.peak_bytes} bytes at noise {budget.noise:g}: the "
         f"smallest found needs {int(usage[position])} bytes, at position {position}, of which {base} are "

@@ -5,6 +5,7 @@ May touch: torch's profiler, allocator counters, fake tensors, and a folder of p
 """
 
 from squeezebox.profiling._cache import load_profile, profile_key, store_profile
+from squeezebox.profiling._gains import Gain, GainProfiler
 from squeezebox.profiling._optimizer import state_bytes, transient_bytes
 from squeezebox.profiling._options import StepProfiler
 from squeezebox.profiling._peak import Peak, PeakMeter
@@ -12,6 +13,8 @@ from squeezebox.profiling._simulate import OPTIMIZERS, Simulation, simulate
 
 __all__ = [
     "OPTIMIZERS",
+    "Gain",
+    "GainProfiler",
     "Peak",
     "PeakMeter",
     "Simulation",

@@ -13,6 +13,7 @@ import torch
 
 from squeezebox import codecs
 from squeezebox.memory import Spill
+from squeezebox.profiling._gains import Gain
 from squeezebox.profiling._timeline import Life, Timeline, Trace
 from squeezebox.schema import Action, Moment, Option, Profile, TensorProfile
 
@@ -20,6 +21,7 @@ from squeezebox.schema import Action, Moment, Option, Profile, TensorProfile
 _TRIED = (1.0, 0.35, 0.12, 0.03)
 _BETWEEN = 3
 _BLOCK = 1 << 24
+_CHEAP = 0.5  # of the time to pack a tensor: made again from a packed one only in less
 _MARGIN = 1.05  # other batches, and bounds between the tried ones, pack a little worse
 
 
@@ -30,6 +32,10 @@ class Row(Protocol):
     saved_bytes: int
     reads_values: bool
     packed: dict[str, int]
+
+    @property
+    def reads_sign(self) -> bool:
+        """Whether backward asks which elements are positive."""
 
     @property
     def packed_bytes(self) -> int:
@@ -75,10 +81,12 @@ class StepProfiler:
 
     Values are packed at a few bounds beside the one in force; what lies between is interpolated, bytes
     and seconds linearly in the bound's logarithm. Plain steps that it listens to before :meth:`start` time
-    the operators once more each.
+    operators once more each. With the ``gains`` of tensors that can be made again, they may be so from
+    packed ones too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gains: Mapping[str, Gain] | None = None) -> None:
+        self._gains = gains or {}
         self._timeline = Timeline()
         self._seen: dict[int, _Seen] = {}
         self._numbers: dict[int, int] = {}
@@ -110,13 +118,25 @@ class StepProfiler:
         """
         trace, seconds_a_byte = self._timeline.stop(held, gradients), _transfer()
         lives = {seen.row.key: trace.lives[number] for number, seen in self._seen.items()}
+        again = {
+            seen.row.key: self._recomputed(seen, lives, trace.call_bytes, sensitivities)
+            for seen in self._seen.values()
+        }
+        spreads: dict[str, float] = {}
+        for key, options in again.items():
+            for option in options:
+                if option.tolerates:
+                    (source,) = option.sources
+                    spread = self._gains[key].square * sensitivities[key]
+                    spreads[source] = spreads.get(source, 0.0) + spread
         tensors = tuple(
             _profile(
                 seen,
                 lives[seen.row.key],
                 sensitivities,
                 seconds_a_byte,
-                self._recomputed(seen, lives, trace.call_bytes),
+                again[seen.row.key],
+                spreads.get(seen.row.key),
             )
             for seen in self._seen.values()
         )
@@ -155,7 +175,13 @@ class StepProfiler:
         self._started = time.perf_counter()
 
     def offered(
-        self, row: Row, codec: str, flat: torch.Tensor, scaled: bool, trial: Callable[..., codecs.Packed]
+        self,
+        row: Row,
+        codec: str,
+        flat: torch.Tensor,
+        scaled: bool,
+        trial: Callable[..., codecs.Packed],
+        again: Callable[[], torch.Tensor],
     ) -> None:
         """As capture's Listener: pack at a few bounds."""
         begun = time.perf_counter()
@@ -189,9 +215,13 @@ class StepProfiler:
         self._timeline.release(self._numbers[id(row)])
 
     def _recomputed(
-        self, seen: _Seen, lives: Mapping[str, Life], call_bytes: Mapping[int, int]
+        self,
+        seen: _Seen,
+        lives: Mapping[str, Life],
+        call_bytes: Mapping[int, int],
+        sensitivities: Mapping[str, float],
     ) -> list[Option]:
-        """Making the tensor again, if those it comes from outlive it."""
+        """Making the tensor again, if those it comes from outlive it: from all their values, or nearly so."""
         found = seen.derive() if seen.decodes else None
         own = lives[seen.row.key]
         if found is None or not all(
@@ -203,17 +233,29 @@ class StepProfiler:
             return []
         held = sum(call.state_bytes for call in found.calls)
         working = sum(call_bytes.get(call.number, 0) for call in found.calls)
-        return [
-            Option(
-                action=Action.REGENERATE if held and not found.sources else Action.RECOMPUTE,
-                held_bytes=held,
-                working_bytes=seen.row.saved_bytes,
-                making_bytes=max(working - seen.row.saved_bytes, 0),
-                seconds=sum(self._calls[call.number] for call in found.calls),
-                sources=found.sources,
-                serves=True,
+        exact = Option(
+            action=Action.REGENERATE if held and not found.sources else Action.RECOMPUTE,
+            held_bytes=held,
+            working_bytes=seen.row.saved_bytes,
+            making_bytes=max(working - seen.row.saved_bytes, 0),
+            seconds=sum(self._calls[call.number] for call in found.calls),
+            sources=found.sources,
+            serves=True,
+        )
+        gain = self._gains.get(seen.row.key)
+        known = gain is not None and (gain.source,) == found.sources and seen.row.key in sensitivities
+        if gain is None or not known or not seen.tried:
+            return [exact]
+        near = dataclasses.replace(exact, serves=False, tolerates=True)
+        if seen.row.reads_sign:
+            near = dataclasses.replace(
+                near,
+                codec="sign",
+                held_bytes=near.held_bytes + gain.sign_bytes,
+                seconds=near.seconds + gain.sign_seconds,
             )
-        ]
+        cheap = near.seconds < _CHEAP * min(option.seconds for option in seen.tried)
+        return [exact, near] if cheap else [exact]
 
 
 def _transfer() -> float:
@@ -238,15 +280,22 @@ def _profile(
     sensitivities: Mapping[str, float],
     seconds_a_byte: float,
     recomputed: list[Option],
+    spread: float | None,
 ) -> TensorProfile:
-    """The options of one tensor: itself, packed as it was or at other bounds, moved, or made again."""
+    """The options of one tensor: itself, packed as it was or at other bounds, moved, or made again.
+
+    Packed, it approximates others at the noise that its error makes in them: ``spread`` for a unit bound.
+    """
     row = seen.row
     decoded = (row.saved_bytes if row.packed else life.decoded_bytes) if seen.decodes else 0
     keep = Option(action=Action.KEEP, codec="keep", held_bytes=row.saved_bytes, serves=True)
     cost = sensitivities.get(row.key)
     options = [keep]
     if seen.tried and cost is not None:
-        options += [_costed(option, cost, decoded) for option in _interpolated(seen.tried)]
+        packed = [_costed(option, cost, decoded) for option in _interpolated(seen.tried)]
+        options += packed
+        if spread is not None:
+            options += [_approximating(option, spread) for option in packed]
     elif not seen.tried and not {"keep", "offload"} & set(row.packed):
         codec = "+".join(row.packed) or "none"
         exact = _exact(codec, row.packed_bytes, decoded, seen.seconds, row.reads_values)
@@ -301,6 +350,11 @@ def _costed(option: Option, cost: float, decoded: int) -> Option:
         seconds=option.seconds,
         noise=cost * option.bound**2,
     )
+
+
+def _approximating(option: Option, spread: float) -> Option:
+    """The option, and others made again from what it holds."""
+    return dataclasses.replace(option, noise=option.noise + spread * option.bound**2, approximates=True)
 
 
 def _interpolated(tried: list[Option]) -> list[Option]:

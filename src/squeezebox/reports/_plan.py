@@ -73,6 +73,13 @@ class StepPlan:
         return {tensor.key: tensor.option.sources for tensor in self.tensors if tensor.option.action in again}
 
     @property
+    def signed(self) -> frozenset[str]:
+        """Keys of those among them whose signs are held."""
+        return frozenset(
+            tensor.key for tensor in self.tensors if tensor.option.sources and tensor.option.codec == "sign"
+        )
+
+    @property
     def bounds(self) -> dict[str, float]:
         """Error bounds of the tensors that are packed by value; 0 where nothing is lost."""
         return {
@@ -198,7 +205,8 @@ def _line(tensor: PlannedTensor, width: int) -> str:
     option = tensor.option
     ratio = tensor.saved_bytes / max(option.held_bytes, 1)
     detail = f"{option.codec} {option.bound:.1e}" if option.bound else option.codec
-    detail = f"from {', '.join(option.sources)}" if option.sources else detail
+    if option.sources:
+        detail = f"from {', '.join(option.sources)}" + (", and its signs" if option.codec else "")
     return (
         f"{tensor.key:<{width}}  {human_bytes(tensor.saved_bytes):>10}  {option.action.value:<10} "
         f"{human_bytes(option.held_bytes):>10}  {ratio:>5.1f}x  {1e3 * option.seconds:>6.1f} ms  {detail}"

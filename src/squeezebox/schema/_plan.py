@@ -28,7 +28,8 @@ class Option:
 
     Recomputing starts from the tensors named in ``sources``. Each of them must be held in an option that
     ``serves``, having all its values exactly, and is unpacked or recomputed by then and stays so until its
-    own last use.
+    own last use. An option that ``tolerates`` errors needs one that ``approximates`` instead: its noise is
+    also that of all tensors which may be made from what it holds.
     """
 
     action: Action
@@ -42,6 +43,8 @@ class Option:
     noise: float = 0.0
     sources: tuple[str, ...] = ()
     serves: bool = False
+    approximates: bool = False
+    tolerates: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

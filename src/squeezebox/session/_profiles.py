@@ -16,6 +16,8 @@ from squeezebox import __version__
 from squeezebox.bounds import NoiseBudget
 from squeezebox.capture import Stopwatch, Tracer
 from squeezebox.profiling import (
+    Gain,
+    GainProfiler,
     StepProfiler,
     load_profile,
     profile_key,
@@ -92,7 +94,7 @@ class _Profiling:
         self._statistics_steps = STATISTICS_STEPS if subject.noise else 1
         learning = 0 if whole is not None else 1 + self._statistics_steps
         kinds = 3 if whole is None else 4  # of timed steps
-        self._done, self._total = 0, learning + kinds * _TIMED_STEPS + 1
+        self._done, self._total = 0, learning + kinds * _TIMED_STEPS + 1 + bool(subject.noise)
 
     def run(self, budget_bytes: float | None, region: Region | None) -> StepProfile:
         """See :func:`profile_step`."""
@@ -103,8 +105,9 @@ class _Profiling:
         parts = self._parts()
         subject.model.zero_grad(set_to_none=True)
         store.arena.clear()
-        profiler = self._profiler = store.listener = StepProfiler()
         store.lineage = session._recorder.lineage()
+        gains = self._gains() if subject.noise else {}
+        profiler = self._profiler = store.listener = StepProfiler(gains)
         try:
             for _ in range(_TIMED_STEPS):
                 self._plain("a plain step, operator by operator")
@@ -173,6 +176,18 @@ class _Profiling:
         finally:
             store.keep, store.lineage = (), None
         return min(watch.holding for watch in watches), min(watch.following for watch in watches)
+
+    def _gains(self) -> dict[str, Gain]:
+        """What errors of packed tensors would be in those that can be made from them."""
+        found = self._session._store.listener = GainProfiler()
+        try:
+            self._session._replay(self._step, bypass=False)
+        finally:
+            self._session._store.listener = None
+        self._tell("errors of tensors made from others")
+        self._subject.model.zero_grad(set_to_none=True)
+        self._session._store.arena.clear()
+        return found.gains
 
     def _step(self) -> None:
         """Forward, loss and backward; nobody holds the output through backward."""
@@ -249,12 +264,12 @@ def without(seen: StepProfile, actions: Container[Action]) -> StepProfile:
 
 
 def _sensitivities(profile: Profile) -> dict[str, float]:
-    """Key -> relative gradient noise for a unit bound, as the options have it."""
+    """Key -> relative gradient noise for a unit bound, as the options that serve no other have it."""
     return {
         tensor.key: option.noise / option.bound**2
         for tensor in profile.tensors
         for option in tensor.options
-        if option.bound > 0.0
+        if option.bound > 0.0 and not option.approximates
     }
 
 

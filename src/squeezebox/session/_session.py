@@ -229,7 +229,7 @@ class Session:
         """Hold tensors as the plan says from now on."""
         self._plan, self._policy.controller = plan, Planned(bounds=plan.bounds)
         self._store.keep, self._store.offload = plan.kept, plan.offloaded
-        self._store.recompute = plan.recomputed
+        self._store.recompute, self._store.signed = plan.recomputed, plan.signed
         self._store.lineage = self._recorder.lineage() if plan.recomputed else None
         self._store.late_values = {key: Role(role) for key, role in plan.late_values.items()}
         planned = {tensor.key: tensor.saved_bytes for tensor in plan.tensors}
