@@ -159,7 +159,8 @@ class Sliced(torch.autograd.Function):
     Holds ``x``, which must not need a gradient, for backward, and a few numbers a channel; everything
     else is computed again there. A batch normalisation takes one more pass forward, for its moments, and
     one more backward, for the sums that its gradient needs. Outputs and gradients are those of the whole
-    batch but for the order in which slices are summed: about 1e-6 relative in float32.
+    batch but for the order in which slices are summed: about 1e-6 relative in float32, and more where that
+    rounding decides a ReLU or a pooling near a tie.
     """
 
     @staticmethod

@@ -65,7 +65,8 @@ def attach(
             COMET's controller without an optimizer.
         AttachError: the model has a session already.
         BudgetError: no plan fits the budget; later too, from the model's forward, with "replan".
-        UnsupportedModelError: the model spans two devices or is compiled.
+        UnsupportedModelError: the model spans two devices or is compiled; later too, from its forward: the
+            plan makes tensors again from parameters that fully_shard has taken away.
     """
     if on_mismatch not in ("refuse", "replan"):
         raise OptionError(f"on_mismatch {on_mismatch!r} is neither 'refuse' nor 'replan'.")
