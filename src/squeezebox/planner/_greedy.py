@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +14,9 @@ from squeezebox.planner._table import Floats, Integers, Table, as_chosen, infeas
 from squeezebox.schema import Budget, Option, Plan, Profile
 
 _ROUNDS = 200  # of the ascent
-_KEPT = 24  # rounds that are repaired
-_POLISHED = 12  # of those, the fastest
+_KEPT = 24  # rounds that are repaired,
+_POLISHED = 12  # of those, the fastest:
+_MANY = 300  # tensors, from which on there are fewer of both
 _EXCHANGES = 150_000  # tried, times positions
 _WORTHWHILE = 1e-3  # of the time, to go on from there
 _LAST = 4  # moves that may be the last, tried each time
@@ -77,15 +79,17 @@ def _limits(table: Table, budget: Budget) -> _Limits:
 def _fitting(table: Table, budget: Budget) -> Integers:
     """The fastest of the choices that prices, repair and polish lead to."""
     limits = _limits(table, budget)
-    quick = _fastest(table)
+    quick, effort = _fastest(table), min(1.0, _MANY / max(len(table.valid), 1))
     tried = [quick, _leanest(table, quiet=True), _leanest(table, quiet=False), *_ascend(table, limits, quick)]
+    tried = tried[: 3 + math.ceil(effort * _KEPT)]
     repaired = (_repaired(table, limits, choice, frugal=way) for choice in tried for way in (True, False))
     fitting = [choice for choice in repaired if choice is not None]
     if not fitting:
         least = min(tried, key=lambda choice: _worst(table, limits, choice))
         raise infeasible(table, budget, least)
     fitting.sort(key=lambda choice: table.total(table.seconds, choice))
-    polished = [_polish(table, limits, choice) for choice in _unlike(fitting)[:_POLISHED]]
+    fastest = _unlike(fitting)[: math.ceil(effort * _POLISHED)]
+    polished = [_polish(table, limits, choice) for choice in fastest]
     return min(polished, key=lambda choice: table.total(table.seconds, choice))
 
 
@@ -248,16 +252,18 @@ def _polish(table: Table, limits: _Limits, choice: Integers) -> Integers:
     """Single moves that save time and still fit, the best first, until there is none."""
     choice, rows = choice.copy(), np.arange(len(choice))
     while True:
-        left = limits.noise * (1 + 1e-9) - table.total(table.noise, choice)
         seconds = table.seconds - table.seconds[rows, choice][:, None]
         noise = table.noise - table.noise[rows, choice][:, None]
-        able = table.allowed(choice) & (seconds < -_TINY) & (noise <= left)
-        moves = _by_gain(able, seconds)
-        usage, begins = table.usage(choice), table.begins(choice)
-        taken = next((move for move in moves if _room(table, limits, usage, begins, choice, *move)), None)
-        if taken is None:
+        left = limits.noise * (1 + 1e-9) - table.total(table.noise, choice)
+        able = table.allowed(choice) & (seconds < -_TINY) & (noise <= left) & _room(table, limits, choice)
+        before = choice.copy()
+        for row, option in _by_gain(able, seconds):
+            moved = choice.copy()
+            moved[row] = option
+            if choice[row] == before[row] and limits.fits(table, moved) and table.is_sound(moved):
+                choice = moved
+        if (choice == before).all():
             return choice
-        choice[taken[0]] = taken[1]
 
 
 def _exchanged(table: Table, limits: _Limits, choice: Integers) -> Integers:
@@ -288,27 +294,47 @@ def _by_gain(able: NDArray[np.bool_], seconds: Floats) -> Iterator[tuple[int, in
     return ((int(row), int(option)) for row, option in moves[order])
 
 
-def _room(
-    table: Table,
-    limits: _Limits,
-    usage: Integers,
-    begins: Integers,
-    choice: Integers,
-    row: int,
-    option: int,
-) -> bool:
-    """Whether one move leaves every position within the budget; ``usage`` and ``begins`` are as before it."""
-    if table.remakes[row, [option, choice[row]]].any():  # others are there earlier, or later
-        moved = choice.copy()
-        moved[row] = option
-        return bool(table.usage(moved).max() <= limits.bytes_)
-    begin = begins[row]
-    first = min(int(table.starts[row].min()), int(table.saved[row]), int(begin))
-    end, work_end = table.ends[row], table.work_ends[row]
-    change = np.zeros(work_end - first, np.int64)
-    for which, sign in ((option, 1), (int(choice[row]), -1)):
-        change[table.starts[row, which] - first : end - first] += sign * table.held[row, which]
-        change[begin - first :] += sign * table.working[row, which]
-        change[begin - first] += sign * table.making[row, which]
-        change[table.saved[row] - first] += sign * table.packing[row, which]
-    return bool((usage[first:work_end] + change).max(initial=0) <= limits.bytes_)
+def _room(table: Table, limits: _Limits, choice: Integers) -> NDArray[np.bool_]:
+    """Single moves that leave every position within the budget, as far as the tensor itself goes.
+
+    One to or from being made from others also changes from when on those are there.
+    """
+    rows, taken = np.arange(len(choice))[:, None], choice[:, None]
+    begins, ends, work_ends, saved = (
+        each[:, None] for each in (table.begins(choice), table.ends, table.work_ends, table.saved)
+    )
+    old = table.starts[rows, taken]
+    changes = (
+        (table.starts, ends, table.held),
+        (old, ends, -table.held[rows, taken]),
+        (begins, work_ends, table.working - table.working[rows, taken]),
+        (begins, begins + 1, table.making - table.making[rows, taken]),
+        (saved, saved + 1, table.packing - table.packing[rows, taken]),
+    )
+    edges = [table.starts, old, begins, begins + 1, saved, saved + 1, ends, work_ends]
+    edges = list(np.sort(np.stack(np.broadcast_arrays(*edges)), axis=0))
+    free, fits = _Lowest(limits.bytes_ - table.usage(choice)), table.valid.copy()
+    for start, end in pairwise(edges):
+        more = sum(np.where((first <= start) & (start < last), bytes_, 0) for first, last, bytes_ in changes)
+        fits &= free.between(start, end) >= more
+    return fits
+
+
+class _Lowest:
+    """The lowest of any range of a list, at once: lists of the lowest of 1, 2, 4, ... from each place on."""
+
+    def __init__(self, values: Integers) -> None:
+        rows, reach = [values], 1
+        while 2 * reach <= len(values):
+            last = rows[-1]
+            rows.append(np.append(np.minimum(last[:-reach], last[reach:]), last[-reach:]))
+            reach *= 2
+        self._rows = np.array(rows)
+
+    def between(self, starts: Integers, ends: Integers) -> Integers:
+        """From ``starts`` to before ``ends``, element by element; the largest integer where that is empty."""
+        filled = ends > starts
+        level = np.frexp(np.where(filled, ends - starts, 1))[1] - 1
+        first, second = np.where(filled, starts, 0), np.where(filled, ends - 2**level, 0)
+        low = np.minimum(self._rows[level, first], self._rows[level, second])
+        return np.where(filled, low, np.iinfo(np.int64).max)

@@ -66,11 +66,19 @@ class Table:
     def allowed(self, choice: Integers) -> NDArray[np.bool_]:
         """Options that one tensor may change to while the others stay: what serves is not taken away."""
         allowed = self.valid.copy()
-        lost = ~self.suits[np.arange(len(self.suits)), choice[self.sources]]
+        lost = ~self._suited(choice)
         allowed[self.children[lost], self.made[lost]] = False
         active = choice[self.children] == self.made
         np.logical_and.at(allowed, self.sources[active], self.suits[active])
         return allowed
+
+    def is_sound(self, choice: Integers) -> bool:
+        """Whether what is made from others has sources that suit it."""
+        active = choice[self.children] == self.made
+        return bool(self._suited(choice)[active].all())
+
+    def _suited(self, choice: Integers) -> NDArray[np.bool_]:
+        return self.suits[np.arange(len(self.suits)), choice[self.sources]]
 
     def weighted(self, weights: Floats, choice: Integers) -> Floats:
         """Bytes of every option, each position's by its weight, the other tensors as they are chosen."""
