@@ -165,17 +165,18 @@ def _cheapest(
         own, costs[row, option] = float(costs[row, option]), np.inf
         without = float(costs[row].min())
         costs[row, option] = own
-        worth = max(without - own, 0.0) if np.isfinite(without) else limits.scale
-        costs[table.sources[link]] += np.where(table.suits[link], 0.0, worth / len(link))
+        worth = max(without - own, 0.0) if without < np.inf else limits.scale
+        if worth > 0.0:
+            costs[table.sources[link]] += np.where(table.suits[link], 0.0, worth / len(link))
     choice = np.asarray(costs.argmin(1), np.int64)
-    unsuited = True
-    while unsuited:
-        unsuited = False
+    while not table.is_sound(choice):
+        before = choice.copy()
         for row, option, link in reversed(table.links):
             if choice[row] == option and not table.suits[link, choice[table.sources[link]]].all():
                 costs[row, option] = np.inf
                 choice[row] = costs[row].argmin()
-                unsuited |= bool(choice[row] != option)
+        if (choice == before).all():  # there is nothing else for it
+            break
     return choice
 
 

@@ -60,7 +60,9 @@ class Table:
         active = choice[self.children] == self.made
         pairs = zip(self.children[active].tolist(), self.sources[active].tolist(), strict=True)
         for child, source in pairs:
-            begins[source] = min(begins[source], begins[child])
+            begin = begins[child]
+            if begin < begins[source]:
+                begins[source] = begin
         return np.array(begins, np.int64)
 
     def allowed(self, choice: Integers) -> NDArray[np.bool_]:
