@@ -1,6 +1,12 @@
-"""Settings for every test: how many examples a property gets."""
+"""Settings for every test: how many examples a property gets, and kernels without a device."""
 
+import os
+
+import torch
 from hypothesis import HealthCheck, settings
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read once, when triton is imported
 
 # No deadline and no complaint about slowness: kernels compile on their first example, cores are shared.
 settings.register_profile(

@@ -16,7 +16,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 VALUED = [
     name for name in codecs.available() if name not in ("mask", "sign", "interval", "narrow", "pool-index")
 ]
-NEEDS_BOUND = ("entropy", "entropy-sign")
+NEEDS_BOUND = ("blocks", "entropy", "entropy-sign")
 HOSTILE = (0.0, -0.0, 1e-45, -1e-45, 1e-40, 1e-38, 6e-8, 1e-3, 1.0, -1.0, 65504.0, 1e30, 3.4e38, -3.4e38)
 
 

@@ -7,6 +7,7 @@ May touch: torch's saved-tensor hooks, function modes, autograd nodes and compil
 from squeezebox.capture._compiled._bits import BitRule, HalfSteps
 from squeezebox.capture._compiled._codes import BITS
 from squeezebox.capture._compiled._step import CompiledStep
+from squeezebox.capture._device import DeviceBlocks
 from squeezebox.capture._entries import Row, is_plain
 from squeezebox.capture._graph import in_backward, leaves
 from squeezebox.capture._install import (
@@ -30,6 +31,7 @@ __all__ = [
     "Choice",
     "Collector",
     "CompiledStep",
+    "DeviceBlocks",
     "HalfSteps",
     "Installation",
     "Listener",

@@ -29,6 +29,7 @@ class Row:
     packed: dict[str, int] = field(default_factory=dict)
     bound: float = 0.0  # in the unit the controller gave it
     absolute_bound: float = 0.0
+    slot: int | None = None  # in a device's arena, which alone knows the bytes
 
     @property
     def reads_sign(self) -> bool:
@@ -40,8 +41,9 @@ class Row:
         """Bytes held for the storage in all its packed forms."""
         return sum(self.packed.values())
 
-    def freeze(self, noise_share: float | None) -> SavedTensor:
-        """The row as the report's frozen noun."""
+    def freeze(self, noise_share: float | None, use: codecs.ArenaUse | None) -> SavedTensor:
+        """The row as the report's frozen noun; ``use`` is that of the device's arena."""
+        on_device = 0 if self.slot is None or use is None else use.tensors[self.slot]
         return SavedTensor(
             key=self.key,
             role=self.rule.role,
@@ -50,7 +52,7 @@ class Row:
             shape=self.shape,
             dtype=self.dtype,
             saved_bytes=self.saved_bytes,
-            packed_bytes=self.packed_bytes,
+            packed_bytes=self.packed_bytes + on_device,
             codec="+".join(self.packed) or "none",
             bound=self.absolute_bound,
             noise_share=noise_share,

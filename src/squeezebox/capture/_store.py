@@ -12,15 +12,23 @@ import torch
 
 from squeezebox import codecs
 from squeezebox.capture._arena import Arena
+from squeezebox.capture._device import DeviceBlocks
 from squeezebox.capture._entries import Entry, Handle, Row, is_plain
+from squeezebox.capture._layouts import (
+    dither_of,
+    flattened,
+    give_sign,
+    inner_of,
+    is_default,
+    lag_of,
+    placeholder,
+    scale_of,
+)
 from squeezebox.capture._lineage import Call, Derivation, Lineage, Origin, Recipe, derivation
 from squeezebox.capture._rules import Rule
 from squeezebox.memory import Spill
 from squeezebox.schema import CaptureError, CodecError, Reads, Role
 
-_DITHER_ROWS = 4
-_DITHER_RUN = 1024
-_BLOCK = 1 << 18  # elements
 SMALL_BYTES = 4096  # below this a packed object's own overhead eats the saving
 
 
@@ -102,6 +110,8 @@ class Store:
         self.admit: Callable[[str, int], None] | None = None  # raises for a key and bytes that no plan knows
         self.listener: Listener | None = None
         self.arena = Arena()
+        self.blocks: DeviceBlocks | None = None  # where a device's blocks go
+        self._pooled: set[tuple[str, str]] = set()  # keys and options of pool indices that were verified
         self.rows: list[Row] = []
         self.borrowed: dict[int, int] = {}
         self.small: dict[int, int] = {}
@@ -177,7 +187,7 @@ class Store:
         Raises:
             CaptureError: a tensor that is held itself was changed in place since it was saved.
         """
-        free = handle.form == "shape" and _is_default(*handle.geometry[:2])
+        free = handle.form == "shape" and is_default(*handle.geometry[:2])
         if self.listener is None or handle.entry is None or free:
             return self._unpack(handle)
         self.listener.using(handle.entry.row)
@@ -198,7 +208,7 @@ class Store:
         shape, stride, offset = handle.geometry
         if handle.form == "shape":
             self.arena.trim()
-            return _placeholder(shape, stride, entry.dtype, entry.device)
+            return placeholder(shape, stride, entry.dtype, entry.device)
         if handle.form.startswith("pool-index"):
             packed = entry.packed[handle.form]
             return _as_saved(handle, entry, codecs.get(packed.codec).unpack(packed))
@@ -266,9 +276,15 @@ class Store:
     def _pack_exact(self, entry: Entry, tensor: torch.Tensor, codec: str, options: Mapping[str, Any]) -> str:
         form = codec + "".join(f",{name}={value}" for name, value in options.items())
         if form not in entry.packed:
-            whole = tensor if codec == "pool-index" else _flat(tensor, entry.numel)
+            whole = tensor if codec == "pool-index" else flattened(tensor, entry.numel)
+            if codec == "pool-index":
+                options = {
+                    **options,
+                    "trusted": self.blocks is not None and (entry.row.key, form) in self._pooled,
+                }
             try:
                 packed = codecs.get(codec).pack(whole, **options)
+                self._pooled.add((entry.row.key, form))
             except CodecError:  # not of the promised kind (a mask of many values): exact all the same
                 return self._keep(entry, tensor)
             entry.packed[form] = packed
@@ -284,7 +300,7 @@ class Store:
         reader = self.late_values.get(entry.row.key)
         if reader is not None and "values" not in entry.packed:
             return self._pack_values(entry, tensor, replace(rule, role=reader), {})
-        packed = codecs.get("sign").pack(_flat(tensor, entry.numel))
+        packed = codecs.get("sign").pack(flattened(tensor, entry.numel))
         entry.packed["sign"] = packed
         entry.row.packed["sign"] = packed.nbytes
         return "sign"
@@ -294,21 +310,28 @@ class Store:
             return "values"
         if "sign" in entry.packed:
             self.late_values[entry.row.key] = rule.role
-        scale = _scale(entry, tensor, options)
-        flat = _flat(tensor, entry.numel)
+        scale = scale_of(entry.numel, tensor, options)
+        flat = flattened(tensor, entry.numel)
         choice = self.policy.choose(entry.row.key, replace(rule, scaled=scale is not None), flat)
         if choice.codec == "keep":
             return self._hold(entry, tensor)
-        units = {"scale": scale, "inner": _inner(tensor)} if choice.scaled else {}
-        hints: dict[str, Any] = {"lag": _lag(tensor), "dither": _dither(tensor), **units}
+        units = {"scale": scale, "inner": inner_of(tensor)} if choice.scaled else {}
+        hints: dict[str, Any] = {"lag": lag_of(tensor), "dither": dither_of(tensor), **units}
         codec = codecs.get(choice.codec)
+        arena = self.blocks.arena if self.blocks is not None and choice.codec == "blocks" else None
+        if arena is not None:
+            hints["arena"] = arena
         if self.listener is not None:
             trial = functools.partial(codec.pack, flat, **hints)
             again = functools.partial(self._again, entry)
             self.listener.offered(entry.row, choice.codec, flat, choice.scaled, trial, again)
         packed = codec.pack(flat, choice.bound, **hints)
         entry.packed["values"] = packed
-        entry.row.packed[choice.codec] = packed.nbytes
+        entry.row.packed[choice.codec] = packed.nbytes if arena is None else packed.payload[2].nbytes
+        if arena is not None:
+            entry.row.slot = int(packed.meta["slot"])
+        elif self.blocks is not None and choice.codec == "blocks":
+            self.blocks.note(packed.nbytes)
         entry.row.absolute_bound = packed.bound
         entry.row.bound = (choice.bound or 0.0) if choice.scaled else packed.bound
         entry.scale = scale if choice.scaled else None
@@ -326,7 +349,7 @@ class Store:
             entry.recipe = Recipe(entry.origin, self.recompute[entry.row.key])
             entry.row.packed["recompute"] = 0
             if entry.row.key in self.signed:
-                packed = entry.packed["sign"] = codecs.get("sign").pack(_flat(tensor, entry.numel))
+                packed = entry.packed["sign"] = codecs.get("sign").pack(flattened(tensor, entry.numel))
                 entry.row.packed["sign"] = packed.nbytes
         return "recompute"
 
@@ -340,7 +363,7 @@ class Store:
     def _held(self, entry: Entry) -> torch.Tensor:
         """All its values, flat, made anew and left to the caller."""
         if entry.kept is not None:
-            return _flat(entry.kept, entry.numel)
+            return flattened(entry.kept, entry.numel)
         if entry.slot is None:
             packed = entry.packed["values"]
             return codecs.get(packed.codec).unpack(packed).view(-1)
@@ -355,14 +378,14 @@ class Store:
 
     def _offload(self, entry: Entry, tensor: torch.Tensor) -> str:
         if entry.slot is None:
-            entry.slot = self.spill.write(_flat(tensor, entry.numel))
+            entry.slot = self.spill.write(flattened(tensor, entry.numel))
             entry.row.packed["offload"] = 0
         return "offload"
 
     def _value(self, entry: Entry) -> torch.Tensor:
         """All its values, flat, from now on held until nobody needs the entry."""
         if entry.kept is not None:
-            return _flat(_at_version(entry.kept, entry.version), entry.numel)
+            return flattened(_at_version(entry.kept, entry.version), entry.numel)
         if entry.ready is None:
             entry.ready = self._decode(entry, "values")
         return entry.ready
@@ -373,7 +396,7 @@ class Store:
         if entry.ready is None and entry.recipe is not None:
             entry.ready = entry.recipe.follow(self._value, entry.dtype)
             if "sign" in entry.packed:
-                _give_sign(entry.ready, entry.packed["sign"])
+                give_sign(entry.ready, entry.packed["sign"])
         if entry.ready is not None:
             return entry.ready
         if entry.slot is not None:
@@ -432,66 +455,5 @@ def _as_saved(handle: Handle, entry: Entry, tensor: torch.Tensor) -> torch.Tenso
     return tensor
 
 
-def _give_sign(flat: torch.Tensor, packed: codecs.Packed) -> None:
-    """Make exactly those elements positive that were, and the others zero where they were made positive."""
-    tiny = torch.finfo(flat.dtype).tiny
-    for start in range(0, flat.numel(), _BLOCK):
-        part = flat[start : start + _BLOCK]
-        positive = torch.empty(part.numel(), dtype=torch.bool)
-        bits = packed.payload[0][start // 8 : (start + _BLOCK) // 8]
-        torch.ops.squeezebox.unpack_bits(bits, 0.0, 1.0, positive.view(torch.uint8))
-        part.copy_(torch.where(positive, part.clamp(min=tiny), part.clamp(max=0.0)))
-
-
 def _keeps_sign(entry: Entry) -> bool:
     return codecs.get(entry.packed["values"].codec).preserves_sign
-
-
-def _flat(tensor: torch.Tensor, numel: int) -> torch.Tensor:
-    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return flat.set_(tensor.untyped_storage(), 0, (numel,), (1,))
-
-
-def _scale(entry: Entry, tensor: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor | None:
-    """Each channel's standard deviation, where the operator knows it and the codec can use it."""
-    whole = tensor.storage_offset() == 0 and tensor.numel() == entry.numel and _inner(tensor) > 0
-    if "scale" not in options or tensor.dtype != torch.float32 or not whole:
-        return None
-    scale: torch.Tensor = options["scale"]()
-    usable = bool(torch.isfinite(scale).all() & (scale > 0).all())
-    return scale if usable else None
-
-
-def _inner(tensor: torch.Tensor) -> int:
-    """Neighbours in memory that share a channel (dim 1); 0 where that is not a fixed number."""
-    if tensor.is_contiguous():
-        return int(tensor.stride(1))
-    last = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
-    return 1 if tensor.dim() in (4, 5) and tensor.is_contiguous(memory_format=last) else 0
-
-
-def _lag(tensor: torch.Tensor) -> int:
-    """Distance in memory to the element of the row above, which predicts one best; 0 without rows."""
-    return int(tensor.stride(2)) if tensor.dim() == 4 else 0
-
-
-def _dither(tensor: torch.Tensor) -> int:
-    """Elements that share a phase of their rounding: a few rows, which still predict one another."""
-    return _DITHER_ROWS * _lag(tensor) or _DITHER_RUN
-
-
-def _is_default(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    return torch.empty(shape, device="meta").stride() == stride
-
-
-def _placeholder(
-    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """A tensor of which nobody reads the values: one element seen everywhere.
-
-    Kernels choose their memory format by the strides, so other layouts than the default one get memory
-    of their own.
-    """
-    if _is_default(shape, stride):
-        return torch.zeros((), dtype=dtype, device=device).expand(shape)
-    return torch.empty_strided(shape, stride, dtype=dtype, device=device)

@@ -4,9 +4,10 @@ In: a tensor and a bound. Out: a Packed, and the tensor again in its dtype, shap
 May touch: squeezebox.schema, torch, numpy; numba and Blosc2 on first use; a few threads of its own.
 """
 
+from squeezebox.codecs._blocks import Arena, ArenaUse
 from squeezebox.codecs._codec import Codec
 from squeezebox.codecs._packed import Packed
 from squeezebox.codecs._registry import available, get
 from squeezebox.codecs._wire import dumps, loads
 
-__all__ = ["Codec", "Packed", "available", "dumps", "get", "loads"]
+__all__ = ["Arena", "ArenaUse", "Codec", "Packed", "available", "dumps", "get", "loads"]

@@ -82,6 +82,14 @@ def require_bound(codec: str, bound: float | None) -> float:
     return float(bound)
 
 
+def require_scale(codec: str, scale: Tensor, inner: int) -> None:
+    """OptionError unless there is one positive finite float32 factor a channel."""
+    if scale.dtype != torch.float32 or scale.dim() != 1:
+        raise OptionError(f"codec '{codec}' takes a 1-D float32 scale, got {scale.dim()}-D {scale.dtype}.")
+    if inner < 1 or scale.numel() == 0 or not bool((scale > 0).all() & torch.isfinite(scale).all()):
+        raise OptionError(f"codec '{codec}' needs inner >= 1 (got {inner}) and positive finite scales.")
+
+
 def within(codec: str, reached: float, bound: float | None) -> float:
     """``reached`` if it satisfies the bound asked for, else CodecError with both numbers."""
     if bound is not None and not reached <= require_bound(codec, bound):

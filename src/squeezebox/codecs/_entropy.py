@@ -15,6 +15,7 @@ from squeezebox.codecs._codec import (
     require_bound,
     require_float,
     require_own,
+    require_scale,
 )
 from squeezebox.codecs._layout import buffer_for, flatten, restore
 from squeezebox.codecs._packed import Packed
@@ -42,16 +43,6 @@ def _numbers(packed: Packed) -> tuple[int, int, int]:
     """lag, inner and dither."""
     meta = packed.meta
     return int(meta["lag"]), int(meta.get("inner", 1)), int(meta.get("dither", 0))
-
-
-def _require_scale(codec: str, tensor: Tensor, scale: Tensor, inner: int) -> None:
-    if tensor.dtype != torch.float32 or scale.dtype != torch.float32 or scale.dim() != 1:
-        raise OptionError(
-            f"codec '{codec}' takes a 1-D float32 scale for a float32 tensor, got {scale.dim()}-D "
-            f"{scale.dtype} for {tensor.dtype}."
-        )
-    if inner < 1 or scale.numel() == 0 or not bool((scale > 0).all() & torch.isfinite(scale).all()):
-        raise OptionError(f"codec '{codec}' needs inner >= 1 (got {inner}) and positive finite scales.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +86,9 @@ class Entropy(Codec):
                 f"and {dither}."
             )
         if scale is not None:
-            _require_scale(self.name, tensor, scale, inner)
+            if tensor.dtype != torch.float32:
+                raise OptionError(f"codec '{self.name}' takes a scale for float32 only, not {tensor.dtype}.")
+            require_scale(self.name, scale, inner)
             scale = scale.detach().clone()  # the packed object's own
         flat = flatten(tensor)
         if lag == -1:

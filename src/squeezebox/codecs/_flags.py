@@ -42,11 +42,13 @@ class Mask(Codec):
 
     def pack(self, tensor: Tensor, bound: float | None = None, *, lag: int = 0, dither: int = 0) -> Packed:
         flat = flatten(tensor)
-        source = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
-        value = float(source.max()) if flat.numel() else 1.0
+        if flat.dtype == torch.bool:  # nothing to find out, or to wait for
+            bits, _ = torch.ops.squeezebox.pack_nonzero(flat.view(torch.uint8), 1.0)
+            return make_packed(self, tensor, 0.0, (bits,), {"zero": 0.0, "one": 1.0})
+        value = float(flat.max()) if flat.numel() else 1.0
         if value == 0:
-            value = float(source.min())
-        bits, whole = torch.ops.squeezebox.pack_nonzero(source, value)
+            value = float(flat.min())
+        bits, whole = torch.ops.squeezebox.pack_nonzero(flat, value)
         if not math.isfinite(value) or not bool(whole):
             raise CodecError(
                 f"codec 'mask' holds tensors whose elements are all 0 or one finite value; this one has "

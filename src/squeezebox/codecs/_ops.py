@@ -1,7 +1,7 @@
 """The torch operators `squeezebox::*`: schema, shapes for tracing, and one kernel a backend.
 
 `CompositeExplicitAutograd` holds the plain-torch reference, which serves every device without its own
-kernel; `CPU` holds the compiled loops where numba is installed.
+kernel; `CPU` holds the compiled loops where numba is installed, `CUDA` the Triton kernels where triton is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from squeezebox.codecs import _chunks
-from squeezebox.codecs._reference import _bits, _groups, _window
+from squeezebox.codecs._reference import _bits, _blocks, _groups, _window
 
 LIBRARY = torch.library.Library("squeezebox", "FRAGMENT")  # noqa: TOR901
 
@@ -114,6 +114,21 @@ OPERATORS: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] =
         lambda packed, bits, numel: packed.new_empty(numel),
     ),
     (
+        "pack_blocks",
+        "(Tensor flat, float bound, Tensor? scale, int inner, int dither, Tensor(a!) arena,"
+        " Tensor(b!) spill, Tensor(c!) counters, int slot) -> Tensor",
+        _blocks.pack_blocks,
+        lambda flat, *_: flat.new_empty((flat.numel() + 1023) // 1024 * 2, dtype=torch.int32),
+    ),
+    (
+        "unpack_blocks",
+        "(Tensor arena, Tensor spill, Tensor table, float bound, Tensor? scale, int inner, int dither,"
+        " Tensor(a!) out)"
+        " -> ()",
+        _blocks.unpack_blocks,
+        _nothing,
+    ),
+    (
         "pack_offsets",
         "(Tensor indices, Tensor base, Tensor places, int inner) -> (Tensor, Tensor)",
         _window.pack_offsets,
@@ -155,6 +170,19 @@ def _register() -> None:
 
         for name, kernel in _cpu.KERNELS.items():
             LIBRARY.impl(name, kernel, "CPU")
+    if find_spec("triton") is not None:
+        for name, *_ in OPERATORS:
+            if not name.endswith("chunks"):
+                LIBRARY.impl(name, _in_triton(name), "CUDA")
+
+
+def _in_triton(name: str) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        from squeezebox.codecs import _triton  # by the first call on a device: its import takes long
+
+        return _triton.KERNELS[name](*arguments)
+
+    return call
 
 
 _register()

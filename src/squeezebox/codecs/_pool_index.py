@@ -47,8 +47,12 @@ class PoolIndex(Codec):
         padding: Pair = 0,
         dilation: Pair = 1,
         input_shape: tuple[int, ...] | torch.Size | None = None,
+        trusted: bool = False,
     ) -> Packed:
-        """Pack max-pool indices; the options are those of the pooling, ``input_shape`` its input's."""
+        """Pack max-pool indices; the options are those of the pooling, ``input_shape`` its input's.
+
+        ``trusted``: the options are known to belong to the indices, and nothing waits for a device.
+        """
         if tensor.dtype != torch.int64 or tensor.dim() not in (3, 4) or input_shape is None:
             raise CodecError(
                 f"codec 'pool-index' packs the int64 indices of a 2-D max-pool with input_shape=, got "
@@ -59,7 +63,7 @@ class PoolIndex(Codec):
         for name, value in (*options, ("padding", padding), ("dilation", dilation)):
             window[name + "_y"], window[name + "_x"] = _pair(name, value)
         packed = make_packed(self, tensor, 0.0, (), window)
-        codes = _codes(packed, flatten(tensor), _places(packed))
+        codes = _codes(packed, flatten(tensor), _places(packed), trusted)
         return make_packed(self, tensor, 0.0, (codes,), window)
 
     def unpack(self, packed: Packed, out: Tensor | None = None) -> Tensor:
@@ -107,13 +111,13 @@ def _positions(packed: Packed) -> tuple[Tensor, int]:
     return base, channels if last else 1
 
 
-def _codes(packed: Packed, flat: Tensor, places: Tensor) -> Tensor:
-    """Packed codes of verified indices; only row-major and channels-last planes are understood."""
+def _codes(packed: Packed, flat: Tensor, places: Tensor, trusted: bool) -> Tensor:
+    """Packed codes of indices, row-major or channels-last; verified unless ``trusted``."""
     base, inner = _positions(packed)
     if flat.numel() == 0:
         return torch.empty(0, dtype=torch.uint8, device=flat.device)
     codes, found = torch.ops.squeezebox.pack_offsets(flat, base, places, inner)
-    if not bool(found):
+    if not trusted and not bool(found):
         raise CodecError(
             "codec 'pool-index': an index lies outside its pooling window, so the window options do not "
             "belong to these indices (or their memory order is neither row-major nor channels-last); "

@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 
 from squeezebox.codecs import _ops  # noqa: F401  (registers the operators the codecs call)
+from squeezebox.codecs._blocks import Blocks
 from squeezebox.codecs._cast import Cast
 from squeezebox.codecs._codec import Codec
 from squeezebox.codecs._entropy import Entropy, Lossless
@@ -62,6 +63,7 @@ def _casts() -> Iterator[Codec]:
 
 
 def _variable() -> Iterator[Codec]:
+    yield Blocks(name="blocks", exact=False, preserves_sign=True, fixed_size=False)
     yield Entropy(name="entropy", exact=False, preserves_sign=False, fixed_size=False, keep_sign=False)
     yield Entropy(name="entropy-sign", exact=False, preserves_sign=True, fixed_size=False, keep_sign=True)
 

@@ -18,20 +18,23 @@ _SPARSE_ROLES = frozenset({Role.RELU_OUTPUT, Role.POOL_INPUT})
 class BoundPolicy:
     """Turns the controller's bounds into codecs; without a controller nothing is lost."""
 
-    def __init__(self, controller: Controller | None) -> None:
+    def __init__(self, controller: Controller | None, on_host: bool) -> None:
         self.controller = controller
         self.state = ControllerState()
+        self.on_host = on_host  # where entropy coding is quick; elsewhere nothing may wait for a device
 
     def choose(self, key: str, rule: Rule, tensor: torch.Tensor) -> Choice:
         """Error-bounded codes for values; sign-preserving ones wherever an operator may read the sign."""
-        controller = self.controller
+        controller, on_host = self.controller, self.on_host
         if controller is None:
-            return Choice(codec="lossless" if rule.role in _SPARSE_ROLES else "keep")
+            return Choice(codec="lossless" if rule.role in _SPARSE_ROLES and on_host else "keep")
         bound = controller.bound(self.state, key, rule.role, lambda: 1.0 if rule.scaled else _rms(tensor))
         if bound is None:
             return Choice(codec="keep")
         if not 0.0 < bound < math.inf:  # all zero, or NaN and infinities within
-            return Choice(codec="lossless")
+            return Choice(codec="lossless" if on_host else "keep")
+        if not on_host:
+            return Choice(codec="blocks", bound=bound, scaled=rule.scaled)
         return Choice(codec="entropy" if rule.dense else "entropy-sign", bound=bound, scaled=rule.scaled)
 
 

@@ -7,7 +7,6 @@ is where a due step's statistics become new bounds.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 import sys
@@ -21,8 +20,10 @@ from squeezebox import bounds as bounds_room
 from squeezebox.bounds import Controller, ControllerState, Planned
 from squeezebox.capture import (
     Collector,
+    DeviceBlocks,
     Installation,
     Recorder,
+    Row,
     Slicer,
     Store,
     check_supported,
@@ -59,8 +60,11 @@ class Session:
     ) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._policy = BoundPolicy(controller)
+        on_host = device_of(model).type == "cpu"
+        self._policy = BoundPolicy(controller, on_host)
         self._store = Store(self._policy)
+        if not on_host:
+            self._store.blocks = DeviceBlocks(device_of(model))
         self._recorder = Recorder(self._store)
         self._notes: dict[str, None] = {}
         self._replanning = replanning
@@ -74,7 +78,7 @@ class Session:
         self._counts = {True: _UNKNOWN_COUNT, False: _UNKNOWN_COUNT}
         self._collector: Collector | None = None
         self._checks: list[Check] = []
-        self._record: StepRecord | None = None
+        self._freeze: Callable[[], StepRecord] | None = None  # the last closed step, when somebody asks
         self._peaks: tuple[int, int] | None = None
         self._refresh_peak: int | None = None
         self._floor: int | None = None
@@ -109,12 +113,12 @@ class Session:
             AttachError: no training step was seen yet.
         """
         self._close_step()
-        if self._record is None:
+        if self._freeze is None:
             raise AttachError(
                 "there is nothing to report: no forward pass with gradients was seen since attach(). "
                 "Train one step first (model.train(), loss.backward())."
             )
-        return Report(self._record)
+        return Report(self._freeze())
 
     def measure_noise(self, closure: Callable[[], object]) -> float:
         """Measure the relative gradient noise directly: the same step twice, exact and squeezed.
@@ -145,8 +149,6 @@ class Session:
                 "measure_noise() saw no gradient: the closure must run forward, the loss and "
                 "loss.backward() on a model whose parameters require gradients."
             )
-        if self._record is not None:
-            self._record = dataclasses.replace(self._record, noise=self._noise)
         return self._noise
 
     def detach(self) -> None:
@@ -308,8 +310,10 @@ class Session:
         self._open = True
         self._baseline = 0
         if self._replaying:
+            self._start_blocks(measured=True)
             return
         self._step += 1
+        self._start_blocks(measured=self._due(self._step) or self._due(self._step - 1))
         if self._policy.controller is not None and self._policy.controller.due(self._step):
             self._collector = self._recorder.collector = Collector(
                 self._store, _names(self._model), self._is_checked, self._step
@@ -317,11 +321,17 @@ class Session:
         if self._step == 0 or (self._due(self._step - 1) and self._collector is None):
             self._meter.start(self._persistent())
 
+    def _start_blocks(self, *, measured: bool) -> None:
+        if self._store.blocks is not None:
+            self._store.blocks.start_step(measured=measured, in_use=self._store.in_use)
+
     def _close_step(self) -> None:
-        """After a backward: read the meter, freeze the record, turn due statistics into new bounds."""
+        """After a backward: read the meter, turn due statistics into new bounds."""
         if not self._open or not self._recorder.backward_seen:
             return
         self._open = self._recorder.backward_seen = False
+        if self._store.blocks is not None:
+            self._store.blocks.end_step()
         if self._replaying:
             return
         if self._meter.running:
@@ -338,23 +348,24 @@ class Session:
             self._checks.extend(statistics.checks)
             self._floor, self._counts = collector.floor_bytes, collector.counts
             self._policy.state = self._policy.controller.update(self._policy.state, statistics)
-        self._record = self._freeze()
+        small, borrowed = sum(self._store.small.values()), sum(self._store.borrowed.values())
+        self._freeze = functools.partial(self._frozen, self._step, self._store.rows, small, borrowed)
 
-    def _freeze(self) -> StepRecord:
-        rows = self._store.rows
+    def _frozen(self, step: int, rows: list[Row], small: int, borrowed: int) -> StepRecord:
+        """A closed step as the report has it; waits for a device."""
+        use = self._store.blocks.settle() if self._store.blocks is not None else None
         known = self._policy.state.sensitivities
         tensors = tuple(
-            row.freeze(known[row.key] * row.bound**2 if row.key in known else None) for row in rows
+            row.freeze(known[row.key] * row.bound**2 if row.key in known else None, use) for row in rows
         )
-        small = sum(self._store.small.values())
         lossy = {row.key: row.bound for row in rows if row.bound > 0.0}
         total, activations = self._peaks or (self._refresh_peak, None)
         return StepRecord(
-            step=self._step,
+            step=step,
             tensors=tensors,
             saved_bytes=small + sum(tensor.saved_bytes for tensor in tensors),
             packed_bytes=small + sum(tensor.packed_bytes for tensor in tensors),
-            borrowed_bytes=sum(self._store.borrowed.values()),
+            borrowed_bytes=borrowed,
             noise=self._measured_noise(),
             predicted_noise=self._predicted_noise(lossy),
             peak_bytes=total,

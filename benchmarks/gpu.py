@@ -1,0 +1,468 @@
+"""Codecs, training steps, largest batches and waiting, on a CUDA device.
+
+Goes in: nothing; networks of benchmarks/models.py on crops of photographs (of Fashion-MNIST's images where
+scikit-image is not installed) or on the text of this package. Comes out: benchmarks/reports/gpu-<date>.json
+and .md. Parts are codecs, networks and limited; --all is all of them. On a CPU --quick shows that it runs.
+
+Bytes moved by a codec are those of the tensor and of the packed one, each once; the bandwidth they are
+compared with is that of copying the tensor, measured in the same round. A training step is zero_grad,
+forward, loss, backward and the optimizer's step, and is timed in turn with the compiled plain one. Peaks
+are the allocator's, beyond parameters, gradients, optimizer state and batch. Noise is the squared error of
+all gradients over their squared norm, on the same batch and against eager in the same dtype.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import squeezebox
+from benchmarks import _report, checkpointing, compiled, models
+from squeezebox import codecs
+
+PARTS = ("codecs", "networks", "limited")
+SPEEDS = (
+    *(f"{family}{bits}" for family in ("zero", "minmax") for bits in (8, 4, 3, 2)),
+    *("zero4-stochastic", "minmax4-stochastic", "sign", "mask", "blocks"),
+)
+BOUND = 0.3  # of the standard deviation
+BUDGETS = (0.75, 0.5, 0.25)
+NOISES = (1e-1, 1e-2, 1e-3)
+LIMIT_GIB = 8.0
+_GPT = {"width": 1024, "depth": 24, "heads": 16, "context": 1024}
+_VIT = {"width": 768, "depth": 12, "heads": 12}
+# name -> (network, its sizes, batch)
+NETWORKS: Mapping[str, tuple[str, Mapping[str, int], int]] = {
+    "resnet50": ("resnet50", {}, 64),
+    "vgg16": ("vgg16", {}, 64),
+    "efficientnet_b0": ("efficientnet_b0", {}, 64),
+    "vit_b16": ("vit", _VIT, 64),
+    "gpt": ("gpt", _GPT, 8),
+}
+Step = Callable[[Tensor], Tensor]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
+    parser.add_argument("--all", action="store_true", help="every part")
+    parser.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS))
+    parser.add_argument("--dtypes", nargs="*", default=["tf32", "bf16"], choices=["fp32", "tf32", "bf16"])
+    parser.add_argument("--arms", nargs="*", help="only these")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--train-steps", type=int, default=20)
+    parser.add_argument("--quick", action="store_true", help="small, and no report")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available() and not arguments.quick:
+        sys.exit(
+            "benchmarks.gpu measures a CUDA device, and torch sees none here. --quick shows that it runs."
+        )
+    parts = PARTS if arguments.all or not arguments.parts else arguments.parts
+    torch.manual_seed(0)
+    torch._dynamo.config.recompile_limit = 64  # every arm is the same code
+    results: dict[str, Any] = {}
+    measures = {"codecs": codec_speeds, "networks": all_networks, "limited": limited}
+    for part in parts:
+        results[part] = measures[part](arguments)
+        print(tables(results), file=sys.stderr, flush=True)
+    if not arguments.quick:
+        for path in _report.write("gpu", {**results, "settings": vars(arguments)}, tables(results)):
+            print(path)
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+# --- codecs
+
+
+def codec_speeds(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Share of the copy bandwidth, packing and unpacking, by codec, dtype and size."""
+    rows = []
+    for mebibytes in (1,) if arguments.quick else (64, 256, 1024):
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.randn(mebibytes * 2**20 // dtype.itemsize, device=device()).to(dtype)
+            x[torch.rand_like(x, dtype=torch.float32) < 0.5] = 0.0  # as after a ReLU
+            rows += [_codec_speed(name, x, arguments.repeats) for name in SPEEDS]
+    return rows
+
+
+def _codec_speed(name: str, x: Tensor, repeats: int) -> dict[str, Any]:
+    codec, other = codecs.get(name), torch.empty_like(x)
+    bound = BOUND * float(x.float().std()) if name == "blocks" else None
+    options: dict[str, Any] = {}
+    if name == "blocks":
+        options["arena"] = codecs.Arena(2 * x.nbytes, x.device, tensors=8)
+    source = x > 0 if name == "mask" else x
+    whole = torch.empty_like(source)
+
+    def pack() -> codecs.Packed:
+        if "arena" in options:
+            options["arena"].reset()
+        return codec.pack(source, bound, **options)
+
+    packed = pack()
+    held = packed.nbytes
+    if "arena" in options:
+        held = packed.payload[2].nbytes + codecs.ArenaUse.of(options["arena"].counters).nbytes
+    arms = {
+        "copy": lambda: other.copy_(x),
+        "pack": pack,
+        "unpack": lambda: codec.unpack(packed, out=whole),
+    }
+    timing = _report.interleaved(arms, repeats, warmup=3)
+    copying = 2 * x.nbytes / timing.seconds["copy"].median
+    moved = source.nbytes + held
+    return {
+        "codec": name,
+        "dtype": str(x.dtype).removeprefix("torch."),
+        "mebibytes": x.nbytes // 2**20,
+        "bits": 8 * held / x.numel(),
+        "copy_bytes_a_second": copying,
+        **{f"{way}_share": moved / timing.seconds[way].median / copying for way in ("pack", "unpack")},
+        **{
+            f"{way}_input_bytes_a_second": source.nbytes / timing.seconds[way].median
+            for way in ("pack", "unpack")
+        },
+    }
+
+
+# --- networks
+
+
+@dataclass(eq=False)
+class Training:
+    """A network in training, and a batch of it. Measured with a rate of 0, so that its weights stay."""
+
+    model: nn.Module
+    inputs: Tensor
+    labels: Tensor
+    bf16: bool
+    lr: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=self.lr, momentum=0.9)
+        self.forward: Step = self.model
+
+    def cast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.inputs.device.type, torch.bfloat16) if self.bf16 else nullcontext()
+
+    def backward(self) -> None:
+        with self.cast():
+            output = self.forward(self.inputs)
+            loss = F.cross_entropy(output.flatten(0, -2), self.labels.flatten())
+        loss.backward()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.backward()
+        self.optimizer.step()
+
+    def gradients(self) -> list[Tensor]:
+        """On the batch, with the same random numbers each time."""
+        torch.manual_seed(1)
+        self.optimizer.zero_grad()
+        self.backward()
+        return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+
+    def copied(self) -> Training:
+        return Training(copy.deepcopy(self.model), self.inputs, self.labels, self.bf16)
+
+    def peak_bytes(self) -> int:
+        """The allocator's, of one step, beyond what lives before it, gradients among it."""
+        if self.inputs.device.type != "cuda":
+            return 0
+        self.step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+
+def images(batch: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Photographs, or else clothes."""
+    try:
+        from benchmarks import photos
+
+        yield from photos.batches(batch, size, seed=0)
+    except ImportError:
+        pass
+    from squeezebox.cli import _data
+
+    data = _data.fashion_mnist(subset=True)
+    grey, labels = torch.from_numpy(data.train_images), torch.from_numpy(data.train_labels).long()
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        chosen = torch.randint(len(grey), (batch,), generator=generator)
+        pictures = (grey[chosen].float()[:, None] / 255 - 0.3) / 0.35
+        sides = (size, size)
+        yield (
+            F.interpolate(pictures, sides, mode="bilinear").expand(-1, 3, -1, -1).contiguous(),
+            labels[chosen],
+        )
+
+
+def training(name: str, dtype: str, batch: int, arguments: argparse.Namespace) -> Training:
+    """The network after a few steps."""
+    kind, sizes, _ = NETWORKS[name]
+    size = 32 if arguments.quick else 224
+    if arguments.quick:
+        sizes = {key: 32 if key in ("width", "context") else 2 for key in sizes}
+    if kind == "gpt":
+        model = models.build(kind, 256, **sizes)
+        batches = compiled.text(batch, sizes["context"])
+    else:
+        model = models.build(kind, 1000, **sizes, **({"image": size} if kind == "vit" else {}))
+        batches = images(batch, size)
+    model = model.to(device())
+    if kind not in ("gpt", "vit"):
+        model = model.to(memory_format=torch.channels_last)
+    inputs, labels = (part.to(device()) for part in next(batches))
+    if inputs.dim() == 4:
+        inputs = inputs.contiguous(memory_format=torch.channels_last)
+    made = Training(model, inputs, labels, dtype == "bf16", lr=1e-3)
+    for _ in range(1 if arguments.quick else arguments.train_steps):
+        made.step()
+    return made.copied()
+
+
+@contextmanager
+def precision(dtype: str) -> Iterator[None]:
+    """TF32 or full float32 in matrix products and convolutions."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = dtype != "fp32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+Arm = Callable[[Training], AbstractContextManager[Any]]
+
+
+def arms() -> dict[str, Arm]:
+    """Each makes a copy of a training its own for as long as the context lasts."""
+    return {
+        "plain": lambda own: nullcontext(),
+        "compiled": _forward(lambda model: torch.compile(model, dynamic=False)),
+        "checkpointed": lambda own: checkpointing.checkpointed(own.model),
+        **{f"budget {share}": _forward(compiled.budgeted(share)) for share in BUDGETS},
+        "fp8 e4m3": _forward(compiled.fp8(compiled.FP8["e4m3"])),
+        **{f"noise {noise:g}": _attached(noise) for noise in NOISES},
+        **{
+            f"{bits} bit compiled": _forward(lambda model, bits=bits: squeezebox.compile(model, bits=bits))
+            for bits in (8, 4)
+        },
+    }
+
+
+def _forward(made: Callable[[nn.Module], Step]) -> Arm:
+    @contextmanager
+    def arm(own: Training) -> Iterator[None]:
+        own.forward = made(own.model)
+        try:
+            yield
+        finally:
+            own.forward = own.model
+
+    return arm
+
+
+def _attached(noise: float) -> Arm:
+    @contextmanager
+    def arm(own: Training) -> Iterator[Any]:
+        session = squeezebox.attach(own.model, optimizer=own.optimizer, noise=noise)
+        try:
+            for _ in range(20):  # past the steps that are all measured
+                own.step()
+            yield session
+        finally:
+            session.detach()
+
+    return arm
+
+
+def all_networks(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    results: dict[str, dict[str, Any]] = {}
+    for name in arguments.networks:
+        for dtype in arguments.dtypes:
+            with precision(dtype):
+                results[f"{name} {dtype}"] = network(name, dtype, arguments)
+            _free()
+    return results
+
+
+def network(name: str, dtype: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Every arm on one network, timed in turn with the compiled plain one."""
+    batch = 2 if arguments.quick else NETWORKS[name][2]
+    given = training(name, dtype, batch, arguments)
+    exact = given.copied().gradients()
+    rival = given.copied()
+    rival.forward = torch.compile(rival.model, dynamic=False)
+    rows: dict[str, Any] = {"batch": batch}
+    for arm, entered in arms().items():
+        if arguments.arms is None or arm in arguments.arms:
+            own = given.copied()
+            try:
+                with entered(own):
+                    rows[arm] = _measured(own, rival, exact, arguments.repeats)
+            except torch.cuda.OutOfMemoryError as error:
+                rows[arm] = {"error": str(error).splitlines()[0]}
+            del own
+            _free()
+            print(name, dtype, arm, rows[arm], file=sys.stderr, flush=True)
+    return rows
+
+
+def _measured(own: Training, rival: Training, exact: list[Tensor], repeats: int) -> dict[str, Any]:
+    timing = _report.interleaved({"own": own.step, "rival": rival.step}, repeats, warmup=2)
+    return {
+        "peak_bytes": own.peak_bytes(),
+        "ratio": asdict(timing.ratios["own/rival"]),
+        "seconds": timing.seconds["own"].median,
+        "host_waits": host_waits(own),
+        "noise": _noise(own.gradients(), exact),
+    }
+
+
+def _noise(found: list[Tensor], exact: list[Tensor]) -> float:
+    error = sum(float((a - b).double().square().sum()) for a, b in zip(found, exact, strict=True))
+    return error / sum(float(b.double().square().sum()) for b in exact)
+
+
+def host_waits(own: Training) -> int | None:
+    """How often a step in the steady state waits for the device; None where there is none."""
+    if own.inputs.device.type != "cuda":
+        return None
+    import warnings
+
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            own.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(each.message) for each in caught)
+
+
+# --- in a limited memory
+
+
+def limited(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The largest batch of a ResNet-50 within 8 GiB, and samples a second at it, by arm."""
+    if device().type != "cuda":
+        return {}
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(LIMIT_GIB * 2**30 / total, 1.0))
+    try:
+        rows = {
+            arm: _largest(entered, arguments)
+            for arm, entered in arms().items()
+            if arguments.arms is None or arm in arguments.arms
+        }
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    return rows
+
+
+def _largest(entered: Arm, arguments: argparse.Namespace) -> dict[str, Any]:
+    """By the line through the peaks at two batches, then downwards by twentieths until one runs."""
+    peaks = []
+    for batch in (16, 32):
+        with _run(entered, batch, arguments) as own:
+            peaks.append((own.peak_bytes(), torch.cuda.max_memory_allocated()))
+    slope = (peaks[1][1] - peaks[0][1]) / 16
+    batch = int(32 + (LIMIT_GIB * 2**30 - peaks[1][1]) / slope)
+    while batch > 16:
+        try:
+            with _run(entered, batch, arguments) as own:
+                timing = _report.interleaved({"own": own.step}, arguments.repeats, warmup=2)
+            return {"batch": batch, "samples_a_second": batch / timing.seconds["own"].median}
+        except torch.cuda.OutOfMemoryError:
+            _free()
+            batch = int(0.95 * batch)
+    return {"batch": 0, "samples_a_second": 0.0}
+
+
+@contextmanager
+def _run(entered: Arm, batch: int, arguments: argparse.Namespace) -> Iterator[Training]:
+    own = training("resnet50", "tf32", batch, arguments)
+    with precision("tf32"), entered(own):
+        yield own
+    _free()
+
+
+# --- the report
+
+
+def tables(results: Mapping[str, Any]) -> str:
+    """The Markdown tables of the report."""
+    parts = []
+    if "codecs" in results:
+        parts += [
+            "| codec | dtype | MiB | bits | pack / copy | unpack / copy | pack GB/s of input |",
+            "|---|---|---|---|---|---|---|",
+            *(
+                f"| {row['codec']} | {row['dtype']} | {row['mebibytes']} | {row['bits']:.2f} "
+                f"| {row['pack_share']:.2f} | {row['unpack_share']:.2f} "
+                f"| {row['pack_input_bytes_a_second'] / 1e9:.0f} |"
+                for row in results["codecs"]
+            ),
+            "",
+        ]
+    if "networks" in results:
+        parts += [
+            "| network | arm | peak MiB | x less | time / compiled | noise | waits |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for name, rows in results["networks"].items():
+            for arm, row in rows.items():
+                if arm == "batch":
+                    continue
+                if "error" in row:
+                    parts.append(f"| {name} | {arm} | {row['error']} | | | | |")
+                    continue
+                plain = rows.get("plain", row).get("peak_bytes", 0)
+                ratio = row["ratio"]
+                parts.append(
+                    f"| {name} | {arm} | {row['peak_bytes'] / 2**20:.0f} "
+                    f"| {plain / max(row['peak_bytes'], 1):.2f} "
+                    f"| {ratio['median']:.2f} ({ratio['minimum']:.2f}..{ratio['maximum']:.2f}) "
+                    f"| {row['noise']:.1e} | {row['host_waits']} |"
+                )
+        parts.append("")
+    if results.get("limited"):
+        parts += [
+            f"| arm, ResNet-50 in {LIMIT_GIB:g} GiB | batch | samples a second |",
+            "|---|---|---|",
+            *(
+                f"| {arm} | {row['batch']} | {row['samples_a_second']:.0f} |"
+                for arm, row in results["limited"].items()
+            ),
+        ]
+    return "\n".join(parts)
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

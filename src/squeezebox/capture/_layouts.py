@@ -1,0 +1,79 @@
+"""How a tensor lies in memory, as codecs want to know it; and tensors made to lie so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from squeezebox import codecs
+
+_DITHER_ROWS = 4
+_DITHER_RUN = 1024
+_BLOCK = 1 << 18  # elements
+
+
+def flattened(tensor: torch.Tensor, numel: int) -> torch.Tensor:
+    """Its storage's first ``numel`` elements."""
+    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return flat.set_(tensor.untyped_storage(), 0, (numel,), (1,))
+
+
+def scale_of(numel: int, tensor: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor | None:
+    """Each channel's standard deviation, where the operator knows it and the codec can use it."""
+    whole = tensor.storage_offset() == 0 and tensor.numel() == numel and inner_of(tensor) > 0
+    if "scale" not in options or not whole or (tensor.dtype != torch.float32 and not tensor.is_cuda):
+        return None
+    scale: torch.Tensor = options["scale"]()
+    if scale.is_cuda:  # where asking would wait; blocks that it does not serve are kept exactly
+        return scale
+    usable = bool(torch.isfinite(scale).all() & (scale > 0).all())
+    return scale if usable else None
+
+
+def inner_of(tensor: torch.Tensor) -> int:
+    """Neighbours in memory that share a channel (dim 1); 0 where that is not a fixed number."""
+    if tensor.is_contiguous():
+        return int(tensor.stride(1))
+    last = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+    return 1 if tensor.dim() in (4, 5) and tensor.is_contiguous(memory_format=last) else 0
+
+
+def lag_of(tensor: torch.Tensor) -> int:
+    """Distance in memory to the element of the row above, which predicts one best; 0 without rows."""
+    return int(tensor.stride(2)) if tensor.dim() == 4 else 0
+
+
+def dither_of(tensor: torch.Tensor) -> int:
+    """Elements that share a phase of their rounding: a few rows, which still predict one another."""
+    return _DITHER_ROWS * lag_of(tensor) or _DITHER_RUN
+
+
+def is_default(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether a new tensor of that shape has these strides."""
+    return torch.empty(shape, device="meta").stride() == stride
+
+
+def placeholder(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A tensor of which nobody reads the values: one element seen everywhere.
+
+    Kernels choose their memory format by the strides, so other layouts than the default one get memory
+    of their own.
+    """
+    if is_default(shape, stride):
+        return torch.zeros((), dtype=dtype, device=device).expand(shape)
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+def give_sign(flat: torch.Tensor, packed: codecs.Packed) -> None:
+    """Make exactly those elements positive that were, and the others zero where they were made positive."""
+    tiny = torch.finfo(flat.dtype).tiny
+    for start in range(0, flat.numel(), _BLOCK):
+        part = flat[start : start + _BLOCK]
+        positive = torch.empty(part.numel(), dtype=torch.bool)
+        bits = packed.payload[0][start // 8 : (start + _BLOCK) // 8]
+        torch.ops.squeezebox.unpack_bits(bits, 0.0, 1.0, positive.view(torch.uint8))
+        part.copy_(torch.where(positive, part.clamp(min=tiny), part.clamp(max=0.0)))

@@ -1,0 +1,151 @@
+"""Variable size within an error bound, made for devices: `blocks`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from squeezebox.codecs._codec import (
+    Codec,
+    expect_meta,
+    make_packed,
+    require_bound,
+    require_float,
+    require_own,
+    require_scale,
+)
+from squeezebox.codecs._layout import buffer_for, flatten, restore
+from squeezebox.codecs._packed import Packed
+from squeezebox.codecs._reference._blocks import BLOCK, COUNTERS, block_count, is_sound
+from squeezebox.schema import FormatError
+
+_LARGEST = 1e38  # of a bound, so that a step is finite
+
+
+class Arena:
+    """Memory that blocks are put into one after another, sizes and all on the device.
+
+    Args:
+        nbytes: of the memory.
+        device: where it lies.
+        spill_bytes: of pinned memory of the host, for blocks that find no room there.
+        tensors: how many may be packed until :meth:`reset`; the last slot is shared by all beyond.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, spill_bytes: int = 0, tensors: int = 1) -> None:
+        self.words = torch.empty(-(-nbytes // 4), dtype=torch.int32, device=device)
+        pinned = spill_bytes > 0 and device.type == "cuda"
+        self.spill = torch.empty(-(-spill_bytes // 4), dtype=torch.int32, pin_memory=pinned)
+        self.counters = torch.zeros(COUNTERS + tensors, dtype=torch.int64, device=device)
+        self._tensors = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of the memory on the device."""
+        return self.words.nbytes
+
+    def next_slot(self) -> int:
+        """The slot of one more tensor."""
+        self._tensors += 1
+        return min(self._tensors, self.counters.numel() - COUNTERS) - 1
+
+    def reset(self) -> None:
+        """Forget all blocks; what was packed before can no longer be unpacked. Waits for nothing."""
+        self.counters.zero_()
+        self._tensors = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArenaUse:
+    """What an arena's counters say.
+
+    ``nbytes``: all that blocks took or would have taken; ``spilled_bytes``: of these, what found no room on
+    the device; ``lost``: blocks that found none in the host's memory either and come back as NaN;
+    ``tensors``: bytes slot by slot.
+    """
+
+    nbytes: int
+    spilled_bytes: int
+    lost: int
+    tensors: tuple[int, ...]
+
+    @staticmethod
+    def of(counters: Tensor) -> ArenaUse:
+        """From the counters, wherever they are; waits for a device."""
+        words, spilled, lost, *tensors = counters.tolist()
+        return ArenaUse(
+            nbytes=4 * words,
+            spilled_bytes=4 * spilled,
+            lost=lost,
+            tensors=tuple(4 * each for each in tensors),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Blocks(Codec):
+    """``|x - unpack(pack(x, bound))| <= bound`` for every element, zeros and signs kept.
+
+    1024 elements in memory order share a width, and zeros cost one bit where there are many. What no code
+    holds within the bound, NaN and infinity among it, is kept exactly, a block at a time. One kernel each
+    way; with an arena nothing waits for the device.
+    """
+
+    def pack(
+        self,
+        tensor: Tensor,
+        bound: float | None = None,
+        *,
+        lag: int = 0,
+        scale: Tensor | None = None,
+        inner: int = 1,
+        dither: int = 0,
+        arena: Arena | None = None,
+    ) -> Packed:
+        """Pack; ``scale``, ``inner`` and ``dither`` as in :meth:`Entropy.pack`, for three float dtypes.
+
+        With an ``arena`` the blocks go there and stay there, and where it is full they are lost and counted;
+        nothing is checked that would wait for the device, and the bound given back is in units of the scale.
+        """
+        require_float(self.name, tensor)
+        limit = require_bound(self.name, bound)
+        flat = flatten(tensor)
+        if scale is not None and arena is None:
+            require_scale(self.name, scale, inner)
+        own = arena or Arena(_most_bytes(flat), flat.device)
+        options = (min(limit, _LARGEST), scale, inner, dither)
+        places = (own.words, own.spill, own.counters, own.next_slot())
+        table = torch.ops.squeezebox.pack_blocks(flat, *options, *places)
+        words = own.words if arena is not None else own.words[: int(own.counters[0])].clone()
+        payload = (words, own.spill, table) if scale is None else (words, own.spill, table, scale)
+        reached = limit if scale is None or arena is not None else limit * float(scale.max())
+        meta = {"inner": inner, "dither": dither, "unit": limit, "slot": places[-1]}
+        return make_packed(self, tensor, reached, payload, meta)
+
+    def unpack(self, packed: Packed, out: Tensor | None = None) -> Tensor:
+        require_own(self, packed)
+        flat = buffer_for(packed, out)
+        words, spill, table, *rest = packed.payload
+        meta = packed.meta
+        limit, inner, dither = float(meta["unit"]), int(meta["inner"]), int(meta["dither"])
+        options = (min(limit, _LARGEST), rest[0] if rest else None, inner, dither)
+        torch.ops.squeezebox.unpack_blocks(words, spill, table, *options, flat)
+        return restore(flat, packed)
+
+    def check(self, packed: Packed) -> None:
+        expect_meta(packed, "inner", "dither", "unit")
+        found = [(part.dtype, part.numel()) for part in packed.payload]
+        rows = 2 * block_count(packed.numel)
+        wanted = [(torch.int32, 0), (torch.int32, rows)]
+        if len(found) not in (3, 4) or found[0][0] != torch.int32 or found[1:3] != wanted:
+            raise FormatError(f"packed by 'blocks': no table of {rows} numbers in {found}; damaged.")
+        if len(found) == 4 and (found[3][0] != torch.float32 or found[3][1] == 0):
+            raise FormatError(f"packed by 'blocks': the last part is no scale, {found}; damaged.")
+        if not is_sound(packed.payload[0], packed.payload[2], packed.dtype.itemsize):
+            raise FormatError("packed by 'blocks': blocks beyond the arena's end, or too full; damaged.")
+
+
+def _most_bytes(flat: Tensor) -> int:
+    """Of all blocks if none can be packed."""
+    return block_count(flat.numel()) * BLOCK * flat.element_size()

@@ -1,0 +1,89 @@
+"""Blocks in an arena of a device, here the CPU: sizes are known a step late, and nothing is lost."""
+
+import pytest
+import torch
+
+import squeezebox
+from squeezebox.capture import DeviceBlocks
+from tests.capture.nets import images, loss_of, resnet
+
+
+class Still:
+    """One bound for ever."""
+
+    def due(self, step):
+        return False
+
+    def bound(self, state, key, role, rms):
+        return 0.05
+
+    def update(self, state, statistics):
+        return state
+
+
+@pytest.fixture
+def session():
+    """Of a network whose tensors are packed as on a device; its bounds are fixed."""
+    torch.manual_seed(0)
+    model = resnet(8, 1)
+    session = squeezebox.attach(model, controller=Still())
+    session._policy.on_host = False
+    session._store.blocks = DeviceBlocks(torch.device("cpu"))
+    yield session
+    session.detach()
+
+
+def step(session, x):
+    session._model.zero_grad()
+    loss_of(session._model(x)).backward()
+    return [parameter.grad.clone() for parameter in session._model.parameters()]
+
+
+def test_later_steps_use_one_arena(session):
+    x = images()
+    first, arenas = step(session, x), []
+    for _ in range(3):
+        found = step(session, x)
+        arenas.append(session._store.blocks.arena)
+        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
+    assert arenas[0] is not None and arenas[0] is arenas[1] is arenas[2]
+    report = session.report()
+    blocks = [row for row in report.tensors if "blocks" in row.codec]
+    assert blocks and all(0 < row.packed_bytes < row.saved_bytes for row in blocks)
+
+
+def test_what_finds_no_room_is_kept_elsewhere(session):
+    x = images()
+    first = step(session, x)
+    session._close_step()
+    session._store.blocks._needed //= 2
+    second = step(session, x)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    use = session._store.blocks.settle() if session._close_step() is None else None
+    assert use.spilled_bytes > 0 and use.lost == 0
+    third = step(session, x)  # in an arena that is large enough again
+    session._close_step()
+    assert session._store.blocks.settle().spilled_bytes == 0
+    assert all(torch.equal(a, b) for a, b in zip(first, third, strict=True))
+
+
+def test_lost_blocks_are_an_error(session):
+    x = images()
+    step(session, x)
+    session._close_step()
+    session._store.blocks._needed = 64
+    assert any(bool(gradient.isnan().any()) for gradient in step(session, x))
+    with pytest.raises(squeezebox.CaptureError, match="found no room"):
+        step(session, x)
+    assert not any(bool(gradient.isnan().any()) for gradient in step(session, x))
+
+
+def test_two_forwards_before_their_backwards_have_arenas_of_their_own(session):
+    x, y = images(), images().flip(0)
+    expected = [a + b for a, b in zip(step(session, x), step(session, y), strict=True)]
+    step(session, x)
+    session._model.zero_grad()
+    one, two = session._model(x), session._model(y)
+    (loss_of(one) + loss_of(two)).backward()
+    for parameter, gradient in zip(session._model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
