@@ -58,10 +58,15 @@ class GainProfiler:
         self._rows[row.key], self._derive[row.key] = row, derive
 
     def offered(
-        self, row: Row, codec: str, flat: torch.Tensor, scaled: bool, *tools: Callable[..., Any]
+        self,
+        row: Row,
+        codec: str,
+        flat: torch.Tensor,
+        scaled: bool,
+        trial: Callable[[float], codecs.Packed],
+        again: Callable[[], torch.Tensor],
     ) -> None:
         """As capture's Listener: make it again, and compare."""
-        trial, again = tools
         found = self._derive[row.key]()
         source = self._rows.get(found.sources[0]) if found is not None and len(found.sources) == 1 else None
         bound = _TRIED * (1.0 if scaled else float(flat.square().mean(dtype=torch.float32).sqrt()))
