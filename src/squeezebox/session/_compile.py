@@ -24,7 +24,7 @@ from squeezebox.schema import (
     TensorProfile,
     UnsupportedModelError,
 )
-from squeezebox.session._models import gradient_noise, restored, ungraded
+from squeezebox.session._models import gradient_noise, random_states, restored, ungraded
 from squeezebox.session._profiles import STATISTICS_STEPS
 from squeezebox.session._samples import LossFunction
 from squeezebox.session._session import attached, begin
@@ -194,10 +194,10 @@ class _Example:
 
     def is_random(self) -> bool:
         """Whether forward draws random numbers: a compiled step draws others."""
-        before = torch.get_rng_state()
+        before = random_states(self.model)
         with restored(self.model):
             self.loss(self.model)
-            return not torch.equal(before, torch.get_rng_state())
+            return not all(map(torch.equal, before, random_states(self.model)))
 
 
 def _within(

@@ -23,9 +23,7 @@ def restored(model: torch.nn.Module, *others: torch.nn.Module) -> Iterator[None]
         for module in each.modules()
         for name, buffer in module.named_buffers(recurse=False)
     ]
-    random = torch.get_rng_state()
-    device = device_of(model)
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    random = random_states(model)
     try:
         yield
     finally:
@@ -35,9 +33,16 @@ def restored(model: torch.nn.Module, *others: torch.nn.Module) -> Iterator[None]
             for module, name, buffer, value in buffers:
                 buffer.copy_(value)
                 module._buffers[name] = buffer  # the module may have put another one in its place
-        torch.set_rng_state(random)
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device, device)
+        torch.set_rng_state(random[0])
+        for state in random[1:]:
+            torch.cuda.set_rng_state(state, device_of(model))
+
+
+def random_states(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Of the host's random numbers, and of the model's device's if that has its own."""
+    device = device_of(model)
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 
 
 @contextlib.contextmanager
