@@ -17,6 +17,7 @@ import argparse
 import copy
 import gc
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -334,21 +335,14 @@ def _measured(own: Training, rival: Training, exact: list[Tensor], repeats: int)
         "ratio": asdict(timing.ratios["own/rival"]),
         "seconds": timing.seconds["own"].median,
         "host_waits": host_waits(own),
-        "noise": _noise(own.gradients(), exact),
+        "noise": compiled.noise(own.gradients(), exact),
     }
-
-
-def _noise(found: list[Tensor], exact: list[Tensor]) -> float:
-    error = sum(float((a - b).double().square().sum()) for a, b in zip(found, exact, strict=True))
-    return error / sum(float(b.double().square().sum()) for b in exact)
 
 
 def host_waits(own: Training) -> int | None:
     """How often a step in the steady state waits for the device; None where there is none."""
     if own.inputs.device.type != "cuda":
         return None
-    import warnings
-
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:
