@@ -276,17 +276,16 @@ class Store:
     def _pack_exact(self, entry: Entry, tensor: torch.Tensor, codec: str, options: Mapping[str, Any]) -> str:
         form = codec + "".join(f",{name}={value}" for name, value in options.items())
         if form not in entry.packed:
-            whole = tensor if codec == "pool-index" else flattened(tensor, entry.numel)
-            if codec == "pool-index":
-                options = {
-                    **options,
-                    "trusted": self.blocks is not None and (entry.row.key, form) in self._pooled,
-                }
+            pooled = codec == "pool-index"
+            whole = tensor if pooled else flattened(tensor, entry.numel)
+            if pooled and self.blocks is not None:  # looking again would wait for the device
+                options = {**options, "trusted": (entry.row.key, form) in self._pooled}
             try:
                 packed = codecs.get(codec).pack(whole, **options)
-                self._pooled.add((entry.row.key, form))
             except CodecError:  # not of the promised kind (a mask of many values): exact all the same
                 return self._keep(entry, tensor)
+            if pooled:
+                self._pooled.add((entry.row.key, form))
             entry.packed[form] = packed
             entry.row.packed[codec] = entry.row.packed.get(codec, 0) + packed.nbytes
         return form
