@@ -9,7 +9,7 @@ from torch import Tensor
 
 from squeezebox.codecs._reference import _bits
 from squeezebox.codecs._reference._bits import group_count
-from squeezebox.codecs._triton._lanes import elements, load_codes, store_codes
+from squeezebox.codecs._triton._lanes import elements, load_codes, own_rows, store_codes
 from squeezebox.codecs._triton._launch import READABLE, launch, spread
 
 
@@ -18,7 +18,7 @@ def _pack_nonzero(
     flat, codes, others, numel, groups, value,
     BITS: tl.constexpr, ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    row = own_rows(ROWS)
     index = elements(row, A, B, C)
     element = tl.load(flat + index, mask=index < numel, other=0).to(tl.float32)
     hit = element == value
@@ -34,7 +34,7 @@ def _pack_positive(
     flat, codes, numel, groups,
     BITS: tl.constexpr, ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    row = own_rows(ROWS)
     index = elements(row, A, B, C)
     element = tl.load(flat + index, mask=index < numel, other=0.0).to(tl.float32)
     store_codes(codes, ((element <= 0.0) == 0).to(tl.int32), row, groups, BITS, A, B, C)
@@ -46,7 +46,7 @@ def _pack_between(
     INCLUSIVE: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    row = own_rows(ROWS)
     index = elements(row, A, B, C)
     element = tl.load(flat + index, mask=index < numel, other=0.0).to(tl.float32)
     if INCLUSIVE:
@@ -61,7 +61,7 @@ def _unpack_bits(
     packed, out, numel, groups, zero, one,
     BITS: tl.constexpr, ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    row = own_rows(ROWS)
     index = elements(row, A, B, C)
     bit = load_codes(packed, row, groups, BITS, A, B, C)
     tl.store(out + index, tl.where(bit > 0, one, zero).to(out.dtype.element_ty), mask=index < numel)
@@ -72,7 +72,7 @@ def _pack_codes(
     codes, packed, numel, groups,
     BITS: tl.constexpr, ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    row = own_rows(ROWS)
     index = elements(row, A, B, C)
     code = tl.load(codes + index, mask=index < numel, other=0).to(tl.int32)
     store_codes(packed, code, row, groups, BITS, A, B, C)
@@ -83,7 +83,7 @@ def _unpack_codes(
     packed, codes, numel, groups,
     BITS: tl.constexpr, ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    row = own_rows(ROWS)
     index = elements(row, A, B, C)
     code = load_codes(packed, row, groups, BITS, A, B, C)
     tl.store(codes + index, code.to(tl.uint8), mask=index < numel)

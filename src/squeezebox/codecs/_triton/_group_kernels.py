@@ -14,7 +14,7 @@ from torch import Tensor
 from squeezebox.codecs._reference import _groups
 from squeezebox.codecs._reference._bits import group_count
 from squeezebox.codecs._triton._cast import rounded
-from squeezebox.codecs._triton._lanes import elements, load_codes, store_codes
+from squeezebox.codecs._triton._lanes import elements, load_codes, own_rows, store_codes
 from squeezebox.codecs._triton._launch import READABLE, launch
 from squeezebox.codecs._triton._random import uniform
 
@@ -51,7 +51,7 @@ def _pack_zero(
     BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    row = own_rows(ROWS)
     value, index = _load(flat, numel, row, A, B, C)
     magnitude = tl.abs(value)
     has_nan = _most((value != value).to(tl.int32)) > 0
@@ -77,7 +77,7 @@ def _unpack_zero(
     BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    row = own_rows(ROWS)
     code = load_codes(codes, row, groups, BITS, A, B, C)
     scale = tl.load(scales + row, mask=row < groups, other=1.0)[:, None, None, None]
     signed = scale < 0.0
@@ -97,7 +97,7 @@ def _pack_minmax(
     BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    row = own_rows(ROWS)
     value, index = _load(flat, numel, row, A, B, C)
     TOP: tl.constexpr = (1 << BITS) - 1.0
     is_nan = value != value
@@ -139,7 +139,7 @@ def _unpack_minmax(
     codes, scales, out, numel, groups, limit,
     BITS: tl.constexpr, ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    row = own_rows(ROWS)
     code = load_codes(codes, row, groups, BITS, A, B, C).to(tl.float32)
     offset = tl.load(scales + 2 * row, mask=row < groups, other=0.0)[:, None, None, None]
     step = tl.load(scales + 2 * row + 1, mask=row < groups, other=1.0)[:, None, None, None]

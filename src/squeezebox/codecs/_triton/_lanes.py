@@ -13,6 +13,12 @@ PROGRAM_ROWS = 8
 
 
 @triton.jit
+def own_rows(ROWS: tl.constexpr):
+    """The groups of this program."""
+    return (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+
+
+@triton.jit
 def elements(row, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
     """Index in memory order of every element of these groups."""
     a = tl.arange(0, A)[None, :, None, None]
