@@ -50,7 +50,9 @@ def chain(rng, count, options=3, size=100):
         nbytes = rng.randrange(1, size)
         keep = Option(action=Action.KEEP, held_bytes=nbytes, serves=True)
         use = 2 * count - 1 - number
-        life = {"saved_at": number, "first_use": use, "last_use": min(2 * count - 1, use + rng.randrange(2))}
+        life = {"saved_at": number, "first_use": use, "last_use": min(2 * count - 1, use + rng.randrange(4))}
+        if life["last_use"] >= use + 2 and rng.random() < 0.7:
+            life["gaps"] = ((use + 1, life["last_use"] - 1),)
         others = [option(rng, nbytes) for _ in range(rng.randrange(options))]
         for tolerates in (False, True):
             if tensors and rng.random() < 0.6 - 0.3 * tolerates:
@@ -63,15 +65,22 @@ def chain(rng, count, options=3, size=100):
 def usage(profile, choices):
     """Bytes at every position, counted one by one."""
     begins = {tensor.key: tensor.first_use for tensor in profile.tensors}
+    wanted = {tensor.key: tensor.first_use for tensor in profile.tensors if choices[tensor.key].sources}
     for tensor in reversed(profile.tensors):
         for source in choices[tensor.key].sources:
+            wanted[source] = min(wanted.get(source, len(profile.base_bytes)), begins[tensor.key])
             begins[source] = min(begins[source], begins[tensor.key])
+
+    def unpacked(tensor, position):
+        if position >= wanted.get(tensor.key, len(profile.base_bytes)):
+            return position <= tensor.last_use
+        gone = any(first <= position <= last for first, last in tensor.gaps)
+        return tensor.first_use <= position <= tensor.last_use and not gone
+
     return [
         base
         + sum(choices[t.key].held_bytes for t in profile.tensors if t.saved_at <= position <= t.last_use)
-        + sum(
-            choices[t.key].working_bytes for t in profile.tensors if begins[t.key] <= position <= t.last_use
-        )
+        + sum(choices[t.key].working_bytes for t in profile.tensors if unpacked(t, position))
         + sum(choices[t.key].packing_bytes for t in profile.tensors if t.saved_at == position)
         + sum(choices[t.key].making_bytes for t in profile.tensors if begins[t.key] == position)
         for position, base in enumerate(profile.base_bytes)

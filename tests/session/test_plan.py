@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import squeezebox
 from squeezebox.profiling import PeakMeter
-from squeezebox.schema import BudgetError, FormatError, OptionError, PlanError
+from squeezebox.schema import Action, BudgetError, FormatError, OptionError, PlanError
 from squeezebox.session._plans import _planned
 from squeezebox.session._profiles import Subject, profile_step
 
@@ -382,3 +382,49 @@ def test_made_again_from_a_packed_tensor_signs_are_exact_and_noise_is_foretold(t
     assert torch.equal(found[3], exact[3])  # BatchNorm's bias sees the signs alone
     assert not torch.equal(found[4], exact[4])
     assert plan.predicted_noise / 3 < measured < 3 * plan.predicted_noise
+
+
+class Wide(nn.Module):
+    """A branch that is widest in its middle, around which its input is carried by another convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.around = nn.Conv2d(16, 16, 1)
+        self.through = nn.Sequential(
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.GELU(),
+            nn.Conv2d(32, 32, 3, padding=1),
+            nn.GELU(),
+            nn.Conv2d(32, 16, 3, padding=1),
+        )
+
+    def forward(self, x):
+        return self.through(x) + self.around(x)
+
+
+def test_between_uses_far_apart_a_tensor_has_no_buffer():
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.GELU(), Wide(), nn.Flatten(), nn.LazyLinear(2))
+    sample = torch.randn(8, 3, 32, 32), torch.randint(2, (8,))
+    model(sample[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    task = model, optimizer, sample
+    step(*task)
+    seen = profile_step(
+        Subject(model=model, sample=sample, loss_fn=F.cross_entropy, optimizer=optimizer, noise=0.0)
+    )
+    assert [len(tensor.gaps) for tensor in seen.profile.tensors if tensor.gaps] == [1]
+    moved = tuple(
+        dataclasses.replace(
+            t, options=tuple(o for o in t.options if o.action is Action.OFFLOAD) or t.options[:1]
+        )
+        for t in seen.profile.tensors
+    )
+    forced = dataclasses.replace(seen, profile=dataclasses.replace(seen.profile, tensors=moved))
+    plan = _planned(model, forced, None, 0.0, 8)
+    session = squeezebox.attach(model, optimizer=optimizer, plan=plan)
+    assert regular(session, *task) == pytest.approx(plan.predicted_peak_bytes, rel=1e-3)
+    session.detach()
+    filled = tuple(dataclasses.replace(tensor, gaps=()) for tensor in moved)
+    whole = dataclasses.replace(seen, profile=dataclasses.replace(seen.profile, tensors=filled))
+    assert _planned(model, whole, None, 0.0, 8).predicted_peak_bytes > 1.02 * plan.predicted_peak_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,10 @@ class Arena:
             self._buffers.append(chosen)
         chosen.owner, chosen.form = weakref.ref(owner), form
         return chosen.data
+
+    def owners(self) -> Iterator[object]:
+        """Those whose bytes some buffer holds."""
+        return (owner for buffer in self._buffers if (owner := buffer.owner()) is not None)
 
     def trim(self) -> None:
         """Let go of the buffers that nobody uses."""

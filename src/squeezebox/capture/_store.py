@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -83,8 +83,8 @@ class Listener(Protocol):
     def using(self, row: Row) -> None:
         """Unpacking begins."""
 
-    def used(self, row: Row) -> None:
-        """Unpacking has ended."""
+    def used(self, row: Row, unpacked: Sequence[Row]) -> None:
+        """Unpacking has ended; of ``unpacked`` there are buffers."""
 
     def released(self, row: Row) -> None:
         """Autograd has let go of it."""
@@ -192,7 +192,9 @@ class Store:
             return self._unpack(handle)
         self.listener.using(handle.entry.row)
         tensor = self._unpack(handle)
-        self.listener.used(handle.entry.row)
+        owners = self.arena.owners()
+        unpacked = [owner.row for owner in owners if isinstance(owner, Entry)]
+        self.listener.used(handle.entry.row, unpacked)
         return tensor
 
     def _unpack(self, handle: Handle) -> torch.Tensor:

@@ -50,7 +50,7 @@ def _alike(first: Profile, second: Profile) -> bool:
 
 
 def _order(profile: Profile) -> list[tuple[object, ...]]:
-    return [(t.key, t.saved_at, t.dropped_at, t.first_use, t.last_use) for t in profile.tensors]
+    return [(t.key, t.saved_at, t.dropped_at, t.first_use, t.last_use, t.gaps) for t in profile.tensors]
 
 
 def _step(line: Line, first: StepProfile, second: StepProfile, profile: Profile) -> StepProfile:

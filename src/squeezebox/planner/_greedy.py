@@ -301,24 +301,40 @@ def _room(table: Table, limits: _Limits, choice: Integers) -> NDArray[np.bool_]:
     One to or from being made from others also changes from when on those are there.
     """
     rows, taken = np.arange(len(choice))[:, None], choice[:, None]
+    begun, wanted = table.begins(choice)
     begins, ends, work_ends, saved = (
-        each[:, None] for each in (table.begins(choice), table.ends, table.work_ends, table.saved)
+        each[:, None] for each in (begun, table.ends, table.work_ends, table.saved)
     )
     old = table.starts[rows, taken]
-    changes = (
+    changes = [
         (table.starts, ends, table.held),
         (old, ends, -table.held[rows, taken]),
         (begins, work_ends, table.working - table.working[rows, taken]),
         (begins, begins + 1, table.making - table.making[rows, taken]),
         (saved, saved + 1, table.packing - table.packing[rows, taken]),
-    )
+    ]
     edges = [table.starts, old, begins, begins + 1, saved, saved + 1, ends, work_ends]
+    working = np.where(table.remakes, 0, table.working)
+    for start, end in _gaps(table, wanted):
+        changes.append((start, end, working[rows, taken] - working))
+        edges += [start, end]
     edges = list(np.sort(np.stack(np.broadcast_arrays(*edges)), axis=0))
     free, fits = _Lowest(limits.bytes_ - table.usage(choice)), table.valid.copy()
     for start, end in pairwise(edges):
         more = sum(np.where((first <= start) & (start < last), bytes_, 0) for first, last, bytes_ in changes)
         fits &= free.between(start, end) >= more
     return fits
+
+
+def _gaps(table: Table, wanted: Integers) -> Iterator[tuple[Integers, Integers]]:
+    """Every tensor's first gap, then its second, and so on, as columns; nothing long where there is none."""
+    owners, starts, ends = table.idle(wanted)
+    number = np.arange(len(owners)) - np.searchsorted(owners, owners)
+    for turn in range(number.max(initial=-1) + 1):
+        columns = np.zeros((2, len(wanted), 1), np.int64)
+        now = number == turn
+        columns[:, owners[now], 0] = starts[now], ends[now]
+        yield columns[0], columns[1]
 
 
 class _Lowest:

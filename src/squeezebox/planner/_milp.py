@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from squeezebox.planner._table import Integers, Table, infeasible, tabulate
 from squeezebox.schema import Budget, OptionError, Plan, Profile
@@ -55,12 +56,16 @@ def optimum(profile: Profile, budget: Budget, *, seconds: float = 60.0, gap: flo
 def _early(table: Table) -> list[tuple[int, int, int]]:
     """(row, option, position): may the row, in that option, be there unpacked from that position on?
 
-    That is before its own first use, for the sake of one made from it; one variable each, in order.
+    That is before its own first use, or on through a gap between two, for the sake of one made from it; one
+    variable each, in order.
     """
+    until = table.first_use.copy()
+    np.maximum.at(until, table.gaps[:, 0], table.gaps[:, 2])
     wanted: dict[int, set[int]] = {}
     for child, source in zip(table.children.tolist(), table.sources.tolist(), strict=True):
-        positions = {int(table.first_use[child]), *wanted.get(child, ())}
-        before = {position for position in positions if position < table.first_use[source]}
+        first = int(table.first_use[child])
+        positions = {first, *(position for position in wanted.get(child, ()) if position < first)}
+        before = {position for position in positions if position < until[source]}
         wanted.setdefault(source, set()).update(before)
     lends = np.zeros_like(table.valid)
     np.logical_or.at(lends, table.sources, table.suits)
@@ -69,6 +74,7 @@ def _early(table: Table) -> list[tuple[int, int, int]]:
         for row, positions in wanted.items()
         for option in np.nonzero(lends[row] & table.valid[row] & (table.working[row] > 0))[0]
         for position in sorted(positions)
+        if position < table.first_use[row] or not table.remakes[row, option]
     ]
 
 
@@ -88,7 +94,7 @@ def _constraints(
     single = sparse.csr_array((np.ones(count), (rows, number)), shape=(len(table.valid), width))
     positions = _distinct(table)
     held = (table.starts[rows, options] <= positions[:, None]) & (positions[:, None] < table.ends[rows])
-    used = (table.first_use[rows] <= positions[:, None]) & (positions[:, None] < table.work_ends[rows])
+    used = _unpacked(table, positions, rows, options)
     bytes_ = held * table.held[rows, options] + used * table.working[rows, options]
     bytes_ = bytes_ + (table.first_use[rows] == positions[:, None]) * table.making[rows, options]
     bytes_ = bytes_ + (table.saved[rows] == positions[:, None]) * table.packing[rows, options]
@@ -118,17 +124,27 @@ def _constraints(
     return constraints
 
 
+def _unpacked(table: Table, positions: Integers, rows: Integers, options: Integers) -> NDArray[np.bool_]:
+    """Whether each option of each row is there unpacked for its own sake, by position."""
+    at = positions[:, None]
+    gaps = np.zeros((len(positions), len(table.valid)), bool)
+    for row, start, end in table.gaps:
+        gaps[:, row] |= (start <= positions) & (positions < end)
+    there = (table.first_use[rows] <= at) & (at < table.work_ends[rows])
+    return np.asarray(there & (table.remakes[rows, options] | ~gaps[:, rows]), bool)
+
+
 def _early_bytes(table: Table, positions: Integers, early: list[tuple[int, int, int]]) -> Integers:
-    """What each early variable adds at each position: until the next one of its row, or the first use."""
+    """What each early variable adds at each position, until the next one of its row and option."""
+    rows, options, starts = np.array(early, np.int64).reshape(-1, 3).T
     ends = [
-        int(table.first_use[row]) if after[:2] != (row, option) else after[2]
+        int(table.work_ends[row]) if after[:2] != (row, option) else after[2]
         for (row, option, _), after in zip(early, [*early[1:], (-1, -1, 0)], strict=False)
     ]
-    starts = np.array([position for _, _, position in early], np.int64)
-    bytes_ = np.array([table.working[row, option] for row, option, _ in early], np.int64)
     inside = (starts <= positions[:, None]) & (positions[:, None] < np.array(ends, np.int64))
-    making = np.array([table.making[row, option] for row, option, _ in early], np.int64)
-    return np.asarray(inside * bytes_ + (starts == positions[:, None]) * making, np.int64)
+    inside &= ~_unpacked(table, positions, rows, options)
+    bytes_ = inside * table.working[rows, options]
+    return np.asarray(bytes_ + (starts == positions[:, None]) * table.making[rows, options], np.int64)
 
 
 def _links(
@@ -157,7 +173,8 @@ def _distinct(table: Table) -> Integers:
     """Of the positions between two events, at which the same tensors live, the one with the largest base."""
     base = table.base
     passing = (table.saved, table.saved + 1, table.first_use, table.first_use + 1)
-    events = np.unique(np.concatenate(([0], table.starts.ravel(), *passing, table.ends, table.work_ends)))
+    lives = (table.starts.ravel(), *passing, table.ends, table.work_ends, table.gaps[:, 1:].ravel())
+    events = np.unique(np.concatenate(([0], *lives)))
     starts = events[events < len(base)]
     ends = np.append(starts[1:], len(base))
     return np.array([start + base[start:end].argmax() for start, end in zip(starts, ends, strict=True)])

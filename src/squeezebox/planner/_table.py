@@ -33,37 +33,54 @@ class Table:
     first_use: Integers
     ends: Integers  # one past the last position that holds it, and that has its buffer
     work_ends: Integers
+    gaps: Integers  # a row each: the tensor's, and from where to before where it has no buffer
     children: Integers  # rows with an option that is made from others, once for each, the last saved first
     made: Integers  # that option,
     remakes: NDArray[np.bool_]  # also marked among all options
     sources: Integers  # and the row it is made from,
     suits: NDArray[np.bool_]  # of which these options suit it
     links: tuple[tuple[int, int, Integers], ...]  # (child, made, where that is in children), in order
+    lent: Integers  # a row for each of children and each gap of its source: where that is in both
 
     def usage(self, choice: Integers) -> Integers:
         """Bytes at every position if tensor ``t`` takes option ``choice[t]``."""
         rows = np.arange(len(choice))
         steps = np.zeros(len(self.base) + 1, np.int64)
         held = (self.held, self.starts[rows, choice], self.ends)
-        begins = self.begins(choice)
+        begins, wanted = self.begins(choice)
         working, making = (self.working, begins, self.work_ends), (self.making, begins, begins + 1)
         packing = (self.packing, self.saved, self.saved + 1)
         for bytes_, start, end in (held, working, making, packing):
             chosen = bytes_[rows, choice]
             np.add.at(steps, start, chosen)
             np.subtract.at(steps, end, chosen)
+        owners, starts, ends = self.idle(wanted)
+        chosen = np.where(self.remakes, 0, self.working)[owners, choice[owners]]
+        np.subtract.at(steps, starts, chosen)
+        np.add.at(steps, ends, chosen)
         return self.base + np.cumsum(steps[:-1])
 
-    def begins(self, choice: Integers) -> Integers:
-        """From where on each tensor is there unpacked: its own first use, or that of one made from it."""
+    def begins(self, choice: Integers) -> tuple[Integers, Integers]:
+        """From where on each tensor is there unpacked, and from where on all the time, for others' sake.
+
+        The first is its own first use, or that of one made from it; the second is past all positions where
+        none is.
+        """
         begins: list[int] = self.first_use.tolist()
+        wanted = [len(self.base)] * len(begins)
         active = choice[self.children] == self.made
         pairs = zip(self.children[active].tolist(), self.sources[active].tolist(), strict=True)
         for child, source in pairs:
             begin = begins[child]
-            if begin < begins[source]:
-                begins[source] = begin
-        return np.array(begins, np.int64)
+            if begin < wanted[source]:
+                wanted[source] = begin
+                begins[source] = min(begin, begins[source])
+        return np.array(begins, np.int64), np.array(wanted, np.int64)
+
+    def idle(self, wanted: Integers) -> tuple[Integers, Integers, Integers]:
+        """The gaps (row, from where, to before where) of what is wanted from then on all the time."""
+        owners, starts, ends = self.gaps.T
+        return owners, starts, np.maximum(np.minimum(ends, wanted[owners]), starts)
 
     def allowed(self, choice: Integers) -> NDArray[np.bool_]:
         """Options that one tensor may change to while the others stay: what serves is not taken away."""
@@ -85,13 +102,20 @@ class Table:
     def weighted(self, weights: Floats, choice: Integers) -> Floats:
         """Bytes of every option, each position's by its weight, the other tensors as they are chosen."""
         before = np.concatenate(([0.0], np.cumsum(weights)))
-        begins = self.begins(choice)
+        begins, wanted = self.begins(choice)
         held = self.held * (before[self.ends][:, None] - before[self.starts])
-        working = self.working * (before[self.work_ends] - before[begins])[:, None]
+        owners, starts, ends = self.idle(wanted)
+        away = np.bincount(owners, before[ends] - before[starts], len(choice))[:, None]
+        there = (before[self.work_ends] - before[begins])[:, None]
+        working = self.working * (there - np.where(self.remakes, 0.0, away))
         passing = self.making * weights[begins][:, None] + self.packing * weights[self.saved][:, None]
         bytes_ = np.asarray(held + working + passing, np.float64)
         first, children, sources = self.first_use[self.sources], self.children, self.sources
         earlier = before[first] - before[np.minimum(begins[children], first)]
+        at, gap = self.lent.T
+        _, start, end = self.gaps[gap].T
+        since = np.clip(begins[children[at]], start, end)
+        earlier = earlier + np.bincount(at, before[end] - before[since], len(earlier))
         np.add.at(bytes_, (children, self.made), self.working[sources, choice[sources]] * earlier)
         return bytes_
 
@@ -137,6 +161,8 @@ def tabulate(profile: Profile) -> Table:
             f"a profile of {last + 1} positions and {len(tensors)} tensors has no or equal ones."
         )
     width = max((len(tensor.options) for tensor in tensors), default=1)
+    gaps = np.array([(row, gap[0], gap[1] + 1) for row, t in enumerate(tensors) for gap in t.gaps], np.int64)
+    gaps = gaps.reshape(-1, 3)
     return Table(
         profile=profile,
         base=np.array(profile.base_bytes, np.int64),
@@ -154,11 +180,12 @@ def tabulate(profile: Profile) -> Table:
         first_use=np.array([tensor.first_use for tensor in tensors], np.int64),
         ends=np.array([tensor.last_use + 1 for tensor in tensors], np.int64),
         work_ends=np.array([1 + max(t.last_use, min(t.idle_until, last)) for t in tensors], np.int64),
-        **_derivations(tensors, width),
+        gaps=gaps,
+        **_derivations(tensors, width, gaps),
     )
 
 
-def _derivations(tensors: tuple[TensorProfile, ...], width: int) -> dict[str, Any]:
+def _derivations(tensors: tuple[TensorProfile, ...], width: int, gaps: Integers) -> dict[str, Any]:
     """Which option of which row is made from which other rows."""
     rows = {tensor.key: row for row, tensor in enumerate(tensors)}
     exact = _column(tensors, width, "serves", np.bool_)
@@ -192,6 +219,7 @@ def _derivations(tensors: tuple[TensorProfile, ...], width: int) -> dict[str, An
         "made": made,
         "sources": sources,
         "suits": np.array(suits, bool).reshape(-1, width),
+        "lent": np.argwhere(sources[:, None] == gaps[:, 0]),
     }
 
 

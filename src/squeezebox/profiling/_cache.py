@@ -15,7 +15,7 @@ import torch
 from squeezebox.reports import write_whole
 from squeezebox.schema import Action, Moment, Option, Profile, Region, StepProfile, TensorProfile
 
-_VERSION = 2
+_VERSION = 3
 
 
 def profile_key(
@@ -117,7 +117,8 @@ def _region(values: dict[str, Any]) -> Region:
 
 def _tensor(values: dict[str, Any]) -> TensorProfile:
     options = tuple(_option(option) for option in values.pop("options"))
-    return TensorProfile(options=options, **values)
+    gaps = tuple((first, last) for first, last in values.pop("gaps"))
+    return TensorProfile(options=options, gaps=gaps, **values)
 
 
 def _option(values: dict[str, Any]) -> Option:

@@ -80,7 +80,7 @@ class GainProfiler:
                 source=source.key, square=square, sign_bytes=nbytes, sign_seconds=seconds
             )
 
-    def calling(self, call: Any) -> None:
+    def calling(self, *_: Any) -> None:
         """As capture's Listener."""
 
     called = saved = using = used = released = calling

@@ -73,6 +73,7 @@ class _Seen:
     seconds: float = 0.0  # of packing and unpacking as it was done in this step
     apart: float = 0.0  # of trials, which are no part of packing
     tried: list[Option] = field(default_factory=list)
+    unpacking: list[float] = field(default_factory=list)  # seconds of those, for each time
     decodes: bool = False
 
 
@@ -188,7 +189,8 @@ class StepProfiler:
         unit = 1.0 if scaled else _rms(flat)
         seen = self._seen[self._numbers[id(row)]]
         bounds = [share * unit for share in _TRIED] if codec.startswith("entropy") and unit > 0.0 else []
-        seen.tried = [_try(codec, bound, trial) for bound in bounds]
+        tries = [_try(codec, bound, trial) for bound in bounds]
+        seen.tried, seen.unpacking = [each[0] for each in tries], [each[1] for each in tries]
         seen.apart = time.perf_counter() - begun
 
     def saved(self, row: Row) -> None:
@@ -203,12 +205,12 @@ class StepProfiler:
         self._timeline.use(self._numbers[id(row)])
         self._started = time.perf_counter()
 
-    def used(self, row: Row) -> None:
+    def used(self, row: Row, unpacked: Sequence[Row]) -> None:
         """As capture's Listener."""
         seen = self._seen[self._numbers[id(row)]]
         seen.seconds += time.perf_counter() - self._started
         seen.decodes = True
-        self._timeline.used(self._numbers[id(row)])
+        self._timeline.used(self._numbers[id(row)], [self._numbers[id(other)] for other in unpacked])
 
     def released(self, row: Row) -> None:
         """As capture's Listener."""
@@ -258,27 +260,34 @@ class StepProfiler:
         return [exact, near] if cheap else [exact]
 
 
-def _transfer() -> float:
-    """Seconds to write a byte to a file and read it back, of one block large enough to tell."""
+def _transfer() -> tuple[float, float]:
+    """Seconds to write a byte to a file, and to read it back, of one block large enough to tell."""
     data, spill = torch.empty(_BLOCK, dtype=torch.uint8).zero_(), Spill()
     begun = time.perf_counter()
-    spill.read(spill.write(data), data)
-    return (time.perf_counter() - begun) / _BLOCK
+    slot = spill.write(data)
+    written = time.perf_counter()
+    spill.read(slot, data)
+    return (written - begun) / _BLOCK, (time.perf_counter() - written) / _BLOCK
 
 
-def _try(codec: str, bound: float, trial: Callable[..., codecs.Packed]) -> Option:
+def _try(codec: str, bound: float, trial: Callable[..., codecs.Packed]) -> tuple[Option, float]:
+    """Packed and unpacked once, and the seconds of unpacking."""
     begun = time.perf_counter()
     packed = trial(bound)
+    done = time.perf_counter()
     codecs.get(codec).unpack(packed)
     seconds = time.perf_counter() - begun
-    return Option(action=Action.COMPRESS, codec=codec, bound=bound, held_bytes=packed.nbytes, seconds=seconds)
+    option = Option(
+        action=Action.COMPRESS, codec=codec, bound=bound, held_bytes=packed.nbytes, seconds=seconds
+    )
+    return option, begun + seconds - done
 
 
 def _profile(
     seen: _Seen,
     life: Life,
     sensitivities: Mapping[str, float],
-    seconds_a_byte: float,
+    seconds_a_byte: tuple[float, float],
     recomputed: list[Option],
     spread: float | None,
 ) -> TensorProfile:
@@ -291,8 +300,13 @@ def _profile(
     keep = Option(action=Action.KEEP, codec="keep", held_bytes=row.saved_bytes, serves=True)
     cost = sensitivities.get(row.key)
     options = [keep]
+    again = len(life.gaps)
     if seen.tried and cost is not None:
-        packed = [_costed(option, cost, decoded) for option in _interpolated(seen.tried)]
+        tried = [
+            dataclasses.replace(option, seconds=option.seconds + again * seconds)
+            for option, seconds in zip(seen.tried, seen.unpacking, strict=True)
+        ]
+        packed = [_costed(option, cost, decoded) for option in _interpolated(tried)]
         options += packed
         if spread is not None:
             options += [_approximating(option, spread) for option in packed]
@@ -300,6 +314,7 @@ def _profile(
         codec = "+".join(row.packed) or "none"
         exact = _exact(codec, row.packed_bytes, decoded, seen.seconds, row.reads_values)
         options = [*([keep] if row.packed else []), exact]
+    writing, reading = seconds_a_byte
     if seen.decodes and row.packed and "keep" not in row.packed:
         options.append(
             Option(
@@ -307,7 +322,7 @@ def _profile(
                 codec="file",
                 held_bytes=0,
                 working_bytes=row.saved_bytes,
-                seconds=row.saved_bytes * seconds_a_byte,
+                seconds=row.saved_bytes * (writing + (1 + again) * reading),
                 serves=True,
             )
         )
@@ -325,6 +340,7 @@ def _profile(
         first_use=life.first_use,
         last_use=life.last_use,
         idle_until=life.idle_until,
+        gaps=tuple(life.gaps),
         options=tuple(options),
     )
 

@@ -28,6 +28,7 @@ class Life:
     decoded_bytes: int = 0  # allocated when it was unpacked; buffers that were there already do not count
     packing_bytes: int = 0  # the most that packing had allocated beyond what it left
     idle_until: int = -1  # its buffer is freed by the next request after it, or at the step's end
+    gaps: list[tuple[int, int]] = field(default_factory=list)  # between uses, in which it has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +84,9 @@ class Timeline:
         """Unpacking of a tensor begins."""
         self._mark(_USE, number)
 
-    def used(self, number: int) -> None:
-        """Unpacking of a tensor has ended."""
-        self._mark(_USED, number)
+    def used(self, number: int, unpacked: Iterable[int]) -> None:
+        """Unpacking of a tensor has ended; there are buffers of those ``unpacked``."""
+        self._mark(_USED, number, *unpacked)
 
     def release(self, number: int) -> None:
         """Nobody will ask for the tensor again."""
@@ -150,6 +151,9 @@ class _Reading:
     _most_scratch: int = 0
     _decoded: int = 0  # bytes allocated since its use began
     _idle: list[int] = field(default_factory=list)  # tensors whose buffer nobody has asked for since
+    _used_at: int = 0
+    _unpacked: set[int] = field(default_factory=set)  # tensors that have a buffer
+    _gone: dict[int, int] = field(default_factory=dict)  # tensor -> from when on it has none any more
 
     def mark(self, words: Sequence[str]) -> None:
         kind, number = words[0], int(words[1])
@@ -170,14 +174,20 @@ class _Reading:
             beyond = self._most_scratch - sum(self._scratch.values())
             life.packing_bytes = max(life.packing_bytes, beyond)
         elif kind == _USE:
-            self.lives[number].first_use = min(self.lives[number].first_use, position)
-            self._using, self._decoded = number, 0
+            life = self.lives[number]
+            life.first_use = min(life.first_use, position)
+            gone = self._gone.pop(number, position)
+            life.gaps += [(gone, position - 1)] if gone < position else []
+            self._using, self._decoded, self._used_at = number, 0, position
             while self._idle:
                 self.lives[self._idle.pop()].idle_until = position - 1
         elif kind == _USED:
             life = self.lives[number]
             life.decoded_bytes = max(life.decoded_bytes, self._decoded)
             self._using = None
+            unpacked = set(map(int, words[2:]))
+            self._gone |= dict.fromkeys(self._unpacked - unpacked, self._used_at)
+            self._unpacked = unpacked
         elif kind == _RELEASE:
             self._idle.append(number)
         if number in self.lives and kind in (_USE, _USED, _RELEASE):

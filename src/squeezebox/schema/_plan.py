@@ -23,7 +23,7 @@ class Option:
     ``held_bytes`` stay from saving to the last use; ``working_bytes`` come on top while backward uses the
     tensor (its unpacked form); ``making_bytes`` only at the first position of that, while it is recomputed,
     and ``packing_bytes`` only while it is packed.
-    ``seconds`` are beyond keeping it, per step.
+    ``seconds`` are beyond keeping it, per step, however often it is unpacked.
     ``noise`` is the relative squared error it puts on the gradient.
 
     Recomputing starts from the tensors named in ``sources``. Each of them must be held in an option that
@@ -53,6 +53,8 @@ class TensorProfile:
 
     It is held from position ``saved_at`` to ``last_use``, and used from ``first_use`` on; all inclusive.
     What it works in is there until ``idle_until``, if that is later: its buffer is freed by the next request.
+    Between uses far apart there are ``gaps``, (first, last), in which it is not, unless it is recomputed, or
+    others are made from it meanwhile or earlier.
     Its original is part of ``base_bytes`` until ``dropped_at``; an option that keeps it holds it from there.
     """
 
@@ -62,6 +64,7 @@ class TensorProfile:
     idle_until: int = -1
     first_use: int
     last_use: int
+    gaps: tuple[tuple[int, int], ...] = ()
     options: tuple[Option, ...]
 
 
