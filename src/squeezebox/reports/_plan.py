@@ -40,6 +40,7 @@ class StepPlan:
 
     ``budget_bytes`` is None where the plan takes as little memory as the noise allows.
     ``plain_peak_bytes`` and ``plain_seconds`` are those of a step without Squeezebox.
+    ``predicted_noise`` is what a step on the plan's sample had, or foretold (:func:`squeezebox.max_batch`).
     ``late_values`` names tensors of which a later operator reads more than the first one, and its role.
     ``region`` are the first layers, if they are worked in slices of the batch.
     """

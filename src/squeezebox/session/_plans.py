@@ -29,8 +29,18 @@ from squeezebox.schema import (
     Region,
     StepProfile,
 )
+from squeezebox.session._calibration import calibrated
 from squeezebox.session._models import device_of
-from squeezebox.session._profiles import Progress, Subject, cached, keeping, key_of, profile_step, without
+from squeezebox.session._profiles import (
+    Progress,
+    Subject,
+    cached,
+    keeping,
+    key_of,
+    measured_noise,
+    profile_step,
+    without,
+)
 from squeezebox.session._samples import LossFunction, batch_of, check_sample, described, resize
 
 _PAYS = 0.98  # of a peak beyond what is there anyway: slices must bring it lower to be worth their time
@@ -56,7 +66,8 @@ def make_plan(
     Runs a few steps on ``sample`` (parameters, gradients, buffers and random states are as before):
     statistics, then one in which every way to hold every tensor is timed and weighed. Then the least time
     within the bytes at every position of forward and backward and within the noise is looked for. Where
-    nothing fits, or the least peak is asked for, the first layers are tried in slices of the batch.
+    nothing fits, or the least peak is asked for, the first layers are tried in slices of the batch. At last
+    the plan's noise is measured on the sample, and the plan made anew where that is more than allowed.
 
     Args:
         model: any module that :func:`attach` takes.
@@ -107,10 +118,15 @@ def make_plan(
     limit = None if budget is None else int(factor * _plain_peak(seen) if share else factor)
     seconds = math.inf if time_limit is None else _seconds_left(seen, time_limit)
 
+    @functools.cache
     def sliced(region: Region) -> StepProfile:
         return without(profile_step(subject, whole=seen, region=region), barred)
 
-    return _planned(model, seen, limit, allowed, batch_of(sample), seconds, sliced)
+    def plan_for(lawful: float) -> StepPlan:
+        plan = _planned(model, seen, limit, lawful, batch_of(sample), seconds, sliced)
+        return dataclasses.replace(plan, noise=allowed)
+
+    return calibrated(allowed, plan_for, functools.partial(measured_noise, subject))
 
 
 def max_batch(
@@ -142,7 +158,8 @@ def max_batch(
         on_progress: see :func:`make_plan`; every profile begins anew.
 
     Returns:
-        The batch, its plan, and the batch that plain training would hold.
+        The batch, its plan, and the batch that plain training would hold. The plan's noise is foretold by
+        the error law and not measured.
 
     Raises:
         BudgetError: not even a batch of 1 fits.

@@ -25,7 +25,7 @@ from squeezebox.profiling import (
     store_profile,
     transient_bytes,
 )
-from squeezebox.reports import explain_floor, require_writable
+from squeezebox.reports import StepPlan, explain_floor, require_writable
 from squeezebox.schema import (
     Action,
     BudgetError,
@@ -83,6 +83,34 @@ def profile_step(
             return _Profiling(subject, session, whole).run(budget_bytes, region)
         finally:
             session.detach()
+
+
+def measured_noise(subject: Subject, plan: StepPlan) -> float | None:
+    """Of a step under the plan; None where no gradient is other than zero."""
+    model, loss_fn = subject.model, subject.loss_fn
+    with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
+        session = begin(model, subject.optimizer, None, plan=plan)
+        try:
+            noise = session._noise_of(lambda: _run(subject, session))
+            return None if math.isnan(noise) else noise
+        finally:
+            session.detach()
+
+
+def _run(subject: Subject, session: Session, returned: Callable[[], None] = lambda: None) -> None:
+    """Forward, loss and backward; nobody holds the output through backward."""
+    inputs, target = (apart(values) for values in subject.sample)
+
+    def forward() -> Any:
+        output = subject.model(*inputs if isinstance(inputs, tuple) else (inputs,))
+        returned()
+        return output
+
+    with session.step(), explained(*subject.sample):
+        loss = subject.loss_fn(forward(), target)
+    check_loss(loss)
+    with ungraded(loss, subject.model):
+        loss.backward()
 
 
 class _Profiling:
@@ -190,20 +218,12 @@ class _Profiling:
         return found.gains
 
     def _step(self) -> None:
-        """Forward, loss and backward; nobody holds the output through backward."""
-        subject = self._subject
-        inputs, target = (apart(values) for values in subject.sample)
-        with self._session.step(), explained(*subject.sample):
-            loss = subject.loss_fn(self._forward(inputs), target)
-        check_loss(loss)
-        with ungraded(loss, subject.model):
-            loss.backward()
+        _run(self._subject, self._session, self._returned)
 
-    def _forward(self, inputs: Any) -> Any:
-        output = self._subject.model(*inputs if isinstance(inputs, tuple) else (inputs,))
+    def _returned(self) -> None:
+        """The model's forward is over."""
         if self._profiler is not None:
             self._profiler.loss()
-        return output
 
     def _plain(self, what: str) -> None:
         self._session._replay(self._step, bypass=True)

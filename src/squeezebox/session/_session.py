@@ -133,6 +133,16 @@ class Session:
         Raises:
             AttachError: detached, or the closure left no gradients.
         """
+        self._noise = self._noise_of(closure)
+        if math.isnan(self._noise):
+            raise AttachError(
+                "measure_noise() saw no gradient: the closure must run forward, the loss and "
+                "loss.backward() on a model whose parameters require gradients."
+            )
+        return self._noise
+
+    def _noise_of(self, closure: Callable[[], object]) -> float:
+        """As :meth:`measure_noise`; NaN where there is no gradient."""
         self._require_attached()
         self._close_step()
         with restored(self._model):
@@ -143,13 +153,7 @@ class Session:
                 self._slice(self._plan.region if self._plan else None)
         with restored(self._model):
             lossy = self._replay(closure, bypass=False)
-        self._noise = gradient_noise(exact, lossy)
-        if math.isnan(self._noise):
-            raise AttachError(
-                "measure_noise() saw no gradient: the closure must run forward, the loss and "
-                "loss.backward() on a model whose parameters require gradients."
-            )
-        return self._noise
+        return gradient_noise(exact, lossy)
 
     def detach(self) -> None:
         """Take every hook off the model and end a running measurement. Safe to call twice."""
