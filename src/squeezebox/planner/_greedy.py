@@ -16,8 +16,8 @@ from squeezebox.schema import Budget, Option, Plan, Profile
 _ROUNDS = 200  # of the ascent
 _KEPT = 24  # rounds that are repaired,
 _POLISHED = 12  # of those, the fastest:
-_MANY = 300  # tensors, from which on there are fewer of both
-_EXCHANGES = 150_000  # tried, times positions
+_MANY = 300  # tensors, from which on there are fewer of both, and more moves at a time
+_EXCHANGES = 100_000  # tried, times positions
 _WORTHWHILE = 1e-3  # of the time, to go on from there
 _LAST = 4  # moves that may be the last, tried each time
 _TINY = 1e-12  # seconds: so that free moves rank by their bytes
@@ -161,18 +161,20 @@ def _cheapest(
     if limits.noise > 0.0:
         costs = costs + noise_price * table.noise / limits.noise
     costs = np.where(usable, costs, np.inf)
-    for row, option, link in table.links:  # what it is worth to those made from a tensor that it suits
-        own, costs[row, option] = float(costs[row, option]), np.inf
-        without = float(costs[row].min())
-        costs[row, option] = own
-        worth = max(without - own, 0.0) if without < np.inf else limits.scale
-        if worth > 0.0:
-            costs[table.sources[link]] += np.where(table.suits[link], 0.0, worth / len(link))
+    for links in table.levels:  # what it is worth to those made from a tensor that it suits
+        rows, options = table.children[links], table.made[links]
+        others = costs[rows]
+        own, others[np.arange(len(links)), options] = costs[rows, options], np.inf
+        without = others.min(1)
+        worth = np.where(without < np.inf, np.maximum(without - own, 0.0), limits.scale)
+        share = (worth / table.together[links])[:, None]
+        np.add.at(costs, table.sources[links], np.where(table.suits[links], 0.0, share))
     choice = np.asarray(costs.argmin(1), np.int64)
     while not table.is_sound(choice):
         before = choice.copy()
-        for row, option, link in reversed(table.links):
-            if choice[row] == option and not table.suits[link, choice[table.sources[link]]].all():
+        for link in np.nonzero(table.lost(choice))[0][::-1]:
+            row, option, source = table.children[link], table.made[link], table.sources[link]
+            if choice[row] == option and not table.suits[link, choice[source]]:
                 costs[row, option] = np.inf
                 choice[row] = costs[row].argmin()
         if (choice == before).all():  # there is nothing else for it
@@ -207,15 +209,16 @@ def _repaired(
         able = fresh & table.allowed(choice) & (gain > 0) & (noise <= max(left, 0.0) * (1 + 1e-12))
         if not able.any():
             break
-        last = _finished(table, limits, choice, able, over)
+        last = _finished(table, limits, choice, able & (gain >= over.sum()), over)
         found += [last] if last is not None else []
         share = limits.scale * np.maximum(noise, 0.0) / max(left, 1e-30)
         useful = np.minimum(gain, over.sum()) if frugal else gain
         score = np.where(able, useful / (np.maximum(seconds, 0.0) + share + _TINY), 0.0)
-        row, option = np.unravel_index(int(score.argmax()), score.shape)
-        choice = choice.copy()
-        choice[row] = option
-        fresh[row, option] = False
+        moved = _moved(table, choice, score)
+        if table.total(table.noise, moved) > max(left, 0.0) + table.total(table.noise, choice):
+            moved = _moved(table, choice, score, single=True)
+        fresh[moved != choice, moved[moved != choice]] = False
+        choice = moved
     return min(found, key=lambda choice: table.total(table.seconds, choice), default=None)
 
 
@@ -223,6 +226,8 @@ def _finished(
     table: Table, limits: _Limits, choice: Integers, able: NDArray[np.bool_], over: Integers
 ) -> Integers | None:
     """The choice after the cheapest single move that makes it fit, of those enough where it is worst."""
+    if not able.any():
+        return None
     rows, worst = np.arange(len(choice)), np.zeros(len(over))
     worst[over.argmax()] = 1.0
     relief = table.weighted(worst, choice)
@@ -236,17 +241,26 @@ def _finished(
 
 
 def _quieted(table: Table, limits: _Limits, choice: Integers) -> Integers:
-    """A copy whose noise fits, by the moves that cost fewest bytes for the noise they take away."""
-    choice, rows = choice.copy(), np.arange(len(choice))
+    """The choice whose noise fits, by the moves that cost fewest bytes for the noise they take away."""
+    rows = np.arange(len(choice))
     while table.total(table.noise, choice) > limits.noise * (1 + 1e-9):
         noise = table.noise[rows, choice][:, None] - table.noise
         bytes_ = np.maximum(table.held - table.held[rows, choice][:, None], 1)
         score = np.where(table.allowed(choice) & (noise > 0.0), noise / bytes_, 0.0)
         if not score.any():
             break
-        row, option = np.unravel_index(int(score.argmax()), score.shape)
-        choice[row] = option
+        choice = _moved(table, choice, score)
     return choice
+
+
+def _moved(table: Table, choice: Integers, score: Floats, *, single: bool = False) -> Integers:
+    """The choice after the move of highest score; of many tensors, after a few such that go together."""
+    count = 1 if single else math.ceil(len(choice) / _MANY)
+    rows = np.argsort(-score.max(1), kind="stable")[:count]
+    rows = rows[score[rows].max(1) > 0.0]
+    moved = choice.copy()
+    moved[rows] = score[rows].argmax(1)
+    return moved if count == 1 or table.is_sound(moved) else _moved(table, choice, score, single=True)
 
 
 def _polish(table: Table, limits: _Limits, choice: Integers) -> Integers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,26 +40,27 @@ class Table:
     remakes: NDArray[np.bool_]  # also marked among all options
     sources: Integers  # and the row it is made from,
     suits: NDArray[np.bool_]  # of which these options suit it
-    links: tuple[tuple[int, int, Integers], ...]  # (child, made, where that is in children), in order
+    together: Integers  # how many of children have its row and option
+    levels: tuple[
+        Integers, ...
+    ]  # their places: of those from which nothing is made, then only such, and so on
     lent: Integers  # a row for each of children and each gap of its source: where that is in both
 
     def usage(self, choice: Integers) -> Integers:
         """Bytes at every position if tensor ``t`` takes option ``choice[t]``."""
         rows = np.arange(len(choice))
-        steps = np.zeros(len(self.base) + 1, np.int64)
-        held = (self.held, self.starts[rows, choice], self.ends)
         begins, wanted = self.begins(choice)
-        working, making = (self.working, begins, self.work_ends), (self.making, begins, begins + 1)
-        packing = (self.packing, self.saved, self.saved + 1)
-        for bytes_, start, end in (held, working, making, packing):
-            chosen = bytes_[rows, choice]
-            np.add.at(steps, start, chosen)
-            np.subtract.at(steps, end, chosen)
-        owners, starts, ends = self.idle(wanted)
-        chosen = np.where(self.remakes, 0, self.working)[owners, choice[owners]]
-        np.subtract.at(steps, starts, chosen)
-        np.add.at(steps, ends, chosen)
-        return self.base + np.cumsum(steps[:-1])
+        held, working = self.held[rows, choice], self.working[rows, choice]
+        making, packing = self.making[rows, choice], self.packing[rows, choice]
+        owners, away, back = self.idle(wanted)
+        gone = np.where(self.remakes[owners, choice[owners]], 0, working[owners])
+        starts = (self.starts[rows, choice], begins, begins, self.saved, back)
+        ends = (self.ends, self.work_ends, begins + 1, self.saved + 1, away)
+        bytes_ = np.concatenate((held, working, making, packing, gone)).astype(np.float64)
+        steps = np.bincount(
+            np.concatenate((*starts, *ends)), np.concatenate((bytes_, -bytes_)), len(self.base) + 1
+        )
+        return self.base + np.cumsum(steps[:-1]).astype(np.int64)  # sums below 2**53 are exact
 
     def begins(self, choice: Integers) -> tuple[Integers, Integers]:
         """From where on each tensor is there unpacked, and from where on all the time, for others' sake.
@@ -66,16 +68,15 @@ class Table:
         The first is its own first use, or that of one made from it; the second is past all positions where
         none is.
         """
-        begins: list[int] = self.first_use.tolist()
-        wanted = [len(self.base)] * len(begins)
         active = choice[self.children] == self.made
-        pairs = zip(self.children[active].tolist(), self.sources[active].tolist(), strict=True)
-        for child, source in pairs:
-            begin = begins[child]
-            if begin < wanted[source]:
-                wanted[source] = begin
-                begins[source] = min(begin, begins[source])
-        return np.array(begins, np.int64), np.array(wanted, np.int64)
+        children, sources = self.children[active], self.sources[active]
+        wanted = np.full(len(choice), len(self.base), np.int64)
+        begins, known = self.first_use.copy(), None
+        while known is None or (begins[children] < known).any():
+            known = begins[children]
+            np.minimum.at(wanted, sources, known)
+            np.minimum(begins, wanted, out=begins)
+        return begins, wanted
 
     def idle(self, wanted: Integers) -> tuple[Integers, Integers, Integers]:
         """The gaps (row, from where, to before where) of what is wanted from then on all the time."""
@@ -93,8 +94,11 @@ class Table:
 
     def is_sound(self, choice: Integers) -> bool:
         """Whether what is made from others has sources that suit it."""
-        active = choice[self.children] == self.made
-        return bool(self._suited(choice)[active].all())
+        return not self.lost(choice).any()
+
+    def lost(self, choice: Integers) -> NDArray[np.bool_]:
+        """Which of ``children`` are made from what does not suit them."""
+        return np.asarray((choice[self.children] == self.made) & ~self._suited(choice), bool)
 
     def _suited(self, choice: Integers) -> NDArray[np.bool_]:
         return self.suits[np.arange(len(self.suits)), choice[self.sources]]
@@ -209,12 +213,16 @@ def _derivations(tensors: tuple[TensorProfile, ...], width: int, gaps: Integers)
     children, made, sources = np.array(links, np.int64).reshape(-1, 3).T
     remakes = np.zeros((len(tensors), width), bool)
     remakes[children, made] = True
-    numbers: dict[tuple[int, int], list[int]] = {}
-    for at, (child, again, _) in enumerate(links):
-        numbers.setdefault((child, again), []).append(at)
+    pairs = Counter((child, again) for child, again, _ in links)
+    depth = np.zeros(len(tensors), np.int64)
+    for child, _, source in links:
+        depth[source] = max(depth[source], depth[child] + 1)
     return {
         "remakes": remakes,
-        "links": tuple((*pair, np.array(each, np.int64)) for pair, each in numbers.items()),
+        "together": np.array([pairs[child, again] for child, again, _ in links], np.int64),
+        "levels": tuple(
+            np.nonzero(depth[children] == level)[0] for level in range(depth.max(initial=-1) + 1)
+        ),
         "children": children,
         "made": made,
         "sources": sources,
