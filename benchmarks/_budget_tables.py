@@ -31,6 +31,9 @@ def render(networks: Mapping[str, Results]) -> str:
         "## The greedy planner and the optimum",
         _PLANNER,
         _table(_PLANNER_COLUMNS, [row for name in networks for row in _planner(name, networks[name])]),
+        "## Planning deeper networks",
+        _DEEP,
+        _table(_DEEP_COLUMNS, [_deep(name, result["deep"]) for name, result in networks.items()]),
     ]
     return "\n\n".join(parts)
 
@@ -44,6 +47,7 @@ _BUDGETS = """Where a budget is refused, the least plan is measured. Ratios are 
 rounds. "x less" is plain over measured."""
 _RIVALS = """Ours is planned for the rival's measured peak and a thousandth, or is the least plan where
 that is refused; all three are timed in alternation."""
+_DEEP = """The profile repeated until it has about a thousand saved tensors, planned at three budgets."""
 _PLANNER = """On the profile that the budgets were planned from; seconds are beyond a plain step's."""
 
 
@@ -209,6 +213,14 @@ def _exact(name: str, result: Results) -> list[str]:
         _yes(row["equal"]) + "".join(f", {key}" for key in row["unequal"][:3]),
         _yes(row["repeats"]),
     ]
+
+
+_DEEP_COLUMNS = ["network", "tensors", "options each, at most", "positions", "greedy s"]
+
+
+def _deep(name: str, row: Results) -> list[str]:
+    seconds = ", ".join(f"{each:.2f}" for each in row["seconds"])
+    return [name, str(row["tensors"]), str(row["options"]), str(row["positions"]), seconds]
 
 
 _PLANNER_COLUMNS = ["network", "budget MiB", "greedy s", "MILP s", "greedy / MILP", "of the step", "took s"]

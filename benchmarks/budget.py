@@ -35,11 +35,11 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 
 import squeezebox
-from benchmarks import _budget_tables, _report, checkpointing, tasks
+from benchmarks import _budget_tables, _deeper, _report, checkpointing, tasks
 from benchmarks.tasks import SETUPS, Setup, Task
 from squeezebox import planner
 from squeezebox.reports import StepPlan
-from squeezebox.schema import Action, Budget, BudgetError, Option, OptionError, Region, StepProfile
+from squeezebox.schema import Action, Budget, BudgetError, Option, OptionError, Profile, Region, StepProfile
 from squeezebox.session import Session, _plans
 from squeezebox.session._profiles import Subject, without
 
@@ -58,6 +58,7 @@ COMPILED_BUDGETS = (1.0, 0.75, 0.5, 0.25)
 PACKED_STEPS, PACKED_CHECKS = 8, 12  # in which the bounds settle
 EXACT_SHARE = 0.8  # of the plain peak
 MILP_SHARES = (0.75, 0.5, 0.25)  # of the way from the least budget to the plain peak
+DEEP_TENSORS = 1000
 
 
 def main() -> None:
@@ -151,6 +152,7 @@ def measure(name: str, setup: Setup, arguments: argparse.Namespace) -> dict[str,
             "rivals": rivals(bench, arguments.compiled),
             "exact": exact(bench, int(EXACT_SHARE * total)),
             "planner": optimality(profiles[arguments.noise, None], high, bench.noise, arguments.milp_seconds),
+            "deep": deep(profiles[arguments.noise, None].step.profile, bench.noise),
         }
 
 
@@ -396,6 +398,26 @@ def _optimality(profiled: Profiled, budget: Budget, limit: float) -> dict[str, A
         "milp_took_seconds": taken,
         "milp_finished": taken < limit,
     }
+
+
+def deep(profile: Profile, noise: float) -> dict[str, Any]:
+    """Seconds to plan a network of so many copies of this one that it saves a thousand tensors."""
+    whole = _deeper.deeper(profile, DEEP_TENSORS)
+    kept = {tensor.key: tensor.options[0] for tensor in whole.tensors}
+    low, high = max(whole.base_bytes), planner.peak(whole, kept)
+    return {
+        "tensors": len(whole.tensors),
+        "positions": len(whole.base_bytes),
+        "options": max(len(tensor.options) for tensor in whole.tensors),
+        "seconds": [_planning(whole, int(low + share * (high - low)), noise) for share in MILP_SHARES],
+    }
+
+
+def _planning(profile: Profile, budget: int, noise: float) -> float:
+    begun = time.perf_counter()
+    with contextlib.suppress(BudgetError):  # refusing takes as long
+        planner.solve(profile, Budget(peak_bytes=budget, noise=noise))
+    return time.perf_counter() - begun
 
 
 if __name__ == "__main__":

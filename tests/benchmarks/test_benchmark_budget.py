@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 
 from benchmarks import _budget_tables, _report, budget
+from benchmarks._deeper import deeper
+from squeezebox import planner
+from squeezebox.schema import Action, Moment, Option, Profile, TensorProfile
 
 
 def _rival(ours_bytes: int, ratio: float) -> dict[str, Any]:
@@ -44,3 +47,28 @@ def test_networks_run_one_by_one_share_a_report(tmp_path: Path, monkeypatch: pyt
         assert network["exact"]["equal"]
         assert len(network["budgets"]) == 2
         assert network["budgets"][-1]["peak_bytes"] <= network["plain"]["peak_bytes"]
+
+
+def test_a_deeper_profile_holds_all_copies_where_forward_ends() -> None:
+    keep = Option(action=Action.KEEP, held_bytes=10, serves=True)
+    again = Option(action=Action.RECOMPUTE, held_bytes=0, working_bytes=10, sources=("a",), noise=0.0)
+    moments = tuple(Moment(phase=phase) for phase in ("forward", "forward", "loss", "backward", "optimizer"))
+    tensors = (
+        TensorProfile(key="a", saved_at=0, first_use=3, last_use=3, options=(keep,)),
+        TensorProfile(key="b", saved_at=1, first_use=2, last_use=3, gaps=((3, 3),), options=(keep, again)),
+    )
+    profile = Profile(base_bytes=(1, 2, 3, 2, 1), tensors=tensors, moments=moments)
+    assert deeper(profile, 2).base_bytes == profile.base_bytes
+    whole = deeper(profile, 6)
+    assert whole.base_bytes == (1, 2, 1, 2, 1, 2, 3, 2, 1, 3, 2, 1, 3, 2, 1)
+    assert [(t.saved_at, t.first_use, t.last_use) for t in whole.tensors] == [
+        (0, 13, 13),
+        (1, 12, 13),
+        (2, 10, 10),
+        (3, 9, 10),
+        (4, 7, 7),
+        (5, 6, 7),
+    ]
+    assert whole.tensors[3].gaps == ((10, 10),)
+    assert whole.tensors[3].options[1].sources == ("1 a",)
+    assert planner.peak(whole, {tensor.key: keep for tensor in whole.tensors}) == 60 + 3
