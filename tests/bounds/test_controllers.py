@@ -12,6 +12,7 @@ from squeezebox.bounds import (
     Fixed,
     NoiseBudget,
     WarmUp,
+    calibrated,
     predicted_noise,
     refresh_due,
 )
@@ -163,9 +164,26 @@ def test_prediction_needs_sensitivities():
     assert predicted_noise(state, {"x": 0.1, "z": 5.0}) == pytest.approx(0.02)
 
 
+def test_calibration_keeps_the_predicted_noise_and_lasts():
+    law = statistics()
+    state = calibrated(EMPTY, 4.0)
+    twice = calibrated(state, 0.5)
+    assert twice.total_correction == 2.0
+    plain = NoiseBudget(noise=1e-3).update(EMPTY, law)
+    corrected = NoiseBudget(noise=1e-3).update(state, law)
+    assert corrected.sensitivities == {key: 4.0 * cost for key, cost in plain.sensitivities.items()}
+    later = calibrated(plain, 4.0)
+    assert later.bounds == {key: pytest.approx(bound / 2.0) for key, bound in plain.bounds.items()}
+    assert predicted_noise(later, later.bounds) == pytest.approx(predicted_noise(plain, plain.bounds))
+
+
 def test_a_state_survives_json_to_the_bit():
     state = ControllerState(
-        bounds={"a": 0.1, "b": 1e-300}, sensitivities={"a": 1 / 3}, corrections={"a": math.pi}, updates=7
+        bounds={"a": 0.1, "b": 1e-300},
+        sensitivities={"a": 1 / 3},
+        corrections={"a": math.pi},
+        updates=7,
+        total_correction=1 / 7,
     )
     assert ControllerState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
 
@@ -178,6 +196,7 @@ def test_a_state_survives_json_to_the_bit():
         {"corrections": {"a": "b"}},
         {"updates": 1.5},
         {"updates": None},
+        {"total_correction": "high"},
     ],
     ids=str,
 )

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import squeezebox
-from squeezebox.schema import Reads
+from squeezebox.bounds import calibrated
+from squeezebox.schema import AttachError, Reads
 from tests.capture.nets import NETS, images, plain_step
 from tests.capture.test_storages import storages_of
 
@@ -139,6 +140,38 @@ def test_measured_noise_is_near_the_predicted(budget):
     session.detach()
     assert 0.5 < measured / predicted < 2.0
     assert measured < 2 * budget
+
+
+@pytest.mark.parametrize("wrong", [0.2, 6.0])
+def test_calibration_brings_the_noise_to_what_is_allowed_and_it_stays_there(wrong):
+    model = NETS["resnet"][0]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    session = squeezebox.attach(model, optimizer=optimizer, noise=1e-2, checks_per_refresh=4)
+    x = F.avg_pool2d(torch.randn(16, 3, 40, 40), 3, 1, 1)
+
+    def train(steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            plain_step(model, x)
+            optimizer.step()
+
+    train(12)
+    session._policy.state = calibrated(session._policy.state, wrong)
+    train(2)
+    before = session.calibrate(lambda: plain_step(model, x))
+    assert (before > 1.5e-2) if wrong < 1.0 else (before < 5e-3)
+    assert session.measure_noise(lambda: plain_step(model, x)) == pytest.approx(1e-2, rel=0.25)
+    train(3)
+    assert session.measure_noise(lambda: plain_step(model, x)) == pytest.approx(1e-2, rel=0.5)
+    session.detach()
+
+
+def test_only_bounds_that_follow_from_noise_are_calibrated():
+    model = NETS["resnet"][0]()
+    session = squeezebox.attach(model, controller=squeezebox.bounds.Fixed(value=1e-2))
+    with pytest.raises(AttachError, match="this session's are given by a plan, a bound or another"):
+        session.calibrate(lambda: None)
+    session.detach()
 
 
 def test_reads_is_ordered():

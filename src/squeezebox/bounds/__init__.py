@@ -13,6 +13,7 @@ from squeezebox.bounds._controllers import (
     NoiseBudget,
     Planned,
     WarmUp,
+    calibrated,
     predicted_noise,
     refresh_due,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "Planned",
     "WarmUp",
     "allocate",
+    "calibrated",
     "corrected",
     "gradient_energy",
     "predicted_noise",

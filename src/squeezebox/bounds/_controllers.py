@@ -17,12 +17,17 @@ _SMOOTHING = 0.5  # weight of the newest statistics in the running (logarithmic)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerState:
-    """What a controller knows: bounds and sensitivities by tensor key, and updates seen."""
+    """What a controller knows: bounds and sensitivities by tensor key, and updates seen.
+
+    ``total_correction`` is what calibration found on top of the law and the checks of single tensors; the
+    sensitivities have it within.
+    """
 
     bounds: Mapping[str, float] = field(default_factory=dict)
     sensitivities: Mapping[str, float] = field(default_factory=dict)
     corrections: Mapping[str, float] = field(default_factory=dict)
     updates: int = 0
+    total_correction: float = 1.0
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for ``state_dict()``; Python floats survive JSON and torch.save to the bit."""
@@ -31,6 +36,7 @@ class ControllerState:
             "sensitivities": dict(self.sensitivities),
             "corrections": dict(self.corrections),
             "updates": self.updates,
+            "total_correction": self.total_correction,
         }
 
     @staticmethod
@@ -41,14 +47,25 @@ class ControllerState:
             FormatError: a field is missing or of the wrong type.
         """
         tables = [values.get(name) for name in ("bounds", "sensitivities", "corrections")]
-        updates = values.get("updates")
-        if not isinstance(updates, int) or not all(_is_table(table) for table in tables):
+        updates, total = values.get("updates"), values.get("total_correction")
+        if (
+            not isinstance(updates, int)
+            or not isinstance(total, float)
+            or not all(_is_table(table) for table in tables)
+        ):
             raise FormatError(
                 f"controller state has fields {sorted(values)}; it needs bounds, sensitivities and "
-                "corrections (numbers by key) and updates. Pass the object that state_dict() gave."
+                "corrections (numbers by key), updates and total_correction. Pass the object that "
+                "state_dict() gave."
             )
         bounds, known, corrections = (dict(table) for table in tables if isinstance(table, Mapping))
-        return ControllerState(bounds=bounds, sensitivities=known, corrections=corrections, updates=updates)
+        return ControllerState(
+            bounds=bounds,
+            sensitivities=known,
+            corrections=corrections,
+            updates=updates,
+            total_correction=total,
+        )
 
 
 class Controller(Protocol):
@@ -237,6 +254,20 @@ def predicted_noise(state: ControllerState, bounds: Mapping[str, float]) -> floa
     return sum(state.sensitivities.get(key, 0.0) * bound**2 for key, bound in bounds.items())
 
 
+def calibrated(state: ControllerState, ratio: float) -> ControllerState:
+    """The state after a step whose noise was ``ratio`` times what was predicted.
+
+    Sensitivities are that many times higher from now on, and bounds lower by its root, so that the predicted
+    noise stays what it was.
+    """
+    return replace(
+        state,
+        bounds={key: bound / math.sqrt(ratio) for key, bound in state.bounds.items()},
+        sensitivities={key: ratio * cost for key, cost in state.sensitivities.items()},
+        total_correction=ratio * state.total_correction,
+    )
+
+
 def _observed(state: ControllerState, statistics: StepStatistics) -> ControllerState:
     """The state with the newest sensitivities, and corrections mixed into their running mean."""
     corrections = dict(state.corrections)
@@ -246,7 +277,8 @@ def _observed(state: ControllerState, statistics: StepStatistics) -> ControllerS
             corrections[check.key] = _mix(corrections.get(check.key), newest)
     costs = corrected(propagate(statistics.nodes), statistics.tensors, corrections)
     merged = {**state.sensitivities}
-    for key, cost in costs.items():
+    for key, raw in costs.items():
+        cost = state.total_correction * raw
         merged[key] = max(cost, _mix(merged.get(key), cost))  # rising at once, falling slowly
     return replace(state, sensitivities=merged, corrections=corrections, updates=state.updates + 1)
 

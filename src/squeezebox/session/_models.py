@@ -66,6 +66,17 @@ def gradient_noise(exact: Iterable[torch.Tensor], lossy: Iterable[torch.Tensor])
     return sum(_energy(a - b) for a, b in pairs) / energy if energy else math.nan
 
 
+def mean_momentum(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, float]:
+    """Mean |momentum| of every parameter; of its gradient where the optimizer keeps none."""
+    found: dict[str, float] = {}
+    for name, parameter in model.named_parameters():
+        state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+        momentum = state.get("momentum_buffer", state.get("exp_avg", parameter.grad))
+        if isinstance(momentum, torch.Tensor):
+            found[name] = float(momentum.abs().mean())
+    return found
+
+
 def _energy(tensor: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) ** 2
 
@@ -81,6 +92,11 @@ def held_by(model: torch.nn.Module) -> Iterator[torch.Tensor]:
         parts = [part for part in module._modules.values() if part is not None and part not in seen]
         seen.update(parts)
         stack.extend(parts)
+
+
+def names_of(model: torch.nn.Module) -> dict[int, str]:
+    """Of the parameters, by their identity."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
 def device_of(model: torch.nn.Module) -> torch.device:

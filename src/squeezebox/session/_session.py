@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from squeezebox import bounds as bounds_room
-from squeezebox.bounds import Controller, ControllerState, Planned
+from squeezebox.bounds import Controller, ControllerState, NoiseBudget, Planned
 from squeezebox.capture import (
     Collector,
     DeviceBlocks,
@@ -34,7 +34,16 @@ from squeezebox.capture import (
 from squeezebox.profiling import PeakMeter
 from squeezebox.reports import Report, StepPlan
 from squeezebox.schema import AttachError, Check, FormatError, Region, Role, StepRecord
-from squeezebox.session._models import device_of, gradient_noise, held_by, nbytes_of, restored, tensors_in
+from squeezebox.session._models import (
+    device_of,
+    gradient_noise,
+    held_by,
+    mean_momentum,
+    names_of,
+    nbytes_of,
+    restored,
+    tensors_in,
+)
 from squeezebox.session._policy import BoundPolicy, admit, refuse_unsound
 from squeezebox.session._replanning import Replanning, shapes_of
 
@@ -140,6 +149,31 @@ class Session:
                 "loss.backward() on a model whose parameters require gradients."
             )
         return self._noise
+
+    def calibrate(self, closure: Callable[[], object]) -> float:
+        """Measure the noise as :meth:`measure_noise` does, and correct the bounds by it from now on.
+
+        The error law and its checks of single tensors foretell the whole step's noise to within a factor of
+        two or so; bounds that follow from ``noise=`` get the allowed noise right after this, as long as the
+        network does not change much. Do it again from time to time.
+
+        Returns:
+            The noise measured, before the correction.
+
+        Raises:
+            AttachError: detached, the closure left no gradients, or the bounds do not follow from ``noise=``.
+        """
+        if not isinstance(self._policy.controller, NoiseBudget):
+            raise AttachError(
+                "calibrate() corrects the bounds that follow from attach(noise=...); this session's are "
+                "given by a plan, a bound or another controller. measure_noise() measures without correcting."
+            )
+        noise = self.measure_noise(closure)
+        lossy = {row.key: row.bound for row in self._store.rows if row.bound > 0.0}
+        predicted = self._predicted_noise(lossy)
+        if noise and predicted:
+            self._policy.state = bounds_room.calibrated(self._policy.state, noise / predicted)
+        return noise
 
     def _noise_of(self, closure: Callable[[], object]) -> float:
         """As :meth:`measure_noise`; NaN where there is no gradient."""
@@ -320,7 +354,7 @@ class Session:
         self._start_blocks(measured=self._due(self._step) or self._due(self._step - 1))
         if self._policy.controller is not None and self._policy.controller.due(self._step):
             self._collector = self._recorder.collector = Collector(
-                self._store, _names(self._model), self._is_checked, self._step
+                self._store, names_of(self._model), self._is_checked, self._step
             )
         if self._step == 0 or (self._due(self._step - 1) and self._collector is None):
             self._meter.start(self._persistent())
@@ -348,7 +382,7 @@ class Session:
         if collector is not None:
             collector.close()
         if collector is not None and self._policy.controller is not None and not collector.interrupted:
-            statistics = collector.result(self._momentum())
+            statistics = collector.result(mean_momentum(self._model, self._optimizer))
             self._checks.extend(statistics.checks)
             self._floor, self._counts = collector.floor_bytes, collector.counts
             self._policy.state = self._policy.controller.update(self._policy.state, statistics)
@@ -435,16 +469,6 @@ class Session:
         states = tensors_in([list(values.values()) for values in state])
         return [_local(tensor) for tensor in (*gradients, *states)]
 
-    def _momentum(self) -> dict[str, float]:
-        """Mean |momentum| of every parameter; of its gradient where the optimizer keeps none."""
-        found: dict[str, float] = {}
-        for name, parameter in self._model.named_parameters():
-            state = self._optimizer.state.get(parameter, {}) if self._optimizer is not None else {}
-            momentum = state.get("momentum_buffer", state.get("exp_avg", parameter.grad))
-            if isinstance(momentum, torch.Tensor):
-                found[name] = float(momentum.abs().mean())
-        return found
-
     def _require_attached(self) -> None:
         if self._installation is None:
             raise AttachError("this session is detached; call squeezebox.attach(model, ...) again.")
@@ -474,7 +498,3 @@ def begin(
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a sharded tensor, or the tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _names(model: torch.nn.Module) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in model.named_parameters()}
