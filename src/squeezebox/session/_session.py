@@ -51,7 +51,6 @@ STATE_VERSION = 1
 _UNKNOWN_COUNT = 64  # lossy tensors of a model, before the first step has counted them
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # multiples of it spread evenly over the unit interval
 
-
 attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
@@ -153,15 +152,15 @@ class Session:
     def calibrate(self, closure: Callable[[], object]) -> float:
         """Measure the noise as :meth:`measure_noise` does, and correct the bounds by it from now on.
 
-        The error law and its checks of single tensors foretell the whole step's noise to within a factor of
-        two or so; bounds that follow from ``noise=`` get the allowed noise right after this, as long as the
-        network does not change much. Do it again from time to time.
+        The error law and its checks of single tensors foretell a whole step's noise to within a factor of two
+        or so. Noise above the predicted one is corrected at once; from noise below it, which the next batch
+        may not have, half the way (in its logarithm). Do it from time to time.
 
         Returns:
-            The noise measured, before the correction.
+            The noise before the correction.
 
         Raises:
-            AttachError: detached, the closure left no gradients, or the bounds do not follow from ``noise=``.
+            AttachError: detached, no gradients, or the bounds do not follow from ``noise=``.
         """
         if not isinstance(self._policy.controller, NoiseBudget):
             raise AttachError(
@@ -172,7 +171,8 @@ class Session:
         lossy = {row.key: row.bound for row in self._store.rows if row.bound > 0.0}
         predicted = self._predicted_noise(lossy)
         if noise and predicted:
-            self._policy.state = bounds_room.calibrated(self._policy.state, noise / predicted)
+            ratio = max(noise / predicted, math.sqrt(noise / predicted))
+            self._policy.state = bounds_room.calibrated(self._policy.state, ratio)
         return noise
 
     def _noise_of(self, closure: Callable[[], object]) -> float:
