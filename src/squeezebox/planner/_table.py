@@ -40,10 +40,8 @@ class Table:
     remakes: NDArray[np.bool_]  # also marked among all options
     sources: Integers  # and the row it is made from,
     suits: NDArray[np.bool_]  # of which these options suit it
-    together: Integers  # how many of children have its row and option
-    levels: tuple[
-        Integers, ...
-    ]  # their places: of those from which nothing is made, then only such, and so on
+    together: Integers  # how many of children have this row and option
+    levels: tuple[Integers, ...]  # places in children: of rows from which none are made, only such, and so on
     lent: Integers  # a row for each of children and each gap of its source: where that is in both
 
     def usage(self, choice: Integers) -> Integers:
