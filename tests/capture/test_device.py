@@ -5,7 +5,9 @@ import torch
 
 import squeezebox
 from squeezebox.capture import DeviceBlocks
+from squeezebox.memory import Staging
 from tests.capture.nets import images, loss_of, resnet
+from tests.memory.test_staging import Threads
 
 
 class Still:
@@ -87,3 +89,50 @@ def test_two_forwards_before_their_backwards_have_arenas_of_their_own(session):
     (loss_of(one) + loss_of(two)).backward()
     for parameter, gradient in zip(session._model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
+
+
+class Everything:
+    """Contains every key."""
+
+    def __contains__(self, key):
+        return True
+
+
+@pytest.mark.parametrize("lazy", (False, True))
+@pytest.mark.parametrize("room", (0, 1 << 16, 1 << 28))
+def test_what_is_moved_to_the_host_comes_back_to_the_bit(lazy, room):
+    torch.manual_seed(0)
+    model, x = resnet(8, 1), images()
+    plain = squeezebox.attach(model, exact=True)
+    first = step(plain, x)
+    plain.detach()
+    session = squeezebox.attach(model, exact=True)
+    session._store.offload = Everything()
+    session._store.staging = Staging(Threads(lazy), most_bytes=room)
+    for _ in range(2):
+        found = step(session, x)
+        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
+    assert sum(row.codec == "offload" for row in session.report().tensors) > 5
+    session.detach()
+
+
+def test_a_tensor_changed_while_it_is_moved_is_an_error():
+    class Late(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+
+        def forward(self, x):
+            x = torch.tanh(self.first(x))
+            y = self.second(x)
+            with torch.no_grad():
+                x.add_(1.0)
+            return y
+
+    model = Late()
+    session = squeezebox.attach(model, exact=True)
+    session._store.offload = Everything()
+    session._store.staging = Staging(Threads(lazy=True))
+    with pytest.raises(squeezebox.CaptureError, match="was changed in place while it was being moved"):
+        model(torch.randn(64, 64)).sum().backward()
+    session.detach()

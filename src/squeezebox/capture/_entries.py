@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from squeezebox import codecs
 from squeezebox.capture._lineage import Origin, Recipe
 from squeezebox.capture._rules import OTHER, Rule
-from squeezebox.memory import Slot
+from squeezebox.memory import HostSlot, Slot
 from squeezebox.schema import Role, SavedTensor
 
 
@@ -87,7 +87,7 @@ class Entry:
         self.numel = storage.nbytes() // tensor.element_size()
         self.packed: dict[str, codecs.Packed] = {}
         self.kept: torch.Tensor | None = None
-        self.slot: Slot | None = None
+        self.slot: Slot | HostSlot | None = None
         self.origin: Origin | None = None
         self.recipe: Recipe | None = None
         self.ready: torch.Tensor | None = None  # flat; made again, or wanted by a recipe before its own use

@@ -26,7 +26,7 @@ from squeezebox.capture._layouts import (
 )
 from squeezebox.capture._lineage import Call, Derivation, Lineage, Origin, Recipe, derivation
 from squeezebox.capture._rules import Rule
-from squeezebox.memory import Spill
+from squeezebox.memory import CudaStreams, HostSlot, Spill, Staging
 from squeezebox.schema import CaptureError, CodecError, Reads, Role
 
 SMALL_BYTES = 4096  # below this a packed object's own overhead eats the saving
@@ -107,6 +107,7 @@ class Store:
         self.signed: Container[str] = ()  # and of those among them whose signs are held
         self.lineage: Lineage | None = None
         self.spill = Spill()
+        self.staging: Staging | None = None  # where a device's tensors go instead
         self.admit: Callable[[str, int], None] | None = None  # raises for a key and bytes that no plan knows
         self.listener: Listener | None = None
         self.arena = Arena()
@@ -118,6 +119,10 @@ class Store:
         self.late_values: dict[str, Role] = {}  # keys whose values were asked for after their sign, by whom
         self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
         self._step = weakref.ref(_Step())  # dead at once: no step is running
+
+    def use_device(self, device: torch.device) -> None:
+        """From now on tensors are on a device that the host does not wait for."""
+        self.blocks, self.staging = DeviceBlocks(device), Staging(CudaStreams(device))
 
     def handle(self, tensor: torch.Tensor) -> Handle:
         """A new handle, of the running step."""
@@ -139,6 +144,8 @@ class Store:
         self.borrowed = {}
         self.small = {}
         self.arena.clear()
+        if self.staging is not None:
+            self.staging.clear()
 
     def leave(self, handle: Handle, *, borrowed: bool) -> None:
         """Hold a tensor itself: somebody else owns it anyway (``borrowed``), or it is too small."""
@@ -271,7 +278,7 @@ class Store:
         key = entry.row.key
         if key in self.keep:
             return self._keep(entry, tensor)
-        if key in self.offload and entry.device.type == "cpu":
+        if key in self.offload and (entry.device.type == "cpu" or self.staging is not None):
             return self._offload(entry, tensor)
         return self._derive(entry, tensor) if key in self.recompute else None
 
@@ -365,7 +372,7 @@ class Store:
         """All its values, flat, made anew and left to the caller."""
         if entry.kept is not None:
             return flattened(entry.kept, entry.numel)
-        if entry.slot is None:
+        if entry.slot is None or isinstance(entry.slot, HostSlot):
             packed = entry.packed["values"]
             return codecs.get(packed.codec).unpack(packed).view(-1)
         whole = torch.empty(entry.numel, dtype=entry.dtype)
@@ -379,7 +386,8 @@ class Store:
 
     def _offload(self, entry: Entry, tensor: torch.Tensor) -> str:
         if entry.slot is None:
-            entry.slot = self.spill.write(flattened(tensor, entry.numel))
+            place = self.spill if self.staging is None else self.staging
+            entry.slot = place.write(tensor.detach().as_strided((entry.numel,), (1,), 0))
             entry.row.packed["offload"] = 0
         return "offload"
 
@@ -400,6 +408,9 @@ class Store:
                 give_sign(entry.ready, entry.packed["sign"])
         if entry.ready is not None:
             return entry.ready
+        if isinstance(entry.slot, HostSlot):
+            assert self.staging is not None
+            return self.staging.read(entry.slot)
         if entry.slot is not None:
             nbytes = entry.numel * entry.dtype.itemsize
             ready = self.arena.find(entry, "offload")

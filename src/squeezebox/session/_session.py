@@ -20,7 +20,6 @@ from squeezebox import bounds as bounds_room
 from squeezebox.bounds import Controller, ControllerState, NoiseBudget, Planned
 from squeezebox.capture import (
     Collector,
-    DeviceBlocks,
     Installation,
     Recorder,
     Row,
@@ -72,7 +71,7 @@ class Session:
         self._policy = BoundPolicy(controller, on_host)
         self._store = Store(self._policy)
         if not on_host:
-            self._store.blocks = DeviceBlocks(device_of(model))
+            self._store.use_device(device_of(model))
         self._recorder = Recorder(self._store)
         self._notes: dict[str, None] = {}
         self._replanning = replanning

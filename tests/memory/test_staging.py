@@ -1,0 +1,144 @@
+"""Tensors moved beside the computation come back to the bit, with copies that are as late as may be.
+
+Streams are threads here: a copy is made when somebody waits for it, or after a moment, so that a tensor that
+is let go or handed out too early shows.
+"""
+
+import random
+import threading
+
+import pytest
+import torch
+
+from squeezebox.memory import Staging
+from squeezebox.schema import CaptureError
+
+
+class Threads:
+    """As CudaStreams. What the test itself does is the current stream."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, lazy=False):
+        self.lazy = lazy  # copies are made only when somebody waits
+        self.abandoned = []
+        self.waits = 0
+        self.copies = []
+
+    def pinned(self, flat):
+        return torch.empty_like(flat)
+
+    def leave(self, host, flat):
+        return self._copy(host, flat, None)
+
+    def arrive(self, flat, host, left):
+        return self._copy(flat, host, left)
+
+    def wait(self, event):
+        self.waits += 1
+        event.set()
+
+    def happened(self, event):
+        return event.done.is_set()
+
+    def abandon(self, flat):
+        self.abandoned.append(flat)
+
+    def _copy(self, to, source, after):
+        event = Copy(self.lazy, after, to, source.detach())
+        self.copies.append(event)
+        return event
+
+
+class Copy:
+    def __init__(self, lazy, after, to, source):
+        self.done, self.lock = threading.Event(), threading.Lock()
+        self.after, self.to, self.source = after, to, source
+        if not lazy:
+            threading.Timer(random.uniform(0.0, 0.004), self.set).start()
+
+    def set(self):
+        with self.lock:
+            if not self.done.is_set():
+                if self.after is not None:
+                    self.after.set()
+                self.to.copy_(self.source)
+                self.done.set()
+
+
+def tensors(count, numel=1000):
+    return [torch.randn(numel) for _ in range(count)]
+
+
+@pytest.mark.parametrize("lazy", (False, True))
+@pytest.mark.parametrize("room", (0, 4000, 10_000, 1 << 20))
+def test_what_is_moved_comes_back_to_the_bit(lazy, room):
+    streams, saved = Threads(lazy), tensors(12)
+    expected = [flat.clone() for flat in saved]
+    staging = Staging(streams, most_bytes=room)
+    slots = []
+    while saved:
+        flat = saved.pop(0)
+        slots.append(staging.write(flat))
+        held = [slot.source for slot in slots]
+        assert sum(source.nbytes for source in held if source is not None) <= max(room, flat.nbytes)
+        if all(source is not flat for source in held):
+            flat.fill_(torch.nan)  # its memory goes to others
+    while slots:
+        slot = slots.pop()
+        found = staging.read(slot)
+        assert torch.equal(found, expected.pop())
+    staging.clear()
+
+
+def test_in_reverse_everything_is_fetched_one_ahead():
+    streams = Threads(lazy=True)
+    staging = Staging(streams, most_bytes=0)
+    slots = [staging.write(flat) for flat in tensors(6)]
+    staging._let_go(0)
+    left = len(streams.copies)
+    assert left == 6
+    for number, slot in enumerate(reversed(slots)):
+        staging.read(slot)
+        assert len(streams.copies) == left + min(number + 2, 6)
+    assert not streams.abandoned
+
+
+def test_what_was_fetched_in_vain_is_abandoned():
+    streams = Threads()
+    staging = Staging(streams, most_bytes=0)
+    expected = tensors(5)
+    slots = [staging.write(flat.clone()) for flat in expected]
+    staging._let_go(0)
+    for number in (3, 0, 4, 1, 2):
+        assert torch.equal(staging.read(slots[number]), expected[number])
+    assert streams.abandoned
+    staging.clear()
+
+
+def test_the_latest_are_handed_out_themselves():
+    staging = Staging(Threads(lazy=True))
+    flat = torch.randn(100)
+    assert staging.read(staging.write(flat)) is flat
+
+
+@pytest.mark.parametrize("how", ("read", "write", "clear"))
+def test_a_change_in_place_on_the_way_is_an_error(how):
+    staging = Staging(Threads(lazy=True), most_bytes=4000)
+    flat = torch.randn(1000)
+    slot = staging.write(flat)
+    flat.add_(1.0)
+    with pytest.raises(CaptureError, match="4000 bytes was changed in place while it was being moved"):
+        {"read": lambda: staging.read(slot), "write": lambda: staging.write(flat), "clear": staging.clear}[
+            how
+        ]()
+
+
+def test_slots_that_are_gone_hold_nothing():
+    staging = Staging(Threads(lazy=True))
+    flat = torch.randn(1000)
+    slot = staging.write(flat)
+    staging.write(torch.randn(10))
+    del slot
+    staging.clear()
+    assert not staging._leaving
