@@ -7,7 +7,8 @@ and .md. Parts are codecs, networks and limited; --all is all of them. On a CPU 
 Bytes moved by a codec are those of the tensor and of the packed one, each once; the bandwidth they are
 compared with is that of copying the tensor, measured in the same round. A training step is zero_grad,
 forward, loss, backward and the optimizer's step, and is timed in turn with the compiled plain one. Peaks
-are the allocator's, beyond parameters, gradients, optimizer state and batch. Noise is the squared error of
+are the allocator's, beyond parameters, gradients, optimizer state and batch; what lies idle in parts of its
+blocks ("split") is how far these are fragmented. Noise is the squared error of
 all gradients over their squared norm, on the same batch and against eager in the same dtype.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +32,8 @@ from torch.nn import functional as F
 import squeezebox
 from benchmarks import _report, checkpointing, compiled, models
 from squeezebox import codecs
+from squeezebox.schema import Role
+from squeezebox.session import Session
 
 PARTS = ("codecs", "networks", "limited")
 SPEEDS = (
@@ -192,6 +196,12 @@ class Training:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
+    def split_bytes(self) -> int:
+        """The most that lay idle in parts of the allocator's blocks since the last :meth:`peak_bytes`."""
+        if self.inputs.device.type != "cuda":
+            return 0
+        return int(torch.cuda.memory_stats()["inactive_split_bytes.all.peak"])
+
 
 def images(batch: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Photographs, or else clothes."""
@@ -318,8 +328,9 @@ def network(name: str, dtype: str, arguments: argparse.Namespace) -> dict[str, A
         if arguments.arms is None or arm in arguments.arms:
             own = given.copied()
             try:
-                with entered(own):
+                with entered(own) as session:
                     rows[arm] = _measured(own, rival, exact, arguments.repeats)
+                    rows[arm]["conv_input_bits"] = _bits(session)
             except torch.cuda.OutOfMemoryError as error:
                 rows[arm] = {"error": str(error).splitlines()[0]}
             del own
@@ -332,11 +343,20 @@ def _measured(own: Training, rival: Training, exact: list[Tensor], repeats: int)
     timing = _report.interleaved({"own": own.step, "rival": rival.step}, repeats, warmup=2)
     return {
         "peak_bytes": own.peak_bytes(),
+        "split_bytes": own.split_bytes(),
         "ratio": asdict(timing.ratios["own/rival"]),
         "seconds": timing.seconds["own"].median,
         "host_waits": host_waits(own),
         "noise": compiled.noise(own.gradients(), exact),
     }
+
+
+def _bits(session: Session | None) -> float | None:
+    """Of an element of the convolutions' inputs, as packed in the session's last step."""
+    rows = session.report().tensors if isinstance(session, Session) else ()
+    inputs = [row for row in rows if Role.CONV_INPUT in row.roles and row.bound > 0.0]
+    elements = sum(math.prod(row.shape) for row in inputs)
+    return 8 * sum(row.packed_bytes for row in inputs) / elements if elements else None
 
 
 def host_waits(own: Training) -> int | None:
@@ -421,23 +441,23 @@ def tables(results: Mapping[str, Any]) -> str:
         ]
     if "networks" in results:
         parts += [
-            "| network | arm | peak MiB | x less | time / compiled | noise | waits |",
-            "|---|---|---|---|---|---|---|",
+            "| network | arm | peak MiB | x less | split MiB | time / compiled | noise | conv bits | waits |",
+            "|---|---|---|---|---|---|---|---|---|",
         ]
         for name, rows in results["networks"].items():
             for arm, row in rows.items():
                 if arm == "batch":
                     continue
                 if "error" in row:
-                    parts.append(f"| {name} | {arm} | {row['error']} | | | | |")
+                    parts.append(f"| {name} | {arm} | {row['error']} | | | | | | |")
                     continue
                 plain = rows.get("plain", row).get("peak_bytes", 0)
-                ratio = row["ratio"]
+                ratio, bits = row["ratio"], row["conv_input_bits"]
                 parts.append(
                     f"| {name} | {arm} | {row['peak_bytes'] / 2**20:.0f} "
-                    f"| {plain / max(row['peak_bytes'], 1):.2f} "
+                    f"| {plain / max(row['peak_bytes'], 1):.2f} | {row['split_bytes'] / 2**20:.0f} "
                     f"| {ratio['median']:.2f} ({ratio['minimum']:.2f}..{ratio['maximum']:.2f}) "
-                    f"| {row['noise']:.1e} | {row['host_waits']} |"
+                    f"| {row['noise']:.1e} | {'' if bits is None else f'{bits:.2f}'} | {row['host_waits']} |"
                 )
         parts.append("")
     if results.get("limited"):
