@@ -179,7 +179,7 @@ def tabulate(profile: Profile) -> Table:
         seconds=_column(tensors, width, "seconds", np.float64),
         noise=_column(tensors, width, "noise", np.float64),
         starts=np.where(lasting, 0, _starts(tensors, width)),
-        ends=np.where(lasting, last, np.reshape([tensor.last_use for tensor in tensors], (-1, 1))) + 1,
+        ends=np.where(lasting, last, np.array([[t.last_use] for t in tensors], np.int64).reshape(-1, 1)) + 1,
         saved=np.array([tensor.saved_at for tensor in tensors], np.int64),
         first_use=np.array([tensor.first_use for tensor in tensors], np.int64),
         work_ends=np.array([1 + max(t.last_use, min(t.idle_until, last)) for t in tensors], np.int64),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,7 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from squeezebox import codecs
-from squeezebox.memory import Spill
+from squeezebox.memory import CudaStreams, Spill, Staging
+from squeezebox.profiling._clock import now
 from squeezebox.profiling._gains import Gain
 from squeezebox.profiling._timeline import Life, Timeline, Trace
 from squeezebox.schema import Action, Moment, Option, Profile, TensorProfile
@@ -86,9 +86,10 @@ class StepProfiler:
     packed ones too.
     """
 
-    def __init__(self, gains: Mapping[str, Gain] | None = None) -> None:
+    def __init__(self, device: torch.device, gains: Mapping[str, Gain] | None = None) -> None:
         self._gains = gains or {}
-        self._timeline = Timeline()
+        self._device = device
+        self._timeline = Timeline(device)
         self._seen: dict[int, _Seen] = {}
         self._numbers: dict[int, int] = {}
         self._calls: dict[int, float] = {}  # seconds, the least seen
@@ -117,7 +118,7 @@ class StepProfiler:
             final_bytes: held by the optimizer's step on top of ``held``.
             gradients: what the step has left.
         """
-        trace, seconds_a_byte = self._timeline.stop(held, gradients), _transfer()
+        trace, seconds_a_byte = self._timeline.stop(held, gradients), _transfer(self._device)
         lives = {seen.row.key: trace.lives[number] for number, seen in self._seen.items()}
         again = {
             seen.row.key: self._recomputed(seen, lives, trace.call_bytes, sensitivities)
@@ -160,11 +161,11 @@ class StepProfiler:
     def calling(self, call: Call) -> None:
         """As capture's Listener."""
         self._timeline.call(call.number)
-        self._started = time.perf_counter()
+        self._started = now()
 
     def called(self, call: Call) -> None:
         """As capture's Listener."""
-        seconds = time.perf_counter() - self._started
+        seconds = now() - self._started
         self._calls[call.number] = min(seconds, self._calls.get(call.number, seconds))
         self._timeline.called(call.number)
 
@@ -173,7 +174,7 @@ class StepProfiler:
         number = self._numbers.setdefault(id(row), len(self._numbers))
         self._seen.setdefault(number, _Seen(row, derive))
         self._timeline.save(number, tensor)
-        self._started = time.perf_counter()
+        self._started = now()
 
     def offered(
         self,
@@ -185,30 +186,31 @@ class StepProfiler:
         again: Callable[[], torch.Tensor],
     ) -> None:
         """As capture's Listener: pack at a few bounds."""
-        begun = time.perf_counter()
+        begun = now()
         unit = 1.0 if scaled else _rms(flat)
         seen = self._seen[self._numbers[id(row)]]
-        bounds = [share * unit for share in _TRIED] if codec.startswith("entropy") and unit > 0.0 else []
+        lossy = codec.startswith(("entropy", "blocks"))
+        bounds = [share * unit for share in _TRIED] if lossy and unit > 0.0 else []
         tries = [_try(codec, bound, trial) for bound in bounds]
         seen.tried, seen.unpacking = [each[0] for each in tries], [each[1] for each in tries]
-        seen.apart = time.perf_counter() - begun
+        seen.apart = now() - begun
 
     def saved(self, row: Row) -> None:
         """As capture's Listener."""
         seen = self._seen[self._numbers[id(row)]]
-        seen.seconds += time.perf_counter() - self._started - seen.apart
+        seen.seconds += now() - self._started - seen.apart
         seen.apart = 0.0
         self._timeline.saved(self._numbers[id(row)])
 
     def using(self, row: Row) -> None:
         """As capture's Listener."""
         self._timeline.use(self._numbers[id(row)])
-        self._started = time.perf_counter()
+        self._started = now()
 
     def used(self, row: Row, unpacked: Sequence[Row]) -> None:
         """As capture's Listener."""
         seen = self._seen[self._numbers[id(row)]]
-        seen.seconds += time.perf_counter() - self._started
+        seen.seconds += now() - self._started
         seen.decodes = True
         self._timeline.used(self._numbers[id(row)], [self._numbers[id(other)] for other in unpacked])
 
@@ -260,23 +262,33 @@ class StepProfiler:
         return [exact, near] if cheap else [exact]
 
 
-def _transfer() -> tuple[float, float]:
-    """Seconds to write a byte to a file, and to read it back, of one block large enough to tell."""
-    data, spill = torch.empty(_BLOCK, dtype=torch.uint8).zero_(), Spill()
-    begun = time.perf_counter()
-    slot = spill.write(data)
-    written = time.perf_counter()
-    spill.read(slot, data)
-    return (written - begun) / _BLOCK, (time.perf_counter() - written) / _BLOCK
+def _transfer(device: torch.device) -> tuple[float, float]:
+    """Seconds to move a byte away, and to fetch it back, of one block large enough to tell."""
+    data = torch.zeros(_BLOCK, dtype=torch.uint8, device=device)
+    if device.type == "cpu":
+        spill, begun = Spill(), now()
+        slot = spill.write(data)
+        written = now()
+        spill.read(slot, data)
+        return (written - begun) / _BLOCK, (now() - written) / _BLOCK
+    staging = Staging(CudaStreams(device))
+    staging.write(data)  # pinned memory is slow to come by, and then kept
+    staging.clear()
+    begun = now()
+    host = staging.write(data)
+    staging.clear()
+    written = now()
+    staging.read(host)
+    return (written - begun) / _BLOCK, (now() - written) / _BLOCK
 
 
 def _try(codec: str, bound: float, trial: Callable[..., codecs.Packed]) -> tuple[Option, float]:
     """Packed and unpacked once, and the seconds of unpacking."""
-    begun = time.perf_counter()
+    begun = now()
     packed = trial(bound)
-    done = time.perf_counter()
+    done = now()
     codecs.get(codec).unpack(packed)
-    seconds = time.perf_counter() - begun
+    seconds = now() - begun
     option = Option(
         action=Action.COMPRESS, codec=codec, bound=bound, held_bytes=packed.nbytes, seconds=seconds
     )
@@ -315,11 +327,12 @@ def _profile(
         exact = _exact(codec, row.packed_bytes, decoded, seen.seconds, row.reads_values)
         options = [*([keep] if row.packed else []), exact]
     writing, reading = seconds_a_byte
+    on_host = "blocks" not in row.packed
     if seen.decodes and row.packed and "keep" not in row.packed:
         options.append(
             Option(
                 action=Action.OFFLOAD,
-                codec="file",
+                codec="file" if on_host else "host",
                 held_bytes=0,
                 working_bytes=row.saved_bytes,
                 seconds=row.saved_bytes * (writing + (1 + again) * reading),
@@ -362,6 +375,7 @@ def _costed(option: Option, cost: float, decoded: int) -> Option:
         codec=option.codec,
         bound=option.bound,
         held_bytes=math.ceil(_MARGIN * option.held_bytes),
+        lasting=option.codec == "blocks",
         working_bytes=decoded,
         seconds=option.seconds,
         noise=cost * option.bound**2,

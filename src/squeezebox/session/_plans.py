@@ -224,8 +224,8 @@ def _plannable(model: torch.nn.Module, noise: float | None, exact: bool) -> floa
             "the model exchanges gradients with other ranks, and every rank would choose for itself how many "
             "steps to profile. Make the plan from the module before it is wrapped or sharded."
         )
-    if device_of(model).type != "cpu":
-        raise OptionError(f"plans are for the CPU as yet; the model is on {device_of(model)}. Use noise=.")
+    if device_of(model).type not in ("cpu", "cuda"):
+        raise OptionError(f"plans are for the CPU and for CUDA; the model is on {device_of(model)}.")
     return 0.0 if exact else 1e-3 if noise is None else noise
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import time
 from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from squeezebox.profiling import (
     GainProfiler,
     StepProfiler,
     load_profile,
+    now,
     profile_key,
     state_bytes,
     store_profile,
@@ -36,7 +36,7 @@ from squeezebox.schema import (
     Role,
     StepProfile,
 )
-from squeezebox.session._models import nbytes_of, restored, tensors_in, ungraded
+from squeezebox.session._models import device_of, nbytes_of, restored, tensors_in, ungraded
 from squeezebox.session._samples import LossFunction, apart, check_loss, explained
 from squeezebox.session._session import Session, begin
 
@@ -135,7 +135,7 @@ class _Profiling:
         store.arena.clear()
         store.lineage = session._recorder.lineage()
         gains = self._gains() if subject.noise else {}
-        profiler = self._profiler = store.listener = StepProfiler(gains)
+        profiler = self._profiler = store.listener = StepProfiler(device_of(subject.model), gains)
         try:
             for _ in range(_TIMED_STEPS):
                 self._plain("a plain step, operator by operator")
@@ -186,9 +186,9 @@ class _Profiling:
         kinds = (False,) if self._whole is None else (False, True)
         for _, sliced in itertools.product(range(_TIMED_STEPS), kinds):
             self._session._slice(region if sliced else None)
-            begun = time.perf_counter()
+            begun = now()
             self._plain("a plain step, timed")
-            least[sliced] = min(least[sliced], time.perf_counter() - begun)
+            least[sliced] = min(least[sliced], now() - begun)
         return least[False] if self._whole is None else least[True] / least[False] * self._whole.plain_seconds
 
     def _overheads(self) -> tuple[float, float]:
