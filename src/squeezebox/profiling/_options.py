@@ -118,7 +118,7 @@ class StepProfiler:
             final_bytes: held by the optimizer's step on top of ``held``.
             gradients: what the step has left.
         """
-        trace, seconds_a_byte = self._timeline.stop(held, gradients), _transfer(self._device)
+        trace, transfer = self._timeline.stop(held, gradients), _transfer(self._device)
         lives = {seen.row.key: trace.lives[number] for number, seen in self._seen.items()}
         again = {
             seen.row.key: self._recomputed(seen, lives, trace.call_bytes, sensitivities)
@@ -136,7 +136,7 @@ class StepProfiler:
                 seen,
                 lives[seen.row.key],
                 sensitivities,
-                seconds_a_byte,
+                transfer,
                 again[seen.row.key],
                 spreads.get(seen.row.key),
             )
@@ -262,15 +262,24 @@ class StepProfiler:
         return [exact, near] if cheap else [exact]
 
 
-def _transfer(device: torch.device) -> tuple[float, float]:
-    """Seconds to move a byte away, and to fetch it back, of one block large enough to tell."""
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    """Where tensors are moved to, and seconds to move a byte there and back."""
+
+    place: str
+    leaving: float
+    returning: float
+
+
+def _transfer(device: torch.device) -> _Transfer:
+    """Measured on one block large enough to tell."""
     data = torch.zeros(_BLOCK, dtype=torch.uint8, device=device)
     if device.type == "cpu":
         spill, begun = Spill(), now()
         slot = spill.write(data)
         written = now()
         spill.read(slot, data)
-        return (written - begun) / _BLOCK, (now() - written) / _BLOCK
+        return _Transfer("file", (written - begun) / _BLOCK, (now() - written) / _BLOCK)
     staging = Staging(CudaStreams(device))
     staging.write(data)  # pinned memory is slow to come by, and then kept
     staging.clear()
@@ -279,7 +288,7 @@ def _transfer(device: torch.device) -> tuple[float, float]:
     staging.clear()
     written = now()
     staging.read(host)
-    return (written - begun) / _BLOCK, (now() - written) / _BLOCK
+    return _Transfer("host", (written - begun) / _BLOCK, (now() - written) / _BLOCK)
 
 
 def _try(codec: str, bound: float, trial: Callable[..., codecs.Packed]) -> tuple[Option, float]:
@@ -299,7 +308,7 @@ def _profile(
     seen: _Seen,
     life: Life,
     sensitivities: Mapping[str, float],
-    seconds_a_byte: tuple[float, float],
+    transfer: _Transfer,
     recomputed: list[Option],
     spread: float | None,
 ) -> TensorProfile:
@@ -326,16 +335,14 @@ def _profile(
         codec = "+".join(row.packed) or "none"
         exact = _exact(codec, row.packed_bytes, decoded, seen.seconds, row.reads_values)
         options = [*([keep] if row.packed else []), exact]
-    writing, reading = seconds_a_byte
-    on_host = "blocks" not in row.packed
     if seen.decodes and row.packed and "keep" not in row.packed:
         options.append(
             Option(
                 action=Action.OFFLOAD,
-                codec="file" if on_host else "host",
+                codec=transfer.place,
                 held_bytes=0,
                 working_bytes=row.saved_bytes,
-                seconds=row.saved_bytes * (writing + (1 + again) * reading),
+                seconds=row.saved_bytes * (transfer.leaving + (1 + again) * transfer.returning),
                 serves=True,
             )
         )
