@@ -69,6 +69,8 @@ def make_plan(
     nothing fits, or the least peak is asked for, the first layers are tried in slices of the batch. At last
     the plan's noise is measured on the sample, and the plan made anew where that is more than allowed.
 
+    Where training runs under torch.autocast, call this within it: so do forward and loss here, then.
+
     Args:
         model: any module that :func:`attach` takes.
         sample: inputs (a tensor, or a tuple of them) and target, as a training step gets them.

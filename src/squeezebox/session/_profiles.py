@@ -109,7 +109,7 @@ def _run(subject: Subject, session: Session, returned: Callable[[], None] = lamb
     with session.step(), explained(*subject.sample):
         loss = subject.loss_fn(forward(), target)
     check_loss(loss)
-    with ungraded(loss, subject.model):
+    with ungraded(loss, subject.model), torch.autocast(loss.device.type, enabled=False):
         loss.backward()
 
 
