@@ -113,7 +113,14 @@ def make_plan(
         on_progress=on_progress,
     )
     profiled = functools.partial(profile_step, subject, budget_bytes)
-    seen = profiled() if cache is None else cached(Path(cache), key_of(subject), profiled)
+    try:
+        seen = profiled() if cache is None else cached(Path(cache), key_of(subject), profiled)
+    except torch.OutOfMemoryError as error:
+        raise BudgetError(
+            f"the plain step of a batch of {batch_of(sample)}, which is run to measure it, does not fit the "
+            f"device: {str(error).splitlines()[0]} Call squeezebox.max_batch() with a smaller sample: it "
+            "plans for batches that plain training cannot hold."
+        ) from error
     allowed_actions = {Action.OFFLOAD: offload, Action.RECOMPUTE: recompute}
     barred = [action for action, is_allowed in allowed_actions.items() if not is_allowed]
     seen = without(seen, barred)
@@ -145,7 +152,8 @@ def max_batch(
     """The largest batch whose plan fits ``budget``, from at most three profiles.
 
     Profiles the sample's batch and twice or half of it, foretells others on the line through both, and
-    profiles the answer. Should that one not fit, the answer is the largest below it that fits on the line.
+    profiles the answer, if the device can hold a plain step of it. Should that one not fit, the answer is the
+    largest below it that fits on the line.
     Other batches repeat or cut the sample along the first dimension of all its tensors that have its batch's
     size there (targets also a multiple of it).
 
@@ -197,7 +205,8 @@ def max_batch(
     known[other] = profiled(other)
     answer = planner.largest_batch(fits, batch)
     if answer and answer not in known:
-        known[answer] = profiled(answer)
+        with contextlib.suppress(torch.OutOfMemoryError):  # plain, it is too large to be measured
+            known[answer] = profiled(answer)
         if not fits(answer):
             most = answer
             answer = planner.largest_batch(lambda size: size < most and fits(size))
