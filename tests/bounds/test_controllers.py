@@ -167,8 +167,8 @@ def test_prediction_needs_sensitivities():
 def test_calibration_keeps_the_predicted_noise_and_lasts():
     law = statistics()
     state = calibrated(EMPTY, 4.0)
-    twice = calibrated(state, 0.5)
-    assert twice.total_correction == 2.0
+    assert calibrated(state, 0.25).total_correction == 2.0
+    assert calibrated(state, 1.44).total_correction == pytest.approx(4.8)
     plain = NoiseBudget(noise=1e-3).update(EMPTY, law)
     corrected = NoiseBudget(noise=1e-3).update(state, law)
     assert corrected.sensitivities == {key: 4.0 * cost for key, cost in plain.sensitivities.items()}

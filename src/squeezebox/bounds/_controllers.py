@@ -12,6 +12,7 @@ from squeezebox.bounds._propagation import corrected, propagate
 from squeezebox.schema import FormatError, OptionError, Role, StepStatistics
 
 _FIRST_STEPS = 16
+_FAR = 2.0  # times the predicted noise: more than steps differ
 _SMOOTHING = 0.5  # weight of the newest statistics in the running (logarithmic) mean
 
 
@@ -257,9 +258,11 @@ def predicted_noise(state: ControllerState, bounds: Mapping[str, float]) -> floa
 def calibrated(state: ControllerState, ratio: float) -> ControllerState:
     """The state after a step whose noise was ``ratio`` times what was predicted.
 
-    Sensitivities are that many times higher from now on, and bounds lower by its root, so that the predicted
-    noise stays what it was.
+    Noise differs from step to step, so the root of that is believed, and all of it only beyond two. As many
+    times higher are sensitivities from now on, and bounds are lower by the root, so that the predicted noise
+    stays what it was.
     """
+    ratio = ratio if ratio > _FAR else math.sqrt(ratio)
     return replace(
         state,
         bounds={key: bound / math.sqrt(ratio) for key, bound in state.bounds.items()},

@@ -209,11 +209,11 @@ def _held(option: Option | None) -> str:
 
 def _line(tensor: PlannedTensor, width: int) -> str:
     option = tensor.option
-    ratio = tensor.saved_bytes / max(option.held_bytes, 1)
+    smaller = f"{tensor.saved_bytes / option.held_bytes:.1f}x" if option.held_bytes else ""
     detail = f"{option.codec} {option.bound:.1e}" if option.bound else option.codec
     if option.sources:
         detail = f"from {', '.join(option.sources)}" + (", and its signs" if option.codec else "")
     return (
         f"{tensor.key:<{width}}  {human_bytes(tensor.saved_bytes):>10}  {option.action.value:<10} "
-        f"{human_bytes(option.held_bytes):>10}  {ratio:>5.1f}x  {1e3 * option.seconds:>6.1f} ms  {detail}"
+        f"{human_bytes(option.held_bytes):>10}  {smaller:>6}  {1e3 * option.seconds:>6.1f} ms  {detail}"
     )

@@ -152,8 +152,8 @@ class Session:
         """Measure the noise as :meth:`measure_noise` does, and correct the bounds by it from now on.
 
         The error law and its checks of single tensors foretell a whole step's noise to within a factor of two
-        or so. Noise above the predicted one is corrected at once; from noise below it, which the next batch
-        may not have, half the way (in its logarithm). Do it from time to time.
+        or so, and from batch to batch it differs as much. So bounds go half the way (in its logarithm), but
+        all of it at once where noise is more than twice what was predicted. Do it from time to time.
 
         Returns:
             The noise before the correction.
@@ -170,8 +170,7 @@ class Session:
         lossy = {row.key: row.bound for row in self._store.rows if row.bound > 0.0}
         predicted = self._predicted_noise(lossy)
         if noise and predicted:
-            ratio = max(noise / predicted, math.sqrt(noise / predicted))
-            self._policy.state = bounds_room.calibrated(self._policy.state, ratio)
+            self._policy.state = bounds_room.calibrated(self._policy.state, noise / predicted)
         return noise
 
     def _noise_of(self, closure: Callable[[], object]) -> float:
