@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import squeezebox
 from squeezebox.schema import BudgetError
 from squeezebox.session import _plans
-from squeezebox.session._calibration import calibrated
+from squeezebox.session._calibration import plan_within
 
 PACKED = {"offload": False, "recompute": False}
 
@@ -86,7 +86,7 @@ def test_a_budget_that_only_the_promise_met_is_refused(task):
         return made
 
     with pytest.raises(BudgetError, match=r"on the sample is 2.0e-03 where 0.001 is allowed; and with less"):
-        calibrated(1e-3, plan_for, lambda plan: 2e-3)
+        plan_within(1e-3, plan_for, lambda plan: 2e-3)
 
 
 def test_noise_that_does_not_fall_ends_in_a_plan_without(task):
@@ -98,7 +98,7 @@ def test_noise_that_does_not_fall_ends_in_a_plan_without(task):
         asked.append(noise)
         return dataclasses.replace(made, predicted_noise=noise)
 
-    assert calibrated(1e-3, plan_for, lambda plan: 2e-3).predicted_noise == 0.0
+    assert plan_within(1e-3, plan_for, lambda plan: 2e-3).predicted_noise == 0.0
     assert asked == sorted(asked, reverse=True)
 
 

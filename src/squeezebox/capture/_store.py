@@ -373,7 +373,10 @@ class Store:
         """All its values, flat, made anew and left to the caller."""
         if entry.kept is not None:
             return flattened(entry.kept, entry.numel)
-        if entry.slot is None or isinstance(entry.slot, HostSlot):
+        if isinstance(entry.slot, HostSlot):
+            assert self.staging is not None
+            return self.staging.read(entry.slot).clone()
+        if entry.slot is None:
             packed = entry.packed["values"]
             return codecs.get(packed.codec).unpack(packed).view(-1)
         whole = torch.empty(entry.numel, dtype=entry.dtype)
@@ -388,7 +391,8 @@ class Store:
     def _offload(self, entry: Entry, tensor: torch.Tensor) -> str:
         if entry.slot is None:
             place = self.spill if self.staging is None else self.staging
-            entry.slot = place.write(tensor.detach().as_strided((entry.numel,), (1,), 0))
+            whole = tensor.detach().as_strided((entry.numel,), (1,), 0)  # which tells of changes in place
+            entry.slot = place.write(whole)
             entry.row.packed["offload"] = 0
         return "offload"
 

@@ -12,7 +12,7 @@ _ATTEMPTS = 4
 _MARGIN = 1.05
 
 
-def calibrated(
+def plan_within(
     noise: float, plan_for: Callable[[float], StepPlan], measure: Callable[[StepPlan], float | None]
 ) -> StepPlan:
     """A plan whose measured noise is at most ``noise``; after a few attempts, one without any.

@@ -29,7 +29,7 @@ from squeezebox.schema import (
     Region,
     StepProfile,
 )
-from squeezebox.session._calibration import calibrated
+from squeezebox.session._calibration import plan_within
 from squeezebox.session._models import device_of
 from squeezebox.session._profiles import (
     Progress,
@@ -135,7 +135,7 @@ def make_plan(
         plan = _planned(model, seen, limit, lawful, batch_of(sample), seconds, sliced)
         return dataclasses.replace(plan, noise=allowed)
 
-    return calibrated(allowed, plan_for, functools.partial(measured_noise, subject))
+    return plan_within(allowed, plan_for, functools.partial(measured_noise, subject))
 
 
 def max_batch(
