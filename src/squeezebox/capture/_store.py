@@ -200,7 +200,8 @@ class Store:
             return self._unpack(handle)
         self.listener.using(handle.entry.row)
         tensor = self._unpack(handle)
-        owners = [handle.entry, *self.arena.owners()]  # on a device a buffer is its user's alone
+        on_host = handle.entry.device.type == "cpu"  # on a device a buffer is its user's alone
+        owners = self.arena.owners() if on_host else [handle.entry]
         unpacked = [owner.row for owner in owners if isinstance(owner, Entry)]
         self.listener.used(handle.entry.row, unpacked)
         return tensor

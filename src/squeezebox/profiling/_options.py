@@ -20,7 +20,7 @@ from squeezebox.schema import Action, Moment, Option, Profile, TensorProfile
 # Bounds in the unit of the tensor's rms that are tried, and how many are put between two of them.
 _TRIED = (1.0, 0.35, 0.12, 0.03)
 _BETWEEN = 3
-_BLOCK = 1 << 24
+_BLOCK, _BLOCKS = 1 << 24, 4  # bytes, and how many are moved there and back
 _CHEAP = 0.5  # of the time to pack a tensor: made again from a packed one only in less
 _MARGIN = 1.05  # other batches, and bounds between the tried ones, pack a little worse
 
@@ -272,23 +272,23 @@ class _Transfer:
 
 
 def _transfer(device: torch.device) -> _Transfer:
-    """Measured on one block large enough to tell."""
+    """The least of a few blocks: a file's pages and pinned memory are slow to come by, and then kept."""
     data = torch.zeros(_BLOCK, dtype=torch.uint8, device=device)
-    if device.type == "cpu":
-        spill, begun = Spill(), now()
-        slot = spill.write(data)
-        written = now()
-        spill.read(slot, data)
-        return _Transfer("file", (written - begun) / _BLOCK, (now() - written) / _BLOCK)
-    staging = Staging(CudaStreams(device))
-    staging.write(data)  # pinned memory is slow to come by, and then kept
-    staging.clear()
-    begun = now()
-    host = staging.write(data)
-    staging.clear()
-    written = now()
-    staging.read(host)
-    return _Transfer("host", (written - begun) / _BLOCK, (now() - written) / _BLOCK)
+    spill, staging = Spill(), Staging(CudaStreams(device)) if device.type != "cpu" else None
+    leaving = returning = math.inf
+    for _ in range(_BLOCKS):
+        begun = now()
+        if staging is None:
+            slot = spill.write(data)
+            written = now()
+            spill.read(slot, data)
+        else:
+            host = staging.write(data)
+            staging.clear()
+            written = now()
+            staging.read(host)
+        leaving, returning = min(leaving, written - begun), min(returning, now() - written)
+    return _Transfer("file" if staging is None else "host", leaving / _BLOCK, returning / _BLOCK)
 
 
 def _try(codec: str, bound: float, trial: Callable[..., codecs.Packed]) -> tuple[Option, float]:
