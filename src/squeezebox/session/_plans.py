@@ -95,8 +95,8 @@ def make_plan(
     Raises:
         BudgetError: no plan fits; says how much the smallest needs, what holds it, and what would fit.
             Or none takes so little time.
-        OptionError: an argument is missing or out of range, the model is wrapped for several ranks or not on
-            the CPU, or a profiler is running.
+        OptionError: an argument is missing or out of range, the model is wrapped for several ranks or on
+            neither CPU nor CUDA, or a profiler is running.
         OutputError: the cache's folder cannot be written.
     """
     sample, loss_fn = check_sample(sample, loss_fn)
