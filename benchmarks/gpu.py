@@ -32,7 +32,7 @@ from torch.nn import functional as F
 import squeezebox
 from benchmarks import _report, checkpointing, compiled, models
 from squeezebox import codecs
-from squeezebox.schema import Role
+from squeezebox.schema import BudgetError, Role
 from squeezebox.session import Session
 
 PARTS = ("codecs", "networks", "limited")
@@ -273,6 +273,7 @@ def arms() -> dict[str, Arm]:
         **{f"budget {share}": _forward(compiled.budgeted(share)) for share in BUDGETS},
         "fp8 e4m3": _forward(compiled.fp8(compiled.FP8["e4m3"])),
         **{f"noise {noise:g}": _attached(noise) for noise in NOISES},
+        **{f"plan {share:.0%}": _planned(share) for share in BUDGETS},
         **{
             f"{bits} bit compiled": _forward(lambda model, bits=bits: squeezebox.compile(model, bits=bits))
             for bits in (8, 4)
@@ -306,6 +307,28 @@ def _attached(noise: float) -> Arm:
     return arm
 
 
+def _planned(share: float) -> Arm:
+    """Within a share of the plain step's peak, at noise 1e-2."""
+
+    @contextmanager
+    def arm(own: Training) -> Iterator[Any]:
+        with own.cast():
+            session = squeezebox.attach(
+                own.model,
+                optimizer=own.optimizer,
+                budget=f"{share:.0%}",
+                noise=1e-2,
+                sample=(own.inputs, own.labels),
+                loss_fn=lambda output, labels: F.cross_entropy(output.flatten(0, -2), labels.flatten()),
+            )
+        try:
+            yield session
+        finally:
+            session.detach()
+
+    return arm
+
+
 def all_networks(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     results: dict[str, dict[str, Any]] = {}
     for name in arguments.networks:
@@ -331,7 +354,7 @@ def network(name: str, dtype: str, arguments: argparse.Namespace) -> dict[str, A
                 with entered(own) as session:
                     rows[arm] = _measured(own, rival, exact, arguments.repeats)
                     rows[arm]["conv_input_bits"] = _bits(session)
-            except torch.cuda.OutOfMemoryError as error:
+            except (torch.cuda.OutOfMemoryError, BudgetError) as error:
                 rows[arm] = {"error": str(error).splitlines()[0]}
             del own
             _free()
@@ -387,7 +410,7 @@ def limited(arguments: argparse.Namespace) -> dict[str, Any]:
         rows = {
             arm: _largest(entered, arguments)
             for arm, entered in arms().items()
-            if arguments.arms is None or arm in arguments.arms
+            if (arguments.arms is None or arm in arguments.arms) and not arm.startswith("plan")
         }
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

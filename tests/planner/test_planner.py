@@ -21,6 +21,7 @@ def option(rng, size):
         held_bytes=held,
         working_bytes=size - held,
         packing_bytes=rng.randrange(size + 1),
+        lasting=rng.random() < 0.2,
         seconds=rng.uniform(0.1, 1.0),
         noise=rng.uniform(0.0, 0.5) if noisy else 0.0,
         serves=not noisy and rng.random() < 0.7,
@@ -79,7 +80,11 @@ def usage(profile, choices):
 
     return [
         base
-        + sum(choices[t.key].held_bytes for t in profile.tensors if t.saved_at <= position <= t.last_use)
+        + sum(
+            choices[t.key].held_bytes
+            for t in profile.tensors
+            if t.saved_at <= position <= t.last_use or choices[t.key].lasting
+        )
         + sum(choices[t.key].working_bytes for t in profile.tensors if unpacked(t, position))
         + sum(choices[t.key].packing_bytes for t in profile.tensors if t.saved_at == position)
         + sum(choices[t.key].making_bytes for t in profile.tensors if begins[t.key] == position)

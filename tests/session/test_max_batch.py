@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import squeezebox
 from squeezebox.schema import BudgetError, OptionError
+from squeezebox.session import _plans
 
 
 def network():
@@ -77,3 +78,21 @@ def test_samples_of_several_tensors_are_repeated_row_by_row():
     found = squeezebox.max_batch(model, sample=sample, loss_fn=F.cross_entropy, budget="300%", exact=True)
     assert found.batch >= 12
     assert 11 <= found.plain_batch <= 13
+
+
+def test_what_plain_training_cannot_hold_is_planned_from_smaller_batches(monkeypatch):
+    own, sizes = _plans.profile_step, []
+
+    def limited(subject, *others, **named):
+        sizes.append(len(subject.sample[0]))
+        if sizes[-1] > 16:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return own(subject, *others, **named)
+
+    monkeypatch.setattr(_plans, "profile_step", limited)
+    model, (x, y) = network(), batch(8)
+    found = squeezebox.max_batch(model, sample=(x, y), loss_fn=F.cross_entropy, budget="400%", noise=1e-2)
+    assert found.batch > 16 and not found.measured
+    assert max(sizes) == found.batch
+    with pytest.raises(squeezebox.BudgetError, match="batch of 24, which is run to measure it, does not fit"):
+        squeezebox.plan(model, sample=batch(24), loss_fn=F.cross_entropy)

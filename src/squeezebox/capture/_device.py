@@ -44,19 +44,22 @@ class DeviceBlocks:
         self._counters: torch.Tensor | None = None  # on their way to the host
         self._arrived: torch.cuda.Event | _Now | None = None
 
-    def start_step(self, *, measured: bool, in_use: bool) -> None:
+    def start_step(self, planned: int = 0, *, measured: bool, in_use: bool) -> None:
         """Before a step's first tensor; ``in_use``: another step's blocks are still to be unpacked.
+
+        ``planned`` are the arena's bytes, if they are known beforehand.
 
         Raises:
             CaptureError: an earlier step's blocks found no room anywhere.
         """
         self._read(wait=False)
         self.arena = None
-        if measured or not self._needed:
+        least = planned or self._needed
+        if measured or not least:
             return
-        if self._kept is None or in_use or not self._needed <= self._kept.nbytes <= _SPARE * self._needed:
+        if self._kept is None or in_use or not least <= self._kept.nbytes <= _SPARE * least:
             self._kept = None  # before the next one is made
-            room = int(_HEADROOM * self._needed)
+            room = planned or int(_HEADROOM * least)
             self._kept = codecs.Arena(room, self._device, spill_bytes=room, tensors=_TENSORS)
         else:
             self._kept.reset()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -48,6 +49,15 @@ class Installation:
         del self._model.__dict__["forward"]
         if self._previous is not None:
             self._model.__dict__["forward"] = self._previous
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """In here the model's forward runs bare."""
+        self._installed = False
+        try:
+            yield
+        finally:
+            self._installed = True
 
     def _frame(self, start: Start, finish: Finish) -> Callable[..., Any]:
         """The model's forward between ``start`` and ``finish``; a deep copy of it runs its own bare."""

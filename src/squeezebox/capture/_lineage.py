@@ -66,7 +66,8 @@ class Call:
     function: Callable[..., Any]
     args: Any
     kwargs: Any
-    random_state: torch.Tensor | None
+    device: torch.device
+    random_state: torch.Tensor | None  # that device's
     autocast: tuple[bool, torch.dtype]
     changed: list[Origin] = field(default_factory=list)  # inputs that it changes in place
 
@@ -155,13 +156,15 @@ class Lineage:
         args, kwargs = _stateless(function, args, kwargs or {})
         if not all(map(self._is_plain_or_held, _leaves((args, kwargs)))):
             return None
+        device = next((tensor.device for tensor in _tensors((args, kwargs))), torch.device("cpu"))
         return Call(
             number=next(self._numbers),
             function=function,
             args=_mapped(self._input, args),
             kwargs=_mapped(self._input, kwargs),
-            random_state=torch.get_rng_state() if function in _RANDOM_FUNCTIONS else None,
-            autocast=(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+            device=device,
+            random_state=_random_state(device) if function in _RANDOM_FUNCTIONS else None,
+            autocast=(torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)),
         )
 
     def end(self, call: Call, args: Any, kwargs: Any, out: Any) -> None:
@@ -303,12 +306,20 @@ class Recipe:
 
 def _repeat(call: Call, args: Any, kwargs: Any) -> list[torch.Tensor]:
     enabled, dtype = call.autocast
-    with torch.autocast("cpu", dtype=dtype, enabled=enabled):
+    with torch.autocast(call.device.type, dtype=dtype, enabled=enabled):
         if call.random_state is None:
             return list(_tensors(call.function(*args, **kwargs)))
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(call.random_state)
+        on_device = call.device.type == "cuda"
+        with torch.random.fork_rng(devices=[call.device] if on_device else []):
+            if on_device:
+                torch.cuda.set_rng_state(call.random_state, call.device)
+            else:
+                torch.set_rng_state(call.random_state)
             return list(_tensors(call.function(*args, **kwargs)))
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def _literal(leaf: Any) -> Any:

@@ -111,7 +111,8 @@ class Store:
         self.admit: Callable[[str, int], None] | None = None  # raises for a key and bytes that no plan knows
         self.listener: Listener | None = None
         self.arena = Arena()
-        self.blocks: DeviceBlocks | None = None  # where a device's blocks go
+        self.blocks: DeviceBlocks | None = None  # where a device's blocks go,
+        self.room = 0  # and how many bytes they get, where a plan says so
         self._pooled: set[tuple[str, str]] = set()  # keys and options of pool indices that were verified
         self.rows: list[Row] = []
         self.borrowed: dict[int, int] = {}
@@ -199,7 +200,8 @@ class Store:
             return self._unpack(handle)
         self.listener.using(handle.entry.row)
         tensor = self._unpack(handle)
-        owners = self.arena.owners()
+        on_host = handle.entry.device.type == "cpu"  # on a device a buffer is its user's alone
+        owners = self.arena.owners() if on_host else [handle.entry]
         unpacked = [owner.row for owner in owners if isinstance(owner, Entry)]
         self.listener.used(handle.entry.row, unpacked)
         return tensor
@@ -349,7 +351,7 @@ class Store:
 
     def _hold(self, entry: Entry, tensor: torch.Tensor) -> str:
         """Keep the tensor; where somebody listens, let it go all the same, to see when it would be free."""
-        moved = self.listener is not None and entry.device.type == "cpu"
+        moved = self.listener is not None and (entry.device.type == "cpu" or self.staging is not None)
         return self._offload(entry, tensor) if moved else self._keep(entry, tensor)
 
     def _derive(self, entry: Entry, tensor: torch.Tensor) -> str:

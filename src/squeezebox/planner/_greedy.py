@@ -316,18 +316,16 @@ def _room(table: Table, limits: _Limits, choice: Integers) -> NDArray[np.bool_]:
     """
     rows, taken = np.arange(len(choice))[:, None], choice[:, None]
     begun, wanted = table.begins(choice)
-    begins, ends, work_ends, saved = (
-        each[:, None] for each in (begun, table.ends, table.work_ends, table.saved)
-    )
-    old = table.starts[rows, taken]
+    begins, work_ends, saved = (each[:, None] for each in (begun, table.work_ends, table.saved))
+    old, until = table.starts[rows, taken], table.ends[rows, taken]
     changes = [
-        (table.starts, ends, table.held),
-        (old, ends, -table.held[rows, taken]),
+        (table.starts, table.ends, table.held),
+        (old, until, -table.held[rows, taken]),
         (begins, work_ends, table.working - table.working[rows, taken]),
         (begins, begins + 1, table.making - table.making[rows, taken]),
         (saved, saved + 1, table.packing - table.packing[rows, taken]),
     ]
-    edges = [table.starts, old, begins, begins + 1, saved, saved + 1, ends, work_ends]
+    edges = [table.starts, old, begins, begins + 1, saved, saved + 1, table.ends, until, work_ends]
     working = np.where(table.remakes, 0, table.working)
     for start, end in _gaps(table, wanted):
         changes.append((start, end, working[rows, taken] - working))

@@ -93,7 +93,8 @@ def _constraints(
     width = count + len(early)
     single = sparse.csr_array((np.ones(count), (rows, number)), shape=(len(table.valid), width))
     positions = _distinct(table)
-    held = (table.starts[rows, options] <= positions[:, None]) & (positions[:, None] < table.ends[rows])
+    at = positions[:, None]
+    held = (table.starts[rows, options] <= at) & (at < table.ends[rows, options])
     used = _unpacked(table, positions, rows, options)
     bytes_ = held * table.held[rows, options] + used * table.working[rows, options]
     bytes_ = bytes_ + (table.first_use[rows] == positions[:, None]) * table.making[rows, options]
@@ -173,7 +174,7 @@ def _distinct(table: Table) -> Integers:
     """Of the positions between two events, at which the same tensors live, the one with the largest base."""
     base = table.base
     passing = (table.saved, table.saved + 1, table.first_use, table.first_use + 1)
-    lives = (table.starts.ravel(), *passing, table.ends, table.work_ends, table.gaps[:, 1:].ravel())
+    lives = (table.starts.ravel(), *passing, table.ends.ravel(), table.work_ends, table.gaps[:, 1:].ravel())
     events = np.unique(np.concatenate(([0], *lives)))
     starts = events[events < len(base)]
     ends = np.append(starts[1:], len(base))

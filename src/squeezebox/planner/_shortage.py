@@ -48,7 +48,7 @@ def shortage(profile: Profile, budget: Budget, least: Plan, batch: int = 0) -> S
 
 def _saved(table: Table, position: int) -> int:
     """Bytes of what is held for saved tensors, without what they are unpacked to."""
-    living = (table.starts[:, 0] <= position) & (position < table.ends)
+    living = (table.starts[:, 0] <= position) & (position < table.ends[:, 0])
     return int(table.held[living, 0].sum())
 
 

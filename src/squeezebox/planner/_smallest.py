@@ -37,7 +37,10 @@ def smallest(profile: Profile, noise: float, seconds: float = math.inf) -> Plan:
             low = middle
             continue
         best, low = (plan, low) if plan.predicted_seconds <= seconds else (best, middle)
-    return solve(profile, Budget(peak_bytes=best.predicted_peak_bytes, noise=noise))
+    try:
+        return solve(profile, Budget(peak_bytes=best.predicted_peak_bytes, noise=noise))
+    except BudgetError:  # prices need not lead there again
+        return best
 
 
 def _everything(profile: Profile) -> int:

@@ -29,11 +29,11 @@ class Table:
     packing: Integers
     seconds: Floats
     noise: Floats
-    starts: Integers
+    starts: Integers  # from where on each option holds its bytes,
+    ends: Integers  # and one past the last such position
     saved: Integers
     first_use: Integers
-    ends: Integers  # one past the last position that holds it, and that has its buffer
-    work_ends: Integers
+    work_ends: Integers  # one past the last position with its buffer
     gaps: Integers  # a row each: the tensor's, and from where to before where it has no buffer
     children: Integers  # rows with an option that is made from others, once for each, the last saved first
     made: Integers  # that option,
@@ -53,7 +53,7 @@ class Table:
         owners, away, back = self.idle(wanted)
         gone = np.where(self.remakes[owners, choice[owners]], 0, working[owners])
         starts = (self.starts[rows, choice], begins, begins, self.saved, back)
-        ends = (self.ends, self.work_ends, begins + 1, self.saved + 1, away)
+        ends = (self.ends[rows, choice], self.work_ends, begins + 1, self.saved + 1, away)
         bytes_ = np.concatenate((held, working, making, packing, gone)).astype(np.float64)
         steps = np.bincount(
             np.concatenate((*starts, *ends)), np.concatenate((bytes_, -bytes_)), len(self.base) + 1
@@ -105,7 +105,7 @@ class Table:
         """Bytes of every option, each position's by its weight, the other tensors as they are chosen."""
         before = np.concatenate(([0.0], np.cumsum(weights)))
         begins, wanted = self.begins(choice)
-        held = self.held * (before[self.ends][:, None] - before[self.starts])
+        held = self.held * (before[self.ends] - before[self.starts])
         owners, starts, ends = self.idle(wanted)
         away = np.bincount(owners, before[ends] - before[starts], len(choice))[:, None]
         there = (before[self.work_ends] - before[begins])[:, None]
@@ -165,6 +165,7 @@ def tabulate(profile: Profile) -> Table:
     width = max((len(tensor.options) for tensor in tensors), default=1)
     gaps = np.array([(row, gap[0], gap[1] + 1) for row, t in enumerate(tensors) for gap in t.gaps], np.int64)
     gaps = gaps.reshape(-1, 3)
+    lasting = _column(tensors, width, "lasting", np.bool_)
     return Table(
         profile=profile,
         base=np.array(profile.base_bytes, np.int64),
@@ -177,10 +178,10 @@ def tabulate(profile: Profile) -> Table:
         packing=_column(tensors, width, "packing_bytes", np.int64),
         seconds=_column(tensors, width, "seconds", np.float64),
         noise=_column(tensors, width, "noise", np.float64),
-        starts=_starts(tensors, width),
+        starts=np.where(lasting, 0, _starts(tensors, width)),
+        ends=np.where(lasting, last, np.array([[t.last_use] for t in tensors], np.int64).reshape(-1, 1)) + 1,
         saved=np.array([tensor.saved_at for tensor in tensors], np.int64),
         first_use=np.array([tensor.first_use for tensor in tensors], np.int64),
-        ends=np.array([tensor.last_use + 1 for tensor in tensors], np.int64),
         work_ends=np.array([1 + max(t.last_use, min(t.idle_until, last)) for t in tensors], np.int64),
         gaps=gaps,
         **_derivations(tensors, width, gaps),

@@ -5,6 +5,7 @@ May touch: torch's profiler, allocator counters, fake tensors, and a folder of p
 """
 
 from squeezebox.profiling._cache import load_profile, profile_key, store_profile
+from squeezebox.profiling._clock import now
 from squeezebox.profiling._gains import Gain, GainProfiler
 from squeezebox.profiling._optimizer import state_bytes, transient_bytes
 from squeezebox.profiling._options import StepProfiler
@@ -20,6 +21,7 @@ __all__ = [
     "Simulation",
     "StepProfiler",
     "load_profile",
+    "now",
     "profile_key",
     "simulate",
     "state_bytes",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from squeezebox import codecs
+from squeezebox.profiling._clock import now
 
 
 class Row(Protocol):
@@ -92,7 +92,7 @@ def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 def _sign(flat: torch.Tensor) -> tuple[int, float]:
     """Bytes of the signs, and seconds to pack and unpack them."""
-    sign, begun = codecs.get("sign"), time.perf_counter()
+    sign, begun = codecs.get("sign"), now()
     packed = sign.pack(flat)
     sign.unpack(packed)
-    return packed.nbytes, time.perf_counter() - begun
+    return packed.nbytes, now() - begun

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,7 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from squeezebox import codecs
-from squeezebox.memory import Spill
+from squeezebox.memory import CudaStreams, Spill, Staging
+from squeezebox.profiling._clock import now
 from squeezebox.profiling._gains import Gain
 from squeezebox.profiling._timeline import Life, Timeline, Trace
 from squeezebox.schema import Action, Moment, Option, Profile, TensorProfile
@@ -20,7 +20,7 @@ from squeezebox.schema import Action, Moment, Option, Profile, TensorProfile
 # Bounds in the unit of the tensor's rms that are tried, and how many are put between two of them.
 _TRIED = (1.0, 0.35, 0.12, 0.03)
 _BETWEEN = 3
-_BLOCK = 1 << 24
+_BLOCK, _BLOCKS = 1 << 24, 4  # bytes, and how many are moved there and back
 _CHEAP = 0.5  # of the time to pack a tensor: made again from a packed one only in less
 _MARGIN = 1.05  # other batches, and bounds between the tried ones, pack a little worse
 
@@ -86,9 +86,10 @@ class StepProfiler:
     packed ones too.
     """
 
-    def __init__(self, gains: Mapping[str, Gain] | None = None) -> None:
+    def __init__(self, device: torch.device, gains: Mapping[str, Gain] | None = None) -> None:
         self._gains = gains or {}
-        self._timeline = Timeline()
+        self._device = device
+        self._timeline = Timeline(device)
         self._seen: dict[int, _Seen] = {}
         self._numbers: dict[int, int] = {}
         self._calls: dict[int, float] = {}  # seconds, the least seen
@@ -117,7 +118,7 @@ class StepProfiler:
             final_bytes: held by the optimizer's step on top of ``held``.
             gradients: what the step has left.
         """
-        trace, seconds_a_byte = self._timeline.stop(held, gradients), _transfer()
+        trace, transfer = self._timeline.stop(held, gradients), _transfer(self._device)
         lives = {seen.row.key: trace.lives[number] for number, seen in self._seen.items()}
         again = {
             seen.row.key: self._recomputed(seen, lives, trace.call_bytes, sensitivities)
@@ -135,7 +136,7 @@ class StepProfiler:
                 seen,
                 lives[seen.row.key],
                 sensitivities,
-                seconds_a_byte,
+                transfer,
                 again[seen.row.key],
                 spreads.get(seen.row.key),
             )
@@ -160,11 +161,11 @@ class StepProfiler:
     def calling(self, call: Call) -> None:
         """As capture's Listener."""
         self._timeline.call(call.number)
-        self._started = time.perf_counter()
+        self._started = now()
 
     def called(self, call: Call) -> None:
         """As capture's Listener."""
-        seconds = time.perf_counter() - self._started
+        seconds = now() - self._started
         self._calls[call.number] = min(seconds, self._calls.get(call.number, seconds))
         self._timeline.called(call.number)
 
@@ -173,7 +174,7 @@ class StepProfiler:
         number = self._numbers.setdefault(id(row), len(self._numbers))
         self._seen.setdefault(number, _Seen(row, derive))
         self._timeline.save(number, tensor)
-        self._started = time.perf_counter()
+        self._started = now()
 
     def offered(
         self,
@@ -185,30 +186,31 @@ class StepProfiler:
         again: Callable[[], torch.Tensor],
     ) -> None:
         """As capture's Listener: pack at a few bounds."""
-        begun = time.perf_counter()
+        begun = now()
         unit = 1.0 if scaled else _rms(flat)
         seen = self._seen[self._numbers[id(row)]]
-        bounds = [share * unit for share in _TRIED] if codec.startswith("entropy") and unit > 0.0 else []
+        lossy = codec.startswith(("entropy", "blocks"))
+        bounds = [share * unit for share in _TRIED] if lossy and unit > 0.0 else []
         tries = [_try(codec, bound, trial) for bound in bounds]
         seen.tried, seen.unpacking = [each[0] for each in tries], [each[1] for each in tries]
-        seen.apart = time.perf_counter() - begun
+        seen.apart = now() - begun
 
     def saved(self, row: Row) -> None:
         """As capture's Listener."""
         seen = self._seen[self._numbers[id(row)]]
-        seen.seconds += time.perf_counter() - self._started - seen.apart
+        seen.seconds += now() - self._started - seen.apart
         seen.apart = 0.0
         self._timeline.saved(self._numbers[id(row)])
 
     def using(self, row: Row) -> None:
         """As capture's Listener."""
         self._timeline.use(self._numbers[id(row)])
-        self._started = time.perf_counter()
+        self._started = now()
 
     def used(self, row: Row, unpacked: Sequence[Row]) -> None:
         """As capture's Listener."""
         seen = self._seen[self._numbers[id(row)]]
-        seen.seconds += time.perf_counter() - self._started
+        seen.seconds += now() - self._started
         seen.decodes = True
         self._timeline.used(self._numbers[id(row)], [self._numbers[id(other)] for other in unpacked])
 
@@ -260,23 +262,42 @@ class StepProfiler:
         return [exact, near] if cheap else [exact]
 
 
-def _transfer() -> tuple[float, float]:
-    """Seconds to write a byte to a file, and to read it back, of one block large enough to tell."""
-    data, spill = torch.empty(_BLOCK, dtype=torch.uint8).zero_(), Spill()
-    begun = time.perf_counter()
-    slot = spill.write(data)
-    written = time.perf_counter()
-    spill.read(slot, data)
-    return (written - begun) / _BLOCK, (time.perf_counter() - written) / _BLOCK
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    """Where tensors are moved to, and seconds to move a byte there and back."""
+
+    place: str
+    leaving: float
+    returning: float
+
+
+def _transfer(device: torch.device) -> _Transfer:
+    """The least of a few blocks: a file's pages and pinned memory are slow to come by, and then kept."""
+    data = torch.zeros(_BLOCK, dtype=torch.uint8, device=device)
+    spill, staging = Spill(), Staging(CudaStreams(device)) if device.type != "cpu" else None
+    leaving = returning = math.inf
+    for _ in range(_BLOCKS):
+        begun = now()
+        if staging is None:
+            slot = spill.write(data)
+            written = now()
+            spill.read(slot, data)
+        else:
+            host = staging.write(data)
+            staging.clear()
+            written = now()
+            staging.read(host)
+        leaving, returning = min(leaving, written - begun), min(returning, now() - written)
+    return _Transfer("file" if staging is None else "host", leaving / _BLOCK, returning / _BLOCK)
 
 
 def _try(codec: str, bound: float, trial: Callable[..., codecs.Packed]) -> tuple[Option, float]:
     """Packed and unpacked once, and the seconds of unpacking."""
-    begun = time.perf_counter()
+    begun = now()
     packed = trial(bound)
-    done = time.perf_counter()
+    done = now()
     codecs.get(codec).unpack(packed)
-    seconds = time.perf_counter() - begun
+    seconds = now() - begun
     option = Option(
         action=Action.COMPRESS, codec=codec, bound=bound, held_bytes=packed.nbytes, seconds=seconds
     )
@@ -287,7 +308,7 @@ def _profile(
     seen: _Seen,
     life: Life,
     sensitivities: Mapping[str, float],
-    seconds_a_byte: tuple[float, float],
+    transfer: _Transfer,
     recomputed: list[Option],
     spread: float | None,
 ) -> TensorProfile:
@@ -314,15 +335,14 @@ def _profile(
         codec = "+".join(row.packed) or "none"
         exact = _exact(codec, row.packed_bytes, decoded, seen.seconds, row.reads_values)
         options = [*([keep] if row.packed else []), exact]
-    writing, reading = seconds_a_byte
     if seen.decodes and row.packed and "keep" not in row.packed:
         options.append(
             Option(
                 action=Action.OFFLOAD,
-                codec="file",
+                codec=transfer.place,
                 held_bytes=0,
                 working_bytes=row.saved_bytes,
-                seconds=row.saved_bytes * (writing + (1 + again) * reading),
+                seconds=row.saved_bytes * (transfer.leaving + (1 + again) * transfer.returning),
                 serves=True,
             )
         )
@@ -362,6 +382,7 @@ def _costed(option: Option, cost: float, decoded: int) -> Option:
         codec=option.codec,
         bound=option.bound,
         held_bytes=math.ceil(_MARGIN * option.held_bytes),
+        lasting=option.codec == "blocks",
         working_bytes=decoded,
         seconds=option.seconds,
         noise=cost * option.bound**2,

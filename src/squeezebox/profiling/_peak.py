@@ -24,13 +24,14 @@ class Peak:
 
 
 class Recording:
-    """Torch's profiler from :meth:`start` to :meth:`close`, for its memory events.
+    """Torch's profiler from :meth:`start` to :meth:`close`, for its memory events on one kind of device.
 
     It greets on standard error whenever it starts; unless ``KINETO_LOG_LEVEL`` is set, the first start sets
     it to 9 to keep it quiet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._kind = device.type
         self._profiler: Any = None
         self._end: weakref.finalize[..., Any] | None = None
 
@@ -60,7 +61,8 @@ class Recording:
             stack.extend(event.children)
             if event.tag == torch._C._profiler._EventType.Allocation:
                 fields = event.extra_fields
-                found.append((event.start_time_ns, "", fields.ptr, fields.alloc_size))
+                if fields.device.type == self._kind:
+                    found.append((event.start_time_ns, "", fields.ptr, fields.alloc_size))
             else:
                 found.append((event.start_time_ns, event.name, 0, 0))
         found.sort(key=lambda event: event[0])
@@ -102,7 +104,7 @@ class PeakMeter:
             self._baseline = torch.cuda.memory_allocated(self._device)
             self._on_device = True
             return True
-        recording = Recording()
+        recording = Recording(self._device)
         if not recording.start():
             return False
         self._recording = recording

@@ -48,14 +48,14 @@ class Trace:
 
 
 class Timeline:
-    """Marks one step on the CPU: which allocations belong to packing, which to everything else.
+    """Marks one step: which allocations belong to packing, which to everything else.
 
     Between :meth:`save` and :meth:`saved`, and between :meth:`use` and :meth:`used`, allocations are
     those of codecs. Tensors are numbered by the caller.
     """
 
-    def __init__(self) -> None:
-        self._recording = Recording()
+    def __init__(self, device: torch.device) -> None:
+        self._recording = Recording(device)
 
     def start(self) -> None:
         """Begin.

@@ -81,6 +81,11 @@ class StepPlan:
         )
 
     @property
+    def lasting_bytes(self) -> int:
+        """Bytes of the memory that goes from one step to the next."""
+        return sum(tensor.option.held_bytes for tensor in self.tensors if tensor.option.lasting)
+
+    @property
     def bounds(self) -> dict[str, float]:
         """Error bounds of the tensors that are packed by value; 0 where nothing is lost."""
         return {

@@ -22,7 +22,8 @@ class Option:
 
     ``held_bytes`` stay from saving to the last use; ``working_bytes`` come on top while backward uses the
     tensor (its unpacked form); ``making_bytes`` only at the first position of that, while it is recomputed,
-    and ``packing_bytes`` only while it is packed.
+    and ``packing_bytes`` only while it is packed. ``lasting``: what is held is there at every position,
+    in memory that goes from one step to the next.
     ``seconds`` are beyond keeping it, per step, however often it is unpacked.
     ``noise`` is the relative squared error it puts on the gradient.
 
@@ -36,6 +37,7 @@ class Option:
     codec: str = ""
     bound: float = 0.0
     held_bytes: int
+    lasting: bool = False
     working_bytes: int = 0
     making_bytes: int = 0
     packing_bytes: int = 0

@@ -69,6 +69,8 @@ def make_plan(
     nothing fits, or the least peak is asked for, the first layers are tried in slices of the batch. At last
     the plan's noise is measured on the sample, and the plan made anew where that is more than allowed.
 
+    Where training runs under torch.autocast, call this within it: so do forward and loss here, then.
+
     Args:
         model: any module that :func:`attach` takes.
         sample: inputs (a tensor, or a tuple of them) and target, as a training step gets them.
@@ -93,8 +95,8 @@ def make_plan(
     Raises:
         BudgetError: no plan fits; says how much the smallest needs, what holds it, and what would fit.
             Or none takes so little time.
-        OptionError: an argument is missing or out of range, the model is wrapped for several ranks or not on
-            the CPU, or a profiler is running.
+        OptionError: an argument is missing or out of range, the model is wrapped for several ranks or on
+            neither CPU nor CUDA, or a profiler is running.
         OutputError: the cache's folder cannot be written.
     """
     sample, loss_fn = check_sample(sample, loss_fn)
@@ -111,7 +113,14 @@ def make_plan(
         on_progress=on_progress,
     )
     profiled = functools.partial(profile_step, subject, budget_bytes)
-    seen = profiled() if cache is None else cached(Path(cache), key_of(subject), profiled)
+    try:
+        seen = profiled() if cache is None else cached(Path(cache), key_of(subject), profiled)
+    except torch.OutOfMemoryError as error:
+        raise BudgetError(
+            f"the plain step of a batch of {batch_of(sample)}, which is run to measure it, does not fit the "
+            f"device: {str(error).splitlines()[0]} Call squeezebox.max_batch() with a smaller sample: it "
+            "plans for batches that plain training cannot hold."
+        ) from error
     allowed_actions = {Action.OFFLOAD: offload, Action.RECOMPUTE: recompute}
     barred = [action for action, is_allowed in allowed_actions.items() if not is_allowed]
     seen = without(seen, barred)
@@ -143,7 +152,8 @@ def max_batch(
     """The largest batch whose plan fits ``budget``, from at most three profiles.
 
     Profiles the sample's batch and twice or half of it, foretells others on the line through both, and
-    profiles the answer. Should that one not fit, the answer is the largest below it that fits on the line.
+    profiles the answer, if the device can hold a plain step of it. Should that one not fit, the answer is the
+    largest below it that fits on the line.
     Other batches repeat or cut the sample along the first dimension of all its tensors that have its batch's
     size there (targets also a multiple of it).
 
@@ -195,7 +205,8 @@ def max_batch(
     known[other] = profiled(other)
     answer = planner.largest_batch(fits, batch)
     if answer and answer not in known:
-        known[answer] = profiled(answer)
+        with contextlib.suppress(torch.OutOfMemoryError):  # plain, it is too large to be measured
+            known[answer] = profiled(answer)
         if not fits(answer):
             most = answer
             answer = planner.largest_batch(lambda size: size < most and fits(size))
@@ -224,8 +235,8 @@ def _plannable(model: torch.nn.Module, noise: float | None, exact: bool) -> floa
             "the model exchanges gradients with other ranks, and every rank would choose for itself how many "
             "steps to profile. Make the plan from the module before it is wrapped or sharded."
         )
-    if device_of(model).type != "cpu":
-        raise OptionError(f"plans are for the CPU as yet; the model is on {device_of(model)}. Use noise=.")
+    if device_of(model).type not in ("cpu", "cuda"):
+        raise OptionError(f"plans are for the CPU and for CUDA; the model is on {device_of(model)}.")
     return 0.0 if exact else 1e-3 if noise is None else noise
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
-import time
 from collections.abc import Callable, Container, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from squeezebox.profiling import (
     GainProfiler,
     StepProfiler,
     load_profile,
+    now,
     profile_key,
     state_bytes,
     store_profile,
@@ -36,7 +38,7 @@ from squeezebox.schema import (
     Role,
     StepProfile,
 )
-from squeezebox.session._models import nbytes_of, restored, tensors_in, ungraded
+from squeezebox.session._models import device_of, nbytes_of, restored, tensors_in, ungraded
 from squeezebox.session._samples import LossFunction, apart, check_loss, explained
 from squeezebox.session._session import Session, begin
 
@@ -91,14 +93,16 @@ def measured_noise(subject: Subject, plan: StepPlan) -> float | None:
     with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
         session = begin(model, subject.optimizer, None, plan=plan)
         try:
-            noise = session._noise_of(lambda: _run(subject, session))
+            noise = session._noise_of(lambda: _run(subject, session.step()))
             return None if math.isnan(noise) else noise
         finally:
             session.detach()
 
 
-def _run(subject: Subject, session: Session, returned: Callable[[], None] = lambda: None) -> None:
-    """Forward, loss and backward; nobody holds the output through backward."""
+def _run(
+    subject: Subject, around: AbstractContextManager[None], returned: Callable[[], None] = lambda: None
+) -> None:
+    """Forward and loss in a step of a session, and backward; nobody holds the output through that."""
     inputs, target = (apart(values) for values in subject.sample)
 
     def forward() -> Any:
@@ -106,10 +110,10 @@ def _run(subject: Subject, session: Session, returned: Callable[[], None] = lamb
         returned()
         return output
 
-    with session.step(), explained(*subject.sample):
+    with around, explained(*subject.sample):
         loss = subject.loss_fn(forward(), target)
     check_loss(loss)
-    with ungraded(loss, subject.model):
+    with ungraded(loss, subject.model), torch.autocast(loss.device.type, enabled=False):
         loss.backward()
 
 
@@ -135,7 +139,7 @@ class _Profiling:
         store.arena.clear()
         store.lineage = session._recorder.lineage()
         gains = self._gains() if subject.noise else {}
-        profiler = self._profiler = store.listener = StepProfiler(gains)
+        profiler = self._profiler = store.listener = StepProfiler(device_of(subject.model), gains)
         try:
             for _ in range(_TIMED_STEPS):
                 self._plain("a plain step, operator by operator")
@@ -177,19 +181,25 @@ class _Profiling:
         return session._policy.state.sensitivities
 
     def _seconds(self, region: Region | None) -> float:
-        """Of a step that keeps everything, in slices of the region from now on.
+        """Of a plain step, or of one in slices of the region from now on.
 
         A machine's speed drifts from one profile to the next, by more than slices cost: the ``whole`` step,
         whose seconds are the unit, is timed in turn with this one.
         """
+        if self._whole is None:
+            return min(self._timed(self._bare) for _ in range(_TIMED_STEPS))
         least = {False: math.inf, True: math.inf}
-        kinds = (False,) if self._whole is None else (False, True)
-        for _, sliced in itertools.product(range(_TIMED_STEPS), kinds):
+        for _, sliced in itertools.product(range(_TIMED_STEPS), least):
             self._session._slice(region if sliced else None)
-            begun = time.perf_counter()
-            self._plain("a plain step, timed")
-            least[sliced] = min(least[sliced], time.perf_counter() - begun)
-        return least[False] if self._whole is None else least[True] / least[False] * self._whole.plain_seconds
+            least[sliced] = min(least[sliced], self._timed(self._bypassed))
+        return least[True] / least[False] * self._whole.plain_seconds
+
+    def _timed(self, step: Callable[[], object]) -> float:
+        begun = now()
+        step()
+        seconds = now() - begun
+        self._tell("a plain step, timed")
+        return seconds
 
     def _overheads(self) -> tuple[float, float]:
         """Seconds a step of holding every tensor as it is, and of following how it was made."""
@@ -218,7 +228,7 @@ class _Profiling:
         return found.gains
 
     def _step(self) -> None:
-        _run(self._subject, self._session, self._returned)
+        _run(self._subject, self._session.step(), self._returned)
 
     def _returned(self) -> None:
         """The model's forward is over."""
@@ -226,8 +236,20 @@ class _Profiling:
             self._profiler.loss()
 
     def _plain(self, what: str) -> None:
-        self._session._replay(self._step, bypass=True)
+        self._bypassed()
         self._tell(what)
+
+    def _bypassed(self) -> None:
+        """A step that keeps everything, while the session looks on."""
+        self._session._replay(self._step, bypass=True)
+
+    def _bare(self) -> None:
+        """A step without the session."""
+        installation = self._session._installation
+        assert installation is not None
+        self._subject.model.zero_grad(set_to_none=True)
+        with installation.paused():
+            _run(self._subject, contextlib.nullcontext())
 
     def _tell(self, what: str) -> None:
         self._done += 1

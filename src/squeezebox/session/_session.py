@@ -270,6 +270,7 @@ class Session:
         self._store.recompute, self._store.signed = plan.recomputed, plan.signed
         self._store.lineage = self._recorder.lineage() if plan.recomputed else None
         self._store.late_values = {key: Role(role) for key, role in plan.late_values.items()}
+        self._store.room = plan.lasting_bytes
         planned = {tensor.key: tensor.saved_bytes for tensor in plan.tensors}
         planned |= dict.fromkeys(plan.region.keys if plan.region else (), sys.maxsize)  # see Slicer
         self._slice(plan.region)
@@ -359,7 +360,7 @@ class Session:
 
     def _start_blocks(self, *, measured: bool) -> None:
         if self._store.blocks is not None:
-            self._store.blocks.start_step(measured=measured, in_use=self._store.in_use)
+            self._store.blocks.start_step(self._store.room, measured=measured, in_use=self._store.in_use)
 
     def _close_step(self) -> None:
         """After a backward: read the meter, turn due statistics into new bounds."""
