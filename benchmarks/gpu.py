@@ -4,6 +4,9 @@ Goes in: nothing; networks of benchmarks/models.py on crops of photographs (of F
 scikit-image is not installed) or on the text of this package. Comes out: benchmarks/reports/gpu-<date>.json
 and .md. Parts are codecs, networks and limited; --all is all of them. On a CPU --quick shows that it runs.
 
+It takes about as many --minutes as it is given. Networks get equal shares of what is there for them, and the
+limited memory a third; what would no longer fit is named in the report as not run, the least telling last.
+
 Bytes moved by a codec are those of the tensor and of the packed one, each once; the bandwidth they are
 compared with is that of copying the tensor, measured in the same round. A training step is zero_grad,
 forward, loss, backward and the optimizer's step, and is timed in turn with the compiled plain one. Peaks
@@ -19,6 +22,7 @@ import copy
 import gc
 import math
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -42,8 +46,9 @@ SPEEDS = (
 )
 BOUND = 0.3  # of the standard deviation
 BUDGETS = (0.75, 0.5, 0.25)
-NOISES = (1e-1, 1e-2, 1e-3)
+NOISES = (1e-2, 1e-3, 1e-1)
 LIMIT_GIB = 8.0
+LIMITED_SHARE = 1 / 3  # of the time for trainings
 _GPT = {"width": 1024, "depth": 24, "heads": 16, "context": 1024}
 _VIT = {"width": 768, "depth": 12, "heads": 12}
 # name -> (network, its sizes, batch)
@@ -65,6 +70,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="*", default=["tf32", "bf16"], choices=["fp32", "tf32", "bf16"])
     parser.add_argument("--arms", nargs="*", help="only these")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--minutes", type=float, default=9.0, help="for everything together")
     parser.add_argument("--train-steps", type=int, default=20)
     parser.add_argument("--quick", action="store_true", help="small, and no report")
     arguments = parser.parse_args()
@@ -73,6 +79,7 @@ def main() -> None:
             "benchmarks.gpu measures a CUDA device, and torch sees none here. --quick shows that it runs."
         )
     parts = PARTS if arguments.all or not arguments.parts else arguments.parts
+    arguments.ends = time.monotonic() + 60.0 * arguments.minutes
     torch.manual_seed(0)
     torch._dynamo.config.recompile_limit = 64  # every arm is the same code
     results: dict[str, Any] = {}
@@ -81,8 +88,24 @@ def main() -> None:
         results[part] = measures[part](arguments)
         print(tables(results), file=sys.stderr, flush=True)
     if not arguments.quick:
-        for path in _report.write("gpu", {**results, "settings": vars(arguments)}, tables(results)):
+        settings = {name: value for name, value in vars(arguments).items() if name != "ends"}
+        for path in _report.write("gpu", {**results, "settings": settings}, tables(results)):
             print(path)
+
+
+class Clock:
+    """Seconds for a row of trials, each of which is taken to last as long as the longest before it."""
+
+    def __init__(self, seconds: float) -> None:
+        self._begun = time.monotonic()
+        self._ends = self._begun + seconds
+        self._longest = 0.0
+
+    def allows(self) -> bool:
+        """Whether another one would end in time; to be asked before each."""
+        now = time.monotonic()
+        self._longest, self._begun = max(self._longest, now - self._begun), now
+        return now + self._longest <= self._ends
 
 
 def device() -> torch.device:
@@ -265,19 +288,22 @@ Arm = Callable[[Training], AbstractContextManager[Any]]
 
 
 def arms() -> dict[str, Arm]:
-    """Each makes a copy of a training its own for as long as the context lasts."""
+    """Each makes a copy of a training its own for as long as the context lasts; the most telling first."""
+    noises = {f"noise {noise:g}": _attached(noise) for noise in NOISES}
+    plans = {f"plan {share:.0%}": _planned(share) for share in BUDGETS}
+    bits = {
+        f"{bits} bit compiled": _forward(lambda model, bits=bits: squeezebox.compile(model, bits=bits))
+        for bits in (4, 8)
+    }
     return {
         "plain": lambda own: nullcontext(),
         "compiled": _forward(lambda model: torch.compile(model, dynamic=False)),
+        **noises,
         "checkpointed": lambda own: checkpointing.checkpointed(own.model),
+        **plans,
+        **bits,
         **{f"budget {share}": _forward(compiled.budgeted(share)) for share in BUDGETS},
         "fp8 e4m3": _forward(compiled.fp8(compiled.FP8["e4m3"])),
-        **{f"noise {noise:g}": _attached(noise) for noise in NOISES},
-        **{f"plan {share:.0%}": _planned(share) for share in BUDGETS},
-        **{
-            f"{bits} bit compiled": _forward(lambda model, bits=bits: squeezebox.compile(model, bits=bits))
-            for bits in (8, 4)
-        },
     }
 
 
@@ -331,15 +357,17 @@ def _planned(share: float) -> Arm:
 
 def all_networks(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     results: dict[str, dict[str, Any]] = {}
-    for name in arguments.networks:
-        for dtype in arguments.dtypes:
-            with precision(dtype):
-                results[f"{name} {dtype}"] = network(name, dtype, arguments)
-            _free()
+    pairs = [(name, dtype) for dtype in arguments.dtypes for name in arguments.networks]
+    for number, (name, dtype) in enumerate(pairs):
+        left = (1.0 - LIMITED_SHARE) * (arguments.ends - time.monotonic())
+        with precision(dtype):
+            clock = Clock(left / (len(pairs) - number))
+            results[f"{name} {dtype}"] = network(name, dtype, arguments, clock)
+        _free()
     return results
 
 
-def network(name: str, dtype: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def network(name: str, dtype: str, arguments: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     """Every arm on one network, timed in turn with the compiled plain one."""
     batch = 2 if arguments.quick else NETWORKS[name][2]
     given = training(name, dtype, batch, arguments)
@@ -349,6 +377,9 @@ def network(name: str, dtype: str, arguments: argparse.Namespace) -> dict[str, A
     rows: dict[str, Any] = {"batch": batch}
     for arm, entered in arms().items():
         if arguments.arms is None or arm in arguments.arms:
+            if not clock.allows():
+                rows[arm] = {"error": "not run: out of time"}
+                continue
             own = given.copied()
             try:
                 with entered(own) as session:
@@ -401,44 +432,51 @@ def host_waits(own: Training) -> int | None:
 
 
 def limited(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The largest batch of a ResNet-50 within 8 GiB, and samples a second at it, by arm."""
+    """The largest batch within 8 GiB, and samples a second at it, by network and arm; ResNet-50 first."""
     if device().type != "cuda":
         return {}
+    names = sorted(arguments.networks, key=lambda name: name != "resnet50")
+    clock = Clock(arguments.ends - time.monotonic())
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(LIMIT_GIB * 2**30 / total, 1.0))
     try:
-        rows = {
-            arm: _largest(entered, arguments)
+        return {
+            f"{name}, {arm}": _largest(name, entered, arguments) if clock.allows() else None
+            for name in names
             for arm, entered in arms().items()
             if (arguments.arms is None or arm in arguments.arms) and not arm.startswith("plan")
         }
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    return rows
 
 
-def _largest(entered: Arm, arguments: argparse.Namespace) -> dict[str, Any]:
+def _largest(name: str, entered: Arm, arguments: argparse.Namespace) -> dict[str, Any]:
     """By the line through the peaks at two batches, then downwards by twentieths until one runs."""
-    peaks = []
-    for batch in (16, 32):
-        with _run(entered, batch, arguments) as own:
-            peaks.append((own.peak_bytes(), torch.cuda.max_memory_allocated()))
-    slope = (peaks[1][1] - peaks[0][1]) / 16
-    batch = int(32 + (LIMIT_GIB * 2**30 - peaks[1][1]) / slope)
-    while batch > 16:
+    few = NETWORKS[name][2] // 4
+    try:
+        peaks = []
+        for batch in (few, 2 * few):
+            with _run(name, entered, batch, arguments) as own:
+                own.peak_bytes()
+                peaks.append(torch.cuda.max_memory_allocated())
+    except torch.cuda.OutOfMemoryError:
+        _free()
+        return {"batch": 0, "samples_a_second": 0.0}
+    batch = int(2 * few + (LIMIT_GIB * 2**30 - peaks[1]) * few / (peaks[1] - peaks[0]))
+    while batch > few:
         try:
-            with _run(entered, batch, arguments) as own:
+            with _run(name, entered, batch, arguments) as own:
                 timing = _report.interleaved({"own": own.step}, arguments.repeats, warmup=2)
             return {"batch": batch, "samples_a_second": batch / timing.seconds["own"].median}
         except torch.cuda.OutOfMemoryError:
             _free()
             batch = int(0.95 * batch)
-    return {"batch": 0, "samples_a_second": 0.0}
+    return {"batch": few, "samples_a_second": 0.0}
 
 
 @contextmanager
-def _run(entered: Arm, batch: int, arguments: argparse.Namespace) -> Iterator[Training]:
-    own = training("resnet50", "tf32", batch, arguments)
+def _run(name: str, entered: Arm, batch: int, arguments: argparse.Namespace) -> Iterator[Training]:
+    own = training(name, "tf32", batch, arguments)
     with precision("tf32"), entered(own):
         yield own
     _free()
@@ -485,10 +523,12 @@ def tables(results: Mapping[str, Any]) -> str:
         parts.append("")
     if results.get("limited"):
         parts += [
-            f"| arm, ResNet-50 in {LIMIT_GIB:g} GiB | batch | samples a second |",
+            f"| in {LIMIT_GIB:g} GiB | batch | samples a second |",
             "|---|---|---|",
             *(
                 f"| {arm} | {row['batch']} | {row['samples_a_second']:.0f} |"
+                if row
+                else f"| {arm} | not run: out of time | |"
                 for arm, row in results["limited"].items()
             ),
         ]

@@ -25,8 +25,8 @@ class Threads:
         self.waits = 0
         self.copies = []
 
-    def pinned(self, flat):
-        return torch.empty_like(flat)
+    def pinned(self, like):
+        return torch.empty_like(like, device="cpu")
 
     def leave(self, host, flat):
         return self._copy(host, flat, None)
@@ -40,6 +40,9 @@ class Threads:
 
     def happened(self, event):
         return event.done.is_set()
+
+    def finish(self, event):
+        event.set()
 
     def abandon(self, flat):
         self.abandoned.append(flat)
@@ -72,16 +75,19 @@ def tensors(count, numel=1000):
 
 @pytest.mark.parametrize("lazy", (False, True))
 @pytest.mark.parametrize("room", (0, 4000, 10_000, 1 << 20))
-def test_what_is_moved_comes_back_to_the_bit(lazy, room):
+@pytest.mark.parametrize("host_room", (0, 4000, 20_000, None))
+def test_what_is_moved_comes_back_to_the_bit(lazy, room, host_room):
     streams, saved = Threads(lazy), tensors(12)
     expected = [flat.clone() for flat in saved]
-    staging = Staging(streams, most_bytes=room)
+    staging = Staging(streams, most_bytes=room, host_bytes=host_room)
     slots = []
     while saved:
         flat = saved.pop(0)
         slots.append(staging.write(flat))
         held = [slot.source for slot in slots]
         assert sum(source.nbytes for source in held if source is not None) <= max(room, flat.nbytes)
+        hosted = sum(slot.like.nbytes for slot in slots if slot.host is not None)
+        assert host_room is None or hosted <= max(host_room, flat.nbytes)
         if all(source is not flat for source in held):
             flat.fill_(torch.nan)  # its memory goes to others
     while slots:
@@ -132,6 +138,31 @@ def test_a_change_in_place_on_the_way_is_an_error(how):
         {"read": lambda: staging.read(slot), "write": lambda: staging.write(flat), "clear": staging.clear}[
             how
         ]()
+
+
+def test_steps_share_the_host_s_memory_and_only_what_passes_it_goes_to_the_file():
+    staging = Staging(Threads(), host_bytes=16_000)
+    for _ in range(3):
+        slots = [staging.write(flat) for flat in tensors(6)]
+        assert [slot.host is None for slot in slots] == [True, True, False, False, False, False]
+        staging.clear()
+        del slots
+    assert staging._spill._end == 0
+
+
+def test_a_full_disk_is_an_error_and_what_is_in_memory_stays(monkeypatch):
+    staging = Staging(Threads(), host_bytes=4000)
+    expected = torch.randn(1000)
+    slot = staging.write(expected.clone())
+    staging.clear()
+    monkeypatch.setattr("squeezebox.memory._spill._write", full)
+    with pytest.raises(CaptureError, match="4000 bytes could not be offloaded"):
+        staging.write(torch.randn(1000))
+    assert torch.equal(staging.read(slot), expected)
+
+
+def full(*_):
+    raise OSError(28, "No space left on device")
 
 
 def test_slots_that_are_gone_hold_nothing():

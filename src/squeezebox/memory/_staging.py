@@ -1,7 +1,8 @@
-"""Tensors of a device in pinned host memory, copied both ways on streams of their own."""
+"""Tensors of a device in pinned host memory, copied both ways on streams of their own; a file behind that."""
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -9,19 +10,21 @@ from typing import Any, Protocol
 
 import torch
 
+from squeezebox.memory._spill import Slot, Spill
 from squeezebox.schema import CaptureError
 
 _MOST_BYTES = 1 << 28
+_HOST_SHARE = 0.5  # of the machine's memory
 Event = Any  # of the streams' own kind
 
 
 class Streams(Protocol):
-    """Copies beside what the current stream does. Nothing here makes the host wait."""
+    """Copies beside what the current stream does. Only :meth:`finish` makes the host wait."""
 
     device: torch.device
 
-    def pinned(self, flat: torch.Tensor) -> torch.Tensor:
-        """Host memory for the flat tensor's like."""
+    def pinned(self, like: torch.Tensor) -> torch.Tensor:
+        """Host memory for a flat tensor like this one, on whatever device."""
 
     def leave(self, host: torch.Tensor, flat: torch.Tensor) -> Event:
         """Copy to the host, after all that the current stream was asked for until now."""
@@ -35,6 +38,9 @@ class Streams(Protocol):
     def happened(self, event: Event) -> bool:
         """Whether it has."""
 
+    def finish(self, event: Event) -> None:
+        """The host waits for the event."""
+
     def abandon(self, flat: torch.Tensor) -> None:
         """The tensor goes, and may still be written to by :meth:`arrive`."""
 
@@ -42,10 +48,12 @@ class Streams(Protocol):
 class HostSlot:
     """A tensor's place in host memory; free again when the slot is gone."""
 
-    __slots__ = ("__weakref__", "before", "host", "left", "source", "version")
+    __slots__ = ("__weakref__", "before", "file", "host", "left", "like", "source", "version")
 
     def __init__(self, host: torch.Tensor, left: Event, source: torch.Tensor, before: Before) -> None:
-        self.host = host
+        self.like = torch.empty_like(source, device="meta")
+        self.host: torch.Tensor | None = host  # or else it is in the
+        self.file: Slot | None = None
         self.left = left
         self.source: torch.Tensor | None = source  # until the copy is made
         self.version = source._version
@@ -61,11 +69,20 @@ class Staging:
     A tensor is held until its copy has been made. Where copies lag behind by more than ``most_bytes``, the
     device waits for the oldest, so that its memory does not fill with tensors on their way. With each tensor
     that is read, the one written before it is fetched: backward asks in reverse.
+
+    Beyond ``host_bytes`` (half of the machine's memory) the oldest, which backward wants last, go on to a
+    temporary file; the host waits for those.
     """
 
-    def __init__(self, streams: Streams, most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(
+        self, streams: Streams, most_bytes: int = _MOST_BYTES, host_bytes: int | None = None
+    ) -> None:
         self._streams = streams
         self._most_bytes = most_bytes
+        self._host_bytes = _half_of_memory() if host_bytes is None else host_bytes
+        self._hosted: list[weakref.ref[HostSlot]] = []  # the oldest first
+        self._hosted_bytes = 0  # of those, at most
+        self._spill = Spill()
         self._leaving: deque[weakref.ref[HostSlot]] = deque()
         self._last: Before = lambda: None
         self._ahead: tuple[weakref.ref[HostSlot], torch.Tensor, Event] | None = None
@@ -74,13 +91,18 @@ class Staging:
         """Have a flat tensor moved.
 
         Raises:
-            CaptureError: one that was still on its way has been changed in place.
+            CaptureError: one that was still on its way has been changed in place, or there is no room left on
+                the disk either.
         """
         self._let_go(self._most_bytes - flat.nbytes)
+        if self._hosted_bytes + flat.nbytes > self._host_bytes:
+            self._to_file(self._host_bytes - flat.nbytes)
         host = self._streams.pinned(flat)
         slot = HostSlot(host, self._streams.leave(host, flat), flat, self._last)
         self._last = weakref.ref(slot)
         self._leaving.append(self._last)
+        self._hosted.append(self._last)
+        self._hosted_bytes += flat.nbytes
         return slot
 
     def read(self, slot: HostSlot) -> torch.Tensor:
@@ -103,7 +125,7 @@ class Staging:
     def _let_go(self, most_bytes: int) -> None:
         """Let tensors go that have left, and wait for as many as it takes."""
         waiting = [slot for ref in self._leaving if (slot := ref()) is not None]
-        held = sum(slot.host.nbytes for slot in waiting)
+        held = sum(slot.like.nbytes for slot in waiting)
         for slot in waiting:
             if not self._streams.happened(slot.left):
                 if held <= max(most_bytes, 0):
@@ -111,8 +133,30 @@ class Staging:
                 self._streams.wait(slot.left)
             _unchanged(slot)
             slot.source = None
-            held -= slot.host.nbytes
+            held -= slot.like.nbytes
         self._leaving = deque(weakref.ref(slot) for slot in waiting if slot.source is not None)
+
+    def _to_file(self, most_bytes: int) -> None:
+        """Leave no more than so many bytes in the host's memory."""
+        living = [slot for ref in self._hosted if (slot := ref()) is not None]
+        self._hosted_bytes = sum(slot.like.nbytes for slot in living)
+        for slot in living:
+            if self._hosted_bytes <= most_bytes:
+                break
+            assert slot.host is not None
+            self._streams.finish(slot.left)
+            slot.file, slot.host = self._spill.write(slot.host), None
+            self._hosted_bytes -= slot.like.nbytes
+        self._hosted = [weakref.ref(slot) for slot in living if slot.host is not None]
+
+    def _in_memory(self, slot: HostSlot) -> torch.Tensor:
+        """In the host's, where it does not stay if it was not there."""
+        if slot.host is not None:
+            return slot.host
+        assert slot.file is not None
+        host = self._streams.pinned(slot.like)
+        self._spill.read(slot.file, host)
+        return host
 
     def _fetched(self, slot: HostSlot) -> torch.Tensor:
         self._fetch(slot)
@@ -127,8 +171,9 @@ class Staging:
         if self._ahead is not None and self._ahead[0]() is slot:
             return
         self._drop_ahead()
-        flat = torch.empty_like(slot.host, device=self._streams.device)
-        self._ahead = (weakref.ref(slot), flat, self._streams.arrive(flat, slot.host, slot.left))
+        flat = torch.empty_like(slot.like, device=self._streams.device)
+        arrived = self._streams.arrive(flat, self._in_memory(slot), slot.left)
+        self._ahead = (weakref.ref(slot), flat, arrived)
 
     def _drop_ahead(self) -> None:
         if self._ahead is not None:
@@ -140,9 +185,13 @@ def _unchanged(slot: HostSlot) -> torch.Tensor:
     assert slot.source is not None
     if slot.source._version != slot.version:
         raise CaptureError(
-            f"a saved tensor of {slot.host.nbytes} bytes was changed in place while it was being moved to "
+            f"a saved tensor of {slot.like.nbytes} bytes was changed in place while it was being moved to "
             f"host memory (version {slot.version}, now {slot.source._version}), so what arrives there may be "
             "either. Replace the in-place operation by one that makes a new tensor, or make the plan with "
             "offload=False."
         )
     return slot.source
+
+
+def _half_of_memory() -> int:
+    return int(_HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

@@ -13,9 +13,9 @@ class CudaStreams:
         self._leaving = torch.cuda.Stream(device)
         self._arriving = torch.cuda.Stream(device)
 
-    def pinned(self, flat: torch.Tensor) -> torch.Tensor:
+    def pinned(self, like: torch.Tensor) -> torch.Tensor:
         """From torch's cache of pinned memory, which heeds the streams that a block was copied on."""
-        return torch.empty_like(flat, device="cpu", pin_memory=True)
+        return torch.empty_like(like, device="cpu", pin_memory=True)
 
     def leave(self, host: torch.Tensor, flat: torch.Tensor) -> torch.cuda.Event:
         """Copy to the host, after all that the current stream was asked for until now."""
@@ -32,6 +32,10 @@ class CudaStreams:
     def happened(self, event: torch.cuda.Event) -> bool:
         """Whether it has; while a graph is captured nothing has."""
         return not torch.cuda.is_current_stream_capturing() and event.query()
+
+    def finish(self, event: torch.cuda.Event) -> None:
+        """The host waits for the event."""
+        event.synchronize()
 
     def abandon(self, flat: torch.Tensor) -> None:
         """The allocator keeps the tensor's memory until the copy into it is over."""

@@ -380,7 +380,7 @@ class Session:
         collector, self._collector, self._recorder.collector = self._collector, None, None
         if collector is not None:
             collector.close()
-        if collector is not None and self._policy.controller is not None and not collector.interrupted:
+        if collector is not None and self._policy.controller is not None and collector.usable:
             statistics = collector.result(mean_momentum(self._model, self._optimizer))
             self._checks.extend(statistics.checks)
             self._floor, self._counts = collector.floor_bytes, collector.counts
