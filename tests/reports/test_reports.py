@@ -36,6 +36,7 @@ def record(**changes):
         "borrowed_bytes": 12,
         "peak_bytes": 1 << 20,
         "activation_peak_bytes": 1 << 19,
+        "split_bytes": 5 << 19,
         "refresh_peak_bytes": 3 << 20,
         "noise": 1.5e-3,
         "predicted_noise": 1e-3,
@@ -70,7 +71,15 @@ def test_totals_are_those_of_the_record():
 
 def test_text_names_totals_largest_tensors_and_how_many_are_hidden():
     text = str(Report(record()))
-    for part in ("1.00 MiB", "3.00 MiB", "1.50e-03", "layer29", "6 smaller tensors", "something to know"):
+    for part in (
+        "1.00 MiB",
+        "2.50 MiB",
+        "3.00 MiB",
+        "1.50e-03",
+        "layer29",
+        "6 smaller tensors",
+        "something to know",
+    ):
         assert part in text
     assert "layer0 " not in text
 
@@ -80,6 +89,8 @@ def test_text_of_what_was_not_measured():
     text = str(Report(record(**peaks, noise=None)))
     assert "measured -" in text
     assert "peak" not in text
+    assert "split" in text
+    assert "split" not in str(Report(record(split_bytes=None)))
 
 
 def test_json_holds_the_whole_record(tmp_path):

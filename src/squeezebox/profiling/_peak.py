@@ -16,11 +16,13 @@ class Peak:
     """Bytes above what lived when the meter started.
 
     ``activation_bytes`` leaves out the tensors named when the meter stopped (gradients, optimizer
-    state), from their allocation on.
+    state), from their allocation on. ``split_bytes`` lay idle in parts of a device allocator's blocks, at
+    most: what is left over between tensors of other sizes.
     """
 
     total_bytes: int
     activation_bytes: int
+    split_bytes: int | None = None
 
 
 class Recording:
@@ -123,7 +125,8 @@ class PeakMeter:
         recording, self._recording, self._on_device = self._recording, None, False
         if recording is None:
             total = torch.cuda.max_memory_allocated(self._device) - self._baseline
-            return Peak(total_bytes=total, activation_bytes=total)
+            split = torch.cuda.memory_stats(self._device).get("inactive_split_bytes.all.peak")
+            return Peak(total_bytes=total, activation_bytes=total, split_bytes=split)
         addresses = {tensor.untyped_storage().data_ptr() for tensor in apart}
         allocations = ((address, nbytes) for _, address, nbytes in recording.events() if nbytes)
         return _integrate(allocations, self._living, addresses)

@@ -143,6 +143,8 @@ def _totals(record: StepRecord) -> list[str]:
             "peak beyond parameters, gradients and optimizer state: "
             f"{human_bytes(record.activation_peak_bytes)}{floor}"
         )
+    if record.split_bytes is not None:
+        lines.append(f"idle in split blocks of the allocator: {human_bytes(record.split_bytes)}")
     if record.refresh_peak_bytes is not None:
         lines.append(f"peak of a step that gathers statistics: {human_bytes(record.refresh_peak_bytes)}")
     lines.append(

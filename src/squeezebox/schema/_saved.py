@@ -158,7 +158,8 @@ class StepRecord:
     highest sum of live allocations during a measured step, what lived before it included;
     ``activation_peak_bytes`` is the part beyond parameters, buffers, gradients, optimizer state and
     inputs; ``floor_bytes`` the largest working set of one operator plus what is packed at that time.
-    ``refresh_peak_bytes`` is the peak of the last measured step that gathered statistics.
+    ``split_bytes`` is the most that lay idle in parts of a CUDA allocator's blocks (fragmentation; None on
+    the CPU). ``refresh_peak_bytes`` is the peak of the last measured step that gathered statistics.
     ``budget_bytes``, ``predicted_peak_bytes`` and ``predicted_seconds`` are those of the plan, if any.
     ``noise`` is the measured squared gradient error relative to the squared gradient norm,
     ``predicted_noise`` what the error law expects of it.
@@ -173,6 +174,7 @@ class StepRecord:
     predicted_noise: float | None = None
     peak_bytes: int | None = None
     activation_peak_bytes: int | None = None
+    split_bytes: int | None = None
     refresh_peak_bytes: int | None = None
     floor_bytes: int | None = None
     budget_bytes: int | None = None

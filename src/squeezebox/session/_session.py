@@ -86,7 +86,7 @@ class Session:
         self._collector: Collector | None = None
         self._checks: list[Check] = []
         self._freeze: Callable[[], StepRecord] | None = None  # the last closed step, when somebody asks
-        self._peaks: tuple[int, int] | None = None
+        self._peaks: tuple[int, int, int | None] | None = None
         self._refresh_peak: int | None = None
         self._floor: int | None = None
         self._noise: float | None = None
@@ -374,7 +374,7 @@ class Session:
         if self._meter.running:
             peak = self._meter.stop(self._persistent())
             if self._collector is None:
-                self._peaks = (self._baseline + peak.total_bytes, peak.activation_bytes)
+                self._peaks = (self._baseline + peak.total_bytes, peak.activation_bytes, peak.split_bytes)
             else:
                 self._refresh_peak = self._baseline + peak.total_bytes
         collector, self._collector, self._recorder.collector = self._collector, None, None
@@ -396,7 +396,7 @@ class Session:
             row.freeze(known[row.key] * row.bound**2 if row.key in known else None, use) for row in rows
         )
         lossy = {row.key: row.bound for row in rows if row.bound > 0.0}
-        total, activations = self._peaks or (self._refresh_peak, None)
+        total, activations, split = self._peaks or (self._refresh_peak, None, None)
         return StepRecord(
             step=step,
             tensors=tensors,
@@ -407,6 +407,7 @@ class Session:
             predicted_noise=self._predicted_noise(lossy),
             peak_bytes=total,
             activation_peak_bytes=activations,
+            split_bytes=split,
             refresh_peak_bytes=self._refresh_peak,
             floor_bytes=self._floor,
             budget_bytes=self._plan.budget_bytes if self._plan else None,
