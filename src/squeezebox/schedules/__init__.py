@@ -1,0 +1,37 @@
+"""Pipeline schedules as plain lists of actions: made, checked and run on paper.
+
+In: numbers of ranks, stages and microbatches, and what every stage costs. Out: a Schedule, and its Timeline.
+May touch: squeezebox.schema and the standard library; no torch, no ranks.
+"""
+
+from squeezebox.schedules._action import Action, Kind, Schedule
+from squeezebox.schedules._orders import (
+    breadth_first,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    pipedream,
+    two_bw,
+    zero_bubble,
+)
+from squeezebox.schedules._simulate import Costs, Span, Timeline, gathers, simulate
+from squeezebox.schedules._validate import validate
+
+__all__ = [
+    "Action",
+    "Costs",
+    "Kind",
+    "Schedule",
+    "Span",
+    "Timeline",
+    "breadth_first",
+    "gathers",
+    "gpipe",
+    "interleaved",
+    "one_f_one_b",
+    "pipedream",
+    "simulate",
+    "two_bw",
+    "validate",
+    "zero_bubble",
+]

@@ -1,0 +1,80 @@
+"""What a pipeline's ranks do, in which order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from squeezebox.schema import PlanError
+
+
+class Kind(Enum):
+    """What is done to a microbatch, or to a stage's weights."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT = "I"
+    """The part of backward that the stage before waits for: the gradient of the stage's input."""
+    WEIGHT = "W"
+    """The rest of backward: the gradients of the stage's weights."""
+    UPDATE = "U"
+    """The optimizer's step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Action:
+    """One thing that a rank does.
+
+    ``microbatch`` counts on from batch to batch; of an update it is the batch. ``version`` is the number of
+    updates in the weights that are read; an update makes version ``microbatch + 1``.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+    version: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """Every rank's actions in order.
+
+    ``placement`` has the rank of each stage, ``microbatches`` are those of one batch.
+    """
+
+    name: str
+    placement: tuple[int, ...]
+    microbatches: int
+    batches: int
+    orders: tuple[tuple[Action, ...], ...]
+
+    def to_csv(self) -> str:
+        """One batch's passes as torch.distributed.pipelining reads them ("compute_only"), a line a rank.
+
+        Raises:
+            PlanError: the schedule does not flush after each batch, which that runtime always does.
+        """
+        first = []
+        for order in self.orders:
+            passes = [action for action in order if action.kind is not Kind.UPDATE]
+            late = [each for each in passes if each.version != each.microbatch // self.microbatches]
+            if late:
+                raise PlanError(
+                    f"schedule '{self.name}' cannot be exported: {late[0]} reads the weights after "
+                    f"{late[0].version} updates, and torch.distributed.pipelining flushes after each batch."
+                )
+            first.append(",".join(str(each) for each in passes if each.microbatch < self.microbatches))
+        return "\n".join(first) + "\n"
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.orders)
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the model is cut into."""
+        return len(self.placement)

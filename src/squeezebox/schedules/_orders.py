@@ -1,0 +1,187 @@
+"""The published orders: GPipe, 1F1B, PipeDream, 2BW, interleaved, Breadth-First and zero-bubble."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from squeezebox.schedules._action import Action, Kind, Schedule
+from squeezebox.schema import OptionError
+
+Passes = Iterator[tuple[Kind, int, int]]  # kind, stage and microbatch, of one rank
+Version = Callable[[int, int], int]  # by stage and microbatch
+
+
+def gpipe(ranks: int, microbatches: int, *, batches: int = 1) -> Schedule:
+    """All forwards of a batch, then all backwards (arXiv:1811.06965)."""
+    return _looped("gpipe", ranks, 1, microbatches, batches)
+
+
+def breadth_first(ranks: int, microbatches: int, *, loops: int, batches: int = 1) -> Schedule:
+    """Each of a rank's ``loops`` stages takes the whole batch before the next one (arXiv:2211.05953)."""
+    return _looped("breadth-first", ranks, loops, microbatches, batches)
+
+
+def one_f_one_b(ranks: int, microbatches: int, *, batches: int = 1) -> Schedule:
+    """1F1B with a flush after each batch: PipeDream-Flush (arXiv:2006.09503, section 3.1).
+
+    Stage s, counted from 0, has at most ``ranks - s`` microbatches in flight.
+    """
+    _require(ranks=ranks, microbatches=microbatches, batches=batches)
+
+    def passes(rank: int) -> Passes:
+        yield from _alternating(rank, range(microbatches), ranks - 1 - rank)
+
+    return _flushing("1f1b", range(ranks), microbatches, batches, passes)
+
+
+def interleaved(ranks: int, microbatches: int, *, loops: int, batches: int = 1) -> Schedule:
+    """1F1B over ``loops`` stages a rank (Megatron-LM, arXiv:2104.04473, section 2.2).
+
+    Raises:
+        OptionError: the microbatches are no multiple of the ranks.
+    """
+    _require(ranks=ranks, microbatches=microbatches, batches=batches, loops=loops)
+    if microbatches % ranks:
+        raise OptionError(
+            f"interleaved 1F1B takes microbatches in groups of {ranks}, one for each rank; {microbatches} is "
+            "no multiple of it. Change the number of microbatches, or take breadth_first()."
+        )
+    total = microbatches * loops
+
+    def nth(rank: int, number: int, *, backward: bool) -> tuple[int, int]:
+        group, within = divmod(number, ranks * loops)
+        loop, place = divmod(within, ranks)
+        return (loops - 1 - loop if backward else loop) * ranks + rank, group * ranks + place
+
+    def passes(rank: int) -> Passes:
+        ahead = min(total, 2 * (ranks - 1 - rank) + (loops - 1) * ranks)
+        for number in range(total + ahead):
+            if number < total:
+                yield Kind.FORWARD, *nth(rank, number, backward=False)
+            if number >= ahead:
+                yield Kind.BACKWARD, *nth(rank, number - ahead, backward=True)
+
+    return _flushing("interleaved 1f1b", [*range(ranks)] * loops, microbatches, batches, passes)
+
+
+def zero_bubble(ranks: int, microbatches: int, *, doubled: bool = False, batches: int = 1) -> Schedule:
+    """Backward in two parts, of which the second fills the waits (arXiv:2401.10241, section 2).
+
+    ZB-H1: 1F1B in which rank r puts gradients of weights off by r microbatches, so that all ranks hold as
+    many activations as 1F1B's first one; waits are (ranks - 1) * (F + I - W). ``doubled`` is ZB-H2: ranks go
+    as far ahead again and hold up to ``2 * ranks - 1`` microbatches, and where F = I = W none waits between
+    its first action and its last.
+    """
+    _require(ranks=ranks, microbatches=microbatches, batches=batches)
+    reach = 2 if doubled else 1
+
+    def passes(rank: int) -> Passes:
+        ahead, later = reach * (ranks - 1 - rank), reach * rank
+        for number in range(microbatches + ahead + later):
+            if number < microbatches:
+                yield Kind.FORWARD, rank, number
+            if 0 <= number - ahead < microbatches:
+                yield Kind.INPUT, rank, number - ahead
+            if 0 <= number - ahead - later < microbatches:
+                yield Kind.WEIGHT, rank, number - ahead - later
+
+    name = "zb-h2" if doubled else "zb-h1"
+    return _flushing(name, range(ranks), microbatches, batches, passes)
+
+
+def pipedream(ranks: int, *, batches: int, vertical_sync: bool = False) -> Schedule:
+    """PipeDream with weight stashing (arXiv:1806.03377, section 3.3): an update after every microbatch.
+
+    Microbatch k reads at stage s of n the weights after max(k - (n - 1 - s), 0) updates, in forward and
+    backward; with ``vertical_sync`` those after max(k - (n - 1), 0) at every stage.
+    """
+    _require(ranks=ranks, batches=batches)
+
+    def version(stage: int, microbatch: int) -> int:
+        return max(microbatch - (ranks - 1 - (0 if vertical_sync else stage)), 0)
+
+    return _flowing("pipedream", ranks, 1, batches, version)
+
+
+def two_bw(ranks: int, microbatches: int, *, batches: int) -> Schedule:
+    """PipeDream-2BW (arXiv:2006.09503, section 3.1): 1F1B without a flush, and two versions of the weights.
+
+    Batch t, counted from 0, reads the weights after max(t - 1, 0) updates.
+
+    Raises:
+        OptionError: there are fewer microbatches than ranks: two versions would not do.
+    """
+    _require(ranks=ranks, microbatches=microbatches, batches=batches)
+    if microbatches < ranks:
+        raise OptionError(
+            f"2BW with {ranks} stages needs as many microbatches in a batch or more, not {microbatches}."
+        )
+    return _flowing(
+        "2bw", ranks, microbatches, batches, lambda _, microbatch: max(microbatch // microbatches - 1, 0)
+    )
+
+
+def _looped(name: str, ranks: int, loops: int, microbatches: int, batches: int) -> Schedule:
+    _require(ranks=ranks, microbatches=microbatches, batches=batches, loops=loops)
+    ways = (Kind.FORWARD, range(loops)), (Kind.BACKWARD, range(loops)[::-1])
+
+    def passes(rank: int) -> Passes:
+        for kind, turns in ways:
+            for loop in turns:
+                yield from ((kind, loop * ranks + rank, microbatch) for microbatch in range(microbatches))
+
+    return _flushing(name, [*range(ranks)] * loops, microbatches, batches, passes)
+
+
+def _alternating(stage: int, microbatches: Sequence[int], ahead: int) -> Passes:
+    """Forwards ``ahead``, then one forward and one backward in turn, then the backwards that are left."""
+    for number in range(len(microbatches) + ahead):
+        if number < len(microbatches):
+            yield Kind.FORWARD, stage, microbatches[number]
+        if number >= ahead:
+            yield Kind.BACKWARD, stage, microbatches[number - ahead]
+
+
+def _flushing(
+    name: str,
+    placement: Iterable[int],
+    microbatches: int,
+    batches: int,
+    passes: Callable[[int], Passes],
+) -> Schedule:
+    """Batch after batch, each with the weights that the one before has left."""
+    placement = tuple(placement)
+
+    def order(rank: int) -> Iterator[Action]:
+        for batch in range(batches):
+            first = batch * microbatches
+            for kind, stage, microbatch in passes(rank):
+                yield Action(kind=kind, stage=stage, microbatch=first + microbatch, version=batch)
+            for stage in (stage for stage, owner in enumerate(placement) if owner == rank):
+                yield Action(kind=Kind.UPDATE, stage=stage, microbatch=batch, version=batch)
+
+    orders = tuple(tuple(order(rank)) for rank in range(max(placement) + 1))
+    return Schedule(name=name, placement=placement, microbatches=microbatches, batches=batches, orders=orders)
+
+
+def _flowing(name: str, ranks: int, microbatches: int, batches: int, version: Version) -> Schedule:
+    """1F1B over all batches, a stage a rank; an update as soon as a batch's gradients are complete."""
+
+    def order(rank: int) -> Iterator[Action]:
+        for kind, stage, microbatch in _alternating(rank, range(batches * microbatches), ranks - 1 - rank):
+            read = version(stage, microbatch)
+            yield Action(kind=kind, stage=stage, microbatch=microbatch, version=read)
+            batch, place = divmod(microbatch, microbatches)
+            if kind is Kind.BACKWARD and place == microbatches - 1:
+                yield Action(kind=Kind.UPDATE, stage=stage, microbatch=batch, version=batch)
+
+    orders = tuple(tuple(order(rank)) for rank in range(ranks))
+    return Schedule(
+        name=name, placement=tuple(range(ranks)), microbatches=microbatches, batches=batches, orders=orders
+    )
+
+
+def _require(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise OptionError(f"{name} is {count}; a pipeline needs at least 1.")

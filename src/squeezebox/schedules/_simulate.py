@@ -1,0 +1,254 @@
+"""When every action happens, what lives meanwhile, and what crosses between ranks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from squeezebox.schedules._action import Action, Kind, Schedule
+from squeezebox.schema import PlanError
+
+_GRADIENT = (Kind.BACKWARD, Kind.INPUT)  # what the stage before waits for
+_LAST = (Kind.BACKWARD, Kind.WEIGHT)  # after which a microbatch's activations are gone
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """Seconds of every stage's actions for one microbatch, and of what crosses.
+
+    ``input`` and ``weight`` are the parts of ``backward``, half of it each unless given. ``transfer`` is of
+    one boundary between stages on two ranks, either way, and keeps neither of them busy.
+    ``activation_bytes`` are those that a microbatch leaves at a stage until its backward.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    input: tuple[float, ...] | None = None
+    weight: tuple[float, ...] | None = None
+    update: tuple[float, ...] | None = None
+    transfer: float = 0.0
+    activation_bytes: tuple[int, ...] | None = None
+
+    @staticmethod
+    def even(stages: int, *, forward: float = 1.0, backward: float = 2.0, transfer: float = 0.0) -> Costs:
+        """The same for all stages."""
+        return Costs(forward=(forward,) * stages, backward=(backward,) * stages, transfer=transfer)
+
+    def seconds(self, action: Action) -> float:
+        """Of one action."""
+        half = tuple(seconds / 2.0 for seconds in self.backward)
+        table: Mapping[Kind, tuple[float, ...]] = {
+            Kind.FORWARD: self.forward,
+            Kind.BACKWARD: self.backward,
+            Kind.INPUT: self.input or half,
+            Kind.WEIGHT: self.weight or half,
+            Kind.UPDATE: self.update or (0.0,) * len(self.forward),
+        }
+        return table[action.kind][action.stage]
+
+
+class Span(NamedTuple):
+    """An action, and from when to when it runs."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """A schedule as it would run.
+
+    ``live`` counts, for each rank, the most microbatches of one stage whose activations are there at once,
+    its stages together; ``live_bytes`` are theirs. ``versions`` counts each stage's weights, at most at once.
+    ``transfers`` counts what each rank sends.
+    """
+
+    schedule: Schedule
+    spans: tuple[tuple[Span, ...], ...]
+    live: tuple[int, ...]
+    live_bytes: tuple[int, ...]
+    versions: tuple[int, ...]
+    transfers: tuple[int, ...]
+
+    @property
+    def seconds(self) -> float:
+        """From the start to the last action's end."""
+        return max(span.end for spans in self.spans for span in spans)
+
+    def busy(self, rank: int) -> float:
+        """Seconds that a rank works."""
+        return sum(span.end - span.start for span in self.spans[rank])
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they wait."""
+        return 1.0 - sum(map(self.busy, range(len(self.spans)))) / (len(self.spans) * self.seconds)
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """Run the schedule on paper: every rank in its order, each action as soon as what it needs is there.
+
+    Raises:
+        PlanError: ranks wait for each other for ever, or a stage has no costs.
+    """
+    if len(costs.forward) != schedule.num_stages or len(costs.backward) != schedule.num_stages:
+        raise PlanError(
+            f"the schedule has {schedule.num_stages} stages, and there are costs for {len(costs.forward)} "
+            f"forwards and {len(costs.backward)} backwards; give one of each for every stage."
+        )
+    seconds = _table(schedule, costs)
+    spans = run(schedule, lambda action: seconds[action.kind][action.stage], costs.transfer)
+    bytes_ = costs.activation_bytes or (0,) * schedule.num_stages
+    lives = [_live(order, bytes_) for order in schedule.orders]
+    return Timeline(
+        schedule=schedule,
+        spans=tuple(map(tuple, spans)),
+        live=tuple(count for count, _ in lives),
+        live_bytes=tuple(nbytes for _, nbytes in lives),
+        versions=versions(schedule),
+        transfers=tuple(_sent(schedule, order) for order in schedule.orders),
+    )
+
+
+def run(schedule: Schedule, seconds: Callable[[Action], float], transfer: float = 0.0) -> list[list[Span]]:
+    """Every rank's spans; PlanError where they wait for each other."""
+    events = _Events(schedule, transfer)
+    spans: list[list[Span]] = [[] for _ in schedule.orders]
+    ready = deque(range(schedule.num_ranks))
+    while ready:
+        rank = ready.popleft()
+        own, order = spans[rank], schedule.orders[rank]
+        now = own[-1].end if own else 0.0
+        for action in order[len(own) :]:
+            arrived = events.arrival(action, rank)
+            if arrived is None:
+                break
+            start = max(now, arrived)
+            now = start + seconds(action)
+            own.append(Span(action, start, now))
+            waiter = events.happened(action, now)
+            if waiter is not None:
+                ready.append(waiter)
+    _require_end(schedule, spans)
+    return spans
+
+
+class _Events:
+    """When forwards and inputs' gradients were ready, and who waits for them."""
+
+    def __init__(self, schedule: Schedule, transfer: float) -> None:
+        places = schedule.placement
+        crossing = [transfer if one != two else 0.0 for one, two in pairwise(places)]
+        self._from_before, self._from_after = [0.0, *crossing], [*crossing, 0.0]
+        rows, columns = schedule.num_stages, schedule.batches * schedule.microbatches
+        self._forwards: list[list[float | None]] = [[None] * columns for _ in range(rows)]
+        self._inputs: list[list[float | None]] = [[None] * columns for _ in range(rows)]
+        self._waiting: dict[tuple[bool, int, int], int] = {}
+
+    def arrival(self, action: Action, rank: int) -> float | None:
+        """From when on the action could begin; None, and the rank is remembered, if that is not known yet."""
+        kind, stage, microbatch = action.kind, action.stage, action.microbatch
+        if kind is Kind.UPDATE:
+            return 0.0
+        if kind is Kind.FORWARD:
+            if stage == 0:
+                return 0.0
+            forwards, stage, later = True, stage - 1, self._from_before[stage]
+        elif kind is Kind.WEIGHT or stage + 1 == len(self._inputs):
+            forwards, later = kind is not Kind.WEIGHT, 0.0
+        else:
+            forwards, stage, later = False, stage + 1, self._from_after[stage]
+        end = (self._forwards if forwards else self._inputs)[stage][microbatch]
+        if end is None:
+            self._waiting[forwards, stage, microbatch] = rank
+            return None
+        return end + later
+
+    def happened(self, action: Action, end: float) -> int | None:
+        """Note when it ended, and say which rank has waited for it."""
+        if action.kind is Kind.UPDATE or action.kind is Kind.WEIGHT:
+            return None
+        forwards = action.kind is Kind.FORWARD
+        (self._forwards if forwards else self._inputs)[action.stage][action.microbatch] = end
+        return self._waiting.pop((forwards, action.stage, action.microbatch), None)
+
+
+def versions(schedule: Schedule) -> tuple[int, ...]:
+    """Of each stage's weights, the most that must be held at once: those still to be read, and the newest."""
+    most = [1] * schedule.num_stages
+    for order in schedule.orders:
+        last: dict[tuple[int, int], int] = {}  # stage and version -> number of the last action that reads it
+        for number, action in enumerate(order):
+            last[action.stage, action.version] = number
+        held: dict[int, set[int]] = {}
+        for number, action in enumerate(order):
+            stage, own = action.stage, held.setdefault(action.stage, {0})
+            if action.kind is Kind.UPDATE:  # in place, where nobody reads the old one any more
+                own = {each for each in own if last[stage, each] > number} | {action.microbatch + 1}
+            most[stage] = max(most[stage], len(own))
+            newest = max(own)
+            held[stage] = {each for each in own if each == newest or last[stage, each] > number}
+    return tuple(most)
+
+
+def gathers(schedule: Schedule, rank: int, unsharded: int = 1) -> int:
+    """How often a rank gathers a stage's weights if those of so many stages are whole at a time (FSDP)."""
+    whole: list[int] = []
+    count = 0
+    for action in schedule.orders[rank]:
+        if action.kind is Kind.UPDATE:
+            continue
+        if action.stage in whole:
+            whole.remove(action.stage)
+        else:
+            count += 1
+        whole = [*whole, action.stage][-unsharded:]
+    return count
+
+
+def _table(schedule: Schedule, costs: Costs) -> dict[Kind, list[float]]:
+    stages = range(schedule.num_stages)
+    return {
+        kind: [costs.seconds(Action(kind=kind, stage=stage, microbatch=0)) for stage in stages]
+        for kind in Kind
+    }
+
+
+def _require_end(schedule: Schedule, spans: list[list[Span]]) -> None:
+    stuck = [
+        f"rank {rank} at {order[len(own)]}"
+        for rank, (own, order) in enumerate(zip(spans, schedule.orders, strict=True))
+        if len(own) < len(order)
+    ]
+    if stuck:
+        raise PlanError(
+            f"schedule '{schedule.name}' never ends: {', '.join(stuck[:8])} wait for what no rank will do. "
+            "Its orders contradict each other."
+        )
+
+
+def _live(order: tuple[Action, ...], nbytes: tuple[int, ...]) -> tuple[int, int]:
+    """Most microbatches with activations at once, and most bytes of them."""
+    count = most = held = highest = 0
+    for action in order:
+        change = (action.kind is Kind.FORWARD) - (action.kind in _LAST)
+        count, held = count + change, held + change * nbytes[action.stage]
+        most, highest = max(most, count), max(highest, held)
+    return most, highest
+
+
+def _sent(schedule: Schedule, order: tuple[Action, ...]) -> int:
+    return sum(1 for action in order for other in _receivers(schedule, action) if other != action.stage)
+
+
+def _receivers(schedule: Schedule, action: Action) -> Iterator[int]:
+    """Stages on other ranks that get what the action makes."""
+    other = action.stage + (1 if action.kind is Kind.FORWARD else -1)
+    passes = action.kind is Kind.FORWARD or action.kind in _GRADIENT
+    if passes and 0 <= other < schedule.num_stages:
+        if schedule.placement[other] != schedule.placement[action.stage]:
+            yield other
