@@ -1,24 +1,42 @@
-"""Plans whose noise is measured, and that are made anew where the error law promised too little."""
+"""Choices whose noise is measured, and made anew where the error law promised too little."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import TypeVar
 
 from squeezebox.reports import StepPlan
 from squeezebox.schema import BudgetError
 
 _ATTEMPTS = 4
 _MARGIN = 1.05
+T = TypeVar("T")
+
+
+def within(noise: float, attempt: Callable[[float], tuple[T, float, float]]) -> T | None:
+    """The first of a few attempts whose measured noise is at most ``noise``.
+
+    The error law and its checks foretell a step's noise to within a factor of two or so. That factor changes
+    little from one choice to the next, so one for as much less comes out right.
+
+    Args:
+        noise: what is allowed.
+        attempt: what can be had for so much noise by the error law, its noise by that law, and as measured.
+    """
+    limit = noise
+    for _ in range(_ATTEMPTS):
+        made, foretold, found = attempt(limit)
+        if found <= noise:
+            return made
+        limit = foretold * noise / (_MARGIN * found)
+    return None
 
 
 def plan_within(
     noise: float, plan_for: Callable[[float], StepPlan], measure: Callable[[StepPlan], float | None]
 ) -> StepPlan:
     """A plan whose measured noise is at most ``noise``; after a few attempts, one without any.
-
-    The error law and its checks foretell a step's noise to within a factor of two or so. That factor changes
-    little from one plan to the next, so a plan for as much less comes out right.
 
     Args:
         noise: what is allowed.
@@ -31,8 +49,10 @@ def plan_within(
     Raises:
         BudgetError: no plan fits.
     """
-    limit, measured = noise, 0.0
-    for _ in range(_ATTEMPTS):
+    measured = 0.0
+
+    def attempt(limit: float) -> tuple[StepPlan, float, float]:
+        nonlocal measured
         try:
             plan = plan_for(limit)
         except BudgetError as error:
@@ -44,8 +64,8 @@ def plan_within(
             ) from error
         found = measure(plan) if plan.predicted_noise else None
         if found is None:
-            return plan
-        if found <= noise:
-            return dataclasses.replace(plan, predicted_noise=found)
-        measured, limit = found, plan.predicted_noise * noise / (_MARGIN * found)
-    return plan_for(0.0)
+            return plan, 0.0, 0.0
+        measured = found
+        return dataclasses.replace(plan, predicted_noise=found), plan.predicted_noise, found
+
+    return within(noise, attempt) or plan_for(0.0)

@@ -24,12 +24,12 @@ from squeezebox.schema import (
     TensorProfile,
     UnsupportedModelError,
 )
+from squeezebox.session._calibration import within
 from squeezebox.session._models import gradient_noise, random_states, restored, ungraded
 from squeezebox.session._profiles import STATISTICS_STEPS
 from squeezebox.session._samples import LossFunction
 from squeezebox.session._session import attached, begin
 
-_ATTEMPTS = 4  # at a step within the allowed noise
 _LAW_BITS = (8, 4)  # with fewer, errors are no longer small, as the law takes them to be
 
 
@@ -207,14 +207,16 @@ def _within(
     profile = _bit_profile(example)
     kept = compiled(lambda args, kwargs: BitRule(default=None))
     exact = example.gradients(kept if example.is_random() else example.model)
-    allowed = noise
-    for _ in range(_ATTEMPTS):
-        rule, foretold = _fewest_bits(profile, allowed)
-        step = compiled(lambda args, kwargs, rule=rule: rule)
+
+    def attempt(limit: float) -> tuple[CompiledStep, float, float]:
+        rule, foretold = _fewest_bits(profile, limit)
+        step = compiled(lambda args, kwargs: rule)
         step.noise = gradient_noise(exact, example.gradients(step))
-        if step.noise <= noise:
-            return step
-        allowed = noise * foretold / step.noise
+        return step, foretold, step.noise
+
+    step = within(noise, attempt)
+    if step is not None:
+        return step
     kept.noise = gradient_noise(exact, example.gradients(kept))
     return kept
 
