@@ -2,7 +2,7 @@
 # PYTHON=python3.12 picks the interpreter for a new .venv; PIP_* variables reach pip.
 
 VENV ?= .venv
-BENCHMARKS ?= codecs step_time comet_table budget compiled accuracy
+BENCHMARKS ?= codecs step_time comet_table budget packed compiled accuracy
 export VENV PYTHON
 
 .PHONY: demo test check bench clean
