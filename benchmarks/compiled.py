@@ -137,11 +137,11 @@ def arms(given: Task, arguments: argparse.Namespace) -> dict[str, Callable[[nn.M
 
 
 def fp8(dtype: str) -> Callable[[nn.Module], Step]:
-    """Inductor's activation quantisation pass, for every float32 tensor of 64 KiB or more."""
+    """Inductor's activation quantisation pass, for every tensor of 64 KiB or more."""
     settings = {
         "quant_type": dtype,
         "size_in_mb": 1 / 16,
-        "allowed_dtypes": "torch.float32",
+        "allowed_dtypes": "torch.float32;torch.bfloat16",
         "use_scaling": True,
         "exclude_primals": True,
     }

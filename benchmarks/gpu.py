@@ -8,7 +8,8 @@ It takes about as many --minutes as it is given. Networks get equal shares of wh
 limited memory a third; what would no longer fit is named in the report as not run, the least telling last.
 
 Bytes moved by a codec are those of the tensor and of the packed one, each once; the bandwidth they are
-compared with is that of copying the tensor, measured in the same round. A training step is zero_grad,
+compared with is that of copying the tensor, measured in the same round, all of them as often as moves a
+gibibyte. A training step is zero_grad (to zero: gradients stay allocated),
 forward, loss, backward and the optimizer's step, and is timed in turn with the compiled plain one. Peaks
 are the allocator's, beyond parameters, gradients, optimizer state and batch; what lies idle in parts of its
 blocks ("split") is how far these are fragmented. Noise is the squared error of
@@ -36,7 +37,7 @@ from torch.nn import functional as F
 import squeezebox
 from benchmarks import _report, checkpointing, compiled, models
 from squeezebox import codecs
-from squeezebox.schema import BudgetError, Role
+from squeezebox.schema import Role
 from squeezebox.session import Session
 
 PARTS = ("codecs", "networks", "limited")
@@ -49,6 +50,8 @@ BUDGETS = (0.75, 0.5, 0.25)
 NOISES = (1e-2, 1e-3, 1e-1)
 LIMIT_GIB = 8.0
 LIMITED_SHARE = 1 / 3  # of the time for trainings
+MOVED_BYTES = 1 << 30  # by a codec, each time it is timed
+SETTLED = 40  # steps after which no more are measured for a while
 _GPT = {"width": 1024, "depth": 24, "heads": 16, "context": 1024}
 _VIT = {"width": 768, "depth": 12, "heads": 12}
 # name -> (network, its sizes, batch)
@@ -70,7 +73,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="*", default=["tf32", "bf16"], choices=["fp32", "tf32", "bf16"])
     parser.add_argument("--arms", nargs="*", help="only these")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--minutes", type=float, default=9.0, help="for everything together")
+    parser.add_argument("--minutes", type=float, default=8.0, help="for everything together")
     parser.add_argument("--train-steps", type=int, default=20)
     parser.add_argument("--quick", action="store_true", help="small, and no report")
     arguments = parser.parse_args()
@@ -82,15 +85,21 @@ def main() -> None:
     arguments.ends = time.monotonic() + 60.0 * arguments.minutes
     torch.manual_seed(0)
     torch._dynamo.config.recompile_limit = 64  # every arm is the same code
+    torch._inductor.config.fallback_random = True  # the same random numbers compiled and not
     results: dict[str, Any] = {}
     measures = {"codecs": codec_speeds, "networks": all_networks, "limited": limited}
     for part in parts:
-        results[part] = measures[part](arguments)
-        print(tables(results), file=sys.stderr, flush=True)
+        for found in measures[part](arguments):  # more and more of it
+            results[part] = found
+            _save(results, arguments)
+    print(tables(results), file=sys.stderr, flush=True)
+
+
+def _save(results: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """What there is so far: a machine may be taken away at any time."""
+    settings = {name: value for name, value in vars(arguments).items() if name != "ends"}
     if not arguments.quick:
-        settings = {name: value for name, value in vars(arguments).items() if name != "ends"}
-        for path in _report.write("gpu", {**results, "settings": settings}, tables(results)):
-            print(path)
+        _report.write("gpu", {**results, "settings": settings}, tables(results))
 
 
 class Clock:
@@ -115,43 +124,52 @@ def device() -> torch.device:
 # --- codecs
 
 
-def codec_speeds(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def codec_speeds(arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     """Share of the copy bandwidth, packing and unpacking, by codec, dtype and size."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for mebibytes in (1,) if arguments.quick else (64, 256, 1024):
         for dtype in (torch.float32, torch.bfloat16):
             x = torch.randn(mebibytes * 2**20 // dtype.itemsize, device=device()).to(dtype)
             x[torch.rand_like(x, dtype=torch.float32) < 0.5] = 0.0  # as after a ReLU
-            rows += [_codec_speed(name, x, arguments.repeats) for name in SPEEDS]
-    return rows
+            rows += [_codec_speed(name, x, arguments) for name in SPEEDS]
+            yield rows
 
 
-def _codec_speed(name: str, x: Tensor, repeats: int) -> dict[str, Any]:
+def _codec_speed(name: str, x: Tensor, arguments: argparse.Namespace) -> dict[str, Any]:
     codec, other = codecs.get(name), torch.empty_like(x)
+    times = 1 if arguments.quick else max(1, MOVED_BYTES // x.nbytes)
     bound = BOUND * float(x.float().std()) if name == "blocks" else None
     options: dict[str, Any] = {}
     if name == "blocks":
         options["arena"] = codecs.Arena(2 * x.nbytes, x.device, tensors=8)
     source = x > 0 if name == "mask" else x
     whole = torch.empty_like(source)
-
-    def pack() -> codecs.Packed:
-        if "arena" in options:
-            options["arena"].reset()
-        return codec.pack(source, bound, **options)
-
-    packed = pack()
+    packed = codec.pack(source, bound, **options)
     held = packed.nbytes
     if "arena" in options:
         held = packed.payload[2].nbytes + codecs.ArenaUse.of(options["arena"].counters).nbytes
+        options["arena"] = codecs.Arena(2 * x.nbytes, x.device, tensors=8)  # the first one is unpacked from
+
+    def pack() -> None:
+        if "arena" in options:
+            options["arena"].reset()
+        codec.pack(source, bound, **options)
+
+    def often(work: Callable[[], object]) -> Callable[[], None]:
+        def repeated() -> None:
+            for _ in range(times):
+                work()
+
+        return repeated
+
     arms = {
-        "copy": lambda: other.copy_(x),
-        "pack": pack,
-        "unpack": lambda: codec.unpack(packed, out=whole),
+        "copy": often(lambda: other.copy_(x)),
+        "pack": often(pack),
+        "unpack": often(lambda: codec.unpack(packed, out=whole)),
     }
-    timing = _report.interleaved(arms, repeats, warmup=3)
-    copying = 2 * x.nbytes / timing.seconds["copy"].median
-    moved = source.nbytes + held
+    timing = _report.interleaved(arms, arguments.repeats, warmup=3)
+    copying = times * 2 * x.nbytes / timing.seconds["copy"].median
+    moved = times * (source.nbytes + held)
     return {
         "codec": name,
         "dtype": str(x.dtype).removeprefix("torch."),
@@ -160,7 +178,7 @@ def _codec_speed(name: str, x: Tensor, repeats: int) -> dict[str, Any]:
         "copy_bytes_a_second": copying,
         **{f"{way}_share": moved / timing.seconds[way].median / copying for way in ("pack", "unpack")},
         **{
-            f"{way}_input_bytes_a_second": source.nbytes / timing.seconds[way].median
+            f"{way}_input_bytes_a_second": times * source.nbytes / timing.seconds[way].median
             for way in ("pack", "unpack")
         },
     }
@@ -178,6 +196,7 @@ class Training:
     labels: Tensor
     bf16: bool
     lr: float = 0.0
+    fixed_bytes: int = 0  # of the device, before an arm begins
 
     def __post_init__(self) -> None:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=self.lr, momentum=0.9)
@@ -193,7 +212,7 @@ class Training:
         loss.backward()
 
     def step(self) -> None:
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=False)
         self.backward()
         self.optimizer.step()
 
@@ -208,16 +227,21 @@ class Training:
         return Training(copy.deepcopy(self.model), self.inputs, self.labels, self.bf16)
 
     def peak_bytes(self) -> int:
-        """The allocator's, of one step, beyond what lives before it, gradients among it."""
+        """The allocator's, of one step, beyond what lived after :meth:`settle`."""
         if self.inputs.device.type != "cuda":
             return 0
         self.step()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
         self.step()
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return torch.cuda.max_memory_allocated() - self.fixed_bytes
+
+    def settle(self) -> None:
+        """Have everything that stays between steps."""
+        self.step()
+        _free()
+        self.fixed_bytes = torch.cuda.memory_allocated() if self.inputs.device.type == "cuda" else 0
 
     def split_bytes(self) -> int:
         """The most that lay idle in parts of the allocator's blocks since the last :meth:`peak_bytes`."""
@@ -324,7 +348,7 @@ def _attached(noise: float) -> Arm:
     def arm(own: Training) -> Iterator[Any]:
         session = squeezebox.attach(own.model, optimizer=own.optimizer, noise=noise)
         try:
-            for _ in range(20):  # past the steps that are all measured
+            for _ in range(SETTLED):
                 own.step()
             yield session
         finally:
@@ -355,7 +379,7 @@ def _planned(share: float) -> Arm:
     return arm
 
 
-def all_networks(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def all_networks(arguments: argparse.Namespace) -> Iterator[dict[str, dict[str, Any]]]:
     results: dict[str, dict[str, Any]] = {}
     pairs = [(name, dtype) for dtype in arguments.dtypes for name in arguments.networks]
     for number, (name, dtype) in enumerate(pairs):
@@ -364,7 +388,7 @@ def all_networks(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
             clock = Clock(left / (len(pairs) - number))
             results[f"{name} {dtype}"] = network(name, dtype, arguments, clock)
         _free()
-    return results
+        yield results
 
 
 def network(name: str, dtype: str, arguments: argparse.Namespace, clock: Clock) -> dict[str, Any]:
@@ -380,17 +404,23 @@ def network(name: str, dtype: str, arguments: argparse.Namespace, clock: Clock) 
             if not clock.allows():
                 rows[arm] = {"error": "not run: out of time"}
                 continue
-            own = given.copied()
-            try:
-                with entered(own) as session:
-                    rows[arm] = _measured(own, rival, exact, arguments.repeats)
-                    rows[arm]["conv_input_bits"] = _bits(session)
-            except (torch.cuda.OutOfMemoryError, BudgetError) as error:
-                rows[arm] = {"error": str(error).splitlines()[0]}
-            del own
-            _free()
+            rows[arm] = _tried(entered, given, rival, exact, arguments.repeats)
             print(name, dtype, arm, rows[arm], file=sys.stderr, flush=True)
     return rows
+
+
+def _tried(
+    entered: Arm, given: Training, rival: Training, exact: list[Tensor], repeats: int
+) -> dict[str, Any]:
+    """What was measured, or why nothing was: one arm's failure does not cost the others'."""
+    _free()
+    try:
+        own = given.copied()
+        own.settle()
+        with entered(own) as session:
+            return _measured(own, rival, exact, repeats) | {"conv_input_bits": _bits(session)}
+    except Exception as error:  # noqa: BLE001
+        return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
 
 
 def _measured(own: Training, rival: Training, exact: list[Tensor], repeats: int) -> dict[str, Any]:
@@ -401,8 +431,12 @@ def _measured(own: Training, rival: Training, exact: list[Tensor], repeats: int)
         "ratio": asdict(timing.ratios["own/rival"]),
         "seconds": timing.seconds["own"].median,
         "host_waits": host_waits(own),
-        "noise": compiled.noise(own.gradients(), exact),
+        "noise": _finite(compiled.noise(own.gradients(), exact)),
     }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _bits(session: Session | None) -> float | None:
@@ -431,21 +465,22 @@ def host_waits(own: Training) -> int | None:
 # --- in a limited memory
 
 
-def limited(arguments: argparse.Namespace) -> dict[str, Any]:
+def limited(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The largest batch within 8 GiB, and samples a second at it, by network and arm; ResNet-50 first."""
     if device().type != "cuda":
-        return {}
+        return
     names = sorted(arguments.networks, key=lambda name: name != "resnet50")
     clock = Clock(arguments.ends - time.monotonic())
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(LIMIT_GIB * 2**30 / total, 1.0))
     try:
-        return {
-            f"{name}, {arm}": _largest(name, entered, arguments) if clock.allows() else None
-            for name in names
-            for arm, entered in arms().items()
-            if (arguments.arms is None or arm in arguments.arms) and not arm.startswith("plan")
-        }
+        rows: dict[str, Any] = {}
+        for name in names:
+            for arm, entered in arms().items():
+                if (arguments.arms is None or arm in arguments.arms) and not arm.startswith("plan"):
+                    row = _largest(name, entered, arguments) if clock.allows() else None
+                    rows[f"{name}, {arm}"] = row
+                    yield rows
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
@@ -453,33 +488,36 @@ def limited(arguments: argparse.Namespace) -> dict[str, Any]:
 def _largest(name: str, entered: Arm, arguments: argparse.Namespace) -> dict[str, Any]:
     """By the line through the peaks at two batches, then downwards by twentieths until one runs."""
     few = NETWORKS[name][2] // 4
-    try:
-        peaks = []
-        for batch in (few, 2 * few):
-            with _run(name, entered, batch, arguments) as own:
-                own.peak_bytes()
-                peaks.append(torch.cuda.max_memory_allocated())
-    except torch.cuda.OutOfMemoryError:
-        _free()
+    found = [_at_batch(name, entered, batch, arguments) for batch in (few, 2 * few)]
+    if None in found:
         return {"batch": 0, "samples_a_second": 0.0}
+    peaks = [row["peak_bytes"] for row in found if row is not None]
     batch = int(2 * few + (LIMIT_GIB * 2**30 - peaks[1]) * few / (peaks[1] - peaks[0]))
-    while batch > few:
-        try:
-            with _run(name, entered, batch, arguments) as own:
-                timing = _report.interleaved({"own": own.step}, arguments.repeats, warmup=2)
-            return {"batch": batch, "samples_a_second": batch / timing.seconds["own"].median}
-        except torch.cuda.OutOfMemoryError:
-            _free()
-            batch = int(0.95 * batch)
-    return {"batch": few, "samples_a_second": 0.0}
+    while batch > 2 * few:
+        row = _at_batch(name, entered, batch, arguments)
+        if row is not None:
+            return row
+        batch = int(0.95 * batch)
+    return found[1] or {}
 
 
-@contextmanager
-def _run(name: str, entered: Arm, batch: int, arguments: argparse.Namespace) -> Iterator[Training]:
-    own = training(name, "tf32", batch, arguments)
-    with precision("tf32"), entered(own):
-        yield own
+def _at_batch(name: str, entered: Arm, batch: int, arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """Peak of everything and samples a second; None where it does not fit or fails."""
     _free()
+    try:
+        own = training(name, "tf32", batch, arguments)
+        with precision("tf32"), entered(own):
+            timing = _report.interleaved({"own": own.step}, arguments.repeats, warmup=2)
+            own.peak_bytes()
+            peak = torch.cuda.max_memory_allocated()
+        return {
+            "batch": batch,
+            "samples_a_second": batch / timing.seconds["own"].median,
+            "peak_bytes": peak,
+        }
+    except Exception as error:  # noqa: BLE001  (as in _tried)
+        print(name, batch, type(error).__name__, error, file=sys.stderr)
+        return None
 
 
 # --- the report
@@ -518,7 +556,7 @@ def tables(results: Mapping[str, Any]) -> str:
                     f"| {name} | {arm} | {row['peak_bytes'] / 2**20:.0f} "
                     f"| {plain / max(row['peak_bytes'], 1):.2f} | {row['split_bytes'] / 2**20:.0f} "
                     f"| {ratio['median']:.2f} ({ratio['minimum']:.2f}..{ratio['maximum']:.2f}) "
-                    f"| {row['noise']:.1e} | {'' if bits is None else f'{bits:.2f}'} | {row['host_waits']} |"
+                    f"| {_figure(row['noise'], '.1e')} | {_figure(bits, '.2f')} | {row['host_waits']} |"
                 )
         parts.append("")
     if results.get("limited"):
@@ -533,6 +571,10 @@ def tables(results: Mapping[str, Any]) -> str:
             ),
         ]
     return "\n".join(parts)
+
+
+def _figure(value: float | None, figures: str) -> str:
+    return "" if value is None else f"{value:{figures}}"
 
 
 def _free() -> None:

@@ -136,3 +136,72 @@ def test_a_tensor_changed_while_it_is_moved_is_an_error():
     with pytest.raises(squeezebox.CaptureError, match="was changed in place while it was being moved"):
         model(torch.randn(64, 64)).sum().backward()
     session.detach()
+
+
+def test_a_step_that_begins_before_the_last_one_s_backward_has_ended_leaves_its_blocks(session, monkeypatch):
+    """Two forwards, one backward, another forward, the other backward."""
+    monkeypatch.setattr("squeezebox.capture._device._SPARE", 100.0)  # the arena stays as it is
+    x, y, z = images(), images().flip(0), images().flip(1)
+    expected = step(session, x)
+    step(session, y)
+    for _ in range(2):  # the second time the arena is large enough for both
+        one, two = loss_of(session._model(x)), loss_of(session._model(y))
+        two.backward()
+        third = loss_of(session._model(z))
+        session._model.zero_grad()
+        one.backward()
+    for parameter, gradient in zip(session._model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    del third
+
+
+class Late:
+    """An event that has happened only for those who wait."""
+
+    def __init__(self):
+        self.over = False
+
+    def synchronize(self):
+        self.over = True
+
+    def query(self):
+        return self.over
+
+
+def test_what_a_late_device_took_is_known_a_step_later(session, monkeypatch):
+    monkeypatch.setattr("squeezebox.capture._device._Now", Late)
+    x = images()
+    step(session, x)
+    session._close_step()
+    session._store.blocks._needed = 64
+    step(session, x)
+    with pytest.raises(squeezebox.CaptureError, match="found no room"):
+        for _ in range(2):
+            step(session, x)
+
+
+def test_measured_steps_hold_no_idle_arena(session):
+    blocks = session._store.blocks
+    for _ in range(2):
+        step(session, images())
+    assert blocks._kept is not None
+    session._close_step()
+    blocks.start_step(measured=True, in_use=False)
+    assert blocks._kept is None
+
+
+def test_what_a_device_would_have_to_be_asked_about_is_kept():
+    class Odd(torch.nn.Module):
+        def forward(self, x):
+            picked = torch.gather(x, 1, x.detach().argsort(1))
+            return torch.nn.functional.dropout(picked * picked, 0.5)
+
+    model = Odd()
+    session = squeezebox.attach(model, controller=Still())
+    session._policy.on_host = False
+    session._store.blocks = DeviceBlocks(torch.device("cpu"))
+    x = torch.randn(64, 64, requires_grad=True)
+    model(x).sum().backward()
+    codecs = {row.role.value: row.codec for row in session.report().tensors}
+    session.detach()
+    assert codecs["integer"] == codecs["dropout mask"] == "keep"

@@ -15,9 +15,6 @@ _TENSORS = 4096  # of a step that have a size of their own in the report
 class _Now:
     """An event of a device that is never behind."""
 
-    def record(self) -> None:
-        """Nothing to note."""
-
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
@@ -56,6 +53,7 @@ class DeviceBlocks:
         self.arena = None
         least = planned or self._needed
         if measured or not least:
+            self._kept = None
             return
         if self._kept is None or in_use or not least <= self._kept.nbytes <= _SPARE * least:
             self._kept = None  # before the next one is made
@@ -74,12 +72,16 @@ class DeviceBlocks:
         if self.arena is None:
             self._needed, self._measured = self._measured or self._needed, 0
             return
+        self._read(wait=True)  # of the step before: the host is no more than a step ahead
         if self._counters is None:
             pinned = self._device.type == "cuda"
             self._counters = torch.empty_like(self.arena.counters, device="cpu", pin_memory=pinned)
         self._counters.copy_(self.arena.counters, non_blocking=True)
-        self._arrived = torch.cuda.Event() if self._device.type == "cuda" else _Now()
-        self._arrived.record()
+        if self._device.type == "cuda":
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(self._device))
+        else:
+            self._arrived = _Now()
 
     def settle(self) -> codecs.ArenaUse | None:
         """What the last step took, slot by slot; waits until that is known."""
@@ -87,7 +89,7 @@ class DeviceBlocks:
         return self.use
 
     def _read(self, *, wait: bool) -> None:
-        if self._arrived is None or self._counters is None:
+        if self._arrived is None or self._counters is None or _is_capturing(self._device):
             return
         if wait:
             self._arrived.synchronize()
@@ -101,3 +103,8 @@ class DeviceBlocks:
                 f"{self.use.lost} blocks of saved tensors found no room: the step needed {self.use.nbytes} "
                 "bytes, far more than the one before it. Its gradients hold NaN. Load your last checkpoint."
             )
+
+
+def _is_capturing(device: torch.device) -> bool:
+    """Whether a graph is recorded, during which nothing may be asked or waited for."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

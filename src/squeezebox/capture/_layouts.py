@@ -73,7 +73,7 @@ def give_sign(flat: torch.Tensor, packed: codecs.Packed) -> None:
     tiny = torch.finfo(flat.dtype).tiny
     for start in range(0, flat.numel(), _BLOCK):
         part = flat[start : start + _BLOCK]
-        positive = torch.empty(part.numel(), dtype=torch.bool)
+        positive = torch.empty(part.numel(), dtype=torch.bool, device=flat.device)
         bits = packed.payload[0][start // 8 : (start + _BLOCK) // 8]
         torch.ops.squeezebox.unpack_bits(bits, 0.0, 1.0, positive.view(torch.uint8))
         part.copy_(torch.where(positive, part.clamp(min=tiny), part.clamp(max=0.0)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections import Counter
@@ -192,15 +193,18 @@ class Lineage:
             origin.call, origin.output = original.call, original.output
 
     def note_mask(self, mask: torch.Tensor, call: Call) -> None:
-        """``mask`` is what dropout multiplied its input by: its result for ones."""
+        """``mask`` is what dropout multiplied its input by: its result for ones; or where that is not 0."""
         first = call.args[0] if call.args else call.kwargs.get("input")
         if not isinstance(first, _Input) or first.geometry[:2] != (tuple(mask.shape), mask.stride()):
             return
-        ones = _Ones(tuple(mask.shape), mask.stride(), mask.dtype, mask.device)
+        ones = _Ones(tuple(mask.shape), mask.stride(), first.dtype, mask.device)
         args = (ones, *call.args[1:]) if call.args else ()
         kwargs = call.kwargs if call.args else {**call.kwargs, "input": ones}
         origin = self.origin(mask)
-        origin.call, origin.output = replace(call, args=args, kwargs=kwargs, changed=[]), 0
+        whole = mask.dtype != torch.bool
+        function = call.function if whole else functools.partial(_is_nonzero, call.function)
+        origin.call = replace(call, function=function, args=args, kwargs=kwargs, changed=[])
+        origin.output = 0
 
     def _is_plain_or_held(self, leaf: Any) -> bool:
         if not isinstance(leaf, torch.Tensor):
@@ -316,6 +320,10 @@ def _repeat(call: Call, args: Any, kwargs: Any) -> list[torch.Tensor]:
             else:
                 torch.set_rng_state(call.random_state)
             return list(_tensors(call.function(*args, **kwargs)))
+
+
+def _is_nonzero(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    return function(*args, **kwargs) != 0
 
 
 def _random_state(device: torch.device) -> torch.Tensor:

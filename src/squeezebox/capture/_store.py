@@ -120,6 +120,7 @@ class Store:
         self.late_values: dict[str, Role] = {}  # keys whose values were asked for after their sign, by whom
         self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
         self._step = weakref.ref(_Step())  # dead at once: no step is running
+        self.was_in_use = False  # when this step began, the one before was still to be unpacked
 
     def use_device(self, device: torch.device) -> None:
         """From now on tensors are on a device that the host does not wait for."""
@@ -140,10 +141,15 @@ class Store:
 
     def start_step(self) -> None:
         """Begin a new list of rows; entries of an unfinished backward stay valid."""
+        self.was_in_use = self.in_use
         self._step = weakref.ref(_Step())  # dead at once
         self.rows = []
         self.borrowed = {}
         self.small = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Hold no buffers, and nothing on its way."""
         self.arena.clear()
         if self.staging is not None:
             self.staging.clear()
@@ -286,6 +292,9 @@ class Store:
 
     def _pack_exact(self, entry: Entry, tensor: torch.Tensor, codec: str, options: Mapping[str, Any]) -> str:
         form = codec + "".join(f",{name}={value}" for name, value in options.items())
+        waits = codec == "narrow" or (codec == "mask" and tensor.dtype != torch.bool)
+        if self.blocks is not None and waits:  # for the device, to see what the values are
+            return self._keep(entry, tensor)
         if form not in entry.packed:
             pooled = codec == "pool-index"
             whole = tensor if pooled else flattened(tensor, entry.numel)

@@ -39,7 +39,7 @@ def profile_key(
     for name, tensor in named:
         shape = f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {tensor.requires_grad}\n"
         digest.update(shape.encode())
-        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()
 
 
@@ -65,6 +65,8 @@ def store_profile(folder: Path, key: str, seen: StepProfile) -> None:
 
 def _lines(model: torch.nn.Module, code: Callable[..., Any], settings: Iterable[object]) -> Iterator[str]:
     yield f"{_VERSION} {torch.__version__} {_processor()} {torch.get_num_threads()}"
+    devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
+    yield from sorted(map(torch.cuda.get_device_name, devices))
     yield f"{_code(code)} {code if isinstance(code, torch.nn.Module) else ''}"
     yield from map(str, settings)
     for name, module in model.named_modules():

@@ -26,6 +26,12 @@ def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None)
 
 
 def transient_bytes(gradients: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer | None) -> int:
-    """Bytes that a step of the optimizer allocates for its largest parameter, on a CPU."""
-    largest = max((gradient.nbytes for gradient in gradients), default=0)
-    return _TRANSIENTS.get(type(optimizer).__name__, 0) * largest
+    """Bytes that an optimizer's step allocates: for its largest parameter, on a device for all together."""
+    gradients, name = list(gradients), type(optimizer).__name__
+    if optimizer is not None and any(gradient.is_cuda for gradient in gradients):
+        groups = optimizer.param_groups
+        together = all(group.get("foreach") is not False and not group.get("fused") for group in groups)
+        taken = name in _TRANSIENTS or any(group.get("weight_decay") for group in groups)
+        if together:
+            return taken * sum(gradient.nbytes for gradient in gradients)
+    return _TRANSIENTS.get(name, 0) * max((gradient.nbytes for gradient in gradients), default=0)

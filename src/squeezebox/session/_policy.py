@@ -12,6 +12,7 @@ from squeezebox.capture import Choice, Rule
 from squeezebox.reports import StepPlan
 from squeezebox.schema import Action, PlanError, Role, UnsupportedModelError
 
+_ON_DEVICES = (torch.float32, torch.bfloat16, torch.float16)  # of which kernels make blocks
 _SPARSE_ROLES = frozenset({Role.RELU_OUTPUT, Role.POOL_INPUT})
 
 
@@ -34,7 +35,8 @@ class BoundPolicy:
         if not 0.0 < bound < math.inf:  # all zero, or NaN and infinities within
             return Choice(codec="lossless" if on_host else "keep")
         if not on_host:
-            return Choice(codec="blocks", bound=bound, scaled=rule.scaled)
+            codec = "blocks" if tensor.dtype in _ON_DEVICES else "keep"
+            return Choice(codec=codec, bound=bound, scaled=rule.scaled)
         return Choice(codec="entropy" if rule.dense else "entropy-sign", bound=bound, scaled=rule.scaled)
 
 

@@ -71,5 +71,5 @@ def _fitted(target: torch.Tensor, sample: Shapes, shapes: Shapes) -> torch.Tenso
         if dim == 0 and size == math.prod(old[:2]) != before:
             before, after = size, math.prod(new[:2])
         if size == before != after:
-            target = target.index_select(dim, torch.arange(after) % size)
+            target = target.index_select(dim, torch.arange(after, device=target.device) % size)
     return target

@@ -75,7 +75,7 @@ def explained(inputs: Any, target: Any) -> Iterator[None]:
     """Errors of the model or the loss say what they were given."""
     try:
         yield
-    except SqueezeboxError:
+    except (SqueezeboxError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise OptionError(

@@ -195,7 +195,7 @@ class Session:
         self._abandon()
         self._installation.remove()
         self._installation = None
-        self._store.arena.clear()
+        self._store.clear()
         attached.discard(self._model)
 
     def state_dict(self) -> dict[str, object]:
@@ -360,7 +360,7 @@ class Session:
 
     def _start_blocks(self, *, measured: bool) -> None:
         if self._store.blocks is not None:
-            self._store.blocks.start_step(self._store.room, measured=measured, in_use=self._store.in_use)
+            self._store.blocks.start_step(self._store.room, measured=measured, in_use=self._store.was_in_use)
 
     def _close_step(self) -> None:
         """After a backward: read the meter, turn due statistics into new bounds."""
