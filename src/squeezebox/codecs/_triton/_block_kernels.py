@@ -54,7 +54,8 @@ def _bit_length(value):
     return length
 
 
-@triton.jit
+# these differ from tensor to tensor, and nothing gets faster for knowing them
+@triton.jit(do_not_specialize=["slot", "blocks", "room", "spill_room"])
 def _pack(
     flat, scale, arena, spill, counters, slot, table, scratch, numel, blocks, room, spill_room,
     bound, unit, rounding,
