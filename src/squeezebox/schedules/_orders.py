@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from squeezebox.schedules._action import Action, Kind, Schedule
 from squeezebox.schema import OptionError
@@ -29,7 +29,8 @@ def one_f_one_b(ranks: int, microbatches: int, *, batches: int = 1) -> Schedule:
     _require(ranks=ranks, microbatches=microbatches, batches=batches)
 
     def passes(rank: int) -> Passes:
-        yield from _alternating(rank, range(microbatches), ranks - 1 - rank)
+        lags = {Kind.FORWARD: 0, Kind.BACKWARD: ranks - 1 - rank}
+        return ((kind, rank, number) for kind, number in _staggered(microbatches, lags))
 
     return _flushing("1f1b", range(ranks), microbatches, batches, passes)
 
@@ -55,11 +56,8 @@ def interleaved(ranks: int, microbatches: int, *, loops: int, batches: int = 1) 
 
     def passes(rank: int) -> Passes:
         ahead = min(total, 2 * (ranks - 1 - rank) + (loops - 1) * ranks)
-        for number in range(total + ahead):
-            if number < total:
-                yield Kind.FORWARD, *nth(rank, number, backward=False)
-            if number >= ahead:
-                yield Kind.BACKWARD, *nth(rank, number - ahead, backward=True)
+        for kind, number in _staggered(total, {Kind.FORWARD: 0, Kind.BACKWARD: ahead}):
+            yield kind, *nth(rank, number, backward=kind is Kind.BACKWARD)
 
     return _flushing("interleaved 1f1b", [*range(ranks)] * loops, microbatches, batches, passes)
 
@@ -77,13 +75,8 @@ def zero_bubble(ranks: int, microbatches: int, *, doubled: bool = False, batches
 
     def passes(rank: int) -> Passes:
         ahead, later = reach * (ranks - 1 - rank), reach * rank
-        for number in range(microbatches + ahead + later):
-            if number < microbatches:
-                yield Kind.FORWARD, rank, number
-            if 0 <= number - ahead < microbatches:
-                yield Kind.INPUT, rank, number - ahead
-            if 0 <= number - ahead - later < microbatches:
-                yield Kind.WEIGHT, rank, number - ahead - later
+        lags = {Kind.FORWARD: 0, Kind.INPUT: ahead, Kind.WEIGHT: ahead + later}
+        return ((kind, rank, number) for kind, number in _staggered(microbatches, lags))
 
     name = "zb-h2" if doubled else "zb-h1"
     return _flushing(name, range(ranks), microbatches, batches, passes)
@@ -133,13 +126,10 @@ def _looped(name: str, ranks: int, loops: int, microbatches: int, batches: int) 
     return _flushing(name, [*range(ranks)] * loops, microbatches, batches, passes)
 
 
-def _alternating(stage: int, microbatches: Sequence[int], ahead: int) -> Passes:
-    """Forwards ``ahead``, then one forward and one backward in turn, then the backwards that are left."""
-    for number in range(len(microbatches) + ahead):
-        if number < len(microbatches):
-            yield Kind.FORWARD, stage, microbatches[number]
-        if number >= ahead:
-            yield Kind.BACKWARD, stage, microbatches[number - ahead]
+def _staggered(total: int, lags: Mapping[Kind, int]) -> Iterator[tuple[Kind, int]]:
+    """In turn one of each kind, each by its lag behind, as long as there are numbers below ``total``."""
+    for turn in range(total + max(lags.values())):
+        yield from ((kind, turn - lag) for kind, lag in lags.items() if 0 <= turn - lag < total)
 
 
 def _flushing(
@@ -168,12 +158,13 @@ def _flowing(name: str, ranks: int, microbatches: int, batches: int, version: Ve
     """1F1B over all batches, a stage a rank; an update as soon as a batch's gradients are complete."""
 
     def order(rank: int) -> Iterator[Action]:
-        for kind, stage, microbatch in _alternating(rank, range(batches * microbatches), ranks - 1 - rank):
-            read = version(stage, microbatch)
-            yield Action(kind=kind, stage=stage, microbatch=microbatch, version=read)
+        lags = {Kind.FORWARD: 0, Kind.BACKWARD: ranks - 1 - rank}
+        for kind, microbatch in _staggered(batches * microbatches, lags):
+            read = version(rank, microbatch)
+            yield Action(kind=kind, stage=rank, microbatch=microbatch, version=read)
             batch, place = divmod(microbatch, microbatches)
             if kind is Kind.BACKWARD and place == microbatches - 1:
-                yield Action(kind=Kind.UPDATE, stage=stage, microbatch=batch, version=batch)
+                yield Action(kind=Kind.UPDATE, stage=rank, microbatch=batch, version=batch)
 
     orders = tuple(tuple(order(rank)) for rank in range(ranks))
     return Schedule(
