@@ -45,7 +45,9 @@ def test_every_schedule_is_valid_and_ends(ranks, rounds, loops, batches):
         timeline = simulate(schedule, Costs.even(schedule.num_stages, transfer=0.25))
         for spans in timeline.spans:
             assert all(one.end <= two.start for one, two in zip(spans, spans[1:], strict=False))
-        assert sum(timeline.live) >= 1
+        work = 3.0 * schedule.num_stages * schedule.microbatches * schedule.batches
+        assert sum(map(timeline.busy, range(ranks))) == pytest.approx(work)
+        assert all(timeline.live)
 
 
 @pytest.mark.parametrize("ranks, microbatches", ((1, 1), (2, 4), (4, 8), (4, 16), (8, 16)))

@@ -64,7 +64,8 @@ class Schedule:
             if late:
                 raise PlanError(
                     f"schedule '{self.name}' cannot be exported: {late[0]} reads the weights after "
-                    f"{late[0].version} updates, and torch.distributed.pipelining flushes after each batch."
+                    f"{late[0].version} updates, and torch.distributed.pipelining flushes after each batch. "
+                    "Export a schedule that flushes too, such as one_f_one_b()."
                 )
             first.append(",".join(str(each) for each in passes if each.microbatch < self.microbatches))
         return "\n".join(first) + "\n"

@@ -12,12 +12,20 @@ Version = Callable[[int, int], int]  # by stage and microbatch
 
 
 def gpipe(ranks: int, microbatches: int, *, batches: int = 1) -> Schedule:
-    """All forwards of a batch, then all backwards (arXiv:1811.06965)."""
+    """All forwards of a batch, then all backwards (arXiv:1811.06965).
+
+    Raises:
+        OptionError: a count is below 1.
+    """
     return _looped("gpipe", ranks, 1, microbatches, batches)
 
 
 def breadth_first(ranks: int, microbatches: int, *, loops: int, batches: int = 1) -> Schedule:
-    """Each of a rank's ``loops`` stages takes the whole batch before the next one (arXiv:2211.05953)."""
+    """Each of a rank's ``loops`` stages takes the whole batch before the next one (arXiv:2211.05953).
+
+    Raises:
+        OptionError: a count is below 1.
+    """
     return _looped("breadth-first", ranks, loops, microbatches, batches)
 
 
@@ -25,6 +33,9 @@ def one_f_one_b(ranks: int, microbatches: int, *, batches: int = 1) -> Schedule:
     """1F1B with a flush after each batch: PipeDream-Flush (arXiv:2006.09503, section 3.1).
 
     Stage s, counted from 0, has at most ``ranks - s`` microbatches in flight.
+
+    Raises:
+        OptionError: a count is below 1.
     """
     _require(ranks=ranks, microbatches=microbatches, batches=batches)
 
@@ -39,7 +50,7 @@ def interleaved(ranks: int, microbatches: int, *, loops: int, batches: int = 1) 
     """1F1B over ``loops`` stages a rank (Megatron-LM, arXiv:2104.04473, section 2.2).
 
     Raises:
-        OptionError: the microbatches are no multiple of the ranks.
+        OptionError: the microbatches are no multiple of the ranks, or a count is below 1.
     """
     _require(ranks=ranks, microbatches=microbatches, batches=batches, loops=loops)
     if microbatches % ranks:
@@ -69,6 +80,9 @@ def zero_bubble(ranks: int, microbatches: int, *, doubled: bool = False, batches
     many activations as 1F1B's first one; waits are (ranks - 1) * (F + I - W). ``doubled`` is ZB-H2: ranks go
     as far ahead again and hold up to ``2 * ranks - 1`` microbatches, and where F = I = W none waits between
     its first action and its last.
+
+    Raises:
+        OptionError: a count is below 1.
     """
     _require(ranks=ranks, microbatches=microbatches, batches=batches)
     reach = 2 if doubled else 1
@@ -87,6 +101,9 @@ def pipedream(ranks: int, *, batches: int, vertical_sync: bool = False) -> Sched
 
     Microbatch k reads at stage s of n the weights after max(k - (n - 1 - s), 0) updates, in forward and
     backward; with ``vertical_sync`` those after max(k - (n - 1), 0) at every stage.
+
+    Raises:
+        OptionError: a count is below 1.
     """
     _require(ranks=ranks, batches=batches)
 
@@ -102,7 +119,7 @@ def two_bw(ranks: int, microbatches: int, *, batches: int) -> Schedule:
     Batch t, counted from 0, reads the weights after max(t - 1, 0) updates.
 
     Raises:
-        OptionError: there are fewer microbatches than ranks: two versions would not do.
+        OptionError: there are fewer microbatches than ranks, for which two versions would not do.
     """
     _require(ranks=ranks, microbatches=microbatches, batches=batches)
     if microbatches < ranks:
@@ -175,4 +192,4 @@ def _flowing(name: str, ranks: int, microbatches: int, batches: int, version: Ve
 def _require(**counts: int) -> None:
     for name, count in counts.items():
         if count < 1:
-            raise OptionError(f"{name} is {count}; a pipeline needs at least 1.")
+            raise OptionError(f"{name} is {count}; give at least 1.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -17,7 +17,7 @@ _LAST = (Kind.BACKWARD, Kind.WEIGHT)  # after which a microbatch's activations a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """Seconds of every stage's actions for one microbatch, and of what crosses.
+    """Seconds of every stage's actions for one microbatch, a number a stage, and of what crosses.
 
     ``input`` and ``weight`` are the parts of ``backward``, half of it each unless given. ``transfer`` is of
     one boundary between stages on two ranks, either way, and keeps neither of them busy.
@@ -37,17 +37,16 @@ class Costs:
         """The same for all stages."""
         return Costs(forward=(forward,) * stages, backward=(backward,) * stages, transfer=transfer)
 
-    def seconds(self, action: Action) -> float:
-        """Of one action."""
+    def by_kind(self) -> Mapping[Kind, tuple[float, ...]]:
+        """Seconds of every stage's action of each kind."""
         half = tuple(seconds / 2.0 for seconds in self.backward)
-        table: Mapping[Kind, tuple[float, ...]] = {
+        return {
             Kind.FORWARD: self.forward,
             Kind.BACKWARD: self.backward,
             Kind.INPUT: self.input or half,
             Kind.WEIGHT: self.weight or half,
             Kind.UPDATE: self.update or (0.0,) * len(self.forward),
         }
-        return table[action.kind][action.stage]
 
 
 class Span(NamedTuple):
@@ -100,7 +99,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             f"the schedule has {schedule.num_stages} stages, and there are costs for {len(costs.forward)} "
             f"forwards and {len(costs.backward)} backwards; give one of each for every stage."
         )
-    seconds = _table(schedule, costs)
+    seconds = costs.by_kind()
     spans = run(schedule, lambda action: seconds[action.kind][action.stage], costs.transfer)
     bytes_ = costs.activation_bytes or (0,) * schedule.num_stages
     lives = [_live(order, bytes_) for order in schedule.orders]
@@ -110,7 +109,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         live=tuple(count for count, _ in lives),
         live_bytes=tuple(nbytes for _, nbytes in lives),
         versions=versions(schedule),
-        transfers=tuple(_sent(schedule, order) for order in schedule.orders),
+        transfers=tuple(_sent(schedule, rank) for rank in range(schedule.num_ranks)),
     )
 
 
@@ -210,14 +209,6 @@ def gathers(schedule: Schedule, rank: int, unsharded: int = 1) -> int:
     return count
 
 
-def _table(schedule: Schedule, costs: Costs) -> dict[Kind, list[float]]:
-    stages = range(schedule.num_stages)
-    return {
-        kind: [costs.seconds(Action(kind=kind, stage=stage, microbatch=0)) for stage in stages]
-        for kind in Kind
-    }
-
-
 def _require_end(schedule: Schedule, spans: list[list[Span]]) -> None:
     stuck = [
         f"rank {rank} at {order[len(own)]}"
@@ -227,7 +218,7 @@ def _require_end(schedule: Schedule, spans: list[list[Span]]) -> None:
     if stuck:
         raise PlanError(
             f"schedule '{schedule.name}' never ends: {', '.join(stuck[:8])} wait for what no rank will do. "
-            "Its orders contradict each other."
+            "Its orders contradict each other; change them there."
         )
 
 
@@ -241,14 +232,13 @@ def _live(order: tuple[Action, ...], nbytes: tuple[int, ...]) -> tuple[int, int]
     return most, highest
 
 
-def _sent(schedule: Schedule, order: tuple[Action, ...]) -> int:
-    return sum(1 for action in order for other in _receivers(schedule, action) if other != action.stage)
-
-
-def _receivers(schedule: Schedule, action: Action) -> Iterator[int]:
-    """Stages on other ranks that get what the action makes."""
-    other = action.stage + (1 if action.kind is Kind.FORWARD else -1)
-    passes = action.kind is Kind.FORWARD or action.kind in _GRADIENT
-    if passes and 0 <= other < schedule.num_stages:
-        if schedule.placement[other] != schedule.placement[action.stage]:
-            yield other
+def _sent(schedule: Schedule, rank: int) -> int:
+    """How much of what a rank's actions make goes to another one."""
+    places = schedule.placement
+    after = {stage for stage, (own, other) in enumerate(pairwise(places)) if own != other}
+    before = {stage + 1 for stage in after}
+    return sum(
+        action.stage in (after if action.kind is Kind.FORWARD else before)
+        for action in schedule.orders[rank]
+        if action.kind is Kind.FORWARD or action.kind in _GRADIENT
+    )

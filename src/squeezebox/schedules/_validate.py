@@ -21,7 +21,7 @@ def validate(schedule: Schedule) -> None:
         PlanError: names the rank, the action and what is wrong.
     """
     for problem in _problems(schedule):
-        raise PlanError(f"schedule '{schedule.name}': {problem}")
+        raise PlanError(f"schedule '{schedule.name}': {problem} Mend its orders, or take a published one.")
     run(schedule, lambda action: 1.0)
 
 
