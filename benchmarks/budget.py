@@ -36,7 +36,7 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 
 import squeezebox
-from benchmarks import _budget_tables, _deeper, _report, checkpointing, tasks
+from benchmarks import _budget_tables, _deeper, _report, checkpointing, packed, tasks
 from benchmarks.tasks import SETUPS, Setup, Task
 from squeezebox import planner
 from squeezebox.reports import StepPlan
@@ -56,7 +56,7 @@ QUICK = {
     "name": "budget-quick",
 }
 COMPILED_BUDGETS = (1.0, 0.75, 0.5, 0.25)
-PACKED_STEPS, PACKED_CHECKS = 8, 12  # in which the bounds settle,
+PACKED_STEPS = 8  # in which the bounds settle,
 CALIBRATIONS = 4  # then steps after which they are corrected by the whole noise,
 NOISE_STEPS = 5  # and those of which the figures are medians
 EXACT_SHARE = 0.8  # of the plain peak
@@ -237,28 +237,14 @@ def all_packed(bench: Bench) -> dict[str, Any]:
     Bounds settle, then are corrected by the noise of a few whole steps. Noise differs from step to step by a
     factor of two or so, so the figures are medians.
     """
-    task = bench.ours
-    options = {"noise": bench.noise, "checks_per_refresh": PACKED_CHECKS}
-    session = squeezebox.attach(task.model, optimizer=task.optimizer, **options)
-    try:
-        for _ in range(PACKED_STEPS):
-            task.step()
-        for _ in range(CALIBRATIONS):
-            task.step()
-            session.calibrate(task.backward)
-        records = []
-        for _ in range(NOISE_STEPS):
-            task.step()
-            session.measure_noise(task.backward)
-            records.append(session.report().record)
-        return {
-            "saved_bytes": records[0].saved_bytes,
-            "packed_bytes": statistics.median(record.packed_bytes for record in records),
-            "noise": statistics.median(record.noise for record in records),
-            "noises": [record.noise for record in records],
-        }
-    finally:
-        session.detach()
+    counts = (PACKED_STEPS, CALIBRATIONS, NOISE_STEPS)
+    records = packed.records(bench.ours, bench.ours.step, bench.noise, *counts)
+    return {
+        "saved_bytes": records[0].saved_bytes,
+        "packed_bytes": statistics.median(record.packed_bytes for record in records),
+        "noise": statistics.median(record.noise for record in records),
+        "noises": [record.noise for record in records],
+    }
 
 
 def _plan(task: Task, budget: int | None, **kind: Any) -> StepPlan:

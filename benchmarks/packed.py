@@ -15,7 +15,7 @@ import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,6 @@ import squeezebox
 from benchmarks import _report, tasks
 from benchmarks.tasks import SETUPS, Task
 from squeezebox.schema import StepRecord
-from squeezebox.session import Session
 
 CHECKS = 12
 
@@ -56,42 +55,53 @@ def measure(name: str, batch: int, arguments: argparse.Namespace) -> dict[str, A
     setup = replace(SETUPS[name], batch=batch, train_steps=arguments.train_steps)
     setup = replace(setup, size=arguments.size or setup.size)
     task = tasks.build(name, setup)
-    stream = setup.batches(batch, setup.size, 2)
-    options = {"noise": arguments.noise, "checks_per_refresh": CHECKS}
-    session = squeezebox.attach(task.model, optimizer=task.optimizer, **options)
-    try:
-        for _ in taken(task, stream, setup.layout, arguments.settling):
-            pass
-        for _ in taken(task, stream, setup.layout, arguments.calibrations):
-            session.calibrate(task.backward)
-        records = [_measured(session, task) for _ in taken(task, stream, setup.layout, arguments.measured)]
-    finally:
-        session.detach()
+    step = stepping(task, setup.batches(batch, setup.size, 2), setup.layout)
+    counts = (arguments.settling, arguments.calibrations, arguments.measured)
+    found = records(task, step, arguments.noise, *counts)
     return {
         "network": name,
         "batch": batch,
         "size": setup.size,
         "loss": float(task.loss().detach()),
-        "saved_bytes": records[0].saved_bytes,
-        "ratios": [record.saved_bytes / record.packed_bytes for record in records],
-        "noises": [record.noise for record in records],
-        "bits": bits(records[-1]),
+        "saved_bytes": found[0].saved_bytes,
+        "ratios": [record.saved_bytes / record.packed_bytes for record in found],
+        "noises": [record.noise for record in found],
+        "bits": bits(found[-1]),
     }
 
 
-def taken(task: Task, stream: Iterator[Any], layout: torch.memory_format, count: int) -> Iterator[None]:
-    """So many steps, each on the next batch; after each, the caller may do more with that batch."""
-    for _ in range(count):
+def stepping(task: Task, stream: Iterator[Any], layout: torch.memory_format) -> Callable[[], None]:
+    """A step of the task on the next batch, which stays the task's until the next one."""
+
+    def step() -> None:
         task.inputs, task.target = next(stream)
         if task.inputs.dim() == 4:
             task.inputs = task.inputs.contiguous(memory_format=layout)
         task.step()
-        yield
+
+    return step
 
 
-def _measured(session: Session, task: Task) -> StepRecord:
-    session.measure_noise(task.backward)
-    return session.report().record
+def records(
+    task: Task, step: Callable[[], None], noise: float, settling: int, calibrations: int, measured: int
+) -> list[StepRecord]:
+    """Of the last ``measured`` steps, with their noise, after bounds have settled and were corrected."""
+    options = {"noise": noise, "checks_per_refresh": CHECKS}
+    session = squeezebox.attach(task.model, optimizer=task.optimizer, **options)
+    found = []
+    try:
+        for _ in range(settling):
+            step()
+        for _ in range(calibrations):
+            step()
+            session.calibrate(task.backward)
+        for _ in range(measured):
+            step()
+            session.measure_noise(task.backward)
+            found.append(session.report().record)
+    finally:
+        session.detach()
+    return found
 
 
 def bits(record: StepRecord) -> dict[str, dict[str, float]]:

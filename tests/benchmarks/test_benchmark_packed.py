@@ -8,7 +8,6 @@ pytest.importorskip("skimage", reason='needs pip install "squeezebox[bench]"')
 
 from benchmarks import packed  # noqa: E402
 from benchmarks.tasks import Task  # noqa: E402
-from squeezebox import attach  # noqa: E402
 
 
 def test_every_step_has_a_batch_of_its_own_and_shares_add_up():
@@ -22,10 +21,14 @@ def test_every_step_has_a_batch_of_its_own_and_shares_add_up():
         return torch.optim.SGD(parameters, lr=1e-3)
 
     task = Task(model, *batches[0], nn.functional.cross_entropy, sgd)
-    session = attach(model, optimizer=task.optimizer, noise=1e-2)
-    seen = [task.inputs for _ in packed.taken(task, iter(batches[1:]), torch.contiguous_format, 3)]
-    record = session.report().record
-    session.detach()
+    seen = []
+    taken = packed.stepping(task, iter(batches[1:]), torch.contiguous_format)
+
+    def step():
+        taken()
+        seen.append(task.inputs)
+
+    record = packed.records(task, step, 1e-2, 1, 1, 1)[0]
     assert all(torch.equal(x, batch[0]) for x, batch in zip(seen, batches[1:], strict=True))
     parts = packed.bits(record).values()
     assert 0.5 < sum(part["held"] for part in parts) <= 1.0  # small ones are counted and not listed
