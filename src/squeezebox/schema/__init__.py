@@ -17,6 +17,14 @@ from squeezebox.schema._errors import (
     SqueezeboxError,
     UnsupportedModelError,
 )
+from squeezebox.schema._pipeline import (
+    Block,
+    Holding,
+    Link,
+    PipelinePlan,
+    PipelineProfile,
+    StagePlan,
+)
 from squeezebox.schema._plan import (
     Action,
     Budget,
@@ -45,6 +53,7 @@ from squeezebox.schema._saved import (
 __all__ = [
     "Action",
     "AttachError",
+    "Block",
     "Budget",
     "BudgetError",
     "CaptureError",
@@ -53,12 +62,16 @@ __all__ = [
     "DatasetError",
     "Edge",
     "FormatError",
+    "Holding",
     "Injection",
+    "Link",
     "Moment",
     "NodeStatistics",
     "Option",
     "OptionError",
     "OutputError",
+    "PipelinePlan",
+    "PipelineProfile",
     "Plan",
     "PlanError",
     "Profile",
@@ -68,6 +81,7 @@ __all__ = [
     "SavedTensor",
     "Shortage",
     "SqueezeboxError",
+    "StagePlan",
     "StepProfile",
     "StepRecord",
     "StepStatistics",

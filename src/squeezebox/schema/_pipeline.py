@@ -1,0 +1,93 @@
+"""A model cut into blocks, what they cost, and which ranks hold which of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holding:
+    """One way for a block to hold what a microbatch's forward saves, as measured on this machine.
+
+    ``policy`` is "keep", "compress" or "recompute". ``saved_bytes`` stay from forward to backward, what comes
+    from the block before included; ``working_bytes`` come on top while one of the two runs. The seconds are a
+    microbatch's.
+    """
+
+    policy: str
+    saved_bytes: int
+    working_bytes: int
+    forward_seconds: float
+    backward_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """A piece of the model that no pipeline cuts further.
+
+    ``output_bytes`` is what a microbatch hands to the next block; ``state_bytes`` is the optimizer's state.
+    """
+
+    name: str
+    parameter_bytes: int
+    state_bytes: int
+    output_bytes: int
+    holdings: tuple[Holding, ...]
+
+    def holding(self, policy: str) -> Holding | None:
+        """The way called ``policy``, if there is one."""
+        return next((each for each in self.holdings if each.policy == policy), None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """What carries tensors between ranks: bytes a second, and seconds a message takes at least."""
+
+    bytes_per_second: float
+    latency_seconds: float = 0.0
+
+    def seconds(self, nbytes: int) -> float:
+        """How long a message takes."""
+        return self.latency_seconds + nbytes / self.bytes_per_second
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineProfile:
+    """A model's blocks in their order, for microbatches of so many samples."""
+
+    microbatch: int
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagePlan:
+    """A stage: blocks ``first`` up to ``end``, and how they hold what they save.
+
+    The seconds are a microbatch's; the peak is of the stage's share of its rank, in a batch in full swing.
+    """
+
+    first: int
+    end: int
+    policy: str
+    forward_seconds: float
+    backward_seconds: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelinePlan:
+    """Which blocks make which stage, and how a batch goes through them.
+
+    Stage s is at rank ``s % ranks`` of each of ``replicas`` equal pipelines, so ``len(stages) // ranks`` is how
+    often a microbatch passes a rank. A batch is ``replicas * microbatches`` microbatches of ``microbatch``
+    samples each. ``schedule`` names a function of ``squeezebox.schedules``. ``seconds`` is a batch's.
+    """
+
+    schedule: str
+    ranks: int
+    replicas: int
+    microbatch: int
+    microbatches: int
+    stages: tuple[StagePlan, ...]
+    seconds: float
+    fingerprint: str = ""
