@@ -78,8 +78,8 @@ class StagePlan:
 class PipelinePlan:
     """Which blocks make which stage, and how a batch goes through them.
 
-    Stage s is at rank ``s % ranks`` of each of ``replicas`` equal pipelines, so ``len(stages) // ranks`` is how
-    often a microbatch passes a rank. A batch is ``replicas * microbatches`` microbatches of ``microbatch``
+    Stage s is at rank ``s % ranks`` of each of ``replicas`` equal pipelines, so a microbatch passes a rank
+    ``len(stages) // ranks`` times. A batch is ``replicas * microbatches`` microbatches of ``microbatch``
     samples each. ``schedule`` names a function of ``squeezebox.schedules``. ``seconds`` is a batch's.
     """
 
