@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from enum import Enum
 
 from squeezebox.schema import PlanError
@@ -42,7 +43,8 @@ class Action:
 class Schedule:
     """Every rank's actions in order.
 
-    ``placement`` has the rank of each stage, ``microbatches`` are those of one batch.
+    ``placement`` has the rank of each stage, ``microbatches`` are those of one batch. ``orders`` end after so
+    many ``batches``; ``turns(rank, first)`` goes on for ever, from the batch ``first`` in empty pipelines.
     """
 
     name: str
@@ -50,6 +52,11 @@ class Schedule:
     microbatches: int
     batches: int
     orders: tuple[tuple[Action, ...], ...]
+    turns: Callable[[int, int], Iterator[Action]] | None = field(default=None, compare=False, repr=False)
+
+    def batch_of(self, action: Action) -> int:
+        """The batch that an action is for."""
+        return action.microbatch // (1 if action.kind is Kind.UPDATE else self.microbatches)
 
     def to_csv(self) -> str:
         """One batch's passes as torch.distributed.pipelining reads them ("compute_only"), a line a rank.

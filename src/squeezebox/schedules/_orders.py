@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import count
 
 from squeezebox.schedules._action import Action, Kind, Schedule
 from squeezebox.schema import OptionError
 
 Passes = Iterator[tuple[Kind, int, int]]  # kind, stage and microbatch, of one rank
 Version = Callable[[int, int], int]  # by stage and microbatch
+Turns = Callable[[int, int], Iterator[Action]]  # of a rank, from a batch on
 
 
 def gpipe(ranks: int, microbatches: int, *, batches: int = 1) -> Schedule:
@@ -41,7 +43,7 @@ def one_f_one_b(ranks: int, microbatches: int, *, batches: int = 1) -> Schedule:
 
     def passes(rank: int) -> Passes:
         lags = {Kind.FORWARD: 0, Kind.BACKWARD: ranks - 1 - rank}
-        return ((kind, rank, number) for kind, number in _staggered(microbatches, lags))
+        return ((kind, rank, number) for kind, number in _staggered(lags, microbatches))
 
     return _flushing("1f1b", range(ranks), microbatches, batches, passes)
 
@@ -67,7 +69,7 @@ def interleaved(ranks: int, microbatches: int, *, loops: int, batches: int = 1) 
 
     def passes(rank: int) -> Passes:
         ahead = min(total, 2 * (ranks - 1 - rank) + (loops - 1) * ranks)
-        for kind, number in _staggered(total, {Kind.FORWARD: 0, Kind.BACKWARD: ahead}):
+        for kind, number in _staggered({Kind.FORWARD: 0, Kind.BACKWARD: ahead}, total):
             yield kind, *nth(rank, number, backward=kind is Kind.BACKWARD)
 
     return _flushing("interleaved 1f1b", [*range(ranks)] * loops, microbatches, batches, passes)
@@ -90,44 +92,47 @@ def zero_bubble(ranks: int, microbatches: int, *, doubled: bool = False, batches
     def passes(rank: int) -> Passes:
         ahead, later = reach * (ranks - 1 - rank), reach * rank
         lags = {Kind.FORWARD: 0, Kind.INPUT: ahead, Kind.WEIGHT: ahead + later}
-        return ((kind, rank, number) for kind, number in _staggered(microbatches, lags))
+        return ((kind, rank, number) for kind, number in _staggered(lags, microbatches))
 
     name = "zb-h2" if doubled else "zb-h1"
     return _flushing(name, range(ranks), microbatches, batches, passes)
 
 
-def pipedream(ranks: int, *, batches: int, vertical_sync: bool = False) -> Schedule:
+def pipedream(ranks: int, *, batches: int = 1, vertical_sync: bool = False, warmup: int = 0) -> Schedule:
     """PipeDream with weight stashing (arXiv:1806.03377, section 3.3): an update after every microbatch.
 
     Microbatch k reads at stage s of n the weights after max(k - (n - 1 - s), 0) updates, in forward and
-    backward; with ``vertical_sync`` those after max(k - (n - 1), 0) at every stage.
+    backward; with ``vertical_sync`` those after max(k - (n - 1), 0) at every stage. The first ``warmup``
+    microbatches go through alone and read the newest weights; no later one reads older weights than theirs.
 
     Raises:
-        OptionError: a count is below 1.
+        OptionError: a count is below 1, or ``warmup`` below 0.
     """
-    _require(ranks=ranks, batches=batches)
+    _require(ranks=ranks, batches=batches, warmup=warmup)
 
     def version(stage: int, microbatch: int) -> int:
-        return max(microbatch - (ranks - 1 - (0 if vertical_sync else stage)), 0)
+        return microbatch - (ranks - 1 - (0 if vertical_sync else stage))
 
-    return _flowing("pipedream", ranks, 1, batches, version)
+    return _flowing("pipedream", ranks, 1, batches, warmup, version)
 
 
-def two_bw(ranks: int, microbatches: int, *, batches: int) -> Schedule:
+def two_bw(ranks: int, microbatches: int, *, batches: int = 1, warmup: int = 0) -> Schedule:
     """PipeDream-2BW (arXiv:2006.09503, section 3.1): 1F1B without a flush, and two versions of the weights.
 
-    Batch t, counted from 0, reads the weights after max(t - 1, 0) updates.
+    Batch t, counted from 0, reads the weights after max(t - 1, ``warmup``) updates; before that, the first
+    ``warmup`` batches are flushed and read the newest.
 
     Raises:
-        OptionError: there are fewer microbatches than ranks, for which two versions would not do.
+        OptionError: there are fewer microbatches than ranks, for which two versions would not do; a count is
+            below 1, or ``warmup`` below 0.
     """
-    _require(ranks=ranks, microbatches=microbatches, batches=batches)
+    _require(ranks=ranks, microbatches=microbatches, batches=batches, warmup=warmup)
     if microbatches < ranks:
         raise OptionError(
             f"2BW with {ranks} stages needs as many microbatches in a batch or more, not {microbatches}."
         )
     return _flowing(
-        "2bw", ranks, microbatches, batches, lambda _, microbatch: max(microbatch // microbatches - 1, 0)
+        "2bw", ranks, microbatches, batches, warmup, lambda _, microbatch: microbatch // microbatches - 1
     )
 
 
@@ -143,10 +148,12 @@ def _looped(name: str, ranks: int, loops: int, microbatches: int, batches: int) 
     return _flushing(name, [*range(ranks)] * loops, microbatches, batches, passes)
 
 
-def _staggered(total: int, lags: Mapping[Kind, int]) -> Iterator[tuple[Kind, int]]:
+def _staggered(lags: Mapping[Kind, int], total: int | None = None) -> Iterator[tuple[Kind, int]]:
     """In turn one of each kind, each by its lag behind, as long as there are numbers below ``total``."""
-    for turn in range(total + max(lags.values())):
-        yield from ((kind, turn - lag) for kind, lag in lags.items() if 0 <= turn - lag < total)
+    for turn in count() if total is None else range(total + max(lags.values())):
+        for kind, lag in lags.items():
+            if lag <= turn and (total is None or turn - lag < total):
+                yield kind, turn - lag
 
 
 def _flushing(
@@ -159,37 +166,68 @@ def _flushing(
     """Batch after batch, each with the weights that the one before has left."""
     placement = tuple(placement)
 
-    def order(rank: int) -> Iterator[Action]:
-        for batch in range(batches):
-            first = batch * microbatches
+    def turns(rank: int, first: int) -> Iterator[Action]:
+        for batch in count(first):
+            before = batch * microbatches
             for kind, stage, microbatch in passes(rank):
-                yield Action(kind=kind, stage=stage, microbatch=first + microbatch, version=batch)
+                yield Action(kind=kind, stage=stage, microbatch=before + microbatch, version=batch)
             for stage in (stage for stage, owner in enumerate(placement) if owner == rank):
                 yield Action(kind=Kind.UPDATE, stage=stage, microbatch=batch, version=batch)
 
-    orders = tuple(tuple(order(rank)) for rank in range(max(placement) + 1))
-    return Schedule(name=name, placement=placement, microbatches=microbatches, batches=batches, orders=orders)
+    return _ended(name, placement, microbatches, batches, turns)
 
 
-def _flowing(name: str, ranks: int, microbatches: int, batches: int, version: Version) -> Schedule:
-    """1F1B over all batches, a stage a rank; an update as soon as a batch's gradients are complete."""
+def _flowing(
+    name: str, ranks: int, microbatches: int, batches: int, warmup: int, version: Version
+) -> Schedule:
+    """1F1B over all batches, a stage a rank; an update as soon as a batch's gradients are complete.
 
-    def order(rank: int) -> Iterator[Action]:
+    The first ``warmup`` batches are flushed, each reading the newest weights.
+    """
+
+    def turns(rank: int, first: int) -> Iterator[Action]:
         lags = {Kind.FORWARD: 0, Kind.BACKWARD: ranks - 1 - rank}
-        for kind, microbatch in _staggered(batches * microbatches, lags):
-            read = version(rank, microbatch)
+        for batch in range(first, warmup):
+            yield from actions(rank, batch, batch, _staggered(lags, microbatches))
+        yield from actions(rank, max(first, warmup), warmup, _staggered(lags))
+
+    def actions(rank: int, first: int, oldest: int, passes: Iterable[tuple[Kind, int]]) -> Iterator[Action]:
+        for kind, number in passes:
+            microbatch = first * microbatches + number
+            read = max(version(rank, microbatch), oldest)
             yield Action(kind=kind, stage=rank, microbatch=microbatch, version=read)
             batch, place = divmod(microbatch, microbatches)
             if kind is Kind.BACKWARD and place == microbatches - 1:
                 yield Action(kind=Kind.UPDATE, stage=rank, microbatch=batch, version=batch)
 
-    orders = tuple(tuple(order(rank)) for rank in range(ranks))
+    return _ended(name, tuple(range(ranks)), microbatches, batches, turns)
+
+
+def _ended(name: str, placement: tuple[int, ...], microbatches: int, batches: int, turns: Turns) -> Schedule:
+    """What has no end, up to the last update of so many batches."""
+
+    def order(rank: int) -> Iterator[Action]:
+        updates = batches * placement.count(rank)
+        for action in turns(rank, 0):
+            is_update = action.kind is Kind.UPDATE
+            if action.microbatch < batches * (1 if is_update else microbatches):
+                yield action
+                updates -= is_update
+            if not updates:
+                return
+
     return Schedule(
-        name=name, placement=tuple(range(ranks)), microbatches=microbatches, batches=batches, orders=orders
+        name=name,
+        placement=placement,
+        microbatches=microbatches,
+        batches=batches,
+        orders=tuple(tuple(order(rank)) for rank in range(max(placement) + 1)),
+        turns=turns,
     )
 
 
 def _require(**counts: int) -> None:
-    for name, count in counts.items():
-        if count < 1:
-            raise OptionError(f"{name} is {count}; give at least 1.")
+    for name, number in counts.items():
+        least = 0 if name == "warmup" else 1
+        if number < least:
+            raise OptionError(f"{name} is {number}; give at least {least}.")
