@@ -37,6 +37,10 @@ class BudgetError(SqueezeboxError, ValueError):
     """No plan keeps a step within the budget; the message says which budget one would."""
 
 
+class PipelineError(SqueezeboxError, RuntimeError):
+    """A pipeline of several ranks cannot start or go on; the message names the rank and why."""
+
+
 class DatasetError(SqueezeboxError, FileNotFoundError):
     """A data set is missing or damaged; the message says how to get it."""
 

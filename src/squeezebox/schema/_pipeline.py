@@ -91,3 +91,4 @@ class PipelinePlan:
     stages: tuple[StagePlan, ...]
     seconds: float
     fingerprint: str = ""
+    inputs: tuple[tuple[tuple[int, ...], str], ...] = ()

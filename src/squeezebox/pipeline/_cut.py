@@ -1,0 +1,224 @@
+"""Where a model can be cut, and the pieces it then consists of."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from squeezebox.schema import UnsupportedModelError
+
+_MOST_CROSSING = 8  # tensors that a cut may part, at most
+_LARGEST = 0.25  # share of the operators in one piece, above which more tensors may cross
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a model that no pipeline cuts further: called with tensors, it returns a tuple of tensors."""
+
+    name: str
+    module: nn.Module
+
+
+def cut(model: nn.Module, inputs: tuple[Any, ...]) -> list[Piece]:
+    """Part a model into pieces which, called one after the other, are the model.
+
+    An ``nn.Sequential`` is parted into its children, and stays as it is. Any other model is exported
+    (``torch.export``) with ``inputs``, one microbatch, and parted where few tensors cross, if possible one:
+    its pieces are graphs for inputs of this shape and in the mode, training or evaluation, that the model
+    is in; they share its parameters and buffers.
+
+    Raises:
+        UnsupportedModelError: torch.export cannot trace the model, or no cut is possible.
+    """
+    if isinstance(model, nn.Sequential):
+        return [Piece(name, _Tupled(child)) for name, child in _children(model)]
+    try:
+        program = torch.export.export(model, inputs)
+    except Exception as error:  # noqa: BLE001  whatever the model's own code raises while it is traced
+        raise UnsupportedModelError(
+            f"torch.export cannot trace {type(model).__name__}, so there is no telling where to cut it: "
+            f"{type(error).__name__}: {error}. Change what it names, or make the model an nn.Sequential."
+        ) from error
+    traced = program.module()
+    assert isinstance(traced, GraphModule)
+    spec = program.call_spec.out_spec
+    pieces = [Piece(name, GraphModule(traced, graph)) for name, graph in _graphs(traced)]
+    last = pieces[-1]
+    return [*pieces[:-1], Piece(last.name, _Structured(last.module, spec))]
+
+
+def fingerprint(pieces: Sequence[Piece]) -> str:
+    """What must be equal where a plan is made and where it is used: names and shapes, not values."""
+    rows = [
+        f"{piece.name}/{name}:{tuple(tensor.shape)}:{tensor.dtype}"
+        for piece in pieces
+        for name, tensor in [*piece.module.named_parameters(), *piece.module.named_buffers()]
+    ]
+    return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:16]
+
+
+class _Tupled(nn.Module):
+    """A module whose single output comes as a tuple."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        output = self.inner(*inputs)
+        return output if isinstance(output, tuple) else (output,)
+
+
+class _Structured(nn.Module):
+    """A model's last piece, whose outputs come in the structure that the model gives them."""
+
+    def __init__(self, inner: nn.Module, spec: Any) -> None:
+        super().__init__()
+        self.inner, self._spec = inner, spec
+
+    def forward(self, *inputs: Tensor) -> tuple[Any, ...]:
+        return (pytree.tree_unflatten(self.inner(*inputs), self._spec),)
+
+
+def _children(model: nn.Sequential, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    for name, child in model.named_children():
+        if isinstance(child, nn.Sequential):
+            yield from _children(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", child
+
+
+def _graphs(traced: GraphModule) -> Iterator[tuple[str, Graph]]:
+    """Each piece's name and graph."""
+    nodes = [node for node in traced.graph.nodes if node.op == "call_function"]
+    inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    varying = _varying(inputs, nodes)
+    body = [node for node in nodes if node in varying]
+    outputs = next(node for node in traced.graph.nodes if node.op == "output").args[0]
+    assert isinstance(outputs, tuple | list)
+    ends = _ends(body, inputs, list(outputs))
+    crossing: list[Node] = inputs
+    for first, end in pairwise([0, *ends, len(body)]):
+        following = list(outputs) if end == len(body) else _alive(end, body, inputs)
+        piece = body[first:end]
+        yield _name(piece), _graph(piece, crossing, following)
+        crossing = following
+
+
+def _varying(inputs: list[Node], nodes: list[Node]) -> set[Node]:
+    """What depends on the inputs, and what changes something in place or draws random numbers; in order.
+
+    All other nodes are constants, made again in each piece that needs them.
+    """
+    varying = set(inputs)
+    for node in nodes:
+        if _is_impure(node) or not varying.isdisjoint(node.all_input_nodes):
+            varying.add(node)
+    return varying
+
+
+def _is_impure(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    tags = getattr(node.target, "tags", ())
+    return (schema is not None and schema.is_mutable) or torch.Tag.nondeterministic_seeded in tags
+
+
+def _alive(position: int, body: list[Node], inputs: list[Node]) -> list[Node]:
+    """What is made before a position in ``body`` and needed from there on, in order."""
+    place = {node: number for number, node in enumerate(body)}
+    made = [*inputs, *body[:position]]
+    return [node for node in made if any(place.get(user, len(body)) >= position for user in _users(node))]
+
+
+def _users(node: Node) -> Iterator[Node]:
+    for user in node.users:
+        if user.op != "call_module":  # the guards that torch.export puts in
+            yield user
+
+
+def _ends(body: list[Node], inputs: list[Node], outputs: list[Node]) -> list[int]:
+    """Positions at which to cut, each piece between two of them having parameters of its own."""
+    best: list[int] = []
+    for most in range(1, _MOST_CROSSING + 1):
+        found = [
+            position
+            for position in range(1, len(body))
+            if _path(body[position - 1]) != _path(body[position])
+            and _can_cut(position, body, _alive(position, body, inputs), most)
+        ]
+        kept = _with_parameters(found, body)
+        if _largest(kept, body) < _largest(best, body):
+            best = kept
+        if _largest(best, body) <= _LARGEST * len(body):
+            break
+    if not best:
+        raise UnsupportedModelError(
+            f"nowhere between the model's modules do at most {_MOST_CROSSING} tensors cross, so it cannot "
+            "become a pipeline. Make it an nn.Sequential of the parts that it should be cut into."
+        )
+    return best
+
+
+def _largest(positions: list[int], body: list[Node]) -> int:
+    return max(end - first for first, end in pairwise([0, *positions, len(body)]))
+
+
+def _can_cut(position: int, body: list[Node], alive: list[Node], most: int) -> bool:
+    if not alive or len(alive) > most:
+        return False
+    if not all(isinstance(node.meta.get("val"), Tensor) for node in alive):
+        return False
+    changed = {node.args[0] for node in body[position:] if _is_impure(node) and node.args}
+    return changed.isdisjoint(alive)  # the first operator must not write into what was received
+
+
+def _with_parameters(positions: list[int], body: list[Node]) -> list[int]:
+    """Leave out cuts after which no parameters would come before the next cut, or none at all."""
+    kept: list[int] = []
+    last = len(body)
+    for position in reversed(positions):
+        if _reads_parameters(body[position:last]) and _reads_parameters(body[:position]):
+            kept.append(position)
+            last = position
+    return kept[::-1]
+
+
+def _reads_parameters(nodes: list[Node]) -> bool:
+    return any(source.op == "get_attr" for node in nodes for source in node.all_input_nodes)
+
+
+def _path(node: Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    return str([*stack.values()][-1][0]) if stack else ""
+
+
+def _name(piece: list[Node]) -> str:
+    """The module that a piece is, or the first and last of those it is made of."""
+    paths = [_path(node) for node in piece if _path(node)] or ["model"]
+    return paths[0] if paths[0] == paths[-1] else f"{paths[0]}..{paths[-1]}"
+
+
+def _graph(piece: list[Node], inputs: list[Node], outputs: list[Node]) -> Graph:
+    """A graph of these nodes alone, with the constants they need."""
+    graph = Graph()
+    copies: dict[Node, Node] = {node: graph.placeholder(node.name) for node in inputs}
+
+    def copied(node: Node) -> Node:
+        if node not in copies:  # a parameter, a buffer or a constant: all that varies comes in order
+            for source in node.all_input_nodes:
+                copied(source)
+            copies[node] = graph.node_copy(node, lambda source: copies[source])
+        return copies[node]
+
+    for node in piece:
+        copied(node)
+    graph.output(tuple(copied(node) for node in outputs))
+    return graph

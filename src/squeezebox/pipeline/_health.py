@@ -1,0 +1,188 @@
+"""What becomes of a pipeline of which one rank dies, hangs or raises: all others stop, and know why."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from squeezebox.schema import PipelineError
+
+_BEAT = 1.0  # seconds between two signs of life
+_STALE = 3.0 * _BEAT
+_FAILURE = "failure"
+_NEVER = 1 << 20  # a tag that nothing is ever sent under
+
+
+class Health:
+    """A rank's own signs of life, and what it knows of the others.
+
+    A thread tells the process group's store once a second what this rank is doing. Whoever fails writes so
+    into the store and closes the runner's connections, which wakes all that wait for a message; each of them
+    raises an error that names the rank which failed first.
+
+    ``names`` says what each rank holds, such as "stage 2"; ``patience`` is in seconds.
+    """
+
+    def __init__(self, store: Store, rank: int, names: Sequence[str], patience: float) -> None:
+        self._store = store
+        self._rank, self._names, self._patience = rank, names, patience
+        self._doing: tuple[str, int | None, float] = ("has not begun", None, time.monotonic())
+        self._failed_since: float | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="squeezebox-health", daemon=True)
+        self._thread.start()
+
+    def works(self, what: str) -> None:
+        """From now on this rank computes."""
+        self._doing = (what, None, time.monotonic())
+
+    def waits(self, what: str, peer: int) -> None:
+        """From now on it waits for another rank, or for all of them if ``peer`` is its own."""
+        self._doing = (what, peer, time.monotonic())
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+        self._thread.join()
+
+    @contextlib.contextmanager
+    def guard(self, groups: Sequence[dist.ProcessGroup], succeed: Callable[[], None]) -> Iterator[None]:
+        """Around all that a rank does: an error here stops the other ranks too.
+
+        Raises:
+            PipelineError: another rank failed; the message names it.
+        """
+        try:
+            yield
+        except BaseException as error:
+            peer = self._doing[1]
+            lost = peer is not None and isinstance(error, RuntimeError | TimeoutError)
+            failure = self._why(error) if lost else self._report(self._rank, f"raised {_short(error)}")
+            self._doing = ("stopped", None, time.monotonic())
+            self._stopped.set()
+            for group in groups:
+                _close(group)
+            if not lost:
+                raise
+            self._raise(failure, error)
+        succeed()
+        self.works("is between two steps")
+
+    def _raise(self, failure: dict[str, Any], error: BaseException) -> NoReturn:
+        rank = failure["rank"]
+        raise PipelineError(
+            f"rank {rank} ({self._names[rank]}) {failure['what']}; rank {self._rank} "
+            f"({self._names[self._rank]}) has stopped, as it cannot go on alone. Look at what rank {rank} "
+            "printed, then start all ranks anew from the last checkpoint."
+        ) from error
+
+    def _why(self, error: BaseException) -> dict[str, Any]:
+        """Who failed first, as far as this rank can know."""
+        waited = time.monotonic() - self._doing[2] >= self._patience
+        before = self._beats()
+        for _ in range(int(_STALE / 0.1)):
+            failure = self._failure()
+            if failure is not None:
+                return failure
+            time.sleep(0.1)
+        after = self._beats()
+        rank, silent = self._culprit(before, after)
+        if silent and not waited:
+            return self._report(rank, "is gone: it gives no sign of life, and its connection is closed")
+        if silent:
+            return self._report(rank, f"gives no sign of life and was waited for {self._patience:.0f} s")
+        what = after[rank][1] if rank in after else "has never begun"
+        return self._report(
+            rank, f"hangs: it was waited for {self._patience:.0f} s, and {what}" if waited else "is gone"
+        )
+
+    def _culprit(self, before: dict[int, Any], after: dict[int, Any]) -> tuple[int, bool]:
+        """The rank that all the others wait for in the end, and whether it is silent."""
+        silent = [
+            rank
+            for rank in range(len(self._names))
+            if rank != self._rank and (rank not in after or before.get(rank, [None])[0] == after[rank][0])
+        ]
+        if silent:
+            return silent[0], True
+        rank, seen = self._doing[1], {self._rank}  # the ranks on the way
+        while rank is not None and rank not in seen:
+            seen.add(rank)
+            following = after[rank][2]
+            if following is None:
+                return rank, False
+            rank = following
+        working = [each for each in after if after[each][2] is None and each != self._rank]
+        return (working or [self._rank if rank is None else rank])[0], False
+
+    def _report(self, rank: int, what: str) -> dict[str, Any]:
+        """Write down a failure, unless another one was first, and return the first."""
+        mine = {"rank": rank, "what": what}
+        try:
+            first = self._store.compare_set(_FAILURE, "", json.dumps(mine))
+        except (RuntimeError, dist.DistError):  # whoever held the store is gone
+            return mine
+        found: dict[str, Any] = json.loads(first)
+        return found
+
+    def _failure(self) -> dict[str, Any] | None:
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            if self._store.check([_FAILURE]):
+                found: dict[str, Any] = json.loads(self._store.get(_FAILURE))
+                return found
+        return None
+
+    def _beats(self) -> dict[int, list[Any]]:
+        """Of each rank that has been heard of: a count of its signs of life, what it does, whom it awaits."""
+        found = {}
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            for rank in range(len(self._names)):
+                if self._store.check([f"beat/{rank}"]):
+                    found[rank] = json.loads(self._store.get(f"beat/{rank}"))
+        return found
+
+    def _watch(self) -> None:
+        count = 0
+        while not self._stopped.wait(_BEAT):
+            count += 1
+            what, peer, since = self._doing
+            told = f"{what} for {time.monotonic() - since:.0f} s"
+            with contextlib.suppress(RuntimeError, dist.DistError):
+                self._store.set(f"beat/{self._rank}", json.dumps([count, told, peer]))
+            self._mind_others()
+
+    def _mind_others(self) -> None:
+        """If the others have stopped long ago and this rank has not noticed, it hangs: end it."""
+        if self._failure() is None:
+            return
+        now = time.monotonic()
+        self._failed_since = self._failed_since or now
+        if now - max(self._failed_since, self._doing[2]) > self._patience:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _short(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _close(group: dist.ProcessGroup) -> None:
+    """Close a group's connections: gloo does so when a wait on one of them runs out of time."""
+    if group.size() < 2 or dist.get_backend(group) != "gloo":
+        return
+    peer = dist.get_global_rank(group, (group.rank() + 1) % group.size())
+    with contextlib.suppress(RuntimeError):
+        work = dist.irecv(torch.empty(1), peer, group=group, tag=_NEVER)
+        if work is not None:
+            work.wait(timedelta(milliseconds=1))

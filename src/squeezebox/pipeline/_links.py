@@ -1,0 +1,162 @@
+"""What crosses between the stages of a rank and their neighbours."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+
+from squeezebox.pipeline._health import Health
+from squeezebox.pipeline._setup import Groups, Place
+from squeezebox.pipeline._wire import Form, Peer, Receiver, Sender
+from squeezebox.schedules import Kind, Schedule
+
+_TAGS = 64  # a boundary's, each way: one for each tensor of a message
+
+
+class Links:
+    """A rank's connections: between stages of two ranks over the wire, within a rank by hand.
+
+    Boundary b lies between the stages b and b + 1. What crosses it has the same form for every microbatch;
+    the sender puts that into the store when it sends the first one.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        place: Place,
+        schedule: Schedule,
+        groups: Groups,
+        health: Health,
+        patience: float,
+    ) -> None:
+        self._store, self._place, self._schedule = store, place, schedule
+        self._groups, self._health, self._patience = groups, health, patience
+        self._device = torch.device("cpu")
+        self._in_flight = _at_once(schedule, Kind.FORWARD)
+        self._returned = _at_once(schedule, Kind.INPUT)
+        self._senders: dict[int, Sender] = {}
+        self._receivers: dict[int, Receiver] = {}
+        self._forms: dict[int, list[Form]] = {}
+        self._gradient_senders: dict[int, Sender] = {}
+        self._gradient_receivers: dict[int, Receiver] = {}
+        self._expected: Counter[int] = Counter()
+        self._by_hand: dict[tuple[bool, int, int], list[Tensor]] = {}
+
+    def expect(self, microbatches: int) -> None:
+        """So many more microbatches will come to each of this rank's stages."""
+        for stage, rank in enumerate(self._schedule.placement):
+            if rank == self._place.rank and stage and not self._is_own(stage - 1):
+                if stage in self._receivers:
+                    self._receivers[stage].expect(microbatches)
+                else:
+                    self._expected[stage] += microbatches
+
+    def send(self, stage: int, microbatch: int, outputs: tuple[Tensor, ...]) -> None:
+        """Hand a stage's outputs to the next one."""
+        if self._is_own(stage + 1):
+            self._by_hand[True, stage + 1, microbatch] = list(outputs)
+            return
+        if stage not in self._senders:
+            self._open(stage, outputs)
+        self._senders[stage].send(outputs)
+        self._gradient_receivers[stage].expect(1)
+
+    def receive(self, stage: int, microbatch: int) -> tuple[list[Tensor], list[Tensor]]:
+        """A stage's inputs: the buffers to give back, and the leaves to call it with."""
+        if self._is_own(stage - 1):
+            given = self._by_hand.pop((True, stage, microbatch))
+            return [], [each.detach().requires_grad_(each.requires_grad) for each in given]
+        if stage not in self._receivers:
+            self._await(stage)
+        buffers = self._receivers[stage].receive()
+        forms = self._forms[stage]
+        return buffers, [
+            each.detach().requires_grad_(form.requires_grad)
+            for each, form in zip(buffers, forms, strict=True)
+        ]
+
+    def release(self, stage: int, inputs: list[Tensor], gradients: list[Tensor] | None) -> None:
+        """Give a microbatch's buffers back."""
+        if inputs:
+            self._receivers[stage].release(inputs)
+        if gradients is not None and not self._is_own(stage + 1):
+            self._gradient_receivers[stage].release(gradients)
+
+    def send_gradients(self, stage: int, microbatch: int, gradients: list[Tensor]) -> None:
+        """Hand the gradients of a stage's inputs to the stage before."""
+        if self._is_own(stage - 1):
+            self._by_hand[False, stage - 1, microbatch] = gradients
+        else:
+            self._gradient_senders[stage].send(gradients)
+
+    def receive_gradients(self, stage: int, microbatch: int) -> list[Tensor]:
+        """The gradients of a stage's outputs."""
+        if self._is_own(stage + 1):
+            return self._by_hand.pop((False, stage, microbatch))
+        return self._gradient_receivers[stage].receive()
+
+    def settle(self) -> None:
+        """Wait until all that was sent has arrived."""
+        for sender in [*self._senders.values(), *self._gradient_senders.values()]:
+            sender.settle()
+
+    def _is_own(self, stage: int) -> bool:
+        return self._schedule.placement[stage] == self._place.rank
+
+    def _open(self, stage: int, outputs: tuple[Tensor, ...]) -> None:
+        """Tell the next stage what will come, and make this end of the wires."""
+        forms = [Form(tuple(each.shape), each.dtype, each.requires_grad) for each in outputs]
+        self._store.set(self._key(stage), pickle.dumps(forms))  # type: ignore[arg-type]
+        self._senders[stage] = Sender(self._peer(stage, stage + 1, back=False), self._in_flight[stage] + 1)
+        returned = [form for form in forms if form.requires_grad]
+        receiver = Receiver(
+            self._peer(stage, stage + 1, back=True), returned, slots=self._returned[stage] + 1
+        )
+        self._gradient_receivers[stage] = receiver
+
+    def _await(self, stage: int) -> None:
+        """Learn what will come from the stage before, and make this end of the wires."""
+        peer = self._peer(stage - 1, stage - 1, back=False)
+        key = self._key(stage - 1)
+        peer.waiting(f"waits for rank {peer.rank} to send", peer.rank)
+        self._store.wait([key], timedelta(seconds=self._patience))
+        self._forms[stage] = pickle.loads(self._store.get(key))
+        receiver = Receiver(peer, self._forms[stage], slots=self._in_flight[stage] + 1)
+        receiver.expect(self._expected.pop(stage))
+        self._receivers[stage] = receiver
+        back = self._peer(stage - 1, stage - 1, back=True)
+        self._gradient_senders[stage] = Sender(back, self._in_flight[stage - 1] + 1)
+
+    def _key(self, boundary: int) -> str:
+        return f"form/{self._place.replica}/{boundary}"
+
+    def _peer(self, boundary: int, other: int, *, back: bool) -> Peer:
+        group: dist.ProcessGroup | None = self._groups.backward if back else self._groups.forward
+        assert group is not None
+        return Peer(
+            rank=self._place.of(self._schedule.placement[other]),
+            tag=(2 * boundary + back) * _TAGS,
+            group=group,
+            device=self._device,
+            patience=self._patience,
+            waiting=self._health.waits,
+        )
+
+
+def _at_once(schedule: Schedule, first: Kind) -> list[int]:
+    """Of each stage, the most microbatches between this action and the end of backward, at least one."""
+    most = [1] * schedule.num_stages
+    now = [0] * schedule.num_stages
+    for order in schedule.orders:
+        for action in order:
+            now[action.stage] += action.kind is first
+            most[action.stage] = max(most[action.stage], now[action.stage])
+            if action.kind is Kind.WEIGHT or (action.kind is Kind.BACKWARD and first is Kind.FORWARD):
+                now[action.stage] -= 1
+    return most

@@ -1,0 +1,330 @@
+"""The runner: a rank's part of a pipeline, action by action."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from squeezebox.pipeline._cut import cut
+from squeezebox.pipeline._health import Health
+from squeezebox.pipeline._links import Links
+from squeezebox.pipeline._setup import agree, check_stages, groups_of, own_store, placed, schedule_of
+from squeezebox.pipeline._stage import Passage, Stage
+from squeezebox.pipeline._updates import Exchange, Updates
+from squeezebox.pipeline._weights import Flat, Weights
+from squeezebox.schedules import Action, Kind
+from squeezebox.schema import OptionError, PipelineError, PipelinePlan
+
+_serials = itertools.count()  # runners of a process, in the order that all ranks make them in
+
+
+class Runner:
+    """One rank of a pipeline that trains a model.
+
+    All ranks make one, with the same model, plan and options, after torch.distributed.init_process_group().
+    Afterwards this rank holds the weights of its own stages only: the model's other parameters are gone
+    (they keep their shape, and are NaN), and the optimizer has only this rank's.
+
+    Schedules that flush give the gradients of the same microbatches accumulated in a single process, to
+    the bit where one rank holds each parameter. "two_bw" is W(t+1) = W(t) - lr * g(W(t-1)), in which the
+    optimizer gets gradients that are one batch late (arXiv:2006.09503); what "pipedream" reads,
+    ``squeezebox.schedules.pipedream`` says.
+
+    Args:
+        model: any module that ``cut`` can part, on all ranks alike.
+        plan: which blocks make which stage, and how a batch goes through them.
+        optimizer: made with the model's parameters. Its groups stay, so learning-rate schedulers work.
+        loss_fn: called with a microbatch's output and target; its mean over microbatches is minimised.
+        clip: bound of the norm of all ranks' gradients together.
+        skip_overflow: with an infinite or NaN gradient anywhere, a batch changes nothing.
+        correction: of the delay of gradients in two_bw (arXiv:2606.30634), for one more buffer of weights.
+        warmup: batches at the start that two_bw and pipedream flush, reading the newest weights.
+        patience: seconds after which a rank that is waited for counts as failed.
+        device: of this rank's stages (default: where the model's parameters are).
+
+    Raises:
+        PipelineError: ranks, plan and model do not agree, or one of them does not appear.
+        OptionError: options that do not go together.
+        UnsupportedModelError: the model cannot be cut.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: PipelinePlan,
+        *,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[..., Tensor],
+        clip: float | None = None,
+        skip_overflow: bool = False,
+        correction: bool = False,
+        warmup: int = 0,
+        patience: float = 60.0,
+    ) -> None:
+        self.plan, self._loss_fn = plan, loss_fn
+        self._schedule = schedule_of(plan, warmup)
+        self._place = placed(plan)
+        pieces = cut(model, example(plan, _device_of(model)))
+        store = own_store(next(_serials))
+        check_stages(plan, pieces)
+        agree(store, self._place, plan, pieces, patience)
+        placement = self._schedule.placement
+        self.stages = {
+            number: Stage(pieces[stage.first : stage.end], recompute=stage.policy == "recompute")
+            for number, stage in enumerate(plan.stages)
+            if placement[number] == self._place.rank
+        }
+        own, tied = _shared(plan, pieces, self._place.rank, placement)
+        self._groups = groups_of(self._place, tied, own)
+        if plan.schedule == "pipedream" and (tied or clip is not None):
+            raise OptionError(
+                "PipeDream's stages update each on its own, so weights tied over stages and clip= cannot be "
+                "exact with it. Take two_bw, or leave them out."
+            )
+        self._weights = Weights(own)
+        _forget(model, own)
+        self._weights.hand_over(optimizer)
+        self.optimizer = optimizer
+        exchange = Exchange(
+            replicas=self._groups.replicas,
+            pipeline=self._groups.pipeline,
+            ties=self._groups.ties,
+            clip=clip,
+            skip_overflow=skip_overflow,
+        )
+        exchange.level(self._weights.versions[0])
+        self._updates = Updates(self._weights, optimizer, exchange, correction)
+        self._patience = patience
+        self._health = Health(store, self._place.number, self._place.names(placement), patience)
+        self._links = Links(store, self._place, self._schedule, self._groups, self._health, patience)
+        self._batch = 0
+        self._failed = False
+        self._flights: dict[tuple[int, int], Passage] = {}
+        self._inputs: dict[int, tuple[Any, ...]] = {}
+        self._targets: dict[int, Any] = {}
+        self._losses: list[Tensor] = []
+        self._gradients: Flat | None = None
+        self._settings: dict[int, Any] = {}
+        self._ended_stages = 0
+        self._turns = self._from(0)
+        self._ahead: Action | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank takes the model's inputs."""
+        return 0 in self.stages
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the loss."""
+        return len(self.plan.stages) - 1 in self.stages
+
+    def step(self, inputs: Any = None, target: Any = None) -> Tensor | None:
+        """Train on one batch, of which this rank's pipeline gets ``microbatches * microbatch`` samples.
+
+        Args:
+            inputs: a tensor or a tuple of them, batch first; other ranks than the first may leave it out.
+            target: a tensor, or None for a loss of the output alone; only the last rank needs it.
+
+        Returns:
+            The batch's mean loss on the last rank, None on all others.
+
+        Raises:
+            OptionError: the batch has another size than the plan's.
+            PipelineError: another rank failed; the message names it. No further step is possible.
+        """
+        with self._guarded():
+            self._take(inputs, target)
+            self._settings[self._batch] = self._updates.settings()
+            self._links.expect(self.plan.microbatches)
+            while not self._is_of_later_batch(action := self._next()):
+                self._do(action)
+            self._ahead = action
+            self._reach(action.version)
+            self._batch += 1
+            losses, self._losses = self._losses, []
+            return torch.stack(losses).sum() if losses else None
+
+    def drain(self) -> None:
+        """Finish all microbatches and updates under way: do it before evaluation and checkpoints.
+
+        Raises:
+            PipelineError: another rank failed.
+        """
+        if self._ahead is None:
+            return
+        with self._guarded():
+            while self._ended_stages < self._batch * len(self.stages):
+                action = self._next()
+                if not self._is_of_later_batch(action, self._batch - 1):
+                    self._do(action)
+            self._turns, self._ahead = self._from(self._batch), None
+            self._ahead = self._next()
+            self._reach(self._batch)
+            self._links.settle()
+
+    def close(self) -> None:
+        """End this runner's threads; what it was waiting for is left."""
+        self._updates.stop()
+        self._health.stop()
+
+    def _guarded(self) -> Any:
+        if self._failed:
+            raise PipelineError(
+                "this runner has failed and cannot go on. Start all ranks anew from the last checkpoint."
+            )
+        self._failed = True  # until the guard is left without an error
+        return self._health.guard(self._groups.all(), self._succeed)
+
+    def _succeed(self) -> None:
+        self._failed = False
+
+    def _from(self, batch: int) -> Iterator[Action]:
+        assert self._schedule.turns is not None
+        return self._schedule.turns(self._place.rank, batch)
+
+    def _next(self) -> Action:
+        action, self._ahead = self._ahead or next(self._turns), None
+        return action
+
+    def _is_of_later_batch(self, action: Action, batch: int | None = None) -> bool:
+        return self._schedule.batch_of(action) > (self._batch if batch is None else batch)
+
+    def _take(self, inputs: Any, target: Any) -> None:
+        """Part a batch into microbatches, where this rank needs them."""
+        first = self._batch * self.plan.microbatches
+        if self.is_first:
+            inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+            parts = [self._parted(tensor, "inputs") for tensor in inputs]
+            self._inputs |= {first + number: each for number, each in enumerate(zip(*parts, strict=True))}
+        if self.is_last and target is not None:
+            self._targets |= {
+                first + number: each for number, each in enumerate(self._parted(target, "target"))
+            }
+
+    def _parted(self, tensor: Any, what: str) -> tuple[Tensor, ...]:
+        size = self.plan.microbatch * self.plan.microbatches
+        if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) != size:
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise OptionError(
+                f"{what}: {shape}, and the plan's batch is {self.plan.microbatches} microbatches of "
+                f"{self.plan.microbatch} samples, {size} along the first dimension, in each pipeline. Pass "
+                "so many (leave out a last, smaller batch), or make a plan for this batch."
+            )
+        return tuple(tensor.split(self.plan.microbatch))
+
+    def _do(self, action: Action) -> None:
+        self._health.works(f"works at {action}")
+        if action.kind is Kind.UPDATE:
+            self._end_stage(action.microbatch)
+            return
+        key = action.stage, action.microbatch
+        if action.kind is Kind.FORWARD:
+            self._reach(action.version)
+            self._weights.select(action.version)
+            self._flights[key] = self._forward(action)
+            return
+        passage = self._flights[key]
+        if action.kind is not Kind.WEIGHT and not self._is_loss(action):
+            passage.gradients = self._links.receive_gradients(*key)
+        self._backward(action, passage)
+        if action.kind is not Kind.INPUT:
+            del self._flights[key]
+            self._links.release(action.stage, passage.received, passage.gradients)
+
+    def _is_loss(self, action: Action) -> bool:
+        return action.stage == len(self.plan.stages) - 1
+
+    def _forward(self, action: Action) -> Passage:
+        stage, number = action.stage, action.microbatch
+        if stage == 0:
+            buffers: list[Tensor] = []
+            leaves = list(self._inputs.pop(number))
+        else:
+            buffers, leaves = self._links.receive(stage, number)
+        outputs = self.stages[stage](*leaves)
+        if not self._is_loss(action):
+            self._links.send(stage, number, outputs)
+            kept = [output for output in outputs if output.requires_grad]
+            return Passage(action.version, buffers, leaves, kept)
+        target = self._targets.pop(number, None)
+        output = outputs[0] if len(outputs) == 1 else outputs
+        loss = self._loss_fn(output) if target is None else self._loss_fn(output, target)
+        loss = loss / self.plan.microbatches
+        self._losses.append(loss.detach())
+        return Passage(action.version, buffers, leaves, [loss])
+
+    def _backward(self, action: Action, passage: Passage) -> None:
+        self._weights.select(action.version)  # autograd noted the parameters, not their values
+        if self._gradients is None:
+            self._gradients = self._updates.gradients()
+            self._weights.accumulate_into(self._gradients)
+        weights = [each for each in self.stages[action.stage].parameters() if each.requires_grad]
+        if action.kind is Kind.WEIGHT:
+            passage.backward_to_weights(weights)
+            return
+        if action.kind is Kind.BACKWARD:
+            results = passage.backward()
+        else:
+            results = passage.backward_to_inputs(weights)
+        if action.stage:
+            self._links.send_gradients(action.stage, action.microbatch, results)
+
+    def _end_stage(self, batch: int) -> None:
+        """A stage's gradients of a batch are complete; with those of all stages, its update is queued."""
+        self._ended_stages += 1
+        if self._ended_stages % len(self.stages) == 0:
+            assert self._gradients is not None
+            self._updates.queue(self._gradients, self._settings.pop(batch))
+            self._gradients = None
+
+    def _reach(self, version: int) -> None:
+        """Have this version made; older ones stay as long as they are still to be read."""
+        if self._weights.newest >= version:
+            return
+        oldest = min([version, *(each.version for each in self._flights.values())])
+        if self._ahead is not None:
+            oldest = min(oldest, self._ahead.version)
+        self._health.waits("waits for the other ranks' gradients", self._place.number)
+        self._updates.reach(version, oldest, self._patience)
+
+
+def example(plan: PipelinePlan, device: torch.device) -> tuple[Tensor, ...]:
+    """One microbatch's inputs, all zero."""
+    return tuple(
+        torch.zeros((plan.microbatch, *shape), dtype=getattr(torch, dtype), device=device)
+        for shape, dtype in plan.inputs
+    )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def _shared(
+    plan: PipelinePlan, pieces: list[Any], rank: int, placement: tuple[int, ...]
+) -> tuple[list[nn.Parameter], list[tuple[nn.Parameter, list[int]]]]:
+    """A rank's trained parameters, and those that several ranks hold, with the ranks."""
+    holders: dict[nn.Parameter, list[int]] = {}
+    for number, stage in enumerate(plan.stages):
+        for piece in pieces[stage.first : stage.end]:
+            for parameter in piece.module.parameters():
+                ranks = holders.setdefault(parameter, [])
+                if parameter.requires_grad and placement[number] not in ranks:
+                    ranks.append(placement[number])
+    own = [parameter for parameter, ranks in holders.items() if rank in ranks]
+    tied = [(parameter, sorted(ranks)) for parameter, ranks in holders.items() if len(ranks) > 1]
+    return own, tied
+
+
+def _forget(model: nn.Module, own: list[nn.Parameter]) -> None:
+    """Free what other ranks hold."""
+    kept = {id(parameter) for parameter in own}
+    for parameter in model.parameters():
+        if id(parameter) not in kept and parameter.requires_grad:
+            nothing = parameter.new_full((), float("nan"))
+            parameter.data = nothing.expand(parameter.shape)

@@ -1,0 +1,229 @@
+"""Before the first step: which ranks there are, what each holds, and whether all agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+
+from squeezebox import schedules
+from squeezebox.pipeline._cut import Piece, fingerprint
+from squeezebox.pipeline._updates import Tie
+from squeezebox.schedules import Schedule
+from squeezebox.schema import OptionError, PipelineError, PipelinePlan
+
+_Maker = Callable[
+    [PipelinePlan, int, int], Schedule
+]  # from the plan, the loops and batches to flush at first
+
+_SCHEDULES: Mapping[str, _Maker] = MappingProxyType(
+    {
+        "gpipe": lambda plan, _, __: schedules.gpipe(plan.ranks, plan.microbatches),
+        "one_f_one_b": lambda plan, _, __: schedules.one_f_one_b(plan.ranks, plan.microbatches),
+        "interleaved": lambda plan, loops, _: schedules.interleaved(
+            plan.ranks, plan.microbatches, loops=loops
+        ),
+        "breadth_first": lambda plan, loops, _: schedules.breadth_first(
+            plan.ranks, plan.microbatches, loops=loops
+        ),
+        "zero_bubble": lambda plan, _, __: schedules.zero_bubble(plan.ranks, plan.microbatches),
+        "pipedream": lambda plan, _, warmup: schedules.pipedream(plan.ranks, warmup=warmup),
+        "two_bw": lambda plan, _, warmup: schedules.two_bw(plan.ranks, plan.microbatches, warmup=warmup),
+    }
+)
+FLOWING = ("pipedream", "two_bw")
+
+
+def schedule_of(plan: PipelinePlan, warmup: int = 0) -> Schedule:
+    """The schedule that a plan names.
+
+    Raises:
+        OptionError: there is none of that name, or it does not go with the plan's numbers.
+    """
+    if plan.schedule not in _SCHEDULES:
+        raise OptionError(
+            f"there is no schedule '{plan.schedule}'; take one of {', '.join(sorted(_SCHEDULES))}."
+        )
+    loops, rest = divmod(len(plan.stages), plan.ranks)
+    if rest or (loops > 1 and plan.schedule not in ("interleaved", "breadth_first")):
+        raise OptionError(
+            f"the plan has {len(plan.stages)} stages for {plan.ranks} ranks: '{plan.schedule}' takes "
+            f"{'a multiple of the ranks' if rest and loops else 'one for each rank'}. Cut the model so."
+        )
+    if warmup and plan.schedule not in FLOWING:
+        raise OptionError(
+            f"warmup={warmup}: '{plan.schedule}' flushes after each batch anyway. Leave it out, or take "
+            "two_bw."
+        )
+    if plan.schedule == "pipedream" and plan.microbatches != 1:
+        raise OptionError(
+            f"PipeDream updates after every microbatch, and the plan has {plan.microbatches} in a batch. "
+            "Give it one, or take two_bw, which updates once a batch."
+        )
+    return _SCHEDULES[plan.schedule](plan, loops, warmup)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where this process stands: its rank in its pipeline, and which of the equal pipelines that is."""
+
+    rank: int
+    replica: int
+    ranks: int
+    replicas: int
+
+    @property
+    def number(self) -> int:
+        """Its rank among all processes."""
+        return self.of(self.rank)
+
+    def of(self, rank: int) -> int:
+        """The number of another rank of this pipeline among all processes."""
+        return self.replica * self.ranks + rank
+
+    def names(self, placement: Sequence[int]) -> list[str]:
+        """What each process holds, in words."""
+        names = []
+        for replica in range(self.replicas):
+            for rank in range(self.ranks):
+                own = [str(stage) for stage, owner in enumerate(placement) if owner == rank]
+                name = f"stage{'s' * (len(own) > 1)} {', '.join(own)}"
+                names.append(name if self.replicas == 1 else f"{name} of replica {replica}")
+        return names
+
+
+def placed(plan: PipelinePlan) -> Place:
+    """This process's place.
+
+    Raises:
+        PipelineError: torch.distributed is not set up, or has another number of processes than the plan.
+    """
+    if not dist.is_initialized():
+        raise PipelineError(
+            "torch.distributed has no process group. Start with torchrun and call "
+            "torch.distributed.init_process_group() before the runner is made."
+        )
+    world = dist.get_world_size()
+    if world != plan.ranks * plan.replicas:
+        raise PipelineError(
+            f"the plan is for {plan.ranks} ranks x {plan.replicas} replicas = {plan.ranks * plan.replicas} "
+            f"processes, and {world} run. Start so many (torchrun --nproc-per-node), or plan for {world}."
+        )
+    replica, rank = divmod(dist.get_rank(), plan.ranks)
+    return Place(rank=rank, replica=replica, ranks=plan.ranks, replicas=plan.replicas)
+
+
+def own_store(serial: int) -> Store:
+    """A part of the process group's store, on a connection of its own."""
+    return PrefixStore(f"squeezebox/{serial}", _get_default_store().clone())  # type: ignore[attr-defined]
+
+
+def agree(store: Store, place: Place, plan: PipelinePlan, pieces: Sequence[Piece], patience: float) -> None:
+    """Refuse to start unless all ranks have the same plan, the same model and the same torch.
+
+    Raises:
+        PipelineError: names the rank that differs and in what.
+    """
+    mine = {
+        "plan": json.dumps(dataclasses.asdict(plan), sort_keys=True),
+        "model": fingerprint(pieces),
+        "torch": torch.__version__,
+    }
+    store.set(f"hello/{place.number}", json.dumps(mine))
+    for number in range(place.ranks * place.replicas):
+        try:
+            store.wait([f"hello/{number}"], timedelta(seconds=patience))
+        except RuntimeError as error:
+            raise PipelineError(
+                f"rank {number} did not appear within {patience:.0f} s. Look at what it printed."
+            ) from error
+        theirs = json.loads(store.get(f"hello/{number}"))
+        for what in (what for what in mine if mine[what] != theirs[what]):
+            raise PipelineError(
+                f"rank {number} has another {what} than rank {place.number}"
+                f"{'' if what == 'plan' else f' ({theirs[what]}, not {mine[what]})'}: start all ranks from "
+                "the same files."
+            )
+    if plan.fingerprint and plan.fingerprint != mine["model"]:
+        raise PipelineError(
+            f"the plan was made for a model of fingerprint {plan.fingerprint}, and this one has "
+            f"{mine['model']}: names, shapes or dtypes of parameters differ. Make the plan anew."
+        )
+
+
+def check_stages(plan: PipelinePlan, pieces: Sequence[Piece]) -> None:
+    """Refuse stages that are not all of the model's pieces in their order.
+
+    Raises:
+        PipelineError: says which blocks come twice, or not at all.
+    """
+    end = 0
+    for number, stage in enumerate(plan.stages):
+        if stage.first != end or stage.end <= stage.first:
+            raise PipelineError(
+                f"stage {number} of the plan has blocks {stage.first} to {stage.end}, and the one before "
+                f"ends with {end}: each block must be in one stage. Make the plan anew."
+            )
+        end = stage.end
+    if end != len(pieces):
+        raise PipelineError(
+            f"the plan's stages have {end} blocks, and the model has {len(pieces)}. Make the plan anew."
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Groups:
+    """Process groups of a runner's own; None where there would be but one rank."""
+
+    forward: dist.ProcessGroup | None
+    backward: dist.ProcessGroup | None
+    pipeline: dist.ProcessGroup | None
+    replicas: dist.ProcessGroup | None
+    ties: tuple[Tie, ...]
+
+    def all(self) -> list[dist.ProcessGroup]:
+        """Every one of them that this rank is in."""
+        ties = [tie.group for tie in self.ties]
+        return [each for each in (self.forward, self.backward, self.pipeline, self.replicas, *ties) if each]
+
+
+def groups_of(
+    place: Place, tied: Sequence[tuple[nn.Parameter, Sequence[int]]], own: Sequence[nn.Parameter]
+) -> Groups:
+    """Make all groups; every process must call it, as each group is made by all of them.
+
+    Args:
+        place: this process's.
+        tied: parameters that several ranks of a pipeline hold, and those ranks.
+        own: this rank's parameters.
+    """
+    everybody = list(range(place.ranks * place.replicas))
+    forward, backward = _group(everybody), _group(everybody)
+    pipelines = [everybody[first : first + place.ranks] for first in everybody[:: place.ranks]]
+    replicas = [everybody[rank :: place.ranks] for rank in range(place.ranks)]
+    ties = []
+    for parameter, ranks in tied:
+        made = [_group([pipeline[rank] for rank in ranks]) for pipeline in pipelines]
+        group = made[place.replica]
+        if place.rank in ranks and group is not None:
+            number = next(number for number, each in enumerate(own) if each is parameter)
+            ties.append(Tie(place=number, group=group, counted=place.rank == min(ranks)))
+    return Groups(
+        forward=forward,
+        backward=backward,
+        pipeline=[_group(each) for each in pipelines][place.replica],
+        replicas=[_group(each) for each in replicas][place.rank],
+        ties=tuple(ties),
+    )
+
+
+def _group(ranks: list[int]) -> dist.ProcessGroup | None:
+    return dist.new_group(ranks) if len(ranks) > 1 else None

@@ -1,0 +1,80 @@
+"""A stage: pieces of a model in a row, and the microbatches that are on their way through it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import _backward as split_backward
+from torch.utils.checkpoint import checkpoint
+
+from squeezebox.pipeline._cut import Piece
+
+
+class Stage(nn.Module):
+    """Pieces called one after the other, with tensors; returns a tuple.
+
+    ``recompute``: each piece saves nothing but its inputs, and runs again in backward.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], recompute: bool) -> None:
+        super().__init__()
+        self.pieces = nn.ModuleList(piece.module for piece in pieces)
+        self._recompute = recompute
+
+    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+        """Run all pieces."""
+        for piece in self.pieces:
+            if self._recompute and torch.is_grad_enabled():
+                inputs = checkpoint(piece, *inputs, use_reentrant=False)
+            else:
+                inputs = piece(*inputs)
+        return inputs
+
+
+@dataclass(slots=True)
+class Passage:
+    """A microbatch between a stage's forward and its backward.
+
+    ``received`` are buffers to give back, ``leaves`` what the stage was called with, ``outputs`` what its
+    gradient starts from: the loss, or what was sent, whose ``gradients`` come back.
+    """
+
+    version: int
+    received: list[Tensor]
+    leaves: list[Tensor]
+    outputs: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] | None = None
+    groups: list[dict[str, Any]] | None = None
+
+    def backward(self) -> list[Tensor]:
+        """All of backward; returns the gradients of the inputs that have one."""
+        torch.autograd.backward(self.outputs, self.gradients)
+        return self._of_inputs()
+
+    def backward_to_inputs(self, weights: Sequence[nn.Parameter]) -> list[Tensor]:
+        """The part of backward that the stage before waits for (arXiv:2401.10241)."""
+        inputs = [leaf for leaf in self.leaves if leaf.requires_grad]
+        if not inputs:
+            return []
+        _, self.groups = split_backward.stage_backward_input(
+            self.outputs, self.gradients, inputs, iter(weights)
+        )
+        return self._of_inputs()
+
+    def backward_to_weights(self, weights: Sequence[nn.Parameter]) -> None:
+        """The rest of it."""
+        if self.groups is None:
+            torch.autograd.backward(self.outputs, self.gradients)
+        else:
+            split_backward.stage_backward_weight(iter(weights), self.groups)
+
+    def _of_inputs(self) -> list[Tensor]:
+        return [
+            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            for leaf in self.leaves
+            if leaf.requires_grad
+        ]

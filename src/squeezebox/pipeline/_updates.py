@@ -1,0 +1,201 @@
+"""The optimizer's steps: queued when a batch's gradients are complete, done before they are first read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from squeezebox.pipeline._weights import Flat, Weights
+
+Settings = list[dict[str, Any]]  # of an optimizer's groups
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tie:
+    """A parameter that several ranks hold: its place among this rank's, and who shares its gradient.
+
+    ``counted``: it is this rank that counts it in the gradients' norm.
+    """
+
+    place: int
+    group: dist.ProcessGroup
+    counted: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """What ranks must tell each other of a batch's gradients before they step.
+
+    ``replicas`` has the ranks with the same stages, ``pipeline`` those of one pipeline; None where there is
+    but one. ``clip`` bounds the norm of all gradients, as torch.nn.utils.clip_grad_norm_ does.
+    ``skip_overflow``: with an infinite or NaN gradient anywhere, nobody steps.
+    """
+
+    replicas: dist.ProcessGroup | None
+    pipeline: dist.ProcessGroup | None
+    ties: tuple[Tie, ...]
+    clip: float | None
+    skip_overflow: bool
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anything to tell."""
+        return bool(self.replicas or self.ties or self.clip is not None or self.skip_overflow)
+
+    def run(self, gradients: Flat) -> tuple[float | None, bool]:
+        """Sum up and clip the gradients in place.
+
+        Returns:
+            Their norm, if something depends on it, and whether to step.
+        """
+        if self.replicas is not None:
+            for part in gradients.parts:
+                dist.all_reduce(part, group=self.replicas)
+                part /= self.replicas.size()
+        for tie in self.ties:
+            dist.all_reduce(gradients.views[tie.place], group=tie.group)
+        if self.clip is None and not self.skip_overflow:
+            return None, True
+        norm = self._norm(gradients)
+        finite = norm < float("inf")  # false for NaN too
+        if self.clip is not None and finite:
+            factor = min(1.0, self.clip / (norm + 1e-6))
+            for part in gradients.parts:
+                part *= factor
+        return norm, finite or not self.skip_overflow
+
+    def level(self, weights: Flat) -> None:
+        """Let all that hold the same parameters begin with the same values."""
+        if self.replicas is not None:
+            for part in weights.parts:
+                dist.broadcast(part, group=self.replicas, group_src=0)
+        for tie in self.ties:
+            dist.broadcast(weights.views[tie.place], group=tie.group, group_src=0)
+
+    def _norm(self, gradients: Flat) -> float:
+        elsewhere = {tie.place for tie in self.ties if not tie.counted}
+        own = [view for place, view in enumerate(gradients.views) if place not in elsewhere]
+        norms = [torch.linalg.vector_norm(view, dtype=_wide(view)) for view in own]
+        total = torch.stack([norm.double() ** 2 for norm in norms]).sum()
+        if self.pipeline is not None:
+            dist.all_reduce(total, group=self.pipeline)
+        return float(total.sqrt())
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A batch whose gradients are complete."""
+
+    gradients: Flat
+    settings: Settings
+    outcome: Future[tuple[float | None, bool]] | None
+
+
+class Updates:
+    """Steps the optimizer once a batch, no sooner than needed, so that what ranks exchange costs no time.
+
+    ``correction``: each update is also given what it has grown by against the one before, for the gradients
+    are a step late (arXiv:2606.30634): W(t+1) = W(t) + U(t) + (U(t) - U(t-1)).
+    """
+
+    def __init__(
+        self, weights: Weights, optimizer: torch.optim.Optimizer, exchange: Exchange, correction: bool
+    ) -> None:
+        self._weights, self._optimizer, self._exchange = weights, optimizer, exchange
+        self._pending: deque[_Pending] = deque()
+        self._free: list[Flat] = []
+        self._thread = ThreadPoolExecutor(1, "squeezebox-updates") if exchange.is_needed else None
+        self._correction = correction
+        self.last_update: Flat | None = None
+        self.norm: float | None = None
+        self.skipped = 0
+
+    def gradients(self) -> Flat:
+        """Room for a batch's gradients, all zero."""
+        if self._free:
+            self._free[-1].zero_()
+            return self._free.pop()
+        return Flat(self._weights.parameters)
+
+    def settings(self) -> Settings:
+        """The optimizer's settings as they are now, such as its learning rate."""
+        groups = self._optimizer.param_groups
+        return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+    def queue(self, gradients: Flat, settings: Settings) -> None:
+        """A batch's gradients are complete: begin to exchange what the step needs."""
+        outcome = None if self._thread is None else self._thread.submit(self._exchange.run, gradients)
+        self._pending.append(_Pending(gradients, settings, outcome))
+
+    def reach(self, version: int, oldest: int, patience: float) -> None:
+        """Do the steps that make this version, keeping those from ``oldest`` on.
+
+        Raises:
+            RuntimeError: other ranks' part in it did not come in time.
+        """
+        while self._weights.newest < version:
+            pending = self._pending[0]
+            step = True
+            if pending.outcome is not None:
+                self.norm, step = pending.outcome.result(patience)
+            self._pending.popleft()
+            self._update(pending, step, oldest)
+            self._free.append(pending.gradients)
+
+    def _update(self, pending: _Pending, step: bool, oldest: int) -> None:
+        self.skipped += not step
+        if self._correction:
+            oldest = min(oldest, self._weights.newest)
+
+        def act() -> None:
+            if step:
+                with _with(self._optimizer, pending.settings):
+                    self._optimizer.step()
+
+        before = self._weights.update(pending.gradients, act, oldest)
+        if self._correction and before is not None and step:
+            self._correct(before, self._weights.versions[self._weights.newest])
+
+    def _correct(self, before: Flat, after: Flat) -> None:
+        if self.last_update is None:
+            self.last_update = Flat(self._weights.parameters)
+            self.last_update.copy_(after)
+            for last, old in zip(self.last_update.parts, before.parts, strict=True):
+                last -= old
+            return
+        for last, new, old in zip(self.last_update.parts, after.parts, before.parts, strict=True):
+            last.neg_().add_(new).sub_(old)  # U(t) - U(t-1)
+            new += last
+            torch.sub(new, last, out=last)
+            last -= old  # U(t)
+
+    def stop(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _with(optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    """The optimizer with a batch's settings, and afterwards with those that it had."""
+    groups = optimizer.param_groups
+    had = [{name: group[name] for name in wanted} for group, wanted in zip(groups, settings, strict=True)]
+    for group, wanted in zip(groups, settings, strict=True):
+        group.update(wanted)
+    try:
+        yield
+    finally:
+        for group, before in zip(groups, had, strict=True):
+            group.update(before)

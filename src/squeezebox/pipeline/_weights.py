@@ -1,0 +1,133 @@
+"""A rank's weights in as many versions as its schedule needs, and the gradients that batches leave.
+
+A version is a buffer of its own, and the model's parameters point into the one that is being read: nothing
+is copied to switch. The optimizer has parameters of its own, which point into the newest version. So its
+steps in place do not touch what autograd has noted of the model's parameters: graphs in flight stay valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from squeezebox.schema import OptionError
+
+
+class Flat:
+    """Tensors shaped like some parameters, side by side in one tensor for each dtype."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        sizes: dict[torch.dtype, int] = {}
+        for parameter in parameters:
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+        self.parts = [
+            torch.zeros(size, dtype=dtype, device=parameters[0].device) for dtype, size in sizes.items()
+        ]
+        rests = {part.dtype: part for part in self.parts}
+        self.views: list[Tensor] = []
+        for parameter in parameters:
+            rest, count = rests[parameter.dtype], parameter.numel()
+            strides = torch.empty_like(parameter, device="meta").stride()  # its layout, made dense
+            self.views.append(rest[:count].as_strided(parameter.shape, strides))
+            rests[parameter.dtype] = rest[count:]
+
+    def copy_(self, other: Flat) -> None:
+        """Take over another one's values."""
+        for own, others in zip(self.parts, other.parts, strict=True):
+            own.copy_(others)
+
+    def zero_(self) -> None:
+        """Set all to zero."""
+        for part in self.parts:
+            part.zero_()
+
+
+class Weights:
+    """The parameters of a rank's stages: their versions, and the optimizer's own view of the newest one."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        first = Flat(self.parameters)
+        for parameter, view in zip(self.parameters, first.views, strict=True):
+            view.copy_(parameter.detach())
+        self.versions = {0: first}
+        self._free: list[Flat] = []
+        self._selected: Flat | None = None
+        self.owned = [nn.Parameter(view) for view in first.views]
+        self.select(0)
+
+    @property
+    def newest(self) -> int:
+        """How many updates the newest version has seen."""
+        return max(self.versions)
+
+    def select(self, version: int) -> None:
+        """Let the model read this version."""
+        flat = self.versions[version]
+        if flat is not self._selected:
+            self._selected = flat
+            for parameter, view in zip(self.parameters, flat.views, strict=True):
+                parameter.data = view
+
+    def accumulate_into(self, gradients: Flat) -> None:
+        """Let backward add up its gradients there."""
+        for parameter, view in zip(self.parameters, gradients.views, strict=True):
+            parameter.grad = view
+
+    def update(self, gradients: Flat, step: Callable[[], Any], oldest: int) -> Flat | None:
+        """Make the next version out of the newest one by an optimizer's step.
+
+        Args:
+            gradients: what the step reads.
+            step: the optimizer's.
+            oldest: the oldest version that is still to be read; those before it make room.
+
+        Returns:
+            The version before, if it is still to be read, else None: the step was done in its place.
+        """
+        newest = self.newest
+        for version in [each for each in self.versions if each < min(oldest, newest)]:
+            self._free.append(self.versions.pop(version))
+        before = self.versions[newest]
+        after = before
+        if oldest <= newest:
+            after = self._free.pop() if self._free else Flat(self.parameters)
+            after.copy_(before)
+        else:
+            del self.versions[newest]
+        self.versions[newest + 1] = after
+        for own, view, gradient in zip(self.owned, after.views, gradients.views, strict=True):
+            own.data, own.grad = view, gradient
+        step()
+        for own in self.owned:
+            own.grad = None
+        return before if after is not before else None
+
+    def hand_over(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer of the whole model step this rank's parameters, and no others.
+
+        Its groups stay, with their settings, so that schedulers of learning rates go on working; what state
+        it has already goes with the parameters.
+
+        Raises:
+            OptionError: it does not have the parameters of this rank's stages.
+        """
+        owned = {id(old): own for old, own in zip(self.parameters, self.owned, strict=True)}
+        found = 0
+        for group in optimizer.param_groups:
+            old = [parameter for parameter in group["params"] if id(parameter) in owned]
+            group["params"] = [owned[id(parameter)] for parameter in old]
+            found += len(old)
+        if not found and self.parameters:
+            raise OptionError(
+                f"the optimizer has none of the {len(self.parameters)} parameters of this rank's stages. "
+                "Make it with the parameters of the same model object that the runner gets."
+            )
+        state = optimizer.state
+        for parameter in list(state):
+            kept = state.pop(parameter)
+            if id(parameter) in owned:
+                state[owned[id(parameter)]] = kept

@@ -1,0 +1,122 @@
+"""Tensors from rank to rank: sent without waiting, received ahead into a ring of buffers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Form(NamedTuple):
+    """What a tensor on the way looks like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Room for such a tensor."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peer:
+    """The other end of a wire.
+
+    ``patience`` is how long anything is waited for, in seconds; ``waiting`` is told before for what.
+    """
+
+    rank: int
+    tag: int
+    group: dist.ProcessGroup
+    device: torch.device
+    patience: float
+    waiting: Callable[[str, int], None]
+
+    def finish(self, works: Sequence[dist.Work], what: str) -> None:
+        """Wait until they are done; RuntimeError if the other end is gone or takes too long."""
+        self.waiting(what, self.rank)
+        for work in works:
+            if self.device.type == "cpu":
+                work.wait(timedelta(seconds=self.patience))
+            else:  # only queues: the process group's own timeout watches over it
+                work.wait()
+
+
+class Sender:
+    """One end of a wire: what is sent stays until it has arrived, at most ``most`` messages."""
+
+    def __init__(self, peer: Peer, most: int) -> None:
+        self._peer, self._most = peer, most
+        self._underway: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
+        self.sent_bytes = 0
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Send them as one message."""
+        while len(self._underway) >= self._most:
+            self._settle_first()
+        held = [tensor.detach().contiguous() for tensor in tensors]
+        works = [self._start(tensor, place) for place, tensor in enumerate(held)]
+        self.sent_bytes += sum(tensor.nbytes for tensor in held)
+        self._underway.append((works, held))
+
+    def settle(self) -> None:
+        """Wait until all has arrived."""
+        while self._underway:
+            self._settle_first()
+
+    def _start(self, tensor: Tensor, place: int) -> dist.Work:
+        work = dist.isend(tensor, self._peer.rank, group=self._peer.group, tag=self._peer.tag + place)
+        assert work is not None
+        return work
+
+    def _settle_first(self) -> None:
+        works, _ = self._underway[0]
+        self._peer.finish(works, f"waits for rank {self._peer.rank} to receive")
+        self._underway.popleft()
+
+
+class Receiver:
+    """The other end: buffers in a ring, of which each takes a message ahead of its use."""
+
+    def __init__(self, peer: Peer, forms: Sequence[Form], slots: int) -> None:
+        self._peer = peer
+        self._ring = deque([form.empty(peer.device) for form in forms] for _ in range(slots))
+        self._expected = 0
+        self._posted: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
+
+    def expect(self, messages: int) -> None:
+        """So many more messages will come."""
+        self._expected += messages
+        self._post()
+
+    def receive(self) -> list[Tensor]:
+        """The next message; its buffers are the caller's until :meth:`release`."""
+        self._post()
+        works, buffers = self._posted[0]
+        self._peer.finish(works, f"waits for rank {self._peer.rank} to send")
+        self._posted.popleft()
+        return buffers
+
+    def release(self, buffers: list[Tensor]) -> None:
+        """Give buffers back, for a later message."""
+        self._ring.append(buffers)
+        self._post()
+
+    def _post(self) -> None:
+        while self._ring and self._expected:
+            buffers = self._ring.popleft()
+            works = [self._start(buffer, place) for place, buffer in enumerate(buffers)]
+            self._posted.append((works, buffers))
+            self._expected -= 1
+
+    def _start(self, buffer: Tensor, place: int) -> dist.Work:
+        work = dist.irecv(buffer, self._peer.rank, group=self._peer.group, tag=self._peer.tag + place)
+        assert work is not None
+        return work
