@@ -23,6 +23,7 @@ from squeezebox.schema._pipeline import (
     Link,
     PipelinePlan,
     PipelineProfile,
+    StageMemory,
     StagePlan,
 )
 from squeezebox.schema._plan import (
@@ -81,6 +82,7 @@ __all__ = [
     "SavedTensor",
     "Shortage",
     "SqueezeboxError",
+    "StageMemory",
     "StagePlan",
     "StepProfile",
     "StepRecord",
