@@ -73,20 +73,20 @@ def test_even_stages_take_the_closed_forms(ranks, microbatches, loops):
         assert closed == pytest.approx(simulated), (name, pipe)
 
 
-@pytest.mark.parametrize("name", FLOWS)
 @pytest.mark.parametrize(
-    "transfer, spread, tolerance", ((0.1, 0.0, 0.05), (0.0, 0.1, 0.08), (0.3, 0.4, 0.35))
+    "transfer, spread, tolerance", ((0.1, 0.0, 0.05), (0.0, 0.1, 0.08), (0.0, 0.4, 0.25), (0.3, 0.4, 0.25))
 )
+@pytest.mark.parametrize("name", FLOWS)
 def test_others_are_estimated(name, transfer, spread, tolerance):
     """Transfers of a thirtieth of a stage's seconds or a tenth; stages uneven by as much as ``spread``."""
-    flow = FLOWS[name]
+    exact = name in ("gpipe", "breadth_first")
     for seed in range(30):
         draw = random.Random(seed)
         ranks, microbatches = draw.randint(2, 6), draw.randint(1, 12)
-        for each, _, pipe in suited(ranks, microbatches, draw.randint(2, 4)):
+        for each, flow, pipe in suited(ranks, microbatches, draw.randint(2, 4)):
             if each != name:
                 continue
             forward = [draw.uniform(1 - spread, 1 + spread) for _ in range(pipe.ranks * pipe.loops)]
-            backward = [2 * seconds for seconds in forward]
+            backward = [draw.uniform(2 - spread, 2 + spread) * seconds for seconds in forward]
             closed, simulated = seconds_of(name, flow, pipe, forward, backward, transfer)
-            assert closed == pytest.approx(simulated, rel=tolerance), pipe
+            assert closed == pytest.approx(simulated, rel=1e-9 if exact else tolerance), pipe

@@ -93,20 +93,22 @@ def _in_turns(pipe: Pipe, rank: int) -> Integers:
 
 
 def _one_way(pipe: Pipe, seconds: Sequence[float], transfers: Sequence[float]) -> float:
-    """All microbatches through all stages, loop after loop.
+    """The longest path of all microbatches through all stages, loop after loop: exact for any stages.
 
-    The first microbatch is back at the first rank after a loop's sum, which is later than the last one has
-    left it where there are fewer microbatches than ranks.
+    It follows one microbatch over some stages, waits at the slowest of them for the others, and goes on at
+    the same rank's stage of the next loop, with the first microbatch.
     """
-    starts = range(0, len(seconds), pipe.ranks)
-    loops = [seconds[first : first + pipe.ranks] for first in starts]
-    once = [
-        sum(seconds[first : first + pipe.ranks]) + sum(transfers[first : first + pipe.ranks])
-        for first in starts
-    ]
-    early = zip(loops[:-1], once[:-1], strict=True)
-    before = sum(max(pipe.microbatches * max(own), around) for own, around in early)
-    return before + once[-1] + (pipe.microbatches - 1) * max(loops[-1])
+    until: list[float] = []
+    for end in range(len(seconds)):
+        path = slowest = longest = 0.0
+        for first in range(end, -1, -1):
+            path += seconds[first] + (transfers[first] if first < end else 0.0)
+            slowest = max(slowest, seconds[first])
+            if first == 0 or first >= pipe.ranks:
+                before = until[first - pipe.ranks] if first else 0.0
+                longest = max(longest, before + path + (pipe.microbatches - 1) * slowest)
+        until.append(longest)
+    return until[-1]
 
 
 def _there_and_back(pipe: Pipe, passes: Passes) -> float:
