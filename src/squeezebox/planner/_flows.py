@@ -76,7 +76,7 @@ def _in_turns(pipe: Pipe, rank: int) -> Integers:
     """Interleaved 1F1B: after each forward, those done at every stage less the backwards done.
 
     A rank's n-th forward is of loop (n // ranks) % loops, and its backwards go through the loops the other
-    way, 2 (ranks - 1 - rank) + (loops - 1) ranks behind. From then on it is the same every ranks * loops.
+    way, 2 (ranks - 1 - rank) + (loops - 1) ranks behind. After these, every ranks * loops turns are alike.
     """
     round_ = pipe.ranks * pipe.loops
     total = pipe.microbatches * pipe.loops

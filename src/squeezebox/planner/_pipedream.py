@@ -8,9 +8,8 @@ from itertools import accumulate, product
 
 from squeezebox.schema import Block, Link, OptionError
 
-Best = dict[
-    tuple[int, int], tuple[float, int, int]
-]  # by blocks and workers: A(j, m), its last stage's first and m'
+# By j and m: A(j, m), and its last stage's first block and replicas m'.
+Best = dict[tuple[int, int], tuple[float, int, int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

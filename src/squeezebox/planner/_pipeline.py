@@ -77,8 +77,8 @@ def _shapes(
     """All that divide the batch and have a block for each stage."""
     for depth in depths:
         microbatches, rest = divmod(batch, ranks // depth * profile.microbatch)
-        several = [count for count in loops if depth > 1 and count * depth <= len(profile.blocks)]
-        for count in (1, *several) if microbatches and not rest else ():
+        several = {count for count in loops if min(count, depth) > 1 and count * depth <= len(profile.blocks)}
+        for count in (1, *sorted(several)) if microbatches and not rest else ():
             pipe = Pipe(ranks=depth, loops=count, microbatches=microbatches)
             suited = [name for name in schedules if FLOWS[name].suits(pipe)]
             yield from (Shape(schedule=name, pipe=pipe, replicas=ranks // depth) for name in suited)
