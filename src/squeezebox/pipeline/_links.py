@@ -34,10 +34,12 @@ class Links:
         groups: Groups,
         health: Health,
         patience: float,
+        purpose: str = "training",
     ) -> None:
         self._store, self._place, self._schedule = store, place, schedule
         self._groups, self._health, self._patience = groups, health, patience
         self._device = torch.device("cpu")
+        self._purpose = purpose
         self._in_flight = _at_once(schedule, Kind.FORWARD)
         self._returned = _at_once(schedule, Kind.INPUT)
         self._senders: dict[int, Sender] = {}
@@ -47,6 +49,12 @@ class Links:
         self._gradient_receivers: dict[int, Receiver] = {}
         self._expected: Counter[int] = Counter()
         self._by_hand: dict[tuple[bool, int, int], list[Tensor]] = {}
+
+    def again(self, purpose: str) -> Links:
+        """Connections of their own between the same ranks."""
+        return Links(
+            self._store, self._place, self._schedule, self._groups, self._health, self._patience, purpose
+        )
 
     def expect(self, microbatches: int) -> None:
         """So many more microbatches will come to each of this rank's stages."""
@@ -134,14 +142,14 @@ class Links:
         self._gradient_senders[stage] = Sender(back, self._in_flight[stage - 1] + 1)
 
     def _key(self, boundary: int) -> str:
-        return f"form/{self._place.replica}/{boundary}"
+        return f"form/{self._purpose}/{self._place.replica}/{boundary}"
 
     def _peer(self, boundary: int, other: int, *, back: bool) -> Peer:
         group: dist.ProcessGroup | None = self._groups.backward if back else self._groups.forward
         assert group is not None
         return Peer(
             rank=self._place.of(self._schedule.placement[other]),
-            tag=(2 * boundary + back) * _TAGS,
+            tag=(4 * boundary + 2 * (self._purpose != "training") + back) * _TAGS,
             group=group,
             device=self._device,
             patience=self._patience,

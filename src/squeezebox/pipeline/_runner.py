@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from squeezebox.pipeline._checkpoint import newest, read, write
 from squeezebox.pipeline._cut import cut
 from squeezebox.pipeline._health import Health
 from squeezebox.pipeline._links import Links
@@ -17,7 +20,7 @@ from squeezebox.pipeline._stage import Passage, Stage
 from squeezebox.pipeline._updates import Exchange, Updates
 from squeezebox.pipeline._weights import Flat, Weights
 from squeezebox.schedules import Action, Kind
-from squeezebox.schema import OptionError, PipelineError, PipelinePlan
+from squeezebox.schema import FormatError, OptionError, PipelineError, PipelinePlan
 
 _serials = itertools.count()  # runners of a process, in the order that all ranks make them in
 
@@ -65,13 +68,13 @@ class Runner:
         warmup: int = 0,
         patience: float = 60.0,
     ) -> None:
-        self.plan, self._loss_fn = plan, loss_fn
+        self.plan, self._model, self._loss_fn = plan, model, loss_fn
         self._schedule = schedule_of(plan, warmup)
         self._place = placed(plan)
         pieces = cut(model, example(plan, _device_of(model)))
-        store = own_store(next(_serials))
+        self._store = own_store(next(_serials))
         check_stages(plan, pieces)
-        agree(store, self._place, plan, pieces, patience)
+        agree(self._store, self._place, plan, pieces, patience)
         placement = self._schedule.placement
         self.stages = {
             number: Stage(pieces[stage.first : stage.end], recompute=stage.policy == "recompute")
@@ -99,8 +102,10 @@ class Runner:
         exchange.level(self._weights.versions[0])
         self._updates = Updates(self._weights, optimizer, exchange, correction)
         self._patience = patience
-        self._health = Health(store, self._place.number, self._place.names(placement), patience)
-        self._links = Links(store, self._place, self._schedule, self._groups, self._health, patience)
+        self._health = Health(self._store, self._place.number, self._place.names(placement), patience)
+        self._links = Links(self._store, self._place, self._schedule, self._groups, self._health, patience)
+        self._evaluation: tuple[dict[int, Stage], Links] | None = None
+        self._loads = itertools.count()
         self._batch = 0
         self._failed = False
         self._flights: dict[tuple[int, int], Passage] = {}
@@ -167,6 +172,131 @@ class Runner:
             self._reach(self._batch)
             self._links.settle()
 
+    def evaluate(self, inputs: Any = None, target: Any = None) -> Tensor | None:
+        """The mean loss of one batch with the newest weights, in evaluation mode; trains nothing.
+
+        Arguments, result and errors are those of :meth:`step`. What is under way is finished first.
+        """
+        self.drain()
+        with self._guarded(), torch.no_grad():
+            if self._evaluation is None:
+                self._evaluation = self._evaluator()
+            stages, links = self._evaluation
+            self._take(inputs, target)
+            links.expect(self.plan.microbatches)
+            self._weights.select(self._weights.newest)
+            first, losses = self._batch * self.plan.microbatches, []
+            for number in range(first, first + self.plan.microbatches):
+                for stage in stages:
+                    action = Action(kind=Kind.FORWARD, stage=stage, microbatch=number)
+                    passage = self._forward(action, stages, links)
+                    links.release(stage, passage.received, None)
+                    losses += passage.outputs if self._is_loss(action) else []
+            links.settle()
+            return torch.stack(losses).sum() if losses else None
+
+    def save(self, directory: str | Path) -> None:
+        """Write a checkpoint to ``directory/batch-N``, which appears when all ranks have written their part.
+
+        It holds all versions of the weights, the optimizer's state, buffers and random states; what is under
+        way is finished first. Everything goes on from there to the bit.
+
+        Raises:
+            OutputError: a file could not be written; earlier checkpoints are as they were.
+            PipelineError: another rank failed.
+        """
+        self.drain()
+        with self._guarded():
+            state = {
+                "batch": self._batch,
+                "plan": repr(self.plan),
+                "versions": {version: flat.parts for version, flat in self._weights.versions.items()},
+                "updates": self._updates.state(),
+                "buffers": {number: dict(stage.named_buffers()) for number, stage in self.stages.items()},
+                "random": torch.get_rng_state(),
+            }
+            write(Path(directory), self._batch, self._place.number, state, self._meet)
+
+    def load(self, directory: str | Path, batch: int | None = None) -> int:
+        """Go on from a checkpoint: the newest complete one, or that after so many batches.
+
+        Returns:
+            How many batches it has seen.
+
+        Raises:
+            FormatError: there is none, it is damaged, or it was made with another plan.
+            PipelineError: another rank failed.
+        """
+        with self._guarded():
+            state = read(Path(directory), self._agreed(Path(directory), batch), self._place.number)
+            if state["plan"] != repr(self.plan):
+                raise FormatError(
+                    f"the checkpoint in {directory} was made with another plan. Give the runner the plan it "
+                    "was made with."
+                )
+            self._weights.restore(state["versions"])
+            self._updates.restore(state["updates"])
+            for number, stage in self.stages.items():
+                for name, buffer in stage.named_buffers():
+                    buffer.copy_(state["buffers"][number][name])
+            torch.set_rng_state(state["random"])
+            self._batch = int(state["batch"])
+            self._ended_stages = self._batch * len(self.stages)
+            self._turns, self._ahead = self._from(self._batch), None
+            return self._batch
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The newest weights and the buffers of this rank's stages, by their names in the model.
+
+        All ranks' together are the model's ``state_dict()``. What is under way is finished first.
+        """
+        self.drain()
+        self._weights.select(self._weights.newest)
+        own = {id(each) for stage in self.stages.values() for each in [*stage.parameters(), *stage.buffers()]}
+        return {
+            name: tensor.detach().clone()
+            for name, tensor in self._model.state_dict(keep_vars=True).items()
+            if id(tensor) in own
+        }
+
+    def _agreed(self, directory: Path, batch: int | None) -> int:
+        """The batch whose checkpoint all ranks load: the first one's choice."""
+        key = f"load/{next(self._loads)}"
+        if self._place.number == 0:
+            found = newest(directory) if batch is None else batch
+            self._store.set(key, str(-1 if found is None else found))
+        self._health.waits("waits for the first rank's choice of a checkpoint", 0)
+        self._store.wait([key], timedelta(seconds=self._patience))
+        found = int(self._store.get(key))
+        self._health.works("loads a checkpoint")
+        if found < 0:
+            raise FormatError(f"there is no complete checkpoint in {directory}. Name the right directory.")
+        return found
+
+    def _meet(self, what: str) -> None:
+        """Wait for all ranks to come here."""
+        number, everybody = self._place.number, self._place.ranks * self._place.replicas
+        self._store.set(f"meet/{what}/{number}", "")
+        for each in range(everybody):
+            self._health.waits(f"waits until rank {each} has {what}", each)
+            self._store.wait([f"meet/{what}/{each}"], timedelta(seconds=self._patience))
+        self._health.works("goes on")
+
+    def _evaluator(self) -> tuple[dict[int, Stage], Links]:
+        """Stages in evaluation mode, of the same parameters and buffers, and their connections."""
+        self._model.eval()
+        try:
+            pieces = cut(self._model, example(self.plan, _device_of(self._model)))
+        finally:
+            self._model.train()
+        check_stages(self.plan, pieces)
+        stages = {
+            number: Stage(pieces[stage.first : stage.end], recompute=False).eval()
+            for number, stage in enumerate(self.plan.stages)
+            if number in self.stages
+        }
+        return stages, self._links.again("evaluation")
+
     def close(self) -> None:
         """End this runner's threads; what it was waiting for is left."""
         self._updates.stop()
@@ -226,7 +356,9 @@ class Runner:
         if action.kind is Kind.FORWARD:
             self._reach(action.version)
             self._weights.select(action.version)
-            self._flights[key] = self._forward(action)
+            self._flights[key] = passage = self._forward(action, self.stages, self._links)
+            if self._is_loss(action):
+                self._losses += (loss.detach() for loss in passage.outputs)
             return
         passage = self._flights[key]
         if action.kind is not Kind.WEIGHT and not self._is_loss(action):
@@ -239,23 +371,22 @@ class Runner:
     def _is_loss(self, action: Action) -> bool:
         return action.stage == len(self.plan.stages) - 1
 
-    def _forward(self, action: Action) -> Passage:
+    def _forward(self, action: Action, stages: dict[int, Stage], links: Links) -> Passage:
         stage, number = action.stage, action.microbatch
         if stage == 0:
             buffers: list[Tensor] = []
             leaves = list(self._inputs.pop(number))
         else:
-            buffers, leaves = self._links.receive(stage, number)
-        outputs = self.stages[stage](*leaves)
+            buffers, leaves = links.receive(stage, number)
+        outputs = stages[stage](*leaves)
         if not self._is_loss(action):
-            self._links.send(stage, number, outputs)
+            links.send(stage, number, outputs)
             kept = [output for output in outputs if output.requires_grad]
             return Passage(action.version, buffers, leaves, kept)
         target = self._targets.pop(number, None)
         output = outputs[0] if len(outputs) == 1 else outputs
         loss = self._loss_fn(output) if target is None else self._loss_fn(output, target)
         loss = loss / self.plan.microbatches
-        self._losses.append(loss.detach())
         return Passage(action.version, buffers, leaves, [loss])
 
     def _backward(self, action: Action, passage: Passage) -> None:

@@ -154,6 +154,24 @@ class Updates:
             self._update(pending, step, oldest)
             self._free.append(pending.gradients)
 
+    def state(self) -> dict[str, Any]:
+        """What a resume needs, with nothing pending."""
+        assert not self._pending
+        return {
+            "optimizer": self._optimizer.state_dict(),
+            "last_update": None if self.last_update is None else self.last_update.parts,
+            "skipped": self.skipped,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state` was taken."""
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.skipped, self.last_update = state["skipped"], None
+        if state["last_update"] is not None:
+            self.last_update = Flat(self._weights.parameters)
+            for own, part in zip(self.last_update.parts, state["last_update"], strict=True):
+                own.copy_(part)
+
     def _update(self, pending: _Pending, step: bool, oldest: int) -> None:
         self.skipped += not step
         if self._correction:

@@ -7,7 +7,7 @@ steps in place do not touch what autograd has noted of the model's parameters: g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,6 +105,17 @@ class Weights:
         for own in self.owned:
             own.grad = None
         return before if after is not before else None
+
+    def restore(self, versions: Mapping[int, Sequence[Tensor]]) -> None:
+        """Take over versions that were saved, in the place of all there are."""
+        self.versions = {version: Flat(self.parameters) for version in versions}
+        for version, parts in versions.items():
+            for own, part in zip(self.versions[version].parts, parts, strict=True):
+                own.copy_(part)
+        self._free = []
+        for own, view in zip(self.owned, self.versions[self.newest].views, strict=True):
+            own.data = view
+        self.select(self.newest)
 
     def hand_over(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer of the whole model step this rank's parameters, and no others.

@@ -1,13 +1,31 @@
-"""Chooses how to hold every saved tensor: the least time within a budget of bytes and noise.
+"""Chooses how to hold every saved tensor, and how to cut a model into a pipeline: the least time that fits.
 
-In: a Profile (positions, tensors, measured options) and a Budget. Out: a Plan, or why there is none.
+In: a Profile (positions, tensors, measured options) and a Budget, or PipelineProfiles, ranks, their memory
+and their Link. Out: a Plan, or PipelinePlans, or why there is none.
 May touch: squeezebox.schema, numpy, and scipy for the optimum; no torch.
 """
 
 from squeezebox.planner._batches import at_batch, largest_batch
 from squeezebox.planner._greedy import peak, solve
 from squeezebox.planner._milp import optimum
+from squeezebox.planner._pipedream import ReplicatedSplit, ReplicatedStage, pipedream_split
+from squeezebox.planner._pipeline import SYNCHRONOUS, plan_pipeline
 from squeezebox.planner._shortage import shortage
 from squeezebox.planner._smallest import smallest
+from squeezebox.planner._stages import stage_memory
 
-__all__ = ["at_batch", "largest_batch", "optimum", "peak", "shortage", "smallest", "solve"]
+__all__ = [
+    "SYNCHRONOUS",
+    "ReplicatedSplit",
+    "ReplicatedStage",
+    "at_batch",
+    "largest_batch",
+    "optimum",
+    "peak",
+    "pipedream_split",
+    "plan_pipeline",
+    "shortage",
+    "smallest",
+    "solve",
+    "stage_memory",
+]

@@ -24,6 +24,7 @@ from squeezebox.schema._pipeline import (
     Link,
     PipelinePlan,
     PipelineProfile,
+    StageMemory,
     StagePlan,
 )
 from squeezebox.schema._plan import (
@@ -83,6 +84,7 @@ __all__ = [
     "SavedTensor",
     "Shortage",
     "SqueezeboxError",
+    "StageMemory",
     "StagePlan",
     "StepProfile",
     "StepRecord",

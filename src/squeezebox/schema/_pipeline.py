@@ -92,3 +92,26 @@ class PipelinePlan:
     seconds: float
     fingerprint: str = ""
     inputs: tuple[tuple[tuple[int, ...], str], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageMemory:
+    """What a stage holds at its peak, in a batch in full swing.
+
+    ``weights_bytes`` are all versions of the parameters, ``activation_bytes`` what all microbatches in flight
+    have saved, ``buffer_bytes`` those into which an activation and a gradient are received; ``working_bytes``
+    come on top while the stage's most demanding block runs.
+    """
+
+    weights_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+    activation_bytes: int
+    buffer_bytes: int
+    working_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        held = self.weights_bytes + self.gradient_bytes + self.state_bytes
+        return held + self.activation_bytes + self.buffer_bytes + self.working_bytes

@@ -1,0 +1,201 @@
+"""What a schedule makes of a pipeline: microbatches in flight, versions of weights, a batch's seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from squeezebox.planner._table import Integers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pipe:
+    """So many ranks with ``loops`` stages each, and the microbatches of one batch."""
+
+    ranks: int
+    loops: int
+    microbatches: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passes:
+    """Seconds of a microbatch's passes through each stage, and over each boundary between two, one way."""
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    transfers: Sequence[float]
+
+    @property
+    def both(self) -> list[float]:
+        """Of forward and backward together."""
+        return [sum(pair) for pair in zip(self.forward, self.backward, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flow:
+    """A schedule in closed form.
+
+    ``in_flight`` has, for a rank, a row for each moment that may be its fullest, and in it how many
+    microbatches each of the rank's stages holds. ``seconds`` is a batch's, without its all-reduce.
+    ``versions`` counts a rank's weights, ``gradients`` its sets of gradients. Where ``waits``, a transfer
+    keeps the stages on both sides from their next microbatch; where ``flushes``, so does the all-reduce at
+    the batch's end.
+    """
+
+    in_flight: Callable[[Pipe, int], Integers]
+    seconds: Callable[[Pipe, Passes], float]
+    suits: Callable[[Pipe], bool] = lambda pipe: pipe.loops == 1
+    versions: Callable[[Pipe, int], int] = lambda pipe, rank: 1
+    gradients: int = 1
+    waits: bool = True
+    flushes: bool = True
+
+
+def _whole_batch(pipe: Pipe, rank: int) -> Integers:
+    return np.full((1, pipe.loops), pipe.microbatches)
+
+
+def _down_to_one(pipe: Pipe, rank: int) -> Integers:
+    """1F1B: as many as there are stages from this one on."""
+    return np.array([[min(pipe.microbatches, pipe.ranks - rank)]])
+
+
+def _always_all(pipe: Pipe, rank: int) -> Integers:
+    """1F1B without an end: the next batch is in flight, too."""
+    return np.array([[pipe.ranks - rank]])
+
+
+def _as_the_first(pipe: Pipe, rank: int) -> Integers:
+    """ZB-H1: gradients of weights are put off until all ranks hold what 1F1B's first one does."""
+    return np.array([[min(pipe.microbatches, pipe.ranks)]])
+
+
+def _in_turns(pipe: Pipe, rank: int) -> Integers:
+    """Interleaved 1F1B: after each forward, those done at every stage less the backwards done.
+
+    A rank's n-th forward is of loop (n // ranks) % loops, and its backwards go through the loops the other
+    way, 2 (ranks - 1 - rank) + (loops - 1) ranks behind. After these, every ranks * loops turns are alike.
+    """
+    round_ = pipe.ranks * pipe.loops
+    total = pipe.microbatches * pipe.loops
+    ahead = min(total, 2 * (pipe.ranks - 1 - rank) + (pipe.loops - 1) * pipe.ranks)
+    turns = np.arange(min(total, ahead + round_))[:, None]
+    loops = np.arange(pipe.loops)[None, :]
+
+    def done(count: Integers, places: Integers) -> Integers:
+        rounds, rest = np.divmod(count, round_)
+        return rounds * pipe.ranks + np.clip(rest - places * pipe.ranks, 0, pipe.ranks)
+
+    backwards = done(np.maximum(turns - ahead, 0), loops[:, ::-1])
+    return np.unique(done(turns + 1, loops) - backwards, axis=0)
+
+
+def _one_way(pipe: Pipe, seconds: Sequence[float], transfers: Sequence[float]) -> float:
+    """The longest path of all microbatches through all stages, loop after loop: exact for any stages.
+
+    It follows one microbatch over some stages, waits at the slowest of them for the others, and goes on at
+    the same rank's stage of the next loop, with the first microbatch.
+    """
+    until: list[float] = []
+    for end in range(len(seconds)):
+        path = slowest = longest = 0.0
+        for first in range(end, -1, -1):
+            path += seconds[first] + (transfers[first] if first < end else 0.0)
+            slowest = max(slowest, seconds[first])
+            if first == 0 or first >= pipe.ranks:
+                before = until[first - pipe.ranks] if first else 0.0
+                longest = max(longest, before + path + (pipe.microbatches - 1) * slowest)
+        until.append(longest)
+    return until[-1]
+
+
+def _there_and_back(pipe: Pipe, passes: Passes) -> float:
+    """GPipe and Breadth-First: m t + (d - 1) t / v, for even stages of t / v on d ranks and v loops."""
+    forward = _one_way(pipe, passes.forward, passes.transfers)
+    return forward + _one_way(pipe, passes.backward[::-1], passes.transfers[::-1])
+
+
+def _interval(cycle: Sequence[float], rest: Sequence[float], transfers: Sequence[float]) -> float:
+    """Seconds from microbatch to microbatch where each stage has one more in flight than the next one.
+
+    Stages s to j then do j - s + 1 microbatches while one goes from s to j and back: with even stages and
+    transfers of x, t + 2 x (d - 1) / d. What a stage does meanwhile and nobody waits for is its ``rest``.
+    """
+    longest = max(own + more for own, more in zip(cycle, rest, strict=True))
+    for first in range(len(cycle)):
+        path = cycle[first] + rest[first]
+        for last in range(first + 1, len(cycle)):
+            path += cycle[last] + 2 * transfers[last - 1]
+            longest = max(longest, path / (last - first + 1))
+    return longest
+
+
+def _flushed(pipe: Pipe, passes: Passes) -> float:
+    """1F1B: (m + d - 1) t for even stages; one microbatch there and back, and all others behind it."""
+    first = sum(passes.both) + 2 * sum(passes.transfers)
+    return first + (pipe.microbatches - 1) * _steady(passes)
+
+
+def _steady(passes: Passes) -> float:
+    return _interval(passes.both, [0.0] * len(passes.forward), passes.transfers)
+
+
+def _endless(pipe: Pipe, passes: Passes) -> float:
+    """2BW and PipeDream: m t, as the next batch follows at once."""
+    return pipe.microbatches * _steady(passes)
+
+
+def _interleaved(pipe: Pipe, passes: Passes) -> float:
+    """Interleaved 1F1B: m t + (d - 1) t / v, for even stages of t / v; transfers are waited for once."""
+    ranks = [sum(passes.both[rank :: pipe.ranks]) for rank in range(pipe.ranks)]
+    filling = (sum(ranks) - max(ranks)) / pipe.loops
+    return pipe.microbatches * max(ranks) + filling + 2 * sum(passes.transfers)
+
+
+def _zero_bubble(pipe: Pipe, passes: Passes) -> float:
+    """ZB-H1: m t + (d - 1) (F + I - W) for even stages with m >= d; I and W are half of backward each.
+
+    The first min(m, d) microbatches come without their W, of which one is left at the end.
+    """
+    later = [seconds / 2 for seconds in passes.backward]
+    cycle = [sum(pair) for pair in zip(passes.forward, later, strict=True)]
+    slowest = max(zip(passes.both, later, strict=True))
+    filling = sum(cycle) + 2 * sum(passes.transfers) + slowest[1]
+    without = (min(pipe.microbatches, pipe.ranks) - 1) * max(cycle)
+    return (
+        filling + without + max(pipe.microbatches - pipe.ranks, 0) * _interval(cycle, later, passes.transfers)
+    )
+
+
+FLOWS: Mapping[str, Flow] = {
+    "gpipe": Flow(in_flight=_whole_batch, seconds=_there_and_back, waits=False),
+    "one_f_one_b": Flow(in_flight=_down_to_one, seconds=_flushed),
+    "interleaved": Flow(
+        in_flight=_in_turns,
+        seconds=_interleaved,
+        suits=lambda pipe: pipe.loops > 1 and pipe.microbatches % pipe.ranks == 0,
+        waits=False,
+    ),
+    "breadth_first": Flow(
+        in_flight=_whole_batch, seconds=_there_and_back, suits=lambda pipe: pipe.loops > 1, waits=False
+    ),
+    "zero_bubble": Flow(in_flight=_as_the_first, seconds=_zero_bubble),
+    "two_bw": Flow(
+        in_flight=_always_all,
+        seconds=_endless,
+        suits=lambda pipe: pipe.loops == 1 and pipe.microbatches >= pipe.ranks,
+        versions=lambda pipe, rank: 2,
+        gradients=2,
+        flushes=False,
+    ),
+    "pipedream": Flow(
+        in_flight=_always_all,
+        seconds=_endless,
+        suits=lambda pipe: pipe.loops == 1 and pipe.microbatches == 1,
+        versions=lambda pipe, rank: pipe.ranks - rank,
+        flushes=False,
+    ),
+}
+"""By the names of the functions of squeezebox.schedules."""

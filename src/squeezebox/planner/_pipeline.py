@@ -1,0 +1,135 @@
+"""Plans a pipeline: how deep and how wide, which microbatches, which schedule, which split and policies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from squeezebox.planner._flows import FLOWS, Pipe
+from squeezebox.planner._pipeline_shortage import too_little
+from squeezebox.planner._split import Shape, fastest
+from squeezebox.planner._stages import runs
+from squeezebox.schema import Link, OptionError, PipelinePlan, PipelineProfile
+
+SYNCHRONOUS = ("gpipe", "one_f_one_b", "interleaved", "breadth_first", "zero_bubble")
+"""Schedules that train as one rank would; in "two_bw" and "pipedream" gradients are of earlier weights."""
+
+
+def plan_pipeline(
+    profiles: Sequence[PipelineProfile],
+    *,
+    batch: int,
+    ranks: int,
+    memory_bytes: int,
+    link: Link,
+    schedules: Sequence[str] = SYNCHRONOUS,
+    policies: Sequence[str] = ("keep", "compress", "recompute"),
+    depths: Sequence[int] | None = None,
+    loops: Sequence[int] = (2, 4),
+) -> list[PipelinePlan]:
+    """Everything that fits, the fastest first: one plan for each depth, microbatch, schedule and loops.
+
+    The search of PipeDream-2BW (arXiv:2006.09503, algorithm 1) with the split of PipeDream: for each width w
+    and depth d with w d = ranks and each microbatch size b there are m = batch / (w b) microbatches, and the
+    blocks are cut into contiguous stages so that the slowest one, with the transfers it waits for, is as
+    fast as memory allows; each stage holds what it saves by the fastest policy that fits its own number of
+    microbatches in flight. A batch's seconds are the schedules' closed forms: exact for even stages, an
+    estimate for others, which squeezebox.schedules.simulate makes exact.
+
+    Args:
+        profiles: the same blocks, measured with microbatches of different sizes.
+        batch: samples between two updates of the weights, of all replicas together.
+        ranks: of all replicas together.
+        memory_bytes: what one rank may hold.
+        link: between ranks.
+        schedules: names of functions of squeezebox.schedules. "two_bw" and "pipedream" train with gradients
+            of earlier weights; the latter updates after each microbatch, so its batch is one a replica.
+        policies: how stages may hold what they save.
+        depths: ranks of one pipeline to try; None: all divisors of ``ranks`` that there are blocks for.
+        loops: stages of a rank to try where a schedule has several.
+
+    Raises:
+        OptionError: an argument is out of range, or no batch can be divided so.
+        BudgetError: nothing fits; names the least memory that something would.
+    """
+    _require(profiles, schedules, policies, batch=batch, ranks=ranks, memory_bytes=memory_bytes)
+    deep = _depths(ranks, len(profiles[0].blocks), depths)
+    tried = [
+        (runs(profile, policies, link), shape)
+        for profile in profiles
+        for shape in _shapes(profile, deep, ranks, batch, schedules, loops)
+    ]
+    if not tried:
+        raise _indivisible(profiles, deep, ranks, batch, schedules)
+    found = [each for blocks, shape in tried if (each := fastest(blocks, shape, memory_bytes, link))]
+    if not found:
+        raise too_little(tried, memory_bytes, link)
+    return [each.plan for each in sorted(found, key=lambda each: (each.plan.seconds, each.peak_bytes))]
+
+
+def _shapes(
+    profile: PipelineProfile,
+    depths: Sequence[int],
+    ranks: int,
+    batch: int,
+    schedules: Sequence[str],
+    loops: Sequence[int],
+) -> Iterator[Shape]:
+    """All that divide the batch and have a block for each stage."""
+    for depth in depths:
+        microbatches, rest = divmod(batch, ranks // depth * profile.microbatch)
+        several = {count for count in loops if min(count, depth) > 1 and count * depth <= len(profile.blocks)}
+        for count in (1, *sorted(several)) if microbatches and not rest else ():
+            pipe = Pipe(ranks=depth, loops=count, microbatches=microbatches)
+            suited = [name for name in schedules if FLOWS[name].suits(pipe)]
+            yield from (Shape(schedule=name, pipe=pipe, replicas=ranks // depth) for name in suited)
+
+
+def _depths(ranks: int, blocks: int, depths: Sequence[int] | None) -> Sequence[int]:
+    if depths is None:
+        return [depth for depth in range(1, min(ranks, blocks) + 1) if ranks % depth == 0]
+    for depth in depths:
+        if not 1 <= depth <= blocks or ranks % depth:
+            raise OptionError(
+                f"a pipeline cannot be {depth} ranks deep: there are {ranks} ranks in all, which its depth "
+                f"must divide, and {blocks} blocks, of which each rank takes one or more. Change the depth."
+            )
+    return depths
+
+
+def _require(
+    profiles: Sequence[PipelineProfile], schedules: Sequence[str], policies: Sequence[str], **counts: int
+) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise OptionError(f"{name} is {count}; give at least 1.")
+    lengths = {len(profile.blocks) for profile in profiles}
+    if len(lengths) != 1 or 0 in lengths:
+        raise OptionError(
+            f"profiles have {sorted(lengths)} blocks; give one or more, of the same 1 or more blocks."
+        )
+    unknown = [name for name in schedules if name not in FLOWS]
+    if unknown or not schedules:
+        raise OptionError(f"schedules {[*schedules]} are none or unknown; known are {', '.join(FLOWS)}.")
+    measured = {each.policy for profile in profiles for block in profile.blocks for each in block.holdings}
+    if not measured & {*policies}:
+        raise OptionError(
+            f"policies {[*policies]} were not measured; profiles have {sorted(measured)}. Take one of these, "
+            "or profile more."
+        )
+
+
+def _indivisible(
+    profiles: Sequence[PipelineProfile],
+    depths: Sequence[int],
+    ranks: int,
+    batch: int,
+    schedules: Sequence[str],
+) -> OptionError:
+    sizes = ", ".join(str(profile.microbatch) for profile in profiles)
+    deep = ", ".join(map(str, depths))
+    return OptionError(
+        f"a batch of {batch} cannot be divided over {ranks} ranks in pipelines {deep} deep with microbatches "
+        f"of {sizes} for {', '.join(schedules)}: each replica must get a whole number of them; interleaved "
+        "needs multiples of its depth and a block for each of its stages, as does breadth_first, two_bw at "
+        "least as many as its depth, pipedream exactly one. Change the batch, the microbatches or schedules."
+    )

@@ -1,0 +1,187 @@
+"""One way to run a batch: where to cut the blocks into stages, and how each stage holds what it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import NamedTuple
+
+import numpy as np
+
+from squeezebox.planner._flows import FLOWS, Passes, Pipe
+from squeezebox.planner._pipedream import all_reduce_seconds
+from squeezebox.planner._stages import Place, Runs, held_by, memory
+from squeezebox.planner._table import Floats
+from squeezebox.schema import Link, PipelinePlan, StagePlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """A schedule on ``replicas`` equal pipelines."""
+
+    schedule: str
+    pipe: Pipe
+    replicas: int
+
+
+class Found(NamedTuple):
+    """A plan, and what its fullest rank holds."""
+
+    plan: PipelinePlan
+    peak_bytes: int
+
+
+class Way(NamedTuple):
+    """A policy for each of a rank's stages: their seconds in all, and the rank's peak."""
+
+    seconds: float
+    peak_bytes: int
+    policies: tuple[int, ...]
+
+
+Choose = Callable[[Sequence[Way]], Way | None]
+
+
+def fastest(runs: Runs, shape: Shape, memory_bytes: int, link: Link) -> Found | None:
+    """The plan whose slowest stage is the fastest, if one fits.
+
+    With one stage a rank that is exact. Where a rank's stages share its memory, splits are tried in which
+    each stage alone keeps to the whole of it, a half, a third and so on, and the one that needs the least.
+    """
+    held = [runs.held(place) for place in _places(shape)]
+    seconds = runs.seconds + (runs.transfer if FLOWS[shape.schedule].waits else 0.0)
+    splits = {
+        _split([np.where(each <= memory_bytes // parts, seconds, np.inf).min(0) for each in held])
+        for parts in range(1, shape.pipe.loops + 1)
+    }
+    if shape.pipe.loops > 1:
+        splits.add(_smallest_split(runs, shape))
+
+    def choose(ways: Sequence[Way]) -> Way | None:
+        return min((way for way in ways if way.peak_bytes <= memory_bytes), default=None)
+
+    found = [_planned(runs, shape, ends, choose, link) for ends in splits if ends]
+    return min((each for each in found if each), key=lambda each: each.plan.seconds, default=None)
+
+
+def smallest(runs: Runs, shape: Shape, link: Link) -> Found | None:
+    """The plan whose fullest stage holds the least; None where no policy is known for all blocks."""
+
+    def choose(ways: Sequence[Way]) -> Way | None:
+        return min(ways, key=lambda way: way.peak_bytes, default=None)
+
+    ends = _smallest_split(runs, shape)
+    return _planned(runs, shape, ends, choose, link) if ends else None
+
+
+def _places(shape: Shape) -> list[Place]:
+    stages = range(shape.pipe.ranks * shape.pipe.loops)
+    return [Place.of(shape.schedule, shape.pipe, stage) for stage in stages]
+
+
+def _smallest_split(runs: Runs, shape: Shape) -> tuple[int, ...]:
+    known = np.isfinite(runs.seconds)
+    return _split([np.where(known, runs.held(place), np.inf).min(0) for place in _places(shape)])
+
+
+def _split(costs: Sequence[Floats]) -> tuple[int, ...]:
+    """Ends of the stages whose largest cost is the least, and of those the least in all; empty if none.
+
+    A(s, j) = min over i < j of max{A(s - 1, i), cost of blocks i up to j as stage s}: O(blocks^2 stages).
+    """
+    largest, _ = _chain(costs, np.maximum)
+    if not np.isfinite(largest):
+        return ()
+    return _chain([np.where(cost <= largest, cost, np.inf) for cost in costs], np.add)[1]
+
+
+def _chain(costs: Sequence[Floats], join: np.ufunc) -> tuple[float, tuple[int, ...]]:
+    """The least cost of all stages joined, and where they end."""
+    best = np.full(len(costs[0]), np.inf)
+    best[0] = 0.0
+    cuts = []
+    for cost in costs:
+        joined = join(best[:, None], cost)
+        cuts.append(joined.argmin(0))
+        best = joined.min(0)
+    ends = [len(best) - 1]
+    for cut in cuts[:0:-1]:
+        ends.append(int(cut[ends[-1]]))
+    return float(best[-1]), tuple(ends[::-1])
+
+
+def _planned(runs: Runs, shape: Shape, ends: tuple[int, ...], choose: Choose, link: Link) -> Found | None:
+    """The plan with these stages, if for each rank there is something to choose."""
+    stages = [*pairwise((0, *ends))]
+    ranks = range(shape.pipe.ranks)
+    chosen = [choose(_ways(runs, shape, rank, stages[rank :: shape.pipe.ranks])) for rank in ranks]
+    ways = [way for way in chosen if way]
+    if len(ways) < len(chosen):
+        return None
+    policies = [runs.policies[way.policies[loop]] for loop in range(shape.pipe.loops) for way in ways]
+    return Found(_plan(runs, shape, stages, policies, link), max(way.peak_bytes for way in ways))
+
+
+def _ways(runs: Runs, shape: Shape, rank: int, stages: Sequence[tuple[int, int]]) -> list[Way]:
+    """All choices of policies for a rank's stages; together they hold no more than at its fullest moment."""
+    flow = FLOWS[shape.schedule]
+    first, end = np.array(stages).T
+    weights = (flow.versions(shape.pipe, rank) + flow.gradients) * runs.parameters[first, end]
+    fixed = int((weights + runs.fixed[first, end]).sum())
+    saved, working = runs.saved[:, first, end], runs.working[:, first, end]
+    seconds, moments = runs.seconds[:, first, end], flow.in_flight(shape.pipe, rank)
+    loops = np.arange(len(stages))
+
+    def way(policies: tuple[int, ...]) -> Way:
+        activations = int((moments @ saved[policies, loops]).max())
+        peak = fixed + activations + int(working[policies, loops].max())
+        return Way(float(seconds[policies, loops].sum()), peak, policies)
+
+    ways = map(way, product(range(len(runs.policies)), repeat=len(stages)))
+    return [each for each in ways if np.isfinite(each.seconds)]
+
+
+def _plan(
+    runs: Runs, shape: Shape, stages: Sequence[tuple[int, int]], policies: Sequence[str], link: Link
+) -> PipelinePlan:
+    chosen = zip(stages, policies, _places(shape), strict=True)
+    planned = tuple(_stage(runs, *blocks, policy, place) for blocks, policy, place in chosen)
+    return PipelinePlan(
+        schedule=shape.schedule,
+        ranks=shape.pipe.ranks,
+        replicas=shape.replicas,
+        microbatch=runs.profile.microbatch,
+        microbatches=shape.pipe.microbatches,
+        stages=planned,
+        seconds=_batch_seconds(runs, shape, planned, link),
+    )
+
+
+def _stage(runs: Runs, first: int, end: int, policy: str, place: Place) -> StagePlan:
+    holdings = held_by(runs.profile.blocks[first:end], policy)
+    return StagePlan(
+        first=first,
+        end=end,
+        policy=policy,
+        forward_seconds=sum(each.forward_seconds for each in holdings),
+        backward_seconds=sum(each.backward_seconds for each in holdings),
+        peak_bytes=memory(runs.profile.blocks, first, end, policy, place).total_bytes,
+    )
+
+
+def _batch_seconds(runs: Runs, shape: Shape, stages: Sequence[StagePlan], link: Link) -> float:
+    """A batch's passes, then its all-reduce; meanwhile, where a schedule goes on with the next batch."""
+    blocks, flow, ranks = runs.profile.blocks, FLOWS[shape.schedule], shape.pipe.ranks
+    crossing = [link.seconds(blocks[stage.end - 1].output_bytes) for stage in stages[:-1]]
+    passes = Passes(
+        forward=[stage.forward_seconds for stage in stages],
+        backward=[stage.backward_seconds for stage in stages],
+        transfers=crossing if ranks > 1 else [0.0] * len(crossing),
+    )
+    seconds = flow.seconds(shape.pipe, passes)
+    parameters = [int(runs.parameters[stage.first, stage.end]) for stage in stages]
+    reduced = all_reduce_seconds(
+        max(sum(parameters[rank::ranks]) for rank in range(ranks)), shape.replicas, link
+    )
+    return seconds + reduced if flow.flushes else max(seconds, reduced)

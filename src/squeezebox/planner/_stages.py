@@ -1,0 +1,153 @@
+"""What stages hold and how long they take: one by one, and as arrays over all runs of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from squeezebox.planner._flows import FLOWS, Pipe
+from squeezebox.planner._table import Floats, Integers
+from squeezebox.schema import Block, Holding, Link, OptionError, PipelinePlan, PipelineProfile, StageMemory
+
+
+def stage_memory(profile: PipelineProfile, plan: PipelinePlan, stage: int) -> StageMemory:
+    """What stage number ``stage`` of the plan holds at its peak.
+
+    2BW's 2 |W| / d + d A / d + d A_input (arXiv:2006.09503, section 3.2) with measured bytes: versions of
+    parameters, gradients (two sets in 2BW), optimizer state, what each microbatch in flight has saved, one
+    buffer for an activation and one for a gradient to come, and the most that one block works with.
+
+    Args:
+        profile: of microbatches as large as the plan's.
+        plan: from :func:`plan_pipeline`.
+        stage: from 0.
+
+    Raises:
+        OptionError: the plan has no such stage, or is of other blocks.
+    """
+    if not 0 <= stage < len(plan.stages) or plan.stages[-1].end != len(profile.blocks):
+        raise OptionError(
+            f"there is no stage {stage} of {len(profile.blocks)} blocks in a plan of {len(plan.stages)} "
+            f"stages and {plan.stages[-1].end} blocks; give the profile it was made of, and a stage from 0."
+        )
+    pipe = Pipe(ranks=plan.ranks, loops=len(plan.stages) // plan.ranks, microbatches=plan.microbatches)
+    own = plan.stages[stage]
+    return memory(profile.blocks, own.first, own.end, own.policy, Place.of(plan.schedule, pipe, stage))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """What a schedule asks of a stage: microbatches in flight, versions of weights, sets of gradients."""
+
+    in_flight: int
+    versions: int
+    gradients: int
+
+    @staticmethod
+    def of(schedule: str, pipe: Pipe, stage: int) -> Place:
+        """That of stage number ``stage``."""
+        flow = FLOWS[schedule]
+        loop, rank = divmod(stage, pipe.ranks)
+        in_flight = int(flow.in_flight(pipe, rank)[:, loop].max())
+        return Place(in_flight=in_flight, versions=flow.versions(pipe, rank), gradients=flow.gradients)
+
+
+def memory(blocks: Sequence[Block], first: int, end: int, policy: str, place: Place) -> StageMemory:
+    """What a stage of these blocks holds there."""
+    own = blocks[first:end]
+    holdings = held_by(own, policy)
+    parameters = sum(block.parameter_bytes for block in own)
+    received = blocks[first - 1].output_bytes if first else 0
+    returned = blocks[end - 1].output_bytes if end < len(blocks) else 0
+    return StageMemory(
+        weights_bytes=place.versions * parameters,
+        gradient_bytes=place.gradients * parameters,
+        state_bytes=sum(block.state_bytes for block in own),
+        activation_bytes=place.in_flight * sum(each.saved_bytes for each in holdings),
+        buffer_bytes=received + returned,
+        working_bytes=max(each.working_bytes for each in holdings),
+    )
+
+
+def held_by(blocks: Sequence[Block], policy: str) -> list[Holding]:
+    """Each block's holding by that policy.
+
+    Raises:
+        OptionError: a block has none.
+    """
+    holdings = [block.holding(policy) for block in blocks]
+    found = [each for each in holdings if each is not None]
+    if len(found) < len(blocks):
+        name = blocks[holdings.index(None)].name
+        raise OptionError(
+            f"block '{name}' was not measured with policy '{policy}'; profile it, or take another."
+        )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Runs:
+    """Every run of blocks as a stage, by [first, end]; by [policy, first, end] where it depends on that.
+
+    ``seconds`` are of forward and backward, infinite where a block lacks the policy or there is no block;
+    ``transfer`` are those of both boundaries, one way each.
+    """
+
+    profile: PipelineProfile
+    policies: tuple[str, ...]
+    parameters: Integers
+    fixed: Integers  # state and buffers
+    saved: Integers
+    working: Integers
+    seconds: Floats
+    transfer: Floats
+
+    def held(self, place: Place) -> Integers:
+        """Bytes of each run, there."""
+        weights = (place.versions + place.gradients) * self.parameters
+        return weights + self.fixed + place.in_flight * self.saved + self.working
+
+
+def runs(profile: PipelineProfile, policies: Sequence[str], link: Link) -> Runs:
+    """All runs of a profile's blocks."""
+    blocks = profile.blocks
+    outputs = np.array([0, *(block.output_bytes for block in blocks[:-1]), 0])
+    crossing = np.array([0.0, *(link.seconds(block.output_bytes) for block in blocks[:-1]), 0.0])
+    state = _sums([block.state_bytes for block in blocks])
+    by_policy = [[block.holding(policy) for block in blocks] for policy in policies]
+    return Runs(
+        profile=profile,
+        policies=tuple(policies),
+        parameters=_sums([block.parameter_bytes for block in blocks]),
+        fixed=state + outputs[:, None] + outputs[None, :],
+        saved=np.stack([_sums([each.saved_bytes if each else 0 for each in own]) for own in by_policy]),
+        working=np.stack(
+            [_largest([each.working_bytes if each else 0 for each in own]) for own in by_policy]
+        ),
+        seconds=np.stack([_seconds(own) for own in by_policy]),
+        transfer=crossing[:, None] + crossing[None, :],
+    )
+
+
+def _sums(values: Sequence[int]) -> Integers:
+    upto = np.array([0, *accumulate(values)], np.int64)
+    table: Integers = np.maximum(upto[None, :] - upto[:, None], 0)
+    return table
+
+
+def _largest(values: Sequence[int]) -> Integers:
+    table = np.zeros((len(values) + 1, len(values) + 1), np.int64)
+    for first in range(len(values)):
+        table[first, first + 1 :] = np.maximum.accumulate(values[first:])
+    return table
+
+
+def _seconds(holdings: Sequence[Holding | None]) -> Floats:
+    table = np.full((len(holdings) + 1, len(holdings) + 1), np.inf)
+    each = [one.forward_seconds + one.backward_seconds if one else np.inf for one in holdings]
+    for first in range(len(holdings)):
+        table[first, first + 1 :] = np.cumsum(each[first:])
+    return table
