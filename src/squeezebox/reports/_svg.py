@@ -55,7 +55,9 @@ def draw_svg(chart: PipelineChart) -> str:
         f"<style>{style(frame.scale * _shortest(chart))}</style>",
         '<rect class="page" width="100%" height="100%"/>',
         *_heading(chart.title, notes),
-        *_legend(rows, len(notes)),
+        *_legend(
+            rows, len(notes), "later stages of a rank" if any(chart.loops().values()) else "every other batch"
+        ),
         *_axis(chart.seconds, frame),
         *_labels(frame),
     ]
@@ -91,7 +93,7 @@ def _heading(title: str, notes: tuple[str, ...]) -> Iterator[str]:
         yield f'<text x="{_LEFT:g}" y="{34 + _LINE * (number + 1):g}">{escape(note)}</text>'
 
 
-def _legend(rows: list[list[Tile]], notes: int) -> Iterator[str]:
+def _legend(rows: list[list[Tile]], notes: int, pale: str) -> Iterator[str]:
     seen = {tile.paint for row in rows for tile in row}
     x, y = _LEFT, 34.0 + _LINE * (notes + 1) + 8.0
     for kind in (kind for kind in ChartKind if any(paint.kind is kind for paint in seen)):
@@ -102,6 +104,8 @@ def _legend(rows: list[list[Tile]], notes: int) -> Iterator[str]:
             x += 14.0
         yield f'<text x="{x + 4:g}" y="{y:g}">{kind.value}</text>'
         x += 24.0 + 7.0 * len(kind.value)
+    if any(paint.shade for paint in seen):
+        yield f'<text x="{x:g}" y="{y:g}">(paler: {pale})</text>'
 
 
 def _axis(seconds: float, frame: _Frame) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from squeezebox.reports._chart import ChartKind, ChartSpan, PipelineChart
 
 SHADES = 4  # of each colour
+_ORDER = {kind: number for number, kind in enumerate(ChartKind)}
 
 
 class Paint(NamedTuple):
@@ -79,7 +80,7 @@ def _stacked(group: Sequence[Tile]) -> Iterable[Tile]:
     for tile in group:
         shares[tile.paint] += (tile.end - tile.start) / max(end - start, 1e-300)
     low = 0.0
-    for paint, share in shares.items():
+    for paint, share in sorted(shares.items(), key=lambda item: (_ORDER[item[0].kind], item[0].shade)):
         if share > 0.0:
             yield Tile(paint, start, end, low, low + share)
             low += share
