@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 import squeezebox
+from squeezebox.cli._pipeline import pipeline
 
 app = typer.Typer(
     help="Train PyTorch networks in less memory by packing what autograd saves, within error bounds.",
@@ -17,6 +18,8 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
 )
+
+app.add_typer(pipeline, name="pipeline")
 
 Factory = Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Returns the model when called.")]
 Input = Annotated[str, typer.Option(help="One sample's shape.")]

@@ -1,30 +1,41 @@
 """Turn step records into what people and programs read.
 
-In: schema's StepRecord, or an estimate's figures. Out: text tables, and JSON files written whole or not
-at all.
+In: schema's StepRecord, or the figures of an estimate or a pipeline. Out: text tables, drawings and traces,
+and JSON files written whole or not at all.
 May touch: files it is told to write; no torch.
 """
 
 from squeezebox.reports._batch import MaxBatch
+from squeezebox.reports._chart import ChartKind, ChartSpan, PipelineChart
 from squeezebox.reports._compiled import CompiledReport, CompiledTensor
 from squeezebox.reports._estimate import Estimate
+from squeezebox.reports._pipeline import PipelineRank, PipelineReport
 from squeezebox.reports._plan import PlannedTensor, StepPlan, load_plan
 from squeezebox.reports._report import Report, human_bytes, require_writable, write_whole
 from squeezebox.reports._shortage import exact_bytes, explain, explain_floor
+from squeezebox.reports._svg import draw_svg
+from squeezebox.reports._trace import trace_events
 
 __all__ = [
+    "ChartKind",
+    "ChartSpan",
     "CompiledReport",
     "CompiledTensor",
     "Estimate",
     "MaxBatch",
+    "PipelineChart",
+    "PipelineRank",
+    "PipelineReport",
     "PlannedTensor",
     "Report",
     "StepPlan",
+    "draw_svg",
     "exact_bytes",
     "explain",
     "explain_floor",
     "human_bytes",
     "load_plan",
     "require_writable",
+    "trace_events",
     "write_whole",
 ]

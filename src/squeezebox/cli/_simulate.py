@@ -1,0 +1,226 @@
+"""What ``squeezebox pipeline simulate`` does: a schedule, its timeline, the drawing. Loads no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from squeezebox.reports import (
+    ChartKind,
+    ChartSpan,
+    PipelineChart,
+    PipelineRank,
+    PipelineReport,
+    draw_svg,
+    require_writable,
+    trace_events,
+    write_whole,
+)
+from squeezebox.schedules import (
+    Costs,
+    Kind,
+    Schedule,
+    Span,
+    Timeline,
+    breadth_first,
+    gathers,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    pipedream,
+    simulate,
+    two_bw,
+    zero_bubble,
+)
+from squeezebox.schema import OptionError
+
+Number = TypeVar("Number", int, float)
+
+_ACTIONS = 10_000_000  # take about 3 GB
+_LONGEST, _SHORTEST = 1e9, 1e-9  # seconds
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A schedule as the command line names it."""
+
+    schedule: str
+    ranks: int
+    microbatches: int
+    loops: int | None
+    batches: int
+
+    def make(self) -> Schedule:
+        """The schedule.
+
+        Raises:
+            OptionError: there is none of that name or for those numbers.
+        """
+        if self.schedule not in _SCHEDULES:
+            raise OptionError(f"no schedule '{self.schedule}'; there are {', '.join(_SCHEDULES)}.")
+        self._require_size()
+        if self.schedule not in _LOOPED and self.loops not in (None, 1):
+            raise OptionError(
+                f"--loops {self.loops}: {self.schedule} has one stage a rank; leave --loops out, or take "
+                f"{' or '.join(_LOOPED)}."
+            )
+        return _SCHEDULES[self.schedule](self)
+
+    @property
+    def stages_per_rank(self) -> int:
+        """2 unless told otherwise, where a rank has several at all."""
+        return (2 if self.loops is None else self.loops) if self.schedule in _LOOPED else 1
+
+    def _require_size(self) -> None:
+        counts = (self.ranks, self.microbatches, self.stages_per_rank, self.batches)
+        for name, count in zip(("--ranks", "--microbatches", "--loops", "--batches"), counts, strict=True):
+            if count < 1:
+                raise OptionError(f"{name} {count} is below 1; give at least 1.")
+        actions = 2 * math.prod(counts)
+        if actions > _ACTIONS:
+            raise OptionError(
+                f"{actions} actions (forward and backward of {counts[1]} microbatches at {counts[0]} ranks, "
+                f"{counts[2]} times, in {counts[3]} batches) are more than the {_ACTIONS} of a run; "
+                "take fewer microbatches or batches."
+            )
+
+
+_LOOPED = ("interleaved", "breadth-first")
+_SCHEDULES: dict[str, Callable[[Request], Schedule]] = {
+    "gpipe": lambda its: gpipe(its.ranks, its.microbatches, batches=its.batches),
+    "1f1b": lambda its: one_f_one_b(its.ranks, its.microbatches, batches=its.batches),
+    "interleaved": lambda its: interleaved(
+        its.ranks, its.microbatches, loops=its.stages_per_rank, batches=its.batches
+    ),
+    "breadth-first": lambda its: breadth_first(
+        its.ranks, its.microbatches, loops=its.stages_per_rank, batches=its.batches
+    ),
+    "zb-h1": lambda its: zero_bubble(its.ranks, its.microbatches, batches=its.batches),
+    "zb-h2": lambda its: zero_bubble(its.ranks, its.microbatches, doubled=True, batches=its.batches),
+    "pipedream": lambda its: pipedream(its.ranks, batches=its.batches * its.microbatches),
+    "2bw": lambda its: two_bw(its.ranks, its.microbatches, batches=its.batches),
+}
+
+
+def run(
+    request: Request,
+    *,
+    forward: str,
+    backward: str,
+    transfer: float,
+    activation: str | None,
+    out: Path,
+    trace: Path | None,
+) -> PipelineReport:
+    """Simulate, draw to ``out``, and write trace events to ``trace`` if that is given.
+
+    Raises:
+        OptionError: an argument is out of range or names nothing.
+        OutputError: a file cannot be written.
+    """
+    schedule = request.make()
+    sizes = None if activation is None else _each("--activation", activation, schedule.num_stages, _size)
+    costs = Costs(
+        forward=_each("--forward", forward, schedule.num_stages, _seconds),
+        backward=_each("--backward", backward, schedule.num_stages, _seconds),
+        transfer=_transfer(transfer),
+        activation_bytes=sizes,
+    )
+    for path in (out, trace):
+        if path is not None:
+            require_writable(path)
+    timeline = simulate(schedule, costs)
+    result = _report(timeline, request, sizes is not None)
+    chart = _chart(timeline, result, sizes)
+    write_whole(out, draw_svg(chart))
+    if trace is not None:
+        write_whole(trace, json.dumps(trace_events(chart), separators=(",", ":")) + "\n")
+    return result
+
+
+def _report(timeline: Timeline, request: Request, with_bytes: bool) -> PipelineReport:
+    schedule = timeline.schedule
+    ranks = tuple(
+        PipelineRank(
+            rank=rank,
+            busy_seconds=timeline.busy(rank),
+            live_microbatches=timeline.live[rank],
+            live_bytes=timeline.live_bytes[rank] if with_bytes else None,
+            weight_versions=max(
+                versions
+                for versions, owner in zip(timeline.versions, schedule.placement, strict=True)
+                if owner == rank
+            ),
+            transfers=timeline.transfers[rank],
+            gathers=gathers(schedule, rank),
+        )
+        for rank in range(schedule.num_ranks)
+    )
+    return PipelineReport(
+        schedule=request.schedule,
+        stages=schedule.num_stages,
+        microbatches=request.microbatches,
+        batches=request.batches,
+        seconds=timeline.seconds,
+        bubble=timeline.bubble,
+        ranks=ranks,
+    )
+
+
+def _chart(timeline: Timeline, result: PipelineReport, sizes: tuple[int, ...] | None) -> PipelineChart:
+    a_batch = timeline.schedule.microbatches
+    return PipelineChart(
+        title=result.title(),
+        notes=(result.summary(), result.holdings()),
+        rows=tuple(tuple(_drawn(span, a_batch) for span in spans) for spans in timeline.spans),
+        activation_bytes=sizes,
+    )
+
+
+def _drawn(span: Span, a_batch: int) -> ChartSpan:
+    action = span.action
+    number = action.microbatch
+    batch = number if action.kind is Kind.UPDATE else number // a_batch
+    return ChartSpan(ChartKind[action.kind.name], action.stage, number, batch, span.start, span.end)
+
+
+def _each(option: str, text: str, stages: int, read: Callable[[str, str], Number]) -> tuple[Number, ...]:
+    """A value for every stage, from one for all or one each."""
+    values = tuple(read(option, each.strip()) for each in text.split(","))
+    if len(values) not in (1, stages):
+        raise OptionError(
+            f"{option} {text} has {len(values)} values for {stages} stages; give one for all, or {stages}."
+        )
+    return values * stages if len(values) == 1 else values
+
+
+def _seconds(option: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not _SHORTEST <= value <= _LONGEST:
+        raise OptionError(
+            f"{option} {text or 'nothing'} is no number of seconds from {_SHORTEST:g} to {_LONGEST:g}; write "
+            f"{option} 1.5, or one for every stage: {option} 1,1.5,1,1."
+        )
+    return value
+
+
+def _transfer(value: float) -> float:
+    if not 0.0 <= value <= _LONGEST:
+        raise OptionError(f"--transfer {value:g} is no number of seconds from 0 to {_LONGEST:g}.")
+    return value
+
+
+def _size(option: str, text: str) -> int:
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)", text)
+    if not found or found[2].upper() not in _UNITS:
+        raise OptionError(f"{option} {text or 'nothing'} is no size; give bytes, 12MiB or 1.5GB.")
+    return round(float(found[1]) * _UNITS[found[2].upper()])
