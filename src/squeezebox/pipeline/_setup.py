@@ -35,15 +35,19 @@ _SCHEDULES: Mapping[str, _Maker] = MappingProxyType(
             plan.ranks, plan.microbatches, loops=loops
         ),
         "zero_bubble": lambda plan, _, __: schedules.zero_bubble(plan.ranks, plan.microbatches),
-        "pipedream": lambda plan, _, warmup: schedules.pipedream(plan.ranks, warmup=warmup),
-        "two_bw": lambda plan, _, warmup: schedules.two_bw(plan.ranks, plan.microbatches, warmup=warmup),
+        "pipedream": lambda plan, _, warmup: schedules.pipedream(
+            plan.ranks, warmup=warmup, batches=warmup + plan.ranks
+        ),
+        "two_bw": lambda plan, _, warmup: schedules.two_bw(
+            plan.ranks, plan.microbatches, warmup=warmup, batches=warmup + 2
+        ),
     }
 )
 FLOWING = ("pipedream", "two_bw")
 
 
 def schedule_of(plan: PipelinePlan, warmup: int = 0) -> Schedule:
-    """The schedule that a plan names.
+    """The schedule that a plan names, with batches enough to fill the pipeline.
 
     Raises:
         OptionError: there is none of that name, or it does not go with the plan's numbers.

@@ -1,0 +1,143 @@
+"""What ranks train together is what one process would, bit by bit."""
+
+import torch
+from torch import nn
+
+from squeezebox.pipeline import Runner
+from tests.pipeline import ranks
+
+BATCHES = 7
+TOKENS = (((5,), "int64"),)
+
+
+def _train(rank, model, optimizer, plan, data, loss_fn, drains=(), **options):
+    """Losses and this rank's weights by name, after seven batches."""
+    runner = Runner(
+        model, plan, optimizer=ranks.OPTIMIZERS[optimizer](model.parameters()), loss_fn=loss_fn, **options
+    )
+    losses = []
+    for batch in range(BATCHES):
+        number = batch * plan.replicas + rank // plan.ranks
+        losses.append(runner.step(*data(number, 2 * plan.microbatches)))
+        if batch in drains:
+            runner.drain()
+    weights = runner.state_dict()
+    runner.close()
+    return [None if loss is None else loss.item() for loss in losses], weights
+
+
+def _chains(rank, cases):
+    return [
+        _train(rank, ranks.chain(), optimizer, plan, ranks.numbers, nn.functional.mse_loss, drains, **options)
+        for optimizer, plan, drains, options in cases
+    ]
+
+
+def _check(cases, results, version, tolerance=0.0, make=ranks.chain, data=ranks.numbers, loss_fn=None):
+    for number, (optimizer, plan, _, options) in enumerate(cases):
+        for result in results:
+            assert not isinstance(result, str), result
+        known = {key: options[key] for key in ("clip", "correction") if key in options}
+        losses, weights = ranks.reference(
+            make(),
+            optimizer,
+            BATCHES,
+            data,
+            loss_fn or nn.functional.mse_loss,
+            plan.microbatches,
+            version=lambda name, batch, plan=plan, options=options: version(plan, name, batch, options),
+            replicas=plan.replicas,
+            **known,
+        )
+        what = f"{plan.schedule} {plan.ranks} {optimizer} {options}"
+        found = [result[number] for result in results]
+        told = [each for each in found[plan.ranks - 1][0]]
+        torch.testing.assert_close(torch.tensor(told), torch.tensor(losses), atol=1e-6, rtol=1e-6, msg=what)
+        together = {}
+        for _, own in found:
+            together |= own
+        assert together.keys() >= weights.keys(), what
+        for name, tensor in weights.items():
+            worst = (together[name] - tensor).abs().max().item()
+            assert worst <= tolerance, f"{what}: {name} is off by {worst}"
+
+
+def _delayed(plan, name, batch, options):
+    warmup = options.get("warmup", 0)
+    if batch < warmup:
+        return batch
+    if plan.schedule == "two_bw":
+        return max(batch - 1, warmup)
+    if plan.schedule == "pipedream":
+        block = int(name.split(".")[0])
+        stage = next(each for each, stage in enumerate(plan.stages) if stage.first <= block < stage.end)
+        return max(batch - (plan.ranks - 1 - stage), warmup)
+    return batch
+
+
+def _cases(world):
+    synchronous = [
+        ("adamw", ranks.plan(8, world, "gpipe", 4), (), {}),
+        ("momentum", ranks.plan(8, world, "one_f_one_b", 4), (), {}),
+        ("adamw", ranks.plan(8, world, "one_f_one_b", 4, policy="recompute"), (), {}),
+        ("adamw", ranks.plan(8, world, "one_f_one_b", 2), (), {}),
+        ("adamw", ranks.plan(8, world, "zero_bubble", 4), (), {}),
+        ("adamw", ranks.plan(8, world, "breadth_first", 4, loops=2), (), {}),
+        ("adamw", ranks.plan(8, world, "interleaved", 4, loops=2), (), {}),
+    ]
+    delayed = [
+        (name, ranks.plan(8, world, schedule, microbatches, policy=policy), drains, options)
+        for schedule, microbatches in (("two_bw", 4), ("pipedream", 1))
+        for name, policy, drains, options in (
+            ("sgd", "keep", (), {}),
+            ("momentum", "keep", (), {}),
+            ("adamw", "recompute", (), {}),
+            ("adamw", "keep", (2, 4), {}),
+            ("adamw", "keep", (), {"warmup": 2}),
+            ("adamw", "keep", (1,), {"correction": True}),
+        )
+    ]
+    return synchronous + [("adamw", ranks.plan(8, world, "two_bw", 6), (), {}), *delayed]
+
+
+def test_two_ranks_equal_one_process_to_the_bit():
+    cases = _cases(2)
+    exact = [case for case in cases if not case[3].get("correction")]
+    _check(exact, ranks.run(_chains, 2, exact), _delayed)
+
+
+def test_four_ranks_equal_one_process_to_the_bit():
+    exact = [case for case in _cases(4) if not case[3].get("correction")]
+    _check(exact, ranks.run(_chains, 4, exact), _delayed)
+
+
+def test_correction_follows_its_formula():
+    corrected = [case for case in _cases(2) if case[3].get("correction") and case[1].schedule == "two_bw"]
+    _check(corrected, ranks.run(_chains, 2, corrected), _delayed, tolerance=1e-12)
+
+
+def _tied(rank, cases):
+    return [
+        _train(rank, ranks.tied(), optimizer, plan, ranks.words, ranks.entropy, drains, **options)
+        for optimizer, plan, drains, options in cases
+    ]
+
+
+def test_clipping_and_tied_weights():
+    plan = ranks.plan(5, 2, "two_bw", 4, inputs=TOKENS)
+    flushing = ranks.plan(5, 2, "one_f_one_b", 4, inputs=TOKENS)
+    cases = [
+        ("adamw", flushing, (), {}),
+        ("adamw", plan, (), {}),
+        ("adamw", plan, (3,), {"clip": 0.3}),
+        ("sgd", plan, (), {"clip": 0.1}),
+    ]
+    _check(cases, ranks.run(_tied, 2, cases), _delayed, 1e-12, ranks.tied, ranks.words, ranks.entropy)
+
+
+def test_two_pipelines_of_two():
+    cases = [
+        ("adamw", ranks.plan(5, 2, schedule, 4, inputs=TOKENS, replicas=2), (), {"clip": 0.3})
+        for schedule in ("one_f_one_b", "two_bw")
+    ]
+    _check(cases, ranks.run(_tied, 4, cases), _delayed, 1e-12, ranks.tied, ranks.words, ranks.entropy)
