@@ -91,7 +91,8 @@ def test_every_rectangle_is_where_its_action_is(schedule):
     assert len(rows) == schedule.num_ranks
     for spans, row in zip(timeline.spans, rows, strict=True):
         assert len(spans) == len(row)
-        for span, (name, outlines, tip) in zip(spans, row, strict=True):
+        drawn = sorted(spans, key=lambda span: span.action.kind is Kind.UPDATE)  # on top of the others
+        for span, (name, outlines, tip) in zip(drawn, row, strict=True):
             ((x, _, width, _, back),) = outlines
             assert name.startswith(span.action.kind.name.lower())
             assert float(x) == pytest.approx(span.start * scale, abs=0.02)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
+from squeezebox.cli._values import parse_seconds, parse_size, per_stage, require_delay
 from squeezebox.reports import (
     ChartKind,
     ChartSpan,
@@ -39,11 +38,7 @@ from squeezebox.schedules import (
 )
 from squeezebox.schema import OptionError
 
-Number = TypeVar("Number", int, float)
-
-_ACTIONS = 10_000_000  # take about 3 GB
-_LONGEST, _SHORTEST = 1e9, 1e-9  # seconds
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_ACTIONS = 10_000_000  # a million held 0.37 GB
 
 
 @dataclass(frozen=True)
@@ -125,11 +120,13 @@ def run(
         OutputError: a file cannot be written.
     """
     schedule = request.make()
-    sizes = None if activation is None else _each("--activation", activation, schedule.num_stages, _size)
+    sizes = (
+        None if activation is None else per_stage("--activation", activation, schedule.num_stages, parse_size)
+    )
     costs = Costs(
-        forward=_each("--forward", forward, schedule.num_stages, _seconds),
-        backward=_each("--backward", backward, schedule.num_stages, _seconds),
-        transfer=_transfer(transfer),
+        forward=per_stage("--forward", forward, schedule.num_stages, parse_seconds),
+        backward=per_stage("--backward", backward, schedule.num_stages, parse_seconds),
+        transfer=require_delay("--transfer", transfer),
         activation_bytes=sizes,
     )
     for path in (out, trace):
@@ -188,39 +185,3 @@ def _drawn(span: Span, a_batch: int) -> ChartSpan:
     number = action.microbatch
     batch = number if action.kind is Kind.UPDATE else number // a_batch
     return ChartSpan(ChartKind[action.kind.name], action.stage, number, batch, span.start, span.end)
-
-
-def _each(option: str, text: str, stages: int, read: Callable[[str, str], Number]) -> tuple[Number, ...]:
-    """A value for every stage, from one for all or one each."""
-    values = tuple(read(option, each.strip()) for each in text.split(","))
-    if len(values) not in (1, stages):
-        raise OptionError(
-            f"{option} {text} has {len(values)} values for {stages} stages; give one for all, or {stages}."
-        )
-    return values * stages if len(values) == 1 else values
-
-
-def _seconds(option: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not _SHORTEST <= value <= _LONGEST:
-        raise OptionError(
-            f"{option} {text or 'nothing'} is no number of seconds from {_SHORTEST:g} to {_LONGEST:g}; write "
-            f"{option} 1.5, or one for every stage: {option} 1,1.5,1,1."
-        )
-    return value
-
-
-def _transfer(value: float) -> float:
-    if not 0.0 <= value <= _LONGEST:
-        raise OptionError(f"--transfer {value:g} is no number of seconds from 0 to {_LONGEST:g}.")
-    return value
-
-
-def _size(option: str, text: str) -> int:
-    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)", text)
-    if not found or found[2].upper() not in _UNITS:
-        raise OptionError(f"{option} {text or 'nothing'} is no size; give bytes, 12MiB or 1.5GB.")
-    return round(float(found[1]) * _UNITS[found[2].upper()])

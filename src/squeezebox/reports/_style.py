@@ -27,7 +27,7 @@ def style(shortest: float) -> str:
         ".pipeline .title{font-size:16px;font-weight:600}",
         ".pipeline .tick{text-anchor:middle}.pipeline .rank{text-anchor:end}",
         f".pipeline path{{stroke-width:{edge:g}}}.pipeline .grid{{stroke-width:1}}",
-        f".pipeline .update-0{{stroke:{COLOURS[ChartKind.UPDATE][0]};stroke-width:{mark:.3g}}}",
+        f".pipeline path.update-0{{stroke:{COLOURS[ChartKind.UPDATE][0]};stroke-width:{mark:.3g}}}",
         *(
             f".pipeline .{kind.name.lower()}-{shade}{{fill:{colour}}}"
             for kind, colours in COLOURS.items()

@@ -138,8 +138,8 @@ def nice_step(least: float) -> float:
 
 
 def _single(spans: tuple[ChartSpan, ...], row: list[Tile], frame: _Frame) -> Iterator[str]:
-    """A path with a tooltip for every action, and its microbatch where that fits."""
-    for span, tile in zip(spans, row, strict=True):
+    """A path with a tooltip for every action, updates on top, and its microbatch where that fits."""
+    for span, tile in sorted(zip(spans, row, strict=True), key=lambda each: _is_update(each[1].paint)):
         tip = f"{span}: {span.start:.6g} s to {span.end:.6g} s"
         yield f'<path class="{_class(tile.paint)}" d="{_outline(tile, frame)}"><title>{tip}</title></path>'
     yield from _numbers(spans, frame)
@@ -156,11 +156,11 @@ def _numbers(spans: tuple[ChartSpan, ...], frame: _Frame) -> Iterator[str]:
 
 
 def _massed(row: list[Tile], frame: _Frame) -> Iterator[str]:
-    """A path for every colour."""
+    """A path for every colour, updates on top."""
     outlines: dict[Paint, list[str]] = defaultdict(list)
     for tile in row:
         outlines[tile.paint].append(_outline(tile, frame))
-    for paint, each in outlines.items():
+    for paint, each in sorted(outlines.items(), key=lambda item: _is_update(item[0])):
         yield f'<path class="{_class(paint)}" d="{"".join(each)}"/>'
 
 
@@ -170,6 +170,10 @@ def _outline(tile: Tile, frame: _Frame) -> str:
     bottom, top = frame.row * (1.0 - tile.low), frame.row * (1.0 - tile.high)
     width = _number(right - left)
     return f"M{_number(left)} {_number(top)}h{width}v{_number(bottom - top)}h-{width}z"
+
+
+def _is_update(paint: Paint) -> bool:
+    return paint.kind is ChartKind.UPDATE
 
 
 def _class(paint: Paint) -> str:

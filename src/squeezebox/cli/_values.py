@@ -1,0 +1,72 @@
+"""Option values: sizes, seconds, and lists of them with one for every stage."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import TypeVar
+
+from squeezebox.schema import OptionError
+
+Number = TypeVar("Number", int, float)
+
+_LONGEST, _SHORTEST = 1e9, 1e-9  # seconds
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def per_stage(option: str, text: str, stages: int, read: Callable[[str, str], Number]) -> tuple[Number, ...]:
+    """A value for every stage, from one for all or one each, joined by commas.
+
+    Raises:
+        OptionError: there are neither one nor as many as stages, or ``read`` refuses one.
+    """
+    values = tuple(read(option, each.strip()) for each in text.split(","))
+    if len(values) not in (1, stages):
+        raise OptionError(
+            f"{option} {text} has {len(values)} values for {stages} stages; give one for all, or {stages}."
+        )
+    return values * stages if len(values) == 1 else values
+
+
+def parse_seconds(option: str, text: str) -> float:
+    """Seconds of something that takes time: a nanosecond or more.
+
+    Raises:
+        OptionError: it is no number, or out of range.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not _SHORTEST <= value <= _LONGEST:
+        raise OptionError(
+            f"{option} {text or 'nothing'} is no number of seconds from {_SHORTEST:g} to {_LONGEST:g}; write "
+            f"{option} 1.5, or one for every stage: {option} 1,1.5,1,1."
+        )
+    return value
+
+
+def require_delay(option: str, seconds: float) -> float:
+    """The same seconds, from 0.
+
+    Raises:
+        OptionError: they are out of range.
+    """
+    if not 0.0 <= seconds <= _LONGEST:
+        raise OptionError(
+            f"{option} {seconds:g} is no number of seconds from 0 to {_LONGEST:g}; give 0 for none."
+        )
+    return seconds
+
+
+def parse_size(option: str, text: str) -> int:
+    """Bytes: ``4096``, ``12MiB``, ``1.5GB``.
+
+    Raises:
+        OptionError: it is no size.
+    """
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)", text)
+    if not found or found[2].upper() not in _UNITS:
+        raise OptionError(f"{option} {text or 'nothing'} is no size; give bytes, 12MiB or 1.5GB.")
+    return round(float(found[1]) * _UNITS[found[2].upper()])
