@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import queue
 import socket
+import time
 import traceback
 
 import torch
@@ -22,7 +23,7 @@ def run(function, world, *arguments):
     A process that raises has its traceback in the place of its result.
     """
     processes, results = start(function, world, *arguments)
-    found = collect(results, world)
+    found = collect(processes, results, world)
     for process in processes:
         process.join(_PATIENCE)
     return [found[rank] for rank in range(world)]
@@ -34,7 +35,7 @@ def start(function, world, *arguments):
     results = context.Queue()
     port = _free_port()
     processes = [
-        context.Process(target=_main, args=(function, rank, world, port, results, arguments))
+        context.Process(target=_main, args=(function, rank, world, port, results, arguments), daemon=True)
         for rank in range(world)
     ]
     for process in processes:
@@ -42,13 +43,16 @@ def start(function, world, *arguments):
     return processes, results
 
 
-def collect(results, count, patience=_PATIENCE):
-    found = {}
+def collect(processes, results, count):
+    """What so many of the processes return, by rank."""
+    found, end = {}, time.monotonic() + _PATIENCE
     while len(found) < count:
         try:
-            rank, result = results.get(timeout=patience)
+            rank, result = results.get(timeout=1.0)
         except queue.Empty:
-            raise AssertionError(f"only ranks {sorted(found)} of {count} have ended: {found}") from None
+            alive = any(process.is_alive() for process in processes)
+            assert alive and time.monotonic() < end, f"of {count} ranks, only these have ended: {found}"
+            continue
         found[rank] = torch.load(io.BytesIO(result), weights_only=False)
     return found
 

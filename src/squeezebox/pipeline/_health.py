@@ -21,6 +21,7 @@ from squeezebox.schema import PipelineError
 _BEAT = 1.0  # seconds between two signs of life
 _STALE = 3.0 * _BEAT
 _FAILURE = "failure"
+_IDLE = "is between two steps"
 _NEVER = 1 << 20  # a tag that nothing is ever sent under
 
 
@@ -37,8 +38,7 @@ class Health:
     def __init__(self, store: Store, rank: int, names: Sequence[str], patience: float) -> None:
         self._store = store
         self._rank, self._names, self._patience = rank, names, patience
-        self._doing: tuple[str, int | None, float] = ("has not begun", None, time.monotonic())
-        self._failed_since: float | None = None
+        self._doing: tuple[str, int | None, float] = (_IDLE, None, time.monotonic())
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="squeezebox-health", daemon=True)
         self._thread.start()
@@ -50,6 +50,25 @@ class Health:
     def waits(self, what: str, peer: int) -> None:
         """From now on it waits for another rank, or for all of them if ``peer`` is its own."""
         self._doing = (what, peer, time.monotonic())
+
+    def await_key(self, key: str, what: str, peer: int) -> bytes:
+        """A value that another rank puts into the store.
+
+        Raises:
+            RuntimeError: a rank has failed.
+            TimeoutError: it took too long.
+        """
+        self.waits(what, peer)
+        begun, pause = time.monotonic(), 0.001
+        while not self._store.check([key]):
+            if self._failure() is not None:
+                raise RuntimeError(f"another rank failed while this one {what}")
+            if time.monotonic() - begun > self._patience:
+                raise TimeoutError(f"{key} did not come within {self._patience} s")
+            time.sleep(pause)
+            pause = min(2.0 * pause, 0.1)
+        self.works("goes on")
+        return self._store.get(key)
 
     def stop(self) -> None:
         """End the thread."""
@@ -69,7 +88,7 @@ class Health:
             peer = self._doing[1]
             lost = peer is not None and isinstance(error, RuntimeError | TimeoutError)
             failure = self._why(error) if lost else self._report(self._rank, f"raised {_short(error)}")
-            self._doing = ("stopped", None, time.monotonic())
+            self.works(_IDLE)
             self._stopped.set()
             for group in groups:
                 _close(group)
@@ -77,7 +96,7 @@ class Health:
                 raise
             self._raise(failure, error)
         succeed()
-        self.works("is between two steps")
+        self.works(_IDLE)
 
     def _raise(self, failure: dict[str, Any], error: BaseException) -> NoReturn:
         rank = failure["rank"]
@@ -154,22 +173,22 @@ class Health:
 
     def _watch(self) -> None:
         count = 0
-        while not self._stopped.wait(_BEAT):
+        while not self._stopped.wait(_BEAT) and not self._others_stopped(count):
             count += 1
-            what, peer, since = self._doing
-            told = f"{what} for {time.monotonic() - since:.0f} s"
-            with contextlib.suppress(RuntimeError, dist.DistError):
-                self._store.set(f"beat/{self._rank}", json.dumps([count, told, peer]))
-            self._mind_others()
+        while not self._stopped.wait(_BEAT):
+            what, _, since = self._doing
+            if what != _IDLE and time.monotonic() - since > self._patience:
+                os.kill(os.getpid(), signal.SIGTERM)  # it hangs, or it would have noticed
 
-    def _mind_others(self) -> None:
-        """If the others have stopped long ago and this rank has not noticed, it hangs: end it."""
-        if self._failure() is None:
-            return
-        now = time.monotonic()
-        self._failed_since = self._failed_since or now
-        if now - max(self._failed_since, self._doing[2]) > self._patience:
-            os.kill(os.getpid(), signal.SIGTERM)
+    def _others_stopped(self, count: int) -> bool:
+        """Give a sign of life; whether a rank has failed or the store is gone."""
+        what, peer, since = self._doing
+        told = f"{what} for {time.monotonic() - since:.0f} s"
+        try:
+            self._store.set(f"beat/{self._rank}", json.dumps([count, told, peer]))
+            return bool(self._store.check([_FAILURE]))
+        except (RuntimeError, dist.DistError):
+            return True
 
 
 def _short(error: BaseException) -> str:

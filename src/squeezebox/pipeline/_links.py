@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -131,10 +130,8 @@ class Links:
     def _await(self, stage: int) -> None:
         """Learn what will come from the stage before, and make this end of the wires."""
         peer = self._peer(stage - 1, stage - 1, back=False)
-        key = self._key(stage - 1)
-        peer.waiting(f"waits for rank {peer.rank} to send", peer.rank)
-        self._store.wait([key], timedelta(seconds=self._patience))
-        self._forms[stage] = pickle.loads(self._store.get(key))
+        told = self._health.await_key(self._key(stage - 1), f"waits for rank {peer.rank} to send", peer.rank)
+        self._forms[stage] = pickle.loads(told)
         receiver = Receiver(peer, self._forms[stage], slots=self._in_flight[stage] + 1)
         receiver.expect(self._expected.pop(stage))
         self._receivers[stage] = receiver

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -265,22 +264,17 @@ class Runner:
         if self._place.number == 0:
             found = newest(directory) if batch is None else batch
             self._store.set(key, str(-1 if found is None else found))
-        self._health.waits("waits for the first rank's choice of a checkpoint", 0)
-        self._store.wait([key], timedelta(seconds=self._patience))
-        found = int(self._store.get(key))
-        self._health.works("loads a checkpoint")
-        if found < 0:
+        chosen = int(self._health.await_key(key, "waits for the first rank's choice of a checkpoint", 0))
+        if chosen < 0:
             raise FormatError(f"there is no complete checkpoint in {directory}. Name the right directory.")
-        return found
+        return chosen
 
     def _meet(self, what: str) -> None:
         """Wait for all ranks to come here."""
         number, everybody = self._place.number, self._place.ranks * self._place.replicas
         self._store.set(f"meet/{what}/{number}", "")
         for each in range(everybody):
-            self._health.waits(f"waits until rank {each} has {what}", each)
-            self._store.wait([f"meet/{what}/{each}"], timedelta(seconds=self._patience))
-        self._health.works("goes on")
+            self._health.await_key(f"meet/{what}/{each}", f"waits until rank {each} has {what}", each)
 
     def _evaluator(self) -> tuple[dict[int, Stage], Links]:
         """Stages in evaluation mode, of the same parameters and buffers, and their connections."""

@@ -1,0 +1,105 @@
+"""A rank that dies, hangs or raises: the others stop soon, and say which one it was."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from squeezebox.pipeline import Runner
+from tests.pipeline import ranks
+
+PATIENCE = 6.0
+
+
+class _Troubled(nn.Module):
+    """In its second batch, something happens to the rank that holds it."""
+
+    def __init__(self, trouble):
+        super().__init__()
+        self.trouble, self.calls, self.linear = trouble, 0, nn.Linear(6, 6)
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 6:
+            if self.trouble == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.trouble == "raises":
+                raise ValueError("the input looks bad")
+            time.sleep(600)
+        return self.linear(x)
+
+
+def _train(rank, schedule, trouble):
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6), nn.Linear(6, 6), _Troubled(trouble), nn.Linear(6, 6)]
+    model = nn.Sequential(*layers).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = ranks.plan(4, 4, schedule, 4)
+    runner = Runner(
+        model, plan, optimizer=optimizer, loss_fn=nn.functional.mse_loss, patience=PATIENCE, clip=1.0
+    )
+    begun = time.monotonic()
+    try:
+        for batch in range(4):
+            begun = time.monotonic()
+            runner.step(*ranks.numbers(batch, 8))
+    except Exception as error:  # noqa: BLE001
+        seconds = time.monotonic() - begun
+        try:
+            runner.step()
+        except Exception as second:  # noqa: BLE001
+            return type(error).__name__, str(error), seconds, str(second)
+    return "nothing happened"
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "two_bw"])
+@pytest.mark.parametrize("trouble", ["dies", "raises", "hangs"])
+def test_others_stop_and_name_it(schedule, trouble):
+    processes, results = ranks.start(_train, 4, schedule, trouble)
+    left = 4 if trouble == "raises" else 3
+    found = ranks.collect(processes, results, left)
+    for rank, result in found.items():
+        assert isinstance(result, tuple), result
+        kind, message, seconds, second = result
+        if rank == 2:
+            assert (kind, message) == ("ValueError", "the input looks bad")
+        else:
+            assert kind == "PipelineError"
+            assert message.startswith("rank 2 (stage 2) "), message
+            assert {"dies": "is gone", "raises": "raised ValueError: the input looks bad", "hangs": "hangs"}[
+                trouble
+            ] in message
+        assert seconds < PATIENCE + 8.0
+        assert "has failed and cannot go on" in second
+    for process in processes:  # the one that hangs ends itself
+        process.join(3 * PATIENCE + 10.0)
+        assert process.exitcode is not None
+
+
+def _made(rank, plans, seeds, patience):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(6, 6 + seeds[rank] * (number == 3)) for number in range(4))).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        Runner(model, plans[rank], optimizer=optimizer, loss_fn=nn.functional.mse_loss, patience=patience)
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}"
+    return "made"
+
+
+def test_what_does_not_agree_is_refused_before_the_first_step():
+    gpipe, flushing = (ranks.plan(4, 2, name, 4) for name in ("gpipe", "one_f_one_b"))
+    for message in ranks.run(_made, 2, [gpipe, flushing], [0, 0], 20.0):
+        assert "PipelineError: rank" in message
+        assert "has another plan than rank" in message
+    for message in ranks.run(_made, 2, [gpipe, gpipe], [0, 1], 20.0):
+        assert "has another model than rank" in message
+    three = ranks.plan(4, 3, "gpipe", 4)
+    for message in ranks.run(_made, 2, [three, three], [0, 0], 20.0):
+        assert "3 ranks x 1 replicas = 3 processes, and 2 run" in message
+    short = ranks.plan(3, 2, "gpipe", 4)
+    for message in ranks.run(_made, 2, [short, short], [0, 0], 20.0):
+        assert "the plan's stages have 3 blocks, and the model has 4" in message

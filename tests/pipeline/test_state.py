@@ -1,0 +1,175 @@
+"""Checkpoints, evaluation, schedulers of learning rates, and what a rank forgets."""
+
+import pytest
+import torch
+from torch import nn
+
+from squeezebox import FormatError, OutputError
+from squeezebox.pipeline import Runner
+from tests.pipeline import ranks
+
+
+def _runner(plan, model, **options):
+    optimizer = ranks.OPTIMIZERS["adamw"](model.parameters())
+    return Runner(model, plan, optimizer=optimizer, loss_fn=nn.functional.mse_loss, **options)
+
+
+def _steps(runner, first, end):
+    losses = [runner.step(*ranks.numbers(batch, 2 * runner.plan.microbatches)) for batch in range(first, end)]
+    return [None if loss is None else loss.item() for loss in losses]
+
+
+def _resumed(rank, plan, directory, options):
+    whole = _runner(plan, _noisy(), **options)
+    torch.manual_seed(rank)
+    before = _steps(whole, 0, 3)
+    whole.save(directory)
+    after = _steps(whole, 3, 6)
+    weights = whole.state_dict()
+    whole.close()
+    again = _runner(plan, _noisy(seed=1), **options)
+    found = again.load(directory), _steps(again, 3, 6)
+    resumed = again.state_dict()
+    again.close()
+    return before, after, weights, found, resumed
+
+
+def _noisy(seed=0):
+    """With dropout and batch normalisation: random states and buffers count."""
+    torch.manual_seed(seed)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.3))]
+    return nn.Sequential(*layers).double()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "options"),
+    [("one_f_one_b", 4, {}), ("two_bw", 4, {"correction": True, "clip": 1.0}), ("pipedream", 1, {})],
+)
+def test_a_resume_goes_on_to_the_bit(schedule, microbatches, options, tmp_path):
+    plan = ranks.plan(12, 2, schedule, microbatches)
+    for result in ranks.run(_resumed, 2, plan, tmp_path, options):
+        assert not isinstance(result, str), result
+        _, after, weights, (batch, again), resumed = result
+        assert batch == 3
+        assert again == after
+        assert weights.keys() == resumed.keys()
+        assert all(torch.equal(weights[name], resumed[name]) for name in weights)
+    assert [path.name for path in tmp_path.iterdir()] == ["batch-3"]
+
+
+def _interrupted(rank, plan, directory):
+    runner = _runner(plan, ranks.chain())
+    _steps(runner, 0, 1)
+    runner.save(directory)
+    _steps(runner, 1, 2)
+    saving = torch.save
+    if rank == 1:
+        torch.save = _full_disk
+    try:
+        runner.save(directory)
+    except Exception as error:  # noqa: BLE001
+        failed = type(error).__name__, str(error)
+    torch.save = saving
+    again = _runner(plan, ranks.chain(seed=1))
+    return failed, again.load(directory)
+
+
+def _full_disk(*_):
+    raise OSError(28, "No space left on device")
+
+
+def test_an_interrupted_checkpoint_leaves_the_one_before(tmp_path):
+    first, second = ranks.run(_interrupted, 2, ranks.plan(8, 2, "two_bw", 4), tmp_path)
+    assert first[0][0] == "PipelineError", first
+    assert "rank 1 (stage 1) raised OutputError" in first[0][1]
+    assert second[0][0] == OutputError.__name__
+    assert "No space left" in second[0][1]
+    assert first[1] == second[1] == 1
+    assert (tmp_path / ".batch-2.partial").exists()
+
+
+def _refused(rank, plan, directory):
+    runner = _runner(plan, ranks.chain())
+    found = []
+    for act in (lambda: runner.load(directory / "none"), lambda: runner.step()):
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001
+            found.append((type(error).__name__, str(error)))
+    return found
+
+
+def test_a_missing_checkpoint_is_an_error(tmp_path):
+    for found in ranks.run(_refused, 2, ranks.plan(8, 2, "gpipe", 2), tmp_path):
+        assert found[0][0] == FormatError.__name__, found
+        assert "no complete checkpoint" in found[0][1]
+
+
+def _evaluated(rank, plan):
+    model = _noisy()
+    runner = _runner(plan, model)
+    _steps(runner, 0, 2)
+    x, y = ranks.numbers(9, 8)
+    loss, again = runner.evaluate(x, y), runner.evaluate(x, y)
+    weights = runner.state_dict()
+    after = _steps(runner, 2, 3)
+    runner.close()
+    return loss, again, weights, after
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "two_bw"])
+def test_evaluation_is_of_the_newest_weights(schedule):
+    results = ranks.run(_evaluated, 2, ranks.plan(12, 2, schedule, 4))
+    weights = results[0][2] | results[1][2]
+    model = _noisy().eval()
+    model.load_state_dict(weights)
+    x, y = ranks.numbers(9, 8)
+    pairs = zip(x.split(2), y.split(2), strict=True)
+    wanted = torch.stack([nn.functional.mse_loss(model(a), b) / 4 for a, b in pairs]).sum()
+    assert results[0][0] is None
+    assert results[1][0] == results[1][1]
+    torch.testing.assert_close(results[1][0], wanted.detach(), rtol=1e-12, atol=0)
+    assert results[1][3][0] is not None
+
+
+def _scheduled(rank, plan):
+    model = ranks.chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    runner = Runner(model, plan, optimizer=optimizer, loss_fn=nn.functional.mse_loss)
+    for batch in range(5):
+        runner.step(*ranks.numbers(batch, 8))
+        scheduler.step()
+    weights = runner.state_dict()
+    runner.close()
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in model.parameters()}
+    return weights, sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize(("schedule", "delay"), [("one_f_one_b", 0), ("two_bw", 1)])
+def test_each_batch_has_the_learning_rate_of_its_own_step(schedule, delay):
+    results = ranks.run(_scheduled, 2, ranks.plan(8, 2, schedule, 4))
+    model = ranks.chain()
+    history = [[each.detach().clone() for each in model.parameters()]]
+    for batch in range(5):
+        for parameter, value in zip(model.parameters(), history[max(batch - delay, 0)], strict=True):
+            parameter.data, parameter.grad = value.clone(), None
+        x, y = ranks.numbers(batch, 8)
+        for a, b in zip(x.split(2), y.split(2), strict=True):
+            (nn.functional.mse_loss(model(a), b) / 4).backward()
+        rate = 0.1 * 0.5**batch
+        history.append(
+            [
+                old.add(each.grad, alpha=-rate)
+                for old, each in zip(history[-1], model.parameters(), strict=True)
+            ]
+        )
+    together = results[0][0] | results[1][0]
+    for (name, _), value in zip(model.named_parameters(), history[-1], strict=True):
+        assert torch.equal(together[name], value), name
+
+
+def test_a_rank_forgets_what_others_hold():
+    whole = sum(parameter.nbytes for parameter in ranks.chain().parameters())
+    for _, nbytes in ranks.run(_scheduled, 2, ranks.plan(8, 2, "gpipe", 4)):
+        assert whole / 2 <= nbytes < 0.55 * whole
