@@ -161,11 +161,11 @@ class StepProfiler:
     def calling(self, call: Call) -> None:
         """As capture's Listener."""
         self._timeline.call(call.number)
-        self._started = now()
+        self._started = now(self._device)
 
     def called(self, call: Call) -> None:
         """As capture's Listener."""
-        seconds = now() - self._started
+        seconds = now(self._device) - self._started
         self._calls[call.number] = min(seconds, self._calls.get(call.number, seconds))
         self._timeline.called(call.number)
 
@@ -174,7 +174,7 @@ class StepProfiler:
         number = self._numbers.setdefault(id(row), len(self._numbers))
         self._seen.setdefault(number, _Seen(row, derive))
         self._timeline.save(number, tensor)
-        self._started = now()
+        self._started = now(self._device)
 
     def offered(
         self,
@@ -186,31 +186,43 @@ class StepProfiler:
         again: Callable[[], torch.Tensor],
     ) -> None:
         """As capture's Listener: pack at a few bounds."""
-        begun = now()
+        begun = now(self._device)
         unit = 1.0 if scaled else _rms(flat)
         seen = self._seen[self._numbers[id(row)]]
         lossy = codec.startswith(("entropy", "blocks"))
         bounds = [share * unit for share in _TRIED] if lossy and unit > 0.0 else []
-        tries = [_try(codec, bound, trial) for bound in bounds]
+        tries = [self._try(codec, bound, trial) for bound in bounds]
         seen.tried, seen.unpacking = [each[0] for each in tries], [each[1] for each in tries]
-        seen.apart = now() - begun
+        seen.apart = now(self._device) - begun
+
+    def _try(self, codec: str, bound: float, trial: Callable[..., codecs.Packed]) -> tuple[Option, float]:
+        """Packed and unpacked once, and the seconds of unpacking."""
+        begun = now(self._device)
+        packed = trial(bound)
+        done = now(self._device)
+        codecs.get(codec).unpack(packed)
+        seconds = now(self._device) - begun
+        option = Option(
+            action=Action.COMPRESS, codec=codec, bound=bound, held_bytes=packed.nbytes, seconds=seconds
+        )
+        return option, begun + seconds - done
 
     def saved(self, row: Row) -> None:
         """As capture's Listener."""
         seen = self._seen[self._numbers[id(row)]]
-        seen.seconds += now() - self._started - seen.apart
+        seen.seconds += now(self._device) - self._started - seen.apart
         seen.apart = 0.0
         self._timeline.saved(self._numbers[id(row)])
 
     def using(self, row: Row) -> None:
         """As capture's Listener."""
         self._timeline.use(self._numbers[id(row)])
-        self._started = now()
+        self._started = now(self._device)
 
     def used(self, row: Row, unpacked: Sequence[Row]) -> None:
         """As capture's Listener."""
         seen = self._seen[self._numbers[id(row)]]
-        seen.seconds += now() - self._started
+        seen.seconds += now(self._device) - self._started
         seen.decodes = True
         self._timeline.used(self._numbers[id(row)], [self._numbers[id(other)] for other in unpacked])
 
@@ -277,31 +289,18 @@ def _transfer(device: torch.device) -> _Transfer:
     spill, staging = Spill(), Staging(CudaStreams(device)) if device.type != "cpu" else None
     leaving = returning = math.inf
     for _ in range(_BLOCKS):
-        begun = now()
+        begun = now(device)
         if staging is None:
             slot = spill.write(data)
-            written = now()
+            written = now(device)
             spill.read(slot, data)
         else:
             host = staging.write(data)
             staging.clear()
-            written = now()
+            written = now(device)
             staging.read(host)
-        leaving, returning = min(leaving, written - begun), min(returning, now() - written)
+        leaving, returning = min(leaving, written - begun), min(returning, now(device) - written)
     return _Transfer("file" if staging is None else "host", leaving / _BLOCK, returning / _BLOCK)
-
-
-def _try(codec: str, bound: float, trial: Callable[..., codecs.Packed]) -> tuple[Option, float]:
-    """Packed and unpacked once, and the seconds of unpacking."""
-    begun = now()
-    packed = trial(bound)
-    done = now()
-    codecs.get(codec).unpack(packed)
-    seconds = now() - begun
-    option = Option(
-        action=Action.COMPRESS, codec=codec, bound=bound, held_bytes=packed.nbytes, seconds=seconds
-    )
-    return option, begun + seconds - done
 
 
 def _profile(

@@ -195,9 +195,10 @@ class _Profiling:
         return least[True] / least[False] * self._whole.plain_seconds
 
     def _timed(self, step: Callable[[], object]) -> float:
-        begun = now()
+        device = device_of(self._subject.model)
+        begun = now(device)
         step()
-        seconds = now() - begun
+        seconds = now(device) - begun
         self._tell("a plain step, timed")
         return seconds
 
