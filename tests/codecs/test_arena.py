@@ -50,3 +50,8 @@ def test_packing_notes_its_stream(monkeypatch):
 def test_an_arena_beyond_what_a_table_can_name_is_refused():
     with pytest.raises(OptionError, match="more than the 34359738368"):
         codecs.Arena(codecs.Arena.MOST_BYTES + 4, CPU)
+
+
+def test_what_is_pinned_lies_on_the_host_whatever_the_default_device():
+    with torch.device("meta"):
+        assert codecs.Arena(64, CPU, spill_bytes=64).spill.device == CPU

@@ -152,16 +152,17 @@ class DeviceBlocks:
 
     def _arena(self, nbytes: int) -> codecs.Arena:
         room = min(nbytes, codecs.Arena.MOST_BYTES)
-        return codecs.Arena(room, self.device, spill_bytes=self._spill_bytes(room), tensors=_TENSORS)
+        spill = min(room, max(int(_SPILL_SHARE * room), self._wanted_spill()))
+        return codecs.Arena(room, self.device, spill_bytes=spill, tensors=_TENSORS)
 
-    def _spill_bytes(self, room: int) -> int:
-        spilled = self.use.spilled_bytes if self.use is not None else 0
-        return min(room, max(int(_SPILL_SHARE * room), _SPILL_GROWTH * spilled))
+    def _wanted_spill(self) -> int:
+        """Bytes of pinned memory that the last step asks for."""
+        return _SPILL_GROWTH * self.use.spilled_bytes if self.use is not None else 0
 
     def _serves(self, arena: codecs.Arena, least: int) -> bool:
         """Whether the arena is neither too small nor far too large."""
         fits = min(least, codecs.Arena.MOST_BYTES) <= arena.nbytes <= _SPARE * least
-        return fits and arena.spill.nbytes >= self._spill_bytes(arena.nbytes)
+        return fits and arena.spill.nbytes >= min(self._wanted_spill(), arena.nbytes)
 
     def _learn(self, sizes: _Sizes, use: codecs.ArenaUse | None) -> None:
         """Note how a step's tensors packed: those in the arena that was used so, and all others."""

@@ -47,7 +47,7 @@ class Arena:
             )
         self.words = torch.empty(-(-nbytes // 4), dtype=torch.int32, device=device)
         pinned = spill_bytes > 0 and device.type == "cuda"
-        self.spill = torch.empty(-(-spill_bytes // 4), dtype=torch.int32, pin_memory=pinned)
+        self.spill = torch.empty(-(-spill_bytes // 4), dtype=torch.int32, device="cpu", pin_memory=pinned)
         self.counters = torch.zeros(COUNTERS + tensors, dtype=torch.int64, device=device)
         self._tensors = 0
         self._witness = torch.empty(int(pinned), dtype=torch.int32, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from squeezebox.schema import Action, Moment, Option, Profile, TensorProfile
 _TRIED = (1.0, 0.35, 0.12, 0.03)
 _BETWEEN = 3
 _BLOCK, _BLOCKS = 1 << 24, 4  # bytes, and how many are moved there and back
+_BLOCK_BYTES = 1 << 12  # of 1024 elements, to which the last ones of a tensor are filled up
 _CHEAP = 0.5  # of the time to pack a tensor: made again from a packed one only in less
 _MARGIN = 1.05  # other batches, and bounds between the tried ones, pack a little worse
 
@@ -94,9 +96,17 @@ class StepProfiler:
         self._numbers: dict[int, int] = {}
         self._calls: dict[int, float] = {}  # seconds, the least seen
         self._started = 0.0
+        self._arena: codecs.Arena | None = None  # of trials that pack blocks,
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # and what they are unpacked to
 
-    def start(self) -> None:
-        """Begin; OptionError if another profiler is active."""
+    def start(self, largest_bytes: int = 0) -> None:
+        """Begin; OptionError if another profiler is active.
+
+        ``largest_bytes``: of the tensors whose blocks go to an arena in other steps.
+        """
+        if largest_bytes:
+            self._arena = codecs.Arena(largest_bytes + _BLOCK_BYTES, self._device)
+            self._buffer = torch.empty(largest_bytes, dtype=torch.uint8, device=self._device)
         self._timeline.start()
 
     def loss(self) -> None:
@@ -197,10 +207,20 @@ class StepProfiler:
 
     def _try(self, codec: str, bound: float, trial: Callable[..., codecs.Packed]) -> tuple[Option, float]:
         """Packed and unpacked once, and the seconds of unpacking."""
+        if self._arena is None or codec != "blocks":
+            return self._timed(codec, bound, functools.partial(trial, bound))
+        self._arena.reset()
+        option, seconds = self._timed(codec, bound, functools.partial(trial, bound, arena=self._arena))
+        taken = codecs.ArenaUse.of(self._arena.counters).nbytes
+        return dataclasses.replace(option, held_bytes=option.held_bytes - self._arena.nbytes + taken), seconds
+
+    def _timed(self, codec: str, bound: float, pack: Callable[[], codecs.Packed]) -> tuple[Option, float]:
         begun = now(self._device)
-        packed = trial(bound)
+        packed = pack()
         done = now(self._device)
-        codecs.get(codec).unpack(packed)
+        nbytes = packed.numel * packed.dtype.itemsize
+        out = self._buffer[:nbytes].view(packed.dtype) if nbytes <= len(self._buffer) else None
+        codecs.get(codec).unpack(packed, out=out)
         seconds = now(self._device) - begun
         option = Option(
             action=Action.COMPRESS, codec=codec, bound=bound, held_bytes=packed.nbytes, seconds=seconds
