@@ -1,7 +1,8 @@
 """The largest batch within a small device's memory, and how quickly it trains.
 
 Goes in: networks and arms of benchmarks/_trainings.py. Comes out: a row for each that says what batch ran.
-May touch: the device's memory limit, which is put back. On a CPU a little more than the plain step's peak stands for it.
+May touch: the device's memory limit, which is put back. On a CPU a little more than the plain step's peak
+stands for it.
 """
 
 from __future__ import annotations
