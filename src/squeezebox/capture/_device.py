@@ -50,7 +50,7 @@ class DeviceBlocks:
     host waits; then sizes are known. All later ones learn their sizes one step late, from a copy that the
     device makes when it gets there. Tensors that are larger than last time, so that there would be no room
     if they packed as well as then, go into memory of their own too. So pinned memory is for those that pack
-    worse: a quarter of the arena, or twice what the last step needed.
+    worse: a quarter of the arena, or twice what the last step needed, and as much as the arena before that.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -152,17 +152,20 @@ class DeviceBlocks:
 
     def _arena(self, nbytes: int) -> codecs.Arena:
         room = min(nbytes, codecs.Arena.MOST_BYTES)
-        spill = min(room, max(int(_SPILL_SHARE * room), self._wanted_spill()))
-        return codecs.Arena(room, self.device, spill_bytes=spill, tensors=_TENSORS)
+        return codecs.Arena(room, self.device, spill_bytes=self._wanted_spill(room), tensors=_TENSORS)
 
-    def _wanted_spill(self) -> int:
-        """Bytes of pinned memory that the last step asks for."""
-        return _SPILL_GROWTH * self.use.spilled_bytes if self.use is not None else 0
+    def _wanted_spill(self, room: int) -> int:
+        """Bytes of pinned memory beside an arena of ``room``: as much again, until a step has been seen."""
+        if not self._rates:
+            return room
+        spilled = self.use.spilled_bytes if self.use is not None else 0
+        return min(room, max(int(_SPILL_SHARE * room), _SPILL_GROWTH * spilled))
 
     def _serves(self, arena: codecs.Arena, least: int) -> bool:
         """Whether the arena is neither too small nor far too large."""
         fits = min(least, codecs.Arena.MOST_BYTES) <= arena.nbytes <= _SPARE * least
-        return fits and arena.spill.nbytes >= min(self._wanted_spill(), arena.nbytes)
+        wanted = self._wanted_spill(arena.nbytes)
+        return fits and wanted <= arena.spill.nbytes <= max(wanted, int(arena.nbytes / 2))
 
     def _learn(self, sizes: _Sizes, use: codecs.ArenaUse | None) -> None:
         """Note how a step's tensors packed: those in the arena that was used so, and all others."""

@@ -148,7 +148,9 @@ def _seconds(
 ) -> list[float]:
     """Seconds from each mark to the next one that comes."""
     times: dict[int, float] = {}
-    _Run(parts, loss_of).through(inputs, lambda number: times.update({number: times.get(number, now(device))}))
+    _Run(parts, loss_of).through(
+        inputs, lambda number: times.update({number: times.get(number, now(device))})
+    )
     return _filled({number: end - times[number] for number, end in _following(times)}, 2 * len(parts) + 1)
 
 
