@@ -242,6 +242,7 @@ def test_a_plan_s_arena_stays_whatever_its_size(session):
     for more in range(1, 8):
         session._store.room = 2 * blocks._recent[-1] + more
         step(session, images())
+        step(session, images())  # with less pinned memory, once its sizes are known
         arena = blocks.arena
         step(session, images())
         assert blocks.arena is arena
@@ -256,11 +257,12 @@ def test_pinned_memory_is_a_share_of_the_arena_and_grows_with_what_went_there(se
     session._close_step()
     session._store.room = int(0.85 * blocks.settle().nbytes)  # a plan's, made for tensors that pack better
     step(session, images())
-    assert session._close_step() is None and blocks.settle().spilled_bytes > 0.6 * blocks.arena.spill.nbytes
+    assert blocks.arena.spill.nbytes > 0.99 * blocks.arena.nbytes  # nothing is known yet
+    assert session._close_step() is None and blocks.settle().spilled_bytes > 0.1 * blocks.arena.nbytes
     assert any("went to pinned memory" in note for note in session.report().record.notes)
-    before = blocks.arena.spill.nbytes
+    spilled = blocks.use.spilled_bytes
     step(session, images())
-    assert blocks.arena.spill.nbytes > before
+    assert 2 * spilled <= blocks.arena.spill.nbytes < 0.9 * blocks.arena.nbytes
 
 
 def test_steps_outside_the_count_leave_no_sizes_behind(session):

@@ -156,16 +156,18 @@ class DeviceBlocks:
 
     def _wanted_spill(self, room: int) -> int:
         """Bytes of pinned memory beside an arena of ``room``: as much again, until a step has been seen."""
-        if not self._rates:
-            return room
-        spilled = self.use.spilled_bytes if self.use is not None else 0
-        return min(room, max(int(_SPILL_SHARE * room), _SPILL_GROWTH * spilled))
+        return min(room, max(int(_SPILL_SHARE * room), self._spilled())) if self._rates else room
+
+    def _spilled(self) -> int:
+        """Bytes of pinned memory that the last step asks for."""
+        return _SPILL_GROWTH * self.use.spilled_bytes if self.use is not None else 0
 
     def _serves(self, arena: codecs.Arena, least: int) -> bool:
         """Whether the arena is neither too small nor far too large."""
         fits = min(least, codecs.Arena.MOST_BYTES) <= arena.nbytes <= _SPARE * least
-        wanted = self._wanted_spill(arena.nbytes)
-        return fits and wanted <= arena.spill.nbytes <= max(wanted, int(arena.nbytes / 2))
+        spill = arena.spill.nbytes
+        spare = self._rates and spill > max(0.5 * arena.nbytes, self._spilled())
+        return fits and not spare and spill >= min(self._spilled(), arena.nbytes)
 
     def _learn(self, sizes: _Sizes, use: codecs.ArenaUse | None) -> None:
         """Note how a step's tensors packed: those in the arena that was used so, and all others."""
