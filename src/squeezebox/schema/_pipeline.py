@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class Holding:
     """One way for a block to hold what a microbatch's forward saves, as measured on this machine.
 
-    ``policy`` is "keep", "compress" or "recompute". ``saved_bytes`` stay from forward to backward, what comes
-    from the block before included; ``working_bytes`` come on top while one of the two runs. The seconds are a
-    microbatch's.
+    ``policy`` is "keep", "compress" or "recompute". ``saved_bytes`` stay from forward to backward, its output
+    included and what it was given not; ``working_bytes`` come on top of what is there after its forward,
+    while its forward or its backward runs. The seconds are a microbatch's.
     """
 
     policy: str
@@ -99,8 +99,9 @@ class StageMemory:
     """What a stage holds at its peak, in a batch in full swing.
 
     ``weights_bytes`` are all versions of the parameters, ``activation_bytes`` what all microbatches in flight
-    have saved, ``buffer_bytes`` those into which an activation and a gradient are received; ``working_bytes``
-    come on top while the stage's most demanding block runs.
+    been given and have saved, ``buffer_bytes`` those into which one more activation and two gradients are
+    received; ``working_bytes`` come on top at the stage's most demanding block, less what its later blocks
+    have given back by then.
     """
 
     weights_bytes: int
