@@ -5,9 +5,10 @@ import torch
 
 import squeezebox
 from squeezebox.pipeline import Runner
+from squeezebox.schema import InputForm
 from tests.pipeline import ranks
 
-TOKENS = (((5,), "int64"),)
+TOKENS = (InputForm(shape=(5,), dtype="int64"),)
 
 
 def _train(rank, schedule, options):

@@ -61,8 +61,7 @@ def held(blocks, first, end, policy, in_flight, versions, gradients):
         sum((versions + gradients) * each.parameter_bytes + each.state_bytes for each in own)
         + in_flight * (received + sum(each.saved_bytes for each in holdings))
         + working
-        + received
-        + 2 * returned
+        + 2 * (received + returned)
     )
 
 

@@ -120,7 +120,7 @@ class Links:
         """Tell the next stage what will come, and make this end of the wires."""
         forms = [Form(tuple(each.shape), each.dtype, each.requires_grad) for each in outputs]
         self._store.set(self._key(stage), pickle.dumps(forms))  # type: ignore[arg-type]
-        self._senders[stage] = Sender(self._peer(stage, stage + 1, back=False), self._in_flight[stage] + 1)
+        self._senders[stage] = Sender(self._peer(stage, stage + 1, back=False), self._in_flight[stage])
         returned = [form for form in forms if form.requires_grad]
         receiver = Receiver(
             self._peer(stage, stage + 1, back=True), returned, slots=self._returned[stage] + 1
@@ -136,7 +136,7 @@ class Links:
         receiver.expect(self._expected.pop(stage))
         self._receivers[stage] = receiver
         back = self._peer(stage - 1, stage - 1, back=True)
-        self._gradient_senders[stage] = Sender(back, self._in_flight[stage - 1] + 1)
+        self._gradient_senders[stage] = Sender(back, most=2)
 
     def _key(self, boundary: int) -> str:
         return f"form/{self._purpose}/{self._place.replica}/{boundary}"

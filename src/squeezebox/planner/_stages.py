@@ -18,7 +18,7 @@ def stage_memory(profile: PipelineProfile, plan: PipelinePlan, stage: int) -> St
 
     2BW's 2 |W| / d + d A / d + d A_input (arXiv:2006.09503, section 3.2) with measured bytes: versions of
     parameters, gradients (two sets in 2BW), optimizer state, what each microbatch in flight was given and
-    has saved, buffers for one more activation and two gradients, and what the blocks work with.
+    has saved, buffers for what comes and goes, and what the blocks work with.
 
     Args:
         profile: of microbatches as large as the plan's.
@@ -67,7 +67,7 @@ def memory(blocks: Sequence[Block], first: int, end: int, policy: str, place: Pl
         gradient_bytes=place.gradients * parameters,
         state_bytes=sum(block.state_bytes for block in own),
         activation_bytes=place.in_flight * (received + sum(each.saved_bytes for each in holdings)),
-        buffer_bytes=received + 2 * returned,
+        buffer_bytes=2 * (received + returned),
         working_bytes=_working(holdings),
     )
 
@@ -128,7 +128,7 @@ def runs(profile: PipelineProfile, policies: Sequence[str], link: Link) -> Runs:
         profile=profile,
         policies=tuple(policies),
         parameters=_sums([block.parameter_bytes for block in blocks]),
-        fixed=state + outputs[:, None] + 2 * outputs[None, :],
+        fixed=state + 2 * (outputs[:, None] + outputs[None, :]),
         saved=np.stack([_saved(own) + outputs[:, None] for own in by_policy]),
         working=np.stack([_most_working(own) for own in by_policy]),
         seconds=np.stack([_seconds(own) for own in by_policy]),

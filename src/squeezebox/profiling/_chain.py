@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -44,6 +46,7 @@ def measure_parts(
     parameters: Sequence[torch.nn.Parameter],
     *,
     device: torch.device,
+    around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     repeats: int = 5,
 ) -> list[PartCosts]:
     """Run parts after one another and back, once for bytes and some more times for seconds.
@@ -57,6 +60,7 @@ def measure_parts(
         loss_of: what the last one returns -> a scalar.
         parameters: all of them that have gradients.
         device: where all this is.
+        around: a context for every forward, the loss included.
         repeats: timed runs, of which the median counts.
 
     Raises:
@@ -66,9 +70,10 @@ def measure_parts(
     try:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        _Run(parts, loss_of).through(inputs, lambda number: None)  # what first calls allocate stays
-        marks = _bytes(parts, inputs, loss_of, device)
-        timed = [_seconds(parts, inputs, loss_of, device) for _ in range(repeats)]
+        run = _Run(parts, loss_of, around)
+        run.through(inputs, lambda number: None)  # what first calls allocate stays
+        marks = _bytes(run, inputs, device)
+        timed = [_seconds(run, inputs, device) for _ in range(repeats)]
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
@@ -101,16 +106,33 @@ class _Marks:
 class _Run:
     """Forward and backward with a mark where each part begins; mark ``len(parts)`` is the loss's end."""
 
-    def __init__(self, parts: Sequence[Part], loss_of: Callable[[tuple[Any, ...]], Tensor]) -> None:
-        self._parts, self._loss_of = parts, loss_of
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        loss_of: Callable[[tuple[Any, ...]], Tensor],
+        around: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self.parts, self._loss_of, self._around = parts, loss_of, around
         self.output_bytes: list[int] = []
 
     def through(self, inputs: tuple[Any, ...], mark: Callable[[int], None]) -> None:
         """Call ``mark`` with 0 to 2 * parts + 1, in this order but for parts without a backward."""
-        count, handles = len(self._parts), list[RemovableHandle]()
+        count, handles = len(self.parts), list[RemovableHandle]()
+        with self._around():
+            loss = self._forward(inputs, mark, handles)
+        mark(count)
+        mark(count + 1)  # the last part's backward begins with the loss's
+        loss.backward()
+        mark(2 * count + 1)
+        for handle in handles:
+            handle.remove()
+
+    def _forward(
+        self, inputs: tuple[Any, ...], mark: Callable[[int], None], handles: list[RemovableHandle]
+    ) -> Tensor:
+        count, values = len(self.parts), inputs
         self.output_bytes = []
-        values = inputs
-        for number, part in enumerate(self._parts):
+        for number, part in enumerate(self.parts):
             mark(number)
             before, values = values, part(*values)
             tensors = [value for value in values if isinstance(value, Tensor)]
@@ -118,14 +140,7 @@ class _Run:
             made = [tensor for tensor in tensors if not any(tensor is each for each in before)]
             handles += self._hooks(made, 2 * count - number, mark) if number + 1 < count else []
             del before, tensors, made
-        loss = self._loss_of(values)
-        del values
-        mark(count)
-        mark(count + 1)  # the last part's backward begins with the loss's
-        loss.backward()
-        mark(2 * count + 1)
-        for handle in handles:
-            handle.remove()
+        return self._loss_of(values)
 
     def _hooks(
         self, made: list[Tensor], number: int, mark: Callable[[int], None]
@@ -143,29 +158,16 @@ class _Run:
                 yield tensor.register_hook(hook)
 
 
-def _seconds(
-    parts: Sequence[Part], inputs: tuple[Any, ...], loss_of: Callable[..., Tensor], device: torch.device
-) -> list[float]:
+def _seconds(run: _Run, inputs: tuple[Any, ...], device: torch.device) -> list[float]:
     """Seconds from each mark to the next one that comes."""
     times: dict[int, float] = {}
-    _Run(parts, loss_of).through(
-        inputs, lambda number: times.update({number: times.get(number, now(device))})
-    )
-    return _filled({number: end - times[number] for number, end in _following(times)}, 2 * len(parts) + 1)
+    run.through(inputs, lambda number: times.update({number: now(device)}))
+    found = {number: times[after] - times[number] for number, after in pairwise(sorted(times))}
+    return [found.get(number, 0.0) for number in range(2 * len(run.parts) + 1)]
 
 
-def _following(times: dict[int, float]) -> Iterator[tuple[int, float]]:
-    yield from ((number, times[after]) for number, after in pairwise(sorted(times)))
-
-
-def _filled(found: dict[int, float], count: int) -> list[float]:
-    return [found.get(number, 0.0) for number in range(count)]
-
-
-def _bytes(
-    parts: Sequence[Part], inputs: tuple[Any, ...], loss_of: Callable[..., Tensor], device: torch.device
-) -> _Marks:
-    run, last = _Run(parts, loss_of), 2 * len(parts) + 1
+def _bytes(run: _Run, inputs: tuple[Any, ...], device: torch.device) -> _Marks:
+    last = 2 * len(run.parts) + 1
     live, highest = (_on_device if device.type == "cuda" else _on_host)(run, inputs, device)
     for number in range(1, last + 1):  # a part without a backward takes nothing there
         live.setdefault(number, live[number - 1])
