@@ -112,24 +112,27 @@ def _train(
     request: Request, runner: pipeline.Runner, batches: Iterator[Any], first: int
 ) -> tuple[int, float]:
     """Peak bytes of the first few batches, and a later one's median seconds."""
-    meter, held = peak_meter(runner.stages.values()), runner.weights_bytes
-    measuring = meter.start()
-    peak, times = 0, []
-    for number in itertools.count(first):
-        batch = next(batches, None) if request.steps is None or number < request.steps else None
-        if measuring and (batch is None or number == first + _MEASURED):
-            runner.drain()
-            peak, measuring = held + meter.stop(()).total_bytes, False
-        if batch is None:
-            break
+    meter, held, peak, times = peak_meter(runner.stages.values()), runner.weights_bytes, 0, list[float]()
+
+    def measured() -> int:
+        runner.drain()
+        return held + meter.stop(()).total_bytes
+
+    for number, batch in enumerate(batches, first):
+        if number == first:  # what making batches takes is not the pipeline's
+            meter.start()
         begun = time.perf_counter()
         loss = runner.step(*batch)
-        if not measuring:
+        if not meter.running:
             times.append(time.perf_counter() - begun)
+        elif number == first + _MEASURED - 1:
+            peak = measured()
         if loss is not None and number % request.log_every == 0:
             print(f"batch {number}: loss {loss.item():.6g}", flush=True)
         if request.checkpoint is not None and request.save_every and (number + 1) % request.save_every == 0:
             runner.save(request.checkpoint)
+    if meter.running:
+        peak = measured()
     runner.drain()
     return peak, statistics.median(times) if times else 0.0
 

@@ -114,9 +114,9 @@ class StageMemory:
     """What a stage holds at its peak, in a batch in full swing.
 
     ``weights_bytes`` are all versions of the parameters, ``activation_bytes`` what all microbatches in flight
-    been given and have saved, ``buffer_bytes`` one more activation and two gradients that are received, and
-    one gradient on its way out; ``working_bytes`` come on top at the stage's most demanding block, less what its later blocks
-    have given back by then.
+    have been given and have saved, ``buffer_bytes`` one more activation and two gradients that are received,
+    and one gradient on its way out; ``working_bytes`` come on top at the stage's most demanding block, less
+    what its later blocks have given back by then.
     """
 
     weights_bytes: int
