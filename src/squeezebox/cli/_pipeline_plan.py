@@ -120,7 +120,8 @@ def stand_in(output: Any, target: Any = None) -> torch.Tensor:
     if output.dim() in (2, 3) and output.shape[-1] > 1:
         rows = output.flatten(0, -2)
         return functional.cross_entropy(rows, torch.arange(len(rows), device=rows.device) % rows.shape[-1])
-    return output.square().mean()
+    loss: torch.Tensor = output.square().mean()
+    return loss
 
 
 def _inputs(model: nn.Module, request: Request) -> torch.Tensor:

@@ -74,9 +74,8 @@ def run(request: Request) -> None:
     first = 0
     if request.resume and request.checkpoint is not None:
         first = runner.load(request.checkpoint)
-    peak, seconds = _train(
-        request, runner, itertools.islice(_batches(request.data, runner), first, None), first
-    )
+    batches = itertools.islice(_batches(request.data, runner), first, request.steps)
+    peak, seconds = _train(request, runner, batches, first)
     for session in sessions:
         session.detach()
     _print_report(plan, runner.gather([peak, seconds]))
