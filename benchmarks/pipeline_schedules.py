@@ -13,9 +13,10 @@ timeline; the first batch is left out. PipeDream's batches, of one microbatch ea
 others have. Every case is run in several rounds, in processes of their own: medians, and the range, are of
 all batches of all rounds.
 
-"Waits" are seconds between the end of what a rank waited for and its next sleep: after its own sleep, they
-are what the runner does there; after a message, they are the message's as well. The last column compares
-with a simulator that is given those medians, and those of the sleeps.
+"Alone" compares with a simulator that is given what a block takes on its own, as a profile would say. "Waits"
+are seconds between the end of what a rank waited for and its next sleep: after its own sleep, they are what
+block and runner do there; after a message, they are the message's as well. "With waits" compares with a
+simulator that is given the medians of those, and of the sleeps.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,7 @@ GOAL = 0.05  # of the simulator
 OVER_1F1B = 1.35  # times its throughput, that of 2BW with 8 ranks and 16 microbatches
 
 Sleep = tuple[float, float]  # from when to when, on the clock that all processes share
+Alone = tuple[float, float]  # seconds of a block's forward and backward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,17 +81,26 @@ class Case:
         made: Schedule = make(self.ranks, batches=self.steps, **counts, **loops)
         return made
 
-    def costs(self, own: float = 0.0, late: float = 0.0, transfer: float = 0.0) -> Costs:
-        """The simulator's: a sleep takes ``late`` longer, and ``own`` seconds come with every action."""
+    def costs(self) -> Costs:
+        """The simulator's, of sleeps as asked for."""
         forward = self.forward / self.loops
+        return self.costs_of(forward, 2 * forward, forward)
+
+    def costs_with(self, own: float, late: float, transfer: float) -> Costs:
+        """A sleep takes ``late`` longer, and ``own`` seconds come with every action."""
+        forward = self.forward / self.loops + late
+        return self.costs_of(forward + own, 2 * forward + own, forward + own, own, transfer)
+
+    def costs_of(
+        self, forward: float, backward: float, half: float, none: float = 0.0, transfer: float = 0.0
+    ) -> Costs:
+        """The first stage does all of backward when weights' turn comes: nobody waits for its input's."""
         stages = self.ranks * self.loops
-        backward = 2 * (forward + late) + own
-        half = forward + late + own
         return Costs(
-            forward=(half,) * stages,
+            forward=(forward,) * stages,
             backward=(backward,) * stages,
-            input=(own, *(half,) * (stages - 1)),
-            weight=(backward, *(half,) * (stages - 1)),  # of the first stage: nobody waits for its input's
+            input=(none, *(half,) * (stages - 1)),
+            weight=(backward, *(half,) * (stages - 1)),
             transfer=transfer,
         )
 
@@ -154,11 +165,14 @@ def main() -> None:
     if arguments.quick:
         arguments.ranks, arguments.microbatches, arguments.rounds = [4], [8], 1
     traces: dict[Case, list[list[list[Sleep]]]] = {case: [] for case in cases(arguments)}
+    blocks: dict[float, list[Alone]] = defaultdict(list)
     for _ in range(arguments.rounds):
+        for seconds in {case.forward / case.loops for case in traces}:
+            blocks[seconds] += _ranks.run(alone, 1, seconds)
         for case, found in traces.items():
             found.append(_ranks.run(rank, case.ranks, case))
-            print(row(case, found[-1:]), file=sys.stderr, flush=True)
-    rows = [row(case, found) for case, found in traces.items()]
+            print(row(case, found[-1:], blocks), file=sys.stderr, flush=True)
+    rows = [row(case, found, blocks) for case, found in traces.items()]
     payload = {"settings": vars(arguments), "rows": rows, "goals": goals(rows)}
     for path in _report.write(arguments.name, payload, table(rows)):
         print(path)
@@ -203,10 +217,28 @@ def rank(number: int, case: Case) -> list[Sleep]:
     return spans
 
 
-def row(case: Case, traces: Sequence[Sequence[Sequence[Sleep]]]) -> dict[str, Any]:
+def alone(_: int, seconds: float, repeats: int = 20) -> Alone:
+    """What a block takes without a pipeline."""
+    block, times = SleepingBlock(seconds, []), []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        output = block(torch.ones(1, 4))
+        between = time.perf_counter()
+        output.mean().backward()
+        times.append((between - start, time.perf_counter() - between))
+    forward, backward = (statistics.median(each) for each in zip(*times, strict=True))
+    return forward, backward
+
+
+def row(
+    case: Case, traces: Sequence[Sequence[Sequence[Sleep]]], blocks: Mapping[float, Sequence[Alone]]
+) -> dict[str, Any]:
     """Medians of several rounds' sleeps, and what the simulator says."""
     order = case.order()
-    expected = statistics.median(periods(case, starts(simulate(order, case.costs()).spans[0])))
+    expected = simulated(case, case.costs())
+    forward, backward = (
+        statistics.median(each) for each in zip(*blocks[case.forward / case.loops], strict=True)
+    )
     runs = [placed(order, trace) for trace in traces]
     measured = [each for run in runs for each in periods(case, {key: span[0] for key, span in run.items()})]
     waits = delays(order, runs)
@@ -214,8 +246,8 @@ def row(case: Case, traces: Sequence[Sequence[Sequence[Sleep]]]) -> dict[str, An
     late = [each - case.forward / case.loops for each in late]
     seconds = {name: statistics.median(found) for name, found in (waits | {"late": late}).items() if found}
     own = seconds["own"]
-    costs = case.costs(own, seconds["late"], max(0.0, seconds.get("message", own) - own))
-    explained = statistics.median(periods(case, starts(simulate(order, costs).spans[0])))
+    transfer = max(0.0, seconds.get("message", own) - own)
+    explained = simulated(case, case.costs_with(own, seconds["late"], transfer))
     median = statistics.median(measured)
     return {
         "schedule": case.name,
@@ -227,12 +259,19 @@ def row(case: Case, traces: Sequence[Sequence[Sequence[Sleep]]]) -> dict[str, An
         "most": max(measured),
         "batches": len(measured),
         "error": median / expected - 1.0,
+        "alone": {"forward": forward, "backward": backward},
+        "error_alone": median / simulated(case, case.costs_of(forward, backward, backward / 2)) - 1.0,
         "wait_own": own,
         "wait_message": seconds.get("message"),
         "sleep_late": seconds["late"],
         "mean": {name: statistics.fmean(found) for name, found in (waits | {"late": late}).items() if found},
         "error_explained": median / explained - 1.0,
     }
+
+
+def simulated(case: Case, costs: Costs) -> float:
+    """Seconds a batch, as they are measured."""
+    return statistics.median(periods(case, starts(simulate(case.order(), costs).spans[0])))
 
 
 def placed(order: Schedule, trace: Sequence[Sequence[Sleep]]) -> dict[Action, Sleep]:
@@ -326,15 +365,16 @@ def goals(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [
-        "| schedule | p | m | simulated ms | measured ms (least..most, batches) | error | wait after own ms "
-        "| wait after message ms | sleep late ms | error, with those |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| schedule | p | m | simulated ms | measured ms (least..most, batches) | error | error, alone "
+        "| wait after own ms | wait after message ms | sleep late ms | error, with waits |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for each in rows:
         spread = f"{_ms(each['least'], 0)}..{_ms(each['most'], 0)}, {each['batches']}"
         lines.append(
             f"| {each['schedule']} | {each['ranks']} | {each['microbatches']} | {_ms(each['simulated'], 0)} "
             f"| {_ms(each['measured'], 0)} ({spread}) | {100 * each['error']:+.1f} % "
+            f"| {100 * each['error_alone']:+.1f} % "
             f"| {_ms(each['wait_own'])} | {_ms(each['wait_message'])} | {_ms(each['sleep_late'])} "
             f"| {100 * each['error_explained']:+.1f} % |"
         )

@@ -12,6 +12,7 @@ from squeezebox.schedules import Kind, simulate
 
 ARGUMENTS = argparse.Namespace(schedules=[], ranks=[4], microbatches=[8], forward=0.03, batches=5)
 CASES = benchmark.cases(ARGUMENTS)
+BLOCKS = {0.03: [(0.03, 0.06)], 0.015: [(0.015, 0.03)]}
 
 
 def sleeps(case):
@@ -28,8 +29,9 @@ def sleeps(case):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_sleeps_as_simulated_are_as_simulated(case):
-    row = benchmark.row(case, [sleeps(case)])
+    row = benchmark.row(case, [sleeps(case)], BLOCKS)
     assert row["error"] == pytest.approx(0.0, abs=1e-9)
+    assert row["error_alone"] == pytest.approx(0.0, abs=1e-9)
     assert row["batches"] == 3
     assert row["wait_own"] == pytest.approx(0.0, abs=1e-9)
     waits = [row["mean"].get(each, 0.0) for each in ("own", "message")]
@@ -62,7 +64,7 @@ def test_the_weights_gradient_sleeps_on_its_own(first):
 
 
 def test_the_table_names_what_missed_the_goal():
-    rows = [benchmark.row(case, [sleeps(case)]) for case in CASES]
+    rows = [benchmark.row(case, [sleeps(case)], BLOCKS) for case in CASES]
     rows[0]["error"] = 0.06
     found = benchmark.goals(rows)
     assert found["missed"] == ["gpipe, p = 4, m = 8"]
