@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from squeezebox.schema import PipelinePlan, StagePlan
+from squeezebox.schema import InputForm, PipelinePlan, StagePlan
 
 
 def run(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
@@ -38,7 +38,7 @@ def plan(
     *,
     loops: int = 1,
     microbatch: int = 1,
-    inputs: tuple[tuple[tuple[int, ...], str], ...],
+    inputs: tuple[InputForm, ...],
 ) -> PipelinePlan:
     """A model's blocks in stages of as many each, whatever they cost."""
     stages = ranks * loops

@@ -37,6 +37,7 @@ from benchmarks import _ranks, _report
 from squeezebox import schedules
 from squeezebox.pipeline import Runner
 from squeezebox.schedules import Action, Costs, Kind, Schedule, simulate
+from squeezebox.schema import InputForm
 
 GOAL = 0.05  # of the simulator
 OVER_1F1B = 1.35  # times its throughput, that of 2BW with 8 ranks and 16 microbatches
@@ -203,7 +204,12 @@ def rank(number: int, case: Case) -> list[Sleep]:
     stages = case.ranks * case.loops
     model = nn.Sequential(*(SleepingBlock(case.forward / case.loops, spans) for _ in range(stages)))
     plan = _ranks.plan(
-        stages, case.ranks, case.schedule, case.of_batch, loops=case.loops, inputs=(((4,), "float32"),)
+        stages,
+        case.ranks,
+        case.schedule,
+        case.of_batch,
+        loops=case.loops,
+        inputs=(InputForm(shape=(4,), dtype="float32"),),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     runner = Runner(model, plan, optimizer=optimizer, loss_fn=torch.mean, clip=case.clip)

@@ -28,6 +28,7 @@ import torch
 from benchmarks import _ranks, _report, models, text
 from benchmarks.training import classification_loss
 from squeezebox.pipeline import Runner, cut
+from squeezebox.schema import InputForm
 
 RANKS = 2
 TRIAL_SEED = 100
@@ -124,7 +125,7 @@ def rank(number: int, arm: Arm, setup: Setup, seed: int) -> dict[str, Any]:
         arm.schedule,
         setup.microbatches,
         microbatch=setup.microbatch,
-        inputs=(((setup.length,), "int64"),),
+        inputs=(InputForm(shape=(setup.length,), dtype="int64"),),
     )
     runner = Runner(
         model,

@@ -72,7 +72,7 @@ def places(schedule, ranks, microbatches):
         "gpipe": [(microbatches, 1, 1)] * ranks,
         "one_f_one_b": down,
         "zero_bubble": [(min(microbatches, ranks), 1, 1)] * ranks,
-        "two_bw": [(ranks - stage, 2, 2) for stage in range(ranks)],
+        "two_bw": [(ranks - stage, 2 - (stage == ranks - 1), 2) for stage in range(ranks)],
         "pipedream": [(ranks - stage, ranks - stage, 1) for stage in range(ranks)],
     }[schedule]
 

@@ -37,8 +37,8 @@ def plan(
         str | None, typer.Option(help="Sizes to try: 1,2,4 (default: powers of two).")
     ] = None,
     schedules: Annotated[
-        str, typer.Option(help="2bw and pipedream only if named: their gradients are of earlier weights.")
-    ] = "gpipe,1f1b,interleaved,breadth-first,zb-h1",
+        str, typer.Option(help="Also zb-h1, 2bw and pipedream. These two use gradients of earlier weights.")
+    ] = "gpipe,1f1b,interleaved,breadth-first",
     policies: Annotated[
         str, typer.Option(help="Of keep, recompute and compress; the last only if named: it is lossy.")
     ] = "keep,recompute",

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import squeezebox
 from squeezebox import pipeline
 from squeezebox.cli._estimate import load_factory
 from squeezebox.cli._pipeline_plan import load_model, optimizer_of
 from squeezebox.cli._plan import load_loss
 from squeezebox.reports import human_bytes, load_pipeline_plan
 from squeezebox.schema import OptionError, PipelinePlan
-from squeezebox.session import peak_meter
+from squeezebox.session import pack_stages, peak_meter
 
 _MEASURED = 3  # batches in which memory is measured; the ones after it are timed
 
@@ -66,11 +65,7 @@ def run(request: Request) -> None:
         warmup=request.warmup,
         patience=request.patience,
     )
-    sessions = [
-        squeezebox.attach(stage, noise=plan.noise)
-        for number, stage in runner.stages.items()
-        if plan.stages[number].policy == "compress"
-    ]
+    sessions = pack_stages(runner)
     first = 0
     if request.resume and request.checkpoint is not None:
         first = runner.load(request.checkpoint)
@@ -145,6 +140,6 @@ def _print_report(plan: PipelinePlan, measured: list[Any]) -> None:
     print(f"{'rank':>4} {'stages':<12} {'peak':>10} {'planned':>10}")
     for number, (peak, _) in enumerate(measured):
         own = range(number % plan.ranks, len(plan.stages), plan.ranks)
-        planned = sum(plan.stages[stage].peak_bytes for stage in own)
+        planned = plan.rank_peak_bytes[number % plan.ranks]
         stages = ", ".join(map(str, own))
         print(f"{number:>4} {stages:<12} {human_bytes(peak):>10} {human_bytes(planned):>10}")

@@ -106,7 +106,9 @@ class Links:
         """The gradients of a stage's outputs."""
         if self._is_own(stage + 1):
             return self._by_hand.pop((False, stage, microbatch))
-        return self._gradient_receivers[stage].receive()
+        gradients = self._gradient_receivers[stage].receive()
+        self._senders[stage].settle_first()  # what it is the gradient of has arrived
+        return gradients
 
     def settle(self) -> None:
         """Wait until all that was sent has arrived."""
@@ -136,7 +138,7 @@ class Links:
         receiver.expect(self._expected.pop(stage))
         self._receivers[stage] = receiver
         back = self._peer(stage - 1, stage - 1, back=True)
-        self._gradient_senders[stage] = Sender(back, most=2)
+        self._gradient_senders[stage] = Sender(back, most=1)
 
     def _key(self, boundary: int) -> str:
         return f"form/{self._purpose}/{self._place.replica}/{boundary}"

@@ -60,7 +60,7 @@ class Sender:
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Send them as one message."""
         while len(self._underway) >= self._most:
-            self._settle_first()
+            self.settle_first()
         held = [tensor.detach().contiguous() for tensor in tensors]
         works = [self._start(tensor, place) for place, tensor in enumerate(held)]
         self.sent_bytes += sum(tensor.nbytes for tensor in held)
@@ -69,14 +69,15 @@ class Sender:
     def settle(self) -> None:
         """Wait until all has arrived."""
         while self._underway:
-            self._settle_first()
+            self.settle_first()
 
     def _start(self, tensor: Tensor, place: int) -> dist.Work:
         work = dist.isend(tensor, self._peer.rank, group=self._peer.group, tag=self._peer.tag + place)
         assert work is not None
         return work
 
-    def _settle_first(self) -> None:
+    def settle_first(self) -> None:
+        """Wait until the earliest message that is under way has arrived."""
         works, _ = self._underway[0]
         self._peer.finish(works, f"waits for rank {self._peer.rank} to receive")
         self._underway.popleft()

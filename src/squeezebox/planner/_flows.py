@@ -186,7 +186,7 @@ FLOWS: Mapping[str, Flow] = {
         in_flight=_always_all,
         seconds=_endless,
         suits=lambda pipe: pipe.loops == 1 and pipe.microbatches >= pipe.ranks,
-        versions=lambda pipe, rank: 2,
+        versions=lambda pipe, rank: 1 if rank == pipe.ranks - 1 else 2,
         gradients=2,
         flushes=False,
     ),

@@ -120,7 +120,8 @@ def _planned(runs: Runs, shape: Shape, ends: tuple[int, ...], choose: Choose, li
     if len(ways) < len(chosen):
         return None
     policies = [runs.policies[way.policies[loop]] for loop in range(shape.pipe.loops) for way in ways]
-    return Found(_plan(runs, shape, stages, policies, link), max(way.peak_bytes for way in ways))
+    plan = _plan(runs, shape, stages, policies, link, [way.peak_bytes for way in ways])
+    return Found(plan, max(plan.rank_peak_bytes))
 
 
 def _ways(runs: Runs, shape: Shape, rank: int, stages: Sequence[tuple[int, int]]) -> list[Way]:
@@ -143,7 +144,12 @@ def _ways(runs: Runs, shape: Shape, rank: int, stages: Sequence[tuple[int, int]]
 
 
 def _plan(
-    runs: Runs, shape: Shape, stages: Sequence[tuple[int, int]], policies: Sequence[str], link: Link
+    runs: Runs,
+    shape: Shape,
+    stages: Sequence[tuple[int, int]],
+    policies: Sequence[str],
+    link: Link,
+    peaks: Sequence[int],
 ) -> PipelinePlan:
     chosen = zip(stages, policies, _places(shape), strict=True)
     planned = tuple(_stage(runs, *blocks, policy, place) for blocks, policy, place in chosen)
@@ -155,6 +161,7 @@ def _plan(
         microbatches=shape.pipe.microbatches,
         stages=planned,
         seconds=_batch_seconds(runs, shape, planned, link),
+        rank_peak_bytes=tuple(peaks),
     )
 
 

@@ -65,7 +65,13 @@ def _value(kind: Any, value: Any, field: str) -> Any:
     fits, what = _CHECKS.get(kind, (lambda _: True, ""))
     if not fits(value) or (kind is float and value < 0 and field.rpartition(".")[2] not in _SIGNED):
         raise FormatError(f"{field} is {_shown(value)}, not {what}")
-    return float(value) if kind is float else tuple(value) if kind == tuple[str, ...] else value
+    return (
+        float(value)
+        if kind is float
+        else tuple(value)
+        if kind in (tuple[str, ...], tuple[int, ...])
+        else value
+    )
 
 
 def _member(kind: type[enum.Enum], value: Any, field: str) -> enum.Enum:
@@ -87,6 +93,10 @@ def _is_texts(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value)
 
 
+def _is_wholes(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(_is_whole, value))
+
+
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
@@ -98,4 +108,5 @@ _CHECKS: dict[Any, tuple[Callable[[Any], bool], str]] = {
     str: (lambda value: isinstance(value, str), "text"),
     bool: (lambda value: isinstance(value, bool), "true or false"),
     tuple[str, ...]: (_is_texts, "a list of texts"),
+    tuple[int, ...]: (_is_wholes, "a list of whole numbers from 0"),
 }

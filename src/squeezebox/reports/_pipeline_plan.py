@@ -67,6 +67,9 @@ def pipeline_plan_text(plan: PipelinePlan, memories: Sequence[StageMemory] = ())
             f"{_seconds(stage.forward_seconds):>9} {_seconds(stage.backward_seconds):>9} "
             f"{human_bytes(stage.peak_bytes):>10}"
         )
+    if len(plan.stages) > plan.ranks:
+        peaks = ", ".join(human_bytes(nbytes) for nbytes in plan.rank_peak_bytes)
+        lines.append(f"peaks of the ranks, stages together: {peaks}")
     for number, memory in enumerate(memories):
         parts = [
             f"{name.removesuffix('_bytes').replace('_', ' ')} {human_bytes(value)}"
@@ -79,9 +82,7 @@ def pipeline_plan_text(plan: PipelinePlan, memories: Sequence[StageMemory] = ())
 def pipeline_plan_line(plan: PipelinePlan) -> str:
     """A plan in one line, to compare it with others."""
     policies = sorted({stage.policy for stage in plan.stages})
-    peak = max(
-        sum(stage.peak_bytes for stage in plan.stages[rank :: plan.ranks]) for rank in range(plan.ranks)
-    )
+    peak = max(plan.rank_peak_bytes, default=0)
     return (
         f"{_seconds(plan.seconds):>9}  {human_bytes(peak):>10}  {plan.schedule}, {plan.ranks} ranks x "
         f"{plan.replicas}, {plan.microbatches} x {plan.microbatch} samples, {', '.join(policies)}"

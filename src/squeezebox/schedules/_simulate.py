@@ -177,20 +177,23 @@ class _Events:
 
 
 def versions(schedule: Schedule) -> tuple[int, ...]:
-    """Of each stage's weights, the most that must be held at once: those still to be read, and the newest."""
+    """Of each stage's weights, the most that must be held at once: from those still to be read to the newest.
+
+    A version is made when it is first read, and no sooner: an update can wait until then, with its gradients.
+    """
     most = [1] * schedule.num_stages
     for order in schedule.orders:
-        last: dict[tuple[int, int], int] = {}  # stage and version -> number of the last action that reads it
-        for number, action in enumerate(order):
-            last[action.stage, action.version] = number
-        held: dict[int, set[int]] = {}
-        for number, action in enumerate(order):
-            stage, own = action.stage, held.setdefault(action.stage, {0})
-            if action.kind is Kind.UPDATE:  # in place, where nobody reads the old one any more
-                own = {each for each in own if last[stage, each] > number} | {action.microbatch + 1}
-            most[stage] = max(most[stage], len(own))
-            newest = max(own)
-            held[stage] = {each for each in own if each == newest or last[stage, each] > number}
+        passes = [action for action in order if action.kind is not Kind.UPDATE]
+        oldest: dict[int, int] = {}  # version that a stage still reads
+        needed = []
+        for action in reversed(passes):
+            oldest[action.stage] = min(oldest.get(action.stage, action.version), action.version)
+            needed.append(oldest[action.stage])
+        newest: dict[int, int] = {}
+        for action, still in zip(passes, reversed(needed), strict=True):
+            stage = action.stage
+            newest[stage] = max(newest.get(stage, 0), action.version)
+            most[stage] = max(most[stage], newest[stage] - still + 1)
     return tuple(most)
 
 

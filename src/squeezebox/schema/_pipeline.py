@@ -63,7 +63,8 @@ class PipelineProfile:
 class StagePlan:
     """A stage: blocks ``first`` up to ``end``, and how they hold what they save.
 
-    The seconds are a microbatch's; the peak is of the stage's share of its rank, in a batch in full swing.
+    The seconds are a microbatch's; the peak is of the stage alone, in a batch in full swing. Where a rank
+    has several stages, it holds less than their sum: they are not full at the same time.
     """
 
     first: int
@@ -89,9 +90,9 @@ class PipelinePlan:
     Stage s is at rank ``s % ranks`` of each of ``replicas`` equal pipelines, so a microbatch passes a rank
     ``len(stages) // ranks`` times. A batch is ``replicas * microbatches`` microbatches of ``microbatch``
     samples each, ``inputs`` are the forms of these. ``schedule`` names a function of
-    ``squeezebox.schedules``; ``seconds`` is a batch's. ``noise`` is what stages that compress allow.
-    ``fingerprint`` and ``blocks`` (their names) are the model's; ``model`` and ``loss`` say, as
-    MODULE:CALLABLE, where it came from, if that is known.
+    ``squeezebox.schedules``; ``seconds`` is a batch's, ``rank_peak_bytes`` are each rank's. ``noise`` is what
+    stages that compress allow together. ``fingerprint`` and ``blocks`` (their names) are the model's;
+    ``model`` and ``loss`` say, as MODULE:CALLABLE, where it came from, if that is known.
     """
 
     schedule: str
@@ -103,6 +104,7 @@ class PipelinePlan:
     seconds: float
     inputs: tuple[InputForm, ...] = ()
     noise: float = 0.0
+    rank_peak_bytes: tuple[int, ...] = ()
     fingerprint: str = ""
     blocks: tuple[str, ...] = ()
     model: str = ""

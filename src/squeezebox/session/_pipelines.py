@@ -26,9 +26,11 @@ from squeezebox.schema import (
 from squeezebox.session._attach import attach
 from squeezebox.session._models import device_of
 from squeezebox.session._samples import LossFunction, batch_of, check_sample, resize
+from squeezebox.session._session import Session
 
 _BEST = 12  # plans that are simulated, of those that are fastest by the closed forms
-_SETTLING = 4  # steps after which bounds have followed what they measured
+_SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "breadth_first")
+_SETTLING = 24  # steps after which bounds have followed what they measured
 DEFAULT_NOISE = 1e-3
 
 
@@ -41,7 +43,7 @@ def plan_pipeline(
     memory_bytes: int,
     optimizer: torch.optim.Optimizer | None = None,
     microbatches: Sequence[int] | None = None,
-    schedules: Sequence[str] = planner.SYNCHRONOUS,
+    schedules: Sequence[str] = _SCHEDULES,
     policies: Sequence[str] = ("keep", "recompute"),
     noise: float = DEFAULT_NOISE,
     depths: Sequence[int] | None = None,
@@ -60,8 +62,9 @@ def plan_pipeline(
         memory_bytes: what one rank may hold.
         optimizer: for the size of its state.
         microbatches: sizes to try (default: powers of two, up to a batch parted once for each rank).
-        schedules: names of functions of squeezebox.schedules; "two_bw" and "pipedream" only if named, as they
-            train with gradients of earlier weights.
+        schedules: names of functions of squeezebox.schedules. "two_bw" and "pipedream" only if named, as they
+            train with gradients of earlier weights; "zero_bubble" too, as what it holds between the two
+            parts of backward is not foretold.
         policies: of "keep", "recompute" and "compress"; the last one only if named, as it loses accuracy.
         noise: what "compress" allows, as in ``attach``.
         depths: ranks of one pipeline to try (default: all divisors of ``ranks``).
@@ -113,6 +116,16 @@ def plan_pipeline(
             blocks=tuple(piece.name for piece in pieces),
         )
         for plan in [*best, *plans[_BEST:]]
+    ]
+
+
+def pack_stages(runner: pipeline.Runner) -> list[Session]:
+    """Attach to those of a rank's stages that the plan wants compressed, each with its share of the noise."""
+    packed = [number for number, stage in enumerate(runner.plan.stages) if stage.policy == "compress"]
+    return [
+        attach(stage, noise=runner.plan.noise / len(packed))
+        for number, stage in runner.stages.items()
+        if number in packed
     ]
 
 
