@@ -63,7 +63,7 @@ class Setup:
     length: int = 64
     microbatch: int = 4
     microbatches: int = 4
-    batches: int = 300
+    batches: int = 400
     rising: int = 20
     every: int = 25
     validation: int = 8
@@ -83,7 +83,7 @@ class Setup:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rates", nargs="*", type=float, default=[1e-3, 3e-3, 6e-3], help="to try with 1F1B")
+    parser.add_argument("--rates", nargs="*", type=float, default=[5e-4, 1e-3, 2e-3], help="to try with 1F1B")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1])
     parser.add_argument("--batches", type=int, default=Setup().batches)
     parser.add_argument("--quick", action="store_true", help="a tiny model, few batches, one rate and seed")
