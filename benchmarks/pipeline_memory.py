@@ -12,6 +12,7 @@ the same stages: it should hold one more version of the weights, one more gradie
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from itertools import islice
 from typing import Any
