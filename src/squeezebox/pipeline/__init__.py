@@ -5,6 +5,8 @@ May touch: torch.distributed, schedules, codecs and schema; what a stage saves i
 """
 
 from squeezebox.pipeline._cut import Piece, cut, fingerprint
+from squeezebox.pipeline._packing import Wire
 from squeezebox.pipeline._runner import Runner
+from squeezebox.pipeline._wire import Traffic
 
-__all__ = ["Piece", "Runner", "cut", "fingerprint"]
+__all__ = ["Piece", "Runner", "Traffic", "Wire", "cut", "fingerprint"]
