@@ -14,15 +14,19 @@ from torch import Tensor
 
 NUM_CHARACTERS = 128  # ASCII
 MODULES = ("argparse", "calendar", "datetime", "difflib", "doctest", "inspect", "pickletools", "typing")
+HELD_OUT = ("ast", "shutil", "tarfile", "uuid")  # for validation
 
 
-def batches(batch: int, length: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(
+    batch: int, length: int, seed: int, modules: tuple[str, ...] = MODULES
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield random passages without end; same seed and same Python, same passages.
 
     Args:
         batch: passages in each batch, at least 1.
         length: characters of a passage, at least 1.
         seed: seed of this iterator's own generator.
+        modules: of the standard library, whose sources are the text.
 
     Returns:
         An iterator of (characters, next characters): both int64 (batch, length) below `NUM_CHARACTERS`.
@@ -33,7 +37,7 @@ def batches(batch: int, length: int, seed: int) -> Iterator[tuple[Tensor, Tensor
     """
     if batch < 1 or length < 1:
         raise ValueError(f"batch={batch} and length={length} must both be at least 1.")
-    return _batches(_characters(), batch, length, torch.Generator().manual_seed(seed))
+    return _batches(_characters(modules=modules), batch, length, torch.Generator().manual_seed(seed))
 
 
 def _batches(
@@ -47,10 +51,10 @@ def _batches(
 
 
 @cache
-def _characters(folder: Path | None = None) -> Tensor:
+def _characters(folder: Path | None = None, modules: tuple[str, ...] = MODULES) -> Tensor:
     folder = folder or Path(sysconfig.get_path("stdlib"))
     try:
-        text = "".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in MODULES)
+        text = "".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in modules)
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"{error.filename} is not there: the benchmark's text is the source of Python's standard "

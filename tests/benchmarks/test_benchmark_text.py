@@ -20,6 +20,13 @@ def test_the_seed_decides_the_passages() -> None:
     assert not torch.equal(first, other)
 
 
+def test_what_is_held_out_is_another_text() -> None:
+    assert not set(text.HELD_OUT) & set(text.MODULES)
+    seen, held_out = text._characters(), text._characters(modules=text.HELD_OUT)
+    assert len(held_out) > 100_000
+    assert not torch.equal(seen[:1000], held_out[:1000])
+
+
 @pytest.mark.parametrize(("batch", "length"), [(0, 8), (2, 0)])
 def test_empty_batches_are_refused(batch: int, length: int) -> None:
     with pytest.raises(ValueError, match="must both be at least 1"):

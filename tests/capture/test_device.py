@@ -41,6 +41,12 @@ def step(session, x):
     return [parameter.grad.clone() for parameter in session._model.parameters()]
 
 
+def larger_than_expected(blocks, times):
+    """As if the same tensors had packed so much better until now."""
+    blocks._rates = {slot: rate / times for slot, rate in blocks._rates.items()}
+    blocks._recent.append(max(int(blocks._recent.pop() / times), 1))
+
+
 def test_later_steps_use_one_arena(session):
     x = images()
     first, arenas = step(session, x), []
@@ -58,7 +64,7 @@ def test_what_finds_no_room_is_kept_elsewhere(session):
     x = images()
     first = step(session, x)
     session._close_step()
-    session._store.blocks._needed //= 2
+    larger_than_expected(session._store.blocks, 1.5)
     second = step(session, x)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     use = session._store.blocks.settle() if session._close_step() is None else None
@@ -73,7 +79,7 @@ def test_lost_blocks_are_an_error(session):
     x = images()
     step(session, x)
     session._close_step()
-    session._store.blocks._needed = 64
+    larger_than_expected(session._store.blocks, 1 << 20)
     assert any(bool(gradient.isnan().any()) for gradient in step(session, x))
     with pytest.raises(squeezebox.CaptureError, match="found no room"):
         step(session, x)
@@ -173,7 +179,7 @@ def test_what_a_late_device_took_is_known_a_step_later(session, monkeypatch):
     x = images()
     step(session, x)
     session._close_step()
-    session._store.blocks._needed = 64
+    larger_than_expected(session._store.blocks, 1 << 20)
     step(session, x)
     with pytest.raises(squeezebox.CaptureError, match="found no room"):
         for _ in range(2):
@@ -205,3 +211,101 @@ def test_what_a_device_would_have_to_be_asked_about_is_kept():
     codecs = {row.role.value: row.codec for row in session.report().tensors}
     session.detach()
     assert codecs["integer"] == codecs["dropout mask"] == "keep"
+
+
+def test_batches_of_any_size_lose_nothing(session):
+    """Small ones leave the arena as it is; what is too large for it goes into memory of its own."""
+    x, small = images(), images()[:1]
+    expected = {len(batch): step(session, batch) for batch in (small, x)}
+    for batch in (small, small, x, small, x, small, x):
+        found = step(session, batch)
+        assert all(torch.equal(a, b) for a, b in zip(expected[len(batch)], found, strict=True))
+    session._close_step()
+    assert session._store.blocks.settle().lost == 0
+
+
+def test_an_arena_is_made_smaller_once_nothing_large_has_come_for_a_while(session):
+    blocks = session._store.blocks
+    for _ in range(2):
+        step(session, images())
+    large = blocks.arena.nbytes
+    for number in range(12):
+        step(session, images()[:1])
+        assert number > 2 or blocks.arena.nbytes == large
+    assert blocks.arena.nbytes < large / 2
+
+
+def test_a_plan_s_arena_stays_whatever_its_size(session):
+    blocks = session._store.blocks
+    for _ in range(2):
+        step(session, images())
+    for more in range(1, 8):
+        session._store.room = 2 * blocks._recent[-1] + more
+        step(session, images())
+        step(session, images())  # with less pinned memory, once its sizes are known
+        arena = blocks.arena
+        step(session, images())
+        assert blocks.arena is arena
+
+
+def test_pinned_memory_is_a_share_of_the_arena_and_grows_with_what_went_there(session):
+    blocks = session._store.blocks
+    for _ in range(2):
+        step(session, images())
+    room = blocks.arena.nbytes
+    assert 0.2 * room < blocks.arena.spill.nbytes < 0.3 * room
+    session._close_step()
+    session._store.room = int(0.85 * blocks.settle().nbytes)  # a plan's, made for tensors that pack better
+    step(session, images())
+    assert blocks.arena.spill.nbytes > 0.99 * blocks.arena.nbytes  # nothing is known yet
+    assert session._close_step() is None and blocks.settle().spilled_bytes > 0.1 * blocks.arena.nbytes
+    assert any("went to pinned memory" in note for note in session.report().record.notes)
+    spilled = blocks.use.spilled_bytes
+    step(session, images())
+    assert 2 * spilled <= blocks.arena.spill.nbytes < 0.9 * blocks.arena.nbytes
+
+
+def test_steps_outside_the_count_leave_no_sizes_behind(session):
+    blocks = session._store.blocks
+    step(session, images())
+    session._close_step()
+    needed = blocks._recent[-1]
+    session.measure_noise(lambda: loss_of(session._model(images())).backward())
+    session._policy.controller.due = lambda step: True
+    step(session, images())
+    session._close_step()
+    assert blocks._recent[-1] == pytest.approx(needed, rel=0.01)
+
+
+def test_tensors_of_another_device_are_no_business_of_the_arena(session):
+    for _ in range(2):
+        step(session, images())
+    session._store.blocks.device = torch.device("meta")
+    found = step(session, images())
+    assert all(bool(gradient.isfinite().all()) for gradient in found)
+    session._close_step()
+    assert session._store.blocks.settle().nbytes == 0
+
+
+class OnMeta(Threads):
+    """Streams of a device on which nothing of the model lies."""
+
+    device = torch.device("meta")
+
+
+def test_tensors_of_another_device_are_moved_to_the_file_or_kept():
+    model, x = resnet(8, 1), images()
+    first = exact_steps(model, x, None)
+    found = exact_steps(
+        model, x, Staging(OnMeta(), most_bytes=0)
+    )  # the model's tensors lie on the host all the same
+    assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
+
+
+def exact_steps(model, x, staging):
+    """Gradients with every tensor moved."""
+    session = squeezebox.attach(model, exact=True)
+    session._store.offload, session._store.staging = Everything(), staging
+    found = step(session, x)
+    session.detach()
+    return found

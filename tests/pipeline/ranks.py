@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from squeezebox.schema import PipelinePlan, StagePlan
+from squeezebox.schema import InputForm, PipelinePlan, StagePlan
 
 _PATIENCE = 120.0
 
@@ -89,7 +89,7 @@ def plan(blocks, ranks, schedule, microbatches, *, loops=1, policy="keep", repli
         microbatch=2,
         microbatches=microbatches,
         seconds=0.0,
-        inputs=inputs or (((6,), "float64"),),
+        inputs=inputs or (InputForm(shape=(6,), dtype="float64"),),
         stages=tuple(
             StagePlan(
                 first=first, end=end, policy=policy, forward_seconds=0.0, backward_seconds=0.0, peak_bytes=0

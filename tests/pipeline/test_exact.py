@@ -4,10 +4,11 @@ import torch
 from torch import nn
 
 from squeezebox.pipeline import Runner
+from squeezebox.schema import InputForm
 from tests.pipeline import ranks
 
 BATCHES = 7
-TOKENS = (((5,), "int64"),)
+TOKENS = (InputForm(shape=(5,), dtype="int64"),)
 
 
 def _train(rank, model, optimizer, plan, data, loss_fn, drains=(), **options):

@@ -9,10 +9,11 @@ from torch import nn
 
 from squeezebox import OptionError
 from squeezebox.pipeline import Runner, Wire
+from squeezebox.schema import InputForm
 from tests.pipeline import ranks
 
 WIDTH = 512
-INPUTS = (((WIDTH,), "float32"),)
+INPUTS = (InputForm(shape=(WIDTH,), dtype="float32"),)
 ERROR = 0.05
 RESIDUALS = 0, True  # boundary 0, gradients
 

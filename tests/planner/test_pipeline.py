@@ -51,14 +51,17 @@ def held(blocks, first, end, policy, in_flight, versions, gradients):
     """A stage's bytes, written out."""
     own = blocks[first:end]
     holdings = [each.holding(policy) for each in own]
-    around = (blocks[first - 1].output_bytes if first else 0) + (
-        blocks[end - 1].output_bytes if end < len(blocks) else 0
+    received = blocks[first - 1].output_bytes if first else 0
+    returned = blocks[end - 1].output_bytes if end < len(blocks) else 0
+    working = max(
+        each.working_bytes - sum(later.saved_bytes for later in holdings[number + 1 :])
+        for number, each in enumerate(holdings)
     )
     return (
         sum((versions + gradients) * each.parameter_bytes + each.state_bytes for each in own)
-        + in_flight * sum(each.saved_bytes for each in holdings)
-        + max(each.working_bytes for each in holdings)
-        + around
+        + in_flight * (received + sum(each.saved_bytes for each in holdings))
+        + working
+        + 2 * (received + returned)
     )
 
 
@@ -152,6 +155,7 @@ def rank_bytes(known, plan):
     several = {"loops": loops} if loops > 1 else {}
     saved = [
         sum(each.holding(stage.policy).saved_bytes for each in known.blocks[stage.first : stage.end])
+        + (known.blocks[stage.first - 1].output_bytes if stage.first else 0)
         for stage in plan.stages
     ]
     costs = replace(Costs.even(len(saved)), activation_bytes=tuple(saved))

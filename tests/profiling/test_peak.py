@@ -80,3 +80,37 @@ def test_the_profiler_is_quiet():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
     )
     assert (result.stdout, result.stderr) == ("40\n", "")
+
+
+class Allocator:
+    """A device's, of which cuBLAS holds 8 MiB from a step before."""
+
+    def __init__(self, monkeypatch, capturing):
+        self.allocated = self.peak = 8 * MIB
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", self.clear, raising=False)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.allocated)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peak)
+        monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {})
+
+    def clear(self):
+        self.allocated = 0
+
+    def reset(self, device):
+        self.peak = self.allocated
+
+    def take(self, nbytes):
+        self.allocated += nbytes
+        self.peak = max(self.peak, self.allocated)
+
+
+@pytest.mark.parametrize("capturing", (False, True))
+def test_what_cublas_keeps_of_a_device_belongs_to_the_step(capturing, monkeypatch):
+    allocator = Allocator(monkeypatch, capturing)
+    meter = PeakMeter(torch.device("cuda:0"))
+    meter.start()
+    if not allocator.allocated:
+        allocator.take(8 * MIB)  # by the first product
+    allocator.take(2 * MIB)
+    assert meter.stop([]).total_bytes == (2 if capturing else 10) * MIB  # a graph must keep what it uses

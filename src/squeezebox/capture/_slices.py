@@ -62,9 +62,11 @@ class BatchNorm:
             counts.append(part.numel() // part.shape[1])
             means.append(mean.double())
             variances.append(variance.double())
-        shares = mean.new_tensor(counts, dtype=torch.float64)[:, None] / sum(counts)
-        whole = (shares * torch.stack(means)).sum(0)
-        spread = (shares * (torch.stack(variances) + (torch.stack(means) - whole).square())).sum(0)
+        # numbers of the host: a tensor of them would have to be waited for on its way to a device
+        shares = [count / sum(counts) for count in counts]
+        whole = _weighted(means, shares)
+        pairs = zip(variances, means, strict=True)
+        spread = _weighted([variance + (mean - whole).square() for variance, mean in pairs], shares)
         return Moments(
             mean=whole,
             variance=spread,
@@ -148,6 +150,10 @@ class _Normalise(torch.autograd.Function):
             return ctx.moments.input_gradient(gradient, x, weight), None, None, None
         ctx.moments.collect(gradient, x)
         return None, None, None, None
+
+
+def _weighted(values: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
+    return torch.stack([value * share for value, share in zip(values, shares, strict=True)]).sum(0)
 
 
 Chain = Sequence[Operator | BatchNorm]

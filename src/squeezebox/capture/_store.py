@@ -286,7 +286,7 @@ class Store:
         key = entry.row.key
         if key in self.keep:
             return self._keep(entry, tensor)
-        if key in self.offload and (entry.device.type == "cpu" or self.staging is not None):
+        if key in self.offload and self._place(entry) is not None:
             return self._offload(entry, tensor)
         return self._derive(entry, tensor) if key in self.recompute else None
 
@@ -337,7 +337,10 @@ class Store:
         units = {"scale": scale, "inner": inner_of(tensor)} if choice.scaled else {}
         hints: dict[str, Any] = {"lag": lag_of(tensor), "dither": dither_of(tensor), **units}
         codec = codecs.get(choice.codec)
-        arena = self.blocks.arena if self.blocks is not None and choice.codec == "blocks" else None
+        blocks = self.blocks if choice.codec == "blocks" else None
+        if blocks is not None and blocks.device != entry.device:
+            blocks = None
+        arena = blocks.place(flat.nbytes) if blocks is not None else None
         if arena is not None:
             hints["arena"] = arena
         if self.listener is not None:
@@ -349,8 +352,8 @@ class Store:
         entry.row.packed[choice.codec] = packed.nbytes if arena is None else packed.payload[2].nbytes
         if arena is not None:
             entry.row.slot = int(packed.meta["slot"])
-        elif self.blocks is not None and choice.codec == "blocks":
-            self.blocks.note(packed.nbytes)
+        elif blocks is not None:
+            blocks.note(packed.nbytes)
         entry.row.absolute_bound = packed.bound
         entry.row.bound = (choice.bound or 0.0) if choice.scaled else packed.bound
         entry.scale = scale if choice.scaled else None
@@ -360,7 +363,7 @@ class Store:
 
     def _hold(self, entry: Entry, tensor: torch.Tensor) -> str:
         """Keep the tensor; where somebody listens, let it go all the same, to see when it would be free."""
-        moved = self.listener is not None and (entry.device.type == "cpu" or self.staging is not None)
+        moved = self.listener is not None and self._place(entry) is not None
         return self._offload(entry, tensor) if moved else self._keep(entry, tensor)
 
     def _derive(self, entry: Entry, tensor: torch.Tensor) -> str:
@@ -400,11 +403,18 @@ class Store:
 
     def _offload(self, entry: Entry, tensor: torch.Tensor) -> str:
         if entry.slot is None:
-            place = self.spill if self.staging is None else self.staging
+            place = self._place(entry)
+            assert place is not None
             whole = tensor.detach().as_strided((entry.numel,), (1,), 0)  # which tells of changes in place
             entry.slot = place.write(whole)
             entry.row.packed["offload"] = 0
         return "offload"
+
+    def _place(self, entry: Entry) -> Spill | Staging | None:
+        """Where it can be moved to."""
+        if self.staging is not None and entry.device == self.staging.device:
+            return self.staging
+        return self.spill if entry.device.type == "cpu" else None
 
     def _value(self, entry: Entry) -> torch.Tensor:
         """All its values, flat, from now on held until nobody needs the entry."""

@@ -17,6 +17,139 @@ def _root() -> None:
 
 
 @pipeline.command()
+def plan(
+    factory: Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Returns the model when called.")],
+    ranks: Annotated[int, typer.Option(help="Of all replicas together.")],
+    memory: Annotated[str, typer.Option(help="What one rank may hold, such as 2GiB.")],
+    input: Annotated[
+        str, typer.Option(help="One sample's shape; 128 for a text of 128 tokens.")
+    ] = "3x224x224",
+    input_dtype: Annotated[
+        str | None, typer.Option(help="Such as int64 (default: tokens for a model that embeds them).")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Samples between two updates, of all replicas.")] = 32,
+    sample: Annotated[
+        str | None, typer.Option(metavar="MODULE:CALLABLE", help="Returns (inputs, target), a real batch.")
+    ] = None,
+    loss: Annotated[str | None, typer.Option(metavar="MODULE:CALLABLE", help="loss(output, target).")] = None,
+    optimizer: Annotated[str, typer.Option(help="sgd, sgd-momentum, adam or adamw.")] = "adamw",
+    microbatches: Annotated[
+        str | None, typer.Option(help="Sizes to try: 1,2,4 (default: powers of two).")
+    ] = None,
+    schedules: Annotated[
+        str, typer.Option(help="2bw and pipedream only if named: their gradients are of earlier weights.")
+    ] = "gpipe,1f1b,interleaved,breadth-first,zb-h1",
+    policies: Annotated[
+        str, typer.Option(help="Of keep, recompute and compress; the last only if named: it is lossy.")
+    ] = "keep,recompute",
+    noise: Annotated[float, typer.Option(help="Gradient noise that compress may cause.")] = 1e-3,
+    depth: Annotated[int | None, typer.Option(help="Ranks of a pipeline (default: try all).")] = None,
+    threads: Annotated[
+        int, typer.Option(help="Of a rank on a CPU, to measure with; torchrun gives each one.")
+    ] = 1,
+    bandwidth: Annotated[
+        str | None, typer.Option(help="Bytes a second between ranks: 1GiB (default: measured here).")
+    ] = None,
+    latency: Annotated[float, typer.Option(help="Seconds of a message, beside --bandwidth.")] = 0.0,
+    out: Annotated[Path, typer.Option(help="Where the fastest plan goes, as JSON.")] = Path("plan.json"),
+    others: Annotated[int, typer.Option(help="Runners-up to print.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan's JSON and nothing else.")] = False,
+) -> None:
+    """Choose split, replicas, microbatches, schedule and what each stage keeps, within each rank's memory.
+
+    Measures the model's blocks in this process.
+    """
+    from squeezebox.cli._pipeline_plan import Request, make
+    from squeezebox.reports import pipeline_plan_line, pipeline_plan_text
+
+    plans = make(
+        Request(
+            factory=factory,
+            input=input,
+            input_dtype=input_dtype,
+            batch=batch,
+            sample=sample,
+            loss=loss,
+            optimizer=optimizer,
+            ranks=ranks,
+            memory=memory,
+            microbatches=microbatches,
+            schedules=schedules,
+            policies=policies,
+            noise=noise,
+            depth=depth,
+            threads=threads,
+            bandwidth=bandwidth,
+            latency=latency,
+        ),
+        out,
+    )
+    if as_json:
+        print(out.read_text(), end="")
+        return
+    print(pipeline_plan_text(plans[0]))
+    if plans[1:]:
+        print("\nRunners-up: seconds a batch, peak of the fullest rank")
+        print("\n".join(pipeline_plan_line(each) for each in plans[1 : others + 1]))
+    print(f"\nThe plan is in {out}.")
+
+
+@pipeline.command()
+def train(
+    plan: Annotated[Path, typer.Argument(help="What 'squeezebox pipeline plan' wrote.")],
+    data: Annotated[
+        str,
+        typer.Option(
+            metavar="MODULE:CALLABLE",
+            help="Yields batches (inputs, target): whole ones if it takes no arguments, else a replica's "
+            "part of them, called with its number and their count.",
+        ),
+    ],
+    loss: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:CALLABLE", help="loss(output, target) (default: the plan's)."),
+    ] = None,
+    optimizer: Annotated[str, typer.Option(help="sgd, sgd-momentum, adam or adamw.")] = "adamw",
+    lr: Annotated[float | None, typer.Option(help="Learning rate (default: the optimizer's).")] = None,
+    steps: Annotated[int | None, typer.Option(help="Batches (default: all).")] = None,
+    clip: Annotated[float | None, typer.Option(help="Bound of the norm of all gradients.")] = None,
+    correction: Annotated[
+        bool, typer.Option("--correction", help="Of 2bw's late gradients, for a buffer of weights more.")
+    ] = False,
+    warmup: Annotated[int, typer.Option(help="Batches that 2bw and pipedream flush at first.")] = 0,
+    checkpoint: Annotated[Path | None, typer.Option(help="A directory for checkpoints.")] = None,
+    save_every: Annotated[int, typer.Option(help="Batches from checkpoint to checkpoint; 0: none.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    patience: Annotated[float, typer.Option(help="Seconds that a rank is waited for.")] = 60.0,
+    log_every: Annotated[int, typer.Option(help="Batches from loss to loss.")] = 10,
+) -> None:
+    """Be one rank of a pipeline; start all of them with torchrun.
+
+    torchrun --nproc-per-node 4 -m squeezebox.cli pipeline train plan.json --data my.data:batches
+    """
+    from squeezebox.cli._train import Request, run
+
+    run(
+        Request(
+            plan=plan,
+            data=data,
+            loss=loss,
+            optimizer=optimizer,
+            rate=lr,
+            steps=steps,
+            clip=clip,
+            correction=correction,
+            warmup=warmup,
+            checkpoint=checkpoint,
+            save_every=save_every,
+            resume=resume,
+            patience=patience,
+            log_every=log_every,
+        )
+    )
+
+
+@pipeline.command()
 def simulate(
     schedule: Annotated[
         str,

@@ -19,7 +19,7 @@ from squeezebox.cli._progress import counted
 from squeezebox.reports import MaxBatch, StepPlan, require_writable
 from squeezebox.schema import OptionError
 
-_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
     "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
     "adam": torch.optim.Adam,
@@ -40,8 +40,8 @@ class Step:
 
     def load(self) -> dict[str, Any]:
         """Model, sample, loss and optimizer by their names in squeezebox.plan()."""
-        if self.optimizer not in _OPTIMIZERS:
-            raise OptionError(f"no optimizer '{self.optimizer}'; there are {', '.join(_OPTIMIZERS)}.")
+        if self.optimizer not in OPTIMIZERS:
+            raise OptionError(f"no optimizer '{self.optimizer}'; there are {', '.join(OPTIMIZERS)}.")
         if self.batch < 1:
             raise OptionError(f"--batch {self.batch} is below 1: a step needs at least one sample.")
         model = load_factory(self.factory)()
@@ -58,7 +58,7 @@ class Step:
             "model": model.train(),
             "sample": sample,
             "loss_fn": _stand_in if self.loss is None else load_loss(self.loss),
-            "optimizer": _OPTIMIZERS[self.optimizer](model.parameters()),
+            "optimizer": OPTIMIZERS[self.optimizer](model.parameters()),
         }
 
 

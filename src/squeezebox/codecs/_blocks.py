@@ -18,8 +18,8 @@ from squeezebox.codecs._codec import (
 )
 from squeezebox.codecs._layout import buffer_for, flatten, restore
 from squeezebox.codecs._packed import Packed
-from squeezebox.codecs._reference._blocks import BLOCK, COUNTERS, block_count, is_sound
-from squeezebox.schema import FormatError
+from squeezebox.codecs._reference._blocks import BLOCK, COUNTERS, UNIT, block_count, is_sound
+from squeezebox.schema import FormatError, OptionError
 
 _LARGEST = 1e38  # of a bound, so that a step is finite
 
@@ -32,14 +32,26 @@ class Arena:
         device: where it lies.
         spill_bytes: of pinned memory of the host, for blocks that find no room there.
         tensors: how many may be packed until :meth:`reset`; the last slot is shared by all beyond.
+
+    Raises:
+        OptionError: one of both memories would be larger than a table's numbers can say.
     """
 
+    MOST_BYTES = 4 * UNIT << 31  # a table's int32 counts units of words
+
     def __init__(self, nbytes: int, device: torch.device, spill_bytes: int = 0, tensors: int = 1) -> None:
+        if max(nbytes, spill_bytes) > self.MOST_BYTES:
+            raise OptionError(
+                f"an arena of {nbytes} bytes, {spill_bytes} of them elsewhere, has more than the "
+                f"{self.MOST_BYTES} bytes in which blocks find their places; use two."
+            )
         self.words = torch.empty(-(-nbytes // 4), dtype=torch.int32, device=device)
         pinned = spill_bytes > 0 and device.type == "cuda"
-        self.spill = torch.empty(-(-spill_bytes // 4), dtype=torch.int32, pin_memory=pinned)
+        self.spill = torch.empty(-(-spill_bytes // 4), dtype=torch.int32, device="cpu", pin_memory=pinned)
         self.counters = torch.zeros(COUNTERS + tensors, dtype=torch.int64, device=device)
         self._tensors = 0
+        self._witness = torch.empty(int(pinned), dtype=torch.int32, device=device)
+        self._streams: set[torch.cuda.Stream] = set()
 
     @property
     def nbytes(self) -> int:
@@ -50,6 +62,21 @@ class Arena:
         """The slot of one more tensor."""
         self._tensors += 1
         return min(self._tensors, self.counters.numel() - COUNTERS) - 1
+
+    def note_stream(self) -> None:
+        """Have neither memory go to others, once it is let go, before the current stream is done with it.
+
+        Torch's cache of pinned memory knows the streams that a block was copied on and nothing of kernels, so
+        one number of it is copied.
+        """
+        if self.words.device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self.words.device)
+        if stream not in self._streams:
+            self._streams.add(stream)
+            self.words.record_stream(stream)
+            self.counters.record_stream(stream)
+            self._witness.copy_(self.spill[: self._witness.numel()], non_blocking=True)
 
     def reset(self) -> None:
         """Forget all blocks; what was packed before can no longer be unpacked. Waits for nothing."""
@@ -113,6 +140,8 @@ class Blocks(Codec):
         flat = flatten(tensor)
         if scale is not None and arena is None:
             require_scale(self.name, scale, inner)
+        if arena is not None:
+            arena.note_stream()
         own = arena or Arena(_most_bytes(flat), flat.device)
         options = (min(limit, _LARGEST), scale, inner, dither)
         places = (own.words, own.spill, own.counters, own.next_slot())

@@ -87,6 +87,11 @@ class Staging:
         self._last: Before = lambda: None
         self._ahead: tuple[weakref.ref[HostSlot], torch.Tensor, Event] | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """That whose tensors it takes."""
+        return self._streams.device
+
     def write(self, flat: torch.Tensor) -> HostSlot:
         """Have a flat tensor moved.
 

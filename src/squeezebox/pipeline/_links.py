@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -117,6 +118,11 @@ class Links:
         for sender in [*self._senders.values(), *self._gradient_senders.values()]:
             sender.settle()
 
+    def close(self) -> None:
+        """Wait until all that was sent has arrived, or the other end is gone."""
+        with contextlib.suppress(RuntimeError):
+            self.settle()
+
     def traffic(self) -> tuple[Traffic, ...]:
         """What was sent so far."""
         forward = [sender.traffic(stage, back=False) for stage, sender in sorted(self._senders.items())]
@@ -144,7 +150,7 @@ class Links:
         """Tell the next stage what will come, and make this end of the wires."""
         forms = [Form(tuple(each.shape), each.dtype, each.requires_grad) for each in outputs]
         self._store.set(self._key(stage), pickle.dumps(forms))  # type: ignore[arg-type]
-        self._senders[stage] = self._sender(stage, stage + 1, forms, self._in_flight[stage] + 1, back=False)
+        self._senders[stage] = self._sender(stage, stage + 1, forms, self._in_flight[stage], back=False)
         returned = [form for form in forms if form.requires_grad]
         slots = self._returned[stage] + 1
         self._gradient_receivers[stage] = self._receiver(stage, stage + 1, returned, slots, back=True)
@@ -159,8 +165,7 @@ class Links:
         receiver.expect(self._expected.pop(stage))
         self._receivers[stage] = receiver
         returned = [form for form in forms if form.requires_grad]
-        most = self._in_flight[stage - 1] + 1
-        self._gradient_senders[stage] = self._sender(stage - 1, stage - 1, returned, most, back=True)
+        self._gradient_senders[stage] = self._sender(stage - 1, stage - 1, returned, most=2, back=True)
 
     def _sender(
         self, boundary: int, other: int, forms: Sequence[Form], most: int, *, back: bool

@@ -31,7 +31,6 @@ CODECS = (
     "fp8-e5m2",
 )
 _COUNT = 8  # bytes of the count
-_AHEAD = 2  # payloads that are received ahead: one arrives while another is unpacked
 _EVERY = 16  # tensors of which one is unpacked again by the sender, to measure the noise
 
 
@@ -181,13 +180,13 @@ class PackedSender:
 
 
 class PackedReceiver:
-    """The other end: messages are received ahead into a few buffers, and unpacked into a ring of tensors."""
+    """The other end: messages are received ahead into a ring of buffers, and unpacked into tensors."""
 
     def __init__(self, peer: Peer, forms: Sequence[Form], slots: int) -> None:
         self._forms, self._device = forms, peer.device
         self._free: list[list[Tensor]] = []
         messages = [_message_form(form) if is_packed(form) else form for form in forms]
-        self._receiver = Receiver(peer, messages, min(slots, _AHEAD))
+        self._receiver = Receiver(peer, messages, slots)
 
     def expect(self, messages: int) -> None:
         """So many more messages will come."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ class Runner:
             self._store, self._place, self._schedule, self._groups, self._health, patience, wire
         )
         self._evaluation: tuple[dict[int, Stage], Links] | None = None
-        self._loads = itertools.count()
+        self._loads, self._gathers = itertools.count(), itertools.count()
         self._batch = 0
         self._failed = False
         self._flights: dict[tuple[int, int], Passage] = {}
@@ -125,6 +126,11 @@ class Runner:
         self._ahead: Action | None = None
 
     @property
+    def replica(self) -> int:
+        """Which of the plan's equal pipelines this rank is in."""
+        return self._place.replica
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank takes the model's inputs."""
         return 0 in self.stages
@@ -133,6 +139,26 @@ class Runner:
     def is_last(self) -> bool:
         """Whether this rank has the loss."""
         return len(self.plan.stages) - 1 in self.stages
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of all versions of this rank's weights as they are now."""
+        return sum(part.nbytes for flat in self._weights.versions.values() for part in flat.parts)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everybody's plain values, in the order of ranks; every rank must call it.
+
+        Raises:
+            PipelineError: another rank failed.
+        """
+        with self._guarded():
+            key, count = f"gather/{next(self._gathers)}", self._place.ranks * self._place.replicas
+            self._store.set(f"{key}/{self._place.number}", json.dumps(value))
+            told = [
+                self._health.await_key(f"{key}/{number}", f"waits for what rank {number} has", number)
+                for number in range(count)
+            ]
+            return [json.loads(each) for each in told]
 
     def step(self, inputs: Any = None, target: Any = None) -> Tensor | None:
         """Train on one batch, of which this rank's pipeline gets ``microbatches * microbatch`` samples.
@@ -308,7 +334,9 @@ class Runner:
         return stages, self._links.again("evaluation")
 
     def close(self) -> None:
-        """End this runner's threads; what it was waiting for is left."""
+        """End this runner's threads, when what it sent has arrived; what it was waiting for is left."""
+        if not self._failed:
+            self._links.close()
         self._updates.stop()
         self._health.stop()
 
@@ -437,8 +465,8 @@ class Runner:
 def example(plan: PipelinePlan, device: torch.device) -> tuple[Tensor, ...]:
     """One microbatch's inputs, all zero."""
     return tuple(
-        torch.zeros((plan.microbatch, *shape), dtype=getattr(torch, dtype), device=device)
-        for shape, dtype in plan.inputs
+        torch.zeros((plan.microbatch, *form.shape), dtype=getattr(torch, form.dtype), device=device)
+        for form in plan.inputs
     )
 
 

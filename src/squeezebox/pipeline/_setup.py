@@ -105,6 +105,25 @@ class Place:
         return names
 
 
+def join() -> None:
+    """Join the process group that torchrun tells of, over nccl where there is CUDA, else over gloo.
+
+    Raises:
+        PipelineError: this process was not started by torchrun.
+    """
+    if not dist.is_torchelastic_launched():
+        raise PipelineError(
+            "this process was not started by torchrun, which tells ranks of each other. Start it so: "
+            "torchrun --nproc-per-node RANKS -m squeezebox.cli pipeline train PLAN ..."
+        )
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+
+
+def is_first_process() -> bool:
+    """Whether this is the process with rank 0."""
+    return dist.get_rank() == 0
+
+
 def placed(plan: PipelinePlan) -> Place:
     """This process's place.
 

@@ -8,13 +8,19 @@ May touch: squeezebox.schema, numpy, and scipy for the optimum; no torch.
 from squeezebox.planner._batches import at_batch, largest_batch
 from squeezebox.planner._greedy import peak, solve
 from squeezebox.planner._milp import optimum
-from squeezebox.planner._pipedream import ReplicatedSplit, ReplicatedStage, pipedream_split
+from squeezebox.planner._pipedream import (
+    ReplicatedSplit,
+    ReplicatedStage,
+    all_reduce_seconds,
+    pipedream_split,
+)
 from squeezebox.planner._pipeline import SYNCHRONOUS, plan_pipeline
 from squeezebox.planner._shortage import shortage
 from squeezebox.planner._smallest import smallest
 from squeezebox.planner._stages import stage_memory
 
 __all__ = [
+    "all_reduce_seconds",
     "SYNCHRONOUS",
     "ReplicatedSplit",
     "ReplicatedStage",

@@ -17,8 +17,8 @@ def stage_memory(profile: PipelineProfile, plan: PipelinePlan, stage: int) -> St
     """What stage number ``stage`` of the plan holds at its peak.
 
     2BW's 2 |W| / d + d A / d + d A_input (arXiv:2006.09503, section 3.2) with measured bytes: versions of
-    parameters, gradients (two sets in 2BW), optimizer state, what each microbatch in flight has saved, one
-    buffer for an activation and one for a gradient to come, and the most that one block works with.
+    parameters, gradients (two sets in 2BW), optimizer state, what each microbatch in flight was given and
+    has saved, buffers for what comes and goes, and what the blocks work with.
 
     Args:
         profile: of microbatches as large as the plan's.
@@ -66,10 +66,16 @@ def memory(blocks: Sequence[Block], first: int, end: int, policy: str, place: Pl
         weights_bytes=place.versions * parameters,
         gradient_bytes=place.gradients * parameters,
         state_bytes=sum(block.state_bytes for block in own),
-        activation_bytes=place.in_flight * sum(each.saved_bytes for each in holdings),
-        buffer_bytes=received + returned,
-        working_bytes=max(each.working_bytes for each in holdings),
+        activation_bytes=place.in_flight * (received + sum(each.saved_bytes for each in holdings)),
+        buffer_bytes=2 * (received + returned),
+        working_bytes=_working(holdings),
     )
+
+
+def _working(holdings: Sequence[Holding]) -> int:
+    """The most on top of what all have saved: later blocks have given theirs back when a block runs."""
+    later = [*accumulate((each.saved_bytes for each in reversed(holdings)), initial=0)]
+    return max(each.working_bytes - saved for each, saved in zip(reversed(holdings), later, strict=False))
 
 
 def held_by(blocks: Sequence[Block], policy: str) -> list[Holding]:
@@ -122,11 +128,9 @@ def runs(profile: PipelineProfile, policies: Sequence[str], link: Link) -> Runs:
         profile=profile,
         policies=tuple(policies),
         parameters=_sums([block.parameter_bytes for block in blocks]),
-        fixed=state + outputs[:, None] + outputs[None, :],
-        saved=np.stack([_sums([each.saved_bytes if each else 0 for each in own]) for own in by_policy]),
-        working=np.stack(
-            [_largest([each.working_bytes if each else 0 for each in own]) for own in by_policy]
-        ),
+        fixed=state + 2 * (outputs[:, None] + outputs[None, :]),
+        saved=np.stack([_saved(own) + outputs[:, None] for own in by_policy]),
+        working=np.stack([_most_working(own) for own in by_policy]),
         seconds=np.stack([_seconds(own) for own in by_policy]),
         transfer=crossing[:, None] + crossing[None, :],
     )
@@ -138,11 +142,24 @@ def _sums(values: Sequence[int]) -> Integers:
     return table
 
 
-def _largest(values: Sequence[int]) -> Integers:
-    table = np.zeros((len(values) + 1, len(values) + 1), np.int64)
-    for first in range(len(values)):
-        table[first, first + 1 :] = np.maximum.accumulate(values[first:])
+def _saved(holdings: Sequence[Holding | None]) -> Integers:
+    upto = _upto(holdings)
+    table: Integers = np.triu(upto[None, :] - upto[:, None])
     return table
+
+
+def _most_working(holdings: Sequence[Holding | None]) -> Integers:
+    """:func:`_working` of each run."""
+    upto = _upto(holdings)
+    peaks = np.array([each.working_bytes if each else 0 for each in holdings], np.int64) + upto[1:]
+    table = np.zeros((len(upto), len(upto)), np.int64)
+    for first in range(len(holdings)):
+        table[first, first + 1 :] = np.maximum.accumulate(peaks[first:]) - upto[first + 1 :]
+    return table
+
+
+def _upto(holdings: Sequence[Holding | None]) -> Integers:
+    return np.array([0, *accumulate(each.saved_bytes if each else 0 for each in holdings)], np.int64)
 
 
 def _seconds(holdings: Sequence[Holding | None]) -> Floats:

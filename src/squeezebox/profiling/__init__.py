@@ -5,6 +5,7 @@ May touch: torch's profiler, allocator counters, fake tensors, and a folder of p
 """
 
 from squeezebox.profiling._cache import load_profile, profile_key, store_profile
+from squeezebox.profiling._chain import PartCosts, measure_parts
 from squeezebox.profiling._clock import now
 from squeezebox.profiling._gains import Gain, GainProfiler
 from squeezebox.profiling._optimizer import state_bytes, transient_bytes
@@ -16,11 +17,13 @@ __all__ = [
     "OPTIMIZERS",
     "Gain",
     "GainProfiler",
+    "PartCosts",
     "Peak",
     "PeakMeter",
     "Simulation",
     "StepProfiler",
     "load_profile",
+    "measure_parts",
     "now",
     "profile_key",
     "simulate",

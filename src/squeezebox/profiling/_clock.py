@@ -1,4 +1,4 @@
-"""The time at which everything asked for so far is done."""
+"""The time at which everything that a device was asked for so far is done."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 import torch
 
 
-def now() -> float:
-    """Seconds, after waiting for the device if there is one."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+def now(device: torch.device) -> float:
+    """Seconds, after waiting for the device, which need not be the current one."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter()

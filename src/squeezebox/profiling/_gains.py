@@ -92,7 +92,7 @@ def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 def _sign(flat: torch.Tensor) -> tuple[int, float]:
     """Bytes of the signs, and seconds to pack and unpack them."""
-    sign, begun = codecs.get("sign"), now()
+    sign, begun = codecs.get("sign"), now(flat.device)
     packed = sign.pack(flat)
     sign.unpack(packed)
-    return packed.nbytes, now() - begun
+    return packed.nbytes, now(flat.device) - begun

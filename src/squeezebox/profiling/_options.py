@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from squeezebox.schema import Action, Moment, Option, Profile, TensorProfile
 _TRIED = (1.0, 0.35, 0.12, 0.03)
 _BETWEEN = 3
 _BLOCK, _BLOCKS = 1 << 24, 4  # bytes, and how many are moved there and back
+_BLOCK_BYTES = 1 << 12  # of 1024 elements, to which the last ones of a tensor are filled up
 _CHEAP = 0.5  # of the time to pack a tensor: made again from a packed one only in less
 _MARGIN = 1.05  # other batches, and bounds between the tried ones, pack a little worse
 
@@ -94,9 +96,17 @@ class StepProfiler:
         self._numbers: dict[int, int] = {}
         self._calls: dict[int, float] = {}  # seconds, the least seen
         self._started = 0.0
+        self._arena: codecs.Arena | None = None  # of trials that pack blocks,
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # and what they are unpacked to
 
-    def start(self) -> None:
-        """Begin; OptionError if another profiler is active."""
+    def start(self, largest_bytes: int = 0) -> None:
+        """Begin; OptionError if another profiler is active.
+
+        ``largest_bytes``: of the tensors whose blocks go to an arena in other steps.
+        """
+        if largest_bytes:
+            self._arena = codecs.Arena(largest_bytes + _BLOCK_BYTES, self._device)
+            self._buffer = torch.empty(largest_bytes, dtype=torch.uint8, device=self._device)
         self._timeline.start()
 
     def loss(self) -> None:
@@ -161,11 +171,11 @@ class StepProfiler:
     def calling(self, call: Call) -> None:
         """As capture's Listener."""
         self._timeline.call(call.number)
-        self._started = now()
+        self._started = now(self._device)
 
     def called(self, call: Call) -> None:
         """As capture's Listener."""
-        seconds = now() - self._started
+        seconds = now(self._device) - self._started
         self._calls[call.number] = min(seconds, self._calls.get(call.number, seconds))
         self._timeline.called(call.number)
 
@@ -174,7 +184,7 @@ class StepProfiler:
         number = self._numbers.setdefault(id(row), len(self._numbers))
         self._seen.setdefault(number, _Seen(row, derive))
         self._timeline.save(number, tensor)
-        self._started = now()
+        self._started = now(self._device)
 
     def offered(
         self,
@@ -186,31 +196,53 @@ class StepProfiler:
         again: Callable[[], torch.Tensor],
     ) -> None:
         """As capture's Listener: pack at a few bounds."""
-        begun = now()
+        begun = now(self._device)
         unit = 1.0 if scaled else _rms(flat)
         seen = self._seen[self._numbers[id(row)]]
         lossy = codec.startswith(("entropy", "blocks"))
         bounds = [share * unit for share in _TRIED] if lossy and unit > 0.0 else []
-        tries = [_try(codec, bound, trial) for bound in bounds]
+        tries = [self._try(codec, bound, trial) for bound in bounds]
         seen.tried, seen.unpacking = [each[0] for each in tries], [each[1] for each in tries]
-        seen.apart = now() - begun
+        seen.apart = now(self._device) - begun
+
+    def _try(self, codec: str, bound: float, trial: Callable[..., codecs.Packed]) -> tuple[Option, float]:
+        """Packed and unpacked once, and the seconds of unpacking."""
+        if self._arena is None or codec != "blocks":
+            return self._timed(codec, bound, functools.partial(trial, bound))
+        self._arena.reset()
+        option, seconds = self._timed(codec, bound, functools.partial(trial, bound, arena=self._arena))
+        taken = codecs.ArenaUse.of(self._arena.counters).nbytes
+        return dataclasses.replace(option, held_bytes=option.held_bytes - self._arena.nbytes + taken), seconds
+
+    def _timed(self, codec: str, bound: float, pack: Callable[[], codecs.Packed]) -> tuple[Option, float]:
+        begun = now(self._device)
+        packed = pack()
+        done = now(self._device)
+        nbytes = packed.numel * packed.dtype.itemsize
+        out = self._buffer[:nbytes].view(packed.dtype) if nbytes <= len(self._buffer) else None
+        codecs.get(codec).unpack(packed, out=out)
+        seconds = now(self._device) - begun
+        option = Option(
+            action=Action.COMPRESS, codec=codec, bound=bound, held_bytes=packed.nbytes, seconds=seconds
+        )
+        return option, begun + seconds - done
 
     def saved(self, row: Row) -> None:
         """As capture's Listener."""
         seen = self._seen[self._numbers[id(row)]]
-        seen.seconds += now() - self._started - seen.apart
+        seen.seconds += now(self._device) - self._started - seen.apart
         seen.apart = 0.0
         self._timeline.saved(self._numbers[id(row)])
 
     def using(self, row: Row) -> None:
         """As capture's Listener."""
         self._timeline.use(self._numbers[id(row)])
-        self._started = now()
+        self._started = now(self._device)
 
     def used(self, row: Row, unpacked: Sequence[Row]) -> None:
         """As capture's Listener."""
         seen = self._seen[self._numbers[id(row)]]
-        seen.seconds += now() - self._started
+        seen.seconds += now(self._device) - self._started
         seen.decodes = True
         self._timeline.used(self._numbers[id(row)], [self._numbers[id(other)] for other in unpacked])
 
@@ -277,31 +309,18 @@ def _transfer(device: torch.device) -> _Transfer:
     spill, staging = Spill(), Staging(CudaStreams(device)) if device.type != "cpu" else None
     leaving = returning = math.inf
     for _ in range(_BLOCKS):
-        begun = now()
+        begun = now(device)
         if staging is None:
             slot = spill.write(data)
-            written = now()
+            written = now(device)
             spill.read(slot, data)
         else:
             host = staging.write(data)
             staging.clear()
-            written = now()
+            written = now(device)
             staging.read(host)
-        leaving, returning = min(leaving, written - begun), min(returning, now() - written)
+        leaving, returning = min(leaving, written - begun), min(returning, now(device) - written)
     return _Transfer("file" if staging is None else "host", leaving / _BLOCK, returning / _BLOCK)
-
-
-def _try(codec: str, bound: float, trial: Callable[..., codecs.Packed]) -> tuple[Option, float]:
-    """Packed and unpacked once, and the seconds of unpacking."""
-    begun = now()
-    packed = trial(bound)
-    done = now()
-    codecs.get(codec).unpack(packed)
-    seconds = now() - begun
-    option = Option(
-        action=Action.COMPRESS, codec=codec, bound=bound, held_bytes=packed.nbytes, seconds=seconds
-    )
-    return option, begun + seconds - done
 
 
 def _profile(

@@ -26,14 +26,14 @@ class Peak:
 
 
 class Recording:
-    """Torch's profiler from :meth:`start` to :meth:`close`, for its memory events on one kind of device.
+    """Torch's profiler from :meth:`start` to :meth:`close`, for its memory events on one device.
 
     It greets on standard error whenever it starts; unless ``KINETO_LOG_LEVEL`` is set, the first start sets
     it to 9 to keep it quiet.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._kind = device.type
+        self._device = device
         self._profiler: Any = None
         self._end: weakref.finalize[..., Any] | None = None
 
@@ -42,6 +42,7 @@ class Recording:
         if torch.autograd.profiler._is_profiler_enabled:
             return False
         os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # there is no other switch
+        _free_workspaces(self._device)
         self._profiler = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
         self._profiler.__enter__()
         # A profiler still on when the interpreter ends would crash it.
@@ -63,7 +64,7 @@ class Recording:
             stack.extend(event.children)
             if event.tag == torch._C._profiler._EventType.Allocation:
                 fields = event.extra_fields
-                if fields.device.type == self._kind:
+                if _is_same(fields.device, self._device):
                     found.append((event.start_time_ns, "", fields.ptr, fields.alloc_size))
             else:
                 found.append((event.start_time_ns, event.name, 0, 0))
@@ -71,8 +72,24 @@ class Recording:
         return [event[1:] for event in found]
 
 
+def _is_same(found: torch.device, device: torch.device) -> bool:
+    """Whether it is that device; there is one CPU, whatever its number."""
+    return found.type == device.type and (device.type == "cpu" or found.index == device.index)
+
+
+def _free_workspaces(device: torch.device) -> None:
+    """Have cuBLAS take its workspaces anew in the step: it keeps them from the first product on.
+
+    Not while a graph is captured, which goes on using them.
+    """
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        torch._C._cuda_clearCublasWorkspaces()
+
+
 class PeakMeter:
     """Measures one step on the CPU with torch's profiler, on CUDA with the allocator's counters.
+
+    On CUDA the workspaces that cuBLAS keeps between steps belong to the step.
 
     Not to be nested in another profiler: :meth:`start` then answers False and measures nothing.
 
@@ -102,6 +119,7 @@ class PeakMeter:
         if torch.autograd.profiler._is_profiler_enabled:
             return False
         if self._device.type == "cuda":
+            _free_workspaces(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
             self._baseline = torch.cuda.memory_allocated(self._device)
             self._on_device = True

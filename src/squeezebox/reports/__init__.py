@@ -10,6 +10,12 @@ from squeezebox.reports._chart import ChartKind, ChartSpan, PipelineChart
 from squeezebox.reports._compiled import CompiledReport, CompiledTensor
 from squeezebox.reports._estimate import Estimate
 from squeezebox.reports._pipeline import PipelineRank, PipelineReport
+from squeezebox.reports._pipeline_plan import (
+    load_pipeline_plan,
+    pipeline_plan_line,
+    pipeline_plan_text,
+    save_pipeline_plan,
+)
 from squeezebox.reports._plan import PlannedTensor, StepPlan, load_plan
 from squeezebox.reports._report import Report, human_bytes, require_writable, write_whole
 from squeezebox.reports._shortage import exact_bytes, explain, explain_floor
@@ -34,8 +40,12 @@ __all__ = [
     "explain",
     "explain_floor",
     "human_bytes",
+    "load_pipeline_plan",
     "load_plan",
+    "pipeline_plan_line",
+    "pipeline_plan_text",
     "require_writable",
+    "save_pipeline_plan",
     "trace_events",
     "write_whole",
 ]

@@ -21,6 +21,7 @@ from squeezebox.schema._errors import (
 from squeezebox.schema._pipeline import (
     Block,
     Holding,
+    InputForm,
     Link,
     PipelinePlan,
     PipelineProfile,
@@ -66,6 +67,7 @@ __all__ = [
     "FormatError",
     "Holding",
     "Injection",
+    "InputForm",
     "Link",
     "Moment",
     "NodeStatistics",

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class Holding:
     """One way for a block to hold what a microbatch's forward saves, as measured on this machine.
 
-    ``policy`` is "keep", "compress" or "recompute". ``saved_bytes`` stay from forward to backward, what comes
-    from the block before included; ``working_bytes`` come on top while one of the two runs. The seconds are a
-    microbatch's.
+    ``policy`` is "keep", "compress" or "recompute". ``saved_bytes`` stay from forward to backward, its output
+    included and what it was given not; ``working_bytes`` come on top of what is there after its forward,
+    while its forward or its backward runs. The seconds are a microbatch's.
     """
 
     policy: str
@@ -75,12 +75,23 @@ class StagePlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class InputForm:
+    """One sample of a model's input: its shape, without the batch's dimension, and torch's dtype by name."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PipelinePlan:
     """Which blocks make which stage, and how a batch goes through them.
 
     Stage s is at rank ``s % ranks`` of each of ``replicas`` equal pipelines, so a microbatch passes a rank
     ``len(stages) // ranks`` times. A batch is ``replicas * microbatches`` microbatches of ``microbatch``
-    samples each. ``schedule`` names a function of ``squeezebox.schedules``. ``seconds`` is a batch's.
+    samples each, ``inputs`` are the forms of these. ``schedule`` names a function of
+    ``squeezebox.schedules``; ``seconds`` is a batch's. ``noise`` is what stages that compress allow.
+    ``fingerprint`` and ``blocks`` (their names) are the model's; ``model`` and ``loss`` say, as
+    MODULE:CALLABLE, where it came from, if that is known.
     """
 
     schedule: str
@@ -90,8 +101,12 @@ class PipelinePlan:
     microbatches: int
     stages: tuple[StagePlan, ...]
     seconds: float
+    inputs: tuple[InputForm, ...] = ()
+    noise: float = 0.0
     fingerprint: str = ""
-    inputs: tuple[tuple[tuple[int, ...], str], ...] = ()
+    blocks: tuple[str, ...] = ()
+    model: str = ""
+    loss: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,8 +114,9 @@ class StageMemory:
     """What a stage holds at its peak, in a batch in full swing.
 
     ``weights_bytes`` are all versions of the parameters, ``activation_bytes`` what all microbatches in flight
-    have saved, ``buffer_bytes`` those into which an activation and a gradient are received; ``working_bytes``
-    come on top while the stage's most demanding block runs.
+    have been given and have saved, ``buffer_bytes`` one more activation and two gradients that are received,
+    and one gradient on its way out; ``working_bytes`` come on top at the stage's most demanding block, less
+    what its later blocks have given back by then.
     """
 
     weights_bytes: int

@@ -7,7 +7,17 @@ everything else leaves the model as it was.
 from squeezebox.session._attach import attach
 from squeezebox.session._compile import compile_model
 from squeezebox.session._estimate import estimate
+from squeezebox.session._pipelines import peak_meter, plan_pipeline
 from squeezebox.session._plans import make_plan, max_batch
 from squeezebox.session._session import Session
 
-__all__ = ["Session", "attach", "compile_model", "estimate", "make_plan", "max_batch"]
+__all__ = [
+    "Session",
+    "attach",
+    "compile_model",
+    "estimate",
+    "make_plan",
+    "max_batch",
+    "peak_meter",
+    "plan_pipeline",
+]

@@ -139,13 +139,16 @@ class _Profiling:
         store.arena.clear()
         store.lineage = session._recorder.lineage()
         gains = self._gains() if subject.noise else {}
+        blocks = {row.key: row for row in store.rows if "blocks" in row.packed}.values()
         profiler = self._profiler = store.listener = StepProfiler(device_of(subject.model), gains)
         try:
             for _ in range(_TIMED_STEPS):
                 self._plain("a plain step, operator by operator")
             subject.model.zero_grad(set_to_none=True)
             tracer = session._recorder.tracer = Tracer()
-            profiler.start()
+            if store.blocks is not None and blocks:
+                store.blocks.prepare(sum(row.packed["blocks"] for row in blocks))
+            profiler.start(max((row.saved_bytes for row in blocks), default=0))
             session._replay(self._step, bypass=False)
             gradients = session._gradients()
             saved = {row.key: row.saved_bytes for row in store.rows}
@@ -195,9 +198,10 @@ class _Profiling:
         return least[True] / least[False] * self._whole.plain_seconds
 
     def _timed(self, step: Callable[[], object]) -> float:
-        begun = now()
+        device = device_of(self._subject.model)
+        begun = now(device)
         step()
-        seconds = now() - begun
+        seconds = now(device) - begun
         self._tell("a plain step, timed")
         return seconds
 

@@ -414,7 +414,7 @@ class Session:
             predicted_peak_bytes=self._plan.predicted_peak_bytes if self._plan else None,
             predicted_seconds=self._plan.predicted_seconds if self._plan else None,
             checks=tuple(self._checks),
-            notes=tuple(self._notes),
+            notes=(*self._notes, *(self._store.blocks.notes if self._store.blocks is not None else ())),
         )
 
     def _predicted_noise(self, lossy: dict[str, float]) -> float | None:

@@ -1,0 +1,153 @@
+"""``squeezebox pipeline plan``: a model measured here, and how several ranks would train it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from squeezebox.cli._estimate import load_factory, parse_shape
+from squeezebox.cli._plan import OPTIMIZERS, load_loss
+from squeezebox.cli._progress import counted
+from squeezebox.cli._values import parse_size
+from squeezebox.reports import require_writable, save_pipeline_plan
+from squeezebox.schema import Link, OptionError, PipelinePlan
+from squeezebox.session import plan_pipeline
+
+_NAMES = {
+    "1f1b": "one_f_one_b",
+    "breadth-first": "breadth_first",
+    "zb-h1": "zero_bubble",
+    "2bw": "two_bw",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line names."""
+
+    factory: str
+    input: str
+    input_dtype: str | None
+    batch: int
+    sample: str | None
+    loss: str | None
+    optimizer: str
+    ranks: int
+    memory: str
+    microbatches: str | None
+    schedules: str
+    policies: str
+    noise: float
+    depth: int | None
+    threads: int
+    bandwidth: str | None
+    latency: float
+
+
+def make(request: Request, out: Path) -> list[PipelinePlan]:
+    """All plans that fit, the fastest first, which is also written to ``out``.
+
+    Raises:
+        OptionError: an argument is out of range or names nothing.
+        BudgetError: no plan fits.
+        OutputError: ``out`` cannot be written; found before anything is run.
+    """
+    require_writable(out)
+    torch.set_num_threads(max(request.threads, 1))
+    model = load_model(request.factory)
+    sample = load_factory(request.sample)() if request.sample else (_inputs(model, request), None)
+    with counted("measuring blocks") as on_progress:
+        plans = plan_pipeline(
+            model,
+            sample=sample,
+            loss_fn=stand_in if request.loss is None else load_loss(request.loss),
+            ranks=request.ranks,
+            memory_bytes=parse_size("--memory", request.memory),
+            optimizer=optimizer_of(request.optimizer, model, None),
+            microbatches=None if request.microbatches is None else _integers(request.microbatches),
+            schedules=[_NAMES.get(name, name) for name in request.schedules.split(",")],
+            policies=request.policies.split(","),
+            noise=request.noise,
+            depths=None if request.depth is None else [request.depth],
+            link=_link(request),
+            on_progress=on_progress,
+        )
+    plans = [dataclasses.replace(plan, model=request.factory, loss=request.loss or "") for plan in plans]
+    save_pipeline_plan(plans[0], out)
+    return plans
+
+
+def load_model(factory: str) -> nn.Module:
+    """What ``module:callable`` returns, in training mode.
+
+    Raises:
+        OptionError: there is none, or it is no module.
+    """
+    model = load_factory(factory)()
+    if not isinstance(model, nn.Module):
+        raise OptionError(
+            f"'{factory}' returned a {type(model).__name__}, not a torch.nn.Module; name a function or class "
+            "that returns the model."
+        )
+    return model.train()
+
+
+def optimizer_of(name: str, model: nn.Module, rate: float | None) -> torch.optim.Optimizer:
+    """An optimizer of all of the model's parameters, with its usual learning rate or another.
+
+    Raises:
+        OptionError: there is none of that name, or the rate is not above 0.
+    """
+    if name not in OPTIMIZERS:
+        raise OptionError(f"no optimizer '{name}'; there are {', '.join(OPTIMIZERS)}.")
+    optimizer = OPTIMIZERS[name](model.parameters())
+    if rate is not None:
+        if not rate > 0.0:
+            raise OptionError(f"--lr {rate}: give a learning rate above 0.")
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+    return optimizer
+
+
+def stand_in(output: Any, target: Any = None) -> torch.Tensor:
+    """Cross-entropy against arbitrary classes where the output has classes last, else the mean square."""
+    if output.dim() in (2, 3) and output.shape[-1] > 1:
+        rows = output.flatten(0, -2)
+        return functional.cross_entropy(rows, torch.arange(len(rows), device=rows.device) % rows.shape[-1])
+    loss: torch.Tensor = output.square().mean()
+    return loss
+
+
+def _inputs(model: nn.Module, request: Request) -> torch.Tensor:
+    """Random inputs: tokens for a model that embeds them and a shape like 128, else normal numbers."""
+    if request.batch < 1:
+        raise OptionError(f"--batch {request.batch} is below 1: a batch needs at least one sample.")
+    shape = (request.batch, *parse_shape(request.input))
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    if request.input_dtype is None and embeddings and len(shape) == 2:
+        return torch.randint(0, embeddings[0].num_embeddings, shape)
+    dtype = getattr(torch, request.input_dtype or "float32", None)
+    if not isinstance(dtype, torch.dtype):
+        raise OptionError(f"--input-dtype {request.input_dtype}: torch has no such dtype; write int64, say.")
+    return torch.randn(shape).to(dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
+
+
+def _integers(text: str) -> list[int]:
+    try:
+        return [int(each) for each in text.split(",")]
+    except ValueError as error:
+        raise OptionError(f"--microbatches {text}: write sizes such as 1,2,4.") from error
+
+
+def _link(request: Request) -> Link | None:
+    if request.bandwidth is None:
+        return None
+    return Link(
+        bytes_per_second=parse_size("--bandwidth", request.bandwidth), latency_seconds=request.latency
+    )

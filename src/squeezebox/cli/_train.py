@@ -1,0 +1,150 @@
+"""``squeezebox pipeline train``: one rank of it."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import squeezebox
+from squeezebox import pipeline
+from squeezebox.cli._estimate import load_factory
+from squeezebox.cli._pipeline_plan import load_model, optimizer_of
+from squeezebox.cli._plan import load_loss
+from squeezebox.reports import human_bytes, load_pipeline_plan
+from squeezebox.schema import OptionError, PipelinePlan
+from squeezebox.session import peak_meter
+
+_MEASURED = 3  # batches in which memory is measured; the ones after it are timed
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line names."""
+
+    plan: Path
+    data: str
+    loss: str | None
+    optimizer: str
+    rate: float | None
+    steps: int | None
+    clip: float | None
+    correction: bool
+    warmup: int
+    checkpoint: Path | None
+    save_every: int
+    resume: bool
+    patience: float
+    log_every: int
+
+
+def run(request: Request) -> None:
+    """Train, printing losses on the last rank, and on the first one what was measured against the plan.
+
+    Raises:
+        OptionError: an argument is out of range or names nothing.
+        PipelineError: ranks do not agree, or one of them failed.
+    """
+    plan = load_pipeline_plan(request.plan)
+    loss = request.loss or plan.loss
+    if not plan.model or not loss:
+        raise OptionError(f"{request.plan} names no {'model' if not plan.model else 'loss'}; give --loss.")
+    pipeline.join()
+    model = load_model(plan.model)
+    runner = pipeline.Runner(
+        model,
+        plan,
+        optimizer=optimizer_of(request.optimizer, model, request.rate),
+        loss_fn=load_loss(loss),
+        clip=request.clip,
+        correction=request.correction,
+        warmup=request.warmup,
+        patience=request.patience,
+    )
+    sessions = [
+        squeezebox.attach(stage, noise=plan.noise)
+        for number, stage in runner.stages.items()
+        if plan.stages[number].policy == "compress"
+    ]
+    first = 0
+    if request.resume and request.checkpoint is not None:
+        first = runner.load(request.checkpoint)
+    batches = itertools.islice(_batches(request.data, runner), first, request.steps)
+    peak, seconds = _train(request, runner, batches, first)
+    for session in sessions:
+        session.detach()
+    _print_report(plan, runner.gather([peak, seconds]))
+    runner.close()
+
+
+def _batches(name: str, runner: pipeline.Runner) -> Iterator[Any]:
+    """This pipeline's share of each batch."""
+    made = load_factory(name, arguments=2)
+    try:
+        inspect.signature(made).bind(runner.replica, runner.plan.replicas)
+    except TypeError:  # it takes no arguments
+        return (_share(batch, runner) for batch in made())
+    return iter(made(runner.replica, runner.plan.replicas))
+
+
+def _share(batch: Any, runner: pipeline.Runner) -> Any:
+    """The rows of a whole batch that go through this pipeline."""
+    size = runner.plan.microbatches * runner.plan.microbatch
+    rows = slice(runner.replica * size, (runner.replica + 1) * size)
+
+    def share(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return tuple(map(share, value))
+        whole = runner.plan.replicas > 1 and len(value) == size * runner.plan.replicas
+        return value[rows] if whole else value
+
+    inputs, target = batch
+    return share(inputs), share(target)
+
+
+def _train(
+    request: Request, runner: pipeline.Runner, batches: Iterator[Any], first: int
+) -> tuple[int, float]:
+    """Peak bytes of the first few batches, and a later one's median seconds."""
+    meter, held, peak, times = peak_meter(runner.stages.values()), runner.weights_bytes, 0, list[float]()
+
+    def measured() -> int:
+        runner.drain()
+        return held + meter.stop(()).total_bytes
+
+    for number, batch in enumerate(batches, first):
+        if number == first:  # what making batches takes is not the pipeline's
+            meter.start()
+        begun = time.perf_counter()
+        loss = runner.step(*batch)
+        if not meter.running:
+            times.append(time.perf_counter() - begun)
+        elif number == first + _MEASURED - 1:
+            peak = measured()
+        if loss is not None and number % request.log_every == 0:
+            print(f"batch {number}: loss {loss.item():.6g}", flush=True)
+        if request.checkpoint is not None and request.save_every and (number + 1) % request.save_every == 0:
+            runner.save(request.checkpoint)
+    if meter.running:
+        peak = measured()
+    runner.drain()
+    return peak, statistics.median(times) if times else 0.0
+
+
+def _print_report(plan: PipelinePlan, measured: list[Any]) -> None:
+    """On the first rank: what was planned, and what came."""
+    if not pipeline.is_first_process():
+        return
+    seconds = max(each[1] for each in measured)
+    print(f"seconds a batch: {seconds:.4g}, planned {plan.seconds:.4g}")
+    print(f"{'rank':>4} {'stages':<12} {'peak':>10} {'planned':>10}")
+    for number, (peak, _) in enumerate(measured):
+        own = range(number % plan.ranks, len(plan.stages), plan.ranks)
+        planned = sum(plan.stages[stage].peak_bytes for stage in own)
+        stages = ", ".join(map(str, own))
+        print(f"{number:>4} {stages:<12} {human_bytes(peak):>10} {human_bytes(planned):>10}")

@@ -1,0 +1,98 @@
+"""A pipeline's plan as a file, and as text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from squeezebox.reports._fields import checked, without_duplicates
+from squeezebox.reports._report import human_bytes, write_whole
+from squeezebox.schema import FormatError, InputForm, PipelinePlan, StageMemory, StagePlan
+
+_VERSION = 1
+
+
+def save_pipeline_plan(plan: PipelinePlan, path: str | os.PathLike[str]) -> None:
+    """Write a plan as JSON, whole or not at all.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    write_whole(path, json.dumps({"version": _VERSION, **dataclasses.asdict(plan)}, indent=1) + "\n")
+
+
+def load_pipeline_plan(path: str | os.PathLike[str]) -> PipelinePlan:
+    """Read a plan that :func:`save_pipeline_plan` wrote.
+
+    Raises:
+        FormatError: the file is missing, damaged, or of a newer version.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            values = json.load(file, object_pairs_hook=without_duplicates)
+        return _from_dict(values)
+    except (OSError, ValueError) as error:
+        raise FormatError(
+            f"{os.fspath(path)} is no pipeline plan: {error}. Make one with 'squeezebox pipeline plan'."
+        ) from error
+
+
+def _from_dict(values: Any) -> PipelinePlan:
+    version = values.pop("version", None) if isinstance(values, dict) else None
+    if version != _VERSION:
+        raise FormatError(f"its version is {version!r}, and this Squeezebox reads {_VERSION}")
+    fields = checked(PipelinePlan, values, "")
+    stages = [checked(StagePlan, row, f"stages[{n}]") for n, row in enumerate(fields["stages"])]
+    inputs = [checked(InputForm, row, f"inputs[{n}]") for n, row in enumerate(fields["inputs"])]
+    fields["stages"] = tuple(StagePlan(**each) for each in stages)
+    fields["inputs"] = tuple(InputForm(shape=tuple(each.pop("shape")), **each) for each in inputs)
+    return PipelinePlan(**fields)
+
+
+def pipeline_plan_text(plan: PipelinePlan, memories: Sequence[StageMemory] = ()) -> str:
+    """What a plan says, a line a stage; with what its memory is made of, if that is given."""
+    replicas = f" x {plan.replicas} replicas" if plan.replicas > 1 else ""
+    lines = [
+        f"{plan.schedule}, {plan.ranks} ranks{replicas}, {plan.microbatches} microbatches of "
+        f"{plan.microbatch} samples: {_seconds(plan.seconds)} a batch",
+        "",
+        f"{'stage':>5} {'rank':>4}  {'blocks':<40} {'policy':<9} {'forward':>9} {'backward':>9} {'peak':>10}",
+    ]
+    for number, stage in enumerate(plan.stages):
+        lines.append(
+            f"{number:>5} {number % plan.ranks:>4}  {_blocks(plan, stage):<40} {stage.policy:<9} "
+            f"{_seconds(stage.forward_seconds):>9} {_seconds(stage.backward_seconds):>9} "
+            f"{human_bytes(stage.peak_bytes):>10}"
+        )
+    for number, memory in enumerate(memories):
+        parts = [
+            f"{name.removesuffix('_bytes').replace('_', ' ')} {human_bytes(value)}"
+            for name, value in dataclasses.asdict(memory).items()
+        ]
+        lines.append(f"stage {number}: {', '.join(parts)}")
+    return "\n".join(lines)
+
+
+def pipeline_plan_line(plan: PipelinePlan) -> str:
+    """A plan in one line, to compare it with others."""
+    policies = sorted({stage.policy for stage in plan.stages})
+    peak = max(
+        sum(stage.peak_bytes for stage in plan.stages[rank :: plan.ranks]) for rank in range(plan.ranks)
+    )
+    return (
+        f"{_seconds(plan.seconds):>9}  {human_bytes(peak):>10}  {plan.schedule}, {plan.ranks} ranks x "
+        f"{plan.replicas}, {plan.microbatches} x {plan.microbatch} samples, {', '.join(policies)}"
+    )
+
+
+def _blocks(plan: PipelinePlan, stage: StagePlan) -> str:
+    names = plan.blocks[stage.first : stage.end] or (f"{stage.first} to {stage.end - 1}",)
+    text = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
+    return text if len(text) <= 40 else f"{text[:19]} .. {text[-17:]}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1.0 else f"{value * 1e3:.3g} ms"
