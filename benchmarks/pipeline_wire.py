@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--errors", nargs="*", type=float, default=[1e-2, 1e-1, 5e-1])
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1])
-    parser.add_argument("--batches", type=int, default=150)
+    parser.add_argument("--batches", type=int, default=120)
     parser.add_argument("--quick", action="store_true", help="a tiny model, few batches, one error and seed")
     parser.add_argument("--name", default="pipeline_wire", help="of the report")
     arguments = parser.parse_args()
