@@ -180,8 +180,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 def extra_table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "",
-        "2BW over 1F1B with the same stages, in versions of the rank's weights (a version and a gradient make "
-        "2; the last rank reads but one version):",
+        "2BW over 1F1B with the same stages, in versions of the rank's weights (a version and a gradient "
+        "make 2; the last rank reads but one version):",
         "",
         "| ranks | rank | MiB more | in versions |",
         "|---|---|---|---|",

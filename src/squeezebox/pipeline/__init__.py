@@ -1,18 +1,22 @@
 """Training over several ranks: a model cut into stages that work on microbatches in turn.
 
 In: a model, a plan that says which blocks make which stage, batches. Out: losses, and trained weights.
-May touch: torch.distributed, schedules and schema; what a stage saves is capture's.
+May touch: torch.distributed, codecs, schedules and schema; what a stage saves is capture's.
 """
 
 from squeezebox.pipeline._cut import Piece, cut, fingerprint
+from squeezebox.pipeline._packing import Wire
 from squeezebox.pipeline._probe import measure_link
 from squeezebox.pipeline._runner import Runner
 from squeezebox.pipeline._setup import FLOWING, is_first_process, join, schedule_of
+from squeezebox.pipeline._wire import Traffic
 
 __all__ = [
     "FLOWING",
     "Piece",
     "Runner",
+    "Traffic",
+    "Wire",
     "cut",
     "fingerprint",
     "is_first_process",

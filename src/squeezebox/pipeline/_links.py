@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,8 +14,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from squeezebox.pipeline._health import Health
+from squeezebox.pipeline._packing import PackedReceiver, PackedSender, Packer, Wire
 from squeezebox.pipeline._setup import Groups, Place
-from squeezebox.pipeline._wire import Form, Peer, Receiver, Sender
+from squeezebox.pipeline._wire import Form, Peer, Receiver, Sender, Traffic
 from squeezebox.schedules import Kind, Schedule
 
 _TAGS = 64  # a boundary's, each way: one for each tensor of a message
@@ -22,7 +26,7 @@ class Links:
     """A rank's connections: between stages of two ranks over the wire, within a rank by hand.
 
     Boundary b lies between the stages b and b + 1. What crosses it has the same form for every microbatch;
-    the sender puts that into the store when it sends the first one.
+    the sender puts that into the store when it sends the first one. ``wire``: how it is packed, if it is.
     """
 
     def __init__(
@@ -33,27 +37,29 @@ class Links:
         groups: Groups,
         health: Health,
         patience: float,
+        wire: Wire | None = None,
         purpose: str = "training",
     ) -> None:
         self._store, self._place, self._schedule = store, place, schedule
         self._groups, self._health, self._patience = groups, health, patience
         self._device = torch.device("cpu")
-        self._purpose = purpose
+        self._wire, self._purpose = wire, purpose
+        self._packers: dict[tuple[int, bool], Packer] = {}
         self._in_flight = _at_once(schedule, Kind.FORWARD)
         self._returned = _at_once(schedule, Kind.INPUT)
-        self._senders: dict[int, Sender] = {}
-        self._receivers: dict[int, Receiver] = {}
+        self._senders: dict[int, Sender | PackedSender] = {}
+        self._receivers: dict[int, Receiver | PackedReceiver] = {}
         self._forms: dict[int, list[Form]] = {}
-        self._gradient_senders: dict[int, Sender] = {}
-        self._gradient_receivers: dict[int, Receiver] = {}
+        self._gradient_senders: dict[int, Sender | PackedSender] = {}
+        self._gradient_receivers: dict[int, Receiver | PackedReceiver] = {}
         self._expected: Counter[int] = Counter()
+        self._awaited: Counter[int] = Counter()  # gradients, by stage
         self._by_hand: dict[tuple[bool, int, int], list[Tensor]] = {}
 
     def again(self, purpose: str) -> Links:
-        """Connections of their own between the same ranks."""
-        return Links(
-            self._store, self._place, self._schedule, self._groups, self._health, self._patience, purpose
-        )
+        """Connections of their own between the same ranks, over which all goes as it is."""
+        options = self._schedule, self._groups, self._health, self._patience, None, purpose
+        return Links(self._store, self._place, *options)
 
     def expect(self, microbatches: int) -> None:
         """So many more microbatches will come to each of this rank's stages."""
@@ -73,6 +79,7 @@ class Links:
             self._open(stage, outputs)
         self._senders[stage].send(outputs)
         self._gradient_receivers[stage].expect(1)
+        self._awaited[stage] += 1
 
     def receive(self, stage: int, microbatch: int) -> tuple[list[Tensor], list[Tensor]]:
         """A stage's inputs: the buffers to give back, and the leaves to call it with."""
@@ -107,13 +114,39 @@ class Links:
         if self._is_own(stage + 1):
             return self._by_hand.pop((False, stage, microbatch))
         gradients = self._gradient_receivers[stage].receive()
-        self._senders[stage].settle_first()  # what it is the gradient of has arrived
+        self._awaited[stage] -= 1
+        self._senders[stage].settle(keep=self._awaited[stage])  # what this is the gradient of has arrived
         return gradients
 
     def settle(self) -> None:
         """Wait until all that was sent has arrived."""
         for sender in [*self._senders.values(), *self._gradient_senders.values()]:
             sender.settle()
+
+    def close(self) -> None:
+        """Wait until all that was sent has arrived, or the other end is gone."""
+        with contextlib.suppress(RuntimeError):
+            self.settle()
+
+    def traffic(self) -> tuple[Traffic, ...]:
+        """What was sent so far."""
+        forward = [sender.traffic(stage, back=False) for stage, sender in sorted(self._senders.items())]
+        back = [
+            sender.traffic(stage - 1, back=True) for stage, sender in sorted(self._gradient_senders.items())
+        ]
+        return (*forward, *back)
+
+    def state(self) -> dict[tuple[int, bool], dict[str, Any]]:
+        """What a resume needs of this rank's packers, by boundary and direction."""
+        return {key: packer.state() for key, packer in self._packers.items()}
+
+    def restore(self, state: Mapping[tuple[int, bool], Mapping[str, Any]]) -> None:
+        """Go on where :meth:`state` was taken, as far as this wire packs."""
+        for boundary, back in {*state, *self._packers}:
+            error = None if self._wire is None else self._wire.error(back=back)
+            if self._wire is not None and error is not None:
+                packer = self._packer(boundary, self._wire, error, back=back)
+                packer.restore(state.get((boundary, back), {}))
 
     def _is_own(self, stage: int) -> bool:
         return self._schedule.placement[stage] == self._place.rank
@@ -122,23 +155,45 @@ class Links:
         """Tell the next stage what will come, and make this end of the wires."""
         forms = [Form(tuple(each.shape), each.dtype, each.requires_grad) for each in outputs]
         self._store.set(self._key(stage), pickle.dumps(forms))  # type: ignore[arg-type]
-        self._senders[stage] = Sender(self._peer(stage, stage + 1, back=False), self._in_flight[stage])
+        self._senders[stage] = self._sender(stage, stage + 1, forms, self._in_flight[stage], back=False)
         returned = [form for form in forms if form.requires_grad]
-        receiver = Receiver(
-            self._peer(stage, stage + 1, back=True), returned, slots=self._returned[stage] + 1
-        )
-        self._gradient_receivers[stage] = receiver
+        slots = self._returned[stage] + 1
+        self._gradient_receivers[stage] = self._receiver(stage, stage + 1, returned, slots, back=True)
 
     def _await(self, stage: int) -> None:
         """Learn what will come from the stage before, and make this end of the wires."""
         peer = self._peer(stage - 1, stage - 1, back=False)
         told = self._health.await_key(self._key(stage - 1), f"waits for rank {peer.rank} to send", peer.rank)
-        self._forms[stage] = pickle.loads(told)
-        receiver = Receiver(peer, self._forms[stage], slots=self._in_flight[stage] + 1)
+        self._forms[stage] = forms = pickle.loads(told)
+        slots = self._in_flight[stage] + 1
+        receiver = self._receiver(stage - 1, stage - 1, forms, slots, back=False)
         receiver.expect(self._expected.pop(stage))
         self._receivers[stage] = receiver
-        back = self._peer(stage - 1, stage - 1, back=True)
-        self._gradient_senders[stage] = Sender(back, most=1)
+        returned = [form for form in forms if form.requires_grad]
+        self._gradient_senders[stage] = self._sender(stage - 1, stage - 1, returned, most=1, back=True)
+
+    def _sender(
+        self, boundary: int, other: int, forms: Sequence[Form], most: int, *, back: bool
+    ) -> Sender | PackedSender:
+        sender = Sender(self._peer(boundary, other, back=back), most)
+        error = None if self._wire is None else self._wire.error(back=back)
+        if self._wire is None or error is None:
+            return sender
+        return PackedSender(sender, self._packer(boundary, self._wire, error, back=back), forms)
+
+    def _receiver(
+        self, boundary: int, other: int, forms: Sequence[Form], slots: int, *, back: bool
+    ) -> Receiver | PackedReceiver:
+        is_plain = self._wire is None or self._wire.error(back=back) is None
+        made = Receiver if is_plain else PackedReceiver
+        return made(self._peer(boundary, other, back=back), forms, slots)
+
+    def _packer(self, boundary: int, wire: Wire, error: float, *, back: bool) -> Packer:
+        """The one of a boundary and direction: it may owe something before the first message."""
+        key = boundary, back
+        if key not in self._packers:
+            self._packers[key] = Packer(error, wire.codec, wire.feedback and back)
+        return self._packers[key]
 
     def _key(self, boundary: int) -> str:
         return f"form/{self._purpose}/{self._place.replica}/{boundary}"

@@ -15,10 +15,12 @@ from squeezebox.pipeline._checkpoint import newest, read, write
 from squeezebox.pipeline._cut import cut
 from squeezebox.pipeline._health import Health
 from squeezebox.pipeline._links import Links
+from squeezebox.pipeline._packing import Wire
 from squeezebox.pipeline._setup import agree, check_stages, groups_of, own_store, placed, schedule_of
 from squeezebox.pipeline._stage import Passage, Stage
 from squeezebox.pipeline._updates import Exchange, Updates
 from squeezebox.pipeline._weights import Flat, Weights
+from squeezebox.pipeline._wire import Traffic
 from squeezebox.schedules import Action, Kind
 from squeezebox.schema import FormatError, OptionError, PipelineError, PipelinePlan
 
@@ -46,6 +48,8 @@ class Runner:
         skip_overflow: with an infinite or NaN gradient anywhere, a batch changes nothing.
         correction: of the delay of gradients in two_bw (arXiv:2606.30634), for one more buffer of weights.
         warmup: batches at the start that two_bw and pipedream flush, reading the newest weights.
+        wire: what activations and their gradients may lose on their way between ranks, to go in fewer bytes
+            (default: nothing, and they go as they are).
         patience: seconds after which a rank that is waited for counts as failed.
         device: of this rank's stages (default: where the model's parameters are).
 
@@ -66,6 +70,7 @@ class Runner:
         skip_overflow: bool = False,
         correction: bool = False,
         warmup: int = 0,
+        wire: Wire | None = None,
         patience: float = 60.0,
     ) -> None:
         self.plan, self._model, self._loss_fn = plan, model, loss_fn
@@ -74,7 +79,7 @@ class Runner:
         pieces = cut(model, example(plan, _device_of(model)))
         self._store = own_store(next(_serials))
         check_stages(plan, pieces)
-        agree(self._store, self._place, plan, pieces, patience)
+        agree(self._store, self._place, plan, pieces, wire, patience)
         placement = self._schedule.placement
         self.stages = {
             number: Stage(pieces[stage.first : stage.end], recompute=stage.policy == "recompute")
@@ -103,7 +108,9 @@ class Runner:
         self._updates = Updates(self._weights, optimizer, exchange, correction)
         self._patience = patience
         self._health = Health(self._store, self._place.number, self._place.names(placement), patience)
-        self._links = Links(self._store, self._place, self._schedule, self._groups, self._health, patience)
+        self._links = Links(
+            self._store, self._place, self._schedule, self._groups, self._health, patience, wire
+        )
         self._evaluation: tuple[dict[int, Stage], Links] | None = None
         self._loads, self._gathers = itertools.count(), itertools.count()
         self._batch = 0
@@ -223,8 +230,8 @@ class Runner:
     def save(self, directory: str | Path) -> None:
         """Write a checkpoint to ``directory/batch-N``, which appears when all ranks have written their part.
 
-        It holds all versions of the weights, the optimizer's state, buffers and random states; what is under
-        way is finished first. Everything goes on from there to the bit.
+        It holds all versions of the weights, the optimizer's state, buffers, random states and what the wire
+        still owes; what is under way is finished first. Everything goes on from there to the bit.
 
         Raises:
             OutputError: a file could not be written; earlier checkpoints are as they were.
@@ -239,6 +246,7 @@ class Runner:
                 "updates": self._updates.state(),
                 "buffers": {number: dict(stage.named_buffers()) for number, stage in self.stages.items()},
                 "random": torch.get_rng_state(),
+                "links": self._links.state(),
             }
             write(Path(directory), self._batch, self._place.number, state, self._meet)
 
@@ -265,6 +273,7 @@ class Runner:
                 for name, buffer in stage.named_buffers():
                     buffer.copy_(state["buffers"][number][name])
             torch.set_rng_state(state["random"])
+            self._links.restore(state.get("links", {}))
             self._batch = int(state["batch"])
             self._ended_stages = self._batch * len(self.stages)
             self._turns, self._ahead = self._from(self._batch), None
@@ -283,6 +292,13 @@ class Runner:
             for name, tensor in self._model.state_dict(keep_vars=True).items()
             if id(tensor) in own
         }
+
+    def traffic(self) -> tuple[Traffic, ...]:
+        """What this rank has sent to others since it was made: bytes and noise, by boundary and direction.
+
+        Activations come first. Evaluation is not counted, nor what stages of one rank hand to each other.
+        """
+        return self._links.traffic()
 
     def _agreed(self, directory: Path, batch: int | None) -> int:
         """The batch whose checkpoint all ranks load: the first one's choice."""
@@ -318,7 +334,9 @@ class Runner:
         return stages, self._links.again("evaluation")
 
     def close(self) -> None:
-        """End this runner's threads; what it was waiting for is left."""
+        """End this runner's threads, when what it sent has arrived; what it was waiting for is left."""
+        if not self._failed:
+            self._links.close()
         self._updates.stop()
         self._health.stop()
 

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from squeezebox import schedules
 from squeezebox.pipeline._cut import Piece, fingerprint
+from squeezebox.pipeline._packing import Wire
 from squeezebox.pipeline._updates import Tie
 from squeezebox.schedules import Schedule
 from squeezebox.schema import OptionError, PipelineError, PipelinePlan
@@ -149,8 +150,15 @@ def own_store(serial: int) -> Store:
     return PrefixStore(f"squeezebox/{serial}", _get_default_store().clone())  # type: ignore[attr-defined]
 
 
-def agree(store: Store, place: Place, plan: PipelinePlan, pieces: Sequence[Piece], patience: float) -> None:
-    """Refuse to start unless all ranks have the same plan, the same model and the same torch.
+def agree(
+    store: Store,
+    place: Place,
+    plan: PipelinePlan,
+    pieces: Sequence[Piece],
+    wire: Wire | None,
+    patience: float,
+) -> None:
+    """Refuse to start unless all ranks have the same plan, model, wire and torch.
 
     Raises:
         PipelineError: names the rank that differs and in what.
@@ -158,6 +166,7 @@ def agree(store: Store, place: Place, plan: PipelinePlan, pieces: Sequence[Piece
     mine = {
         "plan": json.dumps(dataclasses.asdict(plan), sort_keys=True),
         "model": fingerprint(pieces),
+        "wire": repr(wire),
         "torch": torch.__version__,
     }
     store.set(f"hello/{place.number}", json.dumps(mine))

@@ -49,6 +49,23 @@ class Peer:
                 work.wait()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """What a rank has sent over the boundary between the stages ``boundary`` and ``boundary + 1``.
+
+    ``back``: gradients, else activations. ``plain_bytes`` are the tensors', ``sent_bytes`` those that went.
+    ``noise`` is the sum of squared errors over that of squares, measured on some of the tensors; 0 if none
+    was packed. ``left_whole`` counts tensors that should have been packed and could not be.
+    """
+
+    boundary: int
+    back: bool
+    plain_bytes: int
+    sent_bytes: int
+    noise: float = 0.0
+    left_whole: int = 0
+
+
 class Sender:
     """One end of a wire: what is sent stays until it has arrived, at most ``most`` messages."""
 
@@ -59,28 +76,27 @@ class Sender:
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Send them as one message."""
-        while len(self._underway) >= self._most:
-            self.settle_first()
+        self.settle(keep=self._most - 1)
         held = [tensor.detach().contiguous() for tensor in tensors]
         works = [self._start(tensor, place) for place, tensor in enumerate(held)]
         self.sent_bytes += sum(tensor.nbytes for tensor in held)
         self._underway.append((works, held))
 
-    def settle(self) -> None:
-        """Wait until all has arrived."""
-        while self._underway:
-            self.settle_first()
+    def settle(self, keep: int = 0) -> None:
+        """Wait until all has arrived but for the last few messages."""
+        while len(self._underway) > keep:
+            works, _ = self._underway[0]
+            self._peer.finish(works, f"waits for rank {self._peer.rank} to receive")
+            self._underway.popleft()
+
+    def traffic(self, boundary: int, *, back: bool) -> Traffic:
+        """What has been sent."""
+        return Traffic(boundary=boundary, back=back, plain_bytes=self.sent_bytes, sent_bytes=self.sent_bytes)
 
     def _start(self, tensor: Tensor, place: int) -> dist.Work:
         work = dist.isend(tensor, self._peer.rank, group=self._peer.group, tag=self._peer.tag + place)
         assert work is not None
         return work
-
-    def settle_first(self) -> None:
-        """Wait until the earliest message that is under way has arrived."""
-        works, _ = self._underway[0]
-        self._peer.finish(works, f"waits for rank {self._peer.rank} to receive")
-        self._underway.popleft()
 
 
 class Receiver:
