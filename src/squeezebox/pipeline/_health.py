@@ -38,6 +38,7 @@ class Health:
     def __init__(self, store: Store, rank: int, names: Sequence[str], patience: float) -> None:
         self._store = store
         self._rank, self._names, self._patience = rank, names, patience
+        self._work = _IDLE
         self._doing: tuple[str, int | None, float] = (_IDLE, None, time.monotonic())
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="squeezebox-health", daemon=True)
@@ -45,11 +46,16 @@ class Health:
 
     def works(self, what: str) -> None:
         """From now on this rank computes."""
+        self._work = what
         self._doing = (what, None, time.monotonic())
 
     def waits(self, what: str, peer: int) -> None:
         """From now on it waits for another rank, or for all of them if ``peer`` is its own."""
         self._doing = (what, peer, time.monotonic())
+
+    def resumes(self) -> None:
+        """What was waited for has come: this rank goes on with what it did before."""
+        self.works(self._work)
 
     def await_key(self, key: str, what: str, peer: int) -> bytes:
         """A value that another rank puts into the store.
@@ -67,7 +73,7 @@ class Health:
                 raise TimeoutError(f"{key} did not come within {self._patience} s")
             time.sleep(pause)
             pause = min(2.0 * pause, 0.1)
-        self.works("goes on")
+        self.resumes()
         return self._store.get(key)
 
     def stop(self) -> None:

@@ -208,6 +208,7 @@ class Links:
             device=self._device,
             patience=self._patience,
             waiting=self._health.waits,
+            resumed=self._health.resumes,
         )
 
 

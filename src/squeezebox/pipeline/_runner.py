@@ -460,6 +460,7 @@ class Runner:
             oldest = min(oldest, self._ahead.version)
         self._health.waits("waits for the other ranks' gradients", self._place.number)
         self._updates.reach(version, oldest, self._patience)
+        self._health.resumes()
 
 
 def example(plan: PipelinePlan, device: torch.device) -> tuple[Tensor, ...]:

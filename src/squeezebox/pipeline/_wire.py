@@ -29,7 +29,8 @@ class Form(NamedTuple):
 class Peer:
     """The other end of a wire.
 
-    ``patience`` is how long anything is waited for, in seconds; ``waiting`` is told before for what.
+    ``patience`` is how long anything is waited for, in seconds; ``waiting`` is told before for what, and
+    ``resumed`` afterwards.
     """
 
     rank: int
@@ -38,6 +39,7 @@ class Peer:
     device: torch.device
     patience: float
     waiting: Callable[[str, int], None]
+    resumed: Callable[[], None]
 
     def finish(self, works: Sequence[dist.Work], what: str) -> None:
         """Wait until they are done; RuntimeError if the other end is gone or takes too long."""
@@ -47,6 +49,7 @@ class Peer:
                 work.wait(timedelta(seconds=self.patience))
             else:  # only queues: the process group's own timeout watches over it
                 work.wait()
+        self.resumed()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
