@@ -47,23 +47,26 @@ __all__ = [
     "estimate",
     "load_plan",
     "max_batch",
+    "pipeline",
     "plan",
+    "plan_pipeline",
+    "schedules",
     "schema",
 ]
 
 if TYPE_CHECKING:
-    from squeezebox import bounds, codecs, schema
+    from squeezebox import bounds, codecs, pipeline, schedules, schema
     from squeezebox.reports import load_plan
-    from squeezebox.session import attach, estimate, max_batch
+    from squeezebox.session import attach, estimate, max_batch, plan_pipeline
     from squeezebox.session import compile_model as compile
     from squeezebox.session import make_plan as plan
 else:
     # Hidden from type checkers, who would take any name for an attribute.
     def __getattr__(name: str) -> object:
         """Import the room or the function called ``name`` on its first use (PEP 562)."""
-        if name in ("bounds", "codecs", "schema"):
+        if name in ("bounds", "codecs", "pipeline", "schedules", "schema"):
             return importlib.import_module(f"squeezebox.{name}")
-        if name in ("attach", "compile", "estimate", "max_batch", "plan"):
+        if name in ("attach", "compile", "estimate", "max_batch", "plan", "plan_pipeline"):
             own = {"compile": "compile_model", "plan": "make_plan"}.get(name, name)
             return getattr(importlib.import_module("squeezebox.session"), own)
         if name == "load_plan":

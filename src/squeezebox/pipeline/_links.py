@@ -170,7 +170,18 @@ class Links:
         receiver.expect(self._expected.pop(stage))
         self._receivers[stage] = receiver
         returned = [form for form in forms if form.requires_grad]
-        self._gradient_senders[stage] = self._sender(stage - 1, stage - 1, returned, most=1, back=True)
+        self._gradient_senders[stage] = self._sender(
+            stage - 1, stage - 1, returned, self._most_returned(stage), back=True
+        )
+
+    def _most_returned(self, stage: int) -> int:
+        """How many gradients of its inputs a stage may have sent that have not arrived.
+
+        One, where ranks have a stage each: the one before takes them in turn and waits for nothing else from
+        here. A rank with several stages may be at another one for long.
+        """
+        looped = self._schedule.num_stages > self._schedule.num_ranks
+        return self._in_flight[stage - 1] if looped else 1
 
     def _sender(
         self, boundary: int, other: int, forms: Sequence[Form], most: int, *, back: bool

@@ -128,8 +128,8 @@ def _ways(runs: Runs, shape: Shape, rank: int, stages: Sequence[tuple[int, int]]
     """All choices of policies for a rank's stages; together they hold no more than at its fullest moment."""
     flow = FLOWS[shape.schedule]
     first, end = np.array(stages).T
-    weights = (flow.versions(shape.pipe, rank) + flow.gradients) * runs.parameters[first, end]
-    fixed = int((weights + runs.fixed[first, end]).sum())
+    places = _places(shape)[rank :: shape.pipe.ranks]
+    fixed = sum(int(runs.lasting(place)[stage]) for place, stage in zip(places, stages, strict=True))
     saved, working = runs.saved[:, first, end], runs.working[:, first, end]
     seconds, moments = runs.seconds[:, first, end], flow.in_flight(shape.pipe, rank)
     loops = np.arange(len(stages))

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from squeezebox.planner._flows import FLOWS, Pipe
+from squeezebox.planner._flows import FLOWS, Flow, Pipe
 from squeezebox.planner._table import Floats, Integers
 from squeezebox.schema import Block, Holding, Link, OptionError, PipelinePlan, PipelineProfile, StageMemory
 
@@ -40,19 +40,32 @@ def stage_memory(profile: PipelineProfile, plan: PipelinePlan, stage: int) -> St
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """What a schedule asks of a stage: microbatches in flight, versions of weights, sets of gradients."""
+    """What a schedule asks of a stage: microbatches in flight, versions of weights, sets of gradients.
+
+    ``sent`` are gradients on their way to the stage before.
+    """
 
     in_flight: int
     versions: int
     gradients: int
+    sent: int = 1
 
     @staticmethod
     def of(schedule: str, pipe: Pipe, stage: int) -> Place:
         """That of stage number ``stage``."""
         flow = FLOWS[schedule]
-        loop, rank = divmod(stage, pipe.ranks)
-        in_flight = int(flow.in_flight(pipe, rank)[:, loop].max())
-        return Place(in_flight=in_flight, versions=flow.versions(pipe, rank), gradients=flow.gradients)
+        rank = stage % pipe.ranks
+        return Place(
+            in_flight=_in_flight(flow, pipe, stage),
+            versions=flow.versions(pipe, rank),
+            gradients=flow.gradients,
+            sent=_in_flight(flow, pipe, stage - 1) if pipe.loops > 1 and stage else 1,
+        )
+
+
+def _in_flight(flow: Flow, pipe: Pipe, stage: int) -> int:
+    loop, rank = divmod(stage, pipe.ranks)
+    return int(flow.in_flight(pipe, rank)[:, loop].max())
 
 
 def memory(blocks: Sequence[Block], first: int, end: int, policy: str, place: Place) -> StageMemory:
@@ -67,7 +80,7 @@ def memory(blocks: Sequence[Block], first: int, end: int, policy: str, place: Pl
         gradient_bytes=place.gradients * parameters,
         state_bytes=sum(block.state_bytes for block in own),
         activation_bytes=place.in_flight * (received + sum(each.saved_bytes for each in holdings)),
-        buffer_bytes=2 * (received + returned),
+        buffer_bytes=(1 + place.sent) * received + 2 * returned,
         working_bytes=_working(holdings),
     )
 
@@ -106,6 +119,7 @@ class Runs:
     policies: tuple[str, ...]
     parameters: Integers
     fixed: Integers  # state and buffers
+    received: Integers
     saved: Integers
     working: Integers
     seconds: Floats
@@ -113,8 +127,12 @@ class Runs:
 
     def held(self, place: Place) -> Integers:
         """Bytes of each run, there."""
+        return self.lasting(place) + place.in_flight * self.saved + self.working
+
+    def lasting(self, place: Place) -> Integers:
+        """Those that are there whatever is in flight."""
         weights = (place.versions + place.gradients) * self.parameters
-        return weights + self.fixed + place.in_flight * self.saved + self.working
+        return weights + self.fixed + place.sent * self.received
 
 
 def runs(profile: PipelineProfile, policies: Sequence[str], link: Link) -> Runs:
@@ -128,7 +146,8 @@ def runs(profile: PipelineProfile, policies: Sequence[str], link: Link) -> Runs:
         profile=profile,
         policies=tuple(policies),
         parameters=_sums([block.parameter_bytes for block in blocks]),
-        fixed=state + 2 * (outputs[:, None] + outputs[None, :]),
+        fixed=state + outputs[:, None] + 2 * outputs[None, :],
+        received=outputs[:, None] + 0 * outputs[None, :],
         saved=np.stack([_saved(own) + outputs[:, None] for own in by_policy]),
         working=np.stack([_most_working(own) for own in by_policy]),
         seconds=np.stack([_seconds(own) for own in by_policy]),

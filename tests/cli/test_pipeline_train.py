@@ -1,0 +1,124 @@
+"""``squeezebox pipeline plan`` and ``train``, from outside, with torchrun."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MODULE = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x)).relu()
+
+class Net(nn.Module):
+    def __init__(self, words=32, width=32, depth=4):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        tokens = torch.randint(0, 32, (8, 9), generator=generator)
+        yield tokens[:, :-1], tokens[:, 1:].contiguous()
+"""
+
+
+def squeezebox(folder, *arguments, ranks=None):
+    command = [sys.executable, "-m"]
+    if ranks:
+        command += ["torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0", "-m"]
+    source = str(Path(__file__).parents[2] / "src")
+    return subprocess.run(
+        [*command, "squeezebox.cli", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a module of the user's, and a plan."""
+    path = tmp_path_factory.mktemp("user")
+    (path / "mine.py").write_text(MODULE)
+    planned = squeezebox(
+        path, "pipeline", "plan", "mine:net", "--input", "8", "--batch", "8", "--ranks", "2", "--depth", "2",
+        "--memory", "64MiB", "--loss", "mine:loss", "--microbatches", "2", "--schedules", "1f1b,2bw",
+        "--bandwidth", "1GiB", "--sample", "mine:sample",
+    )  # fmt: skip
+    assert planned.returncode == 2 and "'sample'" in planned.stderr  # there is none in the module
+    planned = squeezebox(
+        path, "pipeline", "plan", "mine:net", "--input", "8", "--batch", "8", "--ranks", "2", "--depth", "2",
+        "--memory", "64MiB", "--microbatches", "2", "--schedules", "1f1b,2bw", "--bandwidth", "1GiB",
+    )  # fmt: skip
+    assert planned.returncode == 0, planned.stderr
+    assert "Runners-up" in planned.stdout
+    return path
+
+
+def test_training_by_a_plan_and_going_on(folder):
+    plan = json.loads((folder / "plan.json").read_text())
+    assert plan["model"] == "mine:net" and plan["ranks"] == 2
+    arguments = (
+        "pipeline",
+        "train",
+        "plan.json",
+        "--data",
+        "mine:batches",
+        "--loss",
+        "mine:loss",
+        "--log-every",
+        "1",
+    )
+    checkpoint = "--checkpoint", "saved", "--save-every", "3"
+    whole = squeezebox(folder, *arguments, "--steps", "6", *checkpoint, ranks=2)
+    assert whole.returncode == 0, whole.stderr
+    assert "planned" in whole.stdout and "batch 5: loss" in whole.stdout
+    assert sorted(path.name for path in (folder / "saved").iterdir()) == ["batch-3", "batch-6"]
+    (folder / "saved" / "batch-6").rename(folder / "apart")
+    again = squeezebox(folder, *arguments, "--steps", "6", "--checkpoint", "saved", "--resume", ranks=2)
+    assert again.returncode == 0, again.stderr
+    losses = [line for line in whole.stdout.splitlines() if line.startswith("batch")]
+    assert [line for line in again.stdout.splitlines() if line.startswith("batch")] == losses[3:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "message"),
+    [
+        (("--data", "mine:batches", "--loss", "mine:loss"), None, "was not started by torchrun"),
+        (("--data", "mine:batches"), None, "names no loss; give --loss"),
+        (("--data", "mine:none", "--loss", "mine:loss"), 2, "has no 'none'"),
+        (("--data", "mine:batches", "--loss", "mine:loss", "--lr", "-1"), 2, "give a learning rate above 0"),
+    ],
+)
+def test_bad_arguments(folder, arguments, ranks, message):
+    result = squeezebox(folder, "pipeline", "train", "plan.json", *arguments, ranks=ranks)
+    assert result.returncode
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr.split("torch/distributed")[0]

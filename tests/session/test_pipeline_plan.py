@@ -1,0 +1,139 @@
+"""Plans of pipelines, from measuring the blocks to training by them."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import squeezebox
+from squeezebox import BudgetError, OptionError
+from squeezebox.pipeline import Runner
+from squeezebox.profiling import PeakMeter
+from squeezebox.schema import Link
+from tests.pipeline import ranks
+
+LINK = Link(bytes_per_second=1e9, latency_seconds=1e-5)
+ROWS = 16
+
+
+def network():
+    torch.manual_seed(0)
+    return ranks.Tied(depth=4, width=64, words=32)
+
+
+def batch(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(0, 32, (ROWS, 24), generator=generator) for _ in range(2))
+
+
+def planned(model=None, **options):
+    model = model or network()
+    given = {
+        "ranks": 2,
+        "depths": [2],
+        "memory_bytes": 2**30,
+        "microbatches": [2],
+        "link": LINK,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+    }
+    return squeezebox.plan_pipeline(model, sample=batch(), loss_fn=ranks.entropy, **given | options)
+
+
+def test_the_fastest_comes_first_and_fits():
+    plans = planned(depths=None, microbatches=[1, 2, 4])
+    assert [plan.seconds for plan in plans[:5]] == sorted(plan.seconds for plan in plans[:5])
+    assert {plan.ranks for plan in plans} == {1, 2}
+    assert {plan.microbatch for plan in plans} == {1, 2, 4}
+    for plan in plans:
+        assert plan.microbatch * plan.microbatches * plan.replicas == ROWS
+        assert max(plan.rank_peak_bytes) <= 2**30
+        assert plan.stages[-1].end == len(plan.blocks)
+        assert plan.inputs[0].shape == (24,) and plan.inputs[0].dtype == "int64"
+
+
+def test_less_memory_costs_time_and_too_little_is_refused():
+    full = planned(schedules=["one_f_one_b"])[0]
+    tight = planned(schedules=["one_f_one_b"], memory_bytes=int(0.93 * max(full.rank_peak_bytes)))[0]
+    assert max(tight.rank_peak_bytes) <= 0.93 * max(full.rank_peak_bytes)
+    assert "recompute" in {stage.policy for stage in tight.stages}
+    with pytest.raises(BudgetError, match="MiB|KiB"):
+        planned(memory_bytes=1000)
+    with pytest.raises(OptionError, match="microbatches"):
+        planned(microbatches=[17])
+
+
+def _peak(rank, plan):
+    model = network()
+    runner = Runner(
+        model, plan, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), loss_fn=ranks.entropy
+    )
+    held, meter, batches = runner.weights_bytes, PeakMeter(torch.device("cpu")), [batch(n) for n in range(3)]
+    assert meter.start()
+    for inputs, target in batches:
+        runner.step(inputs, target)
+    runner.drain()
+    peak = held + meter.stop(()).total_bytes
+    runner.close()
+    return peak
+
+
+@pytest.mark.parametrize(
+    ("schedule", "policy"),
+    [("one_f_one_b", "keep"), ("one_f_one_b", "recompute"), ("two_bw", "keep"), ("gpipe", "keep")],
+)
+def test_peaks_are_as_planned(schedule, policy):
+    plan = planned(schedules=[schedule], policies=[policy])[0]
+    for peak, foretold in zip(ranks.run(_peak, 2, plan), plan.rank_peak_bytes, strict=True):
+        assert not isinstance(peak, str), peak
+        assert peak == pytest.approx(foretold, rel=0.05)
+
+
+def test_two_bw_holds_a_version_and_a_gradient_more():
+    flushing = planned(schedules=["one_f_one_b"], policies=["keep"])[0]
+    weights = _weights(flushing)
+    before = ranks.run(_peak, 2, flushing)
+    after = ranks.run(_peak, 2, dataclasses.replace(flushing, schedule="two_bw"))
+    extra = [more - less for more, less in zip(after, before, strict=True)]
+    assert extra[0] == pytest.approx(2 * weights[0], rel=0.05)
+    assert extra[1] == pytest.approx(weights[1], rel=0.05)  # the last rank reads one version only
+
+
+def _weights(plan):
+    pieces = squeezebox.pipeline.cut(network(), (batch()[0][:2],))
+    return [
+        sum(
+            parameter.nbytes
+            for parameter in nn.ModuleList(
+                piece.module for piece in pieces[stage.first : stage.end]
+            ).parameters()
+        )
+        for stage in plan.stages
+    ]
+
+
+def test_compression_is_planned_and_carried_out():
+    plan = planned(schedules=["one_f_one_b"], policies=["compress"], noise=1e-2)[0]
+    kept = planned(schedules=["one_f_one_b"], policies=["keep"])[0]
+    assert plan.noise == 1e-2
+    assert max(plan.rank_peak_bytes) < max(kept.rank_peak_bytes)
+    for packed in ranks.run(_packed, 2, plan):
+        assert not isinstance(packed, str), packed
+        assert packed < 0.7
+
+
+def _packed(rank, plan):
+    from squeezebox.session import pack_stages
+
+    model = network()
+    runner = Runner(
+        model, plan, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), loss_fn=ranks.entropy
+    )
+    (session,) = pack_stages(runner)
+    for number in range(4):
+        runner.step(*batch(number))
+    runner.drain()
+    record = session.report().record
+    session.detach()
+    runner.close()
+    return record.packed_bytes / record.saved_bytes
