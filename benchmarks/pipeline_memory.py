@@ -24,7 +24,7 @@ from benchmarks.training import classification_loss
 from squeezebox.pipeline import Runner
 from squeezebox.profiling import PeakMeter
 from squeezebox.schema import Link, PipelinePlan
-from squeezebox.session import pack_stages, plan_pipeline
+from squeezebox.session import attach_stages, plan_pipeline
 
 LINK = Link(bytes_per_second=1e9)  # no matter for bytes
 ARMS = (
@@ -109,7 +109,7 @@ def train(rank: int, plan: PipelinePlan, arguments: argparse.Namespace) -> tuple
         model, plan, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), loss_fn=classification_loss
     )
     weights = runner.weights_bytes
-    sessions = pack_stages(runner)
+    sessions = attach_stages(runner)
     source = text.batches(plan.microbatch * plan.microbatches, arguments.length, 0)
     settling = arguments.settling if sessions else 0
     batches = list(islice(source, settling + arguments.batches))

@@ -41,10 +41,12 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "attach",
+    "attach_stages",
     "bounds",
     "codecs",
     "compile",
     "estimate",
+    "load_pipeline_plan",
     "load_plan",
     "max_batch",
     "pipeline",
@@ -54,10 +56,12 @@ __all__ = [
     "schema",
 ]
 
+_OF_SESSION = ("attach", "attach_stages", "compile", "estimate", "max_batch", "plan", "plan_pipeline")
+
 if TYPE_CHECKING:
     from squeezebox import bounds, codecs, pipeline, schedules, schema
-    from squeezebox.reports import load_plan
-    from squeezebox.session import attach, estimate, max_batch, plan_pipeline
+    from squeezebox.reports import load_pipeline_plan, load_plan
+    from squeezebox.session import attach, attach_stages, estimate, max_batch, plan_pipeline
     from squeezebox.session import compile_model as compile
     from squeezebox.session import make_plan as plan
 else:
@@ -66,11 +70,11 @@ else:
         """Import the room or the function called ``name`` on its first use (PEP 562)."""
         if name in ("bounds", "codecs", "pipeline", "schedules", "schema"):
             return importlib.import_module(f"squeezebox.{name}")
-        if name in ("attach", "compile", "estimate", "max_batch", "plan", "plan_pipeline"):
+        if name in _OF_SESSION:
             own = {"compile": "compile_model", "plan": "make_plan"}.get(name, name)
             return getattr(importlib.import_module("squeezebox.session"), own)
-        if name == "load_plan":
-            return importlib.import_module("squeezebox.reports").load_plan
+        if name in ("load_pipeline_plan", "load_plan"):
+            return getattr(importlib.import_module("squeezebox.reports"), name)
         raise AttributeError(f"module 'squeezebox' has no attribute {name!r}")
 
 

@@ -123,13 +123,13 @@ def test_compression_is_planned_and_carried_out():
 
 
 def _packed(rank, plan):
-    from squeezebox.session import pack_stages
+    from squeezebox.session import attach_stages
 
     model = network()
     runner = Runner(
         model, plan, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), loss_fn=ranks.entropy
     )
-    (session,) = pack_stages(runner)
+    (session,) = attach_stages(runner)
     for number in range(4):
         runner.step(*batch(number))
     runner.drain()

@@ -17,7 +17,7 @@ from squeezebox.cli._pipeline_plan import load_model, optimizer_of
 from squeezebox.cli._plan import load_loss
 from squeezebox.reports import human_bytes, load_pipeline_plan
 from squeezebox.schema import OptionError, PipelinePlan
-from squeezebox.session import pack_stages, peak_meter
+from squeezebox.session import attach_stages, peak_meter
 
 _MEASURED = 3  # batches in which memory is measured; the ones after it are timed
 
@@ -54,7 +54,7 @@ def run(request: Request) -> None:
     if not plan.model or not loss:
         raise OptionError(f"{request.plan} names no {'model' if not plan.model else 'loss'}; give --loss.")
     pipeline.join()
-    model = load_model(plan.model)
+    model = load_model(plan.model).to(pipeline.own_device())
     runner = pipeline.Runner(
         model,
         plan,
@@ -65,7 +65,7 @@ def run(request: Request) -> None:
         warmup=request.warmup,
         patience=request.patience,
     )
-    sessions = pack_stages(runner)
+    sessions = attach_stages(runner)
     first = 0
     if request.resume and request.checkpoint is not None:
         first = runner.load(request.checkpoint)

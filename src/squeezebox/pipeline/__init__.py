@@ -8,7 +8,7 @@ from squeezebox.pipeline._cut import Piece, cut, fingerprint
 from squeezebox.pipeline._packing import Wire
 from squeezebox.pipeline._probe import measure_link
 from squeezebox.pipeline._runner import Runner
-from squeezebox.pipeline._setup import FLOWING, is_first_process, join, schedule_of
+from squeezebox.pipeline._setup import FLOWING, is_first_process, join, own_device, schedule_of
 from squeezebox.pipeline._wire import Traffic
 
 __all__ = [
@@ -22,5 +22,6 @@ __all__ = [
     "is_first_process",
     "join",
     "measure_link",
+    "own_device",
     "schedule_of",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,18 @@ def write(
     with contextlib.suppress(FileNotFoundError):  # where ranks share a disk, another one has been faster
         partial.rename(complete)
     meet(f"complete {batch}")
+
+
+def random_states() -> list[torch.Tensor]:
+    """Torch's, of the host and of the current device."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+
+
+def restore_random_states(states: Sequence[torch.Tensor]) -> None:
+    """Go on where :func:`random_states` was called."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])
 
 
 def newest(directory: Path) -> int | None:

@@ -37,12 +37,13 @@ class Links:
         groups: Groups,
         health: Health,
         patience: float,
+        device: torch.device,
         wire: Wire | None = None,
         purpose: str = "training",
     ) -> None:
         self._store, self._place, self._schedule = store, place, schedule
         self._groups, self._health, self._patience = groups, health, patience
-        self._device = torch.device("cpu")
+        self._device = device
         self._wire, self._purpose = wire, purpose
         self._packers: dict[tuple[int, bool], Packer] = {}
         self._in_flight = _at_once(schedule, Kind.FORWARD)
@@ -58,7 +59,7 @@ class Links:
 
     def again(self, purpose: str) -> Links:
         """Connections of their own between the same ranks, over which all goes as it is."""
-        options = self._schedule, self._groups, self._health, self._patience, None, purpose
+        options = self._schedule, self._groups, self._health, self._patience, self._device, None, purpose
         return Links(self._store, self._place, *options)
 
     def expect(self, microbatches: int) -> None:

@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from squeezebox.pipeline._checkpoint import newest, read, write
+from squeezebox.pipeline._checkpoint import newest, random_states, read, restore_random_states, write
 from squeezebox.pipeline._cut import cut
+from squeezebox.pipeline._feed import Feed
 from squeezebox.pipeline._health import Health
 from squeezebox.pipeline._links import Links
 from squeezebox.pipeline._packing import Wire
-from squeezebox.pipeline._setup import agree, check_stages, groups_of, own_store, placed, schedule_of
+from squeezebox.pipeline._setup import agree, check_stages, groups_of, own_store, placed, schedule_of, shared
 from squeezebox.pipeline._stage import Passage, Stage
 from squeezebox.pipeline._updates import Exchange, Updates
-from squeezebox.pipeline._weights import Flat, Weights
+from squeezebox.pipeline._weights import Flat, Weights, forget
 from squeezebox.pipeline._wire import Traffic
 from squeezebox.schedules import Action, Kind
 from squeezebox.schema import FormatError, OptionError, PipelineError, PipelinePlan
@@ -73,6 +74,10 @@ class Runner:
         wire: Wire | None = None,
         patience: float = 60.0,
     ) -> None:
+        if wire is not None and _device_of(model).type != "cpu":
+            raise OptionError(
+                f"wire= packs what crosses between CPUs; the model is on {_device_of(model)}. Leave it out."
+            )
         self.plan, self._model, self._loss_fn = plan, model, loss_fn
         self._schedule = schedule_of(plan, warmup)
         self._place = placed(plan)
@@ -86,7 +91,7 @@ class Runner:
             for number, stage in enumerate(plan.stages)
             if placement[number] == self._place.rank
         }
-        own, tied = _shared(plan, pieces, self._place.rank, placement)
+        own, tied = shared(plan, pieces, self._place.rank, placement)
         self._groups = groups_of(self._place, tied, own)
         if plan.schedule == "pipedream" and (tied or clip is not None):
             raise OptionError(
@@ -94,7 +99,7 @@ class Runner:
                 "exact with it. Take two_bw, or leave them out."
             )
         self._weights = Weights(own)
-        _forget(model, own)
+        forget(model, own)
         self._weights.hand_over(optimizer)
         self.optimizer = optimizer
         exchange = Exchange(
@@ -109,15 +114,21 @@ class Runner:
         self._patience = patience
         self._health = Health(self._store, self._place.number, self._place.names(placement), patience)
         self._links = Links(
-            self._store, self._place, self._schedule, self._groups, self._health, patience, wire
+            self._store,
+            self._place,
+            self._schedule,
+            self._groups,
+            self._health,
+            patience,
+            _device_of(model),
+            wire,
         )
         self._evaluation: tuple[dict[int, Stage], Links] | None = None
         self._loads, self._gathers = itertools.count(), itertools.count()
         self._batch = 0
         self._failed = False
         self._flights: dict[tuple[int, int], Passage] = {}
-        self._inputs: dict[int, tuple[Any, ...]] = {}
-        self._targets: dict[int, Any] = {}
+        self._feed = Feed(plan, is_first=self.is_first, is_last=self.is_last)
         self._losses: list[Tensor] = []
         self._gradients: Flat | None = None
         self._settings: dict[int, Any] = {}
@@ -175,7 +186,7 @@ class Runner:
             PipelineError: another rank failed; the message names it. No further step is possible.
         """
         with self._guarded():
-            self._take(inputs, target)
+            self._feed.take(self._batch, inputs, target)
             self._settings[self._batch] = self._updates.settings()
             self._links.expect(self.plan.microbatches)
             while not self._is_of_later_batch(action := self._next()):
@@ -214,7 +225,7 @@ class Runner:
             if self._evaluation is None:
                 self._evaluation = self._evaluator()
             stages, links = self._evaluation
-            self._take(inputs, target)
+            self._feed.take(self._batch, inputs, target)
             links.expect(self.plan.microbatches)
             self._weights.select(self._weights.newest)
             first, losses = self._batch * self.plan.microbatches, []
@@ -245,7 +256,7 @@ class Runner:
                 "versions": {version: flat.parts for version, flat in self._weights.versions.items()},
                 "updates": self._updates.state(),
                 "buffers": {number: dict(stage.named_buffers()) for number, stage in self.stages.items()},
-                "random": torch.get_rng_state(),
+                "random": random_states(),
                 "links": self._links.state(),
             }
             write(Path(directory), self._batch, self._place.number, state, self._meet)
@@ -272,7 +283,7 @@ class Runner:
             for number, stage in self.stages.items():
                 for name, buffer in stage.named_buffers():
                     buffer.copy_(state["buffers"][number][name])
-            torch.set_rng_state(state["random"])
+            restore_random_states(state["random"])
             self._links.restore(state.get("links", {}))
             self._batch = int(state["batch"])
             self._ended_stages = self._batch * len(self.stages)
@@ -362,29 +373,6 @@ class Runner:
     def _is_of_later_batch(self, action: Action, batch: int | None = None) -> bool:
         return self._schedule.batch_of(action) > (self._batch if batch is None else batch)
 
-    def _take(self, inputs: Any, target: Any) -> None:
-        """Part a batch into microbatches, where this rank needs them."""
-        first = self._batch * self.plan.microbatches
-        if self.is_first:
-            inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-            parts = [self._parted(tensor, "inputs") for tensor in inputs]
-            self._inputs |= {first + number: each for number, each in enumerate(zip(*parts, strict=True))}
-        if self.is_last and target is not None:
-            self._targets |= {
-                first + number: each for number, each in enumerate(self._parted(target, "target"))
-            }
-
-    def _parted(self, tensor: Any, what: str) -> tuple[Tensor, ...]:
-        size = self.plan.microbatch * self.plan.microbatches
-        if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) != size:
-            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise OptionError(
-                f"{what}: {shape}, and the plan's batch is {self.plan.microbatches} microbatches of "
-                f"{self.plan.microbatch} samples, {size} along the first dimension, in each pipeline. Pass "
-                "so many (leave out a last, smaller batch), or make a plan for this batch."
-            )
-        return tuple(tensor.split(self.plan.microbatch))
-
     def _do(self, action: Action) -> None:
         self._health.works(f"works at {action}")
         if action.kind is Kind.UPDATE:
@@ -413,7 +401,7 @@ class Runner:
         stage, number = action.stage, action.microbatch
         if stage == 0:
             buffers: list[Tensor] = []
-            leaves = list(self._inputs.pop(number))
+            leaves = list(self._feed.inputs.pop(number))
         else:
             buffers, leaves = links.receive(stage, number)
         outputs = stages[stage](*leaves)
@@ -421,7 +409,7 @@ class Runner:
             links.send(stage, number, outputs)
             kept = [output for output in outputs if output.requires_grad]
             return Passage(action.version, buffers, leaves, kept)
-        target = self._targets.pop(number, None)
+        target = self._feed.targets.pop(number, None)
         output = outputs[0] if len(outputs) == 1 else outputs
         loss = self._loss_fn(output) if target is None else self._loss_fn(output, target)
         loss = loss / self.plan.microbatches
@@ -473,28 +461,3 @@ def example(plan: PipelinePlan, device: torch.device) -> tuple[Tensor, ...]:
 
 def _device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-
-
-def _shared(
-    plan: PipelinePlan, pieces: list[Any], rank: int, placement: tuple[int, ...]
-) -> tuple[list[nn.Parameter], list[tuple[nn.Parameter, list[int]]]]:
-    """A rank's trained parameters, and those that several ranks hold, with the ranks."""
-    holders: dict[nn.Parameter, list[int]] = {}
-    for number, stage in enumerate(plan.stages):
-        for piece in pieces[stage.first : stage.end]:
-            for parameter in piece.module.parameters():
-                ranks = holders.setdefault(parameter, [])
-                if parameter.requires_grad and placement[number] not in ranks:
-                    ranks.append(placement[number])
-    own = [parameter for parameter, ranks in holders.items() if rank in ranks]
-    tied = [(parameter, sorted(ranks)) for parameter, ranks in holders.items() if len(ranks) > 1]
-    return own, tied
-
-
-def _forget(model: nn.Module, own: list[nn.Parameter]) -> None:
-    """Free what other ranks hold."""
-    kept = {id(parameter) for parameter in own}
-    for parameter in model.parameters():
-        if id(parameter) not in kept and parameter.requires_grad:
-            nothing = parameter.new_full((), float("nan"))
-            parameter.data = nothing.expand(parameter.shape)

@@ -119,6 +119,15 @@ def join() -> None:
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 
 
+def own_device() -> torch.device:
+    """The CUDA device of this process's number on its machine, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", dist.get_node_local_rank(0))
+    torch.cuda.set_device(device)
+    return device
+
+
 def is_first_process() -> bool:
     """Whether this is the process with rank 0."""
     return dist.get_rank() == 0
@@ -209,6 +218,22 @@ def check_stages(plan: PipelinePlan, pieces: Sequence[Piece]) -> None:
         raise PipelineError(
             f"the plan's stages have {end} blocks, and the model has {len(pieces)}. Make the plan anew."
         )
+
+
+def shared(
+    plan: PipelinePlan, pieces: Sequence[Piece], rank: int, placement: tuple[int, ...]
+) -> tuple[list[nn.Parameter], list[tuple[nn.Parameter, list[int]]]]:
+    """A rank's trained parameters, and those that several ranks hold, with the ranks."""
+    holders: dict[nn.Parameter, list[int]] = {}
+    for number, stage in enumerate(plan.stages):
+        for piece in pieces[stage.first : stage.end]:
+            for parameter in piece.module.parameters():
+                ranks = holders.setdefault(parameter, [])
+                if parameter.requires_grad and placement[number] not in ranks:
+                    ranks.append(placement[number])
+    own = [parameter for parameter, ranks in holders.items() if rank in ranks]
+    tied = [(parameter, sorted(ranks)) for parameter, ranks in holders.items() if len(ranks) > 1]
+    return own, tied
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

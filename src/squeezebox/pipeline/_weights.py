@@ -142,3 +142,12 @@ class Weights:
             kept = state.pop(parameter)
             if id(parameter) in owned:
                 state[owned[id(parameter)]] = kept
+
+
+def forget(model: nn.Module, own: list[nn.Parameter]) -> None:
+    """Free what other ranks hold: those parameters keep their shape, and are NaN."""
+    kept = {id(parameter) for parameter in own}
+    for parameter in model.parameters():
+        if id(parameter) not in kept and parameter.requires_grad:
+            nothing = parameter.new_full((), float("nan"))
+            parameter.data = nothing.expand(parameter.shape)

@@ -7,18 +7,18 @@ everything else leaves the model as it was.
 from squeezebox.session._attach import attach
 from squeezebox.session._compile import compile_model
 from squeezebox.session._estimate import estimate
-from squeezebox.session._pipelines import pack_stages, peak_meter, plan_pipeline
+from squeezebox.session._pipelines import attach_stages, peak_meter, plan_pipeline
 from squeezebox.session._plans import make_plan, max_batch
 from squeezebox.session._session import Session
 
 __all__ = [
     "Session",
     "attach",
+    "attach_stages",
     "compile_model",
     "estimate",
     "make_plan",
     "max_batch",
-    "pack_stages",
     "peak_meter",
     "plan_pipeline",
 ]

@@ -119,7 +119,7 @@ def plan_pipeline(
     ]
 
 
-def pack_stages(runner: pipeline.Runner) -> list[Session]:
+def attach_stages(runner: pipeline.Runner) -> list[Session]:
     """Attach to those of a rank's stages that the plan wants compressed, each with its share of the noise."""
     packed = [number for number, stage in enumerate(runner.plan.stages) if stage.policy == "compress"]
     return [
