@@ -132,6 +132,28 @@ def test_evaluation_is_of_the_newest_weights(schedule):
     assert results[1][3][0] is not None
 
 
+def _trained(rank, plans):
+    found = []
+    for plan in plans:
+        runner = _runner(plan, _noisy())
+        torch.manual_seed(rank)
+        losses = _steps(runner, 0, 3)
+        found.append((losses, runner.state_dict()))
+        runner.close()
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "two_bw"])
+def test_computing_again_changes_no_statistics_and_draws_the_same_numbers(schedule):
+    plans = [ranks.plan(12, 2, schedule, 4, policy=policy) for policy in ("keep", "recompute")]
+    for result in ranks.run(_trained, 2, plans):
+        assert not isinstance(result, str), result
+        (kept, weights), (again, others) = result
+        assert kept == again
+        assert any("num_batches_tracked" in name for name in weights)
+        assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
 def _scheduled(rank, plan):
     model = ranks.chain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

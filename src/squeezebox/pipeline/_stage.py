@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,10 +32,26 @@ class Stage(nn.Module):
         """Run all pieces."""
         for piece in self.pieces:
             if self._recompute and torch.is_grad_enabled():
-                inputs = checkpoint(piece, *inputs, use_reentrant=False)
+                contexts = functools.partial(_contexts, piece)
+                inputs = checkpoint(piece, *inputs, use_reentrant=False, context_fn=contexts)
             else:
                 inputs = piece(*inputs)
         return inputs
+
+
+def _contexts(piece: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    return contextlib.nullcontext(), _buffers_kept(piece)
+
+
+@contextlib.contextmanager
+def _buffers_kept(piece: nn.Module) -> Iterator[None]:
+    """Running again changes no statistics: they have been updated by the first run."""
+    before = [(buffer, buffer.clone()) for buffer in piece.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, values in before:
+            buffer.data.copy_(values)  # not seen by autograd, which has noted them for graphs in flight
 
 
 @dataclass(slots=True)
