@@ -97,6 +97,7 @@ def _cases(world):
             ("adamw", "keep", (), {"warmup": 2}),
             ("adamw", "keep", (1,), {"correction": True}),
         )
+        if schedule == "two_bw" or not options.get("correction")
     ]
     return synchronous + [("adamw", ranks.plan(8, world, "two_bw", 6), (), {}), *delayed]
 

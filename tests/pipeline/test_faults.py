@@ -103,3 +103,30 @@ def test_what_does_not_agree_is_refused_before_the_first_step():
     short = ranks.plan(3, 2, "gpipe", 4)
     for message in ranks.run(_made, 2, [short, short], [0, 0], 20.0):
         assert "the plan's stages have 3 blocks, and the model has 4" in message
+
+
+def _with(rank, plan, options):
+    model = ranks.chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        Runner(model, plan, optimizer=optimizer, loss_fn=nn.functional.mse_loss, **options)
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}"
+    return "made"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "message"),
+    [
+        ("pipedream", {"clip": 1.0}, "update each on its own"),
+        ("pipedream", {"correction": True}, "correction=True is for gradients that are one batch late"),
+        ("one_f_one_b", {"correction": True}, "those of 'one_f_one_b' are not"),
+        ("one_f_one_b", {"warmup": 2}, "flushes after each batch anyway"),
+        ("two_bw", {"clip": 0.0}, "clip=0.0"),
+        ("two_bw", {"patience": 0.0}, "patience=0.0"),
+        ("sideways", {}, "there is no schedule 'sideways'"),
+    ],
+)
+def test_options_that_do_not_go_together(schedule, options, message):
+    (found,) = ranks.run(_with, 1, ranks.plan(8, 1, schedule, 1), options)
+    assert found.startswith("OptionError") and message in found, found

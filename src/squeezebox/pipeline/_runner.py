@@ -17,7 +17,16 @@ from squeezebox.pipeline._feed import Feed
 from squeezebox.pipeline._health import Health
 from squeezebox.pipeline._links import Links
 from squeezebox.pipeline._packing import Wire
-from squeezebox.pipeline._setup import agree, check_stages, groups_of, own_store, placed, schedule_of, shared
+from squeezebox.pipeline._setup import (
+    agree,
+    check_options,
+    check_stages,
+    groups_of,
+    own_store,
+    placed,
+    schedule_of,
+    shared,
+)
 from squeezebox.pipeline._stage import Passage, Stage
 from squeezebox.pipeline._updates import Exchange, Updates
 from squeezebox.pipeline._weights import Flat, Weights, forget
@@ -52,7 +61,8 @@ class Runner:
         wire: what activations and their gradients may lose on their way between ranks, to go in fewer bytes
             (default: nothing, and they go as they are).
         patience: seconds after which a rank that is waited for counts as failed.
-        device: of this rank's stages (default: where the model's parameters are).
+
+    Stages run where the model's parameters are.
 
     Raises:
         PipelineError: ranks, plan and model do not agree, or one of them does not appear.
@@ -78,6 +88,7 @@ class Runner:
             raise OptionError(
                 f"wire= packs what crosses between CPUs; the model is on {_device_of(model)}. Leave it out."
             )
+        check_options(plan, clip, skip_overflow, correction, patience)
         self.plan, self._model, self._loss_fn = plan, model, loss_fn
         self._schedule = schedule_of(plan, warmup)
         self._place = placed(plan)
@@ -93,10 +104,9 @@ class Runner:
         }
         own, tied = shared(plan, pieces, self._place.rank, placement)
         self._groups = groups_of(self._place, tied, own)
-        if plan.schedule == "pipedream" and (tied or clip is not None):
+        if plan.schedule == "pipedream" and tied:
             raise OptionError(
-                "PipeDream's stages update each on its own, so weights tied over stages and clip= cannot be "
-                "exact with it. Take two_bw, or leave them out."
+                "weights are tied over stages, and PipeDream's stages update each on its own. Take two_bw."
             )
         self._weights = Weights(own)
         forget(model, own)

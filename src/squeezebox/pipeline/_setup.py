@@ -76,6 +76,32 @@ def schedule_of(plan: PipelinePlan, warmup: int = 0) -> Schedule:
     return _SCHEDULES[plan.schedule](plan, loops, warmup)
 
 
+def check_options(
+    plan: PipelinePlan, clip: float | None, skip_overflow: bool, correction: bool, patience: float
+) -> None:
+    """Refuse options that are out of range or do not go with the schedule.
+
+    Raises:
+        OptionError: says which, and what to do.
+    """
+    if clip is not None and not clip > 0.0:
+        raise OptionError(
+            f"clip={clip}: a bound of the gradients' norm must be above 0. Leave it out for none."
+        )
+    if not patience > 0.0:
+        raise OptionError(f"patience={patience}: give seconds above 0.")
+    if plan.schedule == "pipedream" and (clip is not None or skip_overflow):
+        raise OptionError(
+            "PipeDream's stages update each on its own, so clip= and skip_overflow= cannot be exact with it. "
+            "Take two_bw, or leave them out."
+        )
+    if correction and plan.schedule != "two_bw":
+        raise OptionError(
+            f"correction=True is for gradients that are one batch late, and those of '{plan.schedule}' are "
+            "not. Leave it out, or take two_bw."
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
     """Where this process stands: its rank in its pipeline, and which of the equal pipelines that is."""
