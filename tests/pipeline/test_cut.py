@@ -20,7 +20,7 @@ NETWORKS = {
     "sequential": (
         lambda: nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)), nn.Linear(4, 2)),
         lambda: torch.randn(3, 4),
-        3,
+        2,  # what writes in place stays with what it writes into
     ),
 }
 

@@ -1,11 +1,13 @@
 """Checkpoints, evaluation, schedulers of learning rates, and what a rank forgets."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from squeezebox import FormatError, OutputError
 from squeezebox.pipeline import Runner
+from squeezebox.schema import InputForm
 from tests.pipeline import ranks
 
 
@@ -195,3 +197,94 @@ def test_a_rank_forgets_what_others_hold():
     whole = sum(parameter.nbytes for parameter in ranks.chain().parameters())
     for _, nbytes in ranks.run(_scheduled, 2, ranks.plan(8, 2, "gpipe", 4)):
         assert whole / 2 <= nbytes < 0.55 * whole
+
+
+def _evaluated_between(rank, plan):
+    found = []
+    for evaluates in (False, True):
+        model = _noisy()
+        model[1].eval()  # frozen statistics stay frozen
+        runner = _runner(plan, model)
+        torch.manual_seed(rank)
+        losses = _steps(runner, 0, 2)
+        state = torch.get_rng_state()
+        if evaluates:
+            runner.evaluate(*ranks.numbers(9, 8))
+            assert not model[1].training and model[0].training
+        else:
+            runner.drain()
+        torch.set_rng_state(state)
+        found.append((losses + _steps(runner, 2, 4), runner.state_dict()))
+        runner.close()
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "two_bw"])
+def test_evaluation_leaves_training_as_it_was(schedule):
+    for result in ranks.run(_evaluated_between, 2, ranks.plan(12, 2, schedule, 4)):
+        assert not isinstance(result, str), result
+        (losses, weights), (others, after) = result
+        assert losses == others
+        assert all(torch.equal(weights[name], after[name]) for name in weights)
+
+
+def _loaded_midway(rank, plan, directory):
+    runner = _runner(plan, ranks.chain())
+    _steps(runner, 0, 2)
+    runner.save(directory / "latest")
+    runner.save(directory / "best")
+    wanted = _steps(runner, 2, 5)
+    runner.load(directory / "latest")
+    again = _steps(runner, 2, 5)
+    runner.close()
+    return wanted, again
+
+
+@pytest.mark.parametrize(("schedule", "microbatches"), [("two_bw", 4), ("pipedream", 1)])
+def test_loading_in_the_middle_forgets_what_was_under_way(schedule, microbatches, tmp_path):
+    for result in ranks.run(_loaded_midway, 3, ranks.plan(8, 3, schedule, microbatches), tmp_path):
+        assert not isinstance(result, str), result
+        assert result[0] == result[1]
+    for name in ("latest", "best"):
+        assert len([*(tmp_path / name / "batch-2").iterdir()]) == 3
+
+
+def _frozen(rank, plan, directory):
+    model = ranks.chain()
+    for parameter in [*model.parameters()][8:]:
+        parameter.requires_grad_(False)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.float64(0.5))
+    runner = Runner(model, plan, optimizer=optimizer, loss_fn=nn.functional.mse_loss, clip=0.1)
+    losses = _steps(runner, 0, 2)
+    scheduler.step()
+    runner.save(directory)
+    runner.load(directory)
+    held = sum(not bool(parameter.isnan().any()) for parameter in model.parameters())
+    runner.close()
+    return losses, held
+
+
+def test_a_stage_with_nothing_to_train(tmp_path):
+    results = ranks.run(_frozen, 2, ranks.plan(8, 2, "one_f_one_b", 4), tmp_path)
+    for result in results:
+        assert isinstance(result, tuple), result
+        assert result[1] == 8  # the other stage's, frozen or not, are gone
+    assert results[1][0][0] is not None
+
+
+def _misshapen(rank, plan):
+    model = ranks.Tied().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    runner = Runner(model, plan, optimizer=optimizer, loss_fn=ranks.entropy)
+    try:
+        runner.step(*(tensor[:, :3] for tensor in ranks.words(0, 8)))
+    except Exception as error:  # noqa: BLE001
+        return type(error).__name__, str(error)
+
+
+def test_inputs_of_another_shape_are_refused():
+    plan = ranks.plan(5, 2, "gpipe", 4, inputs=(InputForm(shape=(5,), dtype="int64"),))
+    first, second = ranks.run(_misshapen, 2, plan)
+    assert first[0] == "OptionError" and "samples are [((3,), 'int64')]" in first[1]
+    assert second[0] == "PipelineError" and second[1].startswith("rank 0 (stage 0) raised OptionError")

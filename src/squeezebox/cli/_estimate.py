@@ -37,7 +37,7 @@ def load_factory(name: str, *, arguments: int = 0) -> Callable[..., Any]:
             f"'{name}' is a {type(factory).__name__}, which cannot be called; name a function or class "
             "that returns the model."
         )
-    needed = _needed(factory)
+    needed = needed_arguments(factory)
     if len(needed) > arguments:
         raise OptionError(
             f"'{name}' needs arguments ({', '.join(needed)}), but is called with {arguments}; name a "
@@ -46,7 +46,7 @@ def load_factory(name: str, *, arguments: int = 0) -> Callable[..., Any]:
     return factory  # type: ignore[no-any-return]
 
 
-def _needed(factory: Callable[..., Any]) -> list[str]:
+def needed_arguments(factory: Callable[..., Any]) -> list[str]:
     """Names of the arguments without a default."""
     try:
         parameters = inspect.signature(factory).parameters.values()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import statistics
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from squeezebox import pipeline
-from squeezebox.cli._estimate import load_factory
+from squeezebox.cli._estimate import load_factory, needed_arguments
 from squeezebox.cli._pipeline_plan import load_model, optimizer_of
 from squeezebox.cli._plan import load_loss
 from squeezebox.reports import human_bytes, load_pipeline_plan
@@ -49,6 +48,7 @@ def run(request: Request) -> None:
         OptionError: an argument is out of range or names nothing.
         PipelineError: ranks do not agree, or one of them failed.
     """
+    _check(request)
     plan = load_pipeline_plan(request.plan)
     loss = request.loss or plan.loss
     if not plan.model or not loss:
@@ -77,14 +77,19 @@ def run(request: Request) -> None:
     runner.close()
 
 
+def _check(request: Request) -> None:
+    if request.checkpoint is None and (request.resume or request.save_every):
+        raise OptionError("--resume and --save-every need --checkpoint, the directory of the checkpoints.")
+    if request.log_every < 1:
+        raise OptionError(f"--log-every {request.log_every}: give 1 or more batches.")
+
+
 def _batches(name: str, runner: pipeline.Runner) -> Iterator[Any]:
     """This pipeline's share of each batch."""
     made = load_factory(name, arguments=2)
-    try:
-        inspect.signature(made).bind(runner.replica, runner.plan.replicas)
-    except TypeError:  # it takes no arguments
-        return (_share(batch, runner) for batch in made())
-    return iter(made(runner.replica, runner.plan.replicas))
+    if needed_arguments(made):
+        return iter(made(runner.replica, runner.plan.replicas))
+    return (_share(batch, runner) for batch in made())
 
 
 def _share(batch: Any, runner: pipeline.Runner) -> Any:

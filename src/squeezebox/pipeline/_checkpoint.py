@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -51,8 +52,11 @@ def write(
             "checkpoints are as they were; make room or name another directory."
         ) from error
     meet(f"written {batch}")
-    with contextlib.suppress(FileNotFoundError):  # where ranks share a disk, another one has been faster
-        partial.rename(complete)
+    try:
+        with contextlib.suppress(FileNotFoundError):  # where ranks share a disk, another one has been faster
+            partial.rename(complete)
+    except OSError as error:
+        raise OutputError(f"{partial} could not be renamed to {complete}: {error}.") from error
     meet(f"complete {batch}")
 
 
@@ -83,7 +87,7 @@ def read(directory: Path, batch: int, number: int) -> dict[str, Any]:
     path = directory / f"batch-{batch}" / f"rank-{number}.pt"
     try:
         state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
         raise FormatError(
             f"{path} cannot be read ({type(error).__name__}: {error}). Resume from another checkpoint: "
             "load(directory, batch=...)."

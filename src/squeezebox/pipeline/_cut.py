@@ -39,7 +39,10 @@ def cut(model: nn.Module, inputs: tuple[Any, ...]) -> list[Piece]:
         UnsupportedModelError: torch.export cannot trace the model, or no cut is possible.
     """
     if isinstance(model, nn.Sequential):
-        return [Piece(name, _Tupled(child)) for name, child in _children(model)]
+        return [
+            Piece(name, _Tupled(children[0] if len(children) == 1 else nn.Sequential(*children)))
+            for name, children in _grouped(model)
+        ]
     try:
         program = torch.export.export(model, inputs)
     except Exception as error:  # noqa: BLE001  whatever the model's own code raises while it is traced
@@ -86,6 +89,20 @@ class _Structured(nn.Module):
 
     def forward(self, *inputs: Tensor) -> tuple[Any, ...]:
         return (pytree.tree_unflatten(self.inner(*inputs), self._spec),)
+
+
+def _grouped(model: nn.Sequential) -> Iterator[tuple[str, list[nn.Module]]]:
+    """Children that begin by writing into what they are given stay with the one before."""
+    name, group = "", list[nn.Module]()
+    for child_name, child in _children(model):
+        first = next(module for module in child.modules() if not [*module.children()])
+        if group and not getattr(first, "inplace", False):
+            yield name, group
+            group = []
+        name = name if group else child_name
+        group.append(child)
+    if group:
+        yield name, group
 
 
 def _children(model: nn.Sequential, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

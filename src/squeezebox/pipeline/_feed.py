@@ -26,10 +26,25 @@ class Feed:
         first = batch * self._plan.microbatches
         if self._is_first:
             inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+            self._check(inputs)
             microbatches = zip(*(self._parted(tensor, "inputs") for tensor in inputs), strict=True)
             self.inputs.update(enumerate(microbatches, first))
         if self._is_last and target is not None:
             self.targets.update(enumerate(self._parted(target, "target"), first))
+
+    def _check(self, inputs: tuple[Any, ...]) -> None:
+        """Refuse inputs of other forms than the plan's, if it names any."""
+        wanted = [(form.shape, form.dtype) for form in self._plan.inputs]
+        found = [
+            (tuple(each.shape[1:]), str(each.dtype).removeprefix("torch."))
+            for each in inputs
+            if isinstance(each, Tensor)
+        ]
+        if wanted and found != wanted:
+            raise OptionError(
+                f"inputs: samples are {found}, and the plan is for {wanted}. Pass such, or make a plan for "
+                "these."
+            )
 
     def _parted(self, tensor: Any, what: str) -> tuple[Tensor, ...]:
         plan = self._plan

@@ -18,6 +18,7 @@ from squeezebox.pipeline._packing import PackedReceiver, PackedSender, Packer, W
 from squeezebox.pipeline._setup import Groups, Place
 from squeezebox.pipeline._wire import Form, Peer, Receiver, Sender, Traffic
 from squeezebox.schedules import Kind, Schedule
+from squeezebox.schema import OptionError
 
 _TAGS = 64  # a boundary's, each way: one for each tensor of a message
 
@@ -50,7 +51,8 @@ class Links:
         self._returned = _at_once(schedule, Kind.INPUT)
         self._senders: dict[int, Sender | PackedSender] = {}
         self._receivers: dict[int, Receiver | PackedReceiver] = {}
-        self._forms: dict[int, list[Form]] = {}
+        self._forms: dict[int, list[Form]] = {}  # of a stage's inputs
+        self._told: dict[int, list[Form]] = {}  # of its outputs
         self._gradient_senders: dict[int, Sender | PackedSender] = {}
         self._gradient_receivers: dict[int, Receiver | PackedReceiver] = {}
         self._expected: Counter[int] = Counter()
@@ -71,16 +73,26 @@ class Links:
                 else:
                     self._expected[stage] += microbatches
 
-    def send(self, stage: int, microbatch: int, outputs: tuple[Tensor, ...]) -> None:
+    def send(self, stage: int, microbatch: int, outputs: Sequence[Tensor]) -> None:
         """Hand a stage's outputs to the next one."""
         if self._is_own(stage + 1):
             self._by_hand[True, stage + 1, microbatch] = list(outputs)
             return
         if stage not in self._senders:
             self._open(stage, outputs)
+        self._require_same(stage, outputs)
         self._senders[stage].send(outputs)
         self._gradient_receivers[stage].expect(1)
         self._awaited[stage] += 1
+
+    def _require_same(self, stage: int, outputs: Sequence[Tensor]) -> None:
+        """Refuse what the other end has no room for, or would take for something else."""
+        found = [Form(tuple(each.shape), each.dtype, each.requires_grad) for each in outputs]
+        if found != self._told[stage]:
+            raise OptionError(
+                f"stage {stage} returns {found}, and its first microbatch gave {self._told[stage]}: all "
+                "microbatches must have one form. Pad them, or leave out those that differ."
+            )
 
     def receive(self, stage: int, microbatch: int) -> tuple[list[Tensor], list[Tensor]]:
         """A stage's inputs: the buffers to give back, and the leaves to call it with."""
@@ -152,9 +164,10 @@ class Links:
     def _is_own(self, stage: int) -> bool:
         return self._schedule.placement[stage] == self._place.rank
 
-    def _open(self, stage: int, outputs: tuple[Tensor, ...]) -> None:
+    def _open(self, stage: int, outputs: Sequence[Tensor]) -> None:
         """Tell the next stage what will come, and make this end of the wires."""
         forms = [Form(tuple(each.shape), each.dtype, each.requires_grad) for each in outputs]
+        self._told[stage] = forms
         self._store.set(self._key(stage), pickle.dumps(forms))  # type: ignore[arg-type]
         self._senders[stage] = self._sender(stage, stage + 1, forms, self._in_flight[stage], back=False)
         returned = [form for form in forms if form.requires_grad]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +31,17 @@ from squeezebox.pipeline._setup import (
     shared,
 )
 from squeezebox.pipeline._stage import Passage, Stage
-from squeezebox.pipeline._updates import Exchange, Updates
+from squeezebox.pipeline._updates import Exchange, Result, Updates
 from squeezebox.pipeline._weights import Flat, Weights, forget
-from squeezebox.pipeline._wire import Traffic
+from squeezebox.pipeline._wire import Traffic, apart
 from squeezebox.schedules import Action, Kind
-from squeezebox.schema import FormatError, OptionError, PipelineError, PipelinePlan
+from squeezebox.schema import (
+    FormatError,
+    OptionError,
+    PipelineError,
+    PipelinePlan,
+    UnsupportedModelError,
+)
 
 _serials = itertools.count()  # runners of a process, in the order that all ranks make them in
 
@@ -90,7 +99,9 @@ class Runner:
             )
         check_options(plan, clip, skip_overflow, correction, patience)
         self.plan, self._model, self._loss_fn = plan, model, loss_fn
+        self._identity = f"{plan!r}, warmup={warmup}, correction={correction}"
         self._schedule = schedule_of(plan, warmup)
+        self._warmup = warmup
         self._place = placed(plan)
         pieces = cut(model, example(plan, _device_of(model)))
         self._store = own_store(next(_serials))
@@ -103,14 +114,14 @@ class Runner:
             if placement[number] == self._place.rank
         }
         own, tied = shared(plan, pieces, self._place.rank, placement)
-        self._groups = groups_of(self._place, tied, own)
         if plan.schedule == "pipedream" and tied:
             raise OptionError(
                 "weights are tied over stages, and PipeDream's stages update each on its own. Take two_bw."
             )
+        self._groups = groups_of(self._place, tied, own)
         self._weights = Weights(own)
-        forget(model, own)
         self._weights.hand_over(optimizer)
+        forget(model, [each for stage in self.stages.values() for each in stage.parameters()])
         self.optimizer = optimizer
         exchange = Exchange(
             replicas=self._groups.replicas,
@@ -134,7 +145,7 @@ class Runner:
             wire,
         )
         self._evaluation: tuple[dict[int, Stage], Links] | None = None
-        self._loads, self._gathers = itertools.count(), itertools.count()
+        self._loads, self._gathers, self._meetings = itertools.count(), itertools.count(), itertools.count()
         self._batch = 0
         self._failed = False
         self._flights: dict[tuple[int, int], Passage] = {}
@@ -231,7 +242,7 @@ class Runner:
         Arguments, result and errors are those of :meth:`step`. What is under way is finished first.
         """
         self.drain()
-        with self._guarded(), torch.no_grad():
+        with self._guarded(), torch.no_grad(), _evaluating(self._model):
             if self._evaluation is None:
                 self._evaluation = self._evaluator()
             stages, links = self._evaluation
@@ -262,7 +273,7 @@ class Runner:
         with self._guarded():
             state = {
                 "batch": self._batch,
-                "plan": repr(self.plan),
+                "plan": self._identity,
                 "versions": {version: flat.parts for version, flat in self._weights.versions.items()},
                 "updates": self._updates.state(),
                 "buffers": {number: dict(stage.named_buffers()) for number, stage in self.stages.items()},
@@ -281,12 +292,13 @@ class Runner:
             FormatError: there is none, it is damaged, or it was made with another plan.
             PipelineError: another rank failed.
         """
+        self.drain()
         with self._guarded():
             state = read(Path(directory), self._agreed(Path(directory), batch), self._place.number)
-            if state["plan"] != repr(self.plan):
+            if state["plan"] != self._identity:
                 raise FormatError(
-                    f"the checkpoint in {directory} was made with another plan. Give the runner the plan it "
-                    "was made with."
+                    f"the checkpoint in {directory} was made with another plan, warm-up or correction. Give "
+                    "the runner those that it was made with."
                 )
             self._weights.restore(state["versions"])
             self._updates.restore(state["updates"])
@@ -335,23 +347,26 @@ class Runner:
     def _meet(self, what: str) -> None:
         """Wait for all ranks to come here."""
         number, everybody = self._place.number, self._place.ranks * self._place.replicas
-        self._store.set(f"meet/{what}/{number}", "")
+        key = f"meet/{next(self._meetings)}"
+        self._store.set(f"{key}/{number}", "")
         for each in range(everybody):
-            self._health.await_key(f"meet/{what}/{each}", f"waits until rank {each} has {what}", each)
+            self._health.await_key(f"{key}/{each}", f"waits until rank {each} has {what}", each)
 
     def _evaluator(self) -> tuple[dict[int, Stage], Links]:
         """Stages in evaluation mode, of the same parameters and buffers, and their connections."""
-        self._model.eval()
-        try:
-            pieces = cut(self._model, example(self.plan, _device_of(self._model)))
-        finally:
-            self._model.train()
-        check_stages(self.plan, pieces)
+        pieces = cut(self._model, example(self.plan, _device_of(self._model)))
         stages = {
-            number: Stage(pieces[stage.first : stage.end], recompute=False).eval()
+            number: Stage(pieces[stage.first : stage.end], recompute=False)
             for number, stage in enumerate(self.plan.stages)
             if number in self.stages
         }
+        for number, stage in stages.items():
+            if {*map(id, stage.parameters())} != {*map(id, self.stages[number].parameters())}:
+                raise UnsupportedModelError(
+                    f"in evaluation mode the model's graph is cut elsewhere than in training, at stage "
+                    f"{number}, so ranks lack weights. Put all ranks' state_dict() together, and evaluate in "
+                    "one process."
+                )
         return stages, self._links.again("evaluation")
 
     def close(self) -> None:
@@ -367,10 +382,21 @@ class Runner:
                 "this runner has failed and cannot go on. Start all ranks anew from the last checkpoint."
             )
         self._failed = True  # until the guard is left without an error
+        self._health.works("begins")
         return self._health.guard(self._groups.all(), self._succeed)
 
     def _succeed(self) -> None:
         self._failed = False
+
+    def _awaited(self, outcome: Future[Result]) -> Result:
+        """What the ranks have told each other of a batch's gradients."""
+        self._health.waits("waits for the other ranks' gradients", self._place.number)
+        try:
+            result = outcome.result(self._patience)
+        except FutureTimeout as error:  # another class than TimeoutError in Python 3.10
+            raise TimeoutError(f"nothing came within {self._patience:.0f} s") from error
+        self._health.resumes()
+        return result
 
     def _from(self, batch: int) -> Iterator[Action]:
         assert self._schedule.turns is not None
@@ -416,7 +442,7 @@ class Runner:
             buffers, leaves = links.receive(stage, number)
         outputs = stages[stage](*leaves)
         if not self._is_loss(action):
-            links.send(stage, number, outputs)
+            links.send(stage, number, apart(outputs, buffers))
             kept = [output for output in outputs if output.requires_grad]
             return Passage(action.version, buffers, leaves, kept)
         target = self._feed.targets.pop(number, None)
@@ -439,14 +465,16 @@ class Runner:
         else:
             results = passage.backward_to_inputs(weights)
         if action.stage:
-            self._links.send_gradients(action.stage, action.microbatch, results)
+            returned = apart(results, passage.gradients or [])
+            self._links.send_gradients(action.stage, action.microbatch, returned)
 
     def _end_stage(self, batch: int) -> None:
         """A stage's gradients of a batch are complete; with those of all stages, its update is queued."""
         self._ended_stages += 1
         if self._ended_stages % len(self.stages) == 0:
             assert self._gradients is not None
-            self._updates.queue(self._gradients, self._settings.pop(batch))
+            late = self._schedule.name == "2bw" and batch > self._warmup
+            self._updates.queue(self._gradients, self._settings.pop(batch), late=late)
             self._gradients = None
 
     def _reach(self, version: int) -> None:
@@ -456,9 +484,19 @@ class Runner:
         oldest = min([version, *(each.version for each in self._flights.values())])
         if self._ahead is not None:
             oldest = min(oldest, self._ahead.version)
-        self._health.waits("waits for the other ranks' gradients", self._place.number)
-        self._updates.reach(version, oldest, self._patience)
-        self._health.resumes()
+        self._updates.reach(version, oldest, self._awaited)
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, and afterwards each module in the mode that it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def example(plan: PipelinePlan, device: torch.device) -> tuple[Tensor, ...]:

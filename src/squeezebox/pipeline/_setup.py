@@ -95,6 +95,11 @@ def check_options(
             "PipeDream's stages update each on its own, so clip= and skip_overflow= cannot be exact with it. "
             "Take two_bw, or leave them out."
         )
+    if len(plan.stages) > plan.ranks > 1 and dist.get_backend() == "nccl":
+        raise OptionError(
+            "several stages a rank need messages told apart, which nccl does not do. Take a schedule of one "
+            "stage a rank, such as one_f_one_b, or gloo."
+        )
     if correction and plan.schedule != "two_bw":
         raise OptionError(
             f"correction=True is for gradients that are one batch late, and those of '{plan.schedule}' are "

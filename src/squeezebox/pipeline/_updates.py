@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +17,9 @@ from torch import Tensor
 from squeezebox.pipeline._weights import Flat, Weights
 
 Settings = list[dict[str, Any]]  # of an optimizer's groups
+Result = tuple[
+    float | None, bool
+]  # the norm of all gradients, if something depends on it, and whether to step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +54,7 @@ class Exchange:
         """Whether there is anything to tell."""
         return bool(self.replicas or self.ties or self.clip is not None or self.skip_overflow)
 
-    def run(self, gradients: Flat) -> tuple[float | None, bool]:
+    def run(self, gradients: Flat) -> Result:
         """Sum up and clip the gradients in place.
 
         Returns:
@@ -83,11 +87,26 @@ class Exchange:
     def _norm(self, gradients: Flat) -> float:
         elsewhere = {tie.place for tie in self.ties if not tie.counted}
         own = [view for place, view in enumerate(gradients.views) if place not in elsewhere]
-        norms = [torch.linalg.vector_norm(view, dtype=_wide(view)) for view in own]
-        total = torch.stack([norm.double() ** 2 for norm in norms]).sum()
+        total = torch.zeros((), dtype=torch.float64, device=gradients.device)
+        for view in own:
+            total += torch.linalg.vector_norm(view, dtype=_wide(view)).double() ** 2
         if self.pipeline is not None:
             dist.all_reduce(total, group=self.pipeline)
         return float(total.sqrt())
+
+
+def _fixed(value: Any) -> Any:
+    """A setting as it is now, though a tensor may be changed in place."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _plain(values: Any) -> Any:
+    """The same with numpy's numbers, which schedulers may have set, as Python's."""
+    if isinstance(values, dict):
+        return {key: _plain(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [_plain(value) for value in values]
+    return values.item() if isinstance(values, np.generic) else values
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -100,7 +119,8 @@ class _Pending:
 
     gradients: Flat
     settings: Settings
-    outcome: Future[tuple[float | None, bool]] | None
+    outcome: Future[Result] | None
+    late: bool
 
 
 class Updates:
@@ -132,24 +152,28 @@ class Updates:
     def settings(self) -> Settings:
         """The optimizer's settings as they are now, such as its learning rate."""
         groups = self._optimizer.param_groups
-        return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        return [
+            {name: _fixed(value) for name, value in group.items() if name != "params"} for group in groups
+        ]
 
-    def queue(self, gradients: Flat, settings: Settings) -> None:
-        """A batch's gradients are complete: begin to exchange what the step needs."""
+    def queue(self, gradients: Flat, settings: Settings, *, late: bool) -> None:
+        """A batch's gradients are complete: begin to exchange what the step needs.
+
+        ``late``: they are of the weights before the newest ones.
+        """
         outcome = None if self._thread is None else self._thread.submit(self._exchange.run, gradients)
-        self._pending.append(_Pending(gradients, settings, outcome))
+        self._pending.append(_Pending(gradients, settings, outcome, late))
 
-    def reach(self, version: int, oldest: int, patience: float) -> None:
+    def reach(self, version: int, oldest: int, awaited: Callable[[Future[Result]], Result]) -> None:
         """Do the steps that make this version, keeping those from ``oldest`` on.
 
-        Raises:
-            RuntimeError: other ranks' part in it did not come in time.
+        ``awaited`` waits for what ranks tell each other, and raises what it likes if that does not come.
         """
         while self._weights.newest < version:
             pending = self._pending[0]
             step = True
             if pending.outcome is not None:
-                self.norm, step = pending.outcome.result(patience)
+                self.norm, step = awaited(pending.outcome)
             self._pending.popleft()
             self._update(pending, step, oldest)
             self._free.append(pending.gradients)
@@ -158,7 +182,7 @@ class Updates:
         """What a resume needs, with nothing pending."""
         assert not self._pending
         return {
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": _plain(self._optimizer.state_dict()),
             "last_update": None if self.last_update is None else self.last_update.parts,
             "skipped": self.skipped,
         }
@@ -184,11 +208,11 @@ class Updates:
 
         before = self._weights.update(pending.gradients, act, oldest)
         if self._correction and before is not None and step:
-            self._correct(before, self._weights.versions[self._weights.newest])
+            self._correct(before, self._weights.versions[self._weights.newest], pending.late)
 
-    def _correct(self, before: Flat, after: Flat) -> None:
-        if self.last_update is None:
-            self.last_update = Flat(self._weights.parameters)
+    def _correct(self, before: Flat, after: Flat, late: bool) -> None:
+        if self.last_update is None or not late:
+            self.last_update = self.last_update or Flat(self._weights.parameters)
             self.last_update.copy_(after)
             for last, old in zip(self.last_update.parts, before.parts, strict=True):
                 last -= old
@@ -207,7 +231,7 @@ class Updates:
 
 @contextlib.contextmanager
 def _with(optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """The optimizer with a batch's settings, and afterwards with those that it had."""
+    """The optimizer with a batch's settings, and afterwards with those that it had or has set itself."""
     groups = optimizer.param_groups
     had = [{name: group[name] for name in wanted} for group, wanted in zip(groups, settings, strict=True)]
     for group, wanted in zip(groups, settings, strict=True):
@@ -215,5 +239,5 @@ def _with(optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]
     try:
         yield
     finally:
-        for group, before in zip(groups, had, strict=True):
-            group.update(before)
+        for group, before, wanted in zip(groups, had, settings, strict=True):
+            group.update({name: value for name, value in before.items() if group[name] is wanted[name]})

@@ -20,12 +20,11 @@ class Flat:
     """Tensors shaped like some parameters, side by side in one tensor for each dtype."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.device = parameters[0].device if parameters else torch.device("cpu")
         sizes: dict[torch.dtype, int] = {}
         for parameter in parameters:
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
-        self.parts = [
-            torch.zeros(size, dtype=dtype, device=parameters[0].device) for dtype, size in sizes.items()
-        ]
+        self.parts = [torch.zeros(size, dtype=dtype, device=self.device) for dtype, size in sizes.items()]
         rests = {part.dtype: part for part in self.parts}
         self.views: list[Tensor] = []
         for parameter in parameters:
@@ -144,10 +143,10 @@ class Weights:
                 state[owned[id(parameter)]] = kept
 
 
-def forget(model: nn.Module, own: list[nn.Parameter]) -> None:
-    """Free what other ranks hold: those parameters keep their shape, and are NaN."""
-    kept = {id(parameter) for parameter in own}
+def forget(model: nn.Module, held: Sequence[nn.Parameter]) -> None:
+    """Free all but what a rank holds: other parameters keep their shape, and are NaN."""
+    kept = {id(parameter) for parameter in held}
     for parameter in model.parameters():
-        if id(parameter) not in kept and parameter.requires_grad:
-            nothing = parameter.new_full((), float("nan"))
-            parameter.data = nothing.expand(parameter.shape)
+        if id(parameter) not in kept:
+            value = float("nan") if parameter.is_floating_point() else 0
+            parameter.data = parameter.new_full((), value).expand(parameter.shape)

@@ -69,6 +69,12 @@ class Traffic:
     left_whole: int = 0
 
 
+def apart(tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, those in the memory of ``buffers`` copied: these take the next message."""
+    taken = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+    return [each.clone() if each.untyped_storage().data_ptr() in taken else each for each in tensors]
+
+
 class Sender:
     """One end of a wire: what is sent stays until it has arrived, at most ``most`` messages."""
 

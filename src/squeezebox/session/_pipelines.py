@@ -172,18 +172,17 @@ def _profile(
                 parts, inputs, loss_of, trained, device=device_of(model), around=around
             )
     share = _state_share(model, optimizer)
-    seen: set[int] = set()
     blocks = []
     for number, piece in enumerate(pieces):
         own = [each for each in piece.module.parameters() if each.requires_grad]
-        seen.update(map(id, own))
         nbytes = sum(each.nbytes for each in own)
+        frozen = sum(each.nbytes for each in piece.module.parameters()) - nbytes  # there once, in any case
         holdings = {policy: each[number] for policy, each in costs.items()}
         blocks.append(
             Block(
                 name=piece.name,
                 parameter_bytes=nbytes,
-                state_bytes=int(share * nbytes),
+                state_bytes=int(share * nbytes) + frozen,
                 output_bytes=next(iter(holdings.values())).output_bytes,
                 holdings=tuple(
                     Holding(
