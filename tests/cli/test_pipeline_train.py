@@ -50,7 +50,7 @@ def batches():
 def squeezebox(folder, *arguments, ranks=None):
     command = [sys.executable, "-m"]
     if ranks:
-        command += ["torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0", "-m"]
+        command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
     source = str(Path(__file__).parents[2] / "src")
     return subprocess.run(
         [*command, "squeezebox.cli", *arguments],
