@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -24,13 +23,15 @@ from squeezebox.pipeline._setup import (
     agree,
     check_options,
     check_stages,
+    device_of,
+    example,
     groups_of,
     own_store,
     placed,
     schedule_of,
     shared,
 )
-from squeezebox.pipeline._stage import Passage, Stage
+from squeezebox.pipeline._stage import Passage, Stage, evaluating
 from squeezebox.pipeline._updates import Exchange, Result, Updates
 from squeezebox.pipeline._weights import Flat, Weights, forget
 from squeezebox.pipeline._wire import Traffic, apart
@@ -93,9 +94,9 @@ class Runner:
         wire: Wire | None = None,
         patience: float = 60.0,
     ) -> None:
-        if wire is not None and _device_of(model).type != "cpu":
+        if wire is not None and device_of(model).type != "cpu":
             raise OptionError(
-                f"wire= packs what crosses between CPUs; the model is on {_device_of(model)}. Leave it out."
+                f"wire= packs what crosses between CPUs; the model is on {device_of(model)}. Leave it out."
             )
         check_options(plan, clip, skip_overflow, correction, patience)
         self.plan, self._model, self._loss_fn = plan, model, loss_fn
@@ -103,7 +104,7 @@ class Runner:
         self._schedule = schedule_of(plan, warmup)
         self._warmup = warmup
         self._place = placed(plan)
-        pieces = cut(model, example(plan, _device_of(model)))
+        pieces = cut(model, example(plan, device_of(model)))
         self._store = own_store(next(_serials))
         check_stages(plan, pieces)
         agree(self._store, self._place, plan, pieces, wire, patience)
@@ -141,7 +142,7 @@ class Runner:
             self._groups,
             self._health,
             patience,
-            _device_of(model),
+            device_of(model),
             wire,
         )
         self._evaluation: tuple[dict[int, Stage], Links] | None = None
@@ -242,7 +243,7 @@ class Runner:
         Arguments, result and errors are those of :meth:`step`. What is under way is finished first.
         """
         self.drain()
-        with self._guarded(), torch.no_grad(), _evaluating(self._model):
+        with self._guarded(), torch.no_grad(), evaluating(self._model):
             if self._evaluation is None:
                 self._evaluation = self._evaluator()
             stages, links = self._evaluation
@@ -354,7 +355,7 @@ class Runner:
 
     def _evaluator(self) -> tuple[dict[int, Stage], Links]:
         """Stages in evaluation mode, of the same parameters and buffers, and their connections."""
-        pieces = cut(self._model, example(self.plan, _device_of(self._model)))
+        pieces = cut(self._model, example(self.plan, device_of(self._model)))
         stages = {
             number: Stage(pieces[stage.first : stage.end], recompute=False)
             for number, stage in enumerate(self.plan.stages)
@@ -485,27 +486,3 @@ class Runner:
         if self._ahead is not None:
             oldest = min(oldest, self._ahead.version)
         self._updates.reach(version, oldest, self._awaited)
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, and afterwards each module in the mode that it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def example(plan: PipelinePlan, device: torch.device) -> tuple[Tensor, ...]:
-    """One microbatch's inputs, all zero."""
-    return tuple(
-        torch.zeros((plan.microbatch, *form.shape), dtype=getattr(torch, form.dtype), device=device)
-        for form in plan.inputs
-    )
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

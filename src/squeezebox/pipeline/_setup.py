@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from squeezebox import schedules
@@ -315,3 +315,16 @@ def groups_of(
 
 def _group(ranks: list[int]) -> dist.ProcessGroup | None:
     return dist.new_group(ranks) if len(ranks) > 1 else None
+
+
+def example(plan: PipelinePlan, device: torch.device) -> tuple[Tensor, ...]:
+    """One microbatch's inputs, all zero."""
+    return tuple(
+        torch.zeros((plan.microbatch, *form.shape), dtype=getattr(torch, form.dtype), device=device)
+        for form in plan.inputs
+    )
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's parameters are."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

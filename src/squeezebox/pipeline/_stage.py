@@ -54,6 +54,18 @@ def _buffers_kept(piece: nn.Module) -> Iterator[None]:
             buffer.data.copy_(values)  # not seen by autograd, which has noted them for graphs in flight
 
 
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, and afterwards each module in the mode that it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 @dataclass(slots=True)
 class Passage:
     """A microbatch between a stage's forward and its backward.
