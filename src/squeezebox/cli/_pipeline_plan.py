@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from squeezebox.cli._estimate import load_factory, parse_shape
-from squeezebox.cli._plan import OPTIMIZERS, load_loss
+from squeezebox.cli._plan import load_loss, load_model, optimizer_named
 from squeezebox.cli._progress import counted
 from squeezebox.cli._values import parse_size
 from squeezebox.reports import require_writable, save_pipeline_plan
@@ -83,30 +83,13 @@ def make(request: Request, out: Path) -> list[PipelinePlan]:
     return plans
 
 
-def load_model(factory: str) -> nn.Module:
-    """What ``module:callable`` returns, in training mode.
-
-    Raises:
-        OptionError: there is none, or it is no module.
-    """
-    model = load_factory(factory)()
-    if not isinstance(model, nn.Module):
-        raise OptionError(
-            f"'{factory}' returned a {type(model).__name__}, not a torch.nn.Module; name a function or class "
-            "that returns the model."
-        )
-    return model.train()
-
-
 def optimizer_of(name: str, model: nn.Module, rate: float | None) -> torch.optim.Optimizer:
     """An optimizer of all of the model's parameters, with its usual learning rate or another.
 
     Raises:
         OptionError: there is none of that name, or the rate is not above 0.
     """
-    if name not in OPTIMIZERS:
-        raise OptionError(f"no optimizer '{name}'; there are {', '.join(OPTIMIZERS)}.")
-    optimizer = OPTIMIZERS[name](model.parameters())
+    optimizer = optimizer_named(name)(model.parameters())
     if rate is not None:
         if not rate > 0.0:
             raise OptionError(f"--lr {rate}: give a learning rate above 0.")

@@ -19,7 +19,7 @@ from squeezebox.cli._progress import counted
 from squeezebox.reports import MaxBatch, StepPlan, require_writable
 from squeezebox.schema import OptionError
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
     "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
     "adam": torch.optim.Adam,
@@ -40,26 +40,46 @@ class Step:
 
     def load(self) -> dict[str, Any]:
         """Model, sample, loss and optimizer by their names in squeezebox.plan()."""
-        if self.optimizer not in OPTIMIZERS:
-            raise OptionError(f"no optimizer '{self.optimizer}'; there are {', '.join(OPTIMIZERS)}.")
         if self.batch < 1:
             raise OptionError(f"--batch {self.batch} is below 1: a step needs at least one sample.")
-        model = load_factory(self.factory)()
-        if not isinstance(model, torch.nn.Module):
-            raise OptionError(
-                f"'{self.factory}' returned a {type(model).__name__}, not a torch.nn.Module; name a function "
-                "or class that returns the model."
-            )
+        make_optimizer = optimizer_named(self.optimizer)
+        model = load_model(self.factory)
         if self.sample is None:
             sample = (torch.randn(self.batch, *parse_shape(self.input)), None)
         else:
             sample = load_factory(self.sample)()
         return {
-            "model": model.train(),
+            "model": model,
             "sample": sample,
             "loss_fn": _stand_in if self.loss is None else load_loss(self.loss),
-            "optimizer": OPTIMIZERS[self.optimizer](model.parameters()),
+            "optimizer": make_optimizer(model.parameters()),
         }
+
+
+def load_model(factory: str) -> torch.nn.Module:
+    """What ``module:callable`` returns, in training mode.
+
+    Raises:
+        OptionError: there is none, or it is no module.
+    """
+    model = load_factory(factory)()
+    if not isinstance(model, torch.nn.Module):
+        raise OptionError(
+            f"'{factory}' returned a {type(model).__name__}, not a torch.nn.Module; name a function or class "
+            "that returns the model."
+        )
+    return model.train()
+
+
+def optimizer_named(name: str) -> Callable[[Any], torch.optim.Optimizer]:
+    """What makes such an optimizer of parameters.
+
+    Raises:
+        OptionError: there is none of that name.
+    """
+    if name not in _OPTIMIZERS:
+        raise OptionError(f"no optimizer '{name}'; there are {', '.join(_OPTIMIZERS)}.")
+    return _OPTIMIZERS[name]
 
 
 def make(step: Step, *, cache: bool, out: str, **options: Any) -> StepPlan:
