@@ -22,7 +22,6 @@ from squeezebox.reports import (
 )
 from squeezebox.schedules import (
     Costs,
-    Kind,
     Schedule,
     Span,
     Timeline,
@@ -171,17 +170,15 @@ def _report(timeline: Timeline, request: Request, with_bytes: bool) -> PipelineR
 
 
 def _chart(timeline: Timeline, result: PipelineReport, sizes: tuple[int, ...] | None) -> PipelineChart:
-    a_batch = timeline.schedule.microbatches
     return PipelineChart(
         title=result.title(),
         notes=(result.summary(), result.holdings()),
-        rows=tuple(tuple(_drawn(span, a_batch) for span in spans) for spans in timeline.spans),
+        rows=tuple(tuple(_drawn(span, timeline.schedule) for span in spans) for spans in timeline.spans),
         activation_bytes=sizes,
     )
 
 
-def _drawn(span: Span, a_batch: int) -> ChartSpan:
-    action = span.action
-    number = action.microbatch
-    batch = number if action.kind is Kind.UPDATE else number // a_batch
-    return ChartSpan(ChartKind[action.kind.name], action.stage, number, batch, span.start, span.end)
+def _drawn(span: Span, schedule: Schedule) -> ChartSpan:
+    action, batch = span.action, schedule.batch_of(span.action)
+    kind = ChartKind[action.kind.name]
+    return ChartSpan(kind, action.stage, action.microbatch, batch, span.start, span.end)
