@@ -7,12 +7,12 @@ import re
 from collections.abc import Callable
 from typing import TypeVar
 
+from squeezebox.reports import BYTE_UNITS
 from squeezebox.schema import OptionError
 
 Number = TypeVar("Number", int, float)
 
 _LONGEST, _SHORTEST = 1e9, 1e-9  # seconds
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def per_stage(option: str, text: str, stages: int, read: Callable[[str, str], Number]) -> tuple[Number, ...]:
@@ -67,6 +67,7 @@ def parse_size(option: str, text: str) -> int:
         OptionError: it is no size.
     """
     found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)", text)
-    if not found or found[2].upper() not in _UNITS:
+    unit = (found[2].upper() or "B") if found else ""
+    if not found or unit not in BYTE_UNITS:
         raise OptionError(f"{option} {text or 'nothing'} is no size; give bytes, 12MiB or 1.5GB.")
-    return round(float(found[1]) * _UNITS[found[2].upper()])
+    return round(float(found[1]) * BYTE_UNITS[unit])

@@ -17,12 +17,13 @@ from squeezebox.reports._pipeline_plan import (
     save_pipeline_plan,
 )
 from squeezebox.reports._plan import PlannedTensor, StepPlan, load_plan
-from squeezebox.reports._report import Report, human_bytes, require_writable, write_whole
+from squeezebox.reports._report import BYTE_UNITS, Report, human_bytes, require_writable, write_whole
 from squeezebox.reports._shortage import exact_bytes, explain, explain_floor
 from squeezebox.reports._svg import draw_svg
 from squeezebox.reports._trace import trace_events
 
 __all__ = [
+    "BYTE_UNITS",
     "ChartKind",
     "ChartSpan",
     "CompiledReport",

@@ -10,6 +10,7 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from squeezebox.schema import Check, OutputError, SavedTensor, StepRecord
@@ -110,6 +111,12 @@ def require_writable(path: str | os.PathLike[str]) -> None:
             pass
     except OSError as error:
         raise _unwritable(target, error) from error
+
+
+BYTE_UNITS = MappingProxyType(
+    {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+)
+"""Bytes of each unit in which sizes may be given, in capitals."""
 
 
 def human_bytes(nbytes: float) -> str:

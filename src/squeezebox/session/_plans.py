@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from squeezebox import planner
 from squeezebox.bounds import NoiseBudget
 from squeezebox.capture import foreign_hooks
-from squeezebox.reports import MaxBatch, PlannedTensor, StepPlan, explain
+from squeezebox.reports import BYTE_UNITS, MaxBatch, PlannedTensor, StepPlan, explain
 from squeezebox.schema import (
     Action,
     Budget,
@@ -371,13 +371,10 @@ def _fits(profile: Profile, budget: Budget) -> bool:
     return True
 
 
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
 def _size_named(budget: int | str) -> tuple[float, bool]:
     """(bytes, False) of a number or "2GiB"; (share, True) of "50%"."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*|%)", str(budget).strip())
     unit = found[2].upper() if found else ""
-    if not found or (unit and unit != "%" and unit not in _UNITS) or not float(found[1]) > 0:
+    if not found or (unit and unit != "%" and unit not in BYTE_UNITS) or not float(found[1]) > 0:
         raise OptionError(f"budget {budget!r} is no size; give bytes, '2GiB', '800MB' or '50%'.")
-    return float(found[1]) * (0.01 if unit == "%" else _UNITS[unit or "B"]), unit == "%"
+    return float(found[1]) * (0.01 if unit == "%" else BYTE_UNITS[unit or "B"]), unit == "%"
