@@ -61,10 +61,8 @@ class DeviceBlocks:
         self._prepared: codecs.Arena | None = None
         self._recent: deque[int] = deque(maxlen=_RECENT)  # bytes of the last steps' blocks
         self._planned = 0
-        self._sizes, self._sent = (
-            _Sizes(),
-            _Sizes(),
-        )  # of the running step, and the counters'
+        self._sizes = _Sizes()  # of the running step
+        self._sent = _Sizes()  # of the step whose counters are on their way
         self._rates: dict[int, float] = {}  # packed bytes over given ones, by slot, as last known
         self._counters: torch.Tensor | None = None  # on their way to the host
         self._arrived: torch.cuda.Event | _Now | None = None

@@ -21,9 +21,8 @@ from squeezebox.pipeline._updates import Tie
 from squeezebox.schedules import Schedule
 from squeezebox.schema import OptionError, PipelineError, PipelinePlan
 
-_Maker = Callable[
-    [PipelinePlan, int, int], Schedule
-]  # from the plan, the loops and batches to flush at first
+# From the plan, its loops, and the batches to flush at first.
+_Maker = Callable[[PipelinePlan, int, int], Schedule]
 
 _SCHEDULES: Mapping[str, _Maker] = MappingProxyType(
     {
@@ -89,7 +88,7 @@ def check_options(
             f"clip={clip}: a bound of the gradients' norm must be above 0. Leave it out for none."
         )
     if not patience > 0.0:
-        raise OptionError(f"patience={patience}: give seconds above 0.")
+        raise OptionError(f"patience={patience}: a rank must be waited for. Give seconds above 0.")
     if plan.schedule == "pipedream" and (clip is not None or skip_overflow):
         raise OptionError(
             "PipeDream's stages update each on its own, so clip= and skip_overflow= cannot be exact with it. "
