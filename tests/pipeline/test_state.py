@@ -288,3 +288,21 @@ def test_inputs_of_another_shape_are_refused():
     first, second = ranks.run(_misshapen, 2, plan)
     assert first[0] == "OptionError" and "samples are [((3,), 'int64')]" in first[1]
     assert second[0] == "PipelineError" and second[1].startswith("rank 0 (stage 0) raised OptionError")
+
+
+def _frozen_first(rank, plan):
+    model = ranks.chain()
+    for parameter in [*model.parameters()][:8]:
+        parameter.requires_grad_(False)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.01)
+    runner = Runner(model, plan, optimizer=optimizer, loss_fn=nn.functional.mse_loss, clip=0.1)
+    losses = _steps(runner, 0, 3)
+    runner.close()
+    return losses
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "two_bw", "zero_bubble"])
+def test_a_first_stage_with_nothing_to_train(schedule):
+    results = ranks.run(_frozen_first, 2, ranks.plan(8, 2, schedule, 4))
+    assert not any(isinstance(result, str) for result in results), results
+    assert len({*results[1]}) == 3
