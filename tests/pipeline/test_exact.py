@@ -83,6 +83,7 @@ def _cases(world):
         ("adamw", ranks.plan(8, world, "one_f_one_b", 4, policy="recompute"), (), {}),
         ("adamw", ranks.plan(8, world, "one_f_one_b", 2), (), {}),
         ("adamw", ranks.plan(8, world, "zero_bubble", 4), (), {}),
+        ("adamw", ranks.plan(8, world, "zero_bubble", 4, policy="recompute"), (), {}),
         ("adamw", ranks.plan(8, world, "breadth_first", 4, loops=2), (), {}),
         ("adamw", ranks.plan(8, world, "interleaved", 4, loops=2), (), {}),
     ]

@@ -27,6 +27,7 @@ def block(draw, name, microbatch):
             working_bytes=int(working * size),
             forward_seconds=forward * seconds,
             backward_seconds=backward * seconds,
+            pending_bytes=int(20 * size),
         )
         for policy, (saved, working, forward, backward) in zip(POLICIES, costs, strict=True)
     )
@@ -47,7 +48,7 @@ def profile(seed, blocks, microbatch=1):
     )
 
 
-def held(blocks, first, end, policy, in_flight, versions, gradients):
+def held(blocks, first, end, policy, in_flight, pending, versions, gradients):
     """A stage's bytes, written out."""
     own = blocks[first:end]
     holdings = [each.holding(policy) for each in own]
@@ -60,20 +61,23 @@ def held(blocks, first, end, policy, in_flight, versions, gradients):
     return (
         sum((versions + gradients) * each.parameter_bytes + each.state_bytes for each in own)
         + in_flight * (received + sum(each.saved_bytes for each in holdings))
+        + pending * sum(each.pending_bytes for each in holdings)
         + working
-        + 2 * (received + returned)
+        + 2 * received
+        + (max(pending, 1) + 1) * returned
     )
 
 
 def places(schedule, ranks, microbatches):
-    """In flight, versions and sets of gradients of each stage, where a rank has one."""
-    down = [(min(microbatches, ranks - stage), 1, 1) for stage in range(ranks)]
+    """In flight, pending, versions and sets of gradients of each stage, where a rank has one."""
+    down = [(min(microbatches, ranks - stage), 0, 1, 1) for stage in range(ranks)]
+    most = min(microbatches, ranks)
     return {
-        "gpipe": [(microbatches, 1, 1)] * ranks,
+        "gpipe": [(microbatches, 0, 1, 1)] * ranks,
         "one_f_one_b": down,
-        "zero_bubble": [(min(microbatches, ranks), 1, 1)] * ranks,
-        "two_bw": [(ranks - stage, 2 - (stage == ranks - 1), 2) for stage in range(ranks)],
-        "pipedream": [(ranks - stage, ranks - stage, 1) for stage in range(ranks)],
+        "zero_bubble": [(most, min(stage + 1, most), 1, 1) for stage in range(ranks)],
+        "two_bw": [(ranks - stage, 0, 2 - (stage == ranks - 1), 2) for stage in range(ranks)],
+        "pipedream": [(ranks - stage, 0, ranks - stage, 1) for stage in range(ranks)],
     }[schedule]
 
 

@@ -42,9 +42,9 @@ def planned(model=None, **options):
 
 def test_the_fastest_comes_first_and_fits():
     plans = planned(depths=None, microbatches=[1, 2, 4])
-    assert [plan.seconds for plan in plans[:5]] == sorted(plan.seconds for plan in plans[:5])
-    assert {plan.ranks for plan in plans} == {1, 2}
-    assert {plan.microbatch for plan in plans} == {1, 2, 4}
+    assert [plan.seconds for plan in plans] == sorted(plan.seconds for plan in plans)
+    assert {plan.ranks for plan in plans} <= {1, 2}
+    assert {2} < {plan.microbatch for plan in plans} <= {1, 2, 4}
     for plan in plans:
         assert plan.microbatch * plan.microbatches * plan.replicas == ROWS
         assert max(plan.rank_peak_bytes) <= 2**30
@@ -68,19 +68,31 @@ def _peak(rank, plan):
     runner = Runner(
         model, plan, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), loss_fn=ranks.entropy
     )
+    sessions = squeezebox.attach_stages(runner)
     held, meter, batches = runner.weights_bytes, PeakMeter(torch.device("cpu")), [batch(n) for n in range(3)]
     assert meter.start()
     for inputs, target in batches:
         runner.step(inputs, target)
     runner.drain()
     peak = held + meter.stop(()).total_bytes
+    for session in sessions:
+        session.detach()
     runner.close()
     return peak
 
 
 @pytest.mark.parametrize(
     ("schedule", "policy"),
-    [("one_f_one_b", "keep"), ("one_f_one_b", "recompute"), ("two_bw", "keep"), ("gpipe", "keep")],
+    [
+        ("one_f_one_b", "keep"),
+        ("one_f_one_b", "recompute"),
+        ("one_f_one_b", "compress"),
+        ("two_bw", "keep"),
+        ("two_bw", "compress"),
+        ("gpipe", "keep"),
+        ("zero_bubble", "keep"),
+        ("zero_bubble", "recompute"),
+    ],
 )
 def test_peaks_are_as_planned(schedule, policy):
     plan = planned(schedules=[schedule], policies=[policy])[0]
@@ -123,13 +135,11 @@ def test_compression_is_planned_and_carried_out():
 
 
 def _packed(rank, plan):
-    from squeezebox.session import attach_stages
-
     model = network()
     runner = Runner(
         model, plan, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), loss_fn=ranks.entropy
     )
-    (session,) = attach_stages(runner)
+    (session,) = squeezebox.attach_stages(runner)
     for number in range(4):
         runner.step(*batch(number))
     runner.drain()

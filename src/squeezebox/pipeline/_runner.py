@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -441,16 +442,18 @@ class Runner:
             leaves = list(self._feed.inputs.pop(number))
         else:
             buffers, leaves = links.receive(stage, number)
+        if self._is_loss(action):
+            loss_of = functools.partial(self._loss_of, self._feed.targets.pop(number, None))
+            return Passage(action.version, buffers, leaves, [*stages[stage](*leaves, loss_of=loss_of)])
         outputs = stages[stage](*leaves)
-        if not self._is_loss(action):
-            links.send(stage, number, apart(outputs, buffers))
-            kept = [output for output in outputs if output.requires_grad]
-            return Passage(action.version, buffers, leaves, kept)
-        target = self._feed.targets.pop(number, None)
+        links.send(stage, number, apart(outputs, buffers))
+        kept = [output for output in outputs if output.requires_grad]
+        return Passage(action.version, buffers, leaves, kept)
+
+    def _loss_of(self, target: Any, *outputs: Any) -> Tensor:
         output = outputs[0] if len(outputs) == 1 else outputs
         loss = self._loss_fn(output) if target is None else self._loss_fn(output, target)
-        loss = loss / self.plan.microbatches
-        return Passage(action.version, buffers, leaves, [loss])
+        return loss / self.plan.microbatches
 
     def _backward(self, action: Action, passage: Passage) -> None:
         self._weights.select(action.version)  # autograd noted the parameters, not their values

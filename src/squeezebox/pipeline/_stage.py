@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,8 @@ from squeezebox.pipeline._cut import Piece
 class Stage(nn.Module):
     """Pieces called one after the other, with tensors; returns a tuple.
 
-    ``recompute``: each piece saves nothing but its inputs, and runs again in backward.
+    ``recompute``: each piece saves nothing but its inputs, and runs again in backward. The model's last stage
+    is called with what makes the loss of its outputs, so that the stage's hooks cover that too.
     """
 
     def __init__(self, pieces: Sequence[Piece], recompute: bool) -> None:
@@ -28,7 +29,7 @@ class Stage(nn.Module):
         self.pieces = nn.ModuleList(piece.module for piece in pieces)
         self._recompute = recompute
 
-    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+    def forward(self, *inputs: Any, loss_of: Callable[..., Tensor] | None = None) -> tuple[Any, ...]:
         """Run all pieces."""
         for piece in self.pieces:
             if self._recompute and torch.is_grad_enabled():
@@ -36,22 +37,29 @@ class Stage(nn.Module):
                 inputs = checkpoint(piece, *inputs, use_reentrant=False, context_fn=contexts)
             else:
                 inputs = piece(*inputs)
-        return inputs
+        return inputs if loss_of is None else (loss_of(*inputs),)
 
 
 def _contexts(piece: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    return contextlib.nullcontext(), _buffers_kept(piece)
+    return contextlib.nullcontext(), _BuffersKept(piece)
 
 
-@contextlib.contextmanager
-def _buffers_kept(piece: nn.Module) -> Iterator[None]:
-    """Running again changes no statistics: they have been updated by the first run."""
-    before = [(buffer, buffer.clone()) for buffer in piece.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, values in before:
+class _BuffersKept:
+    """Running again changes no statistics: they have been updated by the first run.
+
+    Entered twice where backward is in two parts.
+    """
+
+    def __init__(self, piece: nn.Module) -> None:
+        self._buffers = [*piece.buffers()]
+
+    def __enter__(self) -> None:
+        self._before = [buffer.clone() for buffer in self._buffers]
+
+    def __exit__(self, *_: object) -> None:
+        for buffer, values in zip(self._buffers, self._before, strict=True):
             buffer.data.copy_(values)  # not seen by autograd, which has noted them for graphs in flight
+        self._before.clear()
 
 
 @contextlib.contextmanager
@@ -94,6 +102,7 @@ class Passage:
         _, self.groups = split_backward.stage_backward_input(
             self.outputs, self.gradients, inputs, iter(weights)
         )
+        self.outputs = []
         return self._of_inputs()
 
     def backward_to_weights(self, weights: Sequence[nn.Parameter]) -> None:
@@ -104,8 +113,9 @@ class Passage:
             split_backward.stage_backward_weight(iter(weights), self.groups)
 
     def _of_inputs(self) -> list[Tensor]:
-        return [
-            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            for leaf in self.leaves
-            if leaf.requires_grad
-        ]
+        """Taken from the leaves, which may stay for long."""
+        inputs = [leaf for leaf in self.leaves if leaf.requires_grad]
+        found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in inputs]
+        for leaf in inputs:
+            leaf.grad = None
+        return found

@@ -38,7 +38,8 @@ class Flow:
     """A schedule in closed form.
 
     ``in_flight`` has, for a rank, a row for each moment that may be its fullest, and in it how many
-    microbatches each of the rank's stages holds. ``seconds`` is a batch's, without its all-reduce.
+    microbatches each of the rank's stages holds; ``pending``, row by row, how many of them have gradients of
+    weights to come and no others. ``seconds`` is a batch's, without its all-reduce.
     ``versions`` counts a rank's weights, ``gradients`` its sets of gradients. Where ``waits``, a transfer
     keeps the stages on both sides from their next microbatch; where ``flushes``, so does the all-reduce at
     the batch's end.
@@ -46,6 +47,7 @@ class Flow:
 
     in_flight: Callable[[Pipe, int], Integers]
     seconds: Callable[[Pipe, Passes], float]
+    pending: Callable[[Pipe, int], Integers] = lambda pipe, rank: np.zeros((1, pipe.loops), np.int64)
     suits: Callable[[Pipe], bool] = lambda pipe: pipe.loops == 1
     versions: Callable[[Pipe, int], int] = lambda pipe, rank: 1
     gradients: int = 1
@@ -67,9 +69,22 @@ def _always_all(pipe: Pipe, rank: int) -> Integers:
     return np.array([[pipe.ranks - rank]])
 
 
-def _as_the_first(pipe: Pipe, rank: int) -> Integers:
-    """ZB-H1: gradients of weights are put off until all ranks hold what 1F1B's first one does."""
-    return np.array([[min(pipe.microbatches, pipe.ranks)]])
+def _put_off(pipe: Pipe, rank: int) -> Integers:
+    """ZB-H1: gradients of weights are put off until all ranks hold what 1F1B's first one does.
+
+    In turn n come the n-th forward, the (n - (ranks - 1 - rank))-th gradient of inputs, and the
+    (n - (ranks - 1))-th one of weights; a turn is at its fullest before and after the second of these.
+    Columns: all in flight, and of these those with only the last one to come.
+    """
+    turns = np.arange(pipe.microbatches + pipe.ranks - 1)
+
+    def done(count: Integers) -> Integers:
+        return np.clip(count, 0, pipe.microbatches)
+
+    forwards, weights = done(turns + 1), done(turns - (pipe.ranks - 1))
+    inputs = turns - (pipe.ranks - 1 - rank)
+    moments = [np.stack([forwards - weights, done(each) - weights], 1) for each in (inputs, inputs + 1)]
+    return np.unique(np.concatenate(moments), axis=0)
 
 
 def _in_turns(pipe: Pipe, rank: int) -> Integers:
@@ -181,7 +196,11 @@ FLOWS: Mapping[str, Flow] = {
     "breadth_first": Flow(
         in_flight=_whole_batch, seconds=_there_and_back, suits=lambda pipe: pipe.loops > 1, waits=False
     ),
-    "zero_bubble": Flow(in_flight=_as_the_first, seconds=_zero_bubble),
+    "zero_bubble": Flow(
+        in_flight=lambda pipe, rank: _put_off(pipe, rank)[:, :1],
+        pending=lambda pipe, rank: _put_off(pipe, rank)[:, 1:],
+        seconds=_zero_bubble,
+    ),
     "two_bw": Flow(
         in_flight=_always_all,
         seconds=_endless,

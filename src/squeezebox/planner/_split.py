@@ -131,12 +131,13 @@ def _ways(runs: Runs, shape: Shape, rank: int, stages: Sequence[tuple[int, int]]
     places = _places(shape)[rank :: shape.pipe.ranks]
     fixed = sum(int(runs.lasting(place)[stage]) for place, stage in zip(places, stages, strict=True))
     saved, working = runs.saved[:, first, end], runs.working[:, first, end]
-    seconds, moments = runs.seconds[:, first, end], flow.in_flight(shape.pipe, rank)
+    seconds, pending = runs.seconds[:, first, end], runs.pending[:, first, end]
+    in_flight, waiting = flow.in_flight(shape.pipe, rank), flow.pending(shape.pipe, rank)
     loops = np.arange(len(stages))
 
     def way(policies: tuple[int, ...]) -> Way:
-        activations = int((moments @ saved[policies, loops]).max())
-        peak = fixed + activations + int(working[policies, loops].max())
+        activations = (in_flight @ saved[policies, loops] + waiting @ pending[policies, loops]).max()
+        peak = fixed + int(activations) + int(working[policies, loops].max())
         return Way(float(seconds[policies, loops].sum()), peak, policies)
 
     ways = map(way, product(range(len(runs.policies)), repeat=len(stages)))

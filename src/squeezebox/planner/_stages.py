@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -42,12 +44,14 @@ def stage_memory(profile: PipelineProfile, plan: PipelinePlan, stage: int) -> St
 class Place:
     """What a schedule asks of a stage: microbatches in flight, versions of weights, sets of gradients.
 
-    ``sent`` are gradients on their way to the stage before.
+    ``moments`` are its fullest ones: microbatches in flight, and how many of them are pending. ``returned``
+    are gradients from the stage after, ``sent`` those on their way to the one before.
     """
 
-    in_flight: int
+    moments: tuple[tuple[int, int], ...]
     versions: int
     gradients: int
+    returned: int = 2
     sent: int = 1
 
     @staticmethod
@@ -55,17 +59,25 @@ class Place:
         """That of stage number ``stage``."""
         flow = FLOWS[schedule]
         rank = stage % pipe.ranks
+        in_flight, pending = _moments(flow, pipe, stage)
         return Place(
-            in_flight=_in_flight(flow, pipe, stage),
+            moments=tuple(zip(in_flight.tolist(), pending.tolist(), strict=True)),
             versions=flow.versions(pipe, rank),
             gradients=flow.gradients,
-            sent=_in_flight(flow, pipe, stage - 1) if pipe.loops > 1 and stage else 1,
+            returned=max(int(pending.max()), 1) + 1,
+            sent=_moments(flow, pipe, stage - 1)[0].max() if pipe.loops > 1 and stage else 1,
         )
 
+    def fullest(self, saved: Any, pending: Any) -> Any:
+        """The most of so many bytes for each microbatch in flight, and so many more for each pending one."""
+        moments = [in_flight * saved + waiting * pending for in_flight, waiting in self.moments]
+        return functools.reduce(np.maximum, moments)
 
-def _in_flight(flow: Flow, pipe: Pipe, stage: int) -> int:
+
+def _moments(flow: Flow, pipe: Pipe, stage: int) -> tuple[Integers, Integers]:
     loop, rank = divmod(stage, pipe.ranks)
-    return int(flow.in_flight(pipe, rank)[:, loop].max())
+    in_flight, pending = np.broadcast_arrays(flow.in_flight(pipe, rank), flow.pending(pipe, rank))
+    return in_flight[:, loop], pending[:, loop]
 
 
 def memory(blocks: Sequence[Block], first: int, end: int, policy: str, place: Place) -> StageMemory:
@@ -79,8 +91,13 @@ def memory(blocks: Sequence[Block], first: int, end: int, policy: str, place: Pl
         weights_bytes=place.versions * parameters,
         gradient_bytes=place.gradients * parameters,
         state_bytes=sum(block.state_bytes for block in own),
-        activation_bytes=place.in_flight * (received + sum(each.saved_bytes for each in holdings)),
-        buffer_bytes=(1 + place.sent) * received + 2 * returned,
+        activation_bytes=int(
+            place.fullest(
+                received + sum(each.saved_bytes for each in holdings),
+                sum(each.pending_bytes for each in holdings),
+            )
+        ),
+        buffer_bytes=(1 + place.sent) * received + place.returned * returned,
         working_bytes=_working(holdings),
     )
 
@@ -111,28 +128,32 @@ def held_by(blocks: Sequence[Block], policy: str) -> list[Holding]:
 class Runs:
     """Every run of blocks as a stage, by [first, end]; by [policy, first, end] where it depends on that.
 
-    ``seconds`` are of forward and backward, infinite where a block lacks the policy or there is no block;
-    ``transfer`` are those of both boundaries, one way each.
+    ``saved`` has what was received in it. ``seconds`` are of forward and backward, infinite where a block
+    lacks the policy or there is no block; ``transfer`` are those of both boundaries, one way each.
     """
 
     profile: PipelineProfile
     policies: tuple[str, ...]
     parameters: Integers
-    fixed: Integers  # state and buffers
+    state: Integers
     received: Integers
+    returned: Integers
     saved: Integers
+    pending: Integers
     working: Integers
     seconds: Floats
     transfer: Floats
 
     def held(self, place: Place) -> Integers:
         """Bytes of each run, there."""
-        return self.lasting(place) + place.in_flight * self.saved + self.working
+        fullest: Integers = place.fullest(self.saved, self.pending)
+        return self.lasting(place) + fullest + self.working
 
     def lasting(self, place: Place) -> Integers:
         """Those that are there whatever is in flight."""
         weights = (place.versions + place.gradients) * self.parameters
-        return weights + self.fixed + place.sent * self.received
+        buffers = (1 + place.sent) * self.received + place.returned * self.returned
+        return weights + self.state + buffers
 
 
 def runs(profile: PipelineProfile, policies: Sequence[str], link: Link) -> Runs:
@@ -140,15 +161,16 @@ def runs(profile: PipelineProfile, policies: Sequence[str], link: Link) -> Runs:
     blocks = profile.blocks
     outputs = np.array([0, *(block.output_bytes for block in blocks[:-1]), 0])
     crossing = np.array([0.0, *(link.seconds(block.output_bytes) for block in blocks[:-1]), 0.0])
-    state = _sums([block.state_bytes for block in blocks])
     by_policy = [[block.holding(policy) for block in blocks] for policy in policies]
     return Runs(
         profile=profile,
         policies=tuple(policies),
         parameters=_sums([block.parameter_bytes for block in blocks]),
-        fixed=state + outputs[:, None] + 2 * outputs[None, :],
+        state=_sums([block.state_bytes for block in blocks]),
         received=outputs[:, None] + 0 * outputs[None, :],
-        saved=np.stack([_saved(own) + outputs[:, None] for own in by_policy]),
+        returned=outputs[None, :] + 0 * outputs[:, None],
+        saved=np.stack([_saved(own, "saved_bytes") + outputs[:, None] for own in by_policy]),
+        pending=np.stack([_saved(own, "pending_bytes") for own in by_policy]),
         working=np.stack([_most_working(own) for own in by_policy]),
         seconds=np.stack([_seconds(own) for own in by_policy]),
         transfer=crossing[:, None] + crossing[None, :],
@@ -161,8 +183,8 @@ def _sums(values: Sequence[int]) -> Integers:
     return table
 
 
-def _saved(holdings: Sequence[Holding | None]) -> Integers:
-    upto = _upto(holdings)
+def _saved(holdings: Sequence[Holding | None], what: str) -> Integers:
+    upto = _upto(holdings, what)
     table: Integers = np.triu(upto[None, :] - upto[:, None])
     return table
 
@@ -177,8 +199,9 @@ def _most_working(holdings: Sequence[Holding | None]) -> Integers:
     return table
 
 
-def _upto(holdings: Sequence[Holding | None]) -> Integers:
-    return np.array([0, *accumulate(each.saved_bytes if each else 0 for each in holdings)], np.int64)
+def _upto(holdings: Sequence[Holding | None], what: str = "saved_bytes") -> Integers:
+    values = (getattr(each, what) if each else 0 for each in holdings)
+    return np.array([0, *accumulate(values)], np.int64)
 
 
 def _seconds(holdings: Sequence[Holding | None]) -> Floats:

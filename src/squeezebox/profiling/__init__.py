@@ -8,6 +8,7 @@ from squeezebox.profiling._cache import load_profile, profile_key, store_profile
 from squeezebox.profiling._chain import PartCosts, measure_parts
 from squeezebox.profiling._clock import now
 from squeezebox.profiling._gains import Gain, GainProfiler
+from squeezebox.profiling._marks import Marks, measure_marks
 from squeezebox.profiling._optimizer import state_bytes, transient_bytes
 from squeezebox.profiling._options import StepProfiler
 from squeezebox.profiling._peak import Peak, PeakMeter
@@ -17,12 +18,14 @@ __all__ = [
     "OPTIMIZERS",
     "Gain",
     "GainProfiler",
+    "Marks",
     "PartCosts",
     "Peak",
     "PeakMeter",
     "Simulation",
     "StepProfiler",
     "load_profile",
+    "measure_marks",
     "measure_parts",
     "now",
     "profile_key",

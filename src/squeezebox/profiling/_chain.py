@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from squeezebox.profiling._clock import now
-from squeezebox.profiling._peak import Recording
-from squeezebox.schema import CaptureError
-
-_MARK = "squeezebox.mark."
+from squeezebox.profiling._marks import Marks, measure_marks
 
 Part = Callable[..., tuple[Any, ...]]
 
@@ -71,36 +66,26 @@ def measure_parts(
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         run = _Run(parts, loss_of, around)
-        run.through(inputs, lambda number: None)  # what first calls allocate stays
-        marks = _bytes(run, inputs, device)
-        timed = [_seconds(run, inputs, device) for _ in range(repeats)]
+        marks = measure_marks(functools.partial(run.through, inputs), 2 * len(parts) + 1, device, repeats)
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
-    return [_costs(number, len(parts), marks, timed) for number in range(len(parts))]
+    return [_costs(number, marks, run.output_bytes) for number in range(len(parts))]
 
 
-def _costs(number: int, count: int, marks: _Marks, timed: list[list[float]]) -> PartCosts:
+def _costs(number: int, marks: Marks, output_bytes: Sequence[int]) -> PartCosts:
     """Mark ``number`` is its forward's start, ``2 * count - number`` its backward's."""
+    count = len(output_bytes)
     held = marks.live[number + 1]
     back = 2 * count - number
     highest = max(marks.highest[number], marks.highest[back])
     return PartCosts(
         saved_bytes=held - marks.live[number],
         working_bytes=max(highest - held, 0),
-        output_bytes=marks.output_bytes[number],
-        forward_seconds=statistics.median(times[number] for times in timed),
-        backward_seconds=statistics.median(times[back] for times in timed),
+        output_bytes=output_bytes[number],
+        forward_seconds=marks.seconds[number],
+        backward_seconds=marks.seconds[back],
     )
-
-
-@dataclass(slots=True)
-class _Marks:
-    """Bytes at each mark, the most between it and the next one, and what parts hand on."""
-
-    live: list[int]
-    highest: list[int]
-    output_bytes: list[int]
 
 
 class _Run:
@@ -156,70 +141,3 @@ class _Run:
         for tensor in made:
             if tensor.requires_grad:
                 yield tensor.register_hook(hook)
-
-
-def _seconds(run: _Run, inputs: tuple[Any, ...], device: torch.device) -> list[float]:
-    """Seconds from each mark to the next one that comes."""
-    times: dict[int, float] = {}
-    run.through(inputs, lambda number: times.update({number: now(device)}))
-    found = {number: times[after] - times[number] for number, after in pairwise(sorted(times))}
-    return [found.get(number, 0.0) for number in range(2 * len(run.parts) + 1)]
-
-
-def _bytes(run: _Run, inputs: tuple[Any, ...], device: torch.device) -> _Marks:
-    last = 2 * len(run.parts) + 1
-    live, highest = (_on_device if device.type == "cuda" else _on_host)(run, inputs, device)
-    for number in range(1, last + 1):  # a part without a backward takes nothing there
-        live.setdefault(number, live[number - 1])
-    return _Marks(
-        [live[number] for number in range(last + 1)],
-        [highest.get(number, 0) for number in range(last + 1)],
-        run.output_bytes,
-    )
-
-
-def _on_host(
-    run: _Run, inputs: tuple[Any, ...], device: torch.device
-) -> tuple[dict[int, int], dict[int, int]]:
-    recording = Recording(device)
-    if not recording.start():
-        raise CaptureError("another profiler is running, so memory cannot be measured. End it first.")
-
-    def mark(number: int) -> None:
-        with torch.profiler.record_function(f"{_MARK}{number}"):
-            pass
-
-    try:
-        run.through(inputs, mark)
-    finally:
-        recording.close()
-    live, highest = dict[int, int](), dict[int, int]()
-    allocated: dict[int, int] = {}
-    total, number = 0, 0
-    for name, address, nbytes in recording.events():
-        if name.startswith(_MARK):
-            number = int(name.removeprefix(_MARK))
-            live[number] = highest[number] = total
-        elif nbytes > 0:
-            total += nbytes - allocated.pop(address, 0)
-            allocated[address] = nbytes
-            highest[number] = max(highest.get(number, total), total)
-        elif nbytes < 0:
-            total -= allocated.pop(address, 0)
-    return live, highest
-
-
-def _on_device(
-    run: _Run, inputs: tuple[Any, ...], device: torch.device
-) -> tuple[dict[int, int], dict[int, int]]:
-    live, highest, last = dict[int, int](), dict[int, int](), [0]
-    base = torch.cuda.memory_allocated(device)
-
-    def mark(number: int) -> None:
-        highest[last[0]] = torch.cuda.max_memory_allocated(device) - base
-        torch.cuda.reset_peak_memory_stats(device)
-        live[number] = torch.cuda.memory_allocated(device) - base
-        last[0] = number
-
-    run.through(inputs, mark)
-    return live, highest

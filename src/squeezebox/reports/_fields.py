@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import math
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from squeezebox.schema import FormatError
@@ -97,6 +97,10 @@ def _is_wholes(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(map(_is_whole, value))
 
 
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_finite, value.values()))
+
+
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
@@ -109,4 +113,5 @@ _CHECKS: dict[Any, tuple[Callable[[Any], bool], str]] = {
     bool: (lambda value: isinstance(value, bool), "true or false"),
     tuple[str, ...]: (_is_texts, "a list of texts"),
     tuple[int, ...]: (_is_wholes, "a list of whole numbers from 0"),
+    Mapping[str, float]: (_is_numbers, "an object of finite numbers"),
 }

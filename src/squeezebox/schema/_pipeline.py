@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -11,7 +12,9 @@ class Holding:
 
     ``policy`` is "keep", "compress" or "recompute". ``saved_bytes`` stay from forward to backward, its output
     included and what it was given not; ``working_bytes`` come on top of what is there after its forward,
-    while its forward or its backward runs. The seconds are a microbatch's.
+    while its forward or its backward runs. Where backward is taken in two parts, ``pending_bytes`` stay on
+    top of the saved ones from the first, which gives gradients of inputs, to the second. The seconds are a
+    microbatch's.
     """
 
     policy: str
@@ -19,6 +22,7 @@ class Holding:
     working_bytes: int
     forward_seconds: float
     backward_seconds: float
+    pending_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +68,8 @@ class StagePlan:
     """A stage: blocks ``first`` up to ``end``, and how they hold what they save.
 
     The seconds are a microbatch's; the peak is of the stage alone, in a batch in full swing. Where a rank
-    has several stages, it holds less than their sum: they are not full at the same time.
+    has several stages, it holds less than their sum: they are not full at the same time. A stage that
+    compresses has the ``bounds`` of its tensors' errors, by their keys in a session of the stage.
     """
 
     first: int
@@ -73,6 +78,7 @@ class StagePlan:
     forward_seconds: float
     backward_seconds: float
     peak_bytes: int
+    bounds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +97,7 @@ class PipelinePlan:
     ``len(stages) // ranks`` times. A batch is ``replicas * microbatches`` microbatches of ``microbatch``
     samples each, ``inputs`` are the forms of these. ``schedule`` names a function of
     ``squeezebox.schedules``; ``seconds`` is a batch's, ``rank_peak_bytes`` are each rank's. ``noise`` is what
-    stages that compress allow together. ``fingerprint`` and ``blocks`` (their names) are the model's;
+    the bounds of all blocks allow together. ``fingerprint`` and ``blocks`` (their names) are the model's;
     ``model`` and ``loss`` say, as MODULE:CALLABLE, where it came from, if that is known.
     """
 
@@ -116,9 +122,10 @@ class StageMemory:
     """What a stage holds at its peak, in a batch in full swing.
 
     ``weights_bytes`` are all versions of the parameters, ``activation_bytes`` what all microbatches in flight
-    have been given and have saved, ``buffer_bytes`` one more activation and two gradients that are received,
-    and one gradient on its way out; ``working_bytes`` come on top at the stage's most demanding block, less
-    what its later blocks have given back by then.
+    have been given and have saved, ``buffer_bytes`` one more activation and two gradients that are received
+    (one more than are pending, where backward is in two parts), and one gradient on its way out;
+    ``working_bytes`` come on top at the stage's most demanding block, less what its later blocks have given
+    back by then.
     """
 
     weights_bytes: int

@@ -119,3 +119,11 @@ def nbytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the tensors' storages, each once."""
     storages = (tensor.untyped_storage() for tensor in tensors if is_plain(tensor.data))
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def persistent(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+    """Gradients and optimizer state as they are now; of sharded ones, this rank's part."""
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    state = optimizer.state.values() if optimizer is not None else []
+    states = tensors_in([list(values.values()) for values in state])
+    return [each.to_local() if hasattr(each, "to_local") else each for each in (*gradients, *states)]

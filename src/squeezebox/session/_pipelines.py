@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from squeezebox import pipeline, planner, profiling
+from squeezebox.bounds import Planned
 from squeezebox.pipeline import Piece
-from squeezebox.schedules import Costs, simulate
-from squeezebox.schema import (
-    Block,
-    Holding,
-    InputForm,
-    Link,
-    OptionError,
-    PipelinePlan,
-    PipelineProfile,
-)
-from squeezebox.session._attach import attach
-from squeezebox.session._models import device_of
+from squeezebox.schema import BudgetError, InputForm, Link, OptionError, PipelinePlan
+from squeezebox.session._blocks import Microbatch, bounds_of, measure_blocks, state_share
+from squeezebox.session._models import device_of, restored
 from squeezebox.session._samples import LossFunction, batch_of, check_sample, resize
-from squeezebox.session._session import Session
+from squeezebox.session._session import Session, begin
+from squeezebox.session._stages import Stages
 
-_BEST = 12  # plans that are simulated, of those that are fastest by the closed forms
-_SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "breadth_first")
-_SETTLING = 24  # steps after which bounds have followed what they measured
+_BEST = 12  # plans whose stages are measured, of those that are fastest by their blocks
+_SEARCHES = 4
+_SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "breadth_first", "zero_bubble")
 DEFAULT_NOISE = 1e-3
 
 
@@ -63,16 +54,15 @@ def plan_pipeline(
         optimizer: for the size of its state.
         microbatches: sizes to try (default: powers of two, up to a batch parted once for each rank).
         schedules: names of functions of squeezebox.schedules. "two_bw" and "pipedream" only if named, as they
-            train with gradients of earlier weights; "zero_bubble" too, as what it holds between the two
-            parts of backward is not foretold.
+            train with gradients of earlier weights.
         policies: of "keep", "recompute" and "compress"; the last one only if named, as it loses accuracy.
-        noise: what "compress" allows, as in ``attach``.
+        noise: what "compress" allows if all stages do, measured on the sample as in ``attach``.
         depths: ranks of one pipeline to try (default: all divisors of ``ranks``).
         link: between ranks (default: measured between two processes here).
         on_progress: called with (done, total, note).
 
     Returns:
-        All plans that fit, the fastest first.
+        The best plans that fit, the fastest first.
 
     Raises:
         OptionError: an argument is out of range.
@@ -83,49 +73,57 @@ def plan_pipeline(
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
     batch = batch_of((inputs, target))
     sizes = _sizes(microbatches, batch, ranks)
-    profiles, pieces = [], list[Piece]()
-    for done, size in enumerate(sizes):
+    stages, pieces, share = dict[int, Stages](), list[Piece](), state_share(model, optimizer)
+    with restored(model):
+        for done, size in enumerate(sizes):
+            if on_progress is not None:
+                on_progress(done, len(sizes) + 1, f"microbatches of {size}")
+            part = resize((inputs, target), batch, size)
+            pieces = pipeline.cut(model, part[0])
+            microbatch = Microbatch(inputs=part[0], target=part[1], loss_fn=loss_fn)
+            bounds = bounds_of(pieces, microbatch, noise) if "compress" in policies else {}
+            profile = measure_blocks(
+                pieces, microbatch, size=size, state_share=share, policies=policies, bounds=bounds
+            )
+            made = Stages(
+                profile=profile, pieces=pieces, microbatch=microbatch, bounds=bounds, state_share=share
+            )
+            stages[size] = made.with_pending() if "zero_bubble" in schedules else made
         if on_progress is not None:
-            on_progress(done, len(sizes), f"microbatches of {size}")
-        part = resize((inputs, target), batch, size)
-        pieces = pipeline.cut(model, part[0])
-        profiles.append(_profile(model, pieces, part, loss_fn, size, optimizer, policies, noise))
-    link = link or pipeline.measure_link()
-    plans = planner.plan_pipeline(
-        profiles,
-        batch=batch,
-        ranks=ranks,
-        memory_bytes=memory_bytes,
-        link=link,
-        schedules=schedules,
-        policies=policies,
-        depths=depths,
-    )
-    by_size = {profile.microbatch: profile for profile in profiles}
-    best = [_simulated(plan, by_size[plan.microbatch], link) for plan in plans[:_BEST]]
-    best.sort(key=lambda plan: plan.seconds)
-    return [
-        dataclasses.replace(
-            plan,
-            inputs=tuple(
-                InputForm(shape=tuple(each.shape[1:]), dtype=str(each.dtype).removeprefix("torch."))
-                for each in inputs
-            ),
-            noise=noise if "compress" in policies else 0.0,
-            fingerprint=pipeline.fingerprint(pieces),
-            blocks=tuple(piece.name for piece in pieces),
+            on_progress(len(sizes), len(sizes) + 1, "the best plans' stages")
+        search = functools.partial(
+            planner.plan_pipeline,
+            [each.profile for each in stages.values()],
+            batch=batch,
+            ranks=ranks,
+            schedules=schedules,
+            policies=policies,
+            depths=depths,
         )
-        for plan in [*best, *plans[_BEST:]]
-    ]
+        plans = _best(search, stages, memory_bytes, link or pipeline.measure_link())
+    about: dict[str, Any] = {
+        "inputs": tuple(
+            InputForm(shape=tuple(each.shape[1:]), dtype=str(each.dtype).removeprefix("torch."))
+            for each in inputs
+        ),
+        "noise": noise if "compress" in policies else 0.0,
+        "fingerprint": pipeline.fingerprint(pieces),
+        "blocks": tuple(piece.name for piece in pieces),
+    }
+    return [dataclasses.replace(plan, **about) for plan in plans]
 
 
 def attach_stages(runner: pipeline.Runner) -> list[Session]:
-    """Attach to those of a rank's stages that the plan wants compressed, each with its share of the noise."""
-    packed = [number for number, stage in enumerate(runner.plan.stages) if stage.policy == "compress"]
+    """Attach to those of a rank's stages that the plan wants compressed, with its bounds for them.
+
+    These stay as they are, so that memory stays what was planned; ``squeezebox.attach`` on a stage, with
+    ``noise=``, adapts them.
+    """
+    plans = runner.plan.stages
     return [
-        attach(stage, noise=runner.plan.noise / len(packed))
+        begin(stage, None, Planned(bounds=plans[number].bounds), overlapping=True)
         for number, stage in runner.stages.items()
-        if number in packed
+        if plans[number].policy == "compress"
     ]
 
 
@@ -148,118 +146,30 @@ def _sizes(microbatches: Sequence[int] | None, batch: int, ranks: int) -> list[i
     return list(microbatches)
 
 
-def _profile(
-    model: torch.nn.Module,
-    pieces: Sequence[Piece],
-    sample: tuple[Any, Any],
-    loss_fn: LossFunction,
-    size: int,
-    optimizer: torch.optim.Optimizer | None,
-    policies: Sequence[str],
-    noise: float,
-) -> PipelineProfile:
-    inputs, target = sample
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def _best(
+    search: Callable[..., list[PipelinePlan]], stages: Mapping[int, Stages], memory_bytes: int, link: Link
+) -> list[PipelinePlan]:
+    """The fastest that fit when their stages are measured as wholes; if none does, among smaller ones.
 
-    def loss_of(outputs: tuple[Any, ...]) -> torch.Tensor:
-        return loss_fn(outputs[0] if len(outputs) == 1 else outputs, target)
-
-    costs = {}
-    for policy in policies:
-        parts = [_recomputed(piece) if policy == "recompute" else piece.module for piece in pieces]
-        with _packed(pieces, parts, inputs, loss_of, noise) if policy == "compress" else _plainly() as around:
-            costs[policy] = profiling.measure_parts(
-                parts, inputs, loss_of, trained, device=device_of(model), around=around
-            )
-    share = _state_share(model, optimizer)
-    blocks = []
-    for number, piece in enumerate(pieces):
-        own = [each for each in piece.module.parameters() if each.requires_grad]
-        nbytes = sum(each.nbytes for each in own)
-        frozen = sum(each.nbytes for each in piece.module.parameters()) - nbytes  # there once, in any case
-        holdings = {policy: each[number] for policy, each in costs.items()}
-        blocks.append(
-            Block(
-                name=piece.name,
-                parameter_bytes=nbytes,
-                state_bytes=int(share * nbytes) + frozen,
-                output_bytes=next(iter(holdings.values())).output_bytes,
-                holdings=tuple(
-                    Holding(
-                        policy=policy,
-                        saved_bytes=each.saved_bytes,
-                        working_bytes=each.working_bytes,
-                        forward_seconds=each.forward_seconds,
-                        backward_seconds=each.backward_seconds,
-                    )
-                    for policy, each in holdings.items()
-                ),
-            )
-        )
-    return PipelineProfile(microbatch=size, blocks=tuple(blocks))
-
-
-def _recomputed(piece: Piece) -> Callable[..., tuple[Any, ...]]:
-    def run(*inputs: Any) -> tuple[Any, ...]:
-        outputs: tuple[Any, ...] = checkpoint(piece.module, *inputs, use_reentrant=False)
-        return outputs
-
-    return run
-
-
-@contextlib.contextmanager
-def _plainly() -> Iterator[Callable[[], AbstractContextManager[object]]]:
-    yield contextlib.nullcontext
-
-
-@contextlib.contextmanager
-def _packed(
-    pieces: Sequence[Piece],
-    parts: Sequence[Any],
-    inputs: tuple[Any, ...],
-    loss_of: Callable[[tuple[Any, ...]], torch.Tensor],
-    noise: float,
-) -> Iterator[Callable[[], AbstractContextManager[object]]]:
-    """A session over all pieces, after a few steps in which its bounds settle."""
-    whole = torch.nn.ModuleList(piece.module for piece in pieces)
-    session = attach(whole, noise=noise)
-    try:
-        for _ in range(_SETTLING):
-            with session.step():
-                values = inputs
-                for part in parts:
-                    values = part(*values)
-                loss = loss_of(values)
-            loss.backward()
-        whole.zero_grad()
-        yield session.step
-    finally:
-        session.detach()
-
-
-def _state_share(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> float:
-    """Bytes of optimizer state for each byte of trained parameters."""
-    trained = sum(each.nbytes for each in model.parameters() if each.requires_grad)
-    return profiling.state_bytes(model, optimizer) / trained if trained else 0.0
-
-
-def _simulated(plan: PipelinePlan, profile: PipelineProfile, link: Link) -> PipelinePlan:
-    """The plan with the seconds of its schedule run on paper, its uneven stages included.
-
-    Schedules without a flush keep theirs, which are those of the slowest stage.
+    Raises:
+        BudgetError: there are none.
     """
-    if plan.schedule in pipeline.FLOWING:
-        return plan
-    ends = [profile.blocks[stage.end - 1].output_bytes for stage in plan.stages[:-1]]
-    costs = Costs(
-        forward=tuple(stage.forward_seconds for stage in plan.stages),
-        backward=tuple(stage.backward_seconds for stage in plan.stages),
-        transfer=max((link.seconds(nbytes) for nbytes in ends), default=0.0),
+    limit, least = memory_bytes, 0
+    for _ in range(_SEARCHES):
+        try:
+            found = search(memory_bytes=limit, link=link)[:_BEST]
+        except BudgetError:
+            if not least:
+                raise
+            break
+        plans = [stages[plan.microbatch].measured(plan, link) for plan in found]
+        fitting = [plan for plan in plans if max(plan.rank_peak_bytes) <= memory_bytes]
+        if fitting:
+            return sorted(fitting, key=lambda plan: plan.seconds)
+        least = min(max(plan.rank_peak_bytes) for plan in plans)
+        limit = limit * memory_bytes // least
+    raise BudgetError(
+        f"no pipeline was found that fits {memory_bytes} bytes a rank: the smallest of those whose stages "
+        f"were measured holds {least}. Allow that much, or give more ranks, smaller microbatches, or "
+        "policies that hold less."
     )
-    seconds = simulate(pipeline.schedule_of(plan), costs).seconds
-    parameters = (
-        sum(block.parameter_bytes for block in profile.blocks[stage.first : stage.end])
-        for stage in plan.stages
-    )
-    seconds += planner.all_reduce_seconds(max(parameters), plan.replicas, link)
-    return dataclasses.replace(plan, seconds=seconds)

@@ -38,7 +38,7 @@ from squeezebox.schema import (
     Role,
     StepProfile,
 )
-from squeezebox.session._models import device_of, nbytes_of, restored, tensors_in, ungraded
+from squeezebox.session._models import device_of, nbytes_of, persistent, restored, tensors_in, ungraded
 from squeezebox.session._samples import LossFunction, apart, check_loss, explained
 from squeezebox.session._session import Session, begin
 
@@ -150,7 +150,7 @@ class _Profiling:
                 store.blocks.prepare(sum(row.packed["blocks"] for row in blocks))
             profiler.start(max((row.saved_bytes for row in blocks), default=0))
             session._replay(self._step, bypass=False)
-            gradients = session._gradients()
+            gradients = persistent(session._model, None)
             saved = {row.key: row.saved_bytes for row in store.rows}
             final = nbytes_of(gradients) + transient_bytes(gradients, subject.optimizer)
             profile = profiler.stop(sum(parts.values()), learned, final, gradients)
@@ -175,7 +175,7 @@ class _Profiling:
         session, model = self._session, self._subject.model
         self._plain("a plain step")
         if budget_bytes is not None:
-            _require_room(int(budget_bytes), self._parts(), nbytes_of(session._gradients()))
+            _require_room(int(budget_bytes), self._parts(), nbytes_of(persistent(session._model, None)))
         for _ in range(self._statistics_steps):
             model.zero_grad(set_to_none=True)
             self._step()

@@ -40,6 +40,7 @@ from squeezebox.session._models import (
     mean_momentum,
     names_of,
     nbytes_of,
+    persistent,
     restored,
     tensors_in,
 )
@@ -64,8 +65,10 @@ class Session:
         checks_per_refresh: int = 1,
         plan: StepPlan | None = None,
         replanning: Replanning | None = None,
+        overlapping: bool = False,
     ) -> None:
         self._model = model
+        self._overlapping = overlapping
         self._optimizer = optimizer
         on_host = device_of(model).type == "cpu"
         self._policy = BoundPolicy(controller, on_host)
@@ -246,7 +249,7 @@ class Session:
         if foreign_hooks():
             self._notes["other saved-tensor hooks were active around a forward: it was left alone"] = None
             return
-        if self._recorder.backward_seen or not self._open or not self._store.in_use:
+        if self._overlapping or self._recorder.backward_seen or not self._open or not self._store.in_use:
             self._open_step()
         self._enter(inputs)
 
@@ -355,7 +358,8 @@ class Session:
             self._collector = self._recorder.collector = Collector(
                 self._store, names_of(self._model), self._is_checked, self._step
             )
-        if self._step == 0 or (self._due(self._step - 1) and self._collector is None):
+        is_plain = self._step == 0 or (self._due(self._step - 1) and self._collector is None)
+        if is_plain and not self._overlapping:
             self._meter.start(self._persistent())
 
     def _start_blocks(self, *, measured: bool) -> None:
@@ -450,9 +454,6 @@ class Session:
         """From the next forward on, work the region in slices."""
         self._recorder.slicer = None if region is None else Slicer(region, self._recorder)
 
-    def _gradients(self) -> list[torch.Tensor]:
-        return [p.grad for p in self._model.parameters() if p.grad is not None]
-
     def _due(self, step: int) -> bool:
         return step >= 0 and self._policy.controller is not None and self._policy.controller.due(step)
 
@@ -463,11 +464,7 @@ class Session:
         return (number - first) % count < self._checks_per_refresh
 
     def _persistent(self) -> list[torch.Tensor]:
-        """Gradients and optimizer state as they are now."""
-        gradients = self._gradients()
-        state = self._optimizer.state.values() if self._optimizer is not None else []
-        states = tensors_in([list(values.values()) for values in state])
-        return [_local(tensor) for tensor in (*gradients, *states)]
+        return persistent(self._model, self._optimizer)
 
     def _require_attached(self) -> None:
         if self._installation is None:
@@ -482,19 +479,19 @@ def begin(
     plan: StepPlan | None = None,
     replanning: Replanning | None = None,
     checks_per_refresh: int = 1,
+    overlapping: bool = False,
 ) -> Session:
-    """A session for a model that has none and can have one; without controller and plan nothing is lost."""
+    """A session for a model that has none and can have one; without controller and plan nothing is lost.
+
+    ``overlapping``: every forward is a step of its own, whatever still waits for its backward; no peak is
+    measured, which would be of several at once.
+    """
     if model in attached:
         raise AttachError(
             f"{type(model).__name__} is attached already. Call detach() on its session first, or go on "
             "with that one."
         )
     check_supported(model)
-    session = Session(model, optimizer, controller, checks_per_refresh, plan, replanning)
+    session = Session(model, optimizer, controller, checks_per_refresh, plan, replanning, overlapping)
     attached.add(model)
     return session
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor, or the tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
