@@ -34,6 +34,7 @@ ARMS = (
     ("one_f_one_b", "compress"),
     ("interleaved", "keep"),
     ("zero_bubble", "keep"),
+    ("zero_bubble", "recompute"),
     ("two_bw", "keep"),
     ("two_bw", "compress"),
 )
@@ -48,8 +49,7 @@ def main() -> None:
     parser.add_argument("--microbatch", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--noise", type=float, default=1e-2)
-    parser.add_argument("--batches", type=int, default=3, help="in which memory is summed up")
-    parser.add_argument("--settling", type=int, default=12, help="before, if something is compressed")
+    parser.add_argument("--batches", type=int, default=8, help="in which memory is summed up")
     parser.add_argument("--quick", action="store_true", help="two ranks, a smaller network")
     if "--quick" in sys.argv[1:]:
         parser.set_defaults(ranks=[2], width=64, depth=2, length=32)
@@ -111,31 +111,16 @@ def train(rank: int, plan: PipelinePlan, arguments: argparse.Namespace) -> tuple
     weights = runner.weights_bytes
     sessions = attach_stages(runner)
     source = text.batches(plan.microbatch * plan.microbatches, arguments.length, 0)
-    settling = arguments.settling if sessions else 0
-    batches = list(islice(source, settling + arguments.batches))
-    for batch in batches[:settling]:
-        runner.step(*batch)
-    runner.drain()
-    held = runner.weights_bytes
     meter = PeakMeter(torch.device("cpu"))
-    before = nbytes_of(runner) if settling else 0  # gradients and state are there already
     meter.start()
-    for batch in batches[settling:]:
+    for batch in islice(source, arguments.batches):
         runner.step(*batch)
     runner.drain()
     peak = meter.stop(()).total_bytes
     for session in sessions:
         session.detach()
     runner.close()
-    return held + before + peak, weights
-
-
-def nbytes_of(runner: Runner) -> int:
-    """Of the optimizer's state."""
-    states = runner.optimizer.state.values()
-    return sum(
-        value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor)
-    )
+    return weights + peak, weights
 
 
 def network(arguments: argparse.Namespace) -> torch.nn.Module:

@@ -1,6 +1,7 @@
 """Plans of pipelines, from measuring the blocks to training by them."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -48,6 +49,7 @@ def test_the_fastest_comes_first_and_fits():
     for plan in plans:
         assert plan.microbatch * plan.microbatches * plan.replicas == ROWS
         assert max(plan.rank_peak_bytes) <= 2**30
+        assert json.dumps(dataclasses.asdict(plan))
         assert plan.stages[-1].end == len(plan.blocks)
         assert plan.inputs[0].shape == (24,) and plan.inputs[0].dtype == "int64"
 

@@ -74,6 +74,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+class _Alias(torch.autograd.Function):
+    """The same values as a tensor that may be detached in place, as views and a stage's inputs may not."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        place = values.untyped_storage(), values.storage_offset(), values.shape, values.stride()
+        return torch.empty(0, dtype=values.dtype, device=values.device).set_(*place)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
 @dataclass(slots=True)
 class Passage:
     """A microbatch between a stage's forward and its backward.
@@ -99,9 +112,8 @@ class Passage:
         inputs = [leaf for leaf in self.leaves if leaf.requires_grad]
         if not inputs:
             return []
-        _, self.groups = split_backward.stage_backward_input(
-            self.outputs, self.gradients, inputs, iter(weights)
-        )
+        outputs = [_Alias.apply(output) for output in self.outputs]  # type: ignore[no-untyped-call]
+        _, self.groups = split_backward.stage_backward_input(outputs, self.gradients, inputs, iter(weights))
         self.outputs = []
         return self._of_inputs()
 

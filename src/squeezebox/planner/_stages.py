@@ -65,7 +65,7 @@ class Place:
             versions=flow.versions(pipe, rank),
             gradients=flow.gradients,
             returned=max(int(pending.max()), 1) + 1,
-            sent=_moments(flow, pipe, stage - 1)[0].max() if pipe.loops > 1 and stage else 1,
+            sent=int(_moments(flow, pipe, stage - 1)[0].max()) if pipe.loops > 1 and stage else 1,
         )
 
     def fullest(self, saved: Any, pending: Any) -> Any:
