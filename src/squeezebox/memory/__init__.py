@@ -6,6 +6,8 @@ May touch: torch tensors' bytes, pinned host memory with streams to it, and one 
 
 from squeezebox.memory._layout import Packer, layout, verify
 from squeezebox.memory._problem import Problem
+from squeezebox.memory._search import search
+from squeezebox.memory._sharing import safe_sharing
 from squeezebox.memory._somas import somas
 from squeezebox.memory._spill import Slot, Spill
 from squeezebox.memory._staging import HostSlot, Staging, Streams
@@ -21,6 +23,8 @@ __all__ = [
     "Staging",
     "Streams",
     "layout",
+    "safe_sharing",
+    "search",
     "somas",
     "verify",
 ]
