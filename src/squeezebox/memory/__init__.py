@@ -4,6 +4,7 @@ In: buffers' lifetimes, operators on streams, flat tensors. Out: offsets that ne
 May touch: torch tensors' bytes, pinned host memory with streams to it, and one temporary file of its own.
 """
 
+from squeezebox.memory._csv import layout_csv, read_buffers
 from squeezebox.memory._layout import Packer, layout, verify
 from squeezebox.memory._problem import Problem
 from squeezebox.memory._search import search
@@ -23,6 +24,8 @@ __all__ = [
     "Staging",
     "Streams",
     "layout",
+    "layout_csv",
+    "read_buffers",
     "safe_sharing",
     "search",
     "somas",

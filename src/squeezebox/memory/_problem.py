@@ -143,10 +143,10 @@ def _grown(starts: Relation, by_size: Integers, conflicts: Relation) -> Relation
             for buffer in by_size:
                 if starts[row, buffer] != wanted:
                     continue
-                suits = True
-                for i in range(count):
-                    suits = suits and conflicts[buffer, members[i]]
-                if suits:
+                i = 0
+                while i < count and conflicts[buffer, members[i]]:
+                    i += 1
+                if i == count:
                     chosen[row, buffer] = True
                     members[count] = buffer
                     count += 1
