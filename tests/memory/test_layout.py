@@ -124,6 +124,15 @@ def test_groups_lie_side_by_side(packer, found, data):
         assert not (conflict(a, b) and overlap(a, place[a.name][0], b, place[b.name][0]))
 
 
+def test_buffers_without_bytes_are_in_nobodys_way():
+    rows = [(2, 4, 2), (4, 7, 7), (0, 2, 0), (2, 6, 7), (1, 3, 8), (3, 6, 2)]
+    found = [
+        Buffer(name=str(number), lower=lower, upper=upper, nbytes=nbytes)
+        for number, (lower, upper, nbytes) in enumerate(rows)
+    ]
+    assert memory.layout(found, alignment=1).nbytes == 17
+
+
 def test_a_group_takes_over_its_members_conflicts():
     first = Buffer(name="a", lower=0, upper=1, nbytes=10)
     second = Buffer(name="b", lower=5, upper=6, nbytes=10)

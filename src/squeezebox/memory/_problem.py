@@ -45,6 +45,7 @@ def problem_of(buffers: Sequence[Buffer], conflicts: Relation | None, alignment:
     upper = np.array([each.upper for each in buffers], np.int64)
     sizes = np.array([-(-each.nbytes // alignment) for each in buffers], np.int64)
     relation = overlaps(lower, upper) if conflicts is None else _checked(conflicts, buffers)
+    relation[sizes == 0] = relation[:, sizes == 0] = False  # nothing overlaps with no bytes
     bound = lower_bound(sizes, lower, upper, relation)
     return Problem(sizes=sizes, lower=lower, upper=upper, conflicts=relation, lower_bound=bound)
 

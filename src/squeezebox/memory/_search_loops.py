@@ -177,7 +177,7 @@ def _release(case, state, depth):
         if not state.placed[buffer] and state.part_of[depth, buffer] == state.part[depth]:
             release = max(state.least[depth, buffer], state.level[depth])
             state.release[buffer] = release
-            lowest = min(lowest, release + case.sizes[buffer])
+            lowest = min(lowest, release + max(case.sizes[buffer], 1))
     order = state.order
     for i in range(1, order.size):  # nearly sorted already
         buffer, slot = order[i], i
