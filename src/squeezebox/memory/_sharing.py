@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
-from squeezebox.memory._problem import Relation
+from squeezebox.memory._problem import Integers, Relation
 from squeezebox.schema import Buffer, Operator, OptionError
-
-Bits = NDArray[np.uint8]
 
 
 @dataclass(slots=True)
@@ -53,7 +51,8 @@ def safe_sharing(
     predecessors = _predecessors(operators, lives)
     if unknown := [name for name in kept if name not in lives]:
         raise OptionError(f"'{unknown[0]}' is kept, but has no size; name it in nbytes too.")
-    free = _free_before(lives.values(), _descendants(predecessors), kept)
+    places, streams = _places(operators)
+    free = _free_before(lives.values(), _clocks(predecessors, places, streams), places, kept)
     buffers = tuple(
         Buffer(
             name=each.name,
@@ -110,23 +109,47 @@ def _check(operator: Operator, numbers: Mapping[str, int]) -> None:
             )
 
 
-def _descendants(predecessors: Sequence[set[int]]) -> Bits:
-    """(operator, byte): a bit for each operator that only begins when the row's has ended."""
-    rows = np.zeros((len(predecessors), -(-len(predecessors) // 8)), np.uint8)
-    for number in reversed(range(len(predecessors))):
-        for before in predecessors[number]:
-            rows[before] |= rows[number]
-            rows[before, number // 8] |= np.uint8(1 << number % 8)
-    return rows
+def _clocks(predecessors: Sequence[set[int]], places: Sequence[tuple[int, int]], streams: int) -> Integers:
+    """(operator, stream): how many of the stream's operators have ended whenever the row's begins.
+
+    A stream's operators end in order, so these counts tell all of an operator's ancestors.
+    """
+    clocks = np.zeros((len(predecessors), streams), np.int64)
+    for number, before in enumerate(predecessors):
+        for each in before:
+            np.maximum(clocks[number], clocks[each], out=clocks[number])
+        for stream, place in map(places.__getitem__, before):
+            clocks[number, stream] = max(clocks[number, stream], place + 1)
+    return clocks
 
 
-def _free_before(lives: Collection[_Lifetime], descendants: Bits, kept: Collection[str]) -> Relation:
+def _places(operators: Sequence[Operator]) -> tuple[list[tuple[int, int]], int]:
+    """Each operator's stream, numbered, and its place there; and how many streams there are."""
+    numbers: dict[str, int] = {}
+    counts: Counter[str] = Counter()
+    places = []
+    for operator in operators:
+        stream = numbers.setdefault(operator.stream, len(numbers))
+        places.append((stream, counts[operator.stream]))
+        counts[operator.stream] += 1
+    return places, len(numbers)
+
+
+def _free_before(
+    lives: Collection[_Lifetime], clocks: Integers, places: Sequence[tuple[int, int]], kept: Collection[str]
+) -> Relation:
     """(t, u): have all of t's users ended whenever u's producer begins?"""
-    producers = np.array([-1 if each.producer is None else each.producer for each in lives], np.int64)
-    born = np.flatnonzero(producers >= 0)
-    free = np.zeros((len(lives), len(lives)), np.bool_)
+    streams = clocks.shape[1]
+    needed = np.zeros((len(lives), streams), np.int64)  # of each stream's operators, until t is done
+    reached = np.full((len(lives), streams), -1, np.int64)  # when u's producer begins
     for row, each in enumerate(lives):
-        if each.users and each.name not in kept:
-            after = np.unpackbits(np.bitwise_and.reduce(descendants[each.users]), bitorder="little")
-            free[row, born] = after[producers[born]]
+        for stream, place in map(places.__getitem__, each.users):
+            needed[row, stream] = place + 1
+        if each.producer is not None:
+            reached[row] = clocks[each.producer]
+        if each.name in kept or not each.users:
+            needed[row] = len(places) + 1
+    free = np.ones((len(lives), len(lives)), np.bool_)
+    for stream in range(streams):
+        free &= needed[:, stream, None] <= reached[:, stream]
     return free
