@@ -14,7 +14,8 @@ from squeezebox.memory._problem import Integers, Problem, Relation, all_cliques,
 from squeezebox.memory._somas import somas
 
 _LARGEST = 2000  # buffers; the search's tables are quadratic
-_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the way from what cannot be undercut to just below the best
+_TURNS = 5  # capacities a round, beside the lower bound itself
+_GOLDEN = (5**0.5 - 1) / 2  # its multiples, less their whole parts, fill the line evenly
 
 
 def search(problem: Problem, seconds: float = 10.0) -> Integers:
@@ -54,13 +55,17 @@ def search(problem: Problem, seconds: float = 10.0) -> Integers:
 
 
 def _attempts(count: int, orders: int) -> Iterator[tuple[float, int, int]]:
-    """Shares, limits of nodes and orders, without end."""
-    limit = 2 * count
+    """Shares of the way from what cannot be undercut to the best, limits of nodes, and orders, without end.
+
+    Which capacity a search finds its way under is a matter of luck, so no share comes twice but 0.
+    """
+    limit, turn = 2 * count, 0
     while True:
-        for share in _SHARES:
+        shares = [(turn + each) * _GOLDEN % 1.0 for each in range(1, _TURNS + 1)]
+        for share in (0.0, *shares):
             for which in range(orders):
                 yield share, limit, which
-        limit *= 2
+        limit, turn = 2 * limit, turn + _TURNS
 
 
 def _height(problem: Problem, offsets: Integers) -> int:
