@@ -142,8 +142,9 @@ def clobbered(
 
 def text(row: dict[str, Any]) -> str:
     return (
-        f"## Two copy streams beside the step\n\nResNet-50's step with {row['moved']} saved tensors moved out "
-        f"and back on streams of their own ({row['operators']} operators, {row['tensors']} tensors), "
+        "## Two copy streams beside the step\n\n"
+        f"ResNet-50's step with {row['moved']} saved tensors moved out and back on streams of their "
+        f"own ({row['operators']} operators, {row['tensors']} tensors), "
         f"simulated with {row['runs']} random sets of durations. With offsets by the order of issue, some "
         f"operator read bytes that had been written over in {row['wrong_by_issue']} of them; the arena had "
         f"{row['bytes_by_issue'] / 2**20:.1f} MiB. With offsets by safe sharing: in {row['wrong_safe']}; "

@@ -182,8 +182,8 @@ def planning_text(row: dict[str, Any]) -> str:
     sharing, placing = row["sharing_seconds"], row["layout_seconds"]
     return (
         f"## Planning\n\nA GPT's step of {row['tensors']} tensors and {row['operators']} operators: "
-        f"{ranged(sharing)} to say who may share, {ranged(placing)} to place and verify, at {row['ratio']:.6f} "
-        "of the lower bound."
+        f"{ranged(sharing)} to say who may share, {ranged(placing)} to place and verify; the arena is "
+        f"{row['ratio']:.6f} of the lower bound."
     )
 
 
