@@ -125,6 +125,11 @@ def test_a_copy_beside_holds_its_tensor_until_it_is_waited_for():
     assert not conflicts.any() and memory.layout(buffers, conflicts=conflicts).nbytes == 64
 
 
+def test_without_operators_nothing_is_shared():
+    _, conflicts = memory.safe_sharing([], {"a": 1, "b": 1})
+    assert conflicts.tolist() == [[False, True], [True, False]]
+
+
 @pytest.mark.parametrize(
     ("operators", "kept", "words"),
     [

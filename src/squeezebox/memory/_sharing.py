@@ -124,7 +124,7 @@ def _clocks(predecessors: Sequence[set[int]], places: Sequence[tuple[int, int]],
 
 
 def _places(operators: Sequence[Operator]) -> tuple[list[tuple[int, int]], int]:
-    """Each operator's stream, numbered, and its place there; and how many streams there are."""
+    """Each operator's stream, numbered, and its place there; and how many streams there are, at least one."""
     numbers: dict[str, int] = {}
     counts: Counter[str] = Counter()
     places = []
@@ -132,7 +132,7 @@ def _places(operators: Sequence[Operator]) -> tuple[list[tuple[int, int]], int]:
         stream = numbers.setdefault(operator.stream, len(numbers))
         places.append((stream, counts[operator.stream]))
         counts[operator.stream] += 1
-    return places, len(numbers)
+    return places, max(len(numbers), 1)
 
 
 def _free_before(
