@@ -18,6 +18,7 @@ from squeezebox.schema._errors import (
     SqueezeboxError,
     UnsupportedModelError,
 )
+from squeezebox.schema._layout import Buffer, Layout, Operator
 from squeezebox.schema._pipeline import (
     Block,
     Holding,
@@ -59,6 +60,7 @@ __all__ = [
     "Block",
     "Budget",
     "BudgetError",
+    "Buffer",
     "CaptureError",
     "Check",
     "CodecError",
@@ -68,9 +70,11 @@ __all__ = [
     "Holding",
     "Injection",
     "InputForm",
+    "Layout",
     "Link",
     "Moment",
     "NodeStatistics",
+    "Operator",
     "Option",
     "OptionError",
     "OutputError",
