@@ -111,7 +111,8 @@ def _train(
     request: Request, runner: pipeline.Runner, batches: Iterator[Any], first: int
 ) -> tuple[int, float]:
     """Peak bytes of the first few batches, and a later one's median seconds."""
-    meter, held, peak, times = peak_meter(runner.stages.values()), runner.weights_bytes, 0, list[float]()
+    meter, held, peak, times = peak_meter(runner.stages.values()), _held_bytes(runner), 0, list[float]()
+    whose = f", replica {runner.replica}" if runner.plan.replicas > 1 else ""
 
     def measured() -> int:
         runner.drain()
@@ -127,13 +128,19 @@ def _train(
         elif number == first + _MEASURED - 1:
             peak = measured()
         if loss is not None and number % request.log_every == 0:
-            print(f"batch {number}: loss {loss.item():.6g}", flush=True)
+            print(f"batch {number}{whose}: loss {loss.item():.6g}", flush=True)
         if request.checkpoint is not None and request.save_every and (number + 1) % request.save_every == 0:
             runner.save(request.checkpoint)
     if meter.running:
         peak = measured()
     runner.drain()
     return peak, statistics.median(times) if times else 0.0
+
+
+def _held_bytes(runner: pipeline.Runner) -> int:
+    """What is there before the first batch: weights, and after a resume the optimizer's state."""
+    values = [value for state in runner.optimizer.state.values() for value in state.values()]
+    return runner.weights_bytes + sum(getattr(value, "nbytes", 0) for value in values)
 
 
 def _print_report(plan: PipelinePlan, measured: list[Any]) -> None:
