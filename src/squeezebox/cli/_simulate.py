@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from squeezebox.cli._values import parse_seconds, parse_size, per_stage, require_delay
+from squeezebox.cli._values import parse_seconds, per_stage, require_delay
 from squeezebox.reports import (
     ChartKind,
     ChartSpan,

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from squeezebox.memory import Recording
 from squeezebox.profiling._clock import now
-from squeezebox.profiling._peak import Recording
 from squeezebox.schema import CaptureError
 
 _MARK = "squeezebox.mark."

@@ -14,7 +14,7 @@ from squeezebox.streaming._reductions import Reduction, Sum, reduction
 from squeezebox.streaming._resampling import RESAMPLED
 from squeezebox.streaming._rows import Call, Operator, Rows, refusal
 from squeezebox.streaming._rowwise import ROWWISE, elementwise, named_dims
-from squeezebox.streaming._trace import Program
+from squeezebox.streaming._trace import DETACHED, Program
 from squeezebox.streaming._windows import (
     average_pooled,
     constant_padded,
@@ -218,7 +218,7 @@ def _differentiable(program: Program, nodes: list[Node]) -> frozenset[Node]:
         value = node.meta.get("val")
         first = value[0] if isinstance(value, tuple | list) else value
         floating = isinstance(first, Tensor) and first.is_floating_point()
-        if floating and node.target is not _aten.detach.default and not found.isdisjoint(node.all_input_nodes):
+        if floating and node.target is not DETACHED and not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return frozenset(found)
 

@@ -154,6 +154,16 @@ def picked(call: Call) -> Operator:
     return _same_rows(call, _common(call))
 
 
+def detached(call: Call) -> Operator:
+    """The same values without gradient."""
+    (source, rows), = call.inputs.items()
+    return Operator(
+        rows=rows,
+        needs=lambda start, stop: [(source, start, stop)],
+        run=lambda strip, start, stop: strip.rows(source, start, stop).detach(),
+    )
+
+
 def linear(call: Call) -> Operator:
     """A product of every row's elements with a matrix: the streamed axis is not the last one."""
     (source, rows), = call.inputs.items()
@@ -224,7 +234,7 @@ def named_dims(call: Call) -> tuple[int, ...]:
 
 
 ROWWISE: dict[Any, Callable[[Call], Operator]] = {
-    **dict.fromkeys((_aten.clone.default, _aten._to_copy.default, _aten.alias.default, _aten.detach.default), elementwise),
+    **dict.fromkeys((_aten.clone.default, _aten._to_copy.default, _aten.alias.default), elementwise),
     **dict.fromkeys((_aten.where.self, _aten.lift_fresh_copy.default, _aten.addcmul.default), elementwise),
     **dict.fromkeys((_aten._softmax.default, _aten._log_softmax.default, _aten.flip.default), along),
     **dict.fromkeys((_aten.scatter.value, _aten.scatter.src, _aten.cat.default), along),
@@ -240,6 +250,7 @@ ROWWISE: dict[Any, Callable[[Call], Operator]] = {
     **dict.fromkeys((_aten.mm.default, _aten.addmm.default, _aten.linear.default), linear),
     **dict.fromkeys((_aten.full_like.default, _aten.zeros_like.default, _aten.ones_like.default), made_like),
     _aten.gather.default: gathered,
+    _aten.detach_copy.default: detached,
     _aten.unsqueeze.default: unsqueezed,
     _aten.expand.default: expanded,
     _aten.embedding.default: embedded,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 from squeezebox.streaming._graph import Streamed, is_linear
 from squeezebox.streaming._reductions import State
 from squeezebox.streaming._strip import Pass, Read, as_tuple, inputs_of, plan_pass
+from squeezebox.streaming._trace import DETACHED
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -76,6 +77,7 @@ class Run:
         self._copies: dict[Node, Tensor] = {}
         self._values: dict[Node, Any] = {**self._leaves, **targets}
         self._reduced: dict[Node, tuple[Tensor, ...]] = {}
+        self._seeded: tuple[Stage, dict[Node, tuple[Tensor | None, ...]]] | None = None
         self._compute()
 
     @property
@@ -139,16 +141,17 @@ class Run:
                 buffer.copy_(self._values[node])
         return self.loss.detach()
 
-    def pretend(self) -> None:
-        """Set every reduction to ones, to measure what strips need before their time."""
-        for node in [*self.streamed.reductions]:
+    def pretend(self, stage: Stage, start: int, stop: int) -> None:
+        """Make everything up that a strip of the stage reads and that is not known yet, to measure the strip."""
+        for node in self.streamed.reductions:
             value = node.meta["val"]
-            ones = [torch.ones(each.shape, dtype=each.dtype) for each in as_tuple(value)]
-            self.states[node] = (torch.ones((), dtype=torch.float64), *ones, *ones)
+            ones = [torch.ones(each.shape, dtype=each.dtype, device=each.device) for each in as_tuple(value)]
             self._set(node, ones[0] if isinstance(value, Tensor) else tuple(ones))
             for tensor in self._reduced[node]:
                 tensor.grad = torch.ones_like(tensor) if tensor.requires_grad else None
             self._compute()
+        if not stage.reduces:
+            self.strip(replace(stage, reduces=True, derives=False), start, stop)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Every leaf that can have a gradient, by a name that stays the same."""
@@ -182,7 +185,12 @@ class Run:
             torch.autograd.backward(ends, gradients)
 
     def _seeds(self, stage: Stage) -> dict[Node, tuple[Tensor | None, ...]]:
-        """The loss's derivatives by what the stage's pass reduces."""
+        """The loss's derivatives by what the stage's pass reduces; the same for all of its strips."""
+        if self._seeded is None or self._seeded[0] is not stage:
+            self._seeded = stage, self._found_seeds(stage)
+        return self._seeded[1]
+
+    def _found_seeds(self, stage: Stage) -> dict[Node, tuple[Tensor | None, ...]]:
         if not stage.reduces:
             return {node: tuple(value.grad for value in self._reduced[node]) for node in stage.work.reduced}
         guess = self._at_zero(stage)
@@ -198,7 +206,7 @@ class Run:
         values = dict(self._values)
         for node in stage.work.reduced:
             val = node.meta["val"]
-            values[node] = torch.zeros(val.shape, dtype=val.dtype, requires_grad=val.is_floating_point())
+            values[node] = torch.zeros(val.shape, dtype=val.dtype, device=val.device, requires_grad=val.is_floating_point())
         self._fill(values)
         return values
 
@@ -219,7 +227,8 @@ class Run:
                     arguments, keywords = (
                         map_arg(each, lambda inner: values[inner]) for each in (node.args, node.kwargs)
                     )
-                    values[node] = node.target(*arguments, **keywords)  # type: ignore[operator]
+                    value = node.target(*arguments, **keywords)  # type: ignore[operator]
+                    values[node] = value.detach() if node.target is DETACHED else value
 
     def _for_strips(self, work: Pass) -> dict[Node, Any]:
         values = dict(self._values)

@@ -18,6 +18,7 @@ from squeezebox.schema import OptionError, UnsupportedModelError
 from squeezebox.streaming._norms import NORMS
 
 _aten = torch.ops.aten
+DETACHED = _aten.detach_copy.default
 # Composed of others in torch's tables, and streamed better as they are.
 _KEPT = (_aten.pixel_shuffle.default, _aten.pixel_unshuffle.default)
 
@@ -51,14 +52,16 @@ class Whole(nn.Module):
         return self.loss(self.model(self.prepare(image)), target)
 
 
-def trace(whole: Whole, image: Tensor, target: Any) -> Program:
-    """Trace the module for an image and a target of these shapes (tensors on the meta device will do).
+def trace(whole: Whole, image: Tensor, target: Any, device: torch.device) -> Program:
+    """Trace the module for an image and a target of these shapes (given as tensors on the meta device).
 
     Raises:
         UnsupportedModelError: torch.export cannot trace it, or the loss is no single number.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
-        fakes = pytree.tree_map_only(Tensor, _like, (image, target))
+        fakes = pytree.tree_map_only(
+            Tensor, lambda form: torch.empty(form.shape, dtype=form.dtype, device=device), (image, target)
+        )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch's own tracing, about itself
@@ -66,7 +69,9 @@ def trace(whole: Whole, image: Tensor, target: Any) -> Program:
             for operator in _KEPT:
                 table.pop(operator, None)
             table.update(NORMS)
-            exported = torch.export.export(whole, fakes, strict=False).run_decompositions(table)
+            exported = torch.export.export(whole, fakes, strict=False)
+            _keep_detached(exported.graph)
+            exported = exported.run_decompositions(table)
     except Exception as error:  # noqa: BLE001  whatever the model's own code raises while it is traced
         raise UnsupportedModelError(
             f"torch.export cannot trace {type(whole.model).__name__} and its loss for an image of "
@@ -75,8 +80,19 @@ def trace(whole: Whole, image: Tensor, target: Any) -> Program:
     return _program(exported, whole)
 
 
-def _like(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
+def _keep_detached(graph: Graph) -> None:
+    """Decomposing would drop ``detach()`` and ``torch.no_grad()``: put a copy that has no gradient in their place."""
+    for node in [*graph.nodes]:
+        if node.target in (_aten.detach.default, _aten.detach_.default):
+            node.target = DETACHED
+        elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:
+            for item in [*node.users]:
+                with graph.inserting_after(item):
+                    copy = graph.call_function(DETACHED, (item,))
+                item.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+                copy.meta = {**item.meta}
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise NotImplementedError(f"{node.target} in the model's forward")
 
 
 def _program(exported: Any, whole: nn.Module) -> Program:
