@@ -236,6 +236,7 @@ def named_dims(call: Call) -> tuple[int, ...]:
 ROWWISE: dict[Any, Callable[[Call], Operator]] = {
     **dict.fromkeys((_aten.clone.default, _aten._to_copy.default, _aten.alias.default), elementwise),
     **dict.fromkeys((_aten.where.self, _aten.lift_fresh_copy.default, _aten.addcmul.default), elementwise),
+    _aten.log_sigmoid_forward.default: elementwise,
     **dict.fromkeys((_aten._softmax.default, _aten._log_softmax.default, _aten.flip.default), along),
     **dict.fromkeys((_aten.scatter.value, _aten.scatter.src, _aten.cat.default), along),
     **dict.fromkeys((_aten.cumsum.default, _aten.sort.default, _aten.topk.default), along),

@@ -20,7 +20,7 @@ from squeezebox.streaming._norms import NORMS
 _aten = torch.ops.aten
 DETACHED = _aten.detach_copy.default
 # Composed of others in torch's tables, and streamed better as they are.
-_KEPT = (_aten.pixel_shuffle.default, _aten.pixel_unshuffle.default)
+_KEPT = (_aten.pixel_shuffle.default, _aten.pixel_unshuffle.default, _aten.log_sigmoid_forward.default)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -65,10 +65,7 @@ def trace(whole: Whole, image: Tensor, target: Any, device: torch.device) -> Pro
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch's own tracing, about itself
-            table = torch.export.default_decompositions()
-            for operator in _KEPT:
-                table.pop(operator, None)
-            table.update(NORMS)
+            table = _decompositions()
             exported = torch.export.export(whole, fakes, strict=False)
             _keep_detached(exported.graph)
             exported = exported.run_decompositions(table)
@@ -78,6 +75,17 @@ def trace(whole: Whole, image: Tensor, target: Any, device: torch.device) -> Pro
             f"{tuple(image.shape)}, so they cannot be streamed: {type(error).__name__}: {error}"
         ) from error
     return _program(exported, whole)
+
+
+def _decompositions() -> dict[Any, Any]:
+    """Of operators that are no elementwise ones; torch's own are quicker than what they would be composed of."""
+    table = torch.export.default_decompositions()
+    found = {
+        operator: table[operator]
+        for operator in table
+        if operator not in _KEPT and torch.Tag.pointwise not in operator.tags
+    }
+    return found | NORMS
 
 
 def _keep_detached(graph: Graph) -> None:
