@@ -178,8 +178,8 @@ def demo(
 ) -> None:
     """Train the same BatchNorm CNN on Fashion-MNIST twice, plain and squeezed, and compare.
 
-    With --gigapixel: lay an image out of photographs in a temporary file of 4 bytes a pixel, and train a small U-Net
-    on all of it at once, strip by strip, with --size, --memory, --steps, --seed and --out.
+    With --gigapixel: lay an image out of photographs in a temporary file of 4 bytes a pixel, and train a
+    small U-Net on all of it at once, strip by strip, with --size, --memory, --steps, --seed and --out.
     """
     if gigapixel:
         from squeezebox.cli._gigapixel import Gigapixel

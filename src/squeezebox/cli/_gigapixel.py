@@ -95,7 +95,9 @@ def _size(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"([0-9]{2,6})x([0-9]{2,6})", text)
     sides = (int(found[1]), int(found[2])) if found else (0, 0)
     if min(sides) < 64 or any(side % 16 for side in sides):
-        raise OptionError(f"--size {text} is no height x width in multiples of 16, from 64; give 16000x64000.")
+        raise OptionError(
+            f"--size {text} is no height x width in multiples of 16, from 64; give 16000x64000."
+        )
     return sides
 
 
@@ -128,9 +130,9 @@ def _train(settings: Gigapixel, slide: Slide) -> dict[str, Any]:
 
 
 class Peak:
-    """The most anonymous memory that this process holds beyond what it held before: mapped files do not count.
+    """The most memory that this process holds beyond what it held before, mapped files not counted.
 
-    Sampled from /proc every few hundredths of a second; ``nbytes`` is None where there is no such file.
+    Sampled from /proc (RssAnon) every few hundredths of a second; ``nbytes`` is None where that is not there.
     """
 
     def __init__(self) -> None:

@@ -24,16 +24,14 @@ _WAVES = 24  # that make the mask's shape
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Slide:
-    """Memory-mapped pixels, uint8 ``[height, width, 3]``, and where there is tissue, uint8 ``[height, width]``."""
+    """Memory-mapped: pixels, uint8 ``[height, width, 3]``, and where tissue is, uint8 ``[height, width]``."""
 
     pixels: NDArray[np.uint8]
     mask: NDArray[np.uint8]
 
 
-def lay_out(
-    folder: Path, height: int, width: int, seed: int, advance: Callable[[str], None]
-) -> Slide:
-    """Fill two files in ``folder``: pieces of photographs in tissue, the same pieces faded to glass around it.
+def lay_out(folder: Path, height: int, width: int, seed: int, advance: Callable[[str], None]) -> Slide:
+    """Fill two files in ``folder``: pieces of photographs in tissue, and around it faded to glass.
 
     Args:
         folder: where 4 bytes a pixel are written.
@@ -98,8 +96,8 @@ def _piece(photographs: list[NDArray[np.uint8]], random: np.random.Generator) ->
     """A random square of a random photograph, turned or mirrored."""
     photograph = photographs[random.integers(len(photographs))]
     top, left = (int(random.integers(size - _TILE + 1)) for size in photograph.shape[:2])
-    square = np.rot90(photograph[top : top + _TILE, left : left + _TILE], random.integers(4))
-    return square[:, ::-1] if random.integers(2) else square
+    square = np.rot90(photograph[top : top + _TILE, left : left + _TILE], int(random.integers(4)))
+    return np.ascontiguousarray(square[:, :: 1 - 2 * int(random.integers(2))])
 
 
 def _photographs() -> list[NDArray[np.uint8]]:
@@ -114,6 +112,6 @@ def _require_room(folder: Path, nbytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         raise OutputError(
-            f"the image and its mask take {human_bytes(nbytes)} of disk, and {folder} has {human_bytes(free)} "
-            "left. Give a smaller --size, or another folder for temporary files (TMPDIR)."
+            f"the image and its mask take {human_bytes(nbytes)} of disk, and {folder} has "
+            f"{human_bytes(free)} left. Give a smaller --size, or another folder in TMPDIR."
         )

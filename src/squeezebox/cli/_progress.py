@@ -40,7 +40,7 @@ def counted(title: str) -> Iterator[Count | None]:
 
 @contextlib.contextmanager
 def timed(title: str) -> Iterator[Callable[[int, int, float], None]]:
-    """What this gives is called with (done, total, seconds left): a bar on a terminal, else a line now and then."""
+    """What this gives is called with (done, total, seconds left): a bar on a terminal, else a few lines."""
     with counted(title) as count:
 
         def show(done: int, total: int, left: float) -> None:

@@ -53,7 +53,9 @@ def show_gigapixel(result: Mapping[str, Any], out: Path) -> None:
     )
     for stage in stages:
         way = "forward and back" if stage["derives"] else "forward"
-        console.print(f"{stage['strips']} strips of {stage['height']} columns or rows, halo {stage['halo']}: {way}")
+        console.print(
+            f"{stage['strips']} strips of {stage['height']} columns or rows, halo {stage['halo']}: {way}"
+        )
     peak = result["peak_bytes"]
     console.print(f"peak beyond the image: {'not known here' if peak is None else human_bytes(peak)}")
     console.print(f"step: {result['step_seconds']:.1f} s; loss {result['losses'][-1]:.4f}")

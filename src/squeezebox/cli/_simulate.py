@@ -16,6 +16,7 @@ from squeezebox.reports import (
     PipelineRank,
     PipelineReport,
     draw_svg,
+    parse_size,
     require_writable,
     trace_events,
     write_whole,

@@ -1,7 +1,8 @@
 """How many bytes live at once, and where bytes go that are not held in the allocator's memory.
 
 In: running code; flat tensors. Out: peaks; slots to read the tensors back from, exactly.
-May touch: torch's profiler, tensors' bytes, pinned host memory with streams to it, and one temporary file of its own.
+May touch: torch's profiler, tensors' bytes, pinned host memory with streams to it, and one temporary file of
+its own.
 """
 
 from squeezebox.memory._peak import Peak, PeakMeter, Recording

@@ -162,7 +162,7 @@ def _ancestors(ends: list[Node]) -> set[Node]:
 
 
 def _inputs(program: Program, axis: int) -> dict[Node, Rows]:
-    """The image, and those targets whose last two dimensions are a feature map's of the model or the image's."""
+    """The image, and targets whose last two dimensions are the image's or a feature map's of the model."""
     image = program.image.meta["val"]
     maps, from_image = {tuple(image.shape[-2:])}, {program.image}
     for node in program.graph.nodes:
@@ -183,7 +183,7 @@ def _refuse_random(node: Node) -> None:
     if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
         raise refusal(
             node,
-            "it draws random numbers, strip by strip others than for the whole image, and others again when a "
+            "it draws random numbers, others for strips than for the whole image, and others again when a "
             "strip is computed a second time; set its probability to 0 or put the module into eval()",
         )
 

@@ -1,4 +1,4 @@
-"""Normalisations as moments and elementwise operators, for torch.export's table of decompositions.
+"""Normalisations and variances as moments and elementwise operators, for torch.export's table of decompositions.
 
 The moments are reductions like any other then, and so are their gradients.
 """
@@ -16,7 +16,7 @@ Maybe = Tensor | None
 
 
 def _normalised(x: Tensor, variance: Tensor, mean: Tensor, eps: float, weight: Maybe, bias: Maybe) -> Tensor:
-    """weight (x - mean) / sqrt(variance + eps) + bias, all of them broadcastable to x."""
+    """Weight (x - mean) / sqrt(variance + eps) + bias, all of them broadcastable to x."""
     scale = torch.rsqrt(variance + eps)
     scale = scale if weight is None else scale * weight
     return (x - mean) * scale if bias is None else torch.addcmul(bias, x - mean, scale)
@@ -81,10 +81,9 @@ def _group_norm(
     grouped = x.reshape([batch, groups, channels // groups, *x.shape[2:]])
     variance, mean = torch.var_mean(grouped, [*range(2, grouped.dim())], correction=0, keepdim=True)
     y = _normalised(grouped, variance, mean, eps, None, None).reshape(x.shape)
-    if weight is not None:
-        y = y * _channels(x, weight)
-    if bias is not None:
-        y = y + _channels(x, bias)
+    by_channel, added = _channels(x, weight), _channels(x, bias)
+    y = y if by_channel is None else y * by_channel
+    y = y if added is None else y + added
     return y, mean.reshape(batch, groups), torch.rsqrt(variance + eps).reshape(batch, groups)
 
 
@@ -95,10 +94,15 @@ def _layer_norm(
     return _normalised(x, variance, mean, eps, weight, bias), mean, torch.rsqrt(variance + eps)
 
 
-NORMS: dict[Any, Callable[..., tuple[Tensor, ...]]] = {
+def _variance(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
+    return torch.var_mean(x, dim, correction=1 if correction is None else correction, keepdim=keepdim)[0]
+
+
+NORMS: dict[Any, Callable[..., Any]] = {
     _aten._native_batch_norm_legit_functional.default: _batch_norm,
     _aten._native_batch_norm_legit.no_stats: _without_running,
     _aten._native_batch_norm_legit_no_training.default: _fixed_batch_norm,
     _aten.native_group_norm.default: _group_norm,
     _aten.native_layer_norm.default: _layer_norm,
+    _aten.var.correction: _variance,
 }

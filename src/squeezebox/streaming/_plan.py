@@ -15,7 +15,7 @@ _SHARE = 0.9  # of the memory: what was measured on small strips is extrapolated
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StripPlan:
-    """A way over the image: strips of ``height`` rows each, which read ``halo`` more rows, both sides together.
+    """A way over the image: strips of ``height`` rows each, which read ``halo`` more, on both sides together.
 
     ``reduces`` and ``derives`` say whether it goes forward only, back too, or both at once. ``peak_bytes`` is
     foretold, and None where the height was given.
@@ -38,17 +38,19 @@ class StreamPlan:
     stages: tuple[StripPlan, ...]
 
     def __str__(self) -> str:
-        lines = [f"{self.rows} {'rows' if self.axis == -2 else 'columns'} of the image, {len(self.stages)} passes:"]
+        lines = [
+            f"{self.rows} {'rows' if self.axis == -2 else 'columns'} of the image, {len(self.stages)} passes:"
+        ]
         for stage in self.stages:
             kind = "forward" if not stage.derives else "forward and backward"
             peak = "" if stage.peak_bytes is None else f", about {human_bytes(stage.peak_bytes)}"
-            lines.append(f"  {kind}: {stage.strips} strips of {stage.height} and a halo of {stage.halo}{peak}")
+            lines.append(
+                f"  {kind}: {stage.strips} strips of {stage.height} and a halo of {stage.halo}{peak}"
+            )
         return "\n".join(lines)
 
 
-def fitting_height(
-    measure: Callable[[int], int], rows: int, unit: int, memory_bytes: int
-) -> tuple[int, int]:
+def fitting_height(measure: Callable[[int], int], rows: int, unit: int, memory_bytes: int) -> tuple[int, int]:
     """The greatest height whose strips fit, evenly spread, and the peak that is foretold for it.
 
     Args:
@@ -65,9 +67,9 @@ def fitting_height(
     smallest = measure(least)
     if smallest > memory_bytes:
         raise BudgetError(
-            f"a strip of one row, with the rows around that it depends on, needs {human_bytes(smallest)}, more "
-            f"than the {human_bytes(memory_bytes)} of memory=. Give at least that, stream along the longer side "
-            "of the image, recompute=True, or a model that sees less far at full resolution."
+            f"a strip of one row, with the rows around that it depends on, needs {human_bytes(smallest)}, "
+            f"more than the {human_bytes(memory_bytes)} of memory=. Give at least that, stream along the "
+            "longer side of the image, set recompute=True, or take a model that sees less far."
         )
     if other == least:
         return least, smallest

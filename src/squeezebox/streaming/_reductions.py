@@ -140,14 +140,14 @@ def reduction(call: Call) -> Reduction | None:
     Raises:
         UnsupportedModelError: it takes only a part of a merged axis away (never so for what views make).
     """
-    build = _BUILDERS.get(call.node.target)
+    build = _BUILDERS.get(call.target)
     if build is None:
         return None
-    (source, rows), = call.inputs.items()
+    ((source, rows),) = call.inputs.items()
     shape = source.meta["val"].shape
-    arguments = call.node.args[1] if len(call.node.args) > 1 else None
+    arguments = call.args[1] if len(call.args) > 1 else None
     named = call.node.kwargs.get("dim", arguments)
-    dims = _dims(named if call.node.target not in _WHOLE else None, len(shape))
+    dims = _dims(named if call.target not in _WHOLE else None, len(shape))
     if rows.dim not in dims:
         return None
     return build(call, dims, tuple(shape))
@@ -196,7 +196,7 @@ _WHOLE = (_aten.sum.default, _aten.mean.default, _aten.max.default, _aten.min.de
 
 
 def _keepdim(call: Call) -> bool:
-    return bool(call.node.args[2] if len(call.node.args) > 2 else call.node.kwargs.get("keepdim", False))
+    return bool(call.args[2] if len(call.args) > 2 else call.node.kwargs.get("keepdim", False))
 
 
 def _dims(named: Any, ndim: int) -> tuple[int, ...]:

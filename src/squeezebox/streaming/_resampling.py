@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from squeezebox.streaming._rows import Call, Need, Operator, Rows, Strip
+from squeezebox.streaming._rows import Call, Need, Operator, Rows, Strip, run_node
 
 _aten = torch.ops.aten
 _CUBIC = -0.75  # torch's coefficient of cubic convolution
@@ -30,7 +30,7 @@ class _Kind:
     aligns: bool
 
 
-_KINDS = {
+_KINDS: dict[Any, _Kind] = {
     _aten.upsample_nearest2d.vec: _Kind(operator=_aten.upsample_nearest2d.default, taps=1, aligns=False),
     _aten._upsample_nearest_exact2d.vec: _Kind(
         operator=_aten._upsample_nearest_exact2d.default, taps=1, aligns=False
@@ -43,13 +43,13 @@ _KINDS = {
 def interpolated(call: Call) -> Operator:
     """Nearest, bilinear and bicubic interpolation to any size."""
     source, rows = call.source()
-    kind = _KINDS[call.node.target]
+    kind = _KINDS[call.target]
     axis = rows.dim - (len(call.shape) - 2)
     if axis < 0:
         raise call.refuse("the streamed axis is not one of its spatial ones")
-    aligned = bool(call.node.args[2]) if kind.aligns else False
-    scales: Any = call.node.args[-1]
-    scales = [None, None] if scales is None or len(call.node.args) < 3 + kind.aligns else [*scales]
+    aligned = bool(call.args[2]) if kind.aligns else False
+    scales: Any = call.args[-1]
+    scales = [None, None] if scales is None or len(call.args) < 3 + kind.aligns else [*scales]
     count = call.shape[rows.dim]
     resize = _Resize(kind, axis, aligned, [None if scale is None else float(scale) for scale in scales])
     factor, rest = divmod(count, rows.count)
@@ -103,13 +103,10 @@ def _tapped(resize: _Resize, source: Node, rows: Rows, made: Rows, columns: int)
         first, last = within(start, stop)
         part = resize(strip.rows(source, first, last), last - first, None, columns)
         shape = [-1] + [1] * (part.dim() - 1 - rows.dim)
-        terms = (
-            part.index_select(rows.dim, place[start:stop] - first) * weight[start:stop].to(part.dtype).view(shape)
-            for place, weight in zip(places, weights, strict=True)
-        )
-        total = next(terms)
-        for term in terms:
-            total = total + term
+        total = part.new_zeros(())
+        for place, weight in zip(places, weights, strict=True):
+            tap = part.index_select(rows.dim, place[start:stop] - first)
+            total = total + tap * weight[start:stop].to(part.dtype).view(shape)
         return total
 
     return Operator(rows=made, needs=lambda start, stop: [(source, *within(start, stop))], run=run)
@@ -119,7 +116,9 @@ def _taps(resize: _Resize, given: int, made: int) -> tuple[Tensor, Tensor]:
     """Which input rows every output row reads, and their weights: both taps x rows."""
     scale = resize.scales[resize.axis]
     if resize.kind.taps == 1:  # torch rounds in single precision, so torch tells
-        numbers = torch.arange(given, dtype=torch.float64).view([1, 1, *((-1, 1) if resize.axis == 0 else (1, -1))])
+        numbers = torch.arange(given, dtype=torch.float64).view(
+            [1, 1, *((-1, 1) if resize.axis == 0 else (1, -1))]
+        )
         places = resize(numbers, made, scale, 1).reshape(1, -1).long()
         return places, torch.ones(places.shape, dtype=torch.float64)
     row = torch.arange(made, dtype=torch.float64)
@@ -147,19 +146,19 @@ def _cubic(part: Tensor) -> list[Tensor]:
 
 def indexed(call: Call) -> Operator:
     """Rows, or others, picked by constants (reflected and replicated padding are), or a table's by rows."""
-    table, indices = call.node.args[0], call.node.args[1]
+    table, indices = call.args[0], call.args[1]
     assert isinstance(table, Node) and isinstance(indices, list | tuple)
     if table not in call.inputs:
         return _looked_up(call, [*indices])
     rows = call.inputs[table]
     named = [dim for dim, index in enumerate(indices) if index is not None]
-    if len(call.inputs) > 1 or len(named) != 1 or indices[named[0]].meta["val"].dim() != 1:  # type: ignore[union-attr]
+    if len(call.inputs) > 1 or len(named) != 1 or indices[named[0]].meta["val"].dim() != 1:
         raise call.refuse("it is indexed by more than one vector")
     if rows.dim not in named:
         return _elsewhere(call, table, rows)
     if rows.merged:
         raise call.refuse("the streamed axis has been merged with another one before")
-    places = _folded(call, indices[rows.dim])  # type: ignore[arg-type]
+    places = _folded(call, indices[rows.dim])
     places = torch.where(places < 0, places + rows.count, places)
 
     def within(start: int, stop: int) -> tuple[int, int]:
@@ -171,7 +170,8 @@ def indexed(call: Call) -> Operator:
         part: Tensor = strip.rows(table, first, last)
         if last - first == stop - start and bool((places[start:stop].diff() == 1).all()):
             return part
-        return part.index_select(rows.dim, places[start:stop] - first)
+        picked: Tensor = part.index_select(rows.dim, places[start:stop] - first)
+        return picked
 
     def needs(start: int, stop: int) -> list[Need]:
         return [(table, *within(start, stop))]
@@ -184,7 +184,7 @@ def _elsewhere(call: Call, table: Node, rows: Rows) -> Operator:
         rows=rows,
         needs=lambda start, stop: [(table, start, stop)],
         run=lambda strip, start, stop: _aten.index.Tensor(
-            strip.rows(table, start, stop), strip.value(call.node.args[1])
+            strip.rows(table, start, stop), strip.value(call.args[1])
         ),
     )
 
@@ -197,7 +197,7 @@ def _looked_up(call: Call, indices: list[Any]) -> Operator:
         rows=call.inputs[index],
         needs=lambda start, stop: [(index, start, stop)],
         run=lambda strip, start, stop: _aten.index.Tensor(
-            strip.value(call.node.args[0]), [strip.rows(index, start, stop)]
+            strip.value(call.args[0]), [strip.rows(index, start, stop)]
         ),
     )
 
@@ -206,8 +206,10 @@ def _folded(call: Call, node: Node) -> Tensor:
     """The value of a node that depends on nothing."""
     if node.op != "call_function":
         raise call.refuse("the rows that it picks are not known beforehand")
-    arguments, keywords = (map_arg(each, lambda inner: _folded(call, inner)) for each in (node.args, node.kwargs))
-    value: Tensor = node.target(*arguments, **keywords)  # type: ignore[operator]
+    arguments, keywords = (
+        map_arg(each, lambda inner: _folded(call, inner)) for each in (node.args, node.kwargs)
+    )
+    value: Tensor = run_node(node, arguments, keywords)
     return value
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import pickle
@@ -16,9 +15,9 @@ import torch
 from torch import Tensor
 
 from squeezebox.schema import FormatError, OutputError
+from squeezebox.streaming._graph import Streamed
 from squeezebox.streaming._run import Run, Stage
 from squeezebox.streaming._strip import Read
-from squeezebox.streaming._graph import Streamed
 
 _FORMAT = 1
 _SAMPLED = 16  # rows of the image and of every target that are compared
@@ -74,11 +73,11 @@ def save(path: Path, mark: str, position: Position, run: Run) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
-        with contextlib.suppress(OSError):
-            Path(temporary or path.parent / f".{path.name}.none").unlink(missing_ok=True)
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
         raise OutputError(
-            f"the checkpoint {path} could not be written: {error}. An earlier one is as it was; make room or name "
-            "another file."
+            f"the checkpoint {path} could not be written: {error}. An earlier one is as it was; make room or "
+            "name another file."
         ) from error
 
 
@@ -94,12 +93,14 @@ def load(path: Path, mark: str) -> dict[str, Any] | None:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         version, known = content["format"], content["fingerprint"]
     except (OSError, RuntimeError, pickle.UnpicklingError, KeyError, TypeError, EOFError) as error:
-        raise FormatError(f"{path} is no checkpoint of a streamed step, or damaged: {error}. Remove it.") from error
+        raise FormatError(
+            f"{path} is no checkpoint of a streamed step, or damaged: {error}. Remove it."
+        ) from error
     if version != _FORMAT or known != mark:
         raise FormatError(
-            f"{path} belongs to a step with other weights, another image or target, another model or loss, or "
-            "another version of Squeezebox, so its gradients cannot be gone on with. Remove it, or name another "
-            "file."
+            f"{path} belongs to a step with other weights, another image or target, another model or loss, "
+            "or another version of Squeezebox, so its gradients are of no use here. Remove it, or name "
+            "another file."
         )
     return content
 
@@ -113,7 +114,9 @@ def position_of(content: dict[str, Any]) -> Position:
 def restore(content: dict[str, Any], run: Run, stages: Sequence[Stage], position: Position) -> None:
     """Put a fresh run where :func:`save` found the other one."""
     states = content["states"]
-    run.states.update({node: tuple(states[node.name]) for node in run.streamed.reductions if node.name in states})
+    run.states.update(
+        {node: tuple(states[node.name]) for node in run.streamed.reductions if node.name in states}
+    )
     for stage in stages[: position.stage]:
         if stage.reduces:
             run.reduce(stage)

@@ -38,11 +38,11 @@ class Rows:
 
     def take(self, tensor: Tensor, start: int, stop: int) -> Tensor:
         """Rows ``start`` to ``stop`` of those that the tensor has."""
-        if not self.merged:
-            return tensor if stop - start == tensor.shape[self.dim] else tensor.narrow(self.dim, start, stop - start)
         if self.size(stop - start) == tensor.shape[self.dim]:
             return tensor
-        parts = tensor.unflatten(self.dim, (self.before, -1, self.after))
+        if not self.merged:
+            return tensor.narrow(self.dim, start, stop - start)
+        parts: Tensor = tensor.unflatten(self.dim, (self.before, -1, self.after))
         return parts.narrow(self.dim + 1, start, stop - start).flatten(self.dim, self.dim + 2)
 
 
@@ -77,6 +77,16 @@ class Call:
     inputs: Mapping[Node, Rows]
 
     @property
+    def target(self) -> Any:
+        """The operator."""
+        return self.node.target
+
+    @property
+    def args(self) -> Any:
+        """The node's positional arguments."""
+        return self.node.args
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The whole output's shape, the first one's of several."""
         return shape_of(self.node)
@@ -94,6 +104,12 @@ class Call:
         if self.inputs[node].merged:
             raise self.refuse("the streamed axis has been merged with another one before")
         return node, self.inputs[node]
+
+
+def run_node(node: Node, arguments: Any, keywords: Any) -> Any:
+    """A node's operator on these arguments."""
+    target: Any = node.target
+    return target(*arguments, **keywords)
 
 
 def shape_of(node: Node) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ Adjust = Callable[[Arguments, int], Arguments]
 
 
 def elementwise(call: Call) -> Operator:
-    """Every element from those at its place; inputs without rows are broadcast, or cut where they are full."""
+    """Every element from those at its place; inputs without rows are broadcast, or cut where full."""
     shape, (rows, *others) = call.shape, [_aligned(call, node) for node in call.inputs]
     if any(other != rows for other in others):
         raise call.refuse("its inputs have the streamed axis at different places, or not in the same size")
@@ -31,7 +31,9 @@ def elementwise(call: Call) -> Operator:
         if not full or shape[rows.dim] == 1:
             return value
         place = value.dim() - behind
-        return Rows(dim=place, count=rows.count, before=rows.before, after=rows.after).take(value, start, stop)
+        return Rows(dim=place, count=rows.count, before=rows.before, after=rows.after).take(
+            value, start, stop
+        )
 
     return _same_rows(call, rows, cut=cut)
 
@@ -51,7 +53,11 @@ def along(call: Call) -> Operator:
 
     def cut(value: Any, start: int, stop: int) -> Any:
         ndim = len(_first_shape(call))
-        full = isinstance(value, Tensor) and value.dim() == ndim and value.shape[rows.dim] == rows.size(rows.count)
+        full = (
+            isinstance(value, Tensor)
+            and value.dim() == ndim
+            and value.shape[rows.dim] == rows.size(rows.count)
+        )
         return rows.take(value, start, stop) if full and rows.count > 1 else value
 
     return _same_rows(call, rows, cut=cut)
@@ -59,7 +65,7 @@ def along(call: Call) -> Operator:
 
 def gathered(call: Call) -> Operator:
     """Elements picked along another dimension; or, from what has no rows, along the streamed one."""
-    if call.node.args[0] not in call.inputs and call.inputs[call.node.args[2]].dim in named_dims(call):  # type: ignore[index]
+    if call.args[0] not in call.inputs and call.inputs[call.args[2]].dim in named_dims(call):
         return _same_rows(call, _common(call))
     return along(call)
 
@@ -85,17 +91,17 @@ def squeezed(call: Call) -> Operator:
 
 def unsqueezed(call: Call) -> Operator:
     """A new dimension of size 1."""
-    rows, at = _common(call), int(call.node.args[1]) % len(call.shape)  # type: ignore[arg-type]
+    rows, at = _common(call), int(call.args[1]) % len(call.shape)
     return _same_rows(call, _moved(rows, rows.dim + (at <= rows.dim)))
 
 
 def permuted(call: Call) -> Operator:
     """Dimensions in another order."""
     rows, ndim = _common(call), len(call.shape)
-    if call.node.target is _aten.permute.default:
-        order = [dim % ndim for dim in call.node.args[1]]  # type: ignore[union-attr,operator]
+    if call.target is _aten.permute.default:
+        order = [dim % ndim for dim in call.args[1]]
     else:
-        first, second = (int(dim) % ndim for dim in call.node.args[1:3])  # type: ignore[arg-type]
+        first, second = (int(dim) % ndim for dim in call.args[1:3])
         order = [*range(ndim)]
         order[first], order[second] = second, first
     return _same_rows(call, _moved(rows, order.index(rows.dim)))
@@ -104,10 +110,10 @@ def permuted(call: Call) -> Operator:
 def viewed(call: Call) -> Operator:
     """Another shape in which the streamed axis is a dimension, or a factor of one.
 
-    Where it is merged with dimensions before it, a strip has their parts of its rows in that order: elementwise
-    operators and reductions do not mind.
+    Where it is merged with dimensions before it, a strip has their parts of its rows in that order:
+    elementwise operators and reductions do not mind.
     """
-    (source, rows), = call.inputs.items()
+    ((source, rows),) = call.inputs.items()
     given, shape = tuple(source.meta["val"].shape), call.shape
     before, after = prod(given[: rows.dim]) * rows.before, prod(given[rows.dim + 1 :]) * rows.after
     found = [
@@ -156,7 +162,7 @@ def picked(call: Call) -> Operator:
 
 def detached(call: Call) -> Operator:
     """The same values without gradient."""
-    (source, rows), = call.inputs.items()
+    ((source, rows),) = call.inputs.items()
     return Operator(
         rows=rows,
         needs=lambda start, stop: [(source, start, stop)],
@@ -166,9 +172,9 @@ def detached(call: Call) -> Operator:
 
 def linear(call: Call) -> Operator:
     """A product of every row's elements with a matrix: the streamed axis is not the last one."""
-    (source, rows), = call.inputs.items()
+    ((source, rows),) = call.inputs.items()
     ndim = source.meta["val"].dim()
-    matrix = call.node.args[1] if call.node.target is _aten.addmm.default else call.node.args[0]
+    matrix = call.args[1] if call.target is _aten.addmm.default else call.args[0]
     if matrix is not source or rows.dim == ndim - 1:
         raise call.refuse("it multiplies along the streamed axis")
     return _same_rows(call, rows)
@@ -176,7 +182,7 @@ def linear(call: Call) -> Operator:
 
 def embedded(call: Call) -> Operator:
     """A row of a table for every element."""
-    if call.node.args[0] in call.inputs:
+    if call.args[0] in call.inputs:
         raise call.refuse("its table depends on the image, row by row")
     return _same_rows(call, _common(call))
 
@@ -188,8 +194,7 @@ def _same_rows(
     adjust: Adjust | None = None,
     cut: Callable[[Any, int, int], Any] | None = None,
 ) -> Operator:
-    sources, node = [*call.inputs], call.node
-    target: Any = node.target
+    sources, node, target = [*call.inputs], call.node, call.target
 
     def run(strip: Strip, start: int, stop: int) -> Any:
         def fill(source: Node) -> Any:
@@ -223,12 +228,14 @@ def _first_shape(call: Call) -> tuple[int, ...]:
 
 def named_dims(call: Call) -> tuple[int, ...]:
     """The dimensions of its first input that a call names, all where it names none."""
-    ndim, schema = len(_first_shape(call)), call.node.target._schema  # type: ignore[union-attr]
+    ndim, schema = len(_first_shape(call)), call.target._schema
     for place, argument in enumerate(schema.arguments):
         if argument.name in ("dim", "dims"):
             default = argument.default_value
-            named = call.node.args[place] if place < len(call.node.args) else call.node.kwargs.get(argument.name, default)
-            listed: Sequence[Any] = [named] if isinstance(named, int) else [*(named or range(ndim))]  # type: ignore[misc]
+            named = (
+                call.args[place] if place < len(call.args) else call.node.kwargs.get(argument.name, default)
+            )
+            listed: Sequence[Any] = [named] if isinstance(named, int) else [*(named or range(ndim))]
             return tuple(dim % ndim for dim in listed)
     return tuple(range(ndim))
 

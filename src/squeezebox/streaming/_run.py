@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 
 from squeezebox.streaming._graph import Streamed, is_linear
 from squeezebox.streaming._reductions import State
+from squeezebox.streaming._rows import run_node
 from squeezebox.streaming._strip import Pass, Read, as_tuple, inputs_of, plan_pass
 from squeezebox.streaming._trace import DETACHED
 
@@ -25,8 +26,8 @@ Context = Callable[[], AbstractContextManager[Any]]
 class Stage:
     """A way over the image, strip by strip.
 
-    ``reduces``: it adds up the states of the pass's reductions; ``derives``: gradients. The last pass does both at
-    once where the loss is linear in what it reduces (a mean over pixels).
+    ``reduces``: it adds up the states of the pass's reductions; ``derives``: gradients. The last pass does
+    both at once where the loss is linear in what it reduces (a mean over pixels).
     """
 
     work: Pass
@@ -46,9 +47,12 @@ def stages_of(streamed: Streamed) -> list[Stage]:
     derived = [number for number in passes if not streamed.differentiable.isdisjoint(passes[number].reduced)]
     wanted = streamed.program.loss in streamed.differentiable
     derived = derived if wanted else []
-    fused = max(passes) if derived and max(derived) == max(passes) and is_linear(streamed, max(passes)) else None
+    fused = (
+        max(passes) if derived and max(derived) == max(passes) and is_linear(streamed, max(passes)) else None
+    )
     ahead = [
-        Stage(work=work, number=number, reduces=True, derives=number == fused) for number, work in passes.items()
+        Stage(work=work, number=number, reduces=True, derives=number == fused)
+        for number, work in passes.items()
     ]
     back = [
         Stage(work=passes[number], number=number, reduces=False, derives=True)
@@ -61,12 +65,14 @@ def stages_of(streamed: Streamed) -> list[Stage]:
 class Run:
     """What is known of one step: values without rows, states of reductions, gradients so far.
 
-    Values that strips read are leaves of autograd. Those that were computed from others get copies, whose gradients
-    are handed on to what they were computed from before the pass that this is needed in. Nothing of the model is
-    touched before :meth:`finish`.
+    Values that strips read are leaves of autograd. Those that were computed from others get copies, whose
+    gradients are handed on to what they were computed from before the pass that this is needed in. Nothing of
+    the model is touched before :meth:`finish`.
     """
 
-    def __init__(self, streamed: Streamed, read: Read, targets: Mapping[Node, Any], context: Context | None) -> None:
+    def __init__(
+        self, streamed: Streamed, read: Read, targets: Mapping[Node, Any], context: Context | None
+    ) -> None:
         self.streamed = streamed
         self.states: dict[Node, State] = {}
         self._read, self._context = read, context
@@ -127,7 +133,7 @@ class Run:
     def turn(self) -> None:
         """The loss is known: on with its gradient, to what was reduced and to parameters."""
         if self.loss.requires_grad:
-            self.loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            self.loss.backward(retain_graph=True)
 
     def finish(self) -> Tensor:
         """Add the gradients to the parameters' and set the buffers; gives the loss."""
@@ -142,7 +148,7 @@ class Run:
         return self.loss.detach()
 
     def pretend(self, stage: Stage, start: int, stop: int) -> None:
-        """Make everything up that a strip of the stage reads and that is not known yet, to measure the strip."""
+        """Make up everything that a strip of the stage reads and is not known yet, to measure the strip."""
         for node in self.streamed.reductions:
             value = node.meta["val"]
             ones = [torch.ones(each.shape, dtype=each.dtype, device=each.device) for each in as_tuple(value)]
@@ -202,11 +208,13 @@ class Run:
         return {node: (seed,) for node, seed in zip(wanted, found, strict=True)}
 
     def _at_zero(self, stage: Stage) -> dict[Node, Any]:
-        """Values as if the pass had reduced everything to zero: a linear loss has its derivatives anywhere."""
+        """Values as if the pass had reduced all to zero: a linear loss has the same derivatives anywhere."""
         values = dict(self._values)
         for node in stage.work.reduced:
             val = node.meta["val"]
-            values[node] = torch.zeros(val.shape, dtype=val.dtype, device=val.device, requires_grad=val.is_floating_point())
+            values[node] = torch.zeros(
+                val.shape, dtype=val.dtype, device=val.device, requires_grad=val.is_floating_point()
+            )
         self._fill(values)
         return values
 
@@ -227,7 +235,7 @@ class Run:
                     arguments, keywords = (
                         map_arg(each, lambda inner: values[inner]) for each in (node.args, node.kwargs)
                     )
-                    value = node.target(*arguments, **keywords)  # type: ignore[operator]
+                    value = run_node(node, arguments, keywords)
                     values[node] = value.detach() if node.target is DETACHED else value
 
     def _for_strips(self, work: Pass) -> dict[Node, Any]:

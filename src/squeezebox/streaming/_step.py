@@ -37,27 +37,28 @@ class Progress:
 class StreamedStep:
     """Loss and gradients of whole images, computed strip by strip.
 
-    ``step(image, target)`` adds to the parameters' gradients what ``loss_fn(model(image), target).backward()``
-    would, up to the order of summation (1e-12 of themselves in float64), returns the loss, and updates batch
-    normalisation's running values once. Model and loss are traced once for each shape, as one graph; every strip
-    reads the rows around that the graph makes it depend on. Sums, means, moments and extremes over the image, in the
-    model or in the loss, take a pass over the image first wherever later operators need them.
+    ``step(image, target)`` adds to the parameters' gradients what ``loss_fn(model(image),
+    target).backward()`` would, up to the order of summation (1e-12 of themselves in float64), returns the
+    loss, and updates batch normalisation's running values once. Model and loss are traced once for each
+    shape, as one graph; every strip reads the rows around that the graph makes it depend on. Sums, means,
+    moments and extremes over the image, in the model or in the loss, take a pass over the image first
+    wherever later operators need them.
 
-    Gradients are added when the step is complete: an exception leaves parameters and buffers as they were. Hooks on
-    parameters and modules are not called, and there is no gradient by the image.
+    Gradients are added when the step is complete: an exception leaves parameters and buffers as they were.
+    Hooks on parameters and modules are not called, and there is no gradient by the image.
 
     Args:
         model: any module that torch.export can trace, in the mode in which it is to be run.
         loss_fn: ``loss_fn(output, target)``, a module or a function, gives one number.
-        memory: bytes that a step may take beside the image, the target and the model, such as "1GiB": strips are
-            as high as fits, by the peak of two small ones.
-        prepare: what the model is given in the image's place, computed strip by strip. By default uint8 images
-            are scaled to 0..1 in the parameters' precision, and others left as they are.
+        memory: bytes that a step may take beside the image, the target and the model, such as "1GiB": strips
+            are as high as fits, by the peak of two small ones.
+        prepare: what the model is given in the image's place, computed strip by strip. By default uint8
+            images are scaled to 0..1 in the parameters' precision, and others left as they are.
         axis: the image's dimension that is streamed, -2 or -1; the longer one by default.
         height: rows of a strip, instead of ``memory``.
         recompute: keep fewer tensors within a strip and make them again in its backward, for higher strips.
-        context: makes a context around each strip's forward, such as ``session.step`` of :func:`attach`, which
-            then packs what the strip saves.
+        context: makes a context around each strip's forward, such as ``session.step`` of :func:`attach`,
+            which then packs what the strip saves.
         progress: called with a :class:`Progress` after every strip.
         checkpoint: a file in which an interrupted step is kept; the same call then goes on where it was, and
             the file is removed when the step is complete.
@@ -102,9 +103,11 @@ class StreamedStep:
         """One step.
 
         Args:
-            image: what the model takes, ``[..., height, width]``: a tensor, or anything with shape and dtype that
+            image: what the model takes, ``[..., height, width]``: a tensor, or anything with shape and dtype
+            that
                 can be sliced, such as a numpy.memmap (of H x W x C: ``image.transpose(2, 0, 1)[None]``).
-            target: what the loss takes, in any structure of tensors, arrays and plain values. Those whose last
+            target: what the loss takes, in any structure of tensors, arrays and plain values. Those whose
+            last
                 two dimensions are the image's, or a feature map's of the model, are read strip by strip as
                 well; others, such as labels of whole images, are read whole.
 
@@ -157,7 +160,7 @@ class StreamedStep:
         key = pytree.tree_map_only(Tensor, lambda form: (tuple(form.shape), form.dtype), forms)
         key = (repr(key), axis, [module.training for module in self._whole.modules()])
         if repr(key) not in self._known:
-            streamed = analyse(trace(self._whole, *forms, self._device), axis)
+            streamed = analyse(trace(self._whole, forms[0], forms[1], self._device), axis)
             self._known[repr(key)] = streamed, stages_of(streamed)
         streamed, stages = self._known[repr(key)]
         leaves = pytree.tree_leaves(target)
@@ -180,7 +183,10 @@ class StreamedStep:
             height = min(self._height, rows)
         else:
             height, peak = fitting_height(
-                lambda height: self._measured(prepared, stage, height), rows, prepared.unit, self._memory_bytes
+                lambda height: self._measured(prepared, stage, height),
+                rows,
+                prepared.unit,
+                self._memory_bytes,
             )
         return StripPlan(
             reduces=stage.reduces,
@@ -210,7 +216,9 @@ class StreamedStep:
 
     def _strips(self, run: Run, stages: Sequence[Stage], position: Position, rows: int) -> Iterator[Position]:
         """Take every strip from a position on; yields the position after each."""
-        clock = _Clock([(stage.weight, height) for stage, height in zip(stages, position.heights, strict=True)], rows)
+        clock = _Clock(
+            [(stage.weight, height) for stage, height in zip(stages, position.heights, strict=True)], rows
+        )
         clock.start(position)
         last_ahead = max((number for number, stage in enumerate(stages) if stage.reduces), default=-1)
         if last_ahead < 0:

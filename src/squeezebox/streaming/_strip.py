@@ -66,7 +66,9 @@ class Pass:
                     sink(reduced, strip.rows(node, *owned[reduced]))
             strip.forget(self.last[node])
 
-    def run_again(self, owned: Mapping[Node, Part], read: Read, singles: Mapping[Node, Any], sink: Sink) -> None:
+    def run_again(
+        self, owned: Mapping[Node, Part], read: Read, singles: Mapping[Node, Any], sink: Sink
+    ) -> None:
         """As :meth:`run`, keeping only what crosses from one group of operators to the next.
 
         There are about as many groups as operators in each; backward makes a group's inner values again.
@@ -83,7 +85,9 @@ class Pass:
             for node in group:
                 strip.forget(self.last[node])
 
-    def _run_group(self, group: list[Node], strip: _Strip, later: set[Node], owned: Mapping[Node, Part]) -> None:
+    def _run_group(
+        self, group: list[Node], strip: _Strip, later: set[Node], owned: Mapping[Node, Part]
+    ) -> None:
         ends = {self.streamed.source(reduced) for reduced in owned}
         out = [node for node in group if node in ends or not later.isdisjoint(node.users)]
         held = [node for node in strip.held if not set(group).isdisjoint(node.users)]

@@ -20,7 +20,15 @@ from squeezebox.streaming._norms import NORMS
 _aten = torch.ops.aten
 DETACHED = _aten.detach_copy.default
 # Composed of others in torch's tables, and streamed better as they are.
-_KEPT = (_aten.pixel_shuffle.default, _aten.pixel_unshuffle.default, _aten.log_sigmoid_forward.default)
+_KEPT = (
+    _aten.pixel_shuffle.default,
+    _aten.pixel_unshuffle.default,
+    _aten.log_sigmoid_forward.default,
+    *(_aten.upsample_nearest2d.vec, _aten.upsample_nearest2d.default),
+    *(_aten._upsample_nearest_exact2d.vec, _aten._upsample_nearest_exact2d.default),
+    *(_aten.upsample_bilinear2d.vec, _aten.upsample_bilinear2d.default),
+    *(_aten.upsample_bicubic2d.vec, _aten.upsample_bicubic2d.default),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -78,7 +86,7 @@ def trace(whole: Whole, image: Tensor, target: Any, device: torch.device) -> Pro
 
 
 def _decompositions() -> dict[Any, Any]:
-    """Of operators that are no elementwise ones; torch's own are quicker than what they would be composed of."""
+    """Of operators that are not elementwise: torch's own of those are quicker than their parts."""
     table = torch.export.default_decompositions()
     found = {
         operator: table[operator]
@@ -89,7 +97,7 @@ def _decompositions() -> dict[Any, Any]:
 
 
 def _keep_detached(graph: Graph) -> None:
-    """Decomposing would drop ``detach()`` and ``torch.no_grad()``: put a copy that has no gradient in their place."""
+    """Put copies without gradient in place of ``detach()`` and ``torch.no_grad()``, which would be lost."""
     for node in [*graph.nodes]:
         if node.target in (_aten.detach.default, _aten.detach_.default):
             node.target = DETACHED
@@ -122,7 +130,7 @@ def _program(exported: Any, whole: nn.Module) -> Program:
         else:
             held[node] = _constant(exported, whole, spec.target)
     mutations: dict[Node, Tensor] = {}
-    loss: list[Node] = []
+    loss: list[Any] = []
     for spec in signature.output_specs:
         if spec.kind is OutputKind.BUFFER_MUTATION:
             mutations[nodes[spec.arg.name]] = whole.get_buffer(spec.target)
@@ -147,9 +155,9 @@ def _constant(exported: Any, whole: nn.Module, target: str) -> Tensor:
 
 
 def _require_scalar(loss: list[Any]) -> None:
-    shape = getattr(loss[0].meta.get("val"), "shape", None) if len(loss) == 1 and loss[0] is not None else None
+    shape = (
+        getattr(loss[0].meta.get("val"), "shape", None) if len(loss) == 1 and loss[0] is not None else None
+    )
     if shape is None or tuple(shape) != ():
-        raise OptionError(
-            f"loss_fn gives {'no tensor' if shape is None else f'a tensor of shape {tuple(shape)}'}, and a step "
-            "needs a single number; take its sum or mean."
-        )
+        given = "no tensor" if shape is None else f"a tensor of shape {tuple(shape)}"
+        raise OptionError(f"loss_fn gives {given}, and a step needs a single number; take its sum or mean.")

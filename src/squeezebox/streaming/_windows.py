@@ -1,8 +1,8 @@
 """Operators that make a row from neighbouring rows: convolution, pooling, padding, resampling.
 
-Output rows [a, b) of a window of ``kernel`` taps, ``stride``, ``dilation`` and ``padding`` read the input rows
-[a stride - padding, (b - 1) stride - padding + (kernel - 1) dilation + 1); what of them lies outside the image is
-padding, and nothing else is.
+Output rows [a, b) of a window of ``kernel`` taps, ``stride``, ``dilation`` and ``padding`` read the input
+rows [a stride - padding, (b - 1) stride - padding + (kernel - 1) dilation + 1); what of them lies outside the
+image is padding, and nothing else is.
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ def _spatial(call: Call, rows: Rows, dims: int) -> int:
     return axis
 
 
-def _at(values: Any, axis: int, default: Any = None) -> int:
-    listed = [values] if isinstance(values, int) else [*(values or default)]
-    return int(listed[axis] if len(listed) > 1 else listed[0])
+def _at(values: Any, axis: int) -> int:
+    if isinstance(values, int):
+        return int(values)
+    return int(values[axis] if len(values) > 1 else values[0])
 
 
 def _replaced(values: Any, axis: int, dims: int, new: int) -> list[int]:
@@ -93,12 +94,12 @@ def _require_reached(call: Call, window: _Window) -> None:
 
 def convolved(call: Call) -> Operator:
     """Convolution, transposed or not, of any stride, dilation, padding and groups."""
-    x, weight, bias, stride, padding, dilation, transposed, extra, groups = call.node.args
+    x, weight, bias, stride, padding, dilation, transposed, extra, groups = call.args
     source, rows = call.source()
-    dims = weight.meta["val"].dim() - 2  # type: ignore[union-attr]
+    dims = weight.meta["val"].dim() - 2
     axis = _spatial(call, rows, dims)
     window = _Window(
-        kernel=weight.meta["val"].shape[2 + axis],  # type: ignore[union-attr]
+        kernel=weight.meta["val"].shape[2 + axis],
         stride=_at(stride, axis),
         padding=_at(padding, axis),
         dilation=_at(dilation, axis),
@@ -139,8 +140,8 @@ def _transposed(
         begin = first * window.stride - window.padding
         end = begin + (last - first - 1) * window.stride + window.span
         if begin <= start and stop <= end:
-            whole = _aten.convolution.default(*values, strip.value(bias), *rest)
-            return whole.narrow(rows.dim, start - begin, stop - start)  # type: ignore[no-any-return]
+            whole: Tensor = _aten.convolution.default(*values, strip.value(bias), *rest)
+            return whole.narrow(rows.dim, start - begin, stop - start)
         reached = _aten.convolution.default(*values, None, *rest)  # the rows beyond have only the bias
         return _biased(_placed(reached, rows.dim, begin, start, stop), strip.value(bias), rows.dim)
 
@@ -164,14 +165,14 @@ def _biased(x: Tensor, bias: Any, dim: int) -> Tensor:
 
 def max_pooled(call: Call) -> Operator:
     """Largest element of every window; padding is never the largest."""
-    return _pooled(call, call.node.args[4] if len(call.node.args) > 4 else 1, -torch.inf, _largest)
+    return _pooled(call, call.args[4] if len(call.args) > 4 else 1, -torch.inf, _largest)
 
 
 def _largest(call: Call, part: Tensor, sizes: Any, axis: int, counts: Any) -> Any:
     kernel, stride, padding = sizes
-    dilation = call.node.args[4] if len(call.node.args) > 4 else 1
-    ceil = bool(call.node.args[5]) if len(call.node.args) > 5 else False
-    return call.node.target(part, kernel, stride, padding, dilation, ceil)  # type: ignore[operator]
+    dilation = call.args[4] if len(call.args) > 4 else 1
+    ceil = bool(call.args[5]) if len(call.args) > 5 else False
+    return call.target(part, kernel, stride, padding, dilation, ceil)
 
 
 def average_pooled(call: Call) -> Operator:
@@ -181,12 +182,15 @@ def average_pooled(call: Call) -> Operator:
 
 def _mean(call: Call, part: Tensor, sizes: Any, axis: int, counts: Callable[[bool], list[int]]) -> Tensor:
     kernel, stride, padding = sizes
-    ceil, include, divisor = (*call.node.args[4:], *(False, True, None)[len(call.node.args[4:]) :])
-    result: Tensor = call.node.target(part, kernel, stride, padding, ceil, include, divisor)  # type: ignore[operator]
+    given = tuple(call.args[4:])
+    ceil, include, divisor = given + (False, True, None)[len(given) :]
+    result: Tensor = call.target(part, kernel, stride, padding, ceil, include, divisor)
     found = counts(bool(include))
     if divisor is not None or all(count == kernel[axis] for count in found):
         return result
-    factors = torch.tensor([kernel[axis] / count for count in found], dtype=result.dtype, device=result.device)
+    factors = torch.tensor(
+        [kernel[axis] / count for count in found], dtype=result.dtype, device=result.device
+    )
     return result * factors.view([-1] + [1] * (len(kernel) - 1 - axis))
 
 
@@ -231,8 +235,8 @@ def _counted(window: _Window, row: int, include: bool) -> int:
 def constant_padded(call: Call) -> Operator:
     """Padded with a constant, or cropped where the padding is negative."""
     source, rows = call.source()
-    pads: list[int] = [int(pad) for pad in call.node.args[1]]  # type: ignore[union-attr]
-    fill = call.node.args[2] if len(call.node.args) > 2 else 0.0
+    pads: list[int] = [int(pad) for pad in call.args[1]]
+    fill = call.args[2] if len(call.args) > 2 else 0.0
     place = 2 * (source.meta["val"].dim() - 1 - rows.dim)
     before = pads[place] if place < len(pads) else 0
     others = [0 if place <= number < place + 2 else pad for number, pad in enumerate(pads)]
@@ -244,11 +248,13 @@ def constant_padded(call: Call) -> Operator:
     def run(strip: Strip, start: int, stop: int) -> Tensor:
         first, last = within(start, stop)
         begin, end = max(first, start - before), min(last, stop - before)
-        part = strip.rows(source, first, last).narrow(rows.dim, min(begin - first, last - first), max(end - begin, 0))
+        part = strip.rows(source, first, last).narrow(
+            rows.dim, min(begin - first, last - first), max(end - begin, 0)
+        )
         missing = stop - start - max(end - begin, 0)
         ahead = min(max(begin - (start - before), 0), missing)
-        part = padded(part, rows.dim, ahead, missing - ahead, fill)  # type: ignore[arg-type]
-        return functional.pad(part, others, value=fill) if any(others) else part  # type: ignore[arg-type]
+        part = padded(part, rows.dim, ahead, missing - ahead, fill)
+        return functional.pad(part, others, value=fill) if any(others) else part
 
     return Operator(
         rows=Rows(dim=rows.dim, count=call.shape[rows.dim]),
@@ -260,16 +266,16 @@ def constant_padded(call: Call) -> Operator:
 def sliced(call: Call) -> Operator:
     """Every so many rows of a part, which may be all: ``x[..., first:last:step, :]``."""
     source, rows = call.source()
-    first = int(call.node.args[2] or 0) if len(call.node.args) > 2 else 0  # type: ignore[arg-type]
+    first = int(call.args[2] or 0) if len(call.args) > 2 else 0
     first = min(max(first + rows.count if first < 0 else first, 0), rows.count)
-    step = int(call.node.args[4]) if len(call.node.args) > 4 else 1  # type: ignore[arg-type]
+    step = int(call.args[4]) if len(call.args) > 4 else 1
 
     def within(start: int, stop: int) -> tuple[int, int]:
         return first + start * step, first + (stop - 1) * step + 1
 
     def run(strip: Strip, start: int, stop: int) -> Tensor:
         part: Tensor = strip.rows(source, *within(start, stop))
-        return part if step == 1 else _aten.slice.Tensor(part, rows.dim, 0, None, step)  # type: ignore[no-any-return]
+        return part if step == 1 else part[(slice(None),) * rows.dim + (slice(None, None, step),)]
 
     return Operator(
         rows=Rows(dim=rows.dim, count=call.shape[rows.dim]),
@@ -285,14 +291,14 @@ def flipped(call: Call) -> Operator:
     return Operator(
         rows=rows,
         needs=lambda start, stop: [(source, count - stop, count - start)],
-        run=lambda strip, start, stop: strip.rows(source, count - stop, count - start).flip(call.node.args[1]),
+        run=lambda strip, start, stop: strip.rows(source, count - stop, count - start).flip(call.args[1]),
     )
 
 
 def shuffled(call: Call) -> Operator:
     """Channels into pixels: ``factor`` rows from each."""
     source, rows = call.source()
-    factor = int(call.node.args[1])  # type: ignore[arg-type]
+    factor = int(call.args[1])
     _spatial(call, rows, 2)
 
     def within(start: int, stop: int) -> tuple[int, int]:
@@ -313,12 +319,14 @@ def shuffled(call: Call) -> Operator:
 def unshuffled(call: Call) -> Operator:
     """Pixels into channels: one row from ``factor``."""
     source, rows = call.source()
-    factor = int(call.node.args[1])  # type: ignore[arg-type]
+    factor = int(call.args[1])
     _spatial(call, rows, 2)
 
     def run(strip: Strip, start: int, stop: int) -> Tensor:
-        part = strip.rows(source, start * factor, stop * factor)
-        return _aten.pixel_unshuffle.default(part, factor)  # type: ignore[no-any-return]
+        part: Tensor = _aten.pixel_unshuffle.default(
+            strip.rows(source, start * factor, stop * factor), factor
+        )
+        return part
 
     return Operator(
         rows=Rows(dim=rows.dim, count=rows.count // factor),
