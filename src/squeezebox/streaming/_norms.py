@@ -1,4 +1,4 @@
-"""Normalisations and variances as moments and elementwise operators, for torch.export's table of decompositions.
+"""Normalisations and variances as moments and elementwise operators, for torch.export's table.
 
 The moments are reductions like any other then, and so are their gradients.
 """

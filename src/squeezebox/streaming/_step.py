@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,10 @@ class StreamedStep:
         key = pytree.tree_map_only(Tensor, lambda form: (tuple(form.shape), form.dtype), forms)
         key = (repr(key), axis, [module.training for module in self._whole.modules()])
         if repr(key) not in self._known:
-            streamed = analyse(trace(self._whole, forms[0], forms[1], self._device), axis)
+            # A session leaves forwards without gradient alone, and whatever is within them.
+            with torch.no_grad(), self._context() if self._context else nullcontext(), torch.enable_grad():
+                program = trace(self._whole, forms[0], forms[1], self._device)
+            streamed = analyse(program, axis)
             self._known[repr(key)] = streamed, stages_of(streamed)
         streamed, stages = self._known[repr(key)]
         leaves = pytree.tree_leaves(target)

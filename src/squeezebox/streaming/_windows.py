@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn import functional
 
-from squeezebox.streaming._rows import Call, Need, Operator, Rows, Strip
+from squeezebox.streaming._rows import Call, Need, Operator, Rows, Strip, shape_of
 
 _aten = torch.ops.aten
 
@@ -60,7 +60,7 @@ def padded(tensor: Tensor, dim: int, before: int, after: int, fill: float = 0.0)
 def _spatial(call: Call, rows: Rows, dims: int) -> int:
     """Which of the operator's spatial axes, of which there are so many, is the streamed one."""
     node, _ = call.source()
-    axis = rows.dim - (node.meta["val"].dim() - dims)
+    axis = rows.dim - (len(shape_of(node)) - dims)
     if axis < 0:
         raise call.refuse("the streamed axis is not one of its spatial ones")
     return axis
