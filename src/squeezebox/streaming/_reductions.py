@@ -75,7 +75,7 @@ class Moments:
     def partial(self, x: Tensor) -> State:
         """Count, mean, and sum of squared deviations."""
         variance, mean = torch.var_mean(x, self.dims, correction=0, keepdim=True)
-        count = torch.tensor(x.numel() / variance.numel(), dtype=torch.float64)
+        count = torch.tensor(x.numel() / variance.numel(), dtype=torch.float64, device=x.device)
         return count, mean.double(), variance.double() * count
 
     def merge(self, first: State, second: State) -> State:
@@ -95,7 +95,7 @@ class Moments:
         """2 (x - mean) / (n - correction) of the variance's, 1 / n of the mean's."""
         count, mean, _ = state
         by_variance, by_mean = seeds
-        result = torch.zeros((), dtype=x.dtype)
+        result = x.new_zeros(())
         if by_mean is not None:
             result = (_kept(by_mean, self.dims, self.keepdim).double() / count).to(x.dtype)
         if by_variance is not None:

@@ -105,8 +105,8 @@ def _tapped(resize: _Resize, source: Node, rows: Rows, made: Rows, columns: int)
         shape = [-1] + [1] * (part.dim() - 1 - rows.dim)
         total = part.new_zeros(())
         for place, weight in zip(places, weights, strict=True):
-            tap = part.index_select(rows.dim, place[start:stop] - first)
-            total = total + tap * weight[start:stop].to(part.dtype).view(shape)
+            tap = part.index_select(rows.dim, (place[start:stop] - first).to(part.device))
+            total = total + tap * weight[start:stop].to(part).view(shape)
         return total
 
     return Operator(rows=made, needs=lambda start, stop: [(source, *within(start, stop))], run=run)
@@ -159,7 +159,7 @@ def indexed(call: Call) -> Operator:
     if rows.merged:
         raise call.refuse("the streamed axis has been merged with another one before")
     places = _folded(call, indices[rows.dim])
-    places = torch.where(places < 0, places + rows.count, places)
+    places = torch.where(places < 0, places + rows.count, places).cpu()
 
     def within(start: int, stop: int) -> tuple[int, int]:
         part = places[start:stop]
@@ -170,7 +170,7 @@ def indexed(call: Call) -> Operator:
         part: Tensor = strip.rows(table, first, last)
         if last - first == stop - start and bool((places[start:stop].diff() == 1).all()):
             return part
-        picked: Tensor = part.index_select(rows.dim, places[start:stop] - first)
+        picked: Tensor = part.index_select(rows.dim, (places[start:stop] - first).to(part.device))
         return picked
 
     def needs(start: int, stop: int) -> list[Need]:

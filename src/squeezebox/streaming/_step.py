@@ -153,26 +153,35 @@ class StreamedStep:
         return self._planned(self._prepared(image, target))
 
     def _prepared(self, image: Any, target: Any) -> _Prepared:
+        if torch.is_autocast_enabled(self._device.type):
+            raise OptionError("a streamed step runs in the model's own precision; leave torch.autocast out.")
         forms = pytree.tree_map(_form_of, (image, target))
         if len(image.shape) < 3:
             raise OptionError(f"the image has shape {tuple(image.shape)}; give [N, C, H, W] or [C, H, W].")
         longer = -1 if image.shape[-1] > image.shape[-2] else -2
         axis = longer if self._axis is None else self._axis
         key = pytree.tree_map_only(Tensor, lambda form: (tuple(form.shape), form.dtype), forms)
-        key = (repr(key), axis, [module.training for module in self._whole.modules()])
-        if repr(key) not in self._known:
+        key = repr((repr(key), axis, *self._state()))
+        if key not in self._known:
             # A session leaves forwards without gradient alone, and whatever is within them.
             with torch.no_grad(), self._context() if self._context else nullcontext(), torch.enable_grad():
                 program = trace(self._whole, forms[0], forms[1], self._device)
             streamed = analyse(program, axis)
-            self._known[repr(key)] = streamed, stages_of(streamed)
-        streamed, stages = self._known[repr(key)]
+            self._known[key] = streamed, stages_of(streamed)
+        streamed, stages = self._known[key]
         leaves = pytree.tree_leaves(target)
         given = {streamed.program.image: image}
         given |= {node: leaves[number] for node, number in streamed.program.targets.items()}
         return _Prepared(
-            key=repr(key), axis=axis, streamed=streamed, stages=stages, given=given, device=self._device
+            key=key, axis=axis, streamed=streamed, stages=stages, given=given, device=self._device
         )
+
+    def _state(self) -> tuple[object, ...]:
+        """What of the model a graph is made for, besides shapes: modes, and which tensors it holds."""
+        whole = self._whole
+        tensors = [(id(parameter), parameter.requires_grad) for parameter in whole.parameters()]
+        modes = [module.training for module in whole.modules()]
+        return modes, tensors, [id(buffer) for buffer in whole.buffers()]
 
     def _planned(self, prepared: _Prepared) -> StreamPlan:
         if prepared.key not in self._plans:
