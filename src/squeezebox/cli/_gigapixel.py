@@ -35,7 +35,7 @@ class Gigapixel:
 
 
 class Network(nn.Module):
-    """A U-Net of 10,437 parameters with large kernels and strides of 4: tissue or not, for every pixel."""
+    """A U-Net of 10,433 parameters with large kernels and strides of 4: tissue or not, for every pixel."""
 
     def __init__(self) -> None:
         super().__init__()
