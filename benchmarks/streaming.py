@@ -5,15 +5,19 @@ benchmarks/reports/streaming-<date>.json and .md.
 
 Two U-Nets of large kernels and strides, one without and one with batch normalisation, take steps on an image
 that fits as a whole. Peaks are sums of live allocations during a step, by torch's memory events; seconds are
-medians, every arm in turn. Equality is that of loss, gradients and running values in float64 over random
-networks, the ones that the tests draw.
+medians, every arm in turn, and the processor's
+seconds (of all threads) are given too, for machines that others use. Equality is that of loss, gradients and
+running values in float64 over random networks, the ones that the tests draw.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import statistics
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -37,7 +41,7 @@ def main() -> None:
     parser.add_argument("--height", type=int, default=8192)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--networks", type=int, default=15, help="random ones, for the equality")
+    parser.add_argument("--networks", type=int, default=10, help="random ones, for the equality")
     parser.add_argument("--name", default="streaming", help="of the report")
     arguments = parser.parse_args()
     sizes = arguments.height, arguments.width
@@ -70,10 +74,23 @@ def measure(model: nn.Module, sizes: tuple[int, int], repeats: int) -> dict[str,
     arms = {"whole": whole}
     arms |= {str(height): lambda step=step: step(image, mask) for height, step in steps.items()}
     peaks = {name: peak(model, arm) for name, arm in arms.items()}
-    clock = _report.interleaved(arms, repeats)
-    print(peaks, clock.seconds, file=sys.stderr, flush=True)
+    spent: dict[str, list[float]] = {name: [] for name in arms}
+    clock = _report.interleaved({name: clocked(arm, spent[name]) for name, arm in arms.items()}, repeats, 0)
+    processor = {name: statistics.median(seconds) for name, seconds in spent.items()}
+    print(peaks, clock.seconds, processor, file=sys.stderr, flush=True)
     halos = {str(height): step.plan(image, mask).stages[-1].halo for height, step in steps.items()}
-    return {"peaks": peaks, "halos": halos, **asdict(clock)}
+    return {"peaks": peaks, "halos": halos, "processor_seconds": processor, **asdict(clock)}
+
+
+def clocked(arm: Callable[[], object], spent: list[float]) -> Callable[[], None]:
+    """The arm, noting the processor's seconds, which other processes on the machine change least."""
+
+    def run() -> None:
+        start = time.process_time()
+        arm()
+        spent.append(time.process_time() - start)
+
+    return run
 
 
 def peak(model: nn.Module, arm: Any) -> int:
@@ -129,14 +146,20 @@ def table(payload: dict[str, Any]) -> str:
     lines = [f"One step on {height} x {width} pixels; shares are of the whole image's step.", ""]
     for name, title in (("plain", "Without batch normalisation"), ("batch_norm", "With two of them")):
         found = payload[name]
-        lines += [f"{title}:", "", "| strip | halo | peak | share | seconds | times the whole's | spread |"]
-        lines += ["|---|---|---|---|---|---|---|"]
+        processor = found["processor_seconds"]
+        lines += [
+            f"{title}:",
+            "",
+            "| strip | halo | peak | share | seconds | times the whole's | spread | processor's |",
+        ]
+        lines += ["|---|---|---|---|---|---|---|---|"]
         for arm, nbytes in found["peaks"].items():
             ratio = {"median": 1.0, "minimum": 1.0, "maximum": 1.0} | found["ratios"].get(f"{arm}/whole", {})
             lines.append(
                 f"| {arm} | {found['halos'].get(arm, '')} | {human_bytes(nbytes)} | "
                 f"{nbytes / found['peaks']['whole']:.3f} | {found['seconds'][arm]['median']:.2f} | "
-                f"{ratio['median']:.2f} | {ratio['minimum']:.2f} to {ratio['maximum']:.2f} |"
+                f"{ratio['median']:.2f} | {ratio['minimum']:.2f} to {ratio['maximum']:.2f} | "
+                f"{processor[arm] / processor['whole']:.2f} |"
             )
         lines.append("")
     errors = payload["errors"]
