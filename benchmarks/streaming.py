@@ -5,9 +5,9 @@ benchmarks/reports/streaming-<date>.json and .md.
 
 Two U-Nets of large kernels and strides, one without and one with batch normalisation, take steps on an image
 that fits as a whole. Peaks are sums of live allocations during a step, by torch's memory events; seconds are
-medians, every arm in turn, and the processor's
-seconds (of all threads) are given too, for machines that others use. Equality is that of loss, gradients and
-running values in float64 over random networks, the ones that the tests draw.
+medians, every arm in turn, and the processor's seconds (of all threads) are given too, for machines that
+others use. Equality is that of loss, gradients and running values in float64 over random networks, which are
+drawn as the tests draw theirs.
 """
 
 from __future__ import annotations
