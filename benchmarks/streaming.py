@@ -78,7 +78,8 @@ def measure(model: nn.Module, sizes: tuple[int, int], repeats: int) -> dict[str,
     clock = _report.interleaved({name: clocked(arm, spent[name]) for name, arm in arms.items()}, repeats, 0)
     processor = {name: statistics.median(seconds) for name, seconds in spent.items()}
     print(peaks, clock.seconds, processor, file=sys.stderr, flush=True)
-    halos = {str(height): step.plan(image, mask).stages[-1].halo for height, step in steps.items()}
+    plans = {str(height): step.plan(image, mask) for height, step in steps.items()}
+    halos = {height: max(stage.halo for stage in plan.stages) for height, plan in plans.items()}
     return {"peaks": peaks, "halos": halos, "processor_seconds": processor, **asdict(clock)}
 
 
