@@ -170,9 +170,27 @@ def demo(
     batch: Annotated[int, typer.Option(help="Samples a training step.")] = 64,
     noise: Annotated[float, typer.Option(help="Allowed relative gradient noise.")] = 1e-3,
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of images.")] = 0,
+    gigapixel: Annotated[
+        bool, typer.Option("--gigapixel", help="Instead, train a U-Net on one whole gigapixel image.")
+    ] = False,
+    size: Annotated[str, typer.Option(help="Of the gigapixel image.")] = "16000x64000",
+    memory: Annotated[str, typer.Option(help="For strips of the gigapixel image.")] = "512MiB",
+    steps: Annotated[int, typer.Option(help="On the gigapixel image.")] = 1,
     as_json: Json = False,
 ) -> None:
-    """Train the same BatchNorm CNN on Fashion-MNIST twice, plain and squeezed, and compare."""
+    """Train the same BatchNorm CNN on Fashion-MNIST twice, plain and squeezed, and compare.
+
+    With --gigapixel: lay an image out of photographs in a temporary file of 4 bytes a pixel, and train a
+    small U-Net on all of it at once, strip by strip, with --size, --memory, --steps, --seed and --out.
+    """
+    if gigapixel:
+        from squeezebox.cli._gigapixel import Gigapixel
+        from squeezebox.cli._gigapixel import run as run_gigapixel
+        from squeezebox.cli._show import show_gigapixel
+
+        found = run_gigapixel(Gigapixel(out=out, size=size, memory=memory, steps=steps, seed=seed))
+        print(json.dumps(found, indent=1)) if as_json else show_gigapixel(found, out)
+        return
     from squeezebox.cli._demo import Settings, run
     from squeezebox.cli._show import show_demo
 

@@ -14,8 +14,7 @@ from torch.nn import functional
 from squeezebox.cli._estimate import load_factory, parse_shape
 from squeezebox.cli._plan import load_loss, load_model, optimizer_named
 from squeezebox.cli._progress import counted
-from squeezebox.cli._values import parse_size
-from squeezebox.reports import require_writable, save_pipeline_plan
+from squeezebox.reports import parse_size, require_writable, save_pipeline_plan
 from squeezebox.schema import Link, OptionError, PipelinePlan
 from squeezebox.session import plan_pipeline
 

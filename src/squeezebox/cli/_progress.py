@@ -39,6 +39,21 @@ def counted(title: str) -> Iterator[Count | None]:
 
 
 @contextlib.contextmanager
+def timed(title: str) -> Iterator[Callable[[int, int, float], None]]:
+    """What this gives is called with (done, total, seconds left): a bar on a terminal, else a few lines."""
+    with counted(title) as count:
+
+        def show(done: int, total: int, left: float) -> None:
+            note = f"{left:.0f} s left"
+            if count is not None:
+                count(done, total, note)
+            elif done == total or done * 8 // total > (done - 1) * 8 // total:
+                print(f"{title}: {done}/{total}, {note}", file=sys.stderr, flush=True)
+
+        yield show
+
+
+@contextlib.contextmanager
 def _bar(title: str, total: int) -> Iterator[Advance]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -44,6 +44,24 @@ def show_demo(result: Mapping[str, Any], out: Path) -> None:
     console.print(f"{result['seconds']:.0f} s in all; the same figures are in {out}.")
 
 
+def show_gigapixel(result: Mapping[str, Any], out: Path) -> None:
+    """The image, the strips, and what a step took."""
+    image, stages, console = result["image"], result["plan"]["stages"], _console()
+    console.print(
+        f"{image['height']} x {image['width']} pixels ({human_bytes(image['bytes'])}, memory-mapped), "
+        f"{result['parameters']:,} parameters"
+    )
+    for stage in stages:
+        way = "forward and back" if stage["derives"] else "forward"
+        console.print(
+            f"{stage['strips']} strips of {stage['height']} columns or rows, halo {stage['halo']}: {way}"
+        )
+    peak = result["peak_bytes"]
+    console.print(f"peak beyond the image: {'not known here' if peak is None else human_bytes(peak)}")
+    console.print(f"step: {result['step_seconds']:.1f} s; loss {result['losses'][-1]:.4f}")
+    console.print(f"{result['seconds']:.0f} s in all; the same figures are in {out}.")
+
+
 def _rows(plain: Mapping[str, Any], squeezed: Mapping[str, Any]) -> list[tuple[str, ...]]:
     def sizes(label: str, key: str) -> tuple[str, ...]:
         ratio = plain[key] / max(squeezed[key], 1)

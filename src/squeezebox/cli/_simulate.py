@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from squeezebox.cli._values import parse_seconds, parse_size, per_stage, require_delay
+from squeezebox.cli._values import parse_seconds, per_stage, require_delay
 from squeezebox.reports import (
     ChartKind,
     ChartSpan,
@@ -16,6 +16,7 @@ from squeezebox.reports import (
     PipelineRank,
     PipelineReport,
     draw_svg,
+    parse_size,
     require_writable,
     trace_events,
     write_whole,

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from typing import TypeVar
 
-from squeezebox.reports import BYTE_UNITS
 from squeezebox.schema import OptionError
 
 Number = TypeVar("Number", int, float)
@@ -58,16 +56,3 @@ def require_delay(option: str, seconds: float) -> float:
             f"{option} {seconds:g} is no number of seconds from 0 to {_LONGEST:g}; give 0 for none."
         )
     return seconds
-
-
-def parse_size(option: str, text: str) -> int:
-    """Bytes: ``4096``, ``12MiB``, ``1.5GB``.
-
-    Raises:
-        OptionError: it is no size.
-    """
-    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)", text)
-    unit = (found[2].upper() or "B") if found else ""
-    if not found or unit not in BYTE_UNITS:
-        raise OptionError(f"{option} {text or 'nothing'} is no size; give bytes, 12MiB or 1.5GB.")
-    return round(float(found[1]) * BYTE_UNITS[unit])

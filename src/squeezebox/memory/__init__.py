@@ -1,11 +1,12 @@
-"""Which bytes a step may use again, and where bytes go that are not held in the allocator's memory.
+"""Which bytes live at once, which may be used again, and where bytes go that the allocator does not hold.
 
-In: buffers' lifetimes, operators on streams, flat tensors. Out: offsets that never clash, slots to read back.
-May touch: torch tensors' bytes, pinned host memory with streams to it, and one temporary file of its own.
+In: running code, buffers' lifetimes, operators on streams, tensors. Out: peaks, safe offsets, slots to read.
+May touch: torch's profiler, tensors' bytes, pinned host memory with streams to it, one temporary file.
 """
 
 from squeezebox.memory._csv import layout_csv, read_buffers
 from squeezebox.memory._layout import Packer, layout, verify
+from squeezebox.memory._peak import Peak, PeakMeter, Recording
 from squeezebox.memory._problem import Problem
 from squeezebox.memory._search import search
 from squeezebox.memory._sharing import safe_sharing
@@ -18,7 +19,10 @@ __all__ = [
     "CudaStreams",
     "HostSlot",
     "Packer",
+    "Peak",
+    "PeakMeter",
     "Problem",
+    "Recording",
     "Slot",
     "Spill",
     "Staging",

@@ -4,6 +4,7 @@ In: a running step, or a model and an input's shape. Out: profiles; peaks in byt
 May touch: torch's profiler, allocator counters, fake tensors, and a folder of profiles; never the model.
 """
 
+from squeezebox.memory import Peak, PeakMeter
 from squeezebox.profiling._cache import load_profile, profile_key, store_profile
 from squeezebox.profiling._chain import PartCosts, measure_parts
 from squeezebox.profiling._clock import now
@@ -11,7 +12,6 @@ from squeezebox.profiling._gains import Gain, GainProfiler
 from squeezebox.profiling._marks import Marks, measure_marks
 from squeezebox.profiling._optimizer import state_bytes, transient_bytes
 from squeezebox.profiling._options import StepProfiler
-from squeezebox.profiling._peak import Peak, PeakMeter
 from squeezebox.profiling._simulate import OPTIMIZERS, Simulation, simulate
 
 __all__ = [

@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import torch
 
+from squeezebox.memory import Recording
 from squeezebox.profiling._clock import now
-from squeezebox.profiling._peak import Recording
 from squeezebox.schema import CaptureError
 
 _MARK = "squeezebox.mark."

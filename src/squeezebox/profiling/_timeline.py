@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.autograd.profiler import record_function
 
-from squeezebox.profiling._peak import Recording
+from squeezebox.memory import Recording
 from squeezebox.schema import OptionError
 
 _PREFIX = "squeezebox "

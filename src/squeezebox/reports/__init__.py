@@ -17,7 +17,14 @@ from squeezebox.reports._pipeline_plan import (
     save_pipeline_plan,
 )
 from squeezebox.reports._plan import PlannedTensor, StepPlan, load_plan
-from squeezebox.reports._report import BYTE_UNITS, Report, human_bytes, require_writable, write_whole
+from squeezebox.reports._report import (
+    BYTE_UNITS,
+    Report,
+    human_bytes,
+    parse_size,
+    require_writable,
+    write_whole,
+)
 from squeezebox.reports._shortage import exact_bytes, explain, explain_floor
 from squeezebox.reports._svg import draw_svg
 from squeezebox.reports._trace import trace_events
@@ -43,6 +50,7 @@ __all__ = [
     "human_bytes",
     "load_pipeline_plan",
     "load_plan",
+    "parse_size",
     "pipeline_plan_line",
     "pipeline_plan_text",
     "require_writable",

@@ -7,13 +7,14 @@ import enum
 import errno
 import json
 import os
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from squeezebox.schema import Check, OutputError, SavedTensor, StepRecord
+from squeezebox.schema import Check, OptionError, OutputError, SavedTensor, StepRecord
 
 _ROWS = 24  # the largest tensors that text shows; JSON has all
 
@@ -117,6 +118,19 @@ BYTE_UNITS = MappingProxyType(
     {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 )
 """Bytes of each unit in which sizes may be given, in capitals."""
+
+
+def parse_size(name: str, size: int | str) -> int:
+    """Bytes of a number, or of a text such as ``4096``, ``12MiB`` or ``1.5GB``; ``name`` is the argument's.
+
+    Raises:
+        OptionError: it is no size.
+    """
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)", str(size))
+    unit = (found[2].upper() or "B") if found else ""
+    if not found or unit not in BYTE_UNITS:
+        raise OptionError(f"{name} {size or 'nothing'} is no size; give bytes, 12MiB or 1.5GB.")
+    return round(float(found[1]) * BYTE_UNITS[unit])
 
 
 def human_bytes(nbytes: float) -> str:

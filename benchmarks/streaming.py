@@ -1,0 +1,175 @@
+"""Peak and time of a training step in strips, against the whole image's, and how equal the two are.
+
+Goes in: nothing; random pixels, whose values do not matter to bytes and seconds. Comes out:
+benchmarks/reports/streaming-<date>.json and .md.
+
+Two U-Nets of large kernels and strides, one without and one with batch normalisation, take steps on an image
+that fits as a whole. Peaks are sums of live allocations during a step, by torch's memory events; seconds are
+medians, every arm in turn, and the processor's seconds (of all threads) are given too, for machines that
+others use. Equality is that of loss, gradients and running values in float64 over random networks, which are
+drawn as the tests draw theirs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from benchmarks import _report
+from squeezebox.cli._gigapixel import Network, loss_fn
+from squeezebox.memory import PeakMeter
+from squeezebox.reports import human_bytes
+from squeezebox.streaming import StreamedStep
+from tests.streaming.test_exact import networks, worst
+
+SHARES = (0.5, 0.25, 0.1, 0.05, 0.02)  # of the image's rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--height", type=int, default=8192)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--networks", type=int, default=10, help="random ones, for the equality")
+    parser.add_argument("--name", default="streaming", help="of the report")
+    arguments = parser.parse_args()
+    sizes = arguments.height, arguments.width
+    plain = measure(Network(), sizes, arguments.repeats)
+    normed = measure(with_norms(Network()), sizes, arguments.repeats)
+    errors = equality(arguments.networks)
+    payload = {"image": sizes, "plain": plain, "batch_norm": normed, "errors": errors}
+    for path in _report.write(arguments.name, payload, table(payload)):
+        print(path)
+
+
+def with_norms(model: Network) -> nn.Module:
+    """Batch normalisation after each of the first two convolutions."""
+    model.down = nn.Sequential(model.down, nn.BatchNorm2d(8))
+    model.further = nn.Sequential(model.further, nn.BatchNorm2d(12))
+    return model
+
+
+def measure(model: nn.Module, sizes: tuple[int, int], repeats: int) -> dict[str, Any]:
+    """Peak and seconds, whole and by height of the strips."""
+    torch.manual_seed(0)
+    image = torch.randint(0, 256, (1, 3, *sizes), dtype=torch.uint8)
+    mask = torch.randint(0, 2, sizes, dtype=torch.uint8)
+
+    def whole() -> None:
+        loss_fn(model(image.float() / 255), mask).backward()
+
+    heights = {share: max(16, round(sizes[0] * share) // 16 * 16) for share in SHARES}
+    steps = {height: StreamedStep(model, loss_fn, height=height, axis=-2) for height in heights.values()}
+    arms = {"whole": whole}
+    arms |= {str(height): lambda step=step: step(image, mask) for height, step in steps.items()}
+    peaks = {name: peak(model, arm) for name, arm in arms.items()}
+    spent: dict[str, list[float]] = {name: [] for name in arms}
+    clock = _report.interleaved({name: clocked(arm, spent[name]) for name, arm in arms.items()}, repeats, 0)
+    processor = {name: statistics.median(seconds) for name, seconds in spent.items()}
+    print(peaks, clock.seconds, processor, file=sys.stderr, flush=True)
+    plans = {str(height): step.plan(image, mask) for height, step in steps.items()}
+    halos = {height: max(stage.halo for stage in plan.stages) for height, plan in plans.items()}
+    return {"peaks": peaks, "halos": halos, "processor_seconds": processor, **asdict(clock)}
+
+
+def clocked(arm: Callable[[], object], spent: list[float]) -> Callable[[], None]:
+    """The arm, noting the processor's seconds, which other processes on the machine change least."""
+
+    def run() -> None:
+        start = time.process_time()
+        arm()
+        spent.append(time.process_time() - start)
+
+    return run
+
+
+def peak(model: nn.Module, arm: Any) -> int:
+    """Bytes beyond what there was before, gradients included."""
+    arm()
+    model.zero_grad()
+    meter = PeakMeter(torch.device("cpu"))
+    meter.start()
+    arm()
+    return meter.stop(()).total_bytes
+
+
+def equality(count: int) -> dict[str, Any]:
+    """The errors of random networks against the whole image's."""
+    found: list[float] = []
+
+    @given(
+        model=networks(),
+        size=st.tuples(st.integers(9, 40), st.integers(9, 40)),
+        height=st.integers(1, 20),
+        axis=st.sampled_from([-2, -1]),
+    )
+    @settings(
+        max_examples=count,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=[*HealthCheck],
+        derandomize=True,
+        database=None,
+    )
+    def compare(model: nn.Module, size: tuple[int, int], height: int, axis: int) -> None:
+        image = torch.randn(2, 2, *size, dtype=torch.float64)
+        model, other = model.double(), copy.deepcopy(model.double())
+        try:
+            loss = objective(model(image), None)
+        except (RuntimeError, ValueError):
+            return  # too deep for the image
+        loss.backward()
+        streamed = StreamedStep(other, objective, height=height, axis=axis)(image, None)
+        found.append(max(worst(model, other), abs(float(streamed - loss.detach()))))
+
+    compare()
+    return {"networks": len(found), "largest": max(found), "median": sorted(found)[len(found) // 2]}
+
+
+def objective(output: Tensor, _: Any) -> Tensor:
+    return output.sin().mean() + (output.square().mean() + 1).log()
+
+
+def table(payload: dict[str, Any]) -> str:
+    """Both networks by strip height, then the equality."""
+    height, width = payload["image"]
+    lines = [f"One step on {height} x {width} pixels; shares are of the whole image's step.", ""]
+    for name, title in (("plain", "Without batch normalisation"), ("batch_norm", "With two of them")):
+        found = payload[name]
+        processor = found["processor_seconds"]
+        lines += [
+            f"{title}:",
+            "",
+            "| strip | halo | peak | share | seconds | times the whole's | spread | processor's |",
+        ]
+        lines += ["|---|---|---|---|---|---|---|---|"]
+        for arm, nbytes in found["peaks"].items():
+            ratio = {"median": 1.0, "minimum": 1.0, "maximum": 1.0} | found["ratios"].get(f"{arm}/whole", {})
+            lines.append(
+                f"| {arm} | {found['halos'].get(arm, '')} | {human_bytes(nbytes)} | "
+                f"{nbytes / found['peaks']['whole']:.3f} | {found['seconds'][arm]['median']:.2f} | "
+                f"{ratio['median']:.2f} | {ratio['minimum']:.2f} to {ratio['maximum']:.2f} | "
+                f"{processor[arm] / processor['whole']:.2f} |"
+            )
+        lines.append("")
+    errors = payload["errors"]
+    lines.append(
+        f"{errors['networks']} random networks in float64: loss, gradients (relative to the largest) and "
+        f"running values differ by at most {errors['largest']:.1e}, median {errors['median']:.1e}."
+    )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""``squeezebox demo --gigapixel``: one training step on a whole image that no memory holds."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import squeezebox
+from squeezebox.cli._photographs import Slide, lay_out, rows_of_pieces, temporary_folder
+from squeezebox.cli._progress import progress, timed
+from squeezebox.reports import parse_size, require_writable, write_whole
+from squeezebox.schema import OptionError
+
+_SAMPLING_SECONDS = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gigapixel:
+    """What the command line said."""
+
+    out: Path
+    size: str = "16000x64000"
+    memory: str = "512MiB"
+    steps: int = 1
+    seed: int = 0
+
+
+class Network(nn.Module):
+    """A U-Net of 10,433 parameters with large kernels and strides of 4: tissue or not, for every pixel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(3, 8, 9, stride=4, padding=4)
+        self.further = nn.Conv2d(8, 12, 5, stride=4, padding=2)
+        self.middle = nn.Conv2d(12, 12, 3, padding=1)
+        self.up = nn.ConvTranspose2d(12, 8, 4, stride=4)
+        self.merge = nn.Conv2d(16, 8, 3, padding=1)
+        self.last = nn.ConvTranspose2d(8, 4, 8, stride=4, padding=2)
+        self.head = nn.Conv2d(4, 1, 1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Logits ``[N, 1, H, W]`` of images ``[N, 3, H, W]`` whose sides are multiples of 16."""
+        fine = torch.relu(self.down(image))
+        coarse = torch.relu(self.middle(torch.relu(self.further(fine))))
+        merged = torch.relu(self.merge(torch.cat([fine, torch.relu(self.up(coarse))], 1)))
+        logits: Tensor = self.head(torch.relu(self.last(merged)))
+        return logits
+
+
+def loss_fn(logits: Tensor, mask: Tensor) -> Tensor:
+    """Mean over pixels of the binary cross entropy; the mask is uint8 ``[H, W]``."""
+    return nn.functional.binary_cross_entropy_with_logits(logits[:, 0], mask.to(logits.dtype)[None])
+
+
+def run(settings: Gigapixel) -> dict[str, Any]:
+    """Lay out the image, take the steps, write ``settings.out`` and return what was written.
+
+    Raises:
+        OptionError: an option is out of range.
+        OutputError: ``out`` cannot be written, or the disk has no room for the image.
+        BudgetError: the memory is too little for a strip.
+    """
+    height, width = _size(settings.size)
+    parse_size("--memory", settings.memory)
+    if settings.steps < 1:
+        raise OptionError(f"--steps {settings.steps} is below 1.")
+    require_writable(settings.out)
+    start = time.perf_counter()
+    with temporary_folder() as folder:
+        with progress("laying out the image", rows_of_pieces(height)) as advance:
+            slide = lay_out(Path(folder), height, width, settings.seed, advance)
+        result = {
+            "squeezebox": squeezebox.__version__,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "settings": {**asdict(settings), "out": str(settings.out)},
+            "image": {"height": height, "width": width, "bytes": 3 * height * width},
+            **_train(settings, slide),
+        }
+    result["seconds"] = time.perf_counter() - start
+    write_whole(settings.out, json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def _size(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"([0-9]{2,6})x([0-9]{2,6})", text)
+    sides = (int(found[1]), int(found[2])) if found else (0, 0)
+    if min(sides) < 64 or any(side % 16 for side in sides):
+        raise OptionError(
+            f"--size {text} is no height x width in multiples of 16, from 64; give 16000x64000."
+        )
+    return sides
+
+
+def _train(settings: Gigapixel, slide: Slide) -> dict[str, Any]:
+    torch.manual_seed(settings.seed)
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    image, losses, seconds = slide.pixels.transpose(2, 0, 1)[None], list[float](), list[float]()
+    with Peak() as peak, timed("training on the whole image") as show:
+        step = squeezebox.streaming.StreamedStep(
+            model,
+            loss_fn,
+            memory=settings.memory,
+            progress=lambda now: show(now.done, now.total, now.seconds_left),
+        )
+        plan = step.plan(image, slide.mask)
+        for _ in range(settings.steps):
+            start = time.perf_counter()
+            losses.append(float(step(image, slide.mask)))
+            seconds.append(time.perf_counter() - start)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "plan": asdict(plan),
+        "losses": losses,
+        "step_seconds": float(np.median(seconds)),
+        "peak_bytes": peak.nbytes,
+    }
+
+
+class Peak:
+    """The most memory that this process holds beyond what it held before, mapped files not counted.
+
+    Sampled from /proc (RssAnon) every few hundredths of a second; ``nbytes`` is None where that is not there.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes: int | None = None
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Peak:
+        self._before = _anonymous()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while self._before is not None:
+            self.nbytes = max(self.nbytes or 0, (_anonymous() or 0) - self._before)
+            if self._end.wait(_SAMPLING_SECONDS):
+                return
+
+
+def _anonymous() -> int | None:
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:")), None)

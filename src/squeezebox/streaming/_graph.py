@@ -1,0 +1,239 @@
+"""Every node's part in streaming: rows, reductions and values without rows, and in which pass it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from squeezebox.streaming._reductions import Reduction, Sum, reduction
+from squeezebox.streaming._resampling import RESAMPLED
+from squeezebox.streaming._rows import Call, Operator, Rows, refusal
+from squeezebox.streaming._rowwise import ROWWISE, elementwise, named_dims
+from squeezebox.streaming._trace import DETACHED, Program
+from squeezebox.streaming._windows import (
+    average_pooled,
+    constant_padded,
+    convolved,
+    flipped,
+    max_pooled,
+    shuffled,
+    sliced,
+    unshuffled,
+)
+
+_aten = torch.ops.aten
+_RULES: Mapping[Any, Callable[[Call], Operator]] = {
+    **ROWWISE,
+    **RESAMPLED,
+    _aten.convolution.default: convolved,
+    _aten.max_pool2d_with_indices.default: max_pooled,
+    _aten.avg_pool2d.default: average_pooled,
+    _aten.constant_pad_nd.default: constant_padded,
+    _aten.pixel_shuffle.default: shuffled,
+    _aten.pixel_unshuffle.default: unshuffled,
+}
+_ALONG_ROWS = {_aten.slice.Tensor: sliced, _aten.flip.default: flipped}
+_LINEAR = frozenset(
+    {
+        *(_aten.add.Tensor, _aten.sub.Tensor, _aten.neg.default, _aten.clone.default, _aten._to_copy.default),
+        *(_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar, _aten.view.default),
+        *(_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim, _aten.expand.default),
+        *(_aten.squeeze.dims, _aten.squeeze.dim, _aten.unsqueeze.default, _aten.select.int),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Streamed:
+    """A program, and how to stream it.
+
+    ``rows`` are the nodes that have the streamed axis, ``operators`` those of them that are made, and
+    ``reductions`` take it away. A node's ``level`` says how many passes over the image come before it can be
+    known: those with rows are made in every pass from theirs on, reductions in the pass of their input's
+    level. Values without rows, ``single``, are computed once between passes, in order.
+    """
+
+    program: Program
+    rows: Mapping[Node, Rows]
+    operators: Mapping[Node, Operator]
+    reductions: Mapping[Node, Reduction]
+    level: Mapping[Node, int]
+    single: tuple[Node, ...]
+    differentiable: frozenset[Node]
+
+    @property
+    def passes(self) -> list[int]:
+        """The levels at which there is something to reduce, in order."""
+        return sorted({self.pass_of(node) for node in self.reductions})
+
+    def pass_of(self, reduced: Node) -> int:
+        """The pass in which a reduction is made."""
+        return self.level[self.source(reduced)]
+
+    def source(self, reduced: Node) -> Node:
+        """What a reduction reduces."""
+        return next(node for node in reduced.all_input_nodes if node in self.rows)
+
+    def reduced_in(self, number: int) -> list[Node]:
+        """The reductions of a pass."""
+        return [node for node in self.reductions if self.pass_of(node) == number]
+
+
+def analyse(program: Program, axis: int) -> Streamed:
+    """Give every node that the loss, or a buffer's new value, depends on its part.
+
+    Args:
+        program: the traced program.
+        axis: the image's dimension that is streamed, -2 or -1.
+
+    Raises:
+        UnsupportedModelError: an operator cannot be streamed exactly; names its module and why.
+    """
+    needed = _needed(program)
+    nodes = [node for node in program.graph.nodes if node in needed]
+    rows = _inputs(program, axis)
+    operators: dict[Node, Operator] = {}
+    reductions: dict[Node, Reduction] = {}
+    for node in nodes:
+        if node.op == "placeholder":
+            continue
+        call = Call(node=node, inputs={each: rows[each] for each in node.all_input_nodes if each in rows})
+        _refuse_random(node)
+        if not call.inputs:
+            continue
+        found = reduction(call) if len(call.inputs) == 1 else None
+        if found is not None:
+            reductions[node] = found
+        else:
+            operators[node] = operator = _operator(call, needed)
+            rows[node] = operator.rows
+    _require_values(program, rows)
+    differentiable = _differentiable(program, nodes)
+    streamed = [node for node in nodes if node in rows]
+    return Streamed(
+        program=program,
+        rows={node: rows[node] for node in streamed},
+        operators=operators,
+        reductions=reductions,
+        level=_levels(nodes, rows, reductions, differentiable),
+        single=tuple(
+            node for node in nodes if node not in rows and node not in reductions and node not in program.held
+        ),
+        differentiable=differentiable,
+    )
+
+
+def is_linear(streamed: Streamed, last: int) -> bool:
+    """Whether the loss is linear in what the last pass reduces, so that its gradient is known beforehand."""
+    varying = set(streamed.reduced_in(last))
+    if not all(isinstance(streamed.reductions[node], Sum) for node in varying):
+        return False
+    wanted = _ancestors([streamed.program.loss])
+    for node in streamed.single:
+        inside = [each for each in node.all_input_nodes if each in varying]
+        if not inside or node not in wanted:
+            continue
+        product = node.target in (_aten.mul.Tensor, _aten.div.Tensor)
+        if node.target not in _LINEAR or (product and (len(inside) > 1 or node.args[0] is node.args[1])):
+            return False
+        if node.target is _aten.div.Tensor and node.args[1] in varying:
+            return False
+        varying.add(node)
+    return True
+
+
+def _needed(program: Program) -> set[Node]:
+    return _ancestors([program.loss, *program.mutations])
+
+
+def _ancestors(ends: list[Node]) -> set[Node]:
+    found, ahead = set[Node](), [*ends]
+    while ahead:
+        node = ahead.pop()
+        if node not in found:
+            found.add(node)
+            ahead.extend(node.all_input_nodes)
+    return found
+
+
+def _inputs(program: Program, axis: int) -> dict[Node, Rows]:
+    """The image, and targets whose last two dimensions are the image's or a feature map's of the model."""
+    image = program.image.meta["val"]
+    maps, from_image = {tuple(image.shape[-2:])}, {program.image}
+    for node in program.graph.nodes:
+        if not from_image.isdisjoint(node.all_input_nodes):
+            from_image.add(node)
+            value = node.meta.get("val")
+            if isinstance(value, Tensor) and value.dim() > 2 and value.shape[axis] > 1:
+                maps.add(tuple(value.shape[-2:]))
+    found = {program.image: Rows(dim=image.dim() + axis, count=image.shape[axis])}
+    for node in program.targets:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and value.dim() >= 2 and tuple(value.shape[-2:]) in maps:
+            found[node] = Rows(dim=value.dim() + axis, count=value.shape[axis])
+    return found
+
+
+def _refuse_random(node: Node) -> None:
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        raise refusal(
+            node,
+            "it draws random numbers, others for strips than for the whole image, and others again when a "
+            "strip is computed a second time; set its probability to 0 or put the module into eval()",
+        )
+
+
+def _operator(call: Call, needed: set[Node]) -> Operator:
+    target = call.node.target
+    if target is _aten.max_pool2d_with_indices.default and any(
+        user in needed and user.args[1] == 1 for user in call.node.users
+    ):
+        raise call.refuse("the indices that it gives would be those within a strip")
+    if target in _ALONG_ROWS and call.source()[1].dim in named_dims(call):
+        return _ALONG_ROWS[target](call)
+    rule = _RULES.get(target)
+    if rule is None and torch.Tag.pointwise in getattr(target, "tags", ()):
+        rule = elementwise
+    if rule is None:
+        raise call.refuse("how its rows depend on the image's is not known")
+    return rule(call)
+
+
+def _require_values(program: Program, rows: Mapping[Node, Rows]) -> None:
+    if program.loss in rows:
+        raise refusal(program.loss, "it has a value for every row; take its sum or mean")
+    for node in program.mutations:
+        if node in rows:
+            raise refusal(node, "a buffer gets a value for every row")
+
+
+def _differentiable(program: Program, nodes: list[Node]) -> frozenset[Node]:
+    found = set(program.trained)
+    for node in nodes:
+        value = node.meta.get("val")
+        first = value[0] if isinstance(value, tuple | list) else value
+        floating = isinstance(first, Tensor) and first.is_floating_point()
+        if floating and node.target is not DETACHED and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return frozenset(found)
+
+
+def _levels(
+    nodes: list[Node],
+    rows: Mapping[Node, Rows],
+    reductions: Mapping[Node, Reduction],
+    differentiable: frozenset[Node],
+) -> dict[Node, int]:
+    """Pass 0 is for what no parameter changes, such as how many pixels a loss counts."""
+    level: dict[Node, int] = {}
+    for node in nodes:
+        above = max((level[each] for each in node.all_input_nodes), default=0)
+        if node in rows and node in differentiable:
+            above = max(above, 1)
+        level[node] = above + (node in reductions)
+    return level

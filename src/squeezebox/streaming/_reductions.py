@@ -1,0 +1,216 @@
+"""Reductions over the streamed axis: a state for each strip, merged to the whole image's value.
+
+Moments are merged as in Chan, Golub and LeVeque (1979). ``gradient`` is the derivative of the whole image's
+value, so that strips' gradients add up to the whole image's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from squeezebox.streaming._rows import Call
+
+State = tuple[Tensor, ...]
+
+
+class Reduction(Protocol):
+    """A reduction over the streamed axis, and maybe others."""
+
+    def partial(self, x: Tensor) -> State:
+        """The state of one strip."""
+
+    def merge(self, first: State, second: State) -> State:
+        """The state of both."""
+
+    def finish(self, state: State) -> Any:
+        """The value of the whole image, from the state of all strips."""
+
+    def gradient(self, x: Tensor, state: State, seeds: tuple[Tensor | None, ...]) -> Tensor:
+        """The loss's derivative by a strip ``x``, from those by the values."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sum:
+    """Sum or mean: ``scale`` is one over the number of elements for a mean."""
+
+    dims: tuple[int, ...]
+    keepdim: bool
+    scale: float
+    dtype: torch.dtype
+
+    def partial(self, x: Tensor) -> State:
+        """The sum, in double precision across strips."""
+        total = x.sum(self.dims, keepdim=self.keepdim)
+        return (total.double() if total.is_floating_point() else total,)
+
+    def merge(self, first: State, second: State) -> State:
+        """Added."""
+        return (first[0] + second[0],)
+
+    def finish(self, state: State) -> Tensor:
+        """The sum or mean."""
+        return (state[0] * self.scale if self.scale != 1.0 else state[0]).to(self.dtype)
+
+    def gradient(self, x: Tensor, state: State, seeds: tuple[Tensor | None, ...]) -> Tensor:
+        """The same for every element."""
+        (seed,) = seeds
+        assert seed is not None
+        return _kept(seed * self.scale, self.dims, self.keepdim).to(x.dtype).expand_as(x)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moments:
+    """Variance and mean."""
+
+    dims: tuple[int, ...]
+    keepdim: bool
+    correction: float
+    dtype: torch.dtype
+
+    def partial(self, x: Tensor) -> State:
+        """Count, mean, and sum of squared deviations."""
+        variance, mean = torch.var_mean(x, self.dims, correction=0, keepdim=True)
+        count = torch.tensor(x.numel() / variance.numel(), dtype=torch.float64, device=x.device)
+        return count, mean.double(), variance.double() * count
+
+    def merge(self, first: State, second: State) -> State:
+        """Equation 2.1 of Chan, Golub and LeVeque."""
+        (n, mean, squares), (m, other, others) = first, second
+        total, apart = n + m, other - mean
+        return total, mean + apart * (m / total), squares + others + apart.square() * (n * m / total)
+
+    def finish(self, state: State) -> tuple[Tensor, Tensor]:
+        """Variance and mean, in this order."""
+        count, mean, squares = state
+        both = squares / (count - self.correction).clamp_min(0.0), mean
+        variance, mean = (each if self.keepdim else _squeezed(each, self.dims) for each in both)
+        return variance.to(self.dtype), mean.to(self.dtype)
+
+    def gradient(self, x: Tensor, state: State, seeds: tuple[Tensor | None, ...]) -> Tensor:
+        """2 (x - mean) / (n - correction) of the variance's, 1 / n of the mean's."""
+        count, mean, _ = state
+        by_variance, by_mean = seeds
+        result = x.new_zeros(())
+        if by_mean is not None:
+            result = (_kept(by_mean, self.dims, self.keepdim).double() / count).to(x.dtype)
+        if by_variance is not None:
+            slope = 2.0 * _kept(by_variance, self.dims, self.keepdim).double() / (count - self.correction)
+            result = torch.addcmul(result, x - mean.to(x.dtype), slope.to(x.dtype))
+        return result.expand_as(x)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Extreme:
+    """Largest or smallest element; its gradient is shared evenly among equals, as torch does."""
+
+    dims: tuple[int, ...]
+    keepdim: bool
+    largest: bool
+
+    def partial(self, x: Tensor) -> State:
+        """The element, and how many equal it."""
+        value = x.amax(self.dims, keepdim=True) if self.largest else x.amin(self.dims, keepdim=True)
+        return value, (x == value).sum(self.dims, keepdim=True)
+
+    def merge(self, first: State, second: State) -> State:
+        """The greater one, with the count of those who have it."""
+        choose = torch.maximum if self.largest else torch.minimum
+        value = choose(first[0], second[0])
+        return value, first[1] * (first[0] == value) + second[1] * (second[0] == value)
+
+    def finish(self, state: State) -> Tensor:
+        """The element."""
+        return state[0] if self.keepdim else _squeezed(state[0], self.dims)
+
+    def gradient(self, x: Tensor, state: State, seeds: tuple[Tensor | None, ...]) -> Tensor:
+        """To those who equal it."""
+        (seed,) = seeds
+        assert seed is not None
+        return (x == state[0]) * (_kept(seed, self.dims, self.keepdim) / state[1])
+
+
+def reduction(call: Call) -> Reduction | None:
+    """The reduction that a node is, if it takes the streamed axis away; None if it does not.
+
+    Raises:
+        UnsupportedModelError: it takes only a part of a merged axis away (never so for what views make).
+    """
+    build = _BUILDERS.get(call.target)
+    if build is None:
+        return None
+    ((source, rows),) = call.inputs.items()
+    shape = source.meta["val"].shape
+    arguments = call.args[1] if len(call.args) > 1 else None
+    named = call.node.kwargs.get("dim", arguments)
+    dims = _dims(named if call.target not in _WHOLE else None, len(shape))
+    if rows.dim not in dims:
+        return None
+    return build(call, dims, tuple(shape))
+
+
+def _sum(call: Call, dims: tuple[int, ...], shape: tuple[int, ...]) -> Reduction:
+    return Sum(dims=dims, keepdim=_keepdim(call), scale=1.0, dtype=call.node.meta["val"].dtype)
+
+
+def _mean(call: Call, dims: tuple[int, ...], shape: tuple[int, ...]) -> Reduction:
+    count = 1
+    for dim in dims:
+        count *= shape[dim]
+    return Sum(dims=dims, keepdim=_keepdim(call), scale=1.0 / count, dtype=call.node.meta["val"].dtype)
+
+
+def _moments(call: Call, dims: tuple[int, ...], shape: tuple[int, ...]) -> Reduction:
+    correction: Any = call.node.kwargs.get("correction", 1)
+    keepdim = bool(call.node.kwargs.get("keepdim", False))
+    dtype = call.node.meta["val"][0].dtype
+    correction = 1 if correction is None else correction
+    return Moments(dims=dims, keepdim=keepdim, correction=float(correction), dtype=dtype)
+
+
+def _largest(call: Call, dims: tuple[int, ...], shape: tuple[int, ...]) -> Reduction:
+    return Extreme(dims=dims, keepdim=_keepdim(call), largest=True)
+
+
+def _smallest(call: Call, dims: tuple[int, ...], shape: tuple[int, ...]) -> Reduction:
+    return Extreme(dims=dims, keepdim=_keepdim(call), largest=False)
+
+
+_aten = torch.ops.aten
+_BUILDERS: dict[Any, Callable[[Call, tuple[int, ...], tuple[int, ...]], Reduction]] = {
+    _aten.sum.default: _sum,
+    _aten.sum.dim_IntList: _sum,
+    _aten.mean.default: _mean,
+    _aten.mean.dim: _mean,
+    _aten.var_mean.correction: _moments,
+    _aten.amax.default: _largest,
+    _aten.amin.default: _smallest,
+    _aten.max.default: _largest,
+    _aten.min.default: _smallest,
+}
+_WHOLE = (_aten.sum.default, _aten.mean.default, _aten.max.default, _aten.min.default)
+
+
+def _keepdim(call: Call) -> bool:
+    return bool(call.args[2] if len(call.args) > 2 else call.node.kwargs.get("keepdim", False))
+
+
+def _dims(named: Any, ndim: int) -> tuple[int, ...]:
+    listed = [named] if isinstance(named, int) else [*(named or range(ndim))]
+    return tuple(sorted(dim % ndim for dim in listed))
+
+
+def _kept(value: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    """With the reduced dimensions as 1."""
+    if not keepdim:
+        for dim in dims:
+            value = value.unsqueeze(dim)
+    return value
+
+
+def _squeezed(value: Tensor, dims: tuple[int, ...]) -> Tensor:
+    return value.squeeze(dims)

@@ -1,0 +1,127 @@
+"""A step that was interrupted, in a file: what had been added up, and at which strip."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from squeezebox.schema import FormatError, OutputError
+from squeezebox.streaming._graph import Streamed
+from squeezebox.streaming._run import Run, Stage
+from squeezebox.streaming._strip import Read
+
+_FORMAT = 1
+_SAMPLED = 16  # rows of the image and of every target that are compared
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Position:
+    """Before which strip of which stage, with strips of which heights."""
+
+    stage: int
+    strip: int
+    heights: tuple[int, ...]
+
+
+def fingerprint(streamed: Streamed, read: Read) -> str:
+    """Tells a step from others: its graph, weights, buffers and some rows of what it reads."""
+    digest = hashlib.sha256(str(streamed.program.graph).encode())
+    for tensor in _content(streamed, read):
+        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _content(streamed: Streamed, read: Read) -> Iterable[Tensor]:
+    yield from streamed.program.held.values()
+    for node in [streamed.program.image, *streamed.program.targets]:
+        if node in streamed.rows:
+            count = streamed.rows[node].count
+            for number in range(_SAMPLED):
+                row = number * (count - 1) // (_SAMPLED - 1)
+                yield read(node, row, row + 1)
+
+
+def save(path: Path, mark: str, position: Position, run: Run) -> None:
+    """Write everything, whole or not at all.
+
+    Raises:
+        OutputError: the folder is missing or not writable, or the disk is full.
+    """
+    content = {
+        "format": _FORMAT,
+        "fingerprint": mark,
+        "position": (position.stage, position.strip, list(position.heights)),
+        "states": {node.name: list(state) for node, state in run.states.items()},
+        "gradients": {name: leaf.grad for name, leaf in run.gradients() if leaf.grad is not None},
+    }
+    temporary = ""
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            temporary = file.name
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        raise OutputError(
+            f"the checkpoint {path} could not be written: {error}. An earlier one is as it was; make room or "
+            "name another file."
+        ) from error
+
+
+def load(path: Path, mark: str) -> dict[str, Any] | None:
+    """What :func:`save` wrote, if there is anything.
+
+    Raises:
+        FormatError: the file is damaged, or belongs to another step.
+    """
+    if not path.exists():
+        return None
+    try:
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        version, known = content["format"], content["fingerprint"]
+    except (OSError, RuntimeError, pickle.UnpicklingError, KeyError, TypeError, EOFError) as error:
+        raise FormatError(
+            f"{path} is no checkpoint of a streamed step, or damaged: {error}. Remove it."
+        ) from error
+    if version != _FORMAT or known != mark:
+        raise FormatError(
+            f"{path} belongs to a step with other weights, another image or target, another model or loss, "
+            "or another version of Squeezebox, so its gradients are of no use here. Remove it, or name "
+            "another file."
+        )
+    return content
+
+
+def position_of(content: dict[str, Any]) -> Position:
+    """Where the step goes on."""
+    stage, strip, heights = content["position"]
+    return Position(stage=stage, strip=strip, heights=tuple(heights))
+
+
+def restore(content: dict[str, Any], run: Run, stages: Sequence[Stage], position: Position) -> None:
+    """Put a fresh run where :func:`save` found the other one."""
+    states = content["states"]
+    run.states.update(
+        {node: tuple(states[node.name]) for node in run.streamed.reductions if node.name in states}
+    )
+    for stage in stages[: position.stage]:
+        if stage.reduces:
+            run.reduce(stage)
+    for stage in stages[: position.stage + 1]:
+        if stage.derives:
+            run.prepare(stage)
+    for name, leaf in run.gradients():
+        leaf.grad = content["gradients"].get(name)

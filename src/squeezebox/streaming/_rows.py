@@ -1,0 +1,131 @@
+"""Which part of a tensor a strip has: rows along the streamed axis, and how an operator makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.fx import Node
+
+from squeezebox.schema import UnsupportedModelError
+
+Need = tuple[Node, int, int]
+"""An operator's input and the rows of it, from the first up to but not including the last."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """Where a tensor has the streamed axis: dimension ``dim`` has ``before * count * after`` elements.
+
+    ``before`` and ``after`` are 1 unless a view has merged the axis with its neighbours.
+    """
+
+    dim: int
+    count: int
+    before: int = 1
+    after: int = 1
+
+    @property
+    def merged(self) -> bool:
+        """Whether other axes share the dimension."""
+        return self.before != 1 or self.after != 1
+
+    def size(self, rows: int) -> int:
+        """Elements along the dimension of this many rows."""
+        return self.before * rows * self.after
+
+    def take(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        """Rows ``start`` to ``stop`` of those that the tensor has."""
+        if self.size(stop - start) == tensor.shape[self.dim]:
+            return tensor
+        if not self.merged:
+            return tensor.narrow(self.dim, start, stop - start)
+        parts: Tensor = tensor.unflatten(self.dim, (self.before, -1, self.after))
+        return parts.narrow(self.dim + 1, start, stop - start).flatten(self.dim, self.dim + 2)
+
+
+class Strip(Protocol):
+    """What an operator reads while a strip is made."""
+
+    def rows(self, node: Node, start: int, stop: int) -> Any:
+        """These rows of a tensor (or of a tuple of tensors) that has rows."""
+
+    def value(self, argument: Any) -> Any:
+        """An argument in which every node without rows has become its value."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Operator:
+    """How rows of one node are made from rows of others.
+
+    ``needs(a, b)`` gives the rows of every input that rows a to b are made from, within the image;
+    ``run(strip, a, b)`` makes exactly these rows.
+    """
+
+    rows: Rows
+    needs: Callable[[int, int], list[Need]]
+    run: Callable[[Strip, int, int], Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Call:
+    """A node of the graph with the rows of those among its inputs that have any."""
+
+    node: Node
+    inputs: Mapping[Node, Rows]
+
+    @property
+    def target(self) -> Any:
+        """The operator."""
+        return self.node.target
+
+    @property
+    def args(self) -> Any:
+        """The node's positional arguments."""
+        return self.node.args
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole output's shape, the first one's of several."""
+        return shape_of(self.node)
+
+    def refuse(self, why: str) -> UnsupportedModelError:
+        """The error that names operator, module and reason."""
+        return refusal(self.node, why)
+
+    def source(self) -> tuple[Node, Rows]:
+        """The first argument and its rows, unmerged: for operators that look at neighbouring rows."""
+        node = self.node.args[0]
+        assert isinstance(node, Node)
+        if node not in self.inputs or len(self.inputs) > 1:
+            raise self.refuse("its other arguments depend on the image, row by row")
+        if self.inputs[node].merged:
+            raise self.refuse("the streamed axis has been merged with another one before")
+        return node, self.inputs[node]
+
+
+def run_node(node: Node, arguments: Any, keywords: Any) -> Any:
+    """A node's operator on these arguments."""
+    target: Any = node.target
+    return target(*arguments, **keywords)
+
+
+def shape_of(node: Node) -> tuple[int, ...]:
+    """The whole shape of a node's tensor, or of the first of its tensors."""
+    value = node.meta["val"]
+    return tuple((value[0] if isinstance(value, tuple | list) else value).shape)
+
+
+def refusal(node: Node, why: str) -> UnsupportedModelError:
+    """The error that names operator, module and reason."""
+    stack = [*(node.meta.get("nn_module_stack") or {}).values()]
+    path = str(stack[-1][0]) if stack else ""
+    path = path.removeprefix("model.") if path not in ("", "model") else path
+    kind = str(stack[-1][1]).rpartition(".")[2] if stack else ""
+    where = f"module '{path}' ({kind})" if path else "the loss"
+    return UnsupportedModelError(
+        f"{where} cannot be streamed exactly: {node.target} ({why}). Change it, or train on smaller images "
+        "without StreamedStep."
+    )

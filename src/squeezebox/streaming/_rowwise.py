@@ -1,0 +1,266 @@
+"""Operators that make a row from the same row of their inputs: elementwise, over channels, views."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from squeezebox.streaming._rows import Call, Operator, Rows, Strip, shape_of
+
+_aten = torch.ops.aten
+Arguments = tuple[Any, ...]
+Adjust = Callable[[Arguments, int], Arguments]
+
+
+def elementwise(call: Call) -> Operator:
+    """Every element from those at its place; inputs without rows are broadcast, or cut where full."""
+    shape, (rows, *others) = call.shape, [_aligned(call, node) for node in call.inputs]
+    if any(other != rows for other in others):
+        raise call.refuse("its inputs have the streamed axis at different places, or not in the same size")
+    behind = len(shape) - rows.dim
+
+    def cut(value: Any, start: int, stop: int) -> Any:
+        full = isinstance(value, Tensor) and value.dim() >= behind and value.shape[-behind] != 1
+        if not full or shape[rows.dim] == 1:
+            return value
+        place = value.dim() - behind
+        return Rows(dim=place, count=rows.count, before=rows.before, after=rows.after).take(
+            value, start, stop
+        )
+
+    return _same_rows(call, rows, cut=cut)
+
+
+def _aligned(call: Call, node: Node) -> Rows:
+    """An input's rows as the output has them."""
+    rows, ndim = call.inputs[node], node.meta["val"].dim()
+    dim = rows.dim + len(call.shape) - ndim
+    return Rows(dim=dim, count=rows.count, before=rows.before, after=rows.after)
+
+
+def along(call: Call) -> Operator:
+    """Works along one or some other dimensions, which stay in place: softmax, gather, flip, cat, cumsum."""
+    rows = _common(call)
+    if rows.dim in named_dims(call):
+        raise call.refuse("it works along the streamed axis")
+
+    def cut(value: Any, start: int, stop: int) -> Any:
+        ndim = len(_first_shape(call))
+        full = (
+            isinstance(value, Tensor)
+            and value.dim() == ndim
+            and value.shape[rows.dim] == rows.size(rows.count)
+        )
+        return rows.take(value, start, stop) if full and rows.count > 1 else value
+
+    return _same_rows(call, rows, cut=cut)
+
+
+def gathered(call: Call) -> Operator:
+    """Elements picked along another dimension; or, from what has no rows, along the streamed one."""
+    if call.args[0] not in call.inputs and call.inputs[call.args[2]].dim in named_dims(call):
+        return _same_rows(call, _common(call))
+    return along(call)
+
+
+def without(call: Call) -> Operator:
+    """Takes other dimensions away, or leaves them as 1 (``keepdim``): sum, mean, amax, select, squeeze."""
+    rows, shape = _common(call), _first_shape(call)
+    dims = named_dims(call)
+    if rows.dim in dims and shape[rows.dim] != 1:
+        raise call.refuse("it works along the streamed axis")
+    taken = sum(1 for dim in dims if dim < rows.dim) if len(call.shape) < len(shape) else 0
+    return _same_rows(call, _moved(rows, rows.dim - taken))
+
+
+def squeezed(call: Call) -> Operator:
+    """Takes dimensions of size 1 away, but never the streamed one."""
+    rows, shape = _common(call), _first_shape(call)
+    gone = [dim for dim in named_dims(call) if shape[dim] == 1]
+    if rows.dim in gone:
+        raise call.refuse("it takes the streamed axis away")
+    return _same_rows(call, _moved(rows, rows.dim - sum(1 for dim in gone if dim < rows.dim)))
+
+
+def unsqueezed(call: Call) -> Operator:
+    """A new dimension of size 1."""
+    rows, at = _common(call), int(call.args[1]) % len(call.shape)
+    return _same_rows(call, _moved(rows, rows.dim + (at <= rows.dim)))
+
+
+def permuted(call: Call) -> Operator:
+    """Dimensions in another order."""
+    rows, ndim = _common(call), len(call.shape)
+    if call.target is _aten.permute.default:
+        order = [dim % ndim for dim in call.args[1]]
+    else:
+        first, second = (int(dim) % ndim for dim in call.args[1:3])
+        order = [*range(ndim)]
+        order[first], order[second] = second, first
+    return _same_rows(call, _moved(rows, order.index(rows.dim)))
+
+
+def viewed(call: Call) -> Operator:
+    """Another shape in which the streamed axis is a dimension, or a factor of one.
+
+    Where it is merged with dimensions before it, a strip has their parts of its rows in that order:
+    elementwise operators and reductions do not mind.
+    """
+    ((source, rows),) = call.inputs.items()
+    given, shape = tuple(source.meta["val"].shape), call.shape
+    before, after = prod(given[: rows.dim]) * rows.before, prod(given[rows.dim + 1 :]) * rows.after
+    found = [
+        Rows(dim=dim, count=rows.count, before=before // head, after=after // tail)
+        for dim, size in enumerate(shape)
+        if (head := prod(shape[:dim])) and (tail := prod(shape[dim + 1 :]))
+        if before % head == 0 and after % tail == 0
+        if size == (before // head) * rows.count * (after // tail)
+    ]
+    if not found:
+        raise call.refuse(f"it changes the shape {given} to {shape}, which parts the streamed axis")
+    best = min(found, key=lambda rows: (rows.before * rows.after, -rows.dim))
+
+    def run(strip: Strip, start: int, stop: int) -> Tensor:
+        sizes = [*shape]
+        sizes[best.dim] = best.size(stop - start)
+        result: Tensor = strip.rows(source, start, stop).reshape(sizes)
+        return result
+
+    return Operator(rows=best, needs=lambda start, stop: [(source, start, stop)], run=run)
+
+
+def expanded(call: Call) -> Operator:
+    """Repeated along dimensions of size 1, without copies."""
+    rows = _aligned(call, next(iter(call.inputs)))
+    if call.shape[rows.dim] != rows.size(rows.count):
+        raise call.refuse("it repeats the streamed axis")
+
+    def adjust(arguments: Arguments, count: int) -> Arguments:
+        sizes = [*arguments[1]]
+        sizes[rows.dim] = -1
+        return (arguments[0], sizes, *arguments[2:])
+
+    return _same_rows(call, rows, adjust=adjust)
+
+
+def made_like(call: Call) -> Operator:
+    """A new tensor of an input's shape, or of one with the same rows."""
+    return _same_rows(call, _common(call))
+
+
+def picked(call: Call) -> Operator:
+    """An item of a tuple."""
+    return _same_rows(call, _common(call))
+
+
+def detached(call: Call) -> Operator:
+    """The same values without gradient."""
+    ((source, rows),) = call.inputs.items()
+    return Operator(
+        rows=rows,
+        needs=lambda start, stop: [(source, start, stop)],
+        run=lambda strip, start, stop: strip.rows(source, start, stop).detach(),
+    )
+
+
+def linear(call: Call) -> Operator:
+    """A product of every row's elements with a matrix: the streamed axis is not the last one."""
+    ((source, rows),) = call.inputs.items()
+    ndim = source.meta["val"].dim()
+    matrix = call.args[1] if call.target is _aten.addmm.default else call.args[0]
+    if matrix is not source or rows.dim == ndim - 1:
+        raise call.refuse("it multiplies along the streamed axis")
+    return _same_rows(call, rows)
+
+
+def embedded(call: Call) -> Operator:
+    """A row of a table for every element."""
+    if call.args[0] in call.inputs:
+        raise call.refuse("its table depends on the image, row by row")
+    return _same_rows(call, _common(call))
+
+
+def _same_rows(
+    call: Call,
+    rows: Rows,
+    *,
+    adjust: Adjust | None = None,
+    cut: Callable[[Any, int, int], Any] | None = None,
+) -> Operator:
+    sources, node, target = [*call.inputs], call.node, call.target
+
+    def run(strip: Strip, start: int, stop: int) -> Any:
+        def fill(source: Node) -> Any:
+            if source in call.inputs:
+                return strip.rows(source, start, stop)
+            value = strip.value(source)
+            return value if cut is None else cut(value, start, stop)
+
+        arguments, keywords = map_arg(node.args, fill), map_arg(node.kwargs, fill)
+        if adjust is not None:
+            arguments = adjust(arguments, stop - start)
+        return target(*arguments, **keywords)
+
+    return Operator(rows=rows, needs=lambda start, stop: [(each, start, stop) for each in sources], run=run)
+
+
+def _common(call: Call) -> Rows:
+    first, *others = set(call.inputs.values())
+    if others:
+        raise call.refuse("its inputs have the streamed axis at different places, or not in the same size")
+    return first
+
+
+def _moved(rows: Rows, dim: int) -> Rows:
+    return Rows(dim=dim, count=rows.count, before=rows.before, after=rows.after)
+
+
+def _first_shape(call: Call) -> tuple[int, ...]:
+    return shape_of(next(iter(call.inputs)))
+
+
+def named_dims(call: Call) -> tuple[int, ...]:
+    """The dimensions of its first input that a call names, all where it names none."""
+    ndim, schema = len(_first_shape(call)), call.target._schema
+    for place, argument in enumerate(schema.arguments):
+        if argument.name in ("dim", "dims"):
+            default = argument.default_value
+            named = (
+                call.args[place] if place < len(call.args) else call.node.kwargs.get(argument.name, default)
+            )
+            listed: Sequence[Any] = [named] if isinstance(named, int) else [*(named or range(ndim))]
+            return tuple(dim % ndim for dim in listed)
+    return tuple(range(ndim))
+
+
+ROWWISE: dict[Any, Callable[[Call], Operator]] = {
+    **dict.fromkeys((_aten.clone.default, _aten._to_copy.default, _aten.alias.default), elementwise),
+    **dict.fromkeys((_aten.where.self, _aten.lift_fresh_copy.default, _aten.addcmul.default), elementwise),
+    _aten.log_sigmoid_forward.default: elementwise,
+    **dict.fromkeys((_aten._softmax.default, _aten._log_softmax.default, _aten.flip.default), along),
+    **dict.fromkeys((_aten.scatter.value, _aten.scatter.src, _aten.cat.default), along),
+    **dict.fromkeys((_aten.cumsum.default, _aten.sort.default, _aten.topk.default), along),
+    **dict.fromkeys((_aten.split.Tensor, _aten.split_with_sizes.default, _aten.slice.Tensor), along),
+    **dict.fromkeys((_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim), without),
+    **dict.fromkeys((_aten.amax.default, _aten.amin.default, _aten.max.dim, _aten.min.dim), without),
+    **dict.fromkeys((_aten.var_mean.correction, _aten.argmax.default, _aten.argmin.default), without),
+    **dict.fromkeys((_aten.select.int, _aten.unbind.int, _aten.any.dim, _aten.prod.dim_int), without),
+    **dict.fromkeys((_aten.squeeze.dims, _aten.squeeze.dim), squeezed),
+    **dict.fromkeys((_aten.permute.default, _aten.transpose.int), permuted),
+    **dict.fromkeys((_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default), viewed),
+    **dict.fromkeys((_aten.mm.default, _aten.addmm.default, _aten.linear.default), linear),
+    **dict.fromkeys((_aten.full_like.default, _aten.zeros_like.default, _aten.ones_like.default), made_like),
+    _aten.gather.default: gathered,
+    _aten.detach_copy.default: detached,
+    _aten.unsqueeze.default: unsqueezed,
+    _aten.expand.default: expanded,
+    _aten.embedding.default: embedded,
+    operator.getitem: picked,
+}

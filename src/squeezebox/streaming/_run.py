@@ -1,0 +1,258 @@
+"""One step over an image: passes that reduce, then passes back that add up gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from squeezebox.streaming._graph import Streamed, is_linear
+from squeezebox.streaming._reductions import State
+from squeezebox.streaming._rows import run_node
+from squeezebox.streaming._strip import Pass, Read, as_tuple, inputs_of, plan_pass
+from squeezebox.streaming._trace import DETACHED
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Stage:
+    """A way over the image, strip by strip.
+
+    ``reduces``: it adds up the states of the pass's reductions; ``derives``: gradients. The last pass does
+    both at once where the loss is linear in what it reduces (a mean over pixels).
+    """
+
+    work: Pass
+    number: int
+    reduces: bool
+    derives: bool
+
+    @property
+    def weight(self) -> int:
+        """Its cost a row, in forward passes: backward costs about two."""
+        return 3 if self.derives else 1
+
+
+def stages_of(streamed: Streamed) -> list[Stage]:
+    """The ways over the image that a step takes, in order."""
+    passes = {number: plan_pass(streamed, number) for number in streamed.passes}
+    derived = [number for number in passes if not streamed.differentiable.isdisjoint(passes[number].reduced)]
+    wanted = streamed.program.loss in streamed.differentiable
+    derived = derived if wanted else []
+    fused = (
+        max(passes) if derived and max(derived) == max(passes) and is_linear(streamed, max(passes)) else None
+    )
+    ahead = [
+        Stage(work=work, number=number, reduces=True, derives=number == fused)
+        for number, work in passes.items()
+    ]
+    back = [
+        Stage(work=passes[number], number=number, reduces=False, derives=True)
+        for number in reversed(derived)
+        if number != fused
+    ]
+    return ahead + back
+
+
+class Run:
+    """What is known of one step: values without rows, states of reductions, gradients so far.
+
+    Values that strips read are leaves of autograd. Those that were computed from others get copies, whose
+    gradients are handed on to what they were computed from before the pass that this is needed in. Nothing of
+    the model is touched before :meth:`finish`.
+    """
+
+    def __init__(
+        self, streamed: Streamed, read: Read, targets: Mapping[Node, Any], context: Context | None
+    ) -> None:
+        self.streamed = streamed
+        self.states: dict[Node, State] = {}
+        self._read, self._context = read, context
+        self._leaves = {
+            node: tensor.detach().requires_grad_(node in streamed.program.trained)
+            for node, tensor in streamed.program.held.items()
+        }
+        self._copies: dict[Node, Tensor] = {}
+        self._values: dict[Node, Any] = {**self._leaves, **targets}
+        self._reduced: dict[Node, tuple[Tensor, ...]] = {}
+        self._seeded: tuple[Stage, dict[Node, tuple[Tensor | None, ...]]] | None = None
+        self._compute()
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss, once all passes ahead are done."""
+        value: Tensor = self._values[self.streamed.program.loss]
+        return value
+
+    def begin(self, stage: Stage) -> None:
+        """Before a stage's first strip."""
+        if not stage.reduces:
+            self._hand_on(above=stage.number)
+
+    def strip(self, stage: Stage, start: int, stop: int, again: bool = False) -> None:
+        """One strip: the image's rows ``start`` to ``stop``."""
+        whole = self.streamed.rows[self.streamed.program.image].count
+        owned = stage.work.parts(start, stop, whole)
+        if not owned:
+            return
+        if not stage.derives:
+            with torch.no_grad():
+                stage.work.run(owned, self._read, self._values, self._add)
+            return
+        made: dict[Node, Tensor] = {}
+        with torch.enable_grad(), self._context() if self._context else contextlib.nullcontext():
+            run = stage.work.run_again if again else stage.work.run
+            run(owned, self._read, self._for_strips(stage.work), made.__setitem__)
+        if stage.reduces:
+            with torch.no_grad():
+                for node, x in made.items():
+                    self._add(node, x)
+        self._derive(stage, made)
+
+    def end(self, stage: Stage, is_last_ahead: bool) -> None:
+        """After a stage's last strip."""
+        if stage.reduces:
+            self.reduce(stage)
+            if is_last_ahead:
+                self.turn()
+
+    def reduce(self, stage: Stage) -> None:
+        """Make the reductions' values of the states, and what follows from them."""
+        for node in stage.work.reduced:
+            self._set(node, self.streamed.reductions[node].finish(self.states[node]))
+        self._compute()
+
+    def turn(self) -> None:
+        """The loss is known: on with its gradient, to what was reduced and to parameters."""
+        if self.loss.requires_grad:
+            self.loss.backward(retain_graph=True)
+
+    def finish(self) -> Tensor:
+        """Add the gradients to the parameters' and set the buffers; gives the loss."""
+        self._hand_on(above=-1)
+        for node, parameter in self.streamed.program.trained.items():
+            gradient = self._leaves[node].grad
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        with torch.no_grad():
+            for node, buffer in self.streamed.program.mutations.items():
+                buffer.copy_(self._values[node])
+        return self.loss.detach()
+
+    def pretend(self, stage: Stage, start: int, stop: int) -> None:
+        """Make up everything that a strip of the stage reads and is not known yet, to measure the strip."""
+        for node in self.streamed.reductions:
+            value = node.meta["val"]
+            ones = [torch.ones(each.shape, dtype=each.dtype, device=each.device) for each in as_tuple(value)]
+            self._set(node, ones[0] if isinstance(value, Tensor) else tuple(ones))
+            for tensor in self._reduced[node]:
+                tensor.grad = torch.ones_like(tensor) if tensor.requires_grad else None
+            self._compute()
+        if not stage.reduces:
+            self.strip(replace(stage, reduces=True, derives=False), start, stop)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Every leaf that can have a gradient, by a name that stays the same."""
+        for node, leaf in [*self._leaves.items(), *self._copies.items()]:
+            if leaf.requires_grad:
+                yield node.name, leaf
+        for node, values in self._reduced.items():
+            for number, value in enumerate(values):
+                if value.requires_grad:
+                    yield f"{node.name}.{number}", value
+
+    def prepare(self, stage: Stage) -> None:
+        """Make the leaves that the stage's strips read."""
+        self._for_strips(stage.work)
+
+    def _add(self, node: Node, x: Tensor) -> None:
+        reduction = self.streamed.reductions[node]
+        partial = reduction.partial(x.detach())
+        self.states[node] = reduction.merge(self.states[node], partial) if node in self.states else partial
+
+    def _derive(self, stage: Stage, made: Mapping[Node, Tensor]) -> None:
+        seeds = self._seeds(stage)
+        ends, gradients = [], []
+        for node, x in made.items():
+            if x.requires_grad and any(seed is not None for seed in seeds.get(node, ())):
+                ends.append(x)
+                with torch.no_grad():
+                    state = self.states[node]
+                    gradients.append(self.streamed.reductions[node].gradient(x.detach(), state, seeds[node]))
+        if ends:
+            torch.autograd.backward(ends, gradients)
+
+    def _seeds(self, stage: Stage) -> dict[Node, tuple[Tensor | None, ...]]:
+        """The loss's derivatives by what the stage's pass reduces; the same for all of its strips."""
+        if self._seeded is None or self._seeded[0] is not stage:
+            self._seeded = stage, self._found_seeds(stage)
+        return self._seeded[1]
+
+    def _found_seeds(self, stage: Stage) -> dict[Node, tuple[Tensor | None, ...]]:
+        if not stage.reduces:
+            return {node: tuple(value.grad for value in self._reduced[node]) for node in stage.work.reduced}
+        guess = self._at_zero(stage)
+        wanted = [node for node in stage.work.reduced if node in self.streamed.differentiable]
+        zeros = [guess[node] for node in wanted]
+        found = torch.autograd.grad(
+            guess[self.streamed.program.loss], zeros, allow_unused=True, retain_graph=True
+        )
+        return {node: (seed,) for node, seed in zip(wanted, found, strict=True)}
+
+    def _at_zero(self, stage: Stage) -> dict[Node, Any]:
+        """Values as if the pass had reduced all to zero: a linear loss has the same derivatives anywhere."""
+        values = dict(self._values)
+        for node in stage.work.reduced:
+            val = node.meta["val"]
+            values[node] = torch.zeros(
+                val.shape, dtype=val.dtype, device=val.device, requires_grad=val.is_floating_point()
+            )
+        self._fill(values)
+        return values
+
+    def _set(self, node: Node, value: Any) -> None:
+        trained = node in self.streamed.differentiable
+        leaves = tuple(each.detach().requires_grad_(trained) for each in as_tuple(value))
+        self._reduced[node] = leaves
+        self._values[node] = leaves[0] if isinstance(value, Tensor) else leaves
+
+    def _compute(self) -> None:
+        self._fill(self._values)
+
+    def _fill(self, values: dict[Node, Any]) -> None:
+        """Compute whatever has no rows and can be computed."""
+        with torch.enable_grad():
+            for node in self.streamed.single:
+                if node not in values and all(each in values for each in node.all_input_nodes):
+                    arguments, keywords = (
+                        map_arg(each, lambda inner: values[inner]) for each in (node.args, node.kwargs)
+                    )
+                    value = run_node(node, arguments, keywords)
+                    values[node] = value.detach() if node.target is DETACHED else value
+
+    def _for_strips(self, work: Pass) -> dict[Node, Any]:
+        values = dict(self._values)
+        for node in inputs_of(work):
+            value = values[node]
+            if isinstance(value, Tensor) and not value.is_leaf:
+                if node not in self._copies:
+                    self._copies[node] = value.detach().requires_grad_()
+                values[node] = self._copies[node]
+        return values
+
+    def _hand_on(self, above: int) -> None:
+        """Hand the copies' gradients on to what they were computed from, from the highest level down."""
+        ready = [node for node in self._copies if self.streamed.level[node] > above]
+        for node in sorted(ready, key=lambda node: -self.streamed.level[node]):
+            copy = self._copies[node]
+            if copy.grad is not None:
+                torch.autograd.backward([self._values[node]], [copy.grad], retain_graph=True)
+                copy.grad = None

@@ -1,0 +1,345 @@
+"""A training step on an image that may be larger than memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from squeezebox.memory import PeakMeter
+from squeezebox.reports import parse_size
+from squeezebox.schema import OptionError
+from squeezebox.streaming._graph import Streamed, analyse
+from squeezebox.streaming._plan import StreamPlan, StripPlan, fitting_height
+from squeezebox.streaming._resume import Position, fingerprint, load, position_of, restore, save
+from squeezebox.streaming._run import Context, Run, Stage, stages_of
+from squeezebox.streaming._trace import Whole, trace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far a step is: strips of all its passes, and seconds."""
+
+    done: int
+    total: int
+    seconds: float
+    seconds_left: float
+
+
+class StreamedStep:
+    """Loss and gradients of whole images, computed strip by strip.
+
+    ``step(image, target)`` adds to the parameters' gradients what ``loss_fn(model(image),
+    target).backward()`` would, up to the order of summation (1e-12 of themselves in float64), returns the
+    loss, and updates batch normalisation's running values once. Model and loss are traced once for each
+    shape, as one graph; every strip reads the rows around that the graph makes it depend on. Sums, means,
+    moments and extremes over the image, in the model or in the loss, take a pass over the image first
+    wherever later operators need them.
+
+    Gradients are added when the step is complete: an exception leaves parameters and buffers as they were.
+    Hooks on parameters and modules are not called, and there is no gradient by the image.
+
+    Args:
+        model: any module that torch.export can trace, in the mode in which it is to be run.
+        loss_fn: ``loss_fn(output, target)``, a module or a function, gives one number.
+        memory: bytes that a step may take beside the image, the target and the model, such as "1GiB": strips
+            are as high as fits, by the peak of two small ones.
+        prepare: what the model is given in the image's place, computed strip by strip. By default uint8
+            images are scaled to 0..1 in the parameters' precision, and others left as they are.
+        axis: the image's dimension that is streamed, -2 or -1; the longer one by default.
+        height: rows of a strip, instead of ``memory``.
+        recompute: keep fewer tensors within a strip and make them again in its backward, for higher strips.
+        context: makes a context around each strip's forward, such as ``session.step`` of :func:`attach`,
+            which then packs what the strip saves.
+        progress: called with a :class:`Progress` after every strip.
+        checkpoint: a file in which an interrupted step is kept; the same call then goes on where it was, and
+            the file is removed when the step is complete.
+        checkpoint_seconds: how often it is written, at most.
+
+    Raises:
+        OptionError: neither or both of memory and height are given, or one is out of range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Any], Tensor],
+        *,
+        memory: int | str | None = None,
+        prepare: Callable[[Tensor], Tensor] | None = None,
+        axis: int | None = None,
+        height: int | None = None,
+        recompute: bool = False,
+        context: Context | None = None,
+        progress: Callable[[Progress], object] | None = None,
+        checkpoint: str | Path | None = None,
+        checkpoint_seconds: float = 60.0,
+    ) -> None:
+        if (memory is None) == (height is None):
+            raise OptionError("give memory= (such as '1GiB') or height= (rows of a strip), one of them.")
+        if axis not in (None, -2, -1):
+            raise OptionError(f"axis {axis} is neither -2 (rows) nor -1 (columns).")
+        if height is not None and height < 1:
+            raise OptionError(f"height {height} is below one row.")
+        self._memory_bytes = None if memory is None else parse_size("memory", memory)
+        self._whole = Whole(model, loss_fn, prepare or _Scaled(_dtype_of(model)))
+        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._axis, self._height, self._recompute = axis, height, recompute
+        self._context, self._progress = context, progress
+        self._checkpoint = None if checkpoint is None else Path(checkpoint)
+        self._checkpoint_seconds = checkpoint_seconds
+        self._known: dict[Any, tuple[Streamed, list[Stage]]] = {}
+        self._plans: dict[Any, StreamPlan] = {}
+
+    def __call__(self, image: Any, target: Any) -> Tensor:
+        """One step.
+
+        Args:
+            image: what the model takes, ``[..., height, width]``: a tensor, or anything with shape and dtype
+            that
+                can be sliced, such as a numpy.memmap (of H x W x C: ``image.transpose(2, 0, 1)[None]``).
+            target: what the loss takes, in any structure of tensors, arrays and plain values. Those whose
+            last
+                two dimensions are the image's, or a feature map's of the model, are read strip by strip as
+                well; others, such as labels of whole images, are read whole.
+
+        Returns:
+            The loss, without a graph.
+
+        Raises:
+            UnsupportedModelError: model or loss cannot be streamed exactly; names the module and why.
+            BudgetError: the smallest strip needs more memory.
+            FormatError: the checkpoint belongs to another step.
+            OutputError: the checkpoint cannot be written.
+        """
+        prepared = self._prepared(image, target)
+        stages, checkpoint = prepared.stages, self._checkpoint
+        mark = fingerprint(prepared.streamed, prepared.read) if checkpoint else ""
+        found = load(checkpoint, mark) if checkpoint else None
+        run = prepared.run(self._context)
+        if found is None:
+            heights = tuple(stage.height for stage in self._planned(prepared).stages)
+            position = Position(stage=0, strip=0, heights=heights)
+        else:
+            position = position_of(found)
+            restore(found, run, stages, position)
+        written = time.monotonic()
+        for done in self._strips(run, stages, position, prepared.rows):
+            if checkpoint and time.monotonic() - written >= self._checkpoint_seconds:
+                save(checkpoint, mark, done, run)
+                written = time.monotonic()
+        loss = run.finish()
+        if checkpoint:
+            checkpoint.unlink(missing_ok=True)
+        return loss
+
+    def plan(self, image: Any, target: Any) -> StreamPlan:
+        """The passes and strips that a step on images of these shapes takes.
+
+        Runs small strips of this one, twice for each pass, where the heights follow from ``memory``.
+
+        Raises:
+            As :meth:`__call__`.
+        """
+        return self._planned(self._prepared(image, target))
+
+    def _prepared(self, image: Any, target: Any) -> _Prepared:
+        if torch.is_autocast_enabled(self._device.type):
+            raise OptionError("a streamed step runs in the model's own precision; leave torch.autocast out.")
+        forms = pytree.tree_map(_form_of, (image, target))
+        if len(image.shape) < 3:
+            raise OptionError(f"the image has shape {tuple(image.shape)}; give [N, C, H, W] or [C, H, W].")
+        longer = -1 if image.shape[-1] > image.shape[-2] else -2
+        axis = longer if self._axis is None else self._axis
+        key = pytree.tree_map_only(Tensor, lambda form: (tuple(form.shape), form.dtype), forms)
+        key = repr((repr(key), axis, *self._state()))
+        if key not in self._known:
+            # A session leaves forwards without gradient alone, and whatever is within them.
+            with torch.no_grad(), self._context() if self._context else nullcontext(), torch.enable_grad():
+                program = trace(self._whole, forms[0], forms[1], self._device)
+            streamed = analyse(program, axis)
+            self._known[key] = streamed, stages_of(streamed)
+        streamed, stages = self._known[key]
+        leaves = pytree.tree_leaves(target)
+        given = {streamed.program.image: image}
+        given |= {node: leaves[number] for node, number in streamed.program.targets.items()}
+        return _Prepared(
+            key=key, axis=axis, streamed=streamed, stages=stages, given=given, device=self._device
+        )
+
+    def _state(self) -> tuple[object, ...]:
+        """What of the model a graph is made for, besides shapes: modes, and which tensors it holds."""
+        whole = self._whole
+        tensors = [(id(parameter), parameter.requires_grad) for parameter in whole.parameters()]
+        modes = [module.training for module in whole.modules()]
+        return modes, tensors, [id(buffer) for buffer in whole.buffers()]
+
+    def _planned(self, prepared: _Prepared) -> StreamPlan:
+        if prepared.key not in self._plans:
+            stages = tuple(self._stage_plan(prepared, stage) for stage in prepared.stages)
+            self._plans[prepared.key] = StreamPlan(axis=prepared.axis, rows=prepared.rows, stages=stages)
+        return self._plans[prepared.key]
+
+    def _stage_plan(self, prepared: _Prepared, stage: Stage) -> StripPlan:
+        rows, peak = prepared.rows, None
+        if self._memory_bytes is None:
+            assert self._height is not None
+            height = min(self._height, rows)
+        else:
+            height, peak = fitting_height(
+                lambda height: self._measured(prepared, stage, height),
+                rows,
+                prepared.unit,
+                self._memory_bytes,
+            )
+        return StripPlan(
+            reduces=stage.reduces,
+            derives=stage.derives,
+            height=height,
+            strips=-(-rows // height),
+            halo=prepared.halo(stage, height),
+            peak_bytes=peak,
+        )
+
+    def _measured(self, prepared: _Prepared, stage: Stage, height: int) -> int:
+        """The peak of a strip in the image's middle, with values made up where they are not known yet."""
+        run = prepared.run(self._context)
+        start = (prepared.rows - height) // 2
+        run.pretend(stage, start, start + height)
+        meter = PeakMeter(self._device)
+        if not meter.start():
+            raise OptionError(
+                "torch's profiler is active, so strips cannot be measured; give height= instead of memory=."
+            )
+        try:
+            run.strip(stage, start, start + height, self._recompute)
+        except BaseException:
+            meter.abandon()
+            raise
+        return meter.stop(()).total_bytes
+
+    def _strips(self, run: Run, stages: Sequence[Stage], position: Position, rows: int) -> Iterator[Position]:
+        """Take every strip from a position on; yields the position after each."""
+        clock = _Clock(
+            [(stage.weight, height) for stage, height in zip(stages, position.heights, strict=True)], rows
+        )
+        clock.start(position)
+        last_ahead = max((number for number, stage in enumerate(stages) if stage.reduces), default=-1)
+        if last_ahead < 0:
+            run.turn()
+        for number, stage in enumerate(stages):
+            if number < position.stage:
+                continue
+            height = position.heights[number]
+            first = position.strip if number == position.stage else 0
+            if first == 0:
+                run.begin(stage)
+            for strip in range(first, -(-rows // height)):
+                run.strip(stage, strip * height, min((strip + 1) * height, rows), self._recompute)
+                if self._progress is not None:
+                    self._progress(clock.tick(stage.weight, min(height, rows - strip * height)))
+                yield Position(stage=number, strip=strip + 1, heights=position.heights)
+            run.end(stage, number == last_ahead)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Prepared:
+    """One image and target with the graph of their shapes."""
+
+    key: str
+    axis: int
+    streamed: Streamed
+    stages: list[Stage]
+    given: dict[Node, Any]
+    device: torch.device
+
+    @property
+    def rows(self) -> int:
+        return self.streamed.rows[self.streamed.program.image].count
+
+    @property
+    def unit(self) -> int:
+        """Image rows to a row of the smallest feature map."""
+        return max(1, round(self.rows / min(rows.count for rows in self.streamed.rows.values())))
+
+    def read(self, node: Node, start: int, stop: int) -> Tensor:
+        """Rows of the image or of a target."""
+        value = self.given[node]
+        index: list[Any] = [slice(None)] * len(value.shape)
+        index[self.streamed.rows[node].dim] = slice(start, stop)
+        part = value[tuple(index)]
+        return (part if isinstance(part, Tensor) else torch.from_numpy(np.array(part))).to(self.device)
+
+    def run(self, context: Context | None) -> Run:
+        """A step's beginning."""
+        whole = {
+            node: torch.as_tensor(value, device=self.device) if hasattr(value, "shape") else value
+            for node, value in self.given.items()
+            if node not in self.streamed.rows
+        }
+        return Run(self.streamed, self.read, whole, context)
+
+    def halo(self, stage: Stage, height: int) -> int:
+        """Image rows that a strip in the middle reads beyond its own."""
+        start = (self.rows - height) // 2
+        owned = stage.work.parts(start, start + height, self.rows)
+        read = stage.work.demands(owned).get(self.streamed.program.image)
+        return 0 if read is None else max(read[1] - read[0] - height, 0)
+
+
+class _Clock:
+    """Foretells the time left: strips cost by their rows, backward ones three times as much."""
+
+    def __init__(self, stages: Sequence[tuple[int, int]], rows: int) -> None:
+        self._stages, self._rows = stages, rows
+        self._cost = float(sum(weight * rows for weight, _ in stages))
+        self._total = sum(-(-rows // height) for _, height in stages)
+        self._done, self._spent, self._begun = 0, 0.0, 0.0
+
+    def start(self, position: Position) -> None:
+        """Leave out what was done before."""
+        for number, (weight, height) in enumerate(self._stages[: position.stage + 1]):
+            strips = position.strip if number == position.stage else -(-self._rows // height)
+            self._done += strips
+            self._cost -= weight * min(strips * height, self._rows)
+        self._begun = time.monotonic()
+
+    def tick(self, weight: int, rows: int) -> Progress:
+        """After a strip."""
+        self._done, self._spent = self._done + 1, self._spent + weight * rows
+        seconds = time.monotonic() - self._begun
+        left = seconds * max(self._cost - self._spent, 0.0) / self._spent
+        return Progress(done=self._done, total=self._total, seconds=seconds, seconds_left=left)
+
+
+class _Scaled(nn.Module):
+    """Images of bytes between 0 and 1; others as they are."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def forward(self, image: Tensor) -> Tensor:
+        return image.to(self._dtype) / 255 if image.dtype == torch.uint8 else image
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    floating = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    return next(floating, torch.float32)
+
+
+def _form_of(value: Any) -> Any:
+    """A tensor of the value's shape without memory; plain values are themselves."""
+    if not hasattr(value, "shape"):
+        return value
+    dtype = value.dtype if isinstance(value, Tensor) else torch.from_numpy(np.empty(0, value.dtype)).dtype
+    return torch.empty(tuple(value.shape), dtype=dtype, device="meta")

@@ -1,0 +1,232 @@
+"""Strips give the whole image's loss, gradients and running values, in double precision."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from squeezebox.streaming import StreamedStep
+
+TOLERANCE = 1e-12
+
+
+def worst(model, streamed):
+    """The largest difference of a gradient or a buffer, relative to the largest element there is."""
+    found = []
+    for mine, theirs in zip(streamed.parameters(), model.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        if theirs.grad is not None:
+            found.append((mine.grad, theirs.grad))
+    scale = max(float(theirs.abs().max()) for _, theirs in found)
+    gradients = max(float((mine - theirs).abs().max()) for mine, theirs in found) / scale
+    pairs = zip(streamed.buffers(), model.buffers(), strict=True)
+    return max([gradients, *(float((mine - theirs).abs().max()) for mine, theirs in pairs)])
+
+
+def require_equal(model, loss_fn, image, target, **options):
+    """One step whole and one in strips."""
+    model = model.double().train(model.training)
+    streamed = copy.deepcopy(model)
+    loss = loss_fn(model(image), target)
+    loss.backward()
+    found = StreamedStep(streamed, loss_fn, **options)(image, target)
+    torch.testing.assert_close(found, loss.detach(), rtol=TOLERANCE, atol=TOLERANCE)
+    assert worst(model, streamed) < TOLERANCE
+
+
+class Block(nn.Module):
+    """A layer that changes the size, one that brings some of it back, and a skip connection cut to match."""
+
+    def __init__(self, body, norm):
+        super().__init__()
+        self.body, self.norm = nn.Sequential(*body), norm
+
+    def forward(self, x):
+        y = self.body(x)
+        sizes = [min(first, second) for first, second in zip(x.shape[-2:], y.shape[-2:], strict=True)]
+        return self.norm(torch.cat([x[..., : sizes[0], : sizes[1]], y[..., : sizes[0], : sizes[1]]], 1))
+
+
+@st.composite
+def convolutions(draw):
+    kernel, dilation = draw(st.integers(1, 4)), draw(st.integers(1, 2))
+    span = (kernel - 1) * dilation
+    mode = draw(st.sampled_from(["zeros", "reflect", "replicate"]))
+    padding = draw(st.integers(0, min(span, 3)))
+    stride = draw(st.integers(1, 3))
+    return nn.Conv2d(2, 2, kernel, stride, padding, dilation, padding_mode=mode)
+
+
+@st.composite
+def transposed(draw):
+    kernel, stride, dilation = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    padding = draw(st.integers(0, (kernel - 1) * dilation // 2))
+    extra = draw(st.integers(0, max(stride, dilation) - 1))
+    return nn.ConvTranspose2d(2, 2, kernel, stride, padding, extra, dilation=dilation)
+
+
+@st.composite
+def pools(draw):
+    kernel, stride = draw(st.integers(2, 3)), draw(st.integers(1, 3))
+    padding, ceil = draw(st.integers(0, 1)), draw(st.booleans())
+    if draw(st.booleans()):
+        return nn.MaxPool2d(kernel, stride, padding, ceil_mode=ceil)
+    return nn.AvgPool2d(kernel, stride, padding, ceil_mode=ceil, count_include_pad=draw(st.booleans()))
+
+
+@st.composite
+def upsamplings(draw):
+    mode = draw(st.sampled_from(["nearest", "nearest-exact", "bilinear", "bicubic"]))
+    aligned = draw(st.booleans()) if mode in ("bilinear", "bicubic") else None
+    if draw(st.booleans()):
+        return nn.Upsample(
+            scale_factor=draw(st.sampled_from([2, 3, 1.6, 0.7])), mode=mode, align_corners=aligned
+        )
+    return nn.Upsample(size=(draw(st.integers(5, 40)), 11), mode=mode, align_corners=aligned)
+
+
+def norms(channels):
+    return st.sampled_from(
+        [
+            nn.Identity(),
+            nn.BatchNorm2d(channels),
+            nn.BatchNorm2d(channels, affine=False, momentum=None, track_running_stats=False),
+            nn.InstanceNorm2d(channels, affine=True),
+            nn.GroupNorm(2, channels),
+        ]
+    )
+
+
+@st.composite
+def networks(draw):
+    layers = []
+    for _ in range(draw(st.integers(1, 2))):
+        kinds = [convolutions(), transposed(), pools(), upsamplings()]
+        body = [draw(draw(st.sampled_from(kinds))) for _ in range(draw(st.integers(1, 2)))]
+        act = draw(st.sampled_from([nn.ReLU(inplace=True), nn.GELU(), nn.SiLU()]))
+        layers += [Block([*body, act], copy.deepcopy(draw(norms(4)))), nn.Conv2d(4, 2, 1)]
+    return nn.Sequential(*layers)
+
+
+@given(
+    model=networks(),
+    size=st.tuples(st.integers(9, 32), st.integers(9, 32)),
+    height=st.integers(1, 20),
+    axis=st.sampled_from([-2, -1]),
+    recompute=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=8, phases=[Phase.explicit, Phase.generate])
+def test_random_networks(model, size, height, axis, recompute, seed):
+    torch.manual_seed(seed)
+    image = torch.randn(2, 2, *size, dtype=torch.float64)
+    try:
+        with torch.no_grad():
+            output = copy.deepcopy(model).double()(image)
+    except (RuntimeError, ValueError):
+        return  # the network is too deep for the image: torch itself refuses
+    weights = torch.randn_like(output)
+    require_equal(
+        model,
+        lambda output, weights: (output.sin() * weights).mean(),
+        image,
+        weights,
+        height=height,
+        axis=axis,
+        recompute=recompute,
+    )
+
+
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 5, stride=2, padding=2), nn.ReLU(), nn.ConvTranspose2d(4, 3, 4, 2, 1)
+    )
+
+
+def dice(output, target):
+    p = output.softmax(1)[:, 1]
+    return 1 - 2 * (p * target["mask"]).sum() / (p.sum() + target["mask"].sum() + target["smooth"])
+
+
+def lovasz_like(output, target):
+    return (output - target).abs().amax() + output.logsumexp((2, 3)).mean() + output.std()
+
+
+def flattened(output, target):
+    return functional.cross_entropy(output.permute(0, 2, 3, 1).reshape(-1, 3), target.reshape(-1))
+
+
+def detached(output, target):
+    with torch.no_grad():
+        weights = output.softmax(1)
+    return (weights * output).mean() + (output.detach().square() * output).sum() * 1e-3
+
+
+CLASSES = torch.arange(2 * 22 * 18).reshape(2, 22, 18) % 3
+LOSSES = {
+    "cross entropy": (
+        nn.CrossEntropyLoss(
+            weight=torch.tensor([1.0, 2.0, 0.5]).double(), ignore_index=1, label_smoothing=0.1
+        ),
+        CLASSES,
+    ),
+    "squares": (nn.MSELoss(), CLASSES[:, None].double().expand(2, 3, 22, 18)),
+    "sum": (nn.L1Loss(reduction="sum"), CLASSES[:, None].double().expand(2, 3, 22, 18)),
+    "dice": (dice, {"mask": (CLASSES == 1), "smooth": 1.0}),
+    "extremes": (lovasz_like, torch.zeros(2, 3, 22, 18).double()),
+    "flattened": (flattened, CLASSES),
+    "detached": (detached, torch.zeros(1)),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("axis", [-2, -1])
+def test_losses(name, axis):
+    loss_fn, target = LOSSES[name]
+    image = torch.randn(2, 3, 22, 18, dtype=torch.float64)
+    require_equal(small(), loss_fn, image, target, height=5, axis=axis)
+
+
+class Classifier(nn.Module):
+    """Convolutions with batch normalisation, global pooling and a head; the head sees the mean twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 4, 3, bias=False),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Conv2d(4, 4, 3),
+            nn.BatchNorm2d(4),
+        )
+        self.gate, self.head = nn.Linear(4, 4), nn.Linear(4, 5)
+
+    def forward(self, x):
+        x = self.body((x - x.mean((2, 3), keepdim=True)) / x.std((2, 3), keepdim=True))
+        x = x * self.gate(functional.adaptive_avg_pool2d(x, 1).flatten(1)).sigmoid()[:, :, None, None]
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_classifier_with_labels_of_whole_images(training):
+    torch.manual_seed(0)
+    image = torch.randn(2, 3, 30, 20, dtype=torch.float64)
+    require_equal(Classifier().train(training), nn.CrossEntropyLoss(), image, torch.tensor([1, 4]), height=7)
+
+
+def test_gradients_accumulate_and_running_values_move_once_a_step():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 1, 1)).double()
+    other = copy.deepcopy(model)
+    step = StreamedStep(model, lambda output, _: output.square().mean(), height=4)
+    for _ in range(2):
+        image = torch.randn(1, 3, 12, 10, dtype=torch.float64)
+        step(image, None)
+        other(image).square().mean().backward()
+    assert model[1].num_batches_tracked == 2
+    assert worst(other, model) < TOLERANCE

@@ -1,0 +1,114 @@
+"""Strips are as high as the memory allows, and compose with compression and recomputation."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import squeezebox
+from squeezebox.memory import PeakMeter
+from squeezebox.schema import BudgetError
+from squeezebox.streaming import StreamedStep
+
+CPU = torch.device("cpu")
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 5, stride=2, padding=2),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.ConvTranspose2d(8, 2, 4, 2, 1),
+    )
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A memory-mapped image of bytes, height x width x 3, and classes."""
+    random = np.random.default_rng(0)
+    image = np.memmap(tmp_path / "image", np.uint8, "w+", shape=(640, 96, 3))
+    image[:] = random.integers(0, 256, image.shape)
+    classes = np.memmap(tmp_path / "classes", np.int64, "w+", shape=(1, 640, 96))
+    classes[:] = random.integers(0, 2, classes.shape)
+    return image.transpose(2, 0, 1)[None], classes
+
+
+def peak_of(work):
+    meter = PeakMeter(CPU)
+    assert meter.start()
+    work()
+    return meter.stop(()).total_bytes
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_peak_stays_within_the_memory(files, recompute):
+    model, memory = network(), 3 * 2**19
+    step = StreamedStep(model, nn.CrossEntropyLoss(), memory=memory, recompute=recompute)
+    plan = step.plan(*files)
+    assert 1 < plan.stages[-1].strips < 64
+    assert f"{plan.stages[-1].strips} strips" in str(plan)
+    peak = peak_of(lambda: step(*files))
+    assert 0.5 * memory < peak < memory
+
+
+def test_bytes_are_scaled_and_equal_the_whole_image(files):
+    model, other = network().double(), network().double()
+    image, classes = files
+    loss = StreamedStep(model, nn.CrossEntropyLoss(), height=100)(image, classes)
+    whole = torch.from_numpy(np.array(image)).double() / 255
+    expected = nn.functional.cross_entropy(other(whole), torch.from_numpy(np.array(classes)))
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-11, atol=1e-14)
+
+
+def test_too_little_memory_is_said_with_numbers(files):
+    step = StreamedStep(network(), nn.CrossEntropyLoss(), memory="10KiB")
+    with pytest.raises(BudgetError, match="one row.*KiB.*10.00 KiB"):
+        step(*files)
+
+
+def test_progress(files):
+    seen = []
+    StreamedStep(network(), nn.CrossEntropyLoss(), height=100, progress=seen.append)(*files)
+    assert [each.done for each in seen] == [*range(1, seen[-1].total + 1)]
+    assert seen[0].seconds_left > 0.0 == seen[-1].seconds_left
+
+
+def test_strips_are_packed_by_a_session(files):
+    model = network()
+    exact = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    session = squeezebox.attach(model, optimizer=optimizer, noise=1e-3)
+    try:
+        step = StreamedStep(model, nn.CrossEntropyLoss(), height=160, context=session.step)
+        step(*files)
+        record = session.report().record
+    finally:
+        session.detach()
+    StreamedStep(exact, nn.CrossEntropyLoss(), height=160)(*files)
+    lossy = [tensor for tensor in record.tensors if tensor.bound > 0.0]
+    assert lossy and record.packed_bytes < 0.6 * record.saved_bytes
+    pairs = [*zip(model.parameters(), exact.parameters(), strict=True)]
+    error = sum(float((mine.grad - theirs.grad).square().sum()) for mine, theirs in pairs)
+    norm = sum(float(theirs.grad.square().sum()) for _, theirs in pairs)
+    assert 0.0 < error / norm < 1e-2
+
+
+def test_an_exception_leaves_the_model_as_it_was(files):
+    model = nn.Sequential(network(), nn.BatchNorm2d(2))
+    before = copy.deepcopy(model.state_dict())
+
+    def stop(progress):
+        if progress.done == progress.total - 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        StreamedStep(model, nn.CrossEntropyLoss(), height=160, progress=stop)(*files)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -1,0 +1,71 @@
+"""What cannot be streamed exactly is refused, with the module's name and the reason."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from squeezebox.schema import OptionError, UnsupportedModelError
+from squeezebox.streaming import StreamedStep
+
+
+class Called(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def unpooled(x):
+    y, indices = functional.max_pool2d(x, 2, return_indices=True)
+    return functional.max_unpool2d(y, indices, 2)
+
+
+def attention(x):
+    flat = x.flatten(2)
+    return (flat.transpose(1, 2) @ flat).sum(-1)
+
+
+REFUSED = {
+    "drawn": (nn.Dropout(0.5), "random"),
+    "across": (nn.Sequential(nn.Flatten(2), nn.Linear(12 * 10, 3)), "streamed axis"),
+    "softmaxed": (nn.Softmax(dim=2), "along the streamed axis"),
+    "cumulated": (Called(lambda x: x.cumsum(2)), "along the streamed axis"),
+    "attended": (Called(attention), "streamed axis|not known"),
+    "rolled": (Called(lambda x: x.roll(3, 2)), "not known|streamed axis|several"),
+    "unpooled": (Called(unpooled), "indices"),
+    "circular": (nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"), "."),
+    "wide": (nn.Conv2d(2, 2, 1, padding=2), "as wide as its window"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    module, why = REFUSED[name]
+    model = nn.Sequential()
+    model.add_module("before", nn.Conv2d(2, 2, 1))
+    model.add_module(name, module)
+    step = StreamedStep(model, lambda output, _: output.mean(), height=4, axis=-2)
+    with pytest.raises(UnsupportedModelError, match=f"module '{name}.*{why}"):
+        step(torch.randn(1, 2, 12, 10), None)
+    assert model.before.weight.grad is None
+
+
+def test_a_loss_of_many_numbers():
+    step = StreamedStep(nn.Conv2d(2, 2, 1), lambda output, _: output.mean((0, 1)), height=4)
+    with pytest.raises(OptionError, match="single number"):
+        step(torch.randn(1, 2, 12, 10), None)
+
+
+def test_a_model_that_cannot_be_traced():
+    step = StreamedStep(Called(lambda x: x if x.sum() > 0 else -x), lambda output, _: output.mean(), height=4)
+    with pytest.raises(UnsupportedModelError, match="torch.export cannot trace Called"):
+        step(torch.randn(1, 2, 12, 10), None)
+
+
+@pytest.mark.parametrize("options", [{}, {"memory": "1GiB", "height": 3}, {"height": 0}, {"memory": "much"}])
+def test_options(options):
+    with pytest.raises(OptionError):
+        StreamedStep(nn.Conv2d(2, 2, 1), nn.MSELoss(), **options)

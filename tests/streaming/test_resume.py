@@ -1,0 +1,92 @@
+"""A killed step goes on at its strip, and a checkpoint of another step is refused."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from squeezebox.schema import FormatError
+from squeezebox.streaming import StreamedStep
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 5, padding=2), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 2, 3, padding=1)
+    ).double()
+
+
+def files():
+    random = np.random.default_rng(0)
+    return random.integers(0, 256, (1, 3, 200, 40), np.uint8), random.integers(0, 2, (1, 200, 40))
+
+
+def step(model, **options):
+    return StreamedStep(model, nn.CrossEntropyLoss(), height=25, checkpoint_seconds=0.0, **options)
+
+
+def crawl(path):
+    """Slow enough to be killed anywhere; tells when it has begun."""
+
+    def pause(progress):
+        print(progress.done, flush=True)
+        time.sleep(0.05)
+
+    step(network(), checkpoint=path, progress=pause)(*files())
+
+
+def killed_after(strips, path):
+    program = (
+        f"import sys; sys.path.insert(0, {os.getcwd()!r}); "
+        f"from tests.streaming import test_resume as t; t.crawl({str(path)!r})"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if int(line) == strips:
+                process.send_signal(signal.SIGKILL)
+                break
+    assert process.wait() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("strips", [4, 13, 22])  # gathering moments, deriving, deriving through the moments
+def test_a_killed_step_goes_on_to_the_bit(tmp_path, strips):
+    path = tmp_path / "step"
+    killed_after(strips, path)
+    assert path.exists()
+    seen, model, whole = [], network(), network()
+    loss = step(model, checkpoint=path, progress=seen.append)(*files())
+    assert strips - 1 <= seen[0].done - 1 <= strips + 1 and not path.exists()
+    assert torch.equal(loss, step(whole)(*files()))
+    for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+    assert torch.equal(model[1].running_var, whole[1].running_var) and model[1].num_batches_tracked == 1
+
+
+def interrupted(path):
+    def stop(progress):
+        if progress.done == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        step(network(), checkpoint=path, progress=stop)(*files())
+
+
+def test_other_weights_and_images_are_refused(tmp_path):
+    path = tmp_path / "step"
+    interrupted(path)
+    other = network()
+    with torch.no_grad():
+        other[0].bias += 1e-6
+    image, target = files()
+    for model, given in ((other, image), (network(), 255 - image), (network()[2:], image[:, :, :100])):
+        with pytest.raises((FormatError, RuntimeError), match="belongs to a step|cannot trace"):
+            step(model, checkpoint=path)(given, target[:, : given.shape[2]])
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(FormatError, match="damaged"):
+        step(network(), checkpoint=path)(image, target)
