@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from squeezebox.cli._values import parse_size
 from squeezebox.memory import layout, layout_csv, read_buffers, search, somas
-from squeezebox.reports import exact_bytes, require_writable, write_whole
+from squeezebox.reports import exact_bytes, parse_size, require_writable, write_whole
 from squeezebox.schema import BudgetError, OptionError
 
 _PACKERS = {"search": search, "somas": somas}
