@@ -59,6 +59,12 @@ ESTIMATE = Estimate(
     saved={"conv input": 2000, "relu output": 1000},
     peak_bytes=5000,
     peak_phase="backward",
+    peak=Peak(
+        nbytes=5000,
+        by_kind={Kind.PARAMETER: 100, Kind.SAVED: 3000, Kind.TEMPORARY: 1900},
+        time=7,
+        call=Call(operator="mm", phase="backward", module="0.body", began_at=6),
+    ),
 )
 
 

@@ -11,7 +11,8 @@ from squeezebox.profiling._gains import Gain, GainProfiler
 from squeezebox.profiling._optimizer import state_bytes, transient_bytes
 from squeezebox.profiling._options import StepProfiler
 from squeezebox.profiling._peak import Peak, PeakMeter
-from squeezebox.profiling._simulate import OPTIMIZERS, Simulation, simulate
+from squeezebox.profiling._record import record_step
+from squeezebox.profiling._simulate import OPTIMIZERS, Simulation, fake_like, simulate
 
 __all__ = [
     "OPTIMIZERS",
@@ -22,10 +23,12 @@ __all__ = [
     "PeakMeter",
     "Simulation",
     "StepProfiler",
+    "fake_like",
     "load_profile",
     "measure_parts",
     "now",
     "profile_key",
+    "record_step",
     "simulate",
     "state_bytes",
     "store_profile",

@@ -52,6 +52,7 @@ from squeezebox.schema._saved import (
     StepStatistics,
     TensorStatistics,
 )
+from squeezebox.schema._trace import Call, Kind, Peak, StepTrace, Storage
 
 __all__ = [
     "Action",
@@ -94,4 +95,9 @@ __all__ = [
     "TensorProfile",
     "TensorStatistics",
     "UnsupportedModelError",
+    "Call",
+    "Kind",
+    "Peak",
+    "StepTrace",
+    "Storage",
 ]
