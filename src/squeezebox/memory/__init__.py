@@ -1,11 +1,26 @@
-"""Where bytes go that are not held in the allocator's memory.
+"""Which bytes a step may use again, and where bytes go that are not held in the allocator's memory.
 
-In: flat tensors. Out: slots to read them back from, exactly.
+In: buffers' lifetimes, operators on streams, flat tensors. Out: offsets that never clash, slots to read back.
 May touch: torch tensors' bytes, pinned host memory with streams to it, and one temporary file of its own.
 """
 
+from squeezebox.memory._layout import Packer, layout, verify
+from squeezebox.memory._problem import Problem
+from squeezebox.memory._somas import somas
 from squeezebox.memory._spill import Slot, Spill
 from squeezebox.memory._staging import HostSlot, Staging, Streams
 from squeezebox.memory._streams import CudaStreams
 
-__all__ = ["CudaStreams", "HostSlot", "Slot", "Spill", "Staging", "Streams"]
+__all__ = [
+    "CudaStreams",
+    "HostSlot",
+    "Packer",
+    "Problem",
+    "Slot",
+    "Spill",
+    "Staging",
+    "Streams",
+    "layout",
+    "somas",
+    "verify",
+]

@@ -18,6 +18,7 @@ from squeezebox.schema._errors import (
     SqueezeboxError,
     UnsupportedModelError,
 )
+from squeezebox.schema._layout import Buffer, Layout
 from squeezebox.schema._pipeline import (
     Block,
     Holding,
@@ -60,6 +61,7 @@ __all__ = [
     "Block",
     "Budget",
     "BudgetError",
+    "Buffer",
     "CaptureError",
     "Check",
     "CodecError",
@@ -69,6 +71,7 @@ __all__ = [
     "Holding",
     "Injection",
     "InputForm",
+    "Layout",
     "Link",
     "Moment",
     "NodeStatistics",
