@@ -78,7 +78,8 @@ def simulate(
         fake, twins = _fake_copy(original, dtype)
         inputs, target = sample(fake)
         taken = _optimizer(optimizer, fake.train(), twins)
-        _make_state(taken)
+        if taken is not None:
+            _make_state(taken)
 
         @contextmanager
         def around() -> Iterator[None]:
@@ -88,13 +89,13 @@ def simulate(
         trace = record_step(
             fake, sample=(inputs, target), loss_fn=loss_fn or _sum, optimizer=taken, around=around
         )
-        states = [value for state in taken.state.values() for value in _tensors(list(state.values()))]
+        states = taken.state.values() if taken is not None else ()
         return Simulation(
             parameter_bytes=_nbytes(fake.parameters()),
             buffer_bytes=_nbytes(fake.buffers()),
             input_bytes=_nbytes(_tensors((inputs, target))),
             input_shapes=tuple(tuple(tensor.shape) for tensor in _tensors(inputs)),
-            optimizer_bytes=_nbytes(states),
+            optimizer_bytes=_nbytes(_tensors([list(state.values()) for state in states])),
             gradient_bytes=_nbytes(p.grad for p in fake.parameters() if p.grad is not None),
             trace=trace,
         )
@@ -150,8 +151,11 @@ def _optimizer(
     wanted: str | torch.optim.Optimizer | MakeOptimizer,
     model: torch.nn.Module,
     twins: Mapping[int, torch.nn.Parameter],
-) -> torch.optim.Optimizer:
+) -> torch.optim.Optimizer | None:
+    """The one that is wanted, for the fake model; none where nothing is trained."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        return None
     if not isinstance(wanted, torch.optim.Optimizer):
         return (_OPTIMIZERS[wanted] if isinstance(wanted, str) else wanted)(trained)
     groups = [

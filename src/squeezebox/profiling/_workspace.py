@@ -136,7 +136,7 @@ def _operand_bytes(workspace: Workspace, places: Iterable[int]) -> int:
 def _at_batch(workspace: Workspace, counted: dict[Workspace, int]) -> int:
     rule = _RULES[workspace.func]
     if not isinstance(rule, _Batched):
-        return int(rule(workspace))
+        return rule(workspace)
     sizes = _batches(workspace, rule)
     found = [counted.get(_with_batch(workspace, rule.places, size)) for size in sizes]
     known = [nbytes for nbytes in found if nbytes is not None]
@@ -144,7 +144,7 @@ def _at_batch(workspace: Workspace, counted: dict[Workspace, int]) -> int:
         return _operand_bytes(workspace, rule.places)
     if len(sizes) == 1:
         return known[0]
-    batch = workspace.arguments[rule.places[0]].shape[0]
+    batch: int = workspace.arguments[rule.places[0]].shape[0]
     slope = (known[1] - known[0]) / (sizes[1] - sizes[0])
     return max(0, round(known[1] + slope * (batch - sizes[1])))
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from squeezebox.schema._layout import Buffer
+
 
 class Kind(Enum):
     """What a storage is for.
@@ -90,6 +92,19 @@ class StepTrace:
             by_kind[storage.kind] += storage.nbytes
         return Peak(nbytes=highest, by_kind=dict(by_kind), time=time, call=self.call_at(time))
 
+    def buffers(self, *kinds: Kind) -> tuple[Buffer, ...]:
+        """The storages of these kinds (default: all), as what :func:`squeezebox.memory.layout` places."""
+        return tuple(
+            Buffer(
+                name=f"{number} {self._maker(storage)}",
+                lower=storage.allocated_at,
+                upper=storage.freed_at,
+                nbytes=storage.nbytes,
+            )
+            for number, storage in enumerate(self.storages)
+            if not kinds or storage.kind in kinds
+        )
+
     def living(self, time: int) -> Iterator[Storage]:
         """The storages that are live then."""
         return (storage for storage in self.storages if storage.allocated_at <= time < storage.freed_at)
@@ -98,6 +113,12 @@ class StepTrace:
         """The last operator that had begun by then."""
         begun = [call for call in self.calls if call.began_at <= time]
         return begun[-1] if begun else None
+
+    def _maker(self, storage: Storage) -> str:
+        if storage.call is None:
+            return storage.kind.value
+        call = self.calls[storage.call]
+        return f"{call.phase} {call.module} {call.operator}"
 
     def _changes(self) -> list[int]:
         changes = [0] * (self.end + 1)
