@@ -6,6 +6,7 @@ May touch: torch tensors' bytes, pinned host memory with streams to it, and one 
 
 from squeezebox.memory._layout import Packer, layout, verify
 from squeezebox.memory._problem import Problem
+from squeezebox.memory._reserve import Reserve, Room
 from squeezebox.memory._somas import somas
 from squeezebox.memory._spill import Slot, Spill
 from squeezebox.memory._staging import HostSlot, Staging, Streams
@@ -16,6 +17,8 @@ __all__ = [
     "HostSlot",
     "Packer",
     "Problem",
+    "Reserve",
+    "Room",
     "Slot",
     "Spill",
     "Staging",

@@ -42,6 +42,7 @@ from squeezebox.schema._plan import (
     TensorProfile,
 )
 from squeezebox.schema._saved import (
+    ArenaRecord,
     Check,
     Edge,
     Injection,
@@ -57,6 +58,7 @@ from squeezebox.schema._trace import Call, Kind, Peak, StepTrace, Storage
 
 __all__ = [
     "Action",
+    "ArenaRecord",
     "AttachError",
     "Block",
     "Budget",
