@@ -1,5 +1,6 @@
 """attach(..., arena=True): the same results, the same bytes in every step, and nothing overwritten."""
 
+import dataclasses
 import gc
 
 import pytest
@@ -233,3 +234,5 @@ def test_a_plan_can_have_an_arena():
         loss.backward()
     assert session.report().record.arena.tensors
     session.detach()
+    parts = [value for name, value in dataclasses.asdict(plan.peak).items() if name.endswith("_bytes")]
+    assert sum(parts) == plan.predicted_peak_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,7 +55,7 @@ class Store:
         self.admit: Callable[[str, int], None] | None = None  # raises for a key and bytes that no plan knows
         self.listener: Listener | None = None
         self.arena = Arena()
-        self.reserve: Reserve | None = None  # where the host's packed tensors go
+        self.reserve: Reserve | None = None  # where they go in the host's memory
         self.blocks: DeviceBlocks | None = None  # where a device's blocks go,
         self.room = 0  # and how many bytes they get, where a plan says so
         self._pooled: set[tuple[str, str]] = set()  # keys and options of pool indices that were verified
@@ -70,6 +70,17 @@ class Store:
     def use_device(self, device: torch.device) -> None:
         """From now on tensors are on a device that the host does not wait for."""
         self.blocks, self.staging = DeviceBlocks(device), Staging(CudaStreams(device))
+
+    def use_arena(self) -> None:
+        """From now on packed tensors, and a device's on the host, have one arena in the host's memory."""
+        self.reserve = Reserve() if self.staging is None else Reserve(self.staging.pinned)
+        if self.staging is not None:
+            self.staging.reserve = self.reserve
+
+    @property
+    def reserved(self) -> Sequence[torch.Tensor]:
+        """What the arena holds of the memory in which the model lies."""
+        return () if self.reserve is None or self.staging is not None else self.reserve.tensors
 
     def handle(self, tensor: torch.Tensor) -> Handle:
         """A new handle, of the running step."""

@@ -6,7 +6,7 @@ import itertools
 import math
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -36,20 +36,20 @@ class Room:
         """The bytes of which nothing has been made yet."""
         return self._bytes[self._used :]
 
-    def put(self, part: torch.Tensor) -> torch.Tensor | None:
-        """The part here: where it lies already, or as a copy; None if it does not fit."""
+    def take(self, nbytes: int) -> torch.Tensor | None:
+        """So many of them; None if there are fewer."""
         free = self.free
-        if part.numel() and part.data_ptr() == free.data_ptr():
-            self._take(part.nbytes)
-            return part
-        if part.nbytes > free.numel():
+        if nbytes > free.numel():
             return None
-        copy = free[: part.nbytes].view(part.dtype).copy_(part)
-        self._take(part.nbytes)
-        return copy
-
-    def _take(self, nbytes: int) -> None:
         self._used = min(_aligned(self._used + nbytes), self._bytes.numel())
+        return free[:nbytes]
+
+    def put(self, part: torch.Tensor) -> torch.Tensor | None:
+        """A flat part here: where it lies already, or as a copy; None if it does not fit."""
+        place = self.take(part.nbytes)
+        if place is None or (part.nbytes and part.data_ptr() == place.data_ptr()):
+            return None if place is None else part
+        return place.view(part.dtype).copy_(part)
 
 
 @dataclass(slots=True)
@@ -81,6 +81,10 @@ class _Block:
         return Room(torch.from_numpy(view))  # a storage of its own, which holds the view
 
 
+def _pageable(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
 class Reserve:
     """The arena of one session: a step at a time, from :meth:`start_step` to the next.
 
@@ -89,9 +93,12 @@ class Reserve:
     no place, or would lie where bytes are still in use (a graph that was kept, lifetimes in another order) is
     spilled: left in memory of its own, and counted. After four steps that all spilled more than a fiftieth of
     the arena, or needed less than two thirds of it, it is laid out anew.
+
+    ``allocate`` gives so many bytes of the host's memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int], torch.Tensor] = _pageable) -> None:
+        self._allocate = allocate
         self._block: _Block | None = None
         self._sizes: dict[str, deque[int]] = {}
         self._lives: dict[str, _Life] = {}  # of the running step
@@ -174,8 +181,7 @@ class Reserve:
         found = layout(buffers, alignment=_ALIGNMENT)
         named = zip(buffers, found.offsets, strict=True)
         places = {buffer.name: (offset, buffer.nbytes) for buffer, offset in named}
-        memory = torch.empty(found.nbytes, dtype=torch.uint8, device="cpu")
-        self._block = _Block(memory, places)
+        self._block = _Block(self._allocate(found.nbytes), places)
         self.record = replace(self.record, nbytes=found.nbytes, layouts=self.record.layouts + 1)
 
     def _buffers(self) -> Iterator[Buffer]:

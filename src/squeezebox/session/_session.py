@@ -30,7 +30,6 @@ from squeezebox.capture import (
     in_backward,
     is_innermost,
 )
-from squeezebox.memory import Reserve
 from squeezebox.profiling import PeakMeter
 from squeezebox.reports import Report, StepPlan
 from squeezebox.schema import ArenaRecord, AttachError, Check, Region, Role, StepRecord
@@ -75,7 +74,8 @@ class Session:
         self._store = Store(self._policy)
         if not on_host:
             self._store.use_device(device_of(model))
-        self._store.reserve = Reserve() if arena else None
+        if arena:
+            self._store.use_arena()
         self._recorder = Recorder(self._store)
         self._notes: dict[str, None] = {}
         self._replanning = replanning
@@ -244,8 +244,8 @@ class Session:
         own = [*held_by(self._model), *tensors_in(inputs)]
         self._recorder.own(own)
         if self._meter.running:
-            reserved = self._store.reserve.tensors if self._store.reserve is not None else ()
-            self._baseline = max(self._baseline, nbytes_of([*own, *reserved, *self._persistent()]))
+            own += self._store.reserved
+            self._baseline = max(self._baseline, nbytes_of(own + self._persistent()))
         self._recorder.__enter__()
 
     def _is_outermost(self) -> bool:
