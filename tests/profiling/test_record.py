@@ -69,6 +69,44 @@ def test_fake_tensors_make_the_same_storages():
     assert (fake.call.phase, fake.call.module) == (real.call.phase, real.call.module)
 
 
+class Attention(nn.Module):
+    def __init__(self, masked):
+        super().__init__()
+        self.qkv, self.masked = nn.Linear(64, 192), masked
+
+    def forward(self, x):
+        parts = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        length = x.shape[1]
+        mask = torch.ones(length, length, dtype=torch.bool).tril() if self.masked else None
+        return functional.scaled_dot_product_attention(*parts, attn_mask=mask)
+
+
+OPERATORS = {
+    "depthwise": (lambda: nn.Conv2d(16, 16, 3, groups=16), (8, 16, 32, 32)),
+    "strided": (lambda: nn.Conv2d(16, 32, 3, stride=2, padding=1), (12, 16, 32, 32)),
+    "transposed": (lambda: nn.ConvTranspose2d(16, 8, 2, stride=2), (8, 16, 16, 16)),
+    "conv3d": (lambda: nn.Conv3d(4, 8, 3), (4, 4, 12, 12, 12)),
+    "batch norm": (lambda: nn.Sequential(nn.Conv2d(16, 32, 1), nn.BatchNorm2d(32)), (8, 16, 32, 32)),
+    "attention": (lambda: Attention(masked=False), (8, 128, 64)),
+    "attention with a mask": (lambda: Attention(masked=True), (8, 128, 64)),
+    "product": (lambda: nn.Linear(512, 16), (256, 512)),
+    "recurrent": (lambda: nn.GRU(32, 64, batch_first=True), (8, 20, 32)),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_what_operators_take_and_give_back_is_foretold(name):
+    make, shape = OPERATORS[name]
+
+    def loss_fn(output, _):
+        return (output[0] if isinstance(output, tuple) else output).sum()
+
+    real = recorded(make(), (torch.randn(shape), None), None, loss_fn).peak()
+    with FakeTensorMode():
+        fake = recorded(make(), (torch.randn(shape), None), None, loss_fn).peak()
+    assert fake.nbytes == pytest.approx(real.nbytes, rel=0.01)
+
+
 def test_every_kind_is_told_apart():
     model, sample, optimizer = subject()
     trace = recorded(model, sample, optimizer)

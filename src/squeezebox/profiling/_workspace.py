@@ -40,22 +40,32 @@ class Workspace(NamedTuple):
 
     func: Any
     arguments: tuple[Any, ...]
+    named: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def operands(self) -> list[Operand]:
+        """All tensors among the arguments."""
+        values = [*self.arguments, *(value for _, value in self.named)]
+        return [value for value in values if isinstance(value, Operand)]
 
 
 def workspace_of(func: Any, arguments: Any, named: Any) -> Workspace | None:
     """What to ask :func:`measured` for; None where the operator is not known to take more than it returns."""
-    if func not in _RULES or named:
+    if func not in _RULES:
         return None
-    found = Workspace(func, tuple(_described(argument) for argument in arguments))
-    operands = (argument for argument in found.arguments if isinstance(argument, Operand))
-    return None if any(0 in operand.shape for operand in operands) else found
+    found = Workspace(
+        func,
+        tuple(_described(argument) for argument in arguments),
+        tuple((name, _described(argument)) for name, argument in (named or {}).items()),
+    )
+    return None if any(0 in operand.shape for operand in found.operands) else found
 
 
 def measured(workspaces: Iterable[Workspace]) -> dict[Workspace, int]:
     """Bytes of each at its highest moment, beyond what it leaves behind.
 
-    Those of operators of which even two samples need more than MOST_BYTES, and all where another profiler is
-    active, are taken for as many bytes as their batched operands have.
+    Those of operators of which even a few samples need more than MOST_BYTES, and all where another profiler
+    is active, are taken for as many bytes as their batched operands have.
     """
     wanted = set(workspaces)
     counted = _run(list({trial for workspace in wanted for trial in _trials(workspace)}))
@@ -65,13 +75,12 @@ def measured(workspaces: Iterable[Workspace]) -> dict[Workspace, int]:
 def _described(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor):
         return Operand(tuple(argument.shape), argument.stride(), argument.dtype)
-    return tuple(argument) if isinstance(argument, (list, tuple)) else argument
+    return tuple(map(_described, argument)) if isinstance(argument, (list, tuple)) else argument
 
 
 def _copied(workspace: Workspace) -> int:
-    """A product copies an operand, unless its rows or columns lie one after another."""
-    operands = [argument for argument in workspace.arguments if isinstance(argument, Operand)]
-    return sum(_dense(operand) for operand in operands[-2:] if not _is_matrix(operand))
+    """A product copies an operand whose rows or columns do not lie one after another."""
+    return sum(_dense(operand) for operand in workspace.operands[-2:] if not _is_matrix(operand))
 
 
 def _dense(operand: Operand) -> int:
@@ -86,6 +95,29 @@ def _is_matrix(operand: Operand) -> bool:
     return (right == 1 and down >= max(1, columns)) or (down == 1 and right >= max(1, rows))
 
 
+def _attention(workspace: Workspace) -> int:
+    """Scores of a block of queries and keys a thread, as torch's FlashAttentionKernel.cpp allocates them."""
+    query, key = workspace.operands[:2]
+    rows, columns = _blocks(query, key)
+    threads, narrow = torch.get_num_threads(), query.dtype.itemsize < 4
+    scratch = 4 * rows * (columns + 2 + query.shape[-1])
+    return int(threads * (scratch + narrow * query.dtype.itemsize * rows * columns))
+
+
+def _attention_backward(workspace: Workspace) -> int:
+    """Scores and their gradients, and a copy of the size of the queries."""
+    query, key = workspace.operands[1:3]
+    rows, columns = _blocks(query, key)
+    width = 4 + (query.dtype.itemsize if query.dtype.itemsize < 4 else 0)
+    return int(_dense(query) + 2 * torch.get_num_threads() * width * rows * columns + 4 * rows)
+
+
+def _blocks(query: Operand, key: Operand) -> tuple[int, int]:
+    length = query.shape[-2]
+    rows = 256 if length >= 768 else 64 if length >= 192 else 32
+    return min(rows, length), min(512, key.shape[-2])
+
+
 class _Batched(NamedTuple):
     """Counted at two batches; the batch is the first size of the arguments of these numbers."""
 
@@ -98,6 +130,8 @@ _RULES: MappingProxyType[Any, _Batched | Callable[[Workspace], int]] = MappingPr
         aten.convolution_backward.default: _Batched((0, 1)),
         aten.native_batch_norm_backward.default: _Batched((0, 1)),
         aten._adaptive_avg_pool2d_backward.default: _Batched((0, 1)),
+        aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
         aten.mm.default: _copied,
         aten.bmm.default: _copied,
         aten.addmm.default: _copied,
@@ -110,7 +144,7 @@ def _trials(workspace: Workspace) -> list[Workspace]:
     if not isinstance(rule, _Batched):
         return []
     trials = [_with_batch(workspace, rule.places, size) for size in _batches(workspace, rule)]
-    return [trial for trial in trials if _operand_bytes(trial, range(len(trial.arguments))) <= MOST_BYTES]
+    return [trial for trial in trials if _operand_bytes(trial.operands) <= MOST_BYTES]
 
 
 def _batches(workspace: Workspace, rule: _Batched) -> tuple[int, ...]:
@@ -128,9 +162,8 @@ def _with_batch(workspace: Workspace, places: tuple[int, ...], batch: int) -> Wo
     )
 
 
-def _operand_bytes(workspace: Workspace, places: Iterable[int]) -> int:
-    operands = (workspace.arguments[place] for place in places)
-    return sum(operand.nbytes for operand in operands if isinstance(operand, Operand))
+def _operand_bytes(operands: Iterable[Operand]) -> int:
+    return sum(operand.nbytes for operand in operands)
 
 
 def _at_batch(workspace: Workspace, counted: dict[Workspace, int]) -> int:
@@ -141,7 +174,7 @@ def _at_batch(workspace: Workspace, counted: dict[Workspace, int]) -> int:
     found = [counted.get(_with_batch(workspace, rule.places, size)) for size in sizes]
     known = [nbytes for nbytes in found if nbytes is not None]
     if len(known) < len(sizes):
-        return _operand_bytes(workspace, rule.places)
+        return _operand_bytes(workspace.arguments[place] for place in rule.places)
     if len(sizes) == 1:
         return known[0]
     batch: int = workspace.arguments[rule.places[0]].shape[0]
@@ -163,17 +196,21 @@ def _run(trials: list[Workspace]) -> dict[Workspace, int]:
 
 
 def _run_one(number: int, trial: Workspace) -> None:
-    made = [_made(argument) if isinstance(argument, Operand) else argument for argument in trial.arguments]
+    made = [_made(argument) for argument in trial.arguments]
+    named = {name: _made(argument) for name, argument in trial.named}
     with record_function(f"{_PREFIX}{number}"):
         pass
-    left = trial.func(*made)
+    left = trial.func(*made, **named)
     with record_function(f"{_PREFIX}-1"):
         pass
     del left
 
 
-def _made(operand: Operand) -> torch.Tensor:
-    return torch.empty_strided(operand.shape, operand.stride, dtype=operand.dtype, device="cpu").zero_()
+def _made(argument: Any) -> Any:
+    if isinstance(argument, Operand):
+        made = torch.empty_strided(argument.shape, argument.stride, dtype=argument.dtype, device="cpu")
+        return made.zero_()
+    return argument
 
 
 def _most(events: Iterable[tuple[str, int, int]], count: int) -> list[int]:
