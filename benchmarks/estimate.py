@@ -4,7 +4,7 @@ Goes in: nothing; networks of benchmarks/tasks.py. Comes out: benchmarks/reports
 
 Each network takes real steps at several batches, in both layouts of images, and with several optimizers; the
 second one is measured. What is foretold comes from the same model, sample, loss and kind of optimizer on fake
-tensors. A transformer of 70 billion parameters, which no step is taken of, is asked about for the time it takes.
+tensors. A transformer of 70 billion parameters, of which no step is taken, is asked about first.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def main() -> None:
     parser.add_argument("networks", nargs="*", default=list(SETUPS), metavar="network")
     parser.add_argument("--name", default="estimate", help="of the report")
     arguments = parser.parse_args()
-    rows = []
+    big, rows = large(), []
     for name in arguments.networks:
         rows += [measure(name, *case) for case in cases(name)]
         print(*rows[-1].values(), file=sys.stderr, flush=True)
-    results = {"rows": rows, "large": large()}
+    results = {"rows": rows, "large": big}
     print(*_report.write(arguments.name, results, render(results)), file=sys.stderr)
 
 
@@ -84,7 +84,7 @@ def measure(name: str, batch: int, layout: str, optimizer: str) -> dict[str, Any
 
 
 def measured_peak(step: Step, optimizer: Any) -> dict[str, Any]:
-    """The second step's peak by the allocator's events, without a recorder; what a recorder says of the third."""
+    """The second step's peak by the allocator's events; what a recorder says of the third."""
     taken = optimizer(step.model.parameters())
     inputs, target = step.sample
 
@@ -129,7 +129,8 @@ def large() -> dict[str, Any]:
 def render(results: dict[str, Any]) -> str:
     """The table in Markdown."""
     lines = [
-        "Peaks are everything: parameters, gradients, buffers, optimizer state, batch, saved tensors and temporaries.",
+        "Peaks are everything: parameters, gradients, buffers, optimizer state, batch, saved tensors, "
+        "temporaries.",
         "",
         "| network | batch | layout | optimizer | foretold | measured | error | in | seconds to ask |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -138,30 +139,29 @@ def render(results: dict[str, Any]) -> str:
         lines.append(
             f"| {row['network']} | {row['batch']} | {row['layout']} | {row['optimizer']} "
             f"| {row['foretold_bytes'] / 2**20:.1f} MiB | {row['measured_bytes'] / 2**20:.1f} MiB "
-            f"| {row['error']:+.3%} | {row['foretold']['phase']} of {row['foretold']['module'] or 'the model'} "
-            f"| {row['estimate_seconds']:.1f} |"
+            f"| {row['error']:+.3%} | {_owner(row['foretold'])} | {row['estimate_seconds']:.1f} |"
         )
     worst = max(abs(row["error"]) for row in results["rows"])
-    agree = sum(
-        (row["foretold"]["phase"], row["foretold"]["module"])
-        == (row["measured"]["phase"], row["measured"]["module"])
-        for row in results["rows"]
-    )
+    agree = sum(_owner(row["foretold"]) == _owner(row["measured"]) for row in results["rows"])
     apart = max(abs(part) for row in results["rows"] for part in _apart(row))
     big = results["large"]
     return "\n".join(
         [
             *lines,
             "",
-            f"The largest error is {worst:.3%}. Phase and module of the peak are the recorded step's in {agree} of "
-            f"{len(results['rows'])} cases; no part of the peak differs from the recorded one's by more than "
-            f"{apart:.2%} of the peak.",
+            f"The largest error is {worst:.3%}. Phase and module of the peak are the recorded step's in "
+            f"{agree} of {len(results['rows'])} cases; no part of the peak is off by "
+            f"more than {apart:.2%} of it.",
             "",
-            f"A decoder of {big['parameters'] / 1e9:.1f} billion parameters in bfloat16, {CONTEXT} tokens, AdamW: "
-            f"{big['estimate']['peak_bytes'] / 2**30:.1f} GiB, asked in {big['seconds']:.1f} s by a process of "
-            f"{big['resident_bytes'] / 2**30:.2f} GiB at most (the networks above included).",
+            f"A decoder of {big['parameters'] / 1e9:.1f} billion parameters in bfloat16, {CONTEXT} tokens, "
+            f"AdamW: {big['estimate']['peak_bytes'] / 2**30:.1f} GiB, asked in {big['seconds']:.1f} s by a "
+            f"process of {big['resident_bytes'] / 2**30:.2f} GiB at most.",
         ]
     )
+
+
+def _owner(peak: dict[str, Any]) -> str:
+    return f"{peak['phase']} of {peak['module'] or 'the model'}"
 
 
 def _apart(row: dict[str, Any]) -> list[float]:

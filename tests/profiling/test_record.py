@@ -104,7 +104,7 @@ def test_what_operators_take_and_give_back_is_foretold(name):
     real = recorded(make(), (torch.randn(shape), None), None, loss_fn).peak()
     with FakeTensorMode():
         fake = recorded(make(), (torch.randn(shape), None), None, loss_fn).peak()
-    assert fake.nbytes == pytest.approx(real.nbytes, rel=0.01)
+    assert fake.nbytes == pytest.approx(real.nbytes, rel=0.015)
 
 
 def test_every_kind_is_told_apart():

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 import squeezebox
+from squeezebox.cli._memory import memory
 from squeezebox.cli._pipeline import pipeline
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 
 app.add_typer(pipeline, name="pipeline")
+app.add_typer(memory, name="memory")
 
 Factory = Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Returns the model when called.")]
 Input = Annotated[str, typer.Option(help="One sample's shape.")]

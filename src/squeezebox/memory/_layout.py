@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from squeezebox.memory._problem import Integers, Problem, Relation, problem_of
-from squeezebox.memory._somas import somas
-from squeezebox.schema import Buffer, Layout, PlanError
+from squeezebox.memory._problem import Integers, Problem, Relation, merged, problem_of
+from squeezebox.memory._search import search
+from squeezebox.schema import Buffer, Layout, OptionError, PlanError
 
 Packer = Callable[[Problem, float], Integers]
 
@@ -17,40 +17,63 @@ def layout(
     buffers: Sequence[Buffer],
     *,
     conflicts: Relation | None = None,
-    packer: Packer | None = None,
+    groups: Sequence[Sequence[str]] = (),
+    packer: Packer = search,
     seconds: float = 10.0,
     alignment: int = 64,
 ) -> Layout:
-    """Place every buffer in an arena as low as the packer can, so that none in conflict overlap.
+    """Place every buffer in an arena, as low as the packer can, so that none in conflict overlap.
 
     Args:
         buffers: what is to be placed.
         conflicts: symmetric, of shape (buffers, buffers): which two may not share bytes. None: those whose
             times overlap.
-        packer: one of ``packers()``, or any function from a :class:`Problem` and seconds to
-            offsets in units of ``alignment``.
-        seconds: what a packer that searches may take.
+        groups: names of buffers that lie side by side in that order, as fused collectives need them; a
+            group as a whole conflicts with whatever one of its members does.
+        packer: ``search``, ``somas``, or another function from a :class:`Problem` and seconds to offsets.
+        seconds: what the packer may search.
         alignment: of all offsets, in bytes; sizes are rounded up to it.
 
     Returns:
         The layout, every pair of which has been checked.
 
     Raises:
-        OptionError: a buffer, the relation or the alignment is out of range.
+        OptionError: a buffer, a group, the relation or the alignment is wrong.
         PlanError: the packer's offsets are wrong; nothing is laid out.
     """
     problem = problem_of(buffers, conflicts, alignment)
-    packer = packer or somas
-    offsets = np.asarray(packer(problem, seconds), np.int64)
+    item_of, inside = _items(buffers, groups, problem.sizes)
+    whole = merged(problem, item_of) if groups else problem
+    offsets = np.asarray(packer(whole, seconds), np.int64)[item_of] + inside
     result = Layout(
         offsets=tuple((offsets * alignment).tolist()),
         nbytes=int((offsets + problem.sizes).max(initial=0)) * alignment,
-        lower_bound_bytes=problem.lower_bound * alignment,
+        lower_bound_bytes=whole.lower_bound * alignment,
         alignment=alignment,
         packer=packer.__name__,
     )
     verify(buffers, result, conflicts=problem.conflicts)
     return result
+
+
+def _items(
+    buffers: Sequence[Buffer], groups: Sequence[Sequence[str]], sizes: Integers
+) -> tuple[Integers, Integers]:
+    """Which item each buffer is part of, and its offset within: groups, then the others alone."""
+    numbers = {each.name: number for number, each in enumerate(buffers)}
+    item_of, inside = np.full(len(buffers), -1, np.int64), np.zeros(len(buffers), np.int64)
+    for item, group in enumerate(groups):
+        offset = 0
+        for name in group:
+            if name not in numbers:
+                raise OptionError(f"a group names '{name}', which is no buffer; name those of the layout.")
+            if item_of[numbers[name]] >= 0:
+                raise OptionError(f"buffer '{name}' is in groups twice; it can lie in one place only.")
+            item_of[numbers[name]], inside[numbers[name]] = item, offset
+            offset += int(sizes[numbers[name]])
+    alone = item_of < 0
+    item_of[alone] = len(groups) + np.arange(alone.sum())
+    return np.unique(item_of, return_inverse=True)[1], inside
 
 
 def verify(buffers: Sequence[Buffer], layout: Layout, *, conflicts: Relation) -> None:

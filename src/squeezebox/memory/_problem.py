@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from squeezebox.schema import Buffer, OptionError
@@ -13,7 +14,7 @@ from squeezebox.schema import Buffer, OptionError
 Integers = NDArray[np.int64]
 Relation = NDArray[np.bool_]
 
-_SEEDS = 32  # buffers from which a clique is grown where times do not tell one
+_MOMENTS, _SEEDS = 64, 32  # fullest moments and largest buffers from which a bound is grown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,8 +22,8 @@ class Problem:
     """What a packer is given: offsets are wanted at which no two in conflict overlap.
 
     ``sizes`` are in units of the arena's alignment, as offsets are. ``conflicts`` is symmetric and false on
-    its diagonal. No offsets need less than ``lower_bound``, the size of a set of which any two are in conflict.
-    ``lower`` and ``upper`` are the buffers' times.
+    its diagonal. ``lower`` and ``upper`` are times as issued; unless the conflicts were given, they are
+    the pairs whose times overlap. No offsets reach less high than ``lower_bound``.
     """
 
     sizes: Integers
@@ -43,11 +44,47 @@ def problem_of(buffers: Sequence[Buffer], conflicts: Relation | None, alignment:
     lower = np.array([each.lower for each in buffers], np.int64)
     upper = np.array([each.upper for each in buffers], np.int64)
     sizes = np.array([-(-each.nbytes // alignment) for each in buffers], np.int64)
-    overlaps = (lower[:, None] < upper) & (upper[:, None] > lower)
-    np.fill_diagonal(overlaps, False)
-    relation = overlaps if conflicts is None else _checked(conflicts, len(buffers))
-    bound = _clique(sizes, relation, _fullest(sizes, lower, upper, relation))
+    relation = overlaps(lower, upper) if conflicts is None else _checked(conflicts, buffers)
+    relation[sizes == 0] = relation[:, sizes == 0] = False  # nothing overlaps with no bytes
+    bound = lower_bound(sizes, lower, upper, relation)
     return Problem(sizes=sizes, lower=lower, upper=upper, conflicts=relation, lower_bound=bound)
+
+
+def overlaps(lower: Integers, upper: Integers) -> Relation:
+    """Which two half-open intervals have a time in common; none with itself."""
+    relation = lower[:, None] < upper
+    relation &= relation.T
+    np.fill_diagonal(relation, False)
+    return relation
+
+
+def lower_bound(sizes: Integers, lower: Integers, upper: Integers, conflicts: Relation) -> int:
+    """The size of the largest clique found: its buffers lie on each other in every packing."""
+    largest = np.argsort(-sizes, kind="stable")[:_SEEDS]
+    seeds = np.zeros((len(largest), len(sizes)), np.bool_)
+    seeds[np.arange(len(largest)), largest] = True
+    starts = np.concatenate((_moments(sizes, lower, upper, _MOMENTS), seeds))
+    return int((_cliques(starts, sizes, conflicts) @ sizes).max(initial=0))
+
+
+def all_cliques(problem: Problem) -> Relation:
+    """A clique around every moment at which a buffer begins, one a row."""
+    starts = _moments(problem.sizes, problem.lower, problem.upper, len(problem.sizes))
+    return np.unique(_cliques(starts, problem.sizes, problem.conflicts), axis=0)
+
+
+def merged(problem: Problem, item_of: Integers) -> Problem:
+    """The problem of items that each hold one buffer or several side by side, numbered from 0."""
+    order = np.argsort(item_of, kind="stable")
+    firsts = np.flatnonzero(np.diff(item_of[order], prepend=-1))
+    rows = np.logical_or.reduceat(problem.conflicts[np.ix_(order, order)], firsts, axis=0)
+    conflicts = np.logical_or.reduceat(rows, firsts, axis=1)
+    np.fill_diagonal(conflicts, False)
+    sizes = np.add.reduceat(problem.sizes[order], firsts)
+    lower = np.minimum.reduceat(problem.lower[order], firsts)
+    upper = np.maximum.reduceat(problem.upper[order], firsts)
+    bound = max(problem.lower_bound, lower_bound(sizes, lower, upper, conflicts))
+    return Problem(sizes=sizes, lower=lower, upper=upper, conflicts=conflicts, lower_bound=bound)
 
 
 def _check(buffers: Sequence[Buffer], alignment: int) -> None:
@@ -61,50 +98,57 @@ def _check(buffers: Sequence[Buffer], alignment: int) -> None:
                 "its upper must be greater than its lower."
             )
         if each.nbytes < 0:
-            raise OptionError(f"buffer '{each.name}' has {each.nbytes} bytes; sizes are from 0.")
+            raise OptionError(f"buffer '{each.name}' has {each.nbytes} bytes; give 0 or more.")
         if each.name in names:
-            raise OptionError(f"two buffers are called '{each.name}'; names tell them apart.")
+            raise OptionError(f"two buffers are called '{each.name}'; give each a name of its own.")
         names.add(each.name)
 
 
-def _checked(conflicts: Relation, count: int) -> Relation:
+def _checked(conflicts: Relation, buffers: Sequence[Buffer]) -> Relation:
     relation = np.array(conflicts, np.bool_)
+    count = len(buffers)
     if relation.shape != (count, count):
         raise OptionError(f"conflicts has shape {relation.shape}; {count} buffers need ({count}, {count}).")
-    if not np.array_equal(relation, relation.T):
-        first, second = np.argwhere(relation != relation.T)[0]
-        raise OptionError(f"conflicts says two things of buffers {first} and {second}; make it symmetric.")
+    asymmetric = np.argwhere(relation != relation.T)
+    if len(asymmetric):
+        first, second = (buffers[number].name for number in asymmetric[0])
+        raise OptionError(f"conflicts says two things of '{first}' and '{second}'; make it symmetric.")
     np.fill_diagonal(relation, False)
     return relation
 
 
-def _fullest(sizes: Integers, lower: Integers, upper: Integers, relation: Relation) -> Integers:
-    """The buffers that live when most bytes do, as far as any two of them are in conflict."""
-    if not len(sizes):
-        return np.zeros(0, np.int64)
+def _moments(sizes: Integers, lower: Integers, upper: Integers, most: int) -> Relation:
+    """Who lives when a buffer begins, at up to so many moments: those at which most bytes do."""
     times = np.unique(lower)
     change = np.zeros(len(times) + 1, np.int64)
     np.add.at(change, np.searchsorted(times, lower), sizes)
     np.add.at(change, np.searchsorted(times, upper), -sizes)
-    moment = times[np.cumsum(change)[:-1].argmax()]
-    alive = np.flatnonzero((lower <= moment) & (moment < upper))
-    within = relation[np.ix_(alive, alive)].sum(1) == len(alive) - 1
-    return alive[within] if within.all() else np.zeros(0, np.int64)
+    fullest = times[np.argsort(-np.cumsum(change)[:-1], kind="stable")[:most], None]
+    return (lower <= fullest) & (fullest < upper)
 
 
-def _clique(sizes: Integers, relation: Relation, start: Integers) -> int:
-    """Bytes of the largest clique found by adding the largest buffer again and again."""
-    order = np.argsort(-sizes, kind="stable")
-    cliques = [_grown(start, sizes, order, relation)]
-    cliques += [_grown(seed[None], sizes, order, relation) for seed in order[:_SEEDS]]
-    return max(cliques)
+def _cliques(starts: Relation, sizes: Integers, conflicts: Relation) -> Relation:
+    """A clique for each row: as many as can be of its buffers, then of the others, the largest first."""
+    by_size = np.argsort(-sizes, kind="stable")
+    chosen: Relation = _grown(starts, by_size, conflicts)
+    return chosen
 
 
-def _grown(clique: Integers, sizes: Integers, order: Integers, relation: Relation) -> int:
-    open_: Relation = np.asarray(relation[clique].all(0))
-    total = int(sizes[clique].sum())
-    for each in order:
-        if open_[each]:
-            total += int(sizes[each])
-            open_ &= relation[each]
-    return total
+@njit(cache=True, nogil=True)
+def _grown(starts: Relation, by_size: Integers, conflicts: Relation) -> Relation:
+    chosen = np.zeros_like(starts)
+    members = np.empty(by_size.size, np.int64)
+    for row in range(len(starts)):
+        count = 0
+        for wanted in (True, False):
+            for buffer in by_size:
+                if starts[row, buffer] != wanted:
+                    continue
+                i = 0
+                while i < count and conflicts[buffer, members[i]]:
+                    i += 1
+                if i == count:
+                    chosen[row, buffer] = True
+                    members[count] = buffer
+                    count += 1
+    return chosen

@@ -18,7 +18,7 @@ from squeezebox.schema._errors import (
     SqueezeboxError,
     UnsupportedModelError,
 )
-from squeezebox.schema._layout import Buffer, Layout
+from squeezebox.schema._layout import Buffer, Layout, Operator
 from squeezebox.schema._pipeline import (
     Block,
     Holding,
@@ -78,6 +78,7 @@ __all__ = [
     "Link",
     "Moment",
     "NodeStatistics",
+    "Operator",
     "Option",
     "OptionError",
     "OutputError",

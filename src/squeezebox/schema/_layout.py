@@ -1,4 +1,4 @@
-"""Buffers of known size and lifetime, and where each of them lies in one block of memory."""
+"""Operators and their buffers, and where each of these lies in one block of memory."""
 
 from __future__ import annotations
 
@@ -29,3 +29,19 @@ class Layout:
     lower_bound_bytes: int
     alignment: int
     packer: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operator:
+    """What is issued to a stream: the names of the tensors it reads and writes.
+
+    It runs after the operator issued before it to the same stream, after those that first write what it
+    reads or writes, and after those called ``waits``, as by an event recorded behind each of these. Beside
+    any other it may run at the same time.
+    """
+
+    name: str
+    stream: str
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    waits: tuple[str, ...] = ()
