@@ -116,8 +116,8 @@ def measure(name: str, kind: str, steps: int) -> dict[str, Any]:
 def render(rows: list[dict[str, Any]], steps: int) -> str:
     """The table in Markdown."""
     lines = [
-        f"Peaks are those of {len(rows[0]['peaks_with'])} measured steps beyond what the model, the optimizer "
-        "and the batch hold; the arena counts. Spills are tensors, of all steps and (after step "
+        f"Peaks are those of {len(rows[0]['peaks_with'])} measured steps beyond what model, optimizer "
+        "and batch hold; the arena counts. Spills are tensors, of all steps and (after step "
         f"{SETTLED}) of {steps - SETTLED}.",
         "",
         "| network | kind | arena | in it | peak with | peak without | seconds with / without | spills "
