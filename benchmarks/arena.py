@@ -26,7 +26,7 @@ from benchmarks import _report, models, training
 from benchmarks.tasks import SETUPS, Setup
 from squeezebox.profiling import PeakMeter
 
-SIZES = {"resnet18": (8, 64), "unet": (2, 64), "gpt": (4, 64)}
+SIZES = {"resnet18": (8, 64), "gpt": (4, 64)}
 KINDS: dict[str, dict[str, Any]] = {"noise 1e-2": {"noise": 1e-2}, "exact": {"exact": True}}
 SETTLED = 20  # steps in which bounds are refreshed and the arena is laid out
 EVERY = 5
