@@ -73,7 +73,8 @@ class _Block:
         """The place, unless some of its bytes are in use."""
         start, nbytes = self.places.get(key, (0, 0))
         end = start + nbytes
-        if not nbytes or any(lower < end and start < upper for lower, upper in self.occupied.values()):
+        in_use = list(self.occupied.values())  # of which some may end meanwhile
+        if not nbytes or any(lower < end and start < upper for lower, upper in in_use):
             return None
         view = self.memory.numpy()[start:end]
         self.occupied[id(view)] = (start, end)

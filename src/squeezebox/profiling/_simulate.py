@@ -35,8 +35,10 @@ Watch = Callable[[torch.nn.Module, list[torch.Tensor]], AbstractContextManager[o
 class Simulation:
     """One training step from the second on, when optimizer state is there and gradients are not.
 
-    Sizes are bytes; ``gradient_bytes`` those of all gradients together.
+    Sizes are bytes; ``gradient_bytes`` those of all gradients together. ``optimizer`` names its class.
     """
+
+    optimizer: str
 
     parameter_bytes: int
     gradient_bytes: int
@@ -91,6 +93,7 @@ def simulate(
         )
         states = taken.state.values() if taken is not None else ()
         return Simulation(
+            optimizer=type(taken).__name__ if taken is not None else "none",
             parameter_bytes=_nbytes(fake.parameters()),
             buffer_bytes=_nbytes(fake.buffers()),
             input_bytes=_nbytes(_tensors((inputs, target))),

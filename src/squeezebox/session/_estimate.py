@@ -72,17 +72,17 @@ def estimate(
     simulation = simulate(
         model, sample=make_sample, loss_fn=loss_fn, optimizer=optimizer, dtype=kind, watch=watch
     )
-    return _as_estimate(simulation, observers[-1].saved_bytes(), optimizer)
+    named = optimizer if isinstance(optimizer, str) else simulation.optimizer
+    return _as_estimate(simulation, observers[-1].saved_bytes(), named)
 
 
-def _as_estimate(simulation: Simulation, saved: dict[str, int], optimizer: object) -> Estimate:
-    named = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
+def _as_estimate(simulation: Simulation, saved: dict[str, int], optimizer: str) -> Estimate:
     peak = simulation.trace.peak()
     shapes = simulation.input_shapes
     return Estimate(
         input_shape=shapes[0][1:] if shapes else (),
         batch=shapes[0][0] if shapes and shapes[0] else 0,
-        optimizer=getattr(optimizer, "__name__", named),
+        optimizer=optimizer,
         parameter_bytes=simulation.parameter_bytes,
         gradient_bytes=simulation.gradient_bytes,
         buffer_bytes=simulation.buffer_bytes,
