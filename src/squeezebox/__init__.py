@@ -49,6 +49,7 @@ __all__ = [
     "load_pipeline_plan",
     "load_plan",
     "max_batch",
+    "memory",
     "pipeline",
     "plan",
     "plan_pipeline",
@@ -59,7 +60,7 @@ __all__ = [
 _OF_SESSION = ("attach", "attach_stages", "compile", "estimate", "max_batch", "plan", "plan_pipeline")
 
 if TYPE_CHECKING:
-    from squeezebox import bounds, codecs, pipeline, schedules, schema
+    from squeezebox import bounds, codecs, memory, pipeline, schedules, schema
     from squeezebox.reports import load_pipeline_plan, load_plan
     from squeezebox.session import attach, attach_stages, estimate, max_batch, plan_pipeline
     from squeezebox.session import compile_model as compile
@@ -68,7 +69,7 @@ else:
     # Hidden from type checkers, who would take any name for an attribute.
     def __getattr__(name: str) -> object:
         """Import the room or the function called ``name`` on its first use (PEP 562)."""
-        if name in ("bounds", "codecs", "pipeline", "schedules", "schema"):
+        if name in ("bounds", "codecs", "memory", "pipeline", "schedules", "schema"):
             return importlib.import_module(f"squeezebox.{name}")
         if name in _OF_SESSION:
             own = {"compile": "compile_model", "plan": "make_plan"}.get(name, name)

@@ -19,7 +19,7 @@ def layout(
     conflicts: Relation | None = None,
     groups: Sequence[Sequence[str]] = (),
     packer: Packer = search,
-    seconds: float = 10.0,
+    seconds: float = 2.0,
     alignment: int = 64,
 ) -> Layout:
     """Place every buffer in an arena, as low as the packer can, so that none in conflict overlap.

@@ -14,11 +14,12 @@ from squeezebox.memory._problem import Integers, Problem, Relation, all_cliques,
 from squeezebox.memory._somas import somas
 
 _LARGEST = 2000  # buffers; the search's tables are quadratic
+_SLICE = 1000  # nodes between looks at the clock
 _TURNS = 5  # capacities a round, beside the lower bound itself
 _GOLDEN = (5**0.5 - 1) / 2  # its multiples, less their whole parts, fill the line evenly
 
 
-def search(problem: Problem, seconds: float = 10.0) -> Integers:
+def search(problem: Problem, seconds: float = 2.0) -> Integers:
     """Offsets by the heuristics of SOMAS, then by a search for better ones while there is hope and time.
 
     Capacities between the lower bound and the best height so far are tried in turn, each with three orders
@@ -36,22 +37,29 @@ def search(problem: Problem, seconds: float = 10.0) -> Integers:
     cliques = all_cliques(problem)
     orders = _orders(problem, cliques)
     cases = [_case(problem, cliques, order) for order in orders]
-    end, rate = time.monotonic() + seconds, 0.0
+    end = time.monotonic() + seconds
     for share, limit, which in _attempts(len(best), len(orders)):
-        begun = time.monotonic()
-        if height <= floor or begun >= end:
+        if height <= floor or time.monotonic() >= end:
             break
         capacity = floor + round((height - 1 - floor) * share)
         state = loops.begin(len(best))
-        nodes = limit if rate == 0.0 else min(limit, max(int(rate * (end - begun)), 1))
-        answer, seen = loops.fit(cases[which], state, capacity, nodes)
-        rate = max(rate, seen / (time.monotonic() - begun))
+        answer = _fit(cases[which], state, capacity, limit, end)
         if answer == loops.FOUND:
             best[orders[which]] = state.offsets
             height = _height(problem, best)
         elif answer == loops.IMPOSSIBLE:
             floor = capacity + 1
     return best
+
+
+def _fit(case: loops.Case, state: loops.State, capacity: int, limit: int, end: float) -> int:
+    """``loops.fit``, with a look at the clock now and then."""
+    answer, depth = loops.UNKNOWN, 0
+    for seen in range(0, limit, _SLICE):
+        answer, depth = loops.fit(case, state, capacity, min(_SLICE, limit - seen), depth)
+        if answer != loops.UNKNOWN or time.monotonic() >= end:
+            break
+    return answer
 
 
 def _attempts(count: int, orders: int) -> Iterator[tuple[float, int, int]]:
@@ -76,7 +84,7 @@ def _orders(problem: Problem, cliques: Relation) -> list[Integers]:
     """MiniMalloc's: by time, by size times time, and by the size of the largest clique, in three orders."""
     totals = np.where(cliques, (cliques @ problem.sizes)[:, None], 0).max(0)
     times = problem.upper - problem.lower
-    areas = times * problem.sizes
+    areas = times.astype(np.float64) * problem.sizes
     return [
         np.lexsort([-key for key in reversed(keys)])
         for keys in ((times, areas, totals), (totals, areas, times), (totals, times, areas))

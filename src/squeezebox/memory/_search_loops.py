@@ -91,22 +91,21 @@ def begin(count):
 
 
 @njit(cache=True, nogil=True)
-def fit(case, state, capacity, limit):
-    """Look for offsets within ``capacity``, at up to ``limit`` nodes.
+def fit(case, state, capacity, limit, depth):
+    """Look for offsets within ``capacity``, from ``depth`` (at first 0) on, at up to ``limit`` nodes.
 
     Returns:
-        FOUND (``state.offsets``), IMPOSSIBLE or UNKNOWN, and the nodes seen.
+        FOUND (``state.offsets``), IMPOSSIBLE, or UNKNOWN and the depth from which to go on.
     """
-    depth = 0
-    for node in range(limit):
+    for _ in range(limit):
         if not _enter(case, state, depth):
-            return FOUND, node
+            return FOUND, depth
         _expand(case, state, depth, capacity)
         while state.taken[depth] == state.ends[depth]:
             part = state.part[depth]
             back = (state.split[part] if state.entry[part] == depth else depth) - 1
             if back < 0:
-                return IMPOSSIBLE, node
+                return IMPOSSIBLE, depth
             for i in range(back, depth):
                 state.placed[state.chosen[i]] = False
             depth = back
@@ -114,7 +113,7 @@ def fit(case, state, capacity, limit):
                 state.taken[depth] = state.ends[depth]
         _place(case, state, depth)
         depth += 1
-    return UNKNOWN, limit
+    return UNKNOWN, depth
 
 
 @njit(cache=True, nogil=True)
