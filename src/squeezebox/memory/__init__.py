@@ -8,6 +8,7 @@ from squeezebox.memory._csv import layout_csv, read_buffers
 from squeezebox.memory._layout import Packer, layout, verify
 from squeezebox.memory._peak import Peak, PeakMeter, Recording
 from squeezebox.memory._problem import Problem
+from squeezebox.memory._reserve import Reserve, Room
 from squeezebox.memory._search import search
 from squeezebox.memory._sharing import safe_sharing
 from squeezebox.memory._somas import somas
@@ -23,6 +24,8 @@ __all__ = [
     "PeakMeter",
     "Problem",
     "Recording",
+    "Reserve",
+    "Room",
     "Slot",
     "Spill",
     "Staging",
