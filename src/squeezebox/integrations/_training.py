@@ -51,7 +51,8 @@ class Training:
         if "budget" in self._options and (ranks > 1 or optimizer is None):
             raise OptionError(
                 f"a budget's plan is made for one rank and one optimizer, and this training has {ranks} "
-                f"ranks and {len(optimizers)} optimizers. Make it before, with squeezebox.plan(), and give plan=."
+                f"ranks and {len(optimizers)} optimizers. Make it before, with squeezebox.plan(), and "
+                "give plan=."
             )
         self._session = attach(model, optimizer=optimizer, **self._options)
         if self._pending is not None:

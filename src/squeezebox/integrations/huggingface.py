@@ -55,8 +55,8 @@ class SqueezeboxCallback(TrainerCallback, ExportableState):
         if missing:
             raise OptionError(
                 f"restore_callback_states_from_checkpoint makes this callback anew from the checkpoint, "
-                f"which cannot hold {', '.join(missing)}. Leave that flag off: the session's state comes back "
-                "anyway."
+                f"which cannot hold {', '.join(missing)}. Leave that flag off: the session's state comes "
+                "back anyway."
             )
         stored = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if state.global_step:
