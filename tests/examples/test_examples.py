@@ -36,7 +36,7 @@ def test_an_example_runs_and_reports(path, tmp_path):
     found = subprocess.run(
         [sys.executable, *launcher, str(path)],
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parent / "src")},
         capture_output=True,
         text=True,
         timeout=300,
