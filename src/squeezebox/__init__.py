@@ -17,6 +17,7 @@ from squeezebox.schema import (
     DatasetError,
     FormatError,
     OptionError,
+    OutOfMemoryError,
     OutputError,
     PipelineError,
     PlanError,
@@ -34,6 +35,7 @@ __all__ = [
     "DatasetError",
     "FormatError",
     "OptionError",
+    "OutOfMemoryError",
     "OutputError",
     "PipelineError",
     "PlanError",
@@ -46,6 +48,7 @@ __all__ = [
     "codecs",
     "compile",
     "estimate",
+    "explain_out_of_memory",
     "find_batch",
     "load_pipeline_plan",
     "load_plan",
@@ -63,6 +66,7 @@ _OF_SESSION = (
     "attach_stages",
     "compile",
     "estimate",
+    "explain_out_of_memory",
     "find_batch",
     "max_batch",
     "plan",
@@ -72,7 +76,15 @@ _OF_SESSION = (
 if TYPE_CHECKING:
     from squeezebox import bounds, codecs, memory, pipeline, schedules, schema
     from squeezebox.reports import load_pipeline_plan, load_plan
-    from squeezebox.session import attach, attach_stages, estimate, find_batch, max_batch, plan_pipeline
+    from squeezebox.session import (
+        attach,
+        attach_stages,
+        estimate,
+        explain_out_of_memory,
+        find_batch,
+        max_batch,
+        plan_pipeline,
+    )
     from squeezebox.session import compile_model as compile
     from squeezebox.session import make_plan as plan
 else:

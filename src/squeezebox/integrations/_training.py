@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from squeezebox.reports import Report
 from squeezebox.schema import AttachError, OptionError
-from squeezebox.session import Session, attach
+from squeezebox.session import Session, attach, explanation
 
 
 class Training:
@@ -64,6 +64,13 @@ class Training:
         """Take the session off the model; its report and state stay. Safe to call twice."""
         if self._session is not None:
             self._session.detach()
+
+    def fail(self, model: torch.nn.Module, error: BaseException, end: Callable[[], None]) -> None:
+        """``end``, and raise what explains the error if memory ran out."""
+        explained = explanation(error, model, session=self._session)
+        end()
+        if explained is not None:
+            raise explained from error
 
     def state(self) -> dict[str, Any]:
         """The session's, for a checkpoint; as it was loaded where no training has begun; else empty."""

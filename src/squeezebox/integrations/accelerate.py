@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from squeezebox.integrations._training import Training
-from squeezebox.session import Session
+from squeezebox.session import Session, explain_out_of_memory
 
 
 @contextlib.contextmanager
@@ -41,6 +41,7 @@ def squeezed(
 
     Raises:
         OptionError: see :func:`squeezebox.attach`; a budget with several ranks.
+        OutOfMemoryError: what is done in here ran out of memory.
     """
     training = Training(options)
     optimizers = [] if optimizer is None else [getattr(optimizer, "optimizer", optimizer)]
@@ -48,6 +49,7 @@ def squeezed(
     try:
         session = training.begin(bare, optimizers, ranks=accelerator.num_processes)
         accelerator.register_for_checkpointing(session)
-        yield session
+        with explain_out_of_memory(bare, session=session):
+            yield session
     finally:
         training.end()

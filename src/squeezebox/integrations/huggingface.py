@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
+import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
@@ -23,7 +24,8 @@ class SqueezeboxCallback(TrainerCallback, ExportableState):
 
     The loss is covered where the model computes it, as models given ``labels`` do; one that the Trainer
     computes afterwards (label smoothing, ``compute_loss_func``) is held as ever. A Trainer tells its
-    callbacks of nothing when training raises: the ``with`` takes the session off the model then too.
+    callbacks of nothing when training raises: the ``with`` takes the session off the model then too, and says
+    where it was that memory ran out.
 
     The session's state is in every checkpoint's ``trainer_state.json``, and ``resume_from_checkpoint`` goes
     on from it, whether or not ``restore_callback_states_from_checkpoint`` is set.
@@ -35,6 +37,7 @@ class SqueezeboxCallback(TrainerCallback, ExportableState):
     def __init__(self, **options: Any) -> None:
         self._training = Training(options)
         self._options = options
+        self._model: torch.nn.Module | None = None
         self.left_out: list[str] = []
 
     @property
@@ -63,13 +66,15 @@ class SqueezeboxCallback(TrainerCallback, ExportableState):
             self._training.load(stored["attributes"]["session_state"])
         optimizer = kwargs["optimizer"]
         optimizers = [getattr(optimizer, "optimizer", optimizer)]  # accelerate wraps it
-        self._training.begin(kwargs["model"], optimizers, ranks=args.world_size)
+        self._model = kwargs["model"]
+        self._training.begin(self._model, optimizers, ranks=args.world_size)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Leave the model as it was."""
         self._training.end()
+        self._model = None
 
     def state(self) -> dict[str, Any]:
         """What the Trainer writes into a checkpoint: plain options, and the session's state."""
@@ -92,7 +97,11 @@ class SqueezeboxCallback(TrainerCallback, ExportableState):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._training.end()
+        model = self._model
+        if model is None or error is None:
+            self._training.end()
+        else:
+            self._training.fail(model, error, self._training.end)
 
 
 def _is_plain(value: object) -> bool:

@@ -73,8 +73,8 @@ class SqueezeboxCallback(Callback):
         self._end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave the module as it was."""
-        self._end()
+        """Leave the module as it was, and say where it was that memory ran out, if that is what happened."""
+        self._training.fail(pl_module, exception, self._end)
 
     def state_dict(self) -> dict[str, Any]:
         """The session's state, for Lightning's checkpoint."""

@@ -48,12 +48,19 @@ def _of_group() -> int | None:
     return None if limit == "max" else int(limit) - used + int(parts.get("inactive_file", 0))
 
 
-def _of_address_space() -> int | None:
+def _of_address_space(field: str = "VmSize") -> int | None:
     try:
         import resource
 
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        lines = Path("/proc/self/status").read_text().splitlines()
     except (ImportError, OSError):
         return None
-    return None if limit == resource.RLIM_INFINITY else limit - pages * resource.getpagesize()
+    used = next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), None)
+    return None if used is None or limit == resource.RLIM_INFINITY else limit - used
+
+
+def free_at_peak() -> int | None:
+    """Bytes that ``ulimit -v`` left when this process was largest; None without that limit."""
+    free = _of_address_space("VmPeak")
+    return None if free is None else max(free, 0)

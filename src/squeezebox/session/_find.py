@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,29 +71,23 @@ def find_batch(
         raise OptionError(f"{what}, which is no batch.")
     memory_bytes, reserve_bytes = _room(model, optimizer, memory, reserve)
     limit = memory_bytes - reserve_bytes
-    subjects: dict[int, Subject] = {}
-
-    def subject(size: int) -> Subject:
-        return subjects.setdefault(
-            size,
-            Subject(
-                model=model,
-                sample=resize(sample, batch, size),
-                loss_fn=loss_fn,
-                optimizer=optimizer,
-                noise=allowed,
-                on_progress=on_progress,
-            ),
-        )
-
-    known = _probed(lambda size: profile_step(subject(size)), _first(model, sample, limit), limit, allowed)
+    subject = Subject(
+        model=model,
+        sample=sample,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        noise=allowed,
+        on_progress=on_progress,
+    )
+    known = probe(subject, limit)
 
     def plan_at(size: int) -> StepPlan:
         return planned(model, planner.at_batch(known, size), limit, allowed, size)
 
     answer = max(_largest(known, limit, allowed), 1)
     plan = plan_at(answer)
-    measured = measured_peak(subject(answer), plan)
+    measured = measured_peak(_of_size(subject, answer), plan)
+    probes = (*known, answer)
     if measured is not None and measured > limit:
         answer = _smaller(known, answer, limit * plan.predicted_peak_bytes / measured, allowed)
         plan, measured = plan_at(answer), None
@@ -105,9 +99,30 @@ def find_batch(
         predicted_peak_bytes=plan.predicted_peak_bytes,
         measured_peak_bytes=measured,
         plain_batch=planner.largest_batch(lambda size: _plain(known, size) <= limit),
-        probes=tuple(subjects),
+        probes=probes,
         microbatches=(answer,) if effective is None else _microbatches(effective, answer),
     )
+
+
+def probe(subject: Subject, limit: int) -> dict[int, StepProfile]:
+    """Profiles of at most two batches of the subject's sample whose plain steps fit ``limit`` bytes.
+
+    The first is the sample's, or one that fits; the second the largest that is safe and may be asked for.
+    """
+    first = _first(subject.model, subject.sample, limit)
+    known = {first: profile_step(_of_size(subject, first))}
+    safe = planner.largest_batch(lambda size: _plain(known, size) <= _SAFE * limit)
+    second = min(_largest(known, limit, subject.noise), safe)
+    if second in (0, first):
+        second = first // 2
+    if second > 1:  # batch normalisation refuses a single sample
+        known[second] = profile_step(_of_size(subject, second))
+    return known
+
+
+def _of_size(subject: Subject, size: int) -> Subject:
+    sample = resize(subject.sample, batch_of(subject.sample), size)
+    return dataclasses.replace(subject, sample=sample)
 
 
 def _room(
@@ -146,20 +161,6 @@ def _first(model: torch.nn.Module, sample: tuple[Any, Any], limit: int) -> int:
             size //= 2
         return 1
     return min(batch_of(sample), _UNKNOWN_BATCH)
-
-
-def _probed(
-    profiled: Callable[[int], StepProfile], first: int, limit: int, noise: float
-) -> dict[int, StepProfile]:
-    """Profiles of the first batch, and of the largest that is both likely to be asked for and safe to run."""
-    known = {first: profiled(first)}
-    safe = planner.largest_batch(lambda size: _plain(known, size) <= _SAFE * limit)
-    second = min(_largest(known, limit, noise), safe)
-    if second in (0, first):
-        second = first // 2
-    if second > 1:  # batch normalisation refuses a single sample
-        known[second] = profiled(second)
-    return known
 
 
 def _largest(known: dict[int, StepProfile], limit: float, noise: float) -> int:

@@ -364,6 +364,7 @@ def _pays(seen: StepProfile, plan: Plan, other: Plan) -> bool:
 
 
 def fits_within(profile: Profile, budget: Budget) -> bool:
+    """Whether any plan does."""
     try:
         planner.solve(profile, budget)
     except BudgetError:
