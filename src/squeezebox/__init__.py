@@ -17,6 +17,7 @@ from squeezebox.schema import (
     DatasetError,
     FormatError,
     OptionError,
+    OutOfMemoryError,
     OutputError,
     PipelineError,
     PlanError,
@@ -34,6 +35,7 @@ __all__ = [
     "DatasetError",
     "FormatError",
     "OptionError",
+    "OutOfMemoryError",
     "OutputError",
     "PipelineError",
     "PlanError",
@@ -46,6 +48,8 @@ __all__ = [
     "codecs",
     "compile",
     "estimate",
+    "explain_out_of_memory",
+    "find_batch",
     "load_pipeline_plan",
     "load_plan",
     "max_batch",
@@ -58,12 +62,30 @@ __all__ = [
     "streaming",
 ]
 
-_OF_SESSION = ("attach", "attach_stages", "compile", "estimate", "max_batch", "plan", "plan_pipeline")
+_OF_SESSION = (
+    "attach",
+    "attach_stages",
+    "compile",
+    "estimate",
+    "explain_out_of_memory",
+    "find_batch",
+    "max_batch",
+    "plan",
+    "plan_pipeline",
+)
 
 if TYPE_CHECKING:
     from squeezebox import bounds, codecs, memory, pipeline, schedules, schema, streaming
     from squeezebox.reports import load_pipeline_plan, load_plan
-    from squeezebox.session import attach, attach_stages, estimate, max_batch, plan_pipeline
+    from squeezebox.session import (
+        attach,
+        attach_stages,
+        estimate,
+        explain_out_of_memory,
+        find_batch,
+        max_batch,
+        plan_pipeline,
+    )
     from squeezebox.session import compile_model as compile
     from squeezebox.session import make_plan as plan
 else:

@@ -138,6 +138,19 @@ def test_plan_against_an_earlier_one(models, capfd):
     )
 
 
+def test_find_batch(models, capfd):
+    arguments = ("find-batch", "my_models:small", "--input", "3x32x32", "--batch", "4", "--exact")
+    more = ("--memory", "1MiB", "--effective", "64", "--out", "found.json", "--json")
+    code, out, err = run(capfd, *arguments, *more)
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["plan"] == json.loads((models / "found.json").read_text())
+    assert found["measured_peak_bytes"] <= found["memory_bytes"] - found["reserve_bytes"] == 943_719
+    assert sum(found["microbatches"]) == 64 and len(found["probes"]) <= 3
+    code, out, _ = run(capfd, *arguments, "--memory", "1MiB", "--reserve", "much")
+    assert (code, out) == (2, "")
+
+
 def test_max_batch(models, capfd):
     arguments = ("max-batch", "my_models:small", "--input", "3x32x32", "--batch", "4", "--exact")
     code, out, err = run(capfd, *arguments, "--budget", "200%", "--json")

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import squeezebox
 from squeezebox.profiling import PeakMeter
 from squeezebox.schema import Action, BudgetError, FormatError, OptionError, PlanError
-from squeezebox.session._plans import _planned
+from squeezebox.session._plans import planned
 from squeezebox.session._profiles import Subject, profile_step
 
 
@@ -366,7 +366,7 @@ def test_made_again_from_a_packed_tensor_signs_are_exact_and_noise_is_foretold(t
         kept = only.get(tensor.key) or (options[4] if tensor.key in only else tensor.options[0])
         tensors.append(dataclasses.replace(tensor, options=(kept,)))
     forced = dataclasses.replace(seen, profile=dataclasses.replace(seen.profile, tensors=tuple(tensors)))
-    made = _planned(model, forced, None, 1.0, 8)
+    made = planned(model, forced, None, 1.0, 8)
     made.save(tmp_path / "plan.json")
     plan = squeezebox.load_plan(tmp_path / "plan.json")
     assert plan == made
@@ -421,10 +421,10 @@ def test_between_uses_far_apart_a_tensor_has_no_buffer():
         for t in seen.profile.tensors
     )
     forced = dataclasses.replace(seen, profile=dataclasses.replace(seen.profile, tensors=moved))
-    plan = _planned(model, forced, None, 0.0, 8)
+    plan = planned(model, forced, None, 0.0, 8)
     session = squeezebox.attach(model, optimizer=optimizer, plan=plan)
     assert regular(session, *task) == pytest.approx(plan.predicted_peak_bytes, rel=1e-3)
     session.detach()
     filled = tuple(dataclasses.replace(tensor, gaps=()) for tensor in moved)
     whole = dataclasses.replace(seen, profile=dataclasses.replace(seen.profile, tensors=filled))
-    assert _planned(model, whole, None, 0.0, 8).predicted_peak_bytes > 1.02 * plan.predicted_peak_bytes
+    assert planned(model, whole, None, 0.0, 8).predicted_peak_bytes > 1.02 * plan.predicted_peak_bytes

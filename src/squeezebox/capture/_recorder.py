@@ -41,6 +41,7 @@ class Recorder(TorchFunctionMode):
         self.active = False
         self.backward_seen = False
         self.path: list[str] = []
+        self.last_read = ""  # key of the tensor that backward asked for last
         self._pending: list[Handle] = []
         self._small: list[Handle] = []  # held themselves; counted all the same, so that keys stay as they are
         self._reading: list[Handle] | None = None
@@ -164,6 +165,8 @@ class Recorder(TorchFunctionMode):
             self._reading.append(handle)
             return handle.tensor if handle.tensor is not None else torch.empty(0)
         self.backward_seen = self.backward_seen or in_backward()
+        if handle.entry is not None:
+            self.last_read = handle.entry.row.key
         return self.store.unpack(handle)
 
     def _is_borrowed(self, tensor: torch.Tensor) -> bool:

@@ -155,13 +155,49 @@ def max_batch(
 
     Runs a few steps at two batches and at the answer.
     """
-    from squeezebox.cli._plan import Step, find_batch
+    from squeezebox.cli._plan import Step, largest_batch
 
-    result = find_batch(
+    result = largest_batch(
         Step(factory, input, batch, sample, loss, optimizer),
         budget=budget,
         noise=noise,
         exact=exact,
+    )
+    print(json.dumps(result.to_dict(), indent=1) if as_json else result)
+
+
+@app.command()
+def find_batch(
+    factory: Factory,
+    memory: Annotated[str | None, typer.Option(help="Such as 8GiB (default: what is free now).")] = None,
+    reserve: Annotated[str, typer.Option(help="To leave free: 200MiB, or a share of the memory.")] = "10%",
+    effective: Annotated[
+        int | None, typer.Option(help="Samples of one update, in microbatches that fit.")
+    ] = None,
+    input: Input = "3x224x224",
+    batch: Annotated[int, typer.Option(help="Samples a step to begin with, at most.")] = 8,
+    sample: Sample = None,
+    loss: Loss = None,
+    optimizer: Optimizer = "sgd-momentum",
+    noise: Noise = None,
+    exact: Exact = False,
+    out: Annotated[Path | None, typer.Option(help="Where its plan goes (default: nowhere).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Find the largest batch that trains in the memory there is, without running out of it.
+
+    Runs a few plain steps of two batches that fit, and one of the answer under its plan.
+    """
+    from squeezebox.cli._plan import Step, found_batch
+
+    result = found_batch(
+        Step(factory, input, batch, sample, loss, optimizer),
+        memory=memory,
+        reserve=reserve,
+        effective=effective,
+        noise=noise,
+        exact=exact,
+        out=None if out is None else str(out),
     )
     print(json.dumps(result.to_dict(), indent=1) if as_json else result)
 

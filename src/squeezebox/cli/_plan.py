@@ -15,7 +15,7 @@ from torch.nn import functional
 import squeezebox
 from squeezebox.cli._estimate import load_factory, load_loss, parse_shape
 from squeezebox.cli._progress import counted
-from squeezebox.reports import MaxBatch, StepPlan, require_writable
+from squeezebox.reports import FoundBatch, MaxBatch, StepPlan, require_writable
 from squeezebox.schema import OptionError
 
 _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -99,7 +99,7 @@ def make(step: Step, *, cache: bool, out: str, **options: Any) -> StepPlan:
     return plan
 
 
-def find_batch(step: Step, **options: Any) -> MaxBatch:
+def largest_batch(step: Step, **options: Any) -> MaxBatch:
     """The largest batch within the budget; options are those of squeezebox.max_batch().
 
     Raises:
@@ -109,6 +109,24 @@ def find_batch(step: Step, **options: Any) -> MaxBatch:
     loaded = step.load()
     with counted("running the sample") as on_progress:
         return squeezebox.max_batch(**loaded, **options, on_progress=on_progress)
+
+
+def found_batch(step: Step, *, out: str | None, **options: Any) -> FoundBatch:
+    """The largest batch that trains in the memory, its plan written to ``out``; see squeezebox.find_batch().
+
+    Raises:
+        OptionError: an argument is out of range or names nothing.
+        BudgetError: not even a batch of 1 fits.
+        OutputError: ``out`` cannot be written; found before anything is run.
+    """
+    if out is not None:
+        require_writable(out)
+    loaded = step.load()
+    with counted("running the sample") as on_progress:
+        found = squeezebox.find_batch(**loaded, **options, on_progress=on_progress)
+    if out is not None:
+        found.plan.save(out)
+    return found
 
 
 def cache_folder() -> Path | None:

@@ -1,7 +1,8 @@
 """Measure what a step really costs on this machine.
 
 In: a running step, or a model and an input's shape. Out: profiles; peaks in bytes, measured or simulated.
-May touch: torch's profiler, allocator counters, fake tensors, and a folder of profiles; never the model.
+May touch: torch's profiler, allocator counters, fake tensors, what Linux says of free memory, and a folder of
+profiles; never the model.
 """
 
 from squeezebox.memory import Peak, PeakMeter
@@ -13,6 +14,7 @@ from squeezebox.profiling._marks import Marks, measure_marks
 from squeezebox.profiling._optimizer import state_bytes, transient_bytes
 from squeezebox.profiling._options import StepProfiler
 from squeezebox.profiling._record import record_step
+from squeezebox.profiling._room import free_at_peak, free_bytes
 from squeezebox.profiling._simulate import OPTIMIZERS, Simulation, fake_like, simulate
 
 __all__ = [
@@ -26,6 +28,8 @@ __all__ = [
     "Simulation",
     "StepProfiler",
     "fake_like",
+    "free_at_peak",
+    "free_bytes",
     "load_profile",
     "measure_marks",
     "measure_parts",

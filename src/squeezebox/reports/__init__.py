@@ -5,7 +5,7 @@ and JSON files written whole or not at all.
 May touch: files it is told to write; no torch.
 """
 
-from squeezebox.reports._batch import MaxBatch
+from squeezebox.reports._batch import FoundBatch, MaxBatch
 from squeezebox.reports._chart import ChartKind, ChartSpan, PipelineChart
 from squeezebox.reports._compiled import CompiledReport, CompiledTensor
 from squeezebox.reports._estimate import Estimate
@@ -36,6 +36,7 @@ __all__ = [
     "CompiledReport",
     "CompiledTensor",
     "Estimate",
+    "FoundBatch",
     "MaxBatch",
     "PipelineChart",
     "PipelineRank",

@@ -1,4 +1,4 @@
-"""The largest batch that fits, as a sentence and as JSON."""
+"""The largest batch that fits, as sentences and as JSON."""
 
 from __future__ import annotations
 
@@ -41,4 +41,41 @@ class MaxBatch:
             f"{plan.model} trains with batch {self.batch} within {limit} at noise {plan.noise:g}: predicted "
             f"peak {human_bytes(self.predicted_peak_bytes)}, {plan.predicted_seconds:.3f} s a step ({seen}); "
             f"plain training would hold batch {self.plain_batch}."
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundBatch:
+    """The largest batch for some memory, less a reserve. ``str()`` is some sentences; sizes are bytes.
+
+    ``probes`` are the batches that were run to find it, the last one under the plan.
+    ``measured_peak_bytes`` is what that took, or None where the answer had to be smaller. ``microbatches``
+    are the sizes whose gradients add up to one update; their losses weigh as much as they have samples.
+    """
+
+    batch: int
+    plan: StepPlan
+    memory_bytes: int
+    reserve_bytes: int
+    predicted_peak_bytes: int
+    measured_peak_bytes: int | None
+    plain_batch: int
+    probes: tuple[int, ...]
+    microbatches: tuple[int, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        own = {name: getattr(self, name) for name in self.__slots__ if name != "plan"}
+        return {**own, "plan": self.plan.to_dict()}
+
+    def __str__(self) -> str:
+        seen = self.measured_peak_bytes
+        trial = f"measured {human_bytes(seen)}" if seen is not None else "not run"
+        count, effective = len(self.microbatches), sum(self.microbatches)
+        return (
+            f"{self.plan.model} trains with batch {self.batch} within {human_bytes(self.memory_bytes)}, of "
+            f"which {human_bytes(self.reserve_bytes)} stay free: predicted peak "
+            f"{human_bytes(self.predicted_peak_bytes)}, {trial}; plain training would hold batch "
+            f"{self.plain_batch}. An update of {effective} takes {count} of at most {self.microbatches[0]}. "
+            f"Probes: {', '.join(map(str, self.probes))}."
         )

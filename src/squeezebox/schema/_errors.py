@@ -37,6 +37,10 @@ class BudgetError(SqueezeboxError, ValueError):
     """No plan keeps a step within the budget; the message says which budget one would."""
 
 
+class OutOfMemoryError(SqueezeboxError, RuntimeError):
+    """A step ran out of memory; the message says where, how much was missing, and what would fit."""
+
+
 class PipelineError(SqueezeboxError, RuntimeError):
     """A pipeline of several ranks cannot start or go on; the message names the rank and why."""
 

@@ -7,6 +7,8 @@ everything else leaves the model as it was.
 from squeezebox.session._attach import attach
 from squeezebox.session._compile import compile_model
 from squeezebox.session._estimate import estimate
+from squeezebox.session._find import find_batch
+from squeezebox.session._out_of_memory import explain_out_of_memory, explanation
 from squeezebox.session._pipelines import attach_stages, peak_meter, plan_pipeline
 from squeezebox.session._plans import make_plan, max_batch
 from squeezebox.session._session import Session
@@ -17,6 +19,9 @@ __all__ = [
     "attach_stages",
     "compile_model",
     "estimate",
+    "explain_out_of_memory",
+    "explanation",
+    "find_batch",
     "make_plan",
     "max_batch",
     "peak_meter",

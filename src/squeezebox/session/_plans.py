@@ -100,9 +100,9 @@ def make_plan(
         OutputError: the cache's folder cannot be written.
     """
     sample, loss_fn = check_sample(sample, loss_fn)
-    allowed = _plannable(model, noise, exact)
+    allowed = plannable(model, noise, exact)
     _check_time_limit(time_limit, budget)
-    factor, share = (0.0, False) if budget is None else _size_named(budget)
+    factor, share = (0.0, False) if budget is None else size_named(budget)
     budget_bytes = factor if factor and not share else None
     subject = Subject(
         model=model,
@@ -124,7 +124,7 @@ def make_plan(
     allowed_actions = {Action.OFFLOAD: offload, Action.RECOMPUTE: recompute}
     barred = [action for action, is_allowed in allowed_actions.items() if not is_allowed]
     seen = without(seen, barred)
-    limit = None if budget is None else int(factor * _plain_peak(seen) if share else factor)
+    limit = None if budget is None else int(factor * plain_peak(seen) if share else factor)
     seconds = math.inf if time_limit is None else _seconds_left(seen, time_limit)
 
     @functools.cache
@@ -132,7 +132,7 @@ def make_plan(
         return without(profile_step(subject, whole=seen, region=region), barred)
 
     def plan_for(lawful: float) -> StepPlan:
-        plan = _planned(model, seen, limit, lawful, batch_of(sample), seconds, sliced)
+        plan = planned(model, seen, limit, lawful, batch_of(sample), seconds, sliced)
         return dataclasses.replace(plan, noise=allowed)
 
     return plan_within(allowed, plan_for, functools.partial(measured_noise, subject))
@@ -176,8 +176,8 @@ def max_batch(
         OptionError: as :func:`make_plan`, or the sample has no batch.
     """
     sample, loss_fn = check_sample(sample, loss_fn)
-    allowed = _plannable(model, noise, exact)
-    batch, (factor, share) = batch_of(sample), _size_named(budget)
+    allowed = plannable(model, noise, exact)
+    batch, (factor, share) = batch_of(sample), size_named(budget)
     if batch < 1:
         raise OptionError(
             f"the sample has {described(sample[0])} as inputs, which is no batch to make larger."
@@ -196,10 +196,10 @@ def max_batch(
         )
 
     known = {batch: profiled(batch)}
-    limit = int(factor * _plain_peak(known[batch]) if share else factor)
+    limit = int(factor * plain_peak(known[batch]) if share else factor)
 
     def fits(size: int) -> bool:
-        return _fits(planner.at_batch(known, size).profile, Budget(peak_bytes=limit, noise=allowed))
+        return fits_within(planner.at_batch(known, size).profile, Budget(peak_bytes=limit, noise=allowed))
 
     other = 2 * batch if fits(batch) or batch <= 2 else batch // 2  # batch normalisation refuses a single one
     known[other] = profiled(other)
@@ -211,17 +211,17 @@ def max_batch(
             most = answer
             answer = planner.largest_batch(lambda size: size < most and fits(size))
     answer = max(answer, 1)
-    plan = _planned(model, planner.at_batch(known, answer), limit, allowed, answer)
+    plan = planned(model, planner.at_batch(known, answer), limit, allowed, answer)
     return MaxBatch(
         batch=answer,
         plan=plan,
         predicted_peak_bytes=plan.predicted_peak_bytes,
-        plain_batch=planner.largest_batch(lambda size: _plain_peak(planner.at_batch(known, size)) <= limit),
+        plain_batch=planner.largest_batch(lambda size: plain_peak(planner.at_batch(known, size)) <= limit),
         measured=answer in known,
     )
 
 
-def _plannable(model: torch.nn.Module, noise: float | None, exact: bool) -> float:
+def plannable(model: torch.nn.Module, noise: float | None, exact: bool) -> float:
     """The noise allowed; OptionError where no plan can be made."""
     if exact and noise is not None:
         raise OptionError("noise and exact exclude each other; give one of them.")
@@ -265,12 +265,12 @@ def _check_time_limit(time_limit: float | None, budget: object) -> None:
         )
 
 
-def _plain_peak(seen: StepProfile) -> int:
+def plain_peak(seen: StepProfile) -> int:
     """The peak with every tensor kept."""
     return planner.peak(seen.profile, {key: keeping(nbytes) for key, nbytes in seen.saved_bytes.items()})
 
 
-def _planned(
+def planned(
     model: torch.nn.Module,
     seen: StepProfile,
     limit: int | None,
@@ -285,7 +285,7 @@ def _planned(
         model=type(model).__name__,
         budget_bytes=limit,
         noise=noise,
-        plain_peak_bytes=_plain_peak(seen),
+        plain_peak_bytes=plain_peak(seen),
         plain_seconds=seen.plain_seconds,
         predicted_peak_bytes=chosen.predicted_peak_bytes,
         predicted_seconds=used.plain_seconds + _overhead(used, chosen) + chosen.predicted_seconds,
@@ -364,7 +364,8 @@ def _pays(seen: StepProfile, plan: Plan, other: Plan) -> bool:
     return plan.predicted_peak_bytes - fixed < _PAYS * (other.predicted_peak_bytes - fixed)
 
 
-def _fits(profile: Profile, budget: Budget) -> bool:
+def fits_within(profile: Profile, budget: Budget) -> bool:
+    """Whether any plan does."""
     try:
         planner.solve(profile, budget)
     except BudgetError:
@@ -372,7 +373,7 @@ def _fits(profile: Profile, budget: Budget) -> bool:
     return True
 
 
-def _size_named(budget: int | str) -> tuple[float, bool]:
+def size_named(budget: int | str) -> tuple[float, bool]:
     """(bytes, False) of a number or "2GiB"; (share, True) of "50%"."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*|%)", str(budget).strip())
     unit = found[2].upper() if found else ""

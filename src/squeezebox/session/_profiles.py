@@ -99,6 +99,21 @@ def measured_noise(subject: Subject, plan: StepPlan) -> float | None:
             session.detach()
 
 
+def measured_peak(subject: Subject, plan: StepPlan) -> int | None:
+    """Of a step under the plan, with the state that the optimizer will have; None without a meter."""
+    model, loss_fn, optimizer = subject.model, subject.loss_fn, subject.optimizer
+    present = sum(state.nbytes for state in tensors_in([*optimizer.state.values()])) if optimizer else 0
+    with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
+        session = begin(model, optimizer, None, plan=plan)
+        try:
+            model.zero_grad(set_to_none=True)
+            _run(subject, session.step())
+            peak = session.report().peak_bytes
+        finally:
+            session.detach()
+    return None if peak is None else peak + state_bytes(model, optimizer) - present
+
+
 def _run(
     subject: Subject, around: AbstractContextManager[None], returned: Callable[[], None] = lambda: None
 ) -> None:

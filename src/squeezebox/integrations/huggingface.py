@@ -1,0 +1,108 @@
+"""A callback for Hugging Face's Trainer; ``pip install 'squeezebox[hf]'``."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from squeezebox.integrations._training import Training
+from squeezebox.reports import Report
+from squeezebox.schema import OptionError
+from squeezebox.session import Session
+
+
+class SqueezeboxCallback(TrainerCallback, ExportableState):
+    """Squeeze what a model saves in its forward while a Trainer trains it.
+
+        with SqueezeboxCallback(noise=1e-3) as callback:
+            Trainer(model, arguments, train_dataset=texts, callbacks=[callback]).train()
+        print(callback.report)
+
+    The loss is covered where the model computes it, as models given ``labels`` do; one that the Trainer
+    computes afterwards (label smoothing, ``compute_loss_func``) is held as ever. A Trainer tells its
+    callbacks of nothing when training raises: the ``with`` takes the session off the model then too, and says
+    where it was that memory ran out.
+
+    The session's state is in every checkpoint's ``trainer_state.json``, and ``resume_from_checkpoint`` goes
+    on from it, whether or not ``restore_callback_states_from_checkpoint`` is set.
+
+    Args:
+        options: of :func:`squeezebox.attach`, but for the optimizer, which is the Trainer's.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._training = Training(options)
+        self._options = options
+        self._model: torch.nn.Module | None = None
+        self.left_out: list[str] = []
+
+    @property
+    def session(self) -> Session:
+        """Of the current training, or the last one; AttachError before the first."""
+        return self._training.session
+
+    @property
+    def report(self) -> Report:
+        """Of the last step; AttachError before the first."""
+        return self._training.report
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Attach to the model, whatever is wrapped around it, with the checkpoint's state if there is one."""
+        missing = sorted(set(self.left_out) - set(self._options))
+        if missing:
+            raise OptionError(
+                f"restore_callback_states_from_checkpoint makes this callback anew from the checkpoint, "
+                f"which cannot hold {', '.join(missing)}. Leave that flag off: the session's state comes "
+                "back anyway."
+            )
+        stored = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        if state.global_step:
+            self._training.load(stored["attributes"]["session_state"])
+        optimizer = kwargs["optimizer"]
+        optimizers = [getattr(optimizer, "optimizer", optimizer)]  # accelerate wraps it
+        self._model = kwargs["model"]
+        self._training.begin(self._model, optimizers, ranks=args.world_size)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave the model as it was."""
+        self._training.end()
+        self._model = None
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer writes into a checkpoint: plain options, and the session's state."""
+        plain = {key: value for key, value in self._options.items() if _is_plain(value)}
+        left_out = sorted(set(self._options) - set(plain))
+        return {"args": plain, "attributes": {"left_out": left_out, "session_state": self._training.state()}}
+
+    @property
+    def session_state(self) -> dict[str, Any]:
+        """The session's state, as it goes into a checkpoint."""
+        return self._training.state()
+
+    @session_state.setter
+    def session_state(self, state: dict[str, Any]) -> None:
+        self._training.load(state)
+
+    def __enter__(self) -> SqueezeboxCallback:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        model = self._model
+        if model is None or error is None:
+            self._training.end()
+        else:
+            self._training.fail(model, error, self._training.end)
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))

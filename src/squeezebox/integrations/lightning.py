@@ -1,0 +1,93 @@
+"""A callback for Lightning's Trainer; ``pip install 'squeezebox[lightning]'``."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from squeezebox.integrations._training import Training
+from squeezebox.reports import Report
+from squeezebox.session import Session
+
+
+class SqueezeboxCallback(Callback):
+    """Squeeze what a ``LightningModule`` saves between ``training_step`` and its backward.
+
+        callback = SqueezeboxCallback(noise=1e-3)
+        Trainer(callbacks=[callback]).fit(module, loader)
+        print(callback.report)
+
+    Everything that ``training_step`` computes is covered, the loss too, up to its backward (with manual
+    optimization: up to each and from each on). The session begins when training starts and ends with it,
+    also when that raises. Its state is in every checkpoint, and training that goes on from one goes on to
+    the bit, as far as the rest of it does.
+
+    Args:
+        options: of :func:`squeezebox.attach`, but for the optimizer, which is the trainer's. A module with
+            several is given none of them.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._training = Training(options)
+        self._step = contextlib.ExitStack()
+
+    @property
+    def session(self) -> Session:
+        """Of the current training, or the last one; AttachError before the first."""
+        return self._training.session
+
+    @property
+    def report(self) -> Report:
+        """Of the last step; AttachError before the first."""
+        return self._training.report
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach to the module, whatever the strategy has wrapped around it."""
+        self._training.begin(pl_module, trainer.optimizers, ranks=trainer.world_size)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Begin to squeeze: ``training_step`` follows."""
+        self._open()
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        """All is saved that this backward reads."""
+        self._step.close()
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """With manual optimization, ``training_step`` goes on."""
+        if not pl_module.automatic_optimization:
+            self._open()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """End the step also where there was no backward."""
+        self._step.close()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the module as it was."""
+        self._end()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave the module as it was, and say where it was that memory ran out, if that is what happened."""
+        self._training.fail(pl_module, exception, self._end)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The session's state, for Lightning's checkpoint."""
+        return self._training.state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from it when training starts."""
+        self._training.load(state_dict)
+
+    def _open(self) -> None:
+        self._step.close()  # a batch that was skipped has no end
+        self._step.enter_context(self._training.session.step())
+
+    def _end(self) -> None:
+        self._step.close()
+        self._training.end()

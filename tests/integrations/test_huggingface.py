@@ -1,0 +1,162 @@
+"""Hugging Face's Trainer and accelerate: exact is plain, state goes through their checkpoints."""
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+pytest.importorskip("transformers", reason="squeezebox[hf] is not installed")
+pytest.importorskip("accelerate", reason="squeezebox[hf] is not installed")
+
+from accelerate import Accelerator  # noqa: E402
+from accelerate.state import AcceleratorState  # noqa: E402
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments  # noqa: E402
+
+import squeezebox  # noqa: E402
+from squeezebox.integrations.accelerate import squeezed  # noqa: E402
+from squeezebox.integrations.huggingface import SqueezeboxCallback  # noqa: E402
+from squeezebox.schema import OptionError  # noqa: E402
+
+LENGTH = 16
+pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")  # there is no device
+
+
+def passages(count=64):
+    text = (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_bytes()[: count * LENGTH]
+    rows = torch.tensor(list(text)).view(count, LENGTH)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def gpt2():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 256, "n_positions": LENGTH, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def trainer_of(model, folder, *callbacks, steps=4, dataset=None, **options):
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=8,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        logging_steps=100,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        **{"save_strategy": "no", **options},
+    )
+    return Trainer(model, arguments, train_dataset=dataset or passages(), callbacks=list(callbacks))
+
+
+def assert_same(model, other):
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[name], value, rtol=0, atol=0)
+
+
+def test_exact_training_is_plain_training_and_covers_the_loss(tmp_path):
+    plain, other = gpt2(), gpt2()
+    trainer_of(plain, tmp_path).train()
+    with SqueezeboxCallback(exact=True) as callback:
+        trainer_of(other, tmp_path, callback).train()
+    assert_same(plain, other)
+    assert any("NllLoss" in row.key for row in callback.report.tensors)
+    assert 0 < callback.report.packed_bytes < callback.report.saved_bytes
+    squeezebox.attach(other).detach()
+
+
+@pytest.mark.parametrize("restores", [False, True], ids=["", "restoring callbacks"])
+def test_a_training_that_goes_on_from_a_checkpoint_equals_one_without_a_break(tmp_path, restores):
+    options = {"save_strategy": "steps", "save_steps": 3, "steps": 6}
+    whole, resumed = gpt2(), gpt2()
+    uninterrupted, callback = SqueezeboxCallback(noise=1e-2), SqueezeboxCallback(noise=1e-2)
+    trainer_of(whole, tmp_path, uninterrupted, **options).train()
+    again = trainer_of(
+        resumed, tmp_path, callback, restore_callback_states_from_checkpoint=restores, **options
+    )
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    callback = next(each for each in again.callback_handler.callbacks if isinstance(each, SqueezeboxCallback))
+    assert_same(whole, resumed)
+    assert callback.session.state_dict() == uninterrupted.session.state_dict()
+    assert max(row.bound for row in callback.report.tensors) > 0.0
+
+
+def test_a_callback_that_the_checkpoint_cannot_make_anew_says_so(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 1, "steps": 1}
+    controller = squeezebox.bounds.Comet()
+    trainer_of(gpt2(), tmp_path, SqueezeboxCallback(controller=controller), **options).train()
+    again = trainer_of(
+        gpt2(),
+        tmp_path,
+        SqueezeboxCallback(controller=controller),
+        restore_callback_states_from_checkpoint=True,
+        **{**options, "steps": 2},
+    )
+    with pytest.raises(OptionError, match="cannot hold controller"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_a_checkpoint_from_before_the_callback(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 1}
+    trainer_of(gpt2(), tmp_path, steps=1, **options).train()
+    callback = SqueezeboxCallback(noise=1e-2)
+    trainer_of(gpt2(), tmp_path, callback, steps=3, **options).train(
+        resume_from_checkpoint=str(tmp_path / "checkpoint-1")
+    )
+    assert callback.report.record.step == 1
+
+
+def test_the_context_ends_what_an_exception_interrupts(tmp_path):
+    model = gpt2()
+    broken = [*passages(16), *({"input_ids": torch.full((LENGTH,), 256), "labels": row["labels"]}
+                               for row in passages(16))]  # fmt: skip
+    with pytest.raises(IndexError), SqueezeboxCallback(noise=1e-2) as callback:
+        trainer_of(model, tmp_path, callback, steps=8, dataset=broken).train()
+    assert "forward" not in model.__dict__
+    squeezebox.attach(model).detach()
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256))
+
+
+def loop(steps, folder=None, *, load=None, mixed="no", **options):
+    """Weights and the session after some steps of an accelerate loop, from a checkpoint or not."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # one for all of the process, else
+    accelerator = Accelerator(cpu=True, mixed_precision=mixed)
+    module = network()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(64, 16, generator=generator)
+    data = DataLoader(TensorDataset(inputs, torch.randint(256, (64,), generator=generator)), batch_size=8)
+    model, optimizer, data = accelerator.prepare(module, optimizer, data)
+    batches = list(data)
+    with squeezed(accelerator, model, optimizer, **options) as session:
+        if load is not None:
+            accelerator.load_state(str(load))
+        for number in steps:
+            optimizer.zero_grad()
+            with session.step():
+                loss = F.cross_entropy(model(batches[number][0]), batches[number][1])
+            accelerator.backward(loss)
+            optimizer.step()
+            if folder is not None and number == 3:
+                accelerator.save_state(str(folder))
+    squeezebox.attach(accelerator.unwrap_model(model)).detach()
+    return module.state_dict(), session
+
+
+@pytest.mark.parametrize("mixed", ["no", "bf16"])
+def test_an_accelerate_loop_goes_on_to_the_bit(tmp_path, mixed):
+    whole, uninterrupted = loop(range(8), tmp_path / "state", noise=1e-2, mixed=mixed)
+    rest, resumed = loop(range(4, 8), load=tmp_path / "state", noise=1e-2, mixed=mixed)
+    for name, value in whole.items():
+        torch.testing.assert_close(rest[name], value, rtol=0, atol=0)
+    assert resumed.state_dict() == uninterrupted.state_dict()
+    assert any("NllLoss" in row.key for row in resumed.report().tensors)
+    assert max(row.bound for row in resumed.report().tensors) > 0.0

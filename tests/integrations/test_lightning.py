@@ -1,0 +1,124 @@
+"""Lightning's Trainer: the session comes and goes with training, its state with checkpoints."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+pytest.importorskip("lightning", reason="squeezebox[lightning] is not installed")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),  # the data are there already
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),  # Lightning's own
+]
+
+import lightning.pytorch as pl  # noqa: E402
+
+import squeezebox  # noqa: E402
+from squeezebox.integrations.lightning import SqueezeboxCallback  # noqa: E402
+from squeezebox.schema import AttachError, OptionError  # noqa: E402
+
+
+class Classifier(pl.LightningModule):
+    def __init__(self, manual=False, fails_at=None):
+        super().__init__()
+        self.automatic_optimization, self.fails_at = not manual, fails_at
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+        self.net = nn.Sequential(*layers, nn.Linear(8 * 16, 256))
+
+    def training_step(self, batch, index):
+        if index == self.fails_at:
+            raise RuntimeError("as asked")
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            for each in (loss, lambda: F.cross_entropy(self.net(batch[0]), batch[1])):
+                optimizer.zero_grad()
+                self.manual_backward(each() if callable(each) else each)
+                optimizer.step()
+            return None
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def loader():
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(32, 3, 8, 8, generator=generator)
+    return DataLoader(TensorDataset(images, torch.randint(256, (32,), generator=generator)), batch_size=8)
+
+
+def fit(module, *callbacks, epochs=1, ckpt_path=None, **options):
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        callbacks=list(callbacks),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(module, loader(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def assert_bare(module):
+    assert "forward" not in module.__dict__
+    assert not any(part._forward_pre_hooks or part._forward_hooks for part in module.modules())
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+def test_exact_training_is_plain_training_and_covers_the_loss(manual):
+    plain, squeezed = Classifier(manual), Classifier(manual)
+    fit(plain)
+    callback = SqueezeboxCallback(exact=True)
+    fit(squeezed, callback)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(squeezed.state_dict()[name], value, rtol=0, atol=0)
+    report = callback.report
+    assert 0 < report.packed_bytes < report.saved_bytes
+    assert any("NllLoss" in row.key for row in report.tensors)
+    assert report.record.step == (7 if manual else 3)
+    assert_bare(squeezed)
+
+
+def test_a_training_that_goes_on_from_a_checkpoint_equals_one_without_a_break(tmp_path):
+    whole, first, second = Classifier(), Classifier(), Classifier()
+    uninterrupted, begun, resumed = (SqueezeboxCallback(noise=1e-2) for _ in range(3))
+    fit(whole, uninterrupted, epochs=3)
+    fit(first, begun, epochs=2).save_checkpoint(tmp_path / "half.ckpt", weights_only=False)
+    fit(second, resumed, epochs=3, ckpt_path=tmp_path / "half.ckpt")
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(second.state_dict()[name], value, rtol=0, atol=0)
+    assert resumed.session.state_dict() == uninterrupted.session.state_dict()
+    bounds = [[row.bound for row in each.report.tensors] for each in (resumed, uninterrupted)]
+    assert bounds[0] == bounds[1] and max(bounds[0]) > 0.0
+
+
+def test_an_exception_leaves_nothing_on_the_module():
+    module = Classifier(fails_at=2)
+    callback = SqueezeboxCallback(noise=1e-2)
+    with pytest.raises(RuntimeError, match="as asked"):
+        fit(module, callback)
+    assert_bare(module)
+    assert callback.report.record.step == 1
+    squeezebox.attach(module).detach()
+
+
+def test_what_is_not_there_yet_and_what_cannot_be():
+    with pytest.raises(AttachError, match="no session yet"):
+        SqueezeboxCallback().report  # noqa: B018
+    with pytest.raises(OptionError, match="optimizer, which is used"):
+        SqueezeboxCallback(optimizer=None)
+
+
+def test_several_optimizers_go_without_a_budget():
+    class Two(Classifier):
+        def configure_optimizers(self):
+            return [super().configure_optimizers(), torch.optim.SGD(self.parameters(), lr=0.1)]
+
+    with pytest.raises(OptionError, match="1 ranks and 2 optimizers"):
+        fit(Two(manual=True), SqueezeboxCallback(budget="50%"))

@@ -1,0 +1,131 @@
+"""Real out-of-memory, in a process whose address space is limited: where, how much, and what would fit."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+
+from squeezebox.schema import OutOfMemoryError
+from squeezebox.session import explain_out_of_memory, explanation
+
+PREAMBLE = """
+    import resource, torch
+    import squeezebox, squeezebox.session
+    from pathlib import Path
+    from torch import nn
+    from torch.nn import functional as F
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(),
+        nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.AvgPool2d(64), nn.Flatten(),
+        nn.Linear(32, 10),
+    )
+
+    def sample(size):
+        return torch.randn(size, 3, 64, 64), torch.arange(size) % 10
+
+    def step(size):
+        x, y = sample(size)
+        F.cross_entropy(model(x), y).backward()
+
+    def limit(mebibytes):
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (mebibytes << 20), -1))
+
+    step(2)
+"""
+BATCH = 1 << 19  # bytes that one sample takes after each convolution
+
+
+def run(program):
+    text = textwrap.dedent(PREAMBLE) + textwrap.dedent(program)
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed leaves the process
+    found = subprocess.run([sys.executable, "-c", text], env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr[-3000:]
+    return found.stdout
+
+
+def test_in_forward_it_names_the_module_and_the_bytes():
+    text = run("""
+        limit(150)
+        try:
+            with squeezebox.explain_out_of_memory(model):
+                step(128)
+        except squeezebox.OutOfMemoryError as error:
+            print(error)
+    """)
+    assert re.search(r"in forward, in module '[01234]'", text)
+    asked, free, short = map(int, re.findall(r"\((\d+) bytes\)", text)[:3])
+    assert asked == 128 * BATCH and short == asked - free
+    assert "can't allocate memory" in text and "Give sample= and loss_fn=" in text
+
+
+def test_in_backward_it_names_the_tensor_that_was_read_and_the_plan_that_fits_trains():
+    text = run("""
+        session = squeezebox.attach(model, exact=True)
+        step(2)
+        x, y = sample(64)
+        with session.step():
+            loss = F.cross_entropy(model(x), y)
+        limit(40)
+        try:
+            with squeezebox.explain_out_of_memory(model, session=session):
+                loss.backward()
+        except squeezebox.OutOfMemoryError as error:
+            print(error)
+    """)
+    assert re.search(r"in backward, in module .\d., after .\d:\w+\.\w+. was read", text)
+    assert "32.00 MiB (33554432 bytes) were asked for" in text
+    assert 0 < int(re.search(r"about .*\((\d+) bytes\) short", text)[1]) <= 33554432
+
+
+def test_with_a_sample_it_names_a_change_that_fits():
+    text = run("""
+        squeezebox.plan(model, sample=sample(8), loss_fn=F.cross_entropy, noise=1e-2)  # compiles kernels
+        x, y = sample(128)
+        limit(300)
+        try:
+            with squeezebox.explain_out_of_memory(
+                model, sample=(x, y), loss_fn=F.cross_entropy, noise=1e-2
+            ):
+                F.cross_entropy(model(x), y).backward()
+        except squeezebox.OutOfMemoryError as error:
+            print(error)
+            import re
+            budget = int(re.search(r"budget=(\\d+)", str(error))[1])
+        error = None
+        model.zero_grad()
+        options = {"loss_fn": F.cross_entropy, "noise": 1e-2}
+        found = squeezebox.find_batch(model, (x, y), memory=budget, reserve=0, **options)
+        print("found", found.batch, found.measured_peak_bytes <= budget)
+    """)
+    assert "The cheapest change that fits: the same batch of 128" in text
+    batch, fitted = re.search(r"found (\d+) (\w+)", text).groups()
+    assert int(batch) >= 128 and fitted == "True"
+
+
+def test_other_errors_pass():
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        with explain_out_of_memory(model):
+            model(torch.ones(3, 3))
+    assert not isinstance(caught.value, OutOfMemoryError)
+    assert explanation(ValueError("tried to allocate 4 bytes"), model) is None
+
+
+def test_numpy_and_devices_say_it_in_their_own_words():
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(OutOfMemoryError, match=r"outside of the model.*short.*Unable to allocate"):
+        with explain_out_of_memory(model):
+            np.ones(1 << 45)
+    words = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 4.00 GiB of which "
+    text = str(explanation(torch.OutOfMemoryError(f"{words}512.00 MiB is free."), model))
+    assert "2.50 GiB (2684354560 bytes) were asked for, 512.00 MiB (536870912 bytes) were free" in text
+    assert "about 2.00 GiB (2147483648 bytes) short" in text
