@@ -160,7 +160,23 @@ def test_estimate(models, capfd):
     assert figures["saved_bytes"] == sum(figures["saved"].values())
     code, out, err = run(capfd, *arguments)
     assert (code, err) == (0, "")
-    assert "peak of the step" in out
+    assert "peak of the step" in out and "The peak is in " in out
+
+
+def test_estimate_of_a_sample_and_a_loss(models, capfd):
+    with (models / "my_models.py").open("a") as file:
+        file.write(
+            "\ndef batch(): return torch.zeros(4, 3, 16, 16), torch.zeros(())\n"
+            "def loss(output, target): return (output - target).square().mean()\n"
+        )
+    given = ("--sample", "my_models:batch", "--loss", "my_models:loss")
+    code, out, err = run(capfd, "estimate", "my_models:small", *given, "--json")
+    assert (code, err) == (0, "")
+    figures = json.loads(out)
+    assert (figures["batch"], figures["input_bytes"]) == (4, 4 * (4 * 3 * 16 * 16 + 1))
+    assert sum(figures["peak"]["by_kind"].values()) == figures["peak_bytes"]
+    code, out, err = run(capfd, "estimate", "my_models:small", *given, "--batch", "3")
+    assert (code, out) == (2, "") and "sample says input_shape, batch" in err
 
 
 @pytest.mark.parametrize(

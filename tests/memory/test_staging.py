@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 
-from squeezebox.memory import Staging
+from squeezebox.memory import Reserve, Staging
 from squeezebox.schema import CaptureError
 
 
@@ -95,6 +95,25 @@ def test_what_is_moved_comes_back_to_the_bit(lazy, room, host_room):
         found = staging.read(slot)
         assert torch.equal(found, expected.pop())
     staging.clear()
+
+
+def test_with_an_arena_it_has_its_places_there():
+    staging = Staging(Threads(lazy=True), most_bytes=0)
+    reserve = staging.reserve = Reserve(staging.pinned)
+    for number in range(8):
+        reserve.start_step()
+        staging.clear()
+        slots = []
+        for value in range(5):
+            slots.append(staging.write(torch.full((1000,), float(10 * number + value))))
+        for value in reversed(range(5)):
+            assert bool((staging.read(slots.pop()) == 10 * number + value).all())
+        staging._streams.copies.clear()
+    assert (reserve.record.tensors, reserve.record.spills, reserve.record.layouts) == (5, 0, 1)
+    reserve.start_step()
+    staging.clear()
+    slot, (memory,) = staging.write(torch.zeros(1000)), reserve.tensors
+    assert memory.data_ptr() <= slot.host.data_ptr() < memory.data_ptr() + memory.nbytes
 
 
 def test_in_reverse_everything_is_fetched_one_ahead():

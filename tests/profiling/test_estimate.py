@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import squeezebox
 from squeezebox.profiling import PeakMeter
-from squeezebox.schema import OptionError
+from squeezebox.schema import Kind, OptionError
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
@@ -111,6 +111,59 @@ def test_the_parts_are_counted():
 def test_a_model_far_larger_than_memory():
     foretold = squeezebox.estimate(lambda: nn.Linear(1 << 20, 1 << 20), input_shape=(1 << 20,), batch=1)
     assert foretold.parameter_bytes > 4 << 40
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(32, 64), nn.Linear(16, 64)
+
+    def forward(self, left, right):
+        return self.left(left) * self.right(right)
+
+
+def pairs():
+    return (torch.randn(24, 32), torch.randn(24, 16)), torch.zeros(24, dtype=torch.int64)
+
+
+def test_several_inputs_a_loss_and_the_models_own_optimizer():
+    model, (inputs, target) = Pair(), pairs()
+    frozen, trained = model.left.parameters(), model.right.parameters()
+    optimizer = torch.optim.RMSprop([{"params": trained, "momentum": 0.9}, {"params": frozen}])
+    foretold = squeezebox.estimate(
+        model, sample=(inputs, target), loss_fn=functional.cross_entropy, optimizer=optimizer
+    )
+    functional.cross_entropy(model(*inputs), target).backward()
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    assert foretold.optimizer_bytes == sum(state.nbytes for state in states)
+    assert foretold.input_bytes == 4 * 24 * (32 + 16) + 8 * 24
+    assert foretold.optimizer == "RMSprop"
+    assert (foretold.batch, foretold.input_shape) == (24, (32,))
+
+
+def test_a_sample_may_be_made_in_no_memory():
+    def sample():
+        return torch.zeros(1 << 30, 64), torch.zeros(1 << 30, dtype=torch.int64)
+
+    foretold = squeezebox.estimate(lambda: nn.Linear(64, 8), sample=sample, loss_fn=functional.cross_entropy)
+    assert foretold.input_bytes == (1 << 30) * (4 * 64 + 8)
+
+
+def test_the_peak_is_taken_apart():
+    foretold = squeezebox.estimate(convolutions, input_shape=(3, 32, 32), batch=8)
+    peak = foretold.peak
+    assert sum(peak.by_kind.values()) == peak.nbytes == foretold.peak_bytes
+    assert peak.by_kind[Kind.PARAMETER] == foretold.parameter_bytes
+    assert peak.by_kind[Kind.STATE] == foretold.optimizer_bytes
+    assert 0 < peak.by_kind[Kind.SAVED] <= foretold.saved_bytes + 8 * 10 * 8
+    assert peak.call.phase == foretold.peak_phase
+    assert f"'{peak.call.module}'" in str(foretold)
+
+
+def test_a_sample_goes_without_a_shape():
+    with pytest.raises(OptionError, match="sample says input_shape"):
+        squeezebox.estimate(Pair, sample=pairs(), loss_fn=functional.cross_entropy, batch=4)
 
 
 def test_half_the_width_is_half_the_bytes():

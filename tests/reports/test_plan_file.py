@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from squeezebox.reports import PlannedTensor, StepPlan, load_plan
-from squeezebox.schema import Action, FormatError, Option
+from squeezebox.schema import Action, FormatError, Option, PlannedPeak
 
 KEEP = Option(action=Action.KEEP, codec="keep", held_bytes=4096)
 PACKED = Option(
@@ -41,10 +41,36 @@ def plan(*options, **changes):
     return StepPlan(**{**values, **changes}, tensors=tuple(tensors))
 
 
+PEAK = PlannedPeak(
+    phase="backward",
+    event="used",
+    key="0:Convolution.input",
+    parameter_bytes=100,
+    input_bytes=50,
+    gradient_bytes=25,
+    state_bytes=12,
+    saved_bytes=6,
+    temporary_bytes=3,
+)
+
+
 def test_every_field_comes_back(tmp_path):
-    for made in (plan(KEEP, PACKED, FILE), plan(budget_bytes=None, noise=0)):
+    for made in (plan(KEEP, PACKED, FILE), plan(budget_bytes=None, noise=0), plan(peak=PEAK)):
         made.save(tmp_path / "plan.json")
         assert load_plan(tmp_path / "plan.json") == made
+
+
+def test_a_file_without_the_peaks_parts_is_read(tmp_path):
+    values = plan(KEEP).to_dict()
+    del values["peak"]
+    (tmp_path / "plan.json").write_text(json.dumps(values))
+    assert load_plan(tmp_path / "plan.json") == plan(KEEP)
+
+
+def test_the_text_says_where_the_peak_is():
+    text = str(plan(peak=PEAK))
+    assert "in backward, in the operator that reads '0:Convolution.input', with" in text
+    assert "temporaries" in text
 
 
 def changed(values, place, value):

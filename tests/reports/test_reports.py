@@ -7,7 +7,7 @@ import os
 import pytest
 
 from squeezebox.reports import Estimate, Report, human_bytes, require_writable, write_whole
-from squeezebox.schema import Check, OutputError, Role, SavedTensor, StepRecord
+from squeezebox.schema import Call, Check, Kind, OutputError, Peak, Role, SavedTensor, StepRecord
 
 
 def saved(key, saved_bytes, packed_bytes):
@@ -59,6 +59,12 @@ ESTIMATE = Estimate(
     saved={"conv input": 2000, "relu output": 1000},
     peak_bytes=5000,
     peak_phase="backward",
+    peak=Peak(
+        nbytes=5000,
+        by_kind={Kind.PARAMETER: 100, Kind.SAVED: 3000, Kind.TEMPORARY: 1900},
+        time=7,
+        call=Call(operator="mm", phase="backward", module="0.body", began_at=6),
+    ),
 )
 
 
@@ -108,6 +114,8 @@ def test_an_estimate_as_text_and_json(tmp_path):
     assert json.loads((tmp_path / "estimate.json").read_text()) == ESTIMATE.to_dict()
     assert "optimizer state (adam)" in str(ESTIMATE)
     assert "2x3x8x8" in str(ESTIMATE)
+    assert "The peak is in backward of '0.body' (mm)." in str(ESTIMATE)
+    assert ESTIMATE.to_dict()["peak"]["by_kind"]["temporaries"] == 1900
 
 
 @pytest.mark.parametrize("write", [Report(record()).to_json, ESTIMATE.to_json])

@@ -7,6 +7,7 @@ May touch: torch's saved-tensor hooks, function modes, autograd nodes and compil
 from squeezebox.capture._compiled._bits import BitRule, HalfSteps
 from squeezebox.capture._compiled._codes import BITS
 from squeezebox.capture._compiled._step import CompiledStep
+from squeezebox.capture._contracts import Choice, Listener, Policy, Trial
 from squeezebox.capture._device import DeviceBlocks
 from squeezebox.capture._entries import Row, is_plain
 from squeezebox.capture._graph import in_backward, leaves
@@ -23,7 +24,7 @@ from squeezebox.capture._region import Slicer, Tracer
 from squeezebox.capture._rules import Rule
 from squeezebox.capture._statistics import Collector
 from squeezebox.capture._stopwatch import Stopwatch
-from squeezebox.capture._store import Choice, Listener, Policy, Store, Trial
+from squeezebox.capture._store import Store
 
 __all__ = [
     "BITS",

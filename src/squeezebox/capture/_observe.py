@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from squeezebox.capture._contracts import Choice
 from squeezebox.capture._entries import Entry, Handle
 from squeezebox.capture._install import Installation
 from squeezebox.capture._recorder import Recorder
 from squeezebox.capture._rules import Rule
-from squeezebox.capture._store import Choice, Store
+from squeezebox.capture._store import Store
 
 
 class _KeepAll:

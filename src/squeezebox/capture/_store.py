@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from squeezebox import codecs
 from squeezebox.capture._arena import Arena
+from squeezebox.capture._contracts import Listener, Policy
 from squeezebox.capture._device import DeviceBlocks
 from squeezebox.capture._entries import Entry, Handle, Row, is_plain
 from squeezebox.capture._layouts import (
@@ -25,69 +26,12 @@ from squeezebox.capture._layouts import (
     scale_of,
 )
 from squeezebox.capture._lineage import Call, Derivation, Lineage, Origin, Recipe, derivation
+from squeezebox.capture._places import pack_into
 from squeezebox.capture._rules import Rule
-from squeezebox.memory import CudaStreams, HostSlot, Spill, Staging
+from squeezebox.memory import CudaStreams, HostSlot, Reserve, Spill, Staging
 from squeezebox.schema import CaptureError, CodecError, Reads, Role
 
 SMALL_BYTES = 4096  # below this a packed object's own overhead eats the saving
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """A codec's name and its error bound: absolute, or in units of the channels' scale (``scaled``)."""
-
-    codec: str
-    bound: float | None = None
-    scaled: bool = False
-
-
-class Policy(Protocol):
-    """Decides how a tensor of which backward reads the values is held."""
-
-    def choose(self, key: str, rule: Rule, tensor: torch.Tensor) -> Choice:
-        """The codec for a flat tensor; ``Choice(codec="keep")`` holds the tensor itself."""
-
-
-Trial = Callable[[float | None], codecs.Packed]
-
-
-class Listener(Protocol):
-    """Is told of every saved tensor's way through one step."""
-
-    def calling(self, call: Call) -> None:
-        """An operator that can be repeated begins."""
-
-    def called(self, call: Call) -> None:
-        """It has ended."""
-
-    def saving(self, row: Row, tensor: torch.Tensor, derive: Callable[[], Derivation | None]) -> None:
-        """Packing begins; ``tensor`` is the original. ``derive()``, at the end, says how it was made."""
-
-    def offered(
-        self,
-        row: Row,
-        codec: str,
-        flat: torch.Tensor,
-        scaled: bool,
-        trial: Trial,
-        again: Callable[[], torch.Tensor],
-    ) -> None:
-        """Its values may be packed; ``trial(bound)`` does so once more and keeps nothing.
-
-        ``again()`` makes it again as ``derive()`` says, from what is held of the others.
-        """
-
-    def saved(self, row: Row) -> None:
-        """Packing has ended."""
-
-    def using(self, row: Row) -> None:
-        """Unpacking begins."""
-
-    def used(self, row: Row, unpacked: Sequence[Row]) -> None:
-        """Unpacking has ended; of ``unpacked`` there are buffers."""
-
-    def released(self, row: Row) -> None:
-        """Autograd has let go of it."""
 
 
 class _Step:
@@ -111,6 +55,7 @@ class Store:
         self.admit: Callable[[str, int], None] | None = None  # raises for a key and bytes that no plan knows
         self.listener: Listener | None = None
         self.arena = Arena()
+        self.reserve: Reserve | None = None  # where they go in the host's memory
         self.blocks: DeviceBlocks | None = None  # where a device's blocks go,
         self.room = 0  # and how many bytes they get, where a plan says so
         self._pooled: set[tuple[str, str]] = set()  # keys and options of pool indices that were verified
@@ -125,6 +70,17 @@ class Store:
     def use_device(self, device: torch.device) -> None:
         """From now on tensors are on a device that the host does not wait for."""
         self.blocks, self.staging = DeviceBlocks(device), Staging(CudaStreams(device))
+
+    def use_arena(self) -> None:
+        """From now on packed tensors, and a device's on the host, have one arena in the host's memory."""
+        self.reserve = Reserve() if self.staging is None else Reserve(self.staging.pinned)
+        if self.staging is not None:
+            self.staging.reserve = self.reserve
+
+    @property
+    def reserved(self) -> Sequence[torch.Tensor]:
+        """What the arena holds of the memory in which the model lies."""
+        return () if self.reserve is None or self.staging is not None else self.reserve.tensors
 
     def handle(self, tensor: torch.Tensor) -> Handle:
         """A new handle, of the running step."""
@@ -301,7 +257,7 @@ class Store:
             if pooled and self.blocks is not None:  # looking again would wait for the device
                 options = {**options, "trusted": (entry.row.key, form) in self._pooled}
             try:
-                packed = codecs.get(codec).pack(whole, **options)
+                packed = self._packed(entry, form, codec, whole, **options)
             except CodecError:  # not of the promised kind (a mask of many values): exact all the same
                 return self._keep(entry, tensor)
             if pooled:
@@ -319,9 +275,7 @@ class Store:
         reader = self.late_values.get(entry.row.key)
         if reader is not None and "values" not in entry.packed:
             return self._pack_values(entry, tensor, replace(rule, role=reader), {})
-        packed = codecs.get("sign").pack(flattened(tensor, entry.numel))
-        entry.packed["sign"] = packed
-        entry.row.packed["sign"] = packed.nbytes
+        self._add_sign(entry, tensor)
         return "sign"
 
     def _pack_values(self, entry: Entry, tensor: torch.Tensor, rule: Rule, options: Mapping[str, Any]) -> str:
@@ -347,7 +301,7 @@ class Store:
             trial = functools.partial(codec.pack, flat, **hints)
             again = functools.partial(self._again, entry)
             self.listener.offered(entry.row, choice.codec, flat, choice.scaled, trial, again)
-        packed = codec.pack(flat, choice.bound, **hints)
+        packed = self._packed(entry, "values", choice.codec, flat, bound=choice.bound, **hints)
         entry.packed["values"] = packed
         entry.row.packed[choice.codec] = packed.nbytes if arena is None else packed.payload[2].nbytes
         if arena is not None:
@@ -361,6 +315,19 @@ class Store:
             entry.row.packed.pop("sign", None)
         return "values"
 
+    def _add_sign(self, entry: Entry, tensor: torch.Tensor) -> None:
+        packed = self._packed(entry, "sign", "sign", flattened(tensor, entry.numel))
+        entry.packed["sign"] = packed
+        entry.row.packed["sign"] = packed.nbytes
+
+    def _packed(
+        self, entry: Entry, form: str, codec: str, tensor: torch.Tensor, **options: Any
+    ) -> codecs.Packed:
+        if self.reserve is None or entry.device.type != "cpu":
+            return codecs.get(codec).pack(tensor, **options)
+        name = f"{entry.row.key} {form}"
+        return pack_into(self.reserve, name, entry, codecs.get(codec), tensor, **options)
+
     def _hold(self, entry: Entry, tensor: torch.Tensor) -> str:
         """Keep the tensor; where somebody listens, let it go all the same, to see when it would be free."""
         moved = self.listener is not None and self._place(entry) is not None
@@ -371,8 +338,7 @@ class Store:
             entry.recipe = Recipe(entry.origin, self.recompute[entry.row.key])
             entry.row.packed["recompute"] = 0
             if entry.row.key in self.signed:
-                packed = entry.packed["sign"] = codecs.get("sign").pack(flattened(tensor, entry.numel))
-                entry.row.packed["sign"] = packed.nbytes
+                self._add_sign(entry, tensor)
         return "recompute"
 
     def _again(self, entry: Entry) -> torch.Tensor:

@@ -53,8 +53,10 @@ def _root(
 @app.command()
 def estimate(
     factory: Factory,
-    input: Input = "3x224x224",
-    batch: Annotated[int, typer.Option(help="Samples a step.")] = 32,
+    input: Annotated[str | None, typer.Option(help="One sample's shape (default: 3x224x224).")] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples a step (default: 32).")] = None,
+    sample: Sample = None,
+    loss: Loss = None,
     optimizer: Optimizer = "sgd-momentum",
     dtype: Annotated[str | None, typer.Option(help="Of model and input, such as bfloat16.")] = None,
     input_dtype: Annotated[str | None, typer.Option(help="Of the input, such as int64 for tokens.")] = None,
@@ -64,12 +66,14 @@ def estimate(
 
     MODULE is looked for in the current directory first.
     """
-    from squeezebox.cli._estimate import load_factory, parse_shape
+    from squeezebox.cli._estimate import load_factory, load_loss, parse_shape
 
     result = squeezebox.estimate(
         load_factory(factory),
-        input_shape=parse_shape(input),
+        input_shape=None if input is None else parse_shape(input),
         batch=batch,
+        sample=None if sample is None else load_factory(sample),
+        loss_fn=None if loss is None else load_loss(loss),
         optimizer=optimizer,
         dtype=dtype,
         input_dtype=input_dtype,

@@ -7,9 +7,12 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from squeezebox.schema import OptionError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def load_factory(name: str, *, arguments: int = 0) -> Callable[..., Any]:
@@ -44,6 +47,22 @@ def load_factory(name: str, *, arguments: int = 0) -> Callable[..., Any]:
             "function that needs no more."
         )
     return factory  # type: ignore[no-any-return]
+
+
+def load_loss(name: str) -> Callable[[Any, Any], torch.Tensor]:
+    """The function of output and target called ``module:callable``.
+
+    Raises:
+        OptionError: there is none, or it does not take two arguments.
+    """
+    found = load_factory(name, arguments=2)
+    try:
+        inspect.signature(found).bind(None, None)
+    except TypeError as error:
+        raise OptionError(f"--loss {name} is called with output and target, but: {error}.") from error
+    except ValueError:  # written in C: only a call would tell
+        pass
+    return found
 
 
 def needed_arguments(factory: Callable[..., Any]) -> list[str]:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from squeezebox.cli._estimate import load_factory, parse_shape
-from squeezebox.cli._plan import load_loss, load_model, optimizer_named
+from squeezebox.cli._estimate import load_factory, load_loss, parse_shape
+from squeezebox.cli._plan import load_model, optimizer_named
 from squeezebox.cli._progress import counted
 from squeezebox.cli._values import parse_size
 from squeezebox.reports import require_writable, save_pipeline_plan

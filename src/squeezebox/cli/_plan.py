@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import platform
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import torch
 from torch.nn import functional
 
 import squeezebox
-from squeezebox.cli._estimate import load_factory, parse_shape
+from squeezebox.cli._estimate import load_factory, load_loss, parse_shape
 from squeezebox.cli._progress import counted
 from squeezebox.reports import MaxBatch, StepPlan, require_writable
 from squeezebox.schema import OptionError
@@ -123,22 +122,6 @@ def cache_folder() -> Path | None:
     except OSError:
         return None
     return folder if os.access(folder, os.W_OK) else None
-
-
-def load_loss(name: str) -> Callable[[Any, Any], torch.Tensor]:
-    """The function of output and target called ``module:callable``.
-
-    Raises:
-        OptionError: there is none, or it does not take two arguments.
-    """
-    found = load_factory(name, arguments=2)
-    try:
-        inspect.signature(found).bind(None, None)
-    except TypeError as error:
-        raise OptionError(f"--loss {name} is called with output and target, but: {error}.") from error
-    except ValueError:  # written in C: only a call would tell
-        pass
-    return found
 
 
 def _stand_in(output: torch.Tensor, target: None) -> torch.Tensor:

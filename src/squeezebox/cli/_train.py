@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from squeezebox import pipeline
-from squeezebox.cli._estimate import load_factory, needed_arguments
+from squeezebox.cli._estimate import load_factory, load_loss, needed_arguments
 from squeezebox.cli._pipeline_plan import optimizer_of
-from squeezebox.cli._plan import load_loss, load_model
+from squeezebox.cli._plan import load_model
 from squeezebox.reports import human_bytes, load_pipeline_plan
 from squeezebox.schema import OptionError, PipelinePlan
 from squeezebox.session import attach_stages, peak_meter

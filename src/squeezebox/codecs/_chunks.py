@@ -260,27 +260,39 @@ def _expand(kernels: Kernels, data: NDArray[np.uint8], kind: int, lag: int, code
     return kernels.accumulate(codes, lag)
 
 
-def _join(chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
+def _join(chunks: list[Chunk], room: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(blob, table); the blob is empty where its bytes have gone to the room."""
     table = np.array([chunk.row for chunk in chunks], dtype=ROW)
-    blob = torch.empty(sum(len(chunk.data) for chunk in chunks), dtype=torch.uint8)
-    target, end = blob.numpy(), 0
+    nbytes = sum(len(chunk.data) for chunk in chunks)
+    fits = room is not None and nbytes <= room.numel()
+    blob = torch.empty(0 if fits else nbytes, dtype=torch.uint8)
+    target, end = (room if room is not None and fits else blob).numpy(), 0
     for chunk in chunks:
         start, end = end, end + len(chunk.data)
         target[start:end] = np.frombuffer(chunk.data, dtype=np.uint8)
     return blob, torch.from_numpy(table.view(np.uint8))
 
 
-def pack_chunks(kernels: Kernels, flat: Tensor, bound: float, coding: Coding) -> tuple[Tensor, Tensor]:
+def blob_of(blob: Tensor, table: Tensor, room: Tensor | None) -> Tensor:
+    """The chunks' bytes, wherever ``pack_chunks`` put them."""
+    nbytes = sum(row[NBYTES] for row in table.numpy().view(ROW).tolist())
+    return blob if room is None or blob.numel() == nbytes else room[:nbytes]
+
+
+def pack_chunks(
+    kernels: Kernels, flat: Tensor, bound: float, coding: Coding, room: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(blob, table) of a flat float tensor, every decoded element within ``bound``.
 
-    With a scale the bound is in units of the element's channel's scale.
+    With a scale the bound is in units of the element's channel's scale. Where the blob fits the ``room``
+    (flat bytes of the host), it goes there, and the one that is returned is empty.
     """
     pieces = torch.split(flat, CHUNK) if flat.numel() else ()
 
     def work(index: int) -> Chunk:
         return encode(kernels, pieces[index], index * CHUNK, bound, coding)
 
-    return _join(_workers.run(work, len(pieces)))
+    return _join(_workers.run(work, len(pieces)), room)
 
 
 def unpack_chunks(kernels: Kernels, blob: Tensor, table: Tensor, coding: Coding, out: Tensor) -> None:
@@ -305,10 +317,17 @@ def operators(kernels: Kernels) -> tuple[Callable[..., tuple[Tensor, Tensor]], C
     """The operators ``pack_chunks`` and ``unpack_chunks`` with these loops, as their schemas call them."""
 
     def pack(
-        flat: Tensor, bound: float, keep_sign: bool, lag: int, scale: Tensor | None, inner: int, dither: int
+        flat: Tensor,
+        bound: float,
+        keep_sign: bool,
+        lag: int,
+        scale: Tensor | None,
+        inner: int,
+        dither: int,
+        room: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         coding = Coding(keep_sign=keep_sign, lag=lag, scale=scale, inner=inner, dither=dither)
-        return pack_chunks(kernels, flat, bound, coding)
+        return pack_chunks(kernels, flat, bound, coding, room)
 
     def unpack(
         blob: Tensor,
@@ -326,7 +345,7 @@ def operators(kernels: Kernels) -> tuple[Callable[..., tuple[Tensor, Tensor]], C
     return pack, unpack
 
 
-def pack_exact(flat: Tensor) -> tuple[Tensor, Tensor]:
-    """(blob, table) of any flat tensor, kept to the bit."""
+def pack_exact(flat: Tensor, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(blob, table) of any flat tensor, kept to the bit; ``room`` as in ``pack_chunks``."""
     pieces = torch.split(flat, CHUNK) if flat.numel() else ()
-    return _join(_workers.run(lambda index: _raw(pieces[index]), len(pieces)))
+    return _join(_workers.run(lambda index: _raw(pieces[index]), len(pieces)), room)

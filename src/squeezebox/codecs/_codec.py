@@ -22,13 +22,15 @@ class Codec(ABC):
     """Tensor to packed bytes and back: ``|x - unpack(pack(x))| <= packed.bound``, elementwise.
 
     Zeros come back as zeros. ``exact``: to the bit. ``preserves_sign``: positives stay positive and
-    negatives negative. ``fixed_size``: the packed size follows from the shape alone.
+    negatives negative. ``fixed_size``: the packed size follows from the shape alone. ``takes_room``: ``pack``
+    has an argument ``room``, flat bytes of the host that the result is made in where it fits.
     """
 
     name: str
     exact: bool
     preserves_sign: bool
     fixed_size: bool
+    takes_room: bool = False
     version: int = 1
 
     @abstractmethod

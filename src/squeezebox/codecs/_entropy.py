@@ -66,6 +66,7 @@ class Entropy(Codec):
         scale: Tensor | None = None,
         inner: int = 1,
         dither: int = 0,
+        room: Tensor | None = None,
     ) -> Packed:
         """Pack; with ``scale`` (float32, one positive number a channel) the bound is in its units.
 
@@ -77,6 +78,8 @@ class Entropy(Codec):
         equal values do not have equal errors: subtractive dither (Gray and Stockham, 1993, IEEE Trans.
         Inform. Theory 39), constant within a run so that neighbours' codes stay alike. A chunk of `entropy`
         that has an exact zero goes without.
+
+        ``room``, flat bytes of the host, takes the codes where they fit.
         """
         require_float(self.name, tensor)
         limit = require_bound(self.name, bound)
@@ -93,10 +96,12 @@ class Entropy(Codec):
         flat = flatten(tensor)
         if lag == -1:
             lag = self._choose_lag(tensor, flat, limit if scale is None else limit * float(scale.median()))
-        parts = torch.ops.squeezebox.pack_chunks(flat, limit, self.keep_sign, lag, scale, inner, dither)
+        options = (self.keep_sign, lag, scale, inner, dither, room)
+        blob, table = torch.ops.squeezebox.pack_chunks(flat, limit, *options)
+        parts = _chunks.blob_of(blob, table, room), table
         meta = {"lag": lag, "inner": inner, "dither": dither}
         if scale is None:
-            return make_packed(self, tensor, limit, tuple(parts), meta)
+            return make_packed(self, tensor, limit, parts, meta)
         return make_packed(self, tensor, limit * float(scale.max()), (*parts, scale), meta)
 
     def _choose_lag(self, tensor: Tensor, flat: Tensor, bound: float) -> int:
@@ -135,8 +140,18 @@ class Entropy(Codec):
 class Lossless(Codec):
     """Exact for every dtype, NaN payloads included: byte shuffle and zstd."""
 
-    def pack(self, tensor: Tensor, bound: float | None = None, *, lag: int = 0, dither: int = 0) -> Packed:
-        return make_packed(self, tensor, 0.0, _chunks.pack_exact(flatten(tensor)))
+    def pack(
+        self,
+        tensor: Tensor,
+        bound: float | None = None,
+        *,
+        lag: int = 0,
+        dither: int = 0,
+        room: Tensor | None = None,
+    ) -> Packed:
+        """Pack; ``room`` as in :meth:`Entropy.pack`."""
+        blob, table = _chunks.pack_exact(flatten(tensor), room)
+        return make_packed(self, tensor, 0.0, (_chunks.blob_of(blob, table, room), table))
 
     def unpack(self, packed: Packed, out: Tensor | None = None) -> Tensor:
         require_own(self, packed)

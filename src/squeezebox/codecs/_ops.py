@@ -145,8 +145,8 @@ OPERATORS: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] =
     ),
     (
         "pack_chunks",
-        "(Tensor flat, float bound, bool keep_sign, int lag, Tensor? scale, int inner, int dither)"
-        " -> (Tensor, Tensor)",
+        "(Tensor flat, float bound, bool keep_sign, int lag, Tensor? scale, int inner, int dither,"
+        " Tensor(a!)? room=None) -> (Tensor, Tensor)",
         _PACK_CHUNKS,
         _fake_chunks,
     ),

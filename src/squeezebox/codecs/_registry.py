@@ -25,7 +25,7 @@ def _exact() -> Iterator[Codec]:
     yield Mask(name="mask", exact=True, preserves_sign=True, fixed_size=True)
     yield Narrow(name="narrow", exact=True, preserves_sign=True, fixed_size=False)
     yield PoolIndex(name="pool-index", exact=True, preserves_sign=True, fixed_size=True)
-    yield Lossless(name="lossless", exact=True, preserves_sign=True, fixed_size=False)
+    yield Lossless(name="lossless", exact=True, preserves_sign=True, fixed_size=False, takes_room=True)
 
 
 def _flags() -> Iterator[Codec]:
@@ -64,8 +64,15 @@ def _casts() -> Iterator[Codec]:
 
 def _variable() -> Iterator[Codec]:
     yield Blocks(name="blocks", exact=False, preserves_sign=True, fixed_size=False)
-    yield Entropy(name="entropy", exact=False, preserves_sign=False, fixed_size=False, keep_sign=False)
-    yield Entropy(name="entropy-sign", exact=False, preserves_sign=True, fixed_size=False, keep_sign=True)
+    for name, keeps in (("entropy", False), ("entropy-sign", True)):
+        yield Entropy(
+            name=name,
+            exact=False,
+            preserves_sign=keeps,
+            fixed_size=False,
+            takes_room=True,
+            keep_sign=keeps,
+        )
 
 
 @lru_cache(maxsize=1)

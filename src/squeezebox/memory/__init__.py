@@ -7,6 +7,7 @@ May touch: torch tensors' bytes, pinned host memory with streams to it, and one 
 from squeezebox.memory._csv import layout_csv, read_buffers
 from squeezebox.memory._layout import Packer, layout, verify
 from squeezebox.memory._problem import Problem
+from squeezebox.memory._reserve import Reserve, Room
 from squeezebox.memory._search import search
 from squeezebox.memory._sharing import safe_sharing
 from squeezebox.memory._somas import somas
@@ -19,6 +20,8 @@ __all__ = [
     "HostSlot",
     "Packer",
     "Problem",
+    "Reserve",
+    "Room",
     "Slot",
     "Spill",
     "Staging",

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from squeezebox.memory._reserve import Reserve
 from squeezebox.memory._spill import Slot, Spill
 from squeezebox.schema import CaptureError
 
@@ -71,12 +72,14 @@ class Staging:
     that is read, the one written before it is fetched: backward asks in reverse.
 
     Beyond ``host_bytes`` (half of the machine's memory) the oldest, which backward wants last, go on to a
-    temporary file; the host waits for those.
+    temporary file; the host waits for those. With a ``reserve`` they have their places in its arena.
     """
 
     def __init__(
         self, streams: Streams, most_bytes: int = _MOST_BYTES, host_bytes: int | None = None
     ) -> None:
+        self.reserve: Reserve | None = None
+        self._written = 0  # since it was cleared
         self._streams = streams
         self._most_bytes = most_bytes
         self._host_bytes = _half_of_memory() if host_bytes is None else host_bytes
@@ -92,6 +95,10 @@ class Staging:
         """That whose tensors it takes."""
         return self._streams.device
 
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """So many bytes of the host's memory, for an arena."""
+        return self._streams.pinned(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+
     def write(self, flat: torch.Tensor) -> HostSlot:
         """Have a flat tensor moved.
 
@@ -102,8 +109,13 @@ class Staging:
         self._let_go(self._most_bytes - flat.nbytes)
         if self._hosted_bytes + flat.nbytes > self._host_bytes:
             self._to_file(self._host_bytes - flat.nbytes)
-        host = self._streams.pinned(flat)
+        name, self._written = f"offloaded {self._written}", self._written + 1
+        room = self.reserve.claim(name) if self.reserve is not None else None
+        place = room.take(flat.nbytes) if room is not None else None
+        host = self._streams.pinned(flat) if place is None else place.view(flat.dtype)
         slot = HostSlot(host, self._streams.leave(host, flat), flat, self._last)
+        if self.reserve is not None:
+            self.reserve.note(name, flat.nbytes, slot, placed=place is not None)
         self._last = weakref.ref(slot)
         self._leaving.append(self._last)
         self._hosted.append(self._last)
@@ -123,7 +135,8 @@ class Staging:
         return whole
 
     def clear(self) -> None:
-        """Forget what was fetched ahead, and hold nothing that has left."""
+        """Forget what was fetched ahead, and hold nothing that has left: a step begins."""
+        self._written = 0
         self._let_go(0)
         self._drop_ahead()
 
@@ -182,6 +195,8 @@ class Staging:
 
     def _drop_ahead(self) -> None:
         if self._ahead is not None:
+            if self.reserve is not None:  # the place may go to another tensor
+                self._streams.wait(self._ahead[2])
             self._streams.abandon(self._ahead[1])
             self._ahead = None
 

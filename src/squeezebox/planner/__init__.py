@@ -15,7 +15,7 @@ from squeezebox.planner._pipedream import (
     pipedream_split,
 )
 from squeezebox.planner._pipeline import SYNCHRONOUS, plan_pipeline
-from squeezebox.planner._shortage import shortage
+from squeezebox.planner._shortage import planned_peak, shortage
 from squeezebox.planner._smallest import smallest
 from squeezebox.planner._stages import stage_memory
 
@@ -28,6 +28,7 @@ __all__ = [
     "largest_batch",
     "optimum",
     "peak",
+    "planned_peak",
     "pipedream_split",
     "plan_pipeline",
     "shortage",

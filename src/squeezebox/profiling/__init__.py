@@ -12,7 +12,8 @@ from squeezebox.profiling._marks import Marks, measure_marks
 from squeezebox.profiling._optimizer import state_bytes, transient_bytes
 from squeezebox.profiling._options import StepProfiler
 from squeezebox.profiling._peak import Peak, PeakMeter
-from squeezebox.profiling._simulate import OPTIMIZERS, Simulation, simulate
+from squeezebox.profiling._record import record_step
+from squeezebox.profiling._simulate import OPTIMIZERS, Simulation, fake_like, simulate
 
 __all__ = [
     "OPTIMIZERS",
@@ -24,11 +25,13 @@ __all__ = [
     "PeakMeter",
     "Simulation",
     "StepProfiler",
+    "fake_like",
     "load_profile",
     "measure_marks",
     "measure_parts",
     "now",
     "profile_key",
+    "record_step",
     "simulate",
     "state_bytes",
     "store_profile",

@@ -4,100 +4,104 @@ from __future__ import annotations
 
 import copy
 import logging
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from squeezebox.schema import OptionError
+from squeezebox.profiling._record import record_step, step_counts
+from squeezebox.schema import OptionError, StepTrace
 
-OPTIMIZERS = ("sgd", "sgd-momentum", "adam", "adamw")
-Watch = Callable[[torch.nn.Module, torch.Tensor], AbstractContextManager[object]]
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+_OPTIMIZERS: Mapping[str, MakeOptimizer] = MappingProxyType(
+    {
+        "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+    }
+)
+OPTIMIZERS = tuple(_OPTIMIZERS)
+Watch = Callable[[torch.nn.Module, list[torch.Tensor]], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulation:
-    """Bytes of one training step from the second on, when optimizer state is there and gradients are not.
+    """One training step from the second on, when optimizer state is there and gradients are not.
 
-    What operators take and give back before they return (blocked copies in convolutions) is not seen.
-    ``peak_phase`` is ``"forward"``, ``"backward"`` or ``"optimizer"``.
+    Sizes are bytes; ``gradient_bytes`` those of all gradients together. ``optimizer`` names its class.
     """
+
+    optimizer: str
 
     parameter_bytes: int
     gradient_bytes: int
     buffer_bytes: int
     optimizer_bytes: int
     input_bytes: int
-    peak_bytes: int
-    peak_phase: str
+    input_shapes: tuple[tuple[int, ...], ...]
+    trace: StepTrace
 
 
 def simulate(
     model: torch.nn.Module | Callable[[], Any],
     *,
-    input_shape: Sequence[int],
-    batch: int,
-    optimizer: str,
+    sample: Callable[[torch.nn.Module], tuple[Any, Any]],
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None,
+    optimizer: str | torch.optim.Optimizer | MakeOptimizer,
     dtype: torch.dtype | None,
-    input_dtype: torch.dtype | None,
     watch: Watch,
 ) -> Simulation:
-    """Run forward, the sum of all outputs and backward on fake tensors, and add the optimizer's step.
+    """Run forward, loss, backward and the optimizer's step on fake tensors.
 
     Args:
         model: a module, which is left alone, or what makes one; that is built on the
             meta device where it can be, so that it uses no memory either.
-        input_shape: one sample's shape, without the batch.
-        batch: samples a step.
-        optimizer: one of OPTIMIZERS, without weight decay.
-        dtype: of parameters, buffers and a floating-point input; None leaves the model as it is.
-        input_dtype: of the input (None: ``dtype``).
-        watch: gives the context in which forward runs, from the fake model and its input.
+        sample: makes inputs (a tensor, or a tuple of them) and target of fake tensors, from the fake model.
+        loss_fn: of output and target; None: the sum of all outputs.
+        optimizer: one of OPTIMIZERS, which have no weight decay but AdamW's; one of the model's own; or what
+            makes one of parameters.
+        dtype: of parameters and buffers; None leaves them as they are.
+        watch: gives the context in which forward and loss run, from the fake model and its inputs.
 
     Raises:
         OptionError: an argument is out of range, or the model does not take such an input.
     """
-    _check(input_shape, batch, optimizer)
+    if isinstance(optimizer, str) and optimizer not in _OPTIMIZERS:
+        raise OptionError(f"no optimizer '{optimizer}'; there are {', '.join(OPTIMIZERS)}.")
     original = _made(model)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        fake = _fake_copy(original, dtype).train()
-        inputs = torch.zeros((batch, *input_shape), dtype=input_dtype or dtype or _dtype(fake))
-        live = _Liveness([*fake.parameters(), *fake.buffers(), inputs])
-        state = _state_bytes(fake, optimizer)
-        with live:
-            _step(fake, inputs, live, watch)
-        gradients = [p.grad for p in fake.parameters() if p.grad is not None]
-        gradient_bytes = _nbytes(gradients)
-        live.note("optimizer", gradient_bytes + _transient_bytes(gradients, optimizer))
-        parts = {
-            "parameter_bytes": _nbytes(fake.parameters()),
-            "buffer_bytes": _nbytes(fake.buffers()),
-            "input_bytes": _nbytes([inputs]),
-            "optimizer_bytes": state,
-        }
-    return Simulation(
-        **parts,
-        gradient_bytes=gradient_bytes,
-        peak_bytes=sum(parts.values()) + live.peak_bytes,
-        peak_phase=live.peak_phase,
-    )
+        fake, twins = _fake_copy(original, dtype)
+        inputs, target = sample(fake)
+        taken = _optimizer(optimizer, fake.train(), twins)
+        if taken is not None:
+            _make_state(taken)
 
+        @contextmanager
+        def around() -> Iterator[None]:
+            with _quiet(), _explained(inputs), watch(fake, _tensors(inputs)):
+                yield
 
-def _check(input_shape: Sequence[int], batch: int, optimizer: str) -> None:
-    if batch < 1:
-        raise OptionError(f"batch {batch} is below 1: a step needs at least one sample.")
-    if any(size < 1 for size in input_shape):
-        raise OptionError(
-            f"input shape {tuple(input_shape)} has a size below 1; give sizes such as (3, 224, 224)."
+        trace = record_step(
+            fake, sample=(inputs, target), loss_fn=loss_fn or _sum, optimizer=taken, around=around
         )
-    if optimizer not in OPTIMIZERS:
-        raise OptionError(f"no optimizer '{optimizer}'; there are {', '.join(OPTIMIZERS)}.")
+        states = taken.state.values() if taken is not None else ()
+        return Simulation(
+            optimizer=type(taken).__name__ if taken is not None else "none",
+            parameter_bytes=_nbytes(fake.parameters()),
+            buffer_bytes=_nbytes(fake.buffers()),
+            input_bytes=_nbytes(_tensors((inputs, target))),
+            input_shapes=tuple(tuple(tensor.shape) for tensor in _tensors(inputs)),
+            optimizer_bytes=_nbytes(_tensors([list(state.values()) for state in states])),
+            gradient_bytes=_nbytes(p.grad for p in fake.parameters() if p.grad is not None),
+            trace=trace,
+        )
 
 
 def _made(model: torch.nn.Module | Callable[[], Any]) -> torch.nn.Module:
@@ -117,37 +121,76 @@ def _made(model: torch.nn.Module | Callable[[], Any]) -> torch.nn.Module:
     )
 
 
-def _fake_copy(model: torch.nn.Module, dtype: torch.dtype | None) -> torch.nn.Module:
-    """The model with every tensor replaced by a fake one, on the CPU if it is on no device yet."""
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        device = "cpu" if tensor.is_meta else tensor.device
-        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device=device)
-
-    memo: dict[int, Any] = {}
+def _fake_copy(
+    model: torch.nn.Module, dtype: torch.dtype | None
+) -> tuple[torch.nn.Module, dict[int, torch.nn.Parameter]]:
+    """The model with every tensor replaced by a fake one, and its parameters by the original's identity."""
+    twins: dict[int, torch.nn.Parameter] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = torch.nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
+        twins[id(parameter)] = torch.nn.Parameter(_fake(parameter, dtype), parameter.requires_grad)
+    memo: dict[int, Any] = dict(twins)
     for module in model.modules():
         others = [*module.buffers(recurse=False), *vars(module).values()]
         for tensor in others:
             if isinstance(tensor, torch.Tensor):
-                memo[id(tensor)] = fake(tensor)
-    return copy.deepcopy(model, memo)
+                memo[id(tensor)] = _fake(tensor, dtype)
+    return copy.deepcopy(model, memo), twins
 
 
-def _step(model: torch.nn.Module, inputs: torch.Tensor, live: _Liveness, watch: Watch) -> None:
+def fake_like(values: Any, dtype: torch.dtype | None) -> Any:
+    """The same with fake tensors, those of floating point in ``dtype``; within a fake mode."""
+    return tree_map_only(torch.Tensor, lambda tensor: _fake(tensor, dtype), values)
+
+
+def _fake(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """The same without values, on the CPU if it is on no device yet; within a fake mode."""
+    device = "cpu" if tensor.is_meta else tensor.device
+    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device=device)
+    return made.requires_grad_(tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter))
+
+
+def _optimizer(
+    wanted: str | torch.optim.Optimizer | MakeOptimizer,
+    model: torch.nn.Module,
+    twins: Mapping[int, torch.nn.Parameter],
+) -> torch.optim.Optimizer | None:
+    """The one that is wanted, for the fake model; none where nothing is trained."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        return None
+    if not isinstance(wanted, torch.optim.Optimizer):
+        return (_OPTIMIZERS[wanted] if isinstance(wanted, str) else wanted)(trained)
+    groups = [
+        {**group, "params": [twins[id(parameter)] for parameter in group["params"] if id(parameter) in twins]}
+        for group in wanted.param_groups
+    ]
+    made = copy.copy(wanted)
+    made.__dict__.update(state=defaultdict(dict), param_groups=groups)
+    return made
+
+
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """As a first step does."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    with step_counts():
+        optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
+
+
+@contextmanager
+def _explained(inputs: Any) -> Iterator[None]:
     try:
-        with _quiet(), watch(model, inputs):
-            loss = _loss(model(inputs))
+        yield
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        found = [f"shape {tuple(tensor.shape)} and dtype {tensor.dtype}" for tensor in _tensors(inputs)]
         raise OptionError(
-            f"the model's forward fails on an input of shape {tuple(inputs.shape)} and dtype {inputs.dtype}: "
-            f"{error}. Check the input's shape and dtype; a model that reads tensors' values in Python "
-            "cannot be estimated."
+            f"the model's forward fails on an input of {', '.join(found)}: {error}. Check the input's shape "
+            "and dtype; a model or loss that reads tensors' values in Python cannot be estimated."
         ) from error
-    live.phase = "backward"
-    loss.backward()
 
 
 @contextmanager
@@ -161,9 +204,10 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-def _loss(outputs: Any) -> torch.Tensor:
+def _sum(outputs: Any, target: Any) -> torch.Tensor:
     """The sum of every output that a gradient can flow from."""
-    found = [leaf for leaf in _leaves(outputs) if leaf.requires_grad]
+    values = outputs.values() if isinstance(outputs, dict) else tree_leaves(outputs)
+    found = [leaf for leaf in _tensors(list(values)) if leaf.requires_grad]
     if not found:
         raise OptionError(
             f"the model's output ({type(outputs).__name__}) has no tensor that requires gradients, so there "
@@ -172,64 +216,10 @@ def _loss(outputs: Any) -> torch.Tensor:
     return torch.stack([leaf.sum() for leaf in found]).sum() if len(found) > 1 else found[0].sum()
 
 
-def _leaves(outputs: Any) -> Iterator[torch.Tensor]:
-    values = outputs.values() if isinstance(outputs, dict) else tree_leaves(outputs)
-    return (leaf for leaf in values if isinstance(leaf, torch.Tensor))
-
-
-class _Liveness(TorchDispatchMode):
-    """Adds up the storages that operators make, until each one is gone."""
-
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.phase = "forward"
-        self.peak_bytes = 0
-        self.peak_phase = "forward"
-        self._live_bytes = 0
-        self._storages: dict[int, Any] = {tensor.untyped_storage()._cdata: None for tensor in known}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-                self._add(leaf.untyped_storage())
-        self.note(self.phase, self._live_bytes)
-        return out
-
-    def note(self, phase: str, nbytes: int) -> None:
-        """So much was live at some moment of ``phase``."""
-        if nbytes > self.peak_bytes:
-            self.peak_bytes, self.peak_phase = nbytes, phase
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        address = storage._cdata
-        if address not in self._storages:
-            self._storages[address] = weakref.finalize(storage, self._remove, address, storage.nbytes())
-            self._live_bytes += storage.nbytes()
-
-    def _remove(self, address: int, nbytes: int) -> None:
-        del self._storages[address]
-        self._live_bytes -= nbytes
-
-
-def _state_bytes(model: torch.nn.Module, optimizer: str) -> int:
-    """What torch's optimizers keep: one momentum, or two moments and a step count a parameter."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if optimizer == "sgd":
-        return 0
-    return _nbytes(trained) if optimizer == "sgd-momentum" else 2 * _nbytes(trained) + 4 * len(trained)
-
-
-def _transient_bytes(gradients: Sequence[torch.Tensor], optimizer: str) -> int:
-    """Adam's root and quotient, of one parameter at a time on a CPU."""
-    largest = max((_nbytes([gradient]) for gradient in gradients), default=0)
-    return 2 * largest if optimizer.startswith("adam") else 0
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-
-
-def _dtype(model: torch.nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters()), torch.get_default_dtype())

@@ -10,16 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from squeezebox.reports._report import human_bytes, write_whole
+from squeezebox.schema import Call, Peak
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
     """A plain PyTorch training step's memory, foretold; all sizes in bytes. ``str()`` is a table.
 
-    ``saved_bytes`` is what a report calls saved: each storage once, without parameters, buffers and the
-    input. ``saved`` splits it by role. ``peak_bytes`` counts everything, at the worst moment of a step
-    whose optimizer state is there already; ``peak_phase`` says when that is: ``"forward"``,
-    ``"backward"`` or ``"optimizer"``.
+    ``input_shape`` and ``batch`` are those of the first input; ``input_bytes`` count all, and the target.
+    ``gradient_bytes`` are all gradients, of which some may not be there yet at the peak. ``saved_bytes`` is
+    what a report calls saved: each storage once, without parameters, buffers and the input. ``saved`` splits
+    it by role. ``peak_bytes`` counts everything, at the worst moment of a step
+    whose optimizer state is there already; ``peak_phase`` says when that is: ``"forward"``, ``"loss"``,
+    ``"backward"`` or ``"optimizer"``. ``peak`` says what is live then, and what is running.
     """
 
     input_shape: tuple[int, ...]
@@ -34,11 +37,13 @@ class Estimate:
     saved: Mapping[str, int]
     peak_bytes: int
     peak_phase: str
+    peak: Peak
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as written by :meth:`to_json`."""
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        return {**values, "input_shape": list(self.input_shape), "saved": dict(self.saved)}
+        plain = {"input_shape": list(self.input_shape), "saved": dict(self.saved)}
+        return {**values, **plain, "peak": peak_fields(self.peak)}
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write the estimate whole or not at all.
@@ -59,6 +64,32 @@ class Estimate:
             ("saved for backward", self.saved_bytes),
             *((f"  {role}", nbytes) for role, nbytes in self.saved.items()),
             (f"peak of the step (in {self.peak_phase})", self.peak_bytes),
+            *((f"  {kind.value}", nbytes) for kind, nbytes in self.peak.by_kind.items()),
         ]
         width = max(len(label) for label, _ in rows)
-        return "\n".join(f"{label:<{width}}  {human_bytes(nbytes):>10}" for label, nbytes in rows)
+        lines = [f"{label:<{width}}  {human_bytes(nbytes):>10}" for label, nbytes in rows]
+        return "\n".join([*lines, f"The peak is in {owner(self.peak.call)}."])
+
+
+def owner(call: Call | None) -> str:
+    """``backward of 'layer1.0.conv2' (convolution_backward)``."""
+    if call is None:
+        return "what was there before the step"
+    if call.phase == "optimizer":
+        return f"the optimizer's step ({call.operator})"
+    if call.phase == "loss":
+        return f"the loss ({call.operator})"
+    of = f"'{call.module}'" if call.module else "the model itself, or the loss"
+    return f"{call.phase} of {of} ({call.operator})"
+
+
+def peak_fields(peak: Peak) -> dict[str, Any]:
+    """Plain values: bytes of each kind, which add up to ``nbytes``, and phase, module and operator."""
+    where = peak.call
+    return {
+        "nbytes": peak.nbytes,
+        "by_kind": {kind.value: nbytes for kind, nbytes in peak.by_kind.items()},
+        "phase": where.phase if where else None,
+        "module": where.module if where else None,
+        "operator": where.operator if where else None,
+    }

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from squeezebox.reports._fields import checked, without_duplicates
 from squeezebox.reports._report import human_bytes, write_whole
-from squeezebox.schema import Action, FormatError, Option, Region, Role
+from squeezebox.reports._shortage import where
+from squeezebox.schema import Action, FormatError, Moment, Option, PlannedPeak, Region, Role
 
 PLAN_VERSION = 1
 _OPTION = [item.name for item in dataclasses.fields(Option)]
@@ -42,7 +44,8 @@ class StepPlan:
     ``plain_peak_bytes`` and ``plain_seconds`` are those of a step without Squeezebox.
     ``predicted_noise`` is what a step on the plan's sample had, or foretold (:func:`squeezebox.max_batch`).
     ``late_values`` names tensors of which a later operator reads more than the first one, and its role.
-    ``region`` are the first layers, if they are worked in slices of the batch.
+    ``region`` are the first layers, if they are worked in slices of the batch. ``peak`` says where the
+    predicted peak lies and what is live then; its parts add up to it (None in files of earlier releases).
     """
 
     model: str
@@ -56,6 +59,7 @@ class StepPlan:
     late_values: dict[str, str]
     tensors: tuple[PlannedTensor, ...]
     region: Region | None = None
+    peak: PlannedPeak | None = None
 
     @property
     def kept(self) -> frozenset[str]:
@@ -102,7 +106,8 @@ class StepPlan:
             for tensor in self.tensors
         ]
         region = dataclasses.asdict(self.region) if self.region is not None else None
-        return {"version": PLAN_VERSION, **values, "region": region, "tensors": rows}
+        peak = dataclasses.asdict(self.peak) if self.peak is not None else None
+        return {"version": PLAN_VERSION, **values, "region": region, "peak": peak, "tensors": rows}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan whole or not at all; OutputError if the path cannot be written."""
@@ -134,6 +139,7 @@ class StepPlan:
             f"plan for {self.model}: budget {limit}, noise {self.noise:g}",
             f"peak   {human_bytes(self.predicted_peak_bytes):>10}  plain "
             f"{human_bytes(self.plain_peak_bytes)}",
+            *(_parts(self.peak) if self.peak is not None else ()),
             f"time   {self.predicted_seconds:>8.3f} s  plain {self.plain_seconds:.3f} s",
             f"noise  {self.predicted_noise:>10.1e}",
             *([f"{self.region} in {self.region.slices} slices of the batch"] if self.region else []),
@@ -165,8 +171,8 @@ def _from_dict(values: Any) -> StepPlan:
         raise FormatError(
             f"version is {version!r}; this Squeezebox reads version {PLAN_VERSION}. Upgrade squeezebox"
         )
-    fields = checked(StepPlan, values, "", besides=["version"])
-    rows, region = fields.pop("tensors"), fields.pop("region")
+    fields = checked(StepPlan, {"peak": None, **values}, "", besides=["version"])
+    rows, region, peak = fields.pop("tensors"), fields.pop("region"), fields.pop("peak")
     if not isinstance(rows, list):
         raise FormatError(f"tensors is a {type(rows).__name__}, not a list")
     tensors = tuple(_tensor(row, f"tensors[{number}]") for number, row in enumerate(rows))
@@ -176,7 +182,8 @@ def _from_dict(values: Any) -> StepPlan:
             raise FormatError(f"tensors[{number}].key is '{key}', as that of tensors[{keys.index(key)}]")
     _check_late_values(fields["late_values"])
     sliced = None if region is None else Region(**checked(Region, region, "region"))
-    return StepPlan(**fields, tensors=tensors, region=sliced)
+    parts = None if peak is None else PlannedPeak(**checked(PlannedPeak, peak, "peak"))
+    return StepPlan(**fields, tensors=tensors, region=sliced, peak=parts)
 
 
 def _tensor(row: Any, where: str) -> PlannedTensor:
@@ -192,6 +199,20 @@ def _check_late_values(values: Any) -> None:
     for key, role in values.items():
         if role not in [each.value for each in Role]:
             raise FormatError(f"late_values['{key}'] is {role!r}, which is no role of a saved tensor")
+
+
+def _parts(peak: PlannedPeak) -> Iterator[str]:
+    yield f"  {where(Moment(phase=peak.phase, event=peak.event, key=peak.key))}, with"
+    parts = {
+        "parameters, buffers": peak.parameter_bytes,
+        "sample": peak.input_bytes,
+        "gradients": peak.gradient_bytes,
+        "optimizer state": peak.state_bytes,
+        "saved tensors": peak.saved_bytes,
+        "temporaries": peak.temporary_bytes,
+    }
+    width = max(map(len, parts))
+    yield from (f"  {name:<{width}}  {human_bytes(nbytes):>10}" for name, nbytes in parts.items())
 
 
 def _plain(option: Option) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from squeezebox.schema import Check, OutputError, SavedTensor, StepRecord
+from squeezebox.schema import ArenaRecord, Check, OutputError, SavedTensor, StepRecord
 
 _ROWS = 24  # the largest tensors that text shows; JSON has all
 
@@ -154,6 +154,8 @@ def _totals(record: StepRecord) -> list[str]:
         lines.append(f"idle in split blocks of the allocator: {human_bytes(record.split_bytes)}")
     if record.refresh_peak_bytes is not None:
         lines.append(f"peak of a step that gathers statistics: {human_bytes(record.refresh_peak_bytes)}")
+    if record.arena is not None:
+        lines.append(_arena(record.arena))
     lines.append(
         f"gradient noise: measured {_figure(record.noise)}, predicted {_figure(record.predicted_noise)}"
     )
@@ -165,6 +167,15 @@ def _totals(record: StepRecord) -> list[str]:
     )
     lines.extend(record.notes)
     return lines
+
+
+def _arena(arena: ArenaRecord) -> str:
+    if not arena.nbytes:
+        return "arena: none yet, the first steps tell how large it has to be"
+    return (
+        f"arena of {human_bytes(arena.nbytes)}: {arena.tensors} packed tensors in it, {arena.spills} "
+        f"({human_bytes(arena.spilled_bytes)}) spilled; {arena.total_spills} in all steps"
+    )
 
 
 def _table(record: StepRecord) -> list[str]:

@@ -35,6 +35,7 @@ from squeezebox.schema._plan import (
     Moment,
     Option,
     Plan,
+    PlannedPeak,
     Profile,
     Region,
     Shortage,
@@ -42,6 +43,7 @@ from squeezebox.schema._plan import (
     TensorProfile,
 )
 from squeezebox.schema._saved import (
+    ArenaRecord,
     Check,
     Edge,
     Injection,
@@ -53,9 +55,11 @@ from squeezebox.schema._saved import (
     StepStatistics,
     TensorStatistics,
 )
+from squeezebox.schema._trace import Call, Kind, Peak, StepTrace, Storage
 
 __all__ = [
     "Action",
+    "ArenaRecord",
     "AttachError",
     "Block",
     "Budget",
@@ -83,6 +87,7 @@ __all__ = [
     "PipelineProfile",
     "Plan",
     "PlanError",
+    "PlannedPeak",
     "Profile",
     "Reads",
     "Region",
@@ -98,4 +103,9 @@ __all__ = [
     "TensorProfile",
     "TensorStatistics",
     "UnsupportedModelError",
+    "Call",
+    "Kind",
+    "Peak",
+    "StepTrace",
+    "Storage",
 ]

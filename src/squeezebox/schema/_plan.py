@@ -164,6 +164,25 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedPeak:
+    """Where a plan's peak lies, and what is live then: the six sizes add up to it.
+
+    ``phase``, ``event`` and ``key`` are those of its :class:`Moment`; ``parameter_bytes`` count buffers too,
+    ``input_bytes`` are the sample, ``temporary_bytes`` operators' inputs, outputs and working memory.
+    """
+
+    phase: str
+    event: str
+    key: str
+    parameter_bytes: int
+    input_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+    saved_bytes: int
+    temporary_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Shortage:
     """Why no plan fits a budget, and what would; sizes are bytes.
 

@@ -150,6 +150,23 @@ class Check:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ArenaRecord:
+    """How one step used the arena of ``nbytes`` (0: the first steps have none yet); sizes are bytes.
+
+    Of its packed tensors, ``tensors`` lay in the arena; ``spills`` found no place there, or one that was too
+    small, and took ``spilled_bytes`` elsewhere. ``total_spills`` counts those of all steps, and ``layouts``
+    how often the arena was laid out.
+    """
+
+    nbytes: int = 0
+    tensors: int = 0
+    spills: int = 0
+    spilled_bytes: int = 0
+    total_spills: int = 0
+    layouts: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
     """One training step as the report shows it; all sizes in bytes.
 
@@ -161,6 +178,7 @@ class StepRecord:
     ``split_bytes`` is the most that lay idle in parts of a CUDA allocator's blocks (fragmentation; None on
     the CPU). ``refresh_peak_bytes`` is the peak of the last measured step that gathered statistics.
     ``budget_bytes``, ``predicted_peak_bytes`` and ``predicted_seconds`` are those of the plan, if any.
+    ``arena`` is there where packed tensors have one.
     ``noise`` is the measured squared gradient error relative to the squared gradient norm,
     ``predicted_noise`` what the error law expects of it.
     """
@@ -180,5 +198,6 @@ class StepRecord:
     budget_bytes: int | None = None
     predicted_peak_bytes: int | None = None
     predicted_seconds: float | None = None
+    arena: ArenaRecord | None = None
     checks: tuple[Check, ...] = ()
     notes: tuple[str, ...] = ()

@@ -3,68 +3,109 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 
 from squeezebox.capture import Observer
-from squeezebox.profiling import simulate
+from squeezebox.profiling import Simulation, fake_like, simulate
 from squeezebox.reports import Estimate
 from squeezebox.schema import OptionError
+from squeezebox.session._samples import LossFunction, check_sample
+
+_INPUT_SHAPE = (3, 224, 224)
+_BATCH = 32
 
 
 def estimate(
     model: torch.nn.Module | Callable[[], torch.nn.Module],
     *,
-    input_shape: Sequence[int] = (3, 224, 224),
-    batch: int = 32,
-    optimizer: str = "sgd-momentum",
+    input_shape: Sequence[int] | None = None,
+    batch: int | None = None,
+    sample: tuple[Any, Any] | Callable[[], tuple[Any, Any]] | None = None,
+    loss_fn: LossFunction | None = None,
+    optimizer: str | torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] = "sgd-momentum",
     dtype: torch.dtype | str | None = None,
     input_dtype: torch.dtype | str | None = None,
 ) -> Estimate:
     """Say what a plain training step would hold, without training and without using the memory.
 
-    Forward, the sum of all outputs as the loss, and backward run on fake tensors; the optimizer's share
-    is added. Nothing is computed, so models whose control flow reads values cannot be estimated.
+    Forward, loss, backward and the optimizer's step run on fake tensors. Nothing is computed, so models whose
+    control flow reads values cannot be estimated. On a CPU convolutions and their like are run all the same,
+    each on a few samples of zeros, for what they take and give back before they return.
 
     Args:
         model: a module (left alone), or a function or class that makes one.
-        input_shape: one sample's shape, without the batch.
-        batch: samples a step.
-        optimizer: "sgd", "sgd-momentum", "adam" or "adamw".
-        dtype: of the model and a floating-point input, such as "bfloat16" (default: as the model is).
+        input_shape: one sample's shape, without the batch (default: 3, 224, 224).
+        batch: samples a step (default: 32).
+        sample: instead of these: inputs (a tensor, or a tuple of them) and target, of which shapes and dtypes
+            are read; or a function that makes them, without using memory.
+        loss_fn: ``loss_fn(output, target)`` is what backward starts from (default: the sum of all outputs).
+        optimizer: "sgd", "sgd-momentum", "adam" or "adamw"; the model's own; or what makes one of parameters.
+        dtype: of the model and floating-point inputs, such as "bfloat16" (default: as they are).
         input_dtype: of the input, such as "int64" for tokens (default: ``dtype``).
 
     Raises:
         OptionError: an argument is out of range, or the model does not take such an input.
     """
+    kind, input_kind = _dtype_named(dtype), _dtype_named(input_dtype)
+    if sample is not None and (input_shape, batch, input_dtype) != (None, None, None):
+        raise OptionError("sample says input_shape, batch and input_dtype already; give it without these.")
+    shape = (_BATCH if batch is None else batch, *(_INPUT_SHAPE if input_shape is None else input_shape))
+    _check(shape)
+
+    def make_sample(fake: torch.nn.Module) -> tuple[Any, Any]:
+        if sample is None:
+            return torch.zeros(shape, dtype=input_kind or kind or _dtype_of(fake)), None
+        given, _ = check_sample(sample() if callable(sample) else sample, loss_fn or _no_loss)
+        return cast("tuple[Any, Any]", fake_like(given, kind))
+
     observers: list[Observer] = []
 
     @contextlib.contextmanager
-    def watch(fake: torch.nn.Module, inputs: torch.Tensor) -> Iterator[None]:
-        observers.append(Observer(fake, [inputs]))
+    def watch(fake: torch.nn.Module, inputs: list[torch.Tensor]) -> Iterator[None]:
+        observers.append(Observer(fake, inputs))
         with observers[-1]:
             yield
 
-    figures = simulate(
-        model,
-        input_shape=input_shape,
-        batch=batch,
-        optimizer=optimizer,
-        dtype=_dtype_named(dtype),
-        input_dtype=_dtype_named(input_dtype),
-        watch=watch,
+    simulation = simulate(
+        model, sample=make_sample, loss_fn=loss_fn, optimizer=optimizer, dtype=kind, watch=watch
     )
-    saved = observers[-1].saved_bytes()
+    named = optimizer if isinstance(optimizer, str) else simulation.optimizer
+    return _as_estimate(simulation, observers[-1].saved_bytes(), named)
+
+
+def _as_estimate(simulation: Simulation, saved: dict[str, int], optimizer: str) -> Estimate:
+    peak = simulation.trace.peak()
+    shapes = simulation.input_shapes
     return Estimate(
-        input_shape=tuple(input_shape),
-        batch=batch,
+        input_shape=shapes[0][1:] if shapes else (),
+        batch=shapes[0][0] if shapes and shapes[0] else 0,
         optimizer=optimizer,
+        parameter_bytes=simulation.parameter_bytes,
+        gradient_bytes=simulation.gradient_bytes,
+        buffer_bytes=simulation.buffer_bytes,
+        optimizer_bytes=simulation.optimizer_bytes,
+        input_bytes=simulation.input_bytes,
         saved_bytes=sum(saved.values()),
         saved=saved,
-        **dataclasses.asdict(figures),
+        peak_bytes=peak.nbytes,
+        peak_phase=peak.call.phase if peak.call is not None else "forward",
+        peak=peak,
     )
+
+
+def _no_loss(output: Any, target: Any) -> torch.Tensor:
+    """Stands for the sum of all outputs where a sample is checked."""
+    raise NotImplementedError
+
+
+def _check(shape: tuple[int, ...]) -> None:
+    if shape[0] < 1:
+        raise OptionError(f"batch {shape[0]} is below 1: a step needs at least one sample.")
+    if any(size < 1 for size in shape):
+        raise OptionError(f"input shape {shape[1:]} has a size below 1; give sizes such as (3, 224, 224).")
 
 
 def _dtype_named(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -74,3 +115,7 @@ def _dtype_named(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if isinstance(found, torch.dtype):
         return found
     raise OptionError(f"'{dtype}' is no dtype of torch; name one such as float32, bfloat16 or int64.")
+
+
+def _dtype_of(model: torch.nn.Module) -> torch.dtype:
+    return next((parameter.dtype for parameter in model.parameters()), torch.get_default_dtype())

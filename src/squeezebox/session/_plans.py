@@ -292,6 +292,7 @@ def _planned(
         predicted_noise=chosen.predicted_noise,
         late_values=seen.late_values,
         region=used.region,
+        peak=planner.planned_peak(used.profile, chosen) if used.profile.moments else None,
         tensors=tuple(
             PlannedTensor(key=key, saved_bytes=used.saved_bytes[key], option=option)
             for key, option in chosen.choices.items()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from squeezebox import bounds as bounds_room
-from squeezebox.bounds import Controller, ControllerState, NoiseBudget, Planned
+from squeezebox.bounds import Controller, NoiseBudget, Planned
 from squeezebox.capture import (
     Collector,
     Installation,
@@ -32,7 +32,7 @@ from squeezebox.capture import (
 )
 from squeezebox.profiling import PeakMeter
 from squeezebox.reports import Report, StepPlan
-from squeezebox.schema import AttachError, Check, FormatError, Region, Role, StepRecord
+from squeezebox.schema import ArenaRecord, AttachError, Check, Region, Role, StepRecord
 from squeezebox.session._models import (
     device_of,
     gradient_noise,
@@ -45,9 +45,10 @@ from squeezebox.session._models import (
     tensors_in,
 )
 from squeezebox.session._policy import BoundPolicy, admit, refuse_unsound
+from squeezebox.session._records import Totals, record_of
 from squeezebox.session._replanning import Replanning, shapes_of
+from squeezebox.session._state import STATE_VERSION, read_state
 
-STATE_VERSION = 1
 _UNKNOWN_COUNT = 64  # lossy tensors of a model, before the first step has counted them
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # multiples of it spread evenly over the unit interval
 
@@ -66,6 +67,7 @@ class Session:
         plan: StepPlan | None = None,
         replanning: Replanning | None = None,
         overlapping: bool = False,
+        arena: bool = False,
     ) -> None:
         self._model = model
         self._overlapping = overlapping
@@ -75,6 +77,8 @@ class Session:
         self._store = Store(self._policy)
         if not on_host:
             self._store.use_device(device_of(model))
+        if arena:
+            self._store.use_arena()
         self._recorder = Recorder(self._store)
         self._notes: dict[str, None] = {}
         self._replanning = replanning
@@ -198,6 +202,7 @@ class Session:
         self._abandon()
         self._installation.remove()
         self._installation = None
+        self._store.reserve = None
         self._store.clear()
         attached.discard(self._model)
 
@@ -218,24 +223,9 @@ class Session:
         Raises:
             FormatError: the state is damaged or of a newer version.
         """
-        version = state.get("version")
-        if version != STATE_VERSION:
-            raise FormatError(
-                f"session state has version {version}; this Squeezebox reads version {STATE_VERSION}. "
-                "Upgrade squeezebox, or start the session anew."
-            )
-        try:
-            step = int(state["step"])
-            late = {str(key): Role(role) for key, role in state["late_values"].items()}
-            weighted, others = (int(count) for count in state["counts"])
-            controller = ControllerState.from_dict(dict(state["controller"]))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise FormatError(
-                f"session state has fields {sorted(state)}, of which one is missing or damaged ({error}). "
-                "Pass the object that state_dict() gave, or start the session anew."
-            ) from error
-        self._policy.state, self._step, self._store.late_values = controller, step, late
-        self._counts = {True: weighted, False: others}
+        read = read_state(state)
+        self._policy.state, self._step, self._store.late_values = read.controller, read.step, read.late_values
+        self._counts = read.counts
 
     def _start(self, inputs: Any) -> None:
         """A forward pass begins (the model's own, or step() around it)."""
@@ -257,6 +247,7 @@ class Session:
         own = [*held_by(self._model), *tensors_in(inputs)]
         self._recorder.own(own)
         if self._meter.running:
+            own += self._store.reserved
             self._baseline = max(self._baseline, nbytes_of(own + self._persistent()))
         self._recorder.__enter__()
 
@@ -365,6 +356,8 @@ class Session:
     def _start_blocks(self, *, measured: bool) -> None:
         if self._store.blocks is not None:
             self._store.blocks.start_step(self._store.room, measured=measured, in_use=self._store.was_in_use)
+        if self._store.reserve is not None:
+            self._store.reserve.start_step()
 
     def _close_step(self) -> None:
         """After a backward: read the meter, turn due statistics into new bounds."""
@@ -390,35 +383,29 @@ class Session:
             self._floor, self._counts = collector.floor_bytes, collector.counts
             self._policy.state = self._policy.controller.update(self._policy.state, statistics)
         small, borrowed = sum(self._store.small.values()), sum(self._store.borrowed.values())
-        self._freeze = functools.partial(self._frozen, self._step, self._store.rows, small, borrowed)
+        arena = self._store.reserve.record if self._store.reserve is not None else None
+        self._freeze = functools.partial(self._frozen, self._step, self._store.rows, small, borrowed, arena)
 
-    def _frozen(self, step: int, rows: list[Row], small: int, borrowed: int) -> StepRecord:
+    def _frozen(
+        self, step: int, rows: list[Row], small: int, borrowed: int, arena: ArenaRecord | None
+    ) -> StepRecord:
         """A closed step as the report has it; waits for a device."""
         use = self._store.blocks.settle() if self._store.blocks is not None else None
-        known = self._policy.state.sensitivities
-        tensors = tuple(
-            row.freeze(known[row.key] * row.bound**2 if row.key in known else None, use) for row in rows
-        )
         lossy = {row.key: row.bound for row in rows if row.bound > 0.0}
-        total, activations, split = self._peaks or (self._refresh_peak, None, None)
-        return StepRecord(
+        totals = Totals(
             step=step,
-            tensors=tensors,
-            saved_bytes=small + sum(tensor.saved_bytes for tensor in tensors),
-            packed_bytes=small + sum(tensor.packed_bytes for tensor in tensors),
+            small_bytes=small,
             borrowed_bytes=borrowed,
-            noise=self._measured_noise(),
-            predicted_noise=self._predicted_noise(lossy),
-            peak_bytes=total,
-            activation_peak_bytes=activations,
-            split_bytes=split,
+            peaks=self._peaks or (self._refresh_peak, None, None),
             refresh_peak_bytes=self._refresh_peak,
             floor_bytes=self._floor,
-            budget_bytes=self._plan.budget_bytes if self._plan else None,
-            predicted_peak_bytes=self._plan.predicted_peak_bytes if self._plan else None,
-            predicted_seconds=self._plan.predicted_seconds if self._plan else None,
-            checks=tuple(self._checks),
-            notes=(*self._notes, *(self._store.blocks.notes if self._store.blocks is not None else ())),
+            noise=self._measured_noise(),
+            predicted_noise=self._predicted_noise(lossy),
+            arena=arena,
+        )
+        notes = (*self._notes, *(self._store.blocks.notes if self._store.blocks is not None else ()))
+        return record_of(
+            rows, use, self._policy.state.sensitivities, totals, self._plan, tuple(self._checks), notes
         )
 
     def _predicted_noise(self, lossy: dict[str, float]) -> float | None:
@@ -480,6 +467,7 @@ def begin(
     replanning: Replanning | None = None,
     checks_per_refresh: int = 1,
     overlapping: bool = False,
+    arena: bool = False,
 ) -> Session:
     """A session for a model that has none and can have one; without controller and plan nothing is lost.
 
@@ -492,6 +480,6 @@ def begin(
             "with that one."
         )
     check_supported(model)
-    session = Session(model, optimizer, controller, checks_per_refresh, plan, replanning, overlapping)
+    session = Session(model, optimizer, controller, checks_per_refresh, plan, replanning, overlapping, arena)
     attached.add(model)
     return session

@@ -1,0 +1,34 @@
+"""Packing into a place of the session's arena."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from squeezebox import codecs
+from squeezebox.memory import Reserve, Room
+
+
+def pack_into(
+    reserve: Reserve, key: str, owner: object, codec: codecs.Codec, tensor: torch.Tensor, **options: Any
+) -> codecs.Packed:
+    """As ``codec.pack(tensor, **options)``, with all parts in the arena where they fit.
+
+    Codes of variable size are made there; what has a size that follows from the shape is copied, and is there
+    twice for that moment. The place is ``owner``'s, and is free again when nobody refers to the parts.
+    """
+    room = reserve.claim(key)
+    if room is not None and codec.takes_room:
+        options["room"] = room.free
+    packed = codec.pack(tensor, **options)
+    placed = None if room is None else _placed(packed, room)
+    reserve.note(key, packed.nbytes, owner, placed=placed is not None)
+    return placed or packed
+
+
+def _placed(packed: codecs.Packed, room: Room) -> codecs.Packed | None:
+    parts = [room.put(part) for part in packed.payload]
+    kept = tuple(part for part in parts if part is not None)
+    return replace(packed, payload=kept) if len(kept) == len(parts) else None

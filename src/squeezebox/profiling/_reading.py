@@ -1,0 +1,120 @@
+"""From a step's events to its trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from squeezebox.profiling._ledgers import ALLOCATION, CALL, FREE, KIND, PHASE, Event
+from squeezebox.schema import Call, Kind, StepTrace, Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a storage is, by its address at some moment."""
+
+    kind: Kind
+    nbytes: Mapping[int, int]  # by address
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """An operator that ran, and the addresses that it was given."""
+
+    operator: str
+    phase: str
+    module: str
+    addresses: Sequence[int]
+    stream: int
+
+
+@dataclass(slots=True)
+class _Life:
+    nbytes: int
+    allocated_at: int
+    call: int | None
+    kind: Kind = Kind.TEMPORARY
+    freed_at: int = -1
+    streams: dict[int, None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Reading:
+    """Goes through the events once; ``notes`` are what the marks of kinds refer to."""
+
+    running: Sequence[Running]
+    notes: Sequence[Known]
+    lives: list[_Life] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    _now: int = 0
+    _living: dict[int, _Life] = field(default_factory=dict)
+
+    def trace(self, before: Iterable[Known], events: Iterable[Event]) -> StepTrace:
+        """``before``: what is there when the step begins; where two claim a storage, the first has it."""
+        for known in before:
+            for address, nbytes in known.nbytes.items():
+                if nbytes and address not in self._living:
+                    self._begin(address, _Life(nbytes, 0, None, known.kind))
+        for event in events:
+            self._read(event)
+        end = self._now + 1
+        return StepTrace(
+            storages=tuple(
+                Storage(
+                    nbytes=life.nbytes,
+                    kind=life.kind,
+                    allocated_at=life.allocated_at,
+                    freed_at=end if life.freed_at < 0 else life.freed_at,
+                    call=life.call,
+                    streams=tuple(life.streams) or (0,),
+                )
+                for life in self.lives
+            ),
+            calls=tuple(self.calls),
+            end=end,
+        )
+
+    def _read(self, event: Event) -> None:
+        if event.what == ALLOCATION:
+            self._end(event.number)  # freed where nobody saw it
+            self._now += 1
+            life = _Life(event.nbytes, self._now, len(self.calls) - 1 if self.calls else None)
+            self._begin(event.number, life)
+            self._touch(life)
+        elif event.what == FREE:
+            self._end(event.number)
+        elif event.what == CALL:
+            self._call(self.running[event.number])
+        elif event.what == PHASE:
+            for life in self._living.values():
+                if life.kind is Kind.TEMPORARY:
+                    life.kind = Kind.SAVED
+        elif event.what == KIND:
+            self._name(self.notes[event.number])
+
+    def _call(self, call: Running) -> None:
+        self.calls.append(
+            Call(operator=call.operator, phase=call.phase, module=call.module, began_at=self._now + 1)
+        )
+        for address in call.addresses:
+            if address in self._living:
+                self._living[address].streams[call.stream] = None
+
+    def _touch(self, life: _Life) -> None:
+        if self.calls:
+            life.streams[self.running[len(self.calls) - 1].stream] = None
+
+    def _name(self, known: Known) -> None:
+        for address in known.nbytes:
+            if address in self._living and self._living[address].allocated_at:
+                self._living[address].kind = known.kind
+
+    def _begin(self, address: int, life: _Life) -> None:
+        self._living[address] = life
+        self.lives.append(life)
+
+    def _end(self, address: int) -> None:
+        life = self._living.pop(address, None)
+        if life is not None:
+            self._now += 1
+            life.freed_at = self._now

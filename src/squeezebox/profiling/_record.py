@@ -1,0 +1,212 @@
+"""One training step's allocations: whose they are, and how long they last; of fake tensors too."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from squeezebox.profiling._ledgers import CALL, KIND, PHASE, FakeLedger, Ledger, RealLedger
+from squeezebox.profiling._reading import Known, Reading, Running
+from squeezebox.schema import Kind, StepTrace
+
+Around = Callable[[], AbstractContextManager[object]]
+
+
+def record_step(
+    model: torch.nn.Module,
+    *,
+    sample: tuple[Any, Any],
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    optimizer: torch.optim.Optimizer | None = None,
+    around: Around = contextlib.nullcontext,
+) -> StepTrace:
+    """Take one training step, and say what it allocates, when, for whom and for how long.
+
+    On real tensors the storages are the allocator's own, from torch's profiler: also what operators take and
+    give back before they return. On fake ones nothing is computed; there, such temporaries are counted on a
+    CPU, by running the operators that are known to have them on a few samples of zeros.
+
+    Args:
+        model: in the mode in which it is to be recorded. Gradients are dropped before the step.
+        sample: inputs (a tensor, or a tuple of them) and target.
+        loss_fn: ``loss_fn(output, target)`` is what backward starts from.
+        optimizer: takes a step after backward, so on real tensors parameters change. One that has taken a
+            step before has its state already.
+        around: gives a context for forward and loss.
+
+    Raises:
+        OptionError: the tensors are real and another profiler is active.
+    """
+    inputs, target = sample
+    model.zero_grad(set_to_none=True)
+    before: dict[Kind, list[torch.Tensor]] = {
+        Kind.PARAMETER: list(model.parameters()),
+        Kind.BUFFER: list(model.buffers()),
+        Kind.STATE: _state(optimizer),
+        Kind.INPUT: _tensors(sample),
+    }
+    tensors = [*itertools.chain(*before.values())]
+    fake = any(isinstance(tensor.data, FakeTensor) for tensor in tensors)
+    ledger = FakeLedger(tensors) if fake else RealLedger(_device(tensors))
+    step = _Step(model, ledger)
+    known = [step.known(kind, found) for kind, found in before.items()]
+    try:
+        with step:
+            with around():
+                output = model(*inputs if isinstance(inputs, tuple) else (inputs,))
+                step.phase = "loss"
+                loss = loss_fn(output, target)
+                del output
+            step.turn("backward")
+            loss.backward()
+            step.note(Kind.GRADIENT, [p.grad for p in model.parameters() if p.grad is not None])
+            step.phase = "optimizer"
+            if optimizer is not None:
+                with step_counts() if fake else contextlib.nullcontext():
+                    optimizer.step()
+            step.note(Kind.STATE, _state(optimizer))
+        return Reading(step.running, step.notes).trace(known, ledger.events())
+    finally:
+        ledger.close()
+
+
+def step_counts() -> AbstractContextManager[object]:
+    """Where optimizers may step fake parameters: they read how many steps there were, but for no size."""
+    return _StepCounts()  # type: ignore[no-untyped-call]
+
+
+class _StepCounts(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0
+        return func(*args, **(kwargs or {}))
+
+
+class _Step(TorchDispatchMode):
+    """Numbers every operator and notes for whom it runs."""
+
+    def __init__(self, model: torch.nn.Module, ledger: Ledger) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.phase = "forward"
+        self.running: list[Running] = []
+        self.notes: list[Known] = []
+        self._ledger = ledger
+        self._modules = _Modules(model)
+
+    def __enter__(self) -> _Step:
+        self._modules.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._modules.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # a fake tensor is asked for its device
+            return func(*args, **kwargs)
+        self.running.append(
+            Running(
+                operator=func.name().split("::")[-1],
+                phase=self.phase,
+                module=self._modules.current(),
+                addresses=[self._ledger.address(s) for s in _storages(tree_leaves((args, kwargs)))],
+                stream=_stream(),
+            )
+        )
+        self._ledger.mark(CALL, len(self.running) - 1)
+        out = func(*args, **kwargs)
+        self._ledger.returned(func, args, kwargs, out)
+        return out
+
+    def turn(self, phase: str) -> None:
+        """What was made and is still there has been saved."""
+        self.phase = phase
+        self._ledger.mark(PHASE, 0)
+
+    def known(self, kind: Kind, tensors: Iterable[torch.Tensor]) -> Known:
+        """What these storages are as long as they live."""
+        return Known(kind, {self._ledger.address(s): s.nbytes() for s in _storages(tensors)})
+
+    def note(self, kind: Kind, tensors: Iterable[torch.Tensor]) -> None:
+        """The storages that these have now, made by this step, are of this kind."""
+        self.notes.append(self.known(kind, tensors))
+        self._ledger.mark(KIND, len(self.notes) - 1)
+
+
+class _Modules:
+    """Whose forward runs, or whose backward: autograd numbers its nodes as forward makes them."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._paths = {module: path for path, module in model.named_modules()}
+        self._stack: list[str] = []
+        self._numbers, self._owners = [-1], [""]
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._hooks = [
+            register_module_forward_pre_hook(self._begin),
+            register_module_forward_hook(self._end, always_call=True),
+        ]
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def current(self) -> str:
+        """The path of the innermost module."""
+        if self._stack:
+            return self._stack[-1]
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        return self._owners[bisect_right(self._numbers, node._sequence_nr()) - 1]
+
+    def _begin(self, module: torch.nn.Module, args: Any) -> None:
+        if module in self._paths:
+            self._stack.append(self._paths[module])
+            self._turn()
+
+    def _end(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if module in self._paths and self._stack:
+            self._stack.pop()
+            self._turn()
+
+    def _turn(self) -> None:
+        self._numbers.append(torch._C._autograd._get_sequence_nr())
+        self._owners.append(self._stack[-1] if self._stack else "")
+
+
+def _stream() -> int:
+    """The current stream's number."""
+    return int(torch.cuda.current_stream().stream_id) if torch.cuda.is_initialized() else 0
+
+
+def _state(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+    states = optimizer.state.values() if optimizer is not None else ()
+    return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            yield value.untyped_storage()
+
+
+def _device(tensors: Iterable[torch.Tensor]) -> torch.device:
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))

@@ -1,0 +1,229 @@
+"""What operators take on a CPU and give back before they return: counted on a few samples of theirs.
+
+Convolutions copy into layouts of their own, which differ with shapes, strides and the processor. So each is
+run on zeros, at two small batches, and the line through both is followed to the batch that is asked about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.profiler import record_function
+from torch.utils._python_dispatch import _disable_current_modes
+
+from squeezebox.profiling._peak import Recording
+
+aten = torch.ops.aten
+MOST_BYTES = 1 << 30  # of the operands of an operator that is run
+_PREFIX = "squeezebox workspace "
+
+
+class Operand(NamedTuple):
+    """A tensor argument without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of the elements that its strides reach."""
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return 0 if 0 in self.shape else (last + 1) * self.dtype.itemsize
+
+
+class Workspace(NamedTuple):
+    """An operator and its arguments; equal ones take the same memory."""
+
+    func: Any
+    arguments: tuple[Any, ...]
+    named: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def operands(self) -> list[Operand]:
+        """All tensors among the arguments."""
+        values = [*self.arguments, *(value for _, value in self.named)]
+        return [value for value in values if isinstance(value, Operand)]
+
+
+def workspace_of(func: Any, arguments: Any, named: Any) -> Workspace | None:
+    """What to ask :func:`measured` for; None where the operator is not known to take more than it returns."""
+    if func not in _RULES:
+        return None
+    found = Workspace(
+        func,
+        tuple(_described(argument) for argument in arguments),
+        tuple((name, _described(argument)) for name, argument in (named or {}).items()),
+    )
+    return None if any(0 in operand.shape for operand in found.operands) else found
+
+
+def measured(workspaces: Iterable[Workspace]) -> dict[Workspace, int]:
+    """Bytes of each at its highest moment, beyond what it leaves behind.
+
+    Those of operators of which even a few samples need more than MOST_BYTES, and all where another profiler
+    is active, are taken for as many bytes as their batched operands have.
+    """
+    wanted = set(workspaces)
+    counted = _run(list({trial for workspace in wanted for trial in _trials(workspace)}))
+    return {workspace: _at_batch(workspace, counted) for workspace in wanted}
+
+
+def _described(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return Operand(tuple(argument.shape), argument.stride(), argument.dtype)
+    return tuple(map(_described, argument)) if isinstance(argument, (list, tuple)) else argument
+
+
+def _copied(workspace: Workspace) -> int:
+    """A product copies an operand whose rows or columns do not lie one after another."""
+    return sum(_dense(operand) for operand in workspace.operands[-2:] if not _is_matrix(operand))
+
+
+def _dense(operand: Operand) -> int:
+    count = operand.dtype.itemsize
+    for size in operand.shape:
+        count *= size
+    return count
+
+
+def _is_matrix(operand: Operand) -> bool:
+    (rows, columns), (down, right) = operand.shape[-2:], operand.stride[-2:]
+    return (right == 1 and down >= max(1, columns)) or (down == 1 and right >= max(1, rows))
+
+
+def _attention(workspace: Workspace) -> int:
+    """Scores of a block of queries and keys a thread, as torch's FlashAttentionKernel.cpp allocates them."""
+    query, key = workspace.operands[:2]
+    rows, columns = _blocks(query, key)
+    threads, narrow = torch.get_num_threads(), query.dtype.itemsize < 4
+    scratch = 4 * rows * (columns + 2 + query.shape[-1])
+    return int(threads * (scratch + narrow * query.dtype.itemsize * rows * columns))
+
+
+def _attention_backward(workspace: Workspace) -> int:
+    """Scores and their gradients, and a copy of the size of the queries."""
+    query, key = workspace.operands[1:3]
+    rows, columns = _blocks(query, key)
+    width = 4 + (query.dtype.itemsize if query.dtype.itemsize < 4 else 0)
+    return int(_dense(query) + 2 * torch.get_num_threads() * width * rows * columns + 4 * rows)
+
+
+def _blocks(query: Operand, key: Operand) -> tuple[int, int]:
+    length = query.shape[-2]
+    rows = 256 if length >= 768 else 64 if length >= 192 else 32
+    return min(rows, length), min(512, key.shape[-2])
+
+
+class _Batched(NamedTuple):
+    """Counted at two batches; the batch is the first size of the arguments of these numbers."""
+
+    places: tuple[int, ...]
+
+
+_RULES: MappingProxyType[Any, _Batched | Callable[[Workspace], int]] = MappingProxyType(
+    {
+        aten.convolution.default: _Batched((0,)),
+        aten.convolution_backward.default: _Batched((0, 1)),
+        aten.native_batch_norm_backward.default: _Batched((0, 1)),
+        aten._adaptive_avg_pool2d_backward.default: _Batched((0, 1)),
+        aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+        aten.mm.default: _copied,
+        aten.bmm.default: _copied,
+        aten.addmm.default: _copied,
+    }
+)
+
+
+def _trials(workspace: Workspace) -> list[Workspace]:
+    rule = _RULES[workspace.func]
+    if not isinstance(rule, _Batched):
+        return []
+    trials = [_with_batch(workspace, rule.places, size) for size in _batches(workspace, rule)]
+    return [trial for trial in trials if _operand_bytes(trial.operands) <= MOST_BYTES]
+
+
+def _batches(workspace: Workspace, rule: _Batched) -> tuple[int, ...]:
+    """A batch of no fewer samples than there are threads, and its double."""
+    batch, few = workspace.arguments[rule.places[0]].shape[0], max(2, torch.get_num_threads())
+    return (few, 2 * few) if batch > 2 * few else (batch,)
+
+
+def _with_batch(workspace: Workspace, places: tuple[int, ...], batch: int) -> Workspace:
+    def resized(place: int, argument: Any) -> Any:
+        return argument._replace(shape=(batch, *argument.shape[1:])) if place in places else argument
+
+    return workspace._replace(
+        arguments=tuple(resized(place, argument) for place, argument in enumerate(workspace.arguments))
+    )
+
+
+def _operand_bytes(operands: Iterable[Operand]) -> int:
+    return sum(operand.nbytes for operand in operands)
+
+
+def _at_batch(workspace: Workspace, counted: dict[Workspace, int]) -> int:
+    rule = _RULES[workspace.func]
+    if not isinstance(rule, _Batched):
+        return rule(workspace)
+    sizes = _batches(workspace, rule)
+    found = [counted.get(_with_batch(workspace, rule.places, size)) for size in sizes]
+    known = [nbytes for nbytes in found if nbytes is not None]
+    if len(known) < len(sizes):
+        return _operand_bytes(workspace.arguments[place] for place in rule.places)
+    if len(sizes) == 1:
+        return known[0]
+    batch: int = workspace.arguments[rule.places[0]].shape[0]
+    slope = (known[1] - known[0]) / (sizes[1] - sizes[0])
+    return max(0, round(known[1] + slope * (batch - sizes[1])))
+
+
+def _run(trials: list[Workspace]) -> dict[Workspace, int]:
+    recording = Recording(torch.device("cpu"))
+    if not trials or not recording.start():
+        return {}
+    try:
+        with _disable_current_modes(), torch.no_grad():
+            for number, trial in enumerate(trials):
+                _run_one(number, trial)
+        return dict(zip(trials, _most(recording.events(), len(trials)), strict=True))
+    finally:
+        recording.close()
+
+
+def _run_one(number: int, trial: Workspace) -> None:
+    made = [_made(argument) for argument in trial.arguments]
+    named = {name: _made(argument) for name, argument in trial.named}
+    with record_function(f"{_PREFIX}{number}"):
+        pass
+    left = trial.func(*made, **named)
+    with record_function(f"{_PREFIX}-1"):
+        pass
+    del left
+
+
+def _made(argument: Any) -> Any:
+    if isinstance(argument, Operand):
+        made = torch.empty_strided(argument.shape, argument.stride, dtype=argument.dtype, device="cpu")
+        return made.zero_()
+    return argument
+
+
+def _most(events: Iterable[tuple[str, int, int]], count: int) -> list[int]:
+    """Of each trial, the most that was live in it beyond what was left at its end."""
+    most, number, live, highest = [0] * count, -1, dict[int, int](), 0
+    for name, address, nbytes in events:
+        if name.startswith(_PREFIX):
+            if number >= 0:
+                most[number] = highest - sum(live.values())
+            number, live, highest = int(name.removeprefix(_PREFIX)), {}, 0
+        elif nbytes > 0:
+            live[address] = nbytes
+            highest = max(highest, sum(live.values()))
+        elif nbytes:
+            live.pop(address, None)
+    return most

@@ -1,0 +1,128 @@
+"""What one training step allocates, when, for whom and for how long."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from squeezebox.schema._layout import Buffer
+
+
+class Kind(Enum):
+    """What a storage is for.
+
+    ``SAVED`` are those made in forward or loss that are still there when backward begins; ``TEMPORARY`` is
+    all that is none of the others.
+    """
+
+    PARAMETER = "parameters"
+    GRADIENT = "gradients"
+    BUFFER = "buffers"
+    STATE = "optimizer state"
+    INPUT = "input"
+    SAVED = "saved tensors"
+    TEMPORARY = "temporaries"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """An operator that ran.
+
+    ``module`` is the path of the module whose forward made it, or made what it is the backward of ("": the
+    model itself, or none). ``phase`` is "forward", "loss", "backward" or "optimizer". It began at the time
+    ``began_at``, and the next one begins later or at once.
+    """
+
+    operator: str
+    phase: str
+    module: str
+    began_at: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Storage:
+    """One piece of memory. It lives from ``allocated_at`` until before ``freed_at``.
+
+    ``call`` is the number of the operator that made it, None for what was there before the step. ``streams``
+    are those on which operators touch it, by their numbers (0: the default one, and a CPU's).
+    """
+
+    nbytes: int
+    kind: Kind
+    allocated_at: int
+    freed_at: int
+    call: int | None = None
+    streams: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peak:
+    """A step's highest moment: bytes of each kind, which add up to ``nbytes``, and what was running."""
+
+    nbytes: int
+    by_kind: dict[Kind, int]
+    time: int
+    call: Call | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTrace:
+    """One training step's storages and operators.
+
+    Time counts allocations and frees: each has a time of its own, in their order, and what is there before
+    the step has the time 0. What the step leaves behind is freed at ``end``.
+    """
+
+    storages: tuple[Storage, ...]
+    calls: tuple[Call, ...]
+    end: int
+
+    def peak(self) -> Peak:
+        """The first moment at which most bytes are live."""
+        changes = self._changes()
+        live, highest, time = 0, 0, 0
+        for now, change in enumerate(changes):
+            live += change
+            if live > highest:
+                highest, time = live, now
+        by_kind = Counter(dict.fromkeys(Kind, 0))
+        for storage in self.living(time):
+            by_kind[storage.kind] += storage.nbytes
+        return Peak(nbytes=highest, by_kind=dict(by_kind), time=time, call=self.call_at(time))
+
+    def buffers(self, *kinds: Kind) -> tuple[Buffer, ...]:
+        """The storages of these kinds (default: all), as what :func:`squeezebox.memory.layout` places."""
+        return tuple(
+            Buffer(
+                name=f"{number} {self._maker(storage)}",
+                lower=storage.allocated_at,
+                upper=storage.freed_at,
+                nbytes=storage.nbytes,
+            )
+            for number, storage in enumerate(self.storages)
+            if not kinds or storage.kind in kinds
+        )
+
+    def living(self, time: int) -> Iterator[Storage]:
+        """The storages that are live then."""
+        return (storage for storage in self.storages if storage.allocated_at <= time < storage.freed_at)
+
+    def call_at(self, time: int) -> Call | None:
+        """The last operator that had begun by then."""
+        begun = [call for call in self.calls if call.began_at <= time]
+        return begun[-1] if begun else None
+
+    def _maker(self, storage: Storage) -> str:
+        if storage.call is None:
+            return storage.kind.value
+        call = self.calls[storage.call]
+        return f"{call.phase} {call.module} {call.operator}"
+
+    def _changes(self) -> list[int]:
+        changes = [0] * (self.end + 1)
+        for storage in self.storages:
+            changes[storage.allocated_at] += storage.nbytes
+            changes[storage.freed_at] -= storage.nbytes
+        return changes
