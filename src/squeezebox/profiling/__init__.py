@@ -7,12 +7,13 @@ May touch: torch's profiler, allocator counters, fake tensors, and a folder of p
 from squeezebox.profiling._cache import load_profile, profile_key, store_profile
 from squeezebox.profiling._chain import PartCosts, measure_parts
 from squeezebox.profiling._clock import now
+from squeezebox.profiling._closure import record_closure
 from squeezebox.profiling._gains import Gain, GainProfiler
 from squeezebox.profiling._marks import Marks, measure_marks
 from squeezebox.profiling._optimizer import state_bytes, transient_bytes
 from squeezebox.profiling._options import StepProfiler
 from squeezebox.profiling._peak import Peak, PeakMeter
-from squeezebox.profiling._record import record_step
+from squeezebox.profiling._record import StepMarks, record_step
 from squeezebox.profiling._simulate import OPTIMIZERS, Simulation, fake_like, simulate
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Peak",
     "PeakMeter",
     "Simulation",
+    "StepMarks",
     "StepProfiler",
     "fake_like",
     "load_profile",
@@ -31,6 +33,7 @@ __all__ = [
     "measure_parts",
     "now",
     "profile_key",
+    "record_closure",
     "record_step",
     "simulate",
     "state_bytes",

@@ -20,6 +20,7 @@ from squeezebox.reports._plan import PlannedTensor, StepPlan, load_plan
 from squeezebox.reports._report import BYTE_UNITS, Report, human_bytes, require_writable, write_whole
 from squeezebox.reports._shortage import exact_bytes, explain, explain_floor
 from squeezebox.reports._svg import draw_svg
+from squeezebox.reports._timeline import Timeline
 from squeezebox.reports._trace import trace_events
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "PlannedTensor",
     "Report",
     "StepPlan",
+    "Timeline",
     "draw_svg",
     "exact_bytes",
     "explain",
