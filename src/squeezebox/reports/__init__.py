@@ -9,6 +9,7 @@ from squeezebox.reports._batch import MaxBatch
 from squeezebox.reports._chart import ChartKind, ChartSpan, PipelineChart
 from squeezebox.reports._compiled import CompiledReport, CompiledTensor
 from squeezebox.reports._estimate import Estimate
+from squeezebox.reports._page import timeline_html
 from squeezebox.reports._pipeline import PipelineRank, PipelineReport
 from squeezebox.reports._pipeline_plan import (
     load_pipeline_plan,
@@ -20,7 +21,8 @@ from squeezebox.reports._plan import PlannedTensor, StepPlan, load_plan
 from squeezebox.reports._report import BYTE_UNITS, Report, human_bytes, require_writable, write_whole
 from squeezebox.reports._shortage import exact_bytes, explain, explain_floor
 from squeezebox.reports._svg import draw_svg
-from squeezebox.reports._timeline import Timeline
+from squeezebox.reports._timeline import Timeline, load_timeline
+from squeezebox.reports._timeline_trace import timeline_events
 from squeezebox.reports._trace import trace_events
 
 __all__ = [
@@ -45,10 +47,13 @@ __all__ = [
     "human_bytes",
     "load_pipeline_plan",
     "load_plan",
+    "load_timeline",
     "pipeline_plan_line",
     "pipeline_plan_text",
     "require_writable",
     "save_pipeline_plan",
+    "timeline_events",
+    "timeline_html",
     "trace_events",
     "write_whole",
 ]
