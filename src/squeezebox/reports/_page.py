@@ -100,7 +100,7 @@ def _figures(timeline: StepTimeline) -> dict[str, Any]:
         "layers": _layers(timeline),
         "actions": _ACTIONS,
         "history": {
-            "steps": [refresh.step for refresh in refreshes],
+            "steps": [f"step {refresh.step}" for refresh in refreshes[:-1]] + ["profiled"],
             "tensors": [
                 {"key": _shortened(key), "bounds": [_short(each.bounds.get(key)) for each in refreshes]}
                 for key in dict.fromkeys(key for refresh in refreshes for key in refresh.bounds)
@@ -245,7 +245,7 @@ def _tensors(timeline: StepTimeline) -> str:
 def _history(refreshes: Sequence[BoundRecord]) -> str:
     keys = list(dict.fromkeys(key for refresh in refreshes for key in refresh.bounds))
     rows = [(key, *(refresh.bounds.get(key) for refresh in refreshes[-6:])) for key in keys]
-    titles = ("tensor", *(f"step {refresh.step}" for refresh in refreshes[-6:]))
+    titles = ("tensor", *(f"step {refresh.step}" for refresh in refreshes[-6:-1]), "profiled")
     return _table(titles, rows, (str, *[_power] * (len(titles) - 1)))
 
 

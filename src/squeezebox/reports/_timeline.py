@@ -30,7 +30,7 @@ class Timeline:
         return {"version": TIMELINE_VERSION, **plain(self.figures)}
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write it whole or not at all, for ``squeezebox report``; OutputError if the path is not writable."""
+        """Write it whole or not at all, for ``squeezebox report``; OutputError if it cannot be."""
         write_whole(path, json.dumps(self.to_dict()) + "\n")
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
@@ -51,7 +51,7 @@ class Timeline:
         width = max((len(cell.module) for cell in slowest), default=0)
         return "\n".join(
             [
-                f"{figures.model}: {figures.unprofiled_seconds:.3f} s a step ({figures.seconds:.3f} s profiled)",
+                f"{figures.model}: {figures.unprofiled_seconds:.3f} s a step, {figures.seconds:.3f} s profiled",
                 f"peak   {owner(figures.peak)}{limit}",
                 f"saved  {human_bytes(record.saved_bytes)}, held {human_bytes(record.packed_bytes)}",
                 "time   "

@@ -260,7 +260,7 @@ function history() {
     draw(svg, "text", { class: "soft", x: 64, y: y(10 ** decade) + 4, "text-anchor": "end" }, `1e${decade}`);
   }
   steps.forEach((step, number) => {
-    if (number % Math.ceil(steps.length / 12) === 0) draw(svg, "text", { class: "soft", x: x(number), y: height - 6, "text-anchor": "middle" }, `step ${step}`);
+    if (number % Math.ceil(steps.length / 12) === 0) draw(svg, "text", { class: "soft", x: x(number), y: height - 6, "text-anchor": "middle" }, step);
   });
   const select = byId("tensor");
   tensors.forEach((tensor, number) => {
@@ -269,7 +269,7 @@ function history() {
     for (const [step, bound] of points) draw(svg, "circle", { class: "dot", cx: x(step), cy: y(bound), r: 2, "data-tensor": number, "data-bound": bound });
     select.append(new Option(tensor.key, number));
   });
-  const text = (tensor) => `${tensor.key}\n${tensor.bounds.map((bound, step) => `step ${steps[step]}: ${bound ? bound.toPrecision(3) : "-"}`).slice(-8).join("\n")}`;
+  const text = (tensor) => `${tensor.key}\n${tensor.bounds.map((bound, step) => `${steps[step]}: ${bound ? bound.toPrecision(3) : "-"}`).slice(-8).join("\n")}`;
   function choose(number) {
     select.value = number;
     for (const element of svg.querySelectorAll(".on")) element.classList.remove("on");
