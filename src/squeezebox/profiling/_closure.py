@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from squeezebox.profiling._ledgers import RealLedger
 from squeezebox.profiling._reading import Reading
@@ -67,10 +68,17 @@ class _Phases:
         self._model = model
         self._step = step
         self._began = False
+        self._gradients = {
+            gradient.untyped_storage().data_ptr(): StorageWeakRef(gradient.untyped_storage())
+            for gradient in _gradients(model)
+        }
 
     def look(self) -> None:
         """Turn to the phase that has begun, if one has."""
         step = self._step
+        for address in [address for address, storage in self._gradients.items() if storage.expired()]:
+            del self._gradients[address]
+            step.gone(address)
         if torch._C._current_graph_task_id() != -1:
             if step.phase != "backward":
                 step.turn("backward")

@@ -14,7 +14,8 @@ from squeezebox.profiling._peak import Recording
 from squeezebox.profiling._workspace import Workspace, measured, workspace_of
 from squeezebox.schema import OptionError
 
-ALLOCATION, FREE, CALL, PHASE, KIND, END = "allocation", "free", "call", "phase", "kind", "end"
+ALLOCATION, FREE, CALL, PHASE, KIND = "allocation", "free", "call", "phase", "kind"
+GONE, END = "gone", "end"
 _PREFIX = "squeezebox trace "
 
 

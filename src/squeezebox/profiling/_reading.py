@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from squeezebox.profiling._ledgers import ALLOCATION, CALL, END, FREE, KIND, PHASE, Event
+from squeezebox.profiling._ledgers import ALLOCATION, CALL, END, FREE, GONE, KIND, PHASE, Event
 from squeezebox.schema import Activity, Call, Kind, StepTrace, Storage
 
 _NANOSECONDS = 1e9
@@ -87,7 +87,7 @@ class Reading:
             life = _Life(event.nbytes, self._now, len(self.calls) - 1 if self.calls else None)
             self._begin(event.number, life)
             self._touch(life)
-        elif event.what == FREE:
+        elif event.what == FREE or (event.what == GONE and self._is_old(event.number)):
             self._end(event.number)
         elif event.what == CALL:
             self._call(self.running[event.number], event.nanoseconds)
@@ -133,6 +133,10 @@ class Reading:
                     self._living[address].kind = known.kind
             elif nbytes and known.kind is Kind.INPUT:  # there before the step, but only now shown
                 self._begin(address, _Life(nbytes, 0, None, known.kind))
+
+    def _is_old(self, address: int) -> bool:
+        """Whether what is there was there before the step; else somebody else has the address already."""
+        return address in self._living and not self._living[address].allocated_at
 
     def _begin(self, address: int, life: _Life) -> None:
         self._living[address] = life

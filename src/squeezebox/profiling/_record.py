@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from squeezebox.profiling._ledgers import CALL, END, KIND, PHASE, FakeLedger, Ledger, RealLedger
+from squeezebox.profiling._ledgers import CALL, END, GONE, KIND, PHASE, FakeLedger, Ledger, RealLedger
 from squeezebox.profiling._reading import Known, Reading, Running
 from squeezebox.schema import Activity, Kind, StepTrace
 
@@ -151,6 +151,10 @@ class StepMarks(TorchDispatchMode):
             Running(operator, self.phase, self.module, addresses, _stream(), self._activities[-1])
         )
         self._ledger.mark(CALL, len(self.running) - 1)
+
+    def gone(self, address: int) -> None:
+        """What was there before the step, at this address, no longer is: the allocator does not tell."""
+        self._ledger.mark(GONE, address)
 
     def stop(self) -> None:
         """The step is over."""

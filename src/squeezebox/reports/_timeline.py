@@ -51,7 +51,7 @@ class Timeline:
         width = max((len(cell.module) for cell in slowest), default=0)
         return "\n".join(
             [
-                f"{figures.model}: {figures.unprofiled_seconds:.3f} s a step, {figures.seconds:.3f} s profiled",
+                f"{figures.model}: {figures.unprofiled_seconds:.3f} s, profiled {figures.seconds:.3f} s",
                 f"peak   {owner(figures.peak)}{limit}",
                 f"saved  {human_bytes(record.saved_bytes)}, held {human_bytes(record.packed_bytes)}",
                 "time   "
