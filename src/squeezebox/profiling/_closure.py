@@ -53,9 +53,9 @@ def record_closure(
         with around(step), step:
             step.begin(Activity.COMPUTING)
             closure()
+            step.stop()
             step.note(Kind.GRADIENT, _gradients(model))
             step.note(Kind.STATE, states_of(optimizer))
-            step.stop()
         return Reading(step.running, step.notes).trace(known, ledger.events())
     finally:
         ledger.close()

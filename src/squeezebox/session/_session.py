@@ -215,9 +215,8 @@ class Session:
         self._require_attached()
         self._close_step()
         self._abandon()
-        history, step = tuple(self._history), functools.partial(self._uncounted_step, closure)
-        subject = Subject(self._model, self._optimizer, self._store, self._plan, history, self._shown)
-        return Timeline(take_timeline(subject, step, self._record_now))
+        subject = Subject(self._model, self._optimizer, self._store, self._plan, self._history, self._shown)
+        return Timeline(take_timeline(subject, closure, self._uncounted_step, self._record_now))
 
     def detach(self) -> None:
         """Take every hook off the model and end a running measurement. Safe to call twice."""
@@ -471,9 +470,10 @@ class Session:
         finally:
             self._replaying = self._recorder.bypass = self._open = self._recorder.backward_seen = False
 
-    def _uncounted_step(self, closure: Callable[[], object]) -> None:
+    @contextlib.contextmanager
+    def _uncounted_step(self) -> Iterator[None]:
         with self._uncounted():
-            closure()
+            yield
             if not self._recorder.backward_seen:
                 raise AttachError(
                     "timeline() saw no backward: its closure must run forward, the loss and loss.backward()."

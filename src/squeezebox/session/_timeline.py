@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,20 +51,22 @@ class Subject:
     optimizer: torch.optim.Optimizer | None
     store: Store
     plan: StepPlan | None
-    history: tuple[BoundRecord, ...]
+    history: Iterable[BoundRecord]
     shown: list[Callable[[Iterable[torch.Tensor]], None]]  # who is told of the inputs of every forward
 
 
 def take_timeline(
     subject: Subject,
-    step: Callable[[], None],
+    closure: Callable[[], object],
+    frame: Callable[[], AbstractContextManager[None]],
     record: Callable[[], Callable[[], StepRecord]],
 ) -> StepTimeline:
-    """Run ``step`` twice, the second time recorded; ``record()()`` is the last step's."""
+    """Run ``closure`` twice in a ``frame``, the second time recorded; ``record()()`` is the last step's."""
     device = device_of(subject.model)
-    began = now(device)
-    step()
-    unprofiled = now(device) - began
+    with frame():
+        began = now(device)
+        closure()
+        unprofiled = now(device) - began
     notes = _Notes()
 
     @contextlib.contextmanager
@@ -71,13 +74,13 @@ def take_timeline(
         notes.marks = marks
         subject.shown.append(functools.partial(marks.note, Kind.INPUT))
         try:
-            with watching(subject.store, notes):
+            with frame(), watching(subject.store, notes):
                 yield
         finally:
             subject.shown.clear()
 
     trace = record_closure(
-        subject.model, step, optimizer=subject.optimizer, packed=subject.store.reserved, around=around
+        subject.model, closure, optimizer=subject.optimizer, packed=subject.store.reserved, around=around
     )
     frozen = replace(record()(), peak_bytes=trace.peak().nbytes, activation_peak_bytes=None, split_bytes=None)
     return _timeline(subject, trace, notes, frozen, unprofiled)
