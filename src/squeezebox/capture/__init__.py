@@ -25,6 +25,7 @@ from squeezebox.capture._rules import Rule
 from squeezebox.capture._statistics import Collector
 from squeezebox.capture._stopwatch import Stopwatch
 from squeezebox.capture._store import Store
+from squeezebox.capture._watch import Watcher, watching
 
 __all__ = [
     "BITS",
@@ -46,6 +47,7 @@ __all__ = [
     "Store",
     "Tracer",
     "Trial",
+    "Watcher",
     "check_supported",
     "compiled_part",
     "foreign_hooks",
@@ -53,4 +55,5 @@ __all__ = [
     "is_innermost",
     "is_plain",
     "leaves",
+    "watching",
 ]

@@ -216,6 +216,9 @@ def demo(
     size: Annotated[str, typer.Option(help="Of the gigapixel image.")] = "16000x64000",
     memory: Annotated[str, typer.Option(help="For strips of the gigapixel image.")] = "512MiB",
     steps: Annotated[int, typer.Option(help="On the gigapixel image.")] = 1,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Also profile a squeezed step, for `squeezebox report`.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train the same BatchNorm CNN on Fashion-MNIST twice, plain and squeezed, and compare.
@@ -234,9 +237,29 @@ def demo(
     from squeezebox.cli._demo import Settings, run
     from squeezebox.cli._show import show_demo
 
-    settings = Settings(out=out, data=data, epochs=epochs, batch=batch, noise=noise, seed=seed)
+    settings = Settings(
+        out=out, data=data, epochs=epochs, batch=batch, noise=noise, seed=seed, timeline=timeline
+    )
     result = run(settings)
     print(json.dumps(result, indent=1)) if as_json else show_demo(result, out)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN.JSON", help="From session.timeline(step).to_json().")],
+    page: Annotated[
+        Path | None, typer.Option("--html", help="Write one page that works offline (RUN.html with --open).")
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev.")] = None,
+    open_page: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show where a profiled step's time and memory went, phase by module: as text, page or trace."""
+    from squeezebox.cli._report import show
+
+    page = page or (run.with_suffix(".html") if open_page else None)
+    timeline = show(run, page, trace, open_page)
+    print(json.dumps(timeline.to_dict(), indent=1) if as_json else timeline)
 
 
 @app.command()

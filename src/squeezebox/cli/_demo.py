@@ -37,6 +37,7 @@ class Settings:
     batch: int = 64
     noise: float = 1e-3
     seed: int = 0
+    timeline: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +59,8 @@ def run(settings: Settings) -> dict[str, Any]:
         OutputError: ``out`` cannot be written; found before anything is trained.
     """
     _check(settings)
-    require_writable(settings.out)
+    for path in filter(None, (settings.out, settings.timeline)):
+        require_writable(path)
     start = time.perf_counter()
     data = fashion_mnist(settings.data)
     images = _prepare(data)
@@ -69,13 +71,24 @@ def run(settings: Settings) -> dict[str, Any]:
         "squeezebox": squeezebox.__version__,
         "torch": torch.__version__,
         "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
-        "settings": {**asdict(settings), "out": str(settings.out), "data": data.source, "steps": steps},
+        "settings": _recorded(settings) | {"data": data.source, "steps": steps},
         **_compare(plain, squeezed, images, settings),
     }
+    if settings.timeline is not None:
+        x, y = layout(images.train[: settings.batch]), images.train_labels[: settings.batch].clone()
+        squeezed.session.timeline(lambda: squeezed.step(x, y)).to_json(settings.timeline)
     squeezed.session.detach()
     result["seconds"] = time.perf_counter() - start
     write_whole(settings.out, json.dumps(result, indent=1) + "\n")
     return result
+
+
+def _recorded(settings: Settings) -> dict[str, Any]:
+    """As the result has them: paths as text, and none that was not asked for."""
+    values = asdict(settings)
+    if settings.timeline is None:
+        del values["timeline"]
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
 def _check(settings: Settings) -> None:

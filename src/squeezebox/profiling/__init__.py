@@ -9,11 +9,12 @@ from squeezebox.memory import Peak, PeakMeter
 from squeezebox.profiling._cache import load_profile, profile_key, store_profile
 from squeezebox.profiling._chain import PartCosts, measure_parts
 from squeezebox.profiling._clock import now
+from squeezebox.profiling._closure import record_closure
 from squeezebox.profiling._gains import Gain, GainProfiler
 from squeezebox.profiling._marks import Marks, measure_marks
 from squeezebox.profiling._optimizer import state_bytes, transient_bytes
 from squeezebox.profiling._options import StepProfiler
-from squeezebox.profiling._record import record_step
+from squeezebox.profiling._record import StepMarks, record_step
 from squeezebox.profiling._room import free_at_peak, free_bytes
 from squeezebox.profiling._simulate import OPTIMIZERS, Simulation, fake_like, simulate
 
@@ -26,6 +27,7 @@ __all__ = [
     "Peak",
     "PeakMeter",
     "Simulation",
+    "StepMarks",
     "StepProfiler",
     "fake_like",
     "free_at_peak",
@@ -35,6 +37,7 @@ __all__ = [
     "measure_parts",
     "now",
     "profile_key",
+    "record_closure",
     "record_step",
     "simulate",
     "state_bytes",

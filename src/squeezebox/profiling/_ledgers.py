@@ -15,6 +15,7 @@ from squeezebox.profiling._workspace import Workspace, measured, workspace_of
 from squeezebox.schema import OptionError
 
 ALLOCATION, FREE, CALL, PHASE, KIND = "allocation", "free", "call", "phase", "kind"
+GONE, END = "gone", "end"
 _PREFIX = "squeezebox trace "
 
 
@@ -24,6 +25,7 @@ class Event(NamedTuple):
     what: str
     number: int
     nbytes: int = 0
+    nanoseconds: int = 0
 
 
 class Ledger(Protocol):
@@ -74,12 +76,12 @@ class RealLedger:
     def events(self) -> list[Event]:
         """See :class:`Ledger`."""
         found = []
-        for name, address, nbytes in self._recording.events():
+        for time, name, address, nbytes in self._recording.timed_events():
             if name.startswith(_PREFIX):
                 what, number = name.removeprefix(_PREFIX).split()
-                found.append(Event(what, int(number)))
+                found.append(Event(what, int(number), 0, time))
             elif nbytes:
-                found.append(Event(ALLOCATION if nbytes > 0 else FREE, address, abs(nbytes)))
+                found.append(Event(ALLOCATION if nbytes > 0 else FREE, address, abs(nbytes), time))
         return found
 
     def close(self) -> None:

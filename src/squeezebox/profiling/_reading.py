@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from squeezebox.profiling._ledgers import ALLOCATION, CALL, FREE, KIND, PHASE, Event
-from squeezebox.schema import Call, Kind, StepTrace, Storage
+from squeezebox.profiling._ledgers import ALLOCATION, CALL, END, FREE, GONE, KIND, PHASE, Event
+from squeezebox.schema import Activity, Call, Kind, StepTrace, Storage
+
+_NANOSECONDS = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class Running:
     module: str
     addresses: Sequence[int]
     stream: int
+    activity: Activity = Activity.COMPUTING
 
 
 @dataclass(slots=True)
@@ -47,6 +50,8 @@ class Reading:
     lives: list[_Life] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     _now: int = 0
+    _began: int = 0  # nanoseconds of the first operator,
+    _ended: int = 0  # and of the end
     _living: dict[int, _Life] = field(default_factory=dict)
 
     def trace(self, before: Iterable[Known], events: Iterable[Event]) -> StepTrace:
@@ -72,6 +77,7 @@ class Reading:
             ),
             calls=tuple(self.calls),
             end=end,
+            seconds=(self._ended - self._began) / _NANOSECONDS if self._ended else 0.0,
         )
 
     def _read(self, event: Event) -> None:
@@ -81,33 +87,56 @@ class Reading:
             life = _Life(event.nbytes, self._now, len(self.calls) - 1 if self.calls else None)
             self._begin(event.number, life)
             self._touch(life)
-        elif event.what == FREE:
+        elif event.what == FREE or (event.what == GONE and self._is_old(event.number)):
             self._end(event.number)
         elif event.what == CALL:
-            self._call(self.running[event.number])
+            self._call(self.running[event.number], event.nanoseconds)
         elif event.what == PHASE:
             for life in self._living.values():
                 if life.kind is Kind.TEMPORARY:
-                    life.kind = Kind.SAVED
+                    life.kind = self._held(life)
         elif event.what == KIND:
             self._name(self.notes[event.number])
+        elif event.what == END:
+            self._ended = event.nanoseconds
 
-    def _call(self, call: Running) -> None:
+    def _call(self, call: Running, nanoseconds: int) -> None:
+        if not self.calls:
+            self._began = nanoseconds
         self.calls.append(
-            Call(operator=call.operator, phase=call.phase, module=call.module, began_at=self._now + 1)
+            Call(
+                operator=call.operator,
+                phase=call.phase,
+                module=call.module,
+                began_at=self._now + 1,
+                began_seconds=(nanoseconds - self._began) / _NANOSECONDS,
+                activity=call.activity,
+            )
         )
         for address in call.addresses:
             if address in self._living:
                 self._living[address].streams[call.stream] = None
+
+    def _held(self, life: _Life) -> Kind:
+        """What is still there when backward begins has been saved, or packed."""
+        made_by = Activity.COMPUTING if life.call is None else self.running[life.call].activity
+        return Kind.PACKED if made_by is Activity.PACKING else Kind.SAVED
 
     def _touch(self, life: _Life) -> None:
         if self.calls:
             life.streams[self.running[len(self.calls) - 1].stream] = None
 
     def _name(self, known: Known) -> None:
-        for address in known.nbytes:
-            if address in self._living and self._living[address].allocated_at:
-                self._living[address].kind = known.kind
+        for address, nbytes in known.nbytes.items():
+            if address in self._living:
+                if self._living[address].allocated_at:
+                    self._living[address].kind = known.kind
+            elif nbytes and known.kind is Kind.INPUT:  # there before the step, but only now shown
+                self._begin(address, _Life(nbytes, 0, None, known.kind))
+
+    def _is_old(self, address: int) -> bool:
+        """Whether what is there was there before the step; else somebody else has the address already."""
+        return address in self._living and not self._living[address].allocated_at
 
     def _begin(self, address: int, life: _Life) -> None:
         self._living[address] = life

@@ -15,9 +15,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from squeezebox.profiling._ledgers import CALL, KIND, PHASE, FakeLedger, Ledger, RealLedger
+from squeezebox.profiling._ledgers import CALL, END, GONE, KIND, PHASE, FakeLedger, Ledger, RealLedger
 from squeezebox.profiling._reading import Known, Reading, Running
-from squeezebox.schema import Kind, StepTrace
+from squeezebox.schema import Activity, Kind, StepTrace
 
 Around = Callable[[], AbstractContextManager[object]]
 
@@ -52,13 +52,13 @@ def record_step(
     before: dict[Kind, list[torch.Tensor]] = {
         Kind.PARAMETER: list(model.parameters()),
         Kind.BUFFER: list(model.buffers()),
-        Kind.STATE: _state(optimizer),
+        Kind.STATE: states_of(optimizer),
         Kind.INPUT: _tensors(sample),
     }
     tensors = [*itertools.chain(*before.values())]
     fake = any(isinstance(tensor.data, FakeTensor) for tensor in tensors)
     ledger = FakeLedger(tensors) if fake else RealLedger(_device(tensors))
-    step = _Step(model, ledger)
+    step = StepMarks(model, ledger)
     known = [step.known(kind, found) for kind, found in before.items()]
     try:
         with step:
@@ -74,7 +74,7 @@ def record_step(
             if optimizer is not None:
                 with step_counts() if fake else contextlib.nullcontext():
                     optimizer.step()
-            step.note(Kind.STATE, _state(optimizer))
+            step.note(Kind.STATE, states_of(optimizer))
         return Reading(step.running, step.notes).trace(known, ledger.events())
     finally:
         ledger.close()
@@ -92,18 +92,20 @@ class _StepCounts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Step(TorchDispatchMode):
+class StepMarks(TorchDispatchMode):
     """Numbers every operator and notes for whom it runs."""
 
     def __init__(self, model: torch.nn.Module, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase = "forward"
+        self.before_each: Callable[[], None] | None = None
         self.running: list[Running] = []
         self.notes: list[Known] = []
         self._ledger = ledger
-        self._modules = _Modules(model)
+        self._modules = Modules(model)
+        self._activities = [Activity.COMPUTING]
 
-    def __enter__(self) -> _Step:
+    def __enter__(self) -> StepMarks:
         self._modules.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -116,19 +118,47 @@ class _Step(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":  # a fake tensor is asked for its device
             return func(*args, **kwargs)
-        self.running.append(
-            Running(
-                operator=func.name().split("::")[-1],
-                phase=self.phase,
-                module=self._modules.current(),
-                addresses=[self._ledger.address(s) for s in _storages(tree_leaves((args, kwargs)))],
-                stream=_stream(),
-            )
-        )
-        self._ledger.mark(CALL, len(self.running) - 1)
+        addresses = [self._ledger.address(s) for s in _storages(tree_leaves((args, kwargs)))]
+        self._call(func.name().split("::")[-1], addresses)
         out = func(*args, **kwargs)
         self._ledger.returned(func, args, kwargs, out)
         return out
+
+    @property
+    def module(self) -> str:
+        """For which one is being worked."""
+        return self._modules.current()
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a module's forward is running."""
+        return self._modules.running
+
+    def begin(self, activity: Activity) -> None:
+        """From now on time is spent on this."""
+        self._activities.append(activity)
+        self._call(activity.value, [])
+
+    def end(self) -> None:
+        """And from now on again on what was before."""
+        self._activities.pop()
+        self._call(self._activities[-1].value, [])
+
+    def _call(self, operator: str, addresses: list[int]) -> None:
+        if self.before_each is not None:
+            self.before_each()
+        self.running.append(
+            Running(operator, self.phase, self.module, addresses, _stream(), self._activities[-1])
+        )
+        self._ledger.mark(CALL, len(self.running) - 1)
+
+    def gone(self, address: int) -> None:
+        """What was there before the step, at this address, no longer is: the allocator does not tell."""
+        self._ledger.mark(GONE, address)
+
+    def stop(self) -> None:
+        """The step is over."""
+        self._ledger.mark(END, 0)
 
     def turn(self, phase: str) -> None:
         """What was made and is still there has been saved."""
@@ -145,7 +175,7 @@ class _Step(TorchDispatchMode):
         self._ledger.mark(KIND, len(self.notes) - 1)
 
 
-class _Modules:
+class Modules:
     """Whose forward runs, or whose backward: autograd numbers its nodes as forward makes them."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -163,6 +193,11 @@ class _Modules:
     def __exit__(self, *error: object) -> None:
         for hook in self._hooks:
             hook.remove()
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward is."""
+        return bool(self._stack)
 
     def current(self) -> str:
         """The path of the innermost module."""
@@ -193,7 +228,8 @@ def _stream() -> int:
     return int(torch.cuda.current_stream().stream_id) if torch.cuda.is_initialized() else 0
 
 
-def _state(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+def states_of(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+    """The optimizer's tensors, as they are now."""
     states = optimizer.state.values() if optimizer is not None else ()
     return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 

@@ -9,6 +9,7 @@ from squeezebox.reports._batch import FoundBatch, MaxBatch
 from squeezebox.reports._chart import ChartKind, ChartSpan, PipelineChart
 from squeezebox.reports._compiled import CompiledReport, CompiledTensor
 from squeezebox.reports._estimate import Estimate
+from squeezebox.reports._page import timeline_html
 from squeezebox.reports._pipeline import PipelineRank, PipelineReport
 from squeezebox.reports._pipeline_plan import (
     load_pipeline_plan,
@@ -27,6 +28,8 @@ from squeezebox.reports._report import (
 )
 from squeezebox.reports._shortage import exact_bytes, explain, explain_floor
 from squeezebox.reports._svg import draw_svg
+from squeezebox.reports._timeline import Timeline, load_timeline
+from squeezebox.reports._timeline_trace import timeline_events
 from squeezebox.reports._trace import trace_events
 
 __all__ = [
@@ -44,6 +47,7 @@ __all__ = [
     "PlannedTensor",
     "Report",
     "StepPlan",
+    "Timeline",
     "draw_svg",
     "exact_bytes",
     "explain",
@@ -51,11 +55,14 @@ __all__ = [
     "human_bytes",
     "load_pipeline_plan",
     "load_plan",
+    "load_timeline",
     "parse_size",
     "pipeline_plan_line",
     "pipeline_plan_text",
     "require_writable",
     "save_pipeline_plan",
+    "timeline_events",
+    "timeline_html",
     "trace_events",
     "write_whole",
 ]

@@ -29,16 +29,34 @@ def checked(kind: type, values: Any, where: str, besides: Iterable[str] = ()) ->
     Raises:
         FormatError: names the field, its value, and what it should be.
     """
-    if not isinstance(values, dict):
-        raise FormatError(f"{where or 'the file'} is {_shown(values)}, not an object")
-    types = typing.get_type_hints(kind)
-    names = [item.name for item in dataclasses.fields(kind)]
-    unknown = sorted(set(values) - set(names) - set(besides))
-    missing = [name for name in names if name not in values]
-    for problem, found in (("missing", missing), ("unknown", unknown)):
-        if found:
-            raise FormatError(f"{_joined(where, found[0])} is {problem}")
-    return {name: _value(types[name], values[name], _joined(where, name)) for name in names}
+    types = _require_fields(kind, values, where, besides)
+    return {name: _value(each, values[name], _joined(where, name)) for name, each in types.items()}
+
+
+def decoded(kind: Any, value: Any, where: str = "") -> Any:
+    """A value of any type from what JSON gave; as :func:`checked`, and so on within.
+
+    Dataclasses come from objects, tuples from lists, dictionaries from objects.
+
+    Raises:
+        FormatError: names the field, its value, and what it should be.
+    """
+    inner, origin = typing.get_args(kind), typing.get_origin(kind)
+    if type(None) in inner:
+        others = [each for each in inner if each is not type(None)]
+        return None if value is None else decoded(others[0], value, where)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        types = _require_fields(kind, value, where, ())
+        return kind(**{name: decoded(types[name], value[name], _joined(where, name)) for name in types})
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise FormatError(f"{where} is {_shown(value)}, not a list")
+        return tuple(decoded(inner[0], each, f"{where}[{number}]") for number, each in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise FormatError(f"{where} is {_shown(value)}, not an object")
+        return {key: decoded(inner[1], each, _joined(where, key)) for key, each in value.items()}
+    return _value(kind, value, where)
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -48,6 +66,20 @@ def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         raise FormatError(f"{next(key for key in keys if keys.count(key) > 1)} is there twice in one object")
     return values
+
+
+def _require_fields(kind: Any, values: Any, where: str, besides: Iterable[str]) -> dict[str, Any]:
+    """The dataclass's fields and their types, if ``values`` has them."""
+    if not isinstance(values, dict):
+        raise FormatError(f"{where or 'the file'} is {_shown(values)}, not an object")
+    names = [item.name for item in dataclasses.fields(kind)]
+    unknown = sorted(set(values) - set(names) - set(besides))
+    missing = [name for name in names if name not in values]
+    for problem, found in (("missing", missing), ("unknown", unknown)):
+        if found:
+            raise FormatError(f"{_joined(where, found[0])} is {problem}")
+    types = typing.get_type_hints(kind)
+    return {name: types[name] for name in names}
 
 
 def _joined(where: str, name: str) -> str:

@@ -62,7 +62,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as written by :meth:`to_json`."""
-        values: dict[str, Any] = _plain(self.record)
+        values: dict[str, Any] = plain(self.record)
         return values
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
@@ -220,11 +220,14 @@ def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.2e}"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Dataclasses as dictionaries, enums as their values, tuples as lists; of dictionaries, values too."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+        return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
     return value

@@ -13,8 +13,8 @@ from squeezebox.schema._layout import Buffer
 class Kind(Enum):
     """What a storage is for.
 
-    ``SAVED`` are those made in forward or loss that are still there when backward begins; ``TEMPORARY`` is
-    all that is none of the others.
+    ``SAVED`` are those made in forward or loss that are still there when backward begins, ``PACKED`` those
+    among them that packing made; ``TEMPORARY`` is all that is none of the others.
     """
 
     PARAMETER = "parameters"
@@ -23,7 +23,21 @@ class Kind(Enum):
     STATE = "optimizer state"
     INPUT = "input"
     SAVED = "saved tensors"
+    PACKED = "packed tensors"
     TEMPORARY = "temporaries"
+
+
+class Activity(Enum):
+    """What time is spent on: the model's own work, or holding its saved tensors in another way.
+
+    ``WAITING`` is for a tensor on its way out of memory or back.
+    """
+
+    COMPUTING = "computing"
+    PACKING = "packing"
+    UNPACKING = "unpacking"
+    RECOMPUTING = "recomputing"
+    WAITING = "waiting"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,13 +46,16 @@ class Call:
 
     ``module`` is the path of the module whose forward made it, or made what it is the backward of ("": the
     model itself, or none). ``phase`` is "forward", "loss", "backward" or "optimizer". It began at the time
-    ``began_at``, and the next one begins later or at once.
+    ``began_at``, and the next one begins later or at once. ``began_seconds`` is the clock's time since the
+    first one (0 where nothing is computed).
     """
 
     operator: str
     phase: str
     module: str
     began_at: int
+    began_seconds: float = 0.0
+    activity: Activity = Activity.COMPUTING
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,12 +89,14 @@ class StepTrace:
     """One training step's storages and operators.
 
     Time counts allocations and frees: each has a time of its own, in their order, and what is there before
-    the step has the time 0. What the step leaves behind is freed at ``end``.
+    the step has the time 0. What the step leaves behind is freed at ``end``. ``seconds`` are the clock's,
+    from the first operator to the end (0 where nobody looked at it).
     """
 
     storages: tuple[Storage, ...]
     calls: tuple[Call, ...]
     end: int
+    seconds: float = 0.0
 
     def peak(self) -> Peak:
         """The first moment at which most bytes are live."""

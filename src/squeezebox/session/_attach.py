@@ -10,10 +10,11 @@ import torch
 from squeezebox.bounds import Comet, Controller, NoiseBudget
 from squeezebox.reports import StepPlan
 from squeezebox.schema import OptionError
+from squeezebox.session._begin import begin
 from squeezebox.session._plans import make_plan
 from squeezebox.session._replanning import Replanning, shapes_of
 from squeezebox.session._samples import LossFunction
-from squeezebox.session._session import Session, begin
+from squeezebox.session._session import Session
 
 
 def attach(

@@ -17,9 +17,9 @@ from squeezebox.bounds import Planned
 from squeezebox.pipeline import Piece
 from squeezebox.schema import Block, Holding, PipelineProfile
 from squeezebox.session._attach import attach
+from squeezebox.session._begin import begin
 from squeezebox.session._models import device_of
 from squeezebox.session._samples import LossFunction
-from squeezebox.session._session import begin
 
 _SETTLING = 24  # steps after which bounds have followed what they measured
 _CALIBRATIONS = 4

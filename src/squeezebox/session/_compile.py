@@ -24,11 +24,12 @@ from squeezebox.schema import (
     TensorProfile,
     UnsupportedModelError,
 )
+from squeezebox.session._begin import begin
 from squeezebox.session._calibration import within
 from squeezebox.session._models import gradient_noise, random_states, restored, ungraded
 from squeezebox.session._profiles import STATISTICS_STEPS
 from squeezebox.session._samples import LossFunction
-from squeezebox.session._session import attached, begin
+from squeezebox.session._session import attached
 
 _LAW_BITS = (8, 4)  # with fewer, errors are no longer small, as the law takes them to be
 

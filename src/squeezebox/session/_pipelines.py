@@ -13,10 +13,11 @@ from squeezebox import pipeline, planner, profiling
 from squeezebox.bounds import Planned
 from squeezebox.pipeline import Piece
 from squeezebox.schema import BudgetError, InputForm, Link, OptionError, PipelinePlan
+from squeezebox.session._begin import begin
 from squeezebox.session._blocks import Microbatch, bounds_of, measure_blocks, state_share
 from squeezebox.session._models import device_of, restored
 from squeezebox.session._samples import LossFunction, batch_of, check_sample, resize
-from squeezebox.session._session import Session, begin
+from squeezebox.session._session import Session
 from squeezebox.session._stages import Stages
 
 _BEST = 12  # plans whose stages are measured, of those that are fastest by their blocks

@@ -38,9 +38,10 @@ from squeezebox.schema import (
     Role,
     StepProfile,
 )
+from squeezebox.session._begin import begin
 from squeezebox.session._models import device_of, nbytes_of, persistent, restored, tensors_in, ungraded
 from squeezebox.session._samples import LossFunction, apart, check_loss, explained
-from squeezebox.session._session import Session, begin
+from squeezebox.session._session import Session
 
 Progress = Callable[[int, int, str], None]  # units done, of how many, and what the last one was
 

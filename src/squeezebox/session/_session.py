@@ -11,7 +11,8 @@ import functools
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,14 +26,13 @@ from squeezebox.capture import (
     Row,
     Slicer,
     Store,
-    check_supported,
     foreign_hooks,
     in_backward,
     is_innermost,
 )
 from squeezebox.profiling import PeakMeter
-from squeezebox.reports import Report, StepPlan
-from squeezebox.schema import ArenaRecord, AttachError, Check, Region, Role, StepRecord
+from squeezebox.reports import Report, StepPlan, Timeline
+from squeezebox.schema import ArenaRecord, AttachError, BoundRecord, Check, Region, Role, StepRecord
 from squeezebox.session._models import (
     device_of,
     gradient_noise,
@@ -48,8 +48,10 @@ from squeezebox.session._policy import BoundPolicy, admit, refuse_unsound
 from squeezebox.session._records import Totals, record_of
 from squeezebox.session._replanning import Replanning, shapes_of
 from squeezebox.session._state import STATE_VERSION, read_state
+from squeezebox.session._timeline import Subject, bounds_of, take_timeline
 
 _UNKNOWN_COUNT = 64  # lossy tensors of a model, before the first step has counted them
+_HISTORY = 128  # refreshes whose bounds are remembered: those of 11,000 steps
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # multiples of it spread evenly over the unit interval
 
 attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -92,6 +94,8 @@ class Session:
         self._counts = {True: _UNKNOWN_COUNT, False: _UNKNOWN_COUNT}
         self._collector: Collector | None = None
         self._checks: list[Check] = []
+        self._history: deque[BoundRecord] = deque(maxlen=_HISTORY)
+        self._shown: list[Callable[[Iterable[torch.Tensor]], None]] = []  # every forward's inputs, to these
         self._freeze: Callable[[], StepRecord] | None = None  # the last closed step, when somebody asks
         self._peaks: tuple[int, int, int | None] | None = None
         self._refresh_peak: int | None = None
@@ -194,6 +198,26 @@ class Session:
             lossy = self._replay(closure, bypass=False)
         return gradient_noise(exact, lossy)
 
+    def timeline(self, closure: Callable[[], object]) -> Timeline:
+        """Run one step under a profiler, and say where its time and memory go, module by module.
+
+        The closure runs twice, first without the profiler for the step's own seconds: steps like any other
+        for model and optimizer, but the session gathers no statistics in them, and does not count them. Take
+        it after some steps, when bounds and optimizer state are what they will be.
+
+        Args:
+            closure: runs forward, loss and backward on one batch, and the optimizer's step.
+
+        Raises:
+            AttachError: detached, or the closure ran no backward.
+            OptionError: another profiler is active.
+        """
+        self._require_attached()
+        self._close_step()
+        self._abandon()
+        subject = Subject(self._model, self._optimizer, self._store, self._plan, self._history, self._shown)
+        return Timeline(take_timeline(subject, closure, self._uncounted_step, self._record_now))
+
     def detach(self) -> None:
         """Take every hook off the model and end a running measurement. Safe to call twice."""
         if self._installation is None:
@@ -245,6 +269,8 @@ class Session:
 
     def _enter(self, inputs: Any) -> None:
         own = [*held_by(self._model), *tensors_in(inputs)]
+        for show in self._shown:
+            show(tensors_in(inputs))
         self._recorder.own(own)
         if self._meter.running:
             own += self._store.reserved
@@ -382,9 +408,14 @@ class Session:
             self._checks.extend(statistics.checks)
             self._floor, self._counts = collector.floor_bytes, collector.counts
             self._policy.state = self._policy.controller.update(self._policy.state, statistics)
+            self._history.append(bounds_of(self._step, self._store.rows))
+        self._freeze = self._record_now()
+
+    def _record_now(self) -> Callable[[], StepRecord]:
+        """Makes the record of the step that has just been closed."""
         small, borrowed = sum(self._store.small.values()), sum(self._store.borrowed.values())
         arena = self._store.reserve.record if self._store.reserve is not None else None
-        self._freeze = functools.partial(self._frozen, self._step, self._store.rows, small, borrowed, arena)
+        return functools.partial(self._frozen, self._step, self._store.rows, small, borrowed, arena)
 
     def _frozen(
         self, step: int, rows: list[Row], small: int, borrowed: int, arena: ArenaRecord | None
@@ -427,18 +458,29 @@ class Session:
         parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         for parameter in parameters:
             parameter.grad = None
+        with self._uncounted(bypass=bypass):
+            closure()
+        return [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+
+    @contextlib.contextmanager
+    def _uncounted(self, *, bypass: bool = False) -> Iterator[None]:
         self._replaying, self._recorder.bypass, self._open = True, bypass, False
         try:
-            closure()
+            yield
         finally:
             self._replaying = self._recorder.bypass = self._open = self._recorder.backward_seen = False
-        return [
-            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            for parameter in parameters
-        ]
+
+    @contextlib.contextmanager
+    def _uncounted_step(self) -> Iterator[None]:
+        with self._uncounted():
+            yield
+            if not self._recorder.backward_seen:
+                raise AttachError(
+                    "timeline() saw no backward: its closure must run forward, the loss and loss.backward()."
+                )
+            self._close_step()
 
     def _slice(self, region: Region | None) -> None:
-        """From the next forward on, work the region in slices."""
         self._recorder.slicer = None if region is None else Slicer(region, self._recorder)
 
     def _due(self, step: int) -> bool:
@@ -456,30 +498,3 @@ class Session:
     def _require_attached(self) -> None:
         if self._installation is None:
             raise AttachError("this session is detached; call squeezebox.attach(model, ...) again.")
-
-
-def begin(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    controller: Controller | None,
-    *,
-    plan: StepPlan | None = None,
-    replanning: Replanning | None = None,
-    checks_per_refresh: int = 1,
-    overlapping: bool = False,
-    arena: bool = False,
-) -> Session:
-    """A session for a model that has none and can have one; without controller and plan nothing is lost.
-
-    ``overlapping``: every forward is a step of its own, whatever still waits for its backward; no peak is
-    measured, which would be of several at once.
-    """
-    if model in attached:
-        raise AttachError(
-            f"{type(model).__name__} is attached already. Call detach() on its session first, or go on "
-            "with that one."
-        )
-    check_supported(model)
-    session = Session(model, optimizer, controller, checks_per_refresh, plan, replanning, overlapping, arena)
-    attached.add(model)
-    return session

@@ -16,9 +16,9 @@ from squeezebox.bounds import Planned
 from squeezebox.pipeline import Passage, Piece, Stage
 from squeezebox.schedules import Costs, simulate
 from squeezebox.schema import Block, Holding, Link, PipelinePlan, PipelineProfile
+from squeezebox.session._begin import begin
 from squeezebox.session._blocks import Microbatch, block_of
 from squeezebox.session._models import device_of
-from squeezebox.session._session import begin
 
 _FORWARD, _BACKWARD, _WEIGHTS, _END = range(4)
 _REPEATS = 3

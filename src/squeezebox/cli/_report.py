@@ -1,0 +1,26 @@
+"""``squeezebox report``: a profiled step as a page and as a trace."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+
+from squeezebox.reports import Timeline, load_timeline
+from squeezebox.schema import OutputError
+
+
+def show(run: Path, page: Path | None, trace: Path | None, open_page: bool) -> Timeline:
+    """Write what is asked for, and open the page if it is to be.
+
+    Raises:
+        FormatError: ``run`` is no timeline.
+        OutputError: a file cannot be written, or there is no browser.
+    """
+    timeline = load_timeline(run)
+    if trace is not None:
+        timeline.to_trace(trace)
+    if page is not None:
+        timeline.to_html(page)
+    if page is not None and open_page and not webbrowser.open(page.resolve().as_uri()):
+        raise OutputError(f"found no browser to open {page} with; the page is written: open it yourself.")
+    return timeline

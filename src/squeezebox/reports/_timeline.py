@@ -1,0 +1,84 @@
+"""A profiled step as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from squeezebox.reports._fields import decoded, without_duplicates
+from squeezebox.reports._page import owner, timeline_html
+from squeezebox.reports._report import human_bytes, plain, write_whole
+from squeezebox.reports._timeline_trace import timeline_events
+from squeezebox.schema import FormatError, StepTimeline
+
+TIMELINE_VERSION = 1
+_ROWS = 16  # the slowest cells that text shows; JSON has all
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Where one step's time and memory went, phase by module. ``str()`` is a table."""
+
+    figures: StepTimeline
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as written by :meth:`to_json`."""
+        return {"version": TIMELINE_VERSION, **plain(self.figures)}
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Write it whole or not at all, for ``squeezebox report``; OutputError if it cannot be."""
+        write_whole(path, json.dumps(self.to_dict()) + "\n")
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write a page that needs nothing but a browser; OutputError if the path cannot be written."""
+        write_whole(path, timeline_html(self.figures))
+
+    def to_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write a trace for ui.perfetto.dev; OutputError if the path cannot be written."""
+        write_whole(path, json.dumps(timeline_events(self.figures)) + "\n")
+
+    def __str__(self) -> str:
+        figures, record = self.figures, self.figures.record
+        limit = f" of {human_bytes(record.budget_bytes)}" if record.budget_bytes is not None else ""
+        phases: Counter[str] = Counter()
+        for cell in figures.cells:
+            phases[cell.phase] += cell.seconds  # type: ignore[assignment]
+        slowest = sorted(figures.cells, key=lambda cell: -cell.seconds)[:_ROWS]
+        width = max((len(cell.module) for cell in slowest), default=0)
+        return "\n".join(
+            [
+                f"{figures.model}: {figures.unprofiled_seconds:.3f} s, profiled {figures.seconds:.3f} s",
+                f"peak   {owner(figures.peak)}{limit}",
+                f"saved  {human_bytes(record.saved_bytes)}, held {human_bytes(record.packed_bytes)}",
+                "time   "
+                + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in phases.items() if seconds),
+                "",
+                *(
+                    f"{cell.seconds * 1e3:9.2f} ms  {cell.phase:<9}  {cell.module:<{width}}  "
+                    f"{human_bytes(cell.saved_bytes):>10} saved  {human_bytes(cell.packed_bytes):>10} held"
+                    for cell in slowest
+                ),
+            ]
+        )
+
+
+def load_timeline(path: str | os.PathLike[str]) -> Timeline:
+    """Read what :meth:`Timeline.to_json` wrote.
+
+    Raises:
+        FormatError: the file is missing, damaged, or of a newer version.
+    """
+    try:
+        values = json.loads(Path(path).read_text("utf-8"), object_pairs_hook=without_duplicates)
+        version = values.pop("version", None) if isinstance(values, dict) else None
+        if version != TIMELINE_VERSION:
+            raise FormatError(f"version is {version}, and this Squeezebox reads {TIMELINE_VERSION}")
+        return Timeline(decoded(StepTimeline, values))
+    except (OSError, ValueError, FormatError) as error:
+        raise FormatError(
+            f"cannot read {path} as a timeline: {error}. Make it anew with session.timeline(step).to_json()."
+        ) from error

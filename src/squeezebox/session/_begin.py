@@ -1,0 +1,39 @@
+"""A session begins."""
+
+from __future__ import annotations
+
+import torch
+
+from squeezebox.bounds import Controller
+from squeezebox.capture import check_supported
+from squeezebox.reports import StepPlan
+from squeezebox.schema import AttachError
+from squeezebox.session._replanning import Replanning
+from squeezebox.session._session import Session, attached
+
+
+def begin(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    controller: Controller | None,
+    *,
+    plan: StepPlan | None = None,
+    replanning: Replanning | None = None,
+    checks_per_refresh: int = 1,
+    overlapping: bool = False,
+    arena: bool = False,
+) -> Session:
+    """A session for a model that has none and can have one; without controller and plan nothing is lost.
+
+    ``overlapping``: every forward is a step of its own, whatever still waits for its backward; no peak is
+    measured, which would be of several at once.
+    """
+    if model in attached:
+        raise AttachError(
+            f"{type(model).__name__} is attached already. Call detach() on its session first, or go on "
+            "with that one."
+        )
+    check_supported(model)
+    session = Session(model, optimizer, controller, checks_per_refresh, plan, replanning, overlapping, arena)
+    attached.add(model)
+    return session
