@@ -42,6 +42,7 @@ __all__ = [
     "__version__",
     "attach",
     "attach_stages",
+    "audit",
     "bounds",
     "codecs",
     "compile",
@@ -57,12 +58,21 @@ __all__ = [
     "schema",
 ]
 
-_OF_SESSION = ("attach", "attach_stages", "compile", "estimate", "max_batch", "plan", "plan_pipeline")
+_OF_SESSION = (
+    "attach",
+    "attach_stages",
+    "audit",
+    "compile",
+    "estimate",
+    "max_batch",
+    "plan",
+    "plan_pipeline",
+)
 
 if TYPE_CHECKING:
     from squeezebox import bounds, codecs, memory, pipeline, schedules, schema
     from squeezebox.reports import load_pipeline_plan, load_plan
-    from squeezebox.session import attach, attach_stages, estimate, max_batch, plan_pipeline
+    from squeezebox.session import attach, attach_stages, audit, estimate, max_batch, plan_pipeline
     from squeezebox.session import compile_model as compile
     from squeezebox.session import make_plan as plan
 else:
