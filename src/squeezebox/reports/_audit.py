@@ -19,7 +19,7 @@ from squeezebox.reports._equivalence import (
     seeds_needed,
 )
 
-EVERYTHING, CONTROL = "everything", "control"
+EVERYTHING, CONTROL, IMPLEMENTATION = "everything", "control", "implementation"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +51,9 @@ class SeriesSpread:
 class ArmComparison:
     """An arm against the first one, over the same seeds.
 
-    ``churn`` and ``distance`` are between the two arms' trainings of one seed; ``shares`` those of
-    the top line's variation.
+    ``churn`` and ``distance`` are between the two arms' trainings of one seed. ``exceeds_tooling`` says
+    whether that churn is above what varying the implementation alone makes; None where their intervals
+    overlap, or that was not varied. ``shares`` are those of the top line's variation.
     """
 
     arm: str
@@ -61,6 +62,7 @@ class ArmComparison:
     seeds_needed: int | None
     churn: Figure
     distance: Figure
+    exceeds_tooling: bool | None
     shares: Mapping[str, float]
     classes: tuple[PartChange, ...]
     groups: tuple[PartChange, ...]
@@ -146,13 +148,14 @@ def analyse(records: Sequence[AuditRecord], margin: float, facts: Mapping[str, A
     by_series = _by_series(records)
     series = [_spread(*key, found) for key, found in by_series.items() if key[1] != CONTROL]
     plain = by_series[arms[0], EVERYTHING]
+    tooling = next((each.churn for each in series if each.varied == IMPLEMENTATION), None)
     factors = {each.varied: each.deviation.value for each in series if each.varied != EVERYTHING}
     return Audit(
         facts={**facts, "margin": margin},
         controls=tuple(_control(arm, by_series) for arm in arms if (arm, CONTROL) in by_series),
         series=tuple(series),
         factor_shares=statistics.variance_shares(factors),
-        comparisons=tuple(_compare(plain, by_series[arm, EVERYTHING], margin) for arm in arms[1:]),
+        comparisons=tuple(_compare(plain, by_series[arm, EVERYTHING], margin, tooling) for arm in arms[1:]),
         notes=tuple(_notes(records, series)),
     )
 
@@ -192,7 +195,9 @@ def _control(arm: str, by_series: Mapping[tuple[str, str], Sequence[AuditRecord]
     )
 
 
-def _compare(plain: Sequence[AuditRecord], other: Sequence[AuditRecord], margin: float) -> ArmComparison:
+def _compare(
+    plain: Sequence[AuditRecord], other: Sequence[AuditRecord], margin: float, tooling: Figure | None
+) -> ArmComparison:
     mine, theirs = statistics.scores(plain), statistics.scores(other)
     spread = statistics.deviation(mine)
     test = equivalence(
@@ -201,17 +206,25 @@ def _compare(plain: Sequence[AuditRecord], other: Sequence[AuditRecord], margin:
         margin_uncertainty=margin * deviation_uncertainty(spread, len(plain)),
     )
     pairs = list(zip(plain, other, strict=True))
+    churn = statistics.mean(np.array([statistics.churn(*pair) for pair in pairs]))
     return ArmComparison(
         arm=other[0].arm,
         difference=statistics.mean(theirs - mine),
         test=test,
         seeds_needed=seeds_needed(test.deviation, spread, margin) if spread else None,
-        churn=statistics.mean(np.array([statistics.churn(*pair) for pair in pairs])),
+        churn=churn,
         distance=statistics.mean(np.array([statistics.distance(*pair) for pair in pairs])),
+        exceeds_tooling=None if tooling is None else _exceeds(churn, tooling),
         shares=statistics.sums_of_squares(mine, theirs),
         classes=statistics.part_changes(plain, other, plain[0].targets),
         groups=statistics.part_changes(plain, other, plain[0].groups) if plain[0].groups.size else (),
     )
+
+
+def _exceeds(one: Figure, other: Figure) -> bool | None:
+    if one.low > other.high:
+        return True
+    return False if one.value == 0.0 or one.high < other.low else None
 
 
 def _notes(records: Sequence[AuditRecord], series: Sequence[SeriesSpread]) -> list[str]:

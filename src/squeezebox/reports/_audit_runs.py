@@ -6,6 +6,7 @@ import io
 import os
 import zipfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,7 +59,7 @@ def load_record(path: str | os.PathLike[str]) -> AuditRecord:
         FormatError: the file is damaged or of something else.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with np.load(io.BytesIO(Path(path).read_bytes()), allow_pickle=False) as file:
             values = {
                 name: file[name] if name in _ARRAYS else file[name].item() for name in AuditRecord.__slots__
             }

@@ -8,6 +8,11 @@ from squeezebox.reports._audit import ArmComparison, Audit, AuditedOperator
 from squeezebox.reports._audit_statistics import Figure, PartChange
 from squeezebox.reports._equivalence import LEVEL
 
+_TOOLING = {
+    True: "; changes more predictions than the tooling does",
+    False: "; changes fewer predictions than the tooling does",
+    None: "",
+}
 _OPERATORS = 12  # rows of each table that text shows; JSON has all
 
 
@@ -28,7 +33,7 @@ def audit_text(audit: Audit) -> str:
 def _comparison(audit: Audit, found: ArmComparison) -> list[str]:
     test, plain = found.test, audit.series[0].arm
     return [
-        f"{found.arm} against {plain}: {found.verdict}",
+        f"{found.arm} against {plain}: {found.verdict}{_TOOLING[found.exceeds_tooling]}",
         f"  top line      {_change(test.mean)} points, 90 % interval {_change(test.low)} to "
         f"{_change(test.high)} (bootstrap 95 %: {_change(found.difference.low)} to "
         f"{_change(found.difference.high)}), {test.count} seeds",

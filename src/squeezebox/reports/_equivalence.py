@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import numpy as np
 
 LEVEL = 0.05
 """Of every one-sided test; intervals of the mean difference hold 90 %, so that both sides have it."""
-_TRIALS = 100_000
+_TRIALS = 20_000  # a power within 0.4 percentage points
 _MOST_SEEDS = 1000
 
 
@@ -155,6 +156,7 @@ def t_distribution(t: float, freedom: int) -> float:
     return 0.5 + scale * area * width / 3
 
 
+@functools.lru_cache
 def t_quantile(probability: float, freedom: int) -> float:
     """The t with P(T <= t) = ``probability``, by bisection.
 

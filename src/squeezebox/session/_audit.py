@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import statistics
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,11 +112,11 @@ def audit(
         threads = max(1, (os.cpu_count() or 1) // workers)
     folder = Path(out)
     _claim(folder, train, chosen, threads)
-    keys = _keys(list(chosen), seeds, factors)
+    keys = _keys(list(chosen), seeds, factors, threads)
     records = _records(folder, train, chosen, threads, keys, workers, on_progress)
     facts = {
         "train": _name_of(train),
-        "arms": {arm: None if options is None else dict(options) for arm, options in chosen.items()},
+        "arms": _told(chosen),
         "seeds": seeds,
         "threads": threads,
         "torch": torch.__version__,
@@ -151,14 +152,17 @@ def _check(
             raise OptionError(message)
 
 
-def _keys(arms: Sequence[str], seeds: int, factors: Sequence[str]) -> list[RunKey]:
+def _keys(arms: Sequence[str], seeds: int, factors: Sequence[str], threads: int) -> list[RunKey]:
     """Seed by seed, so that an audit cut short has whole pairs; the first arm's everything comes first."""
     keys = [RunKey(arm=arm, series=EVERYTHING, seed=seed) for seed in range(seeds) for arm in arms]
     keys += [RunKey(arm=arm, series=CONTROL, seed=0) for arm in arms]
-    # seed 0 of a factor alone is seed 0 of everything
-    return keys + [
-        RunKey(arm=arms[0], series=name, seed=seed) for name in factors for seed in range(1, seeds)
-    ]
+    for name in factors:
+        # a host has so many variants; more trainings would repeat them. A device's kernels differ each time
+        repeat = name == Factor.IMPLEMENTATION.value and not torch.cuda.is_available()
+        # seed 0 of a factor alone is seed 0 of everything
+        later = range(1, min(seeds, 2 * threads) if repeat else seeds)
+        keys += [RunKey(arm=arms[0], series=name, seed=seed) for seed in later]
+    return keys
 
 
 def _claim(folder: Path, train: TrainFunction, arms: Arms, threads: int) -> None:
@@ -172,7 +176,7 @@ def _claim(folder: Path, train: TrainFunction, arms: Arms, threads: int) -> None
         torch=torch.__version__,
         device=_device(),
         threads=threads,
-        arms={name: repr(None if options is None else dict(options)) for name, options in arms.items()},
+        arms=_told(arms),
     )
     folder.mkdir(parents=True, exist_ok=True)
     require_writable(folder / _REQUEST)
@@ -216,6 +220,11 @@ def _source_digest(train: TrainFunction) -> str:
     except (TypeError, OSError):
         content = b""
     return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _told(arms: Arms) -> dict[str, str]:
+    """Options as text: a controller among them is no JSON."""
+    return {name: repr(None if options is None else dict(options)) for name, options in arms.items()}
 
 
 def _name_of(train: TrainFunction) -> str:
@@ -265,7 +274,9 @@ def _trained(
         return
     _require_picklable(train, arms)
     context = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads, dead
-    with concurrent.futures.ProcessPoolExecutor(min(workers, len(missing)), mp_context=context) as pool:
+    with concurrent.futures.ProcessPoolExecutor(
+        min(workers, len(missing)), mp_context=context, initializer=_end_with_parent
+    ) as pool:
         waiting = {
             pool.submit(_train_and_save, train, key, arms[key.arm], threads, paths[key]): key
             for key in missing
@@ -276,6 +287,18 @@ def _trained(
                 yield waiting[future]
         finally:  # after an error, only what has begun is finished, and kept
             pool.shutdown(cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for its next training for ever."""
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _train_and_save(

@@ -136,11 +136,11 @@ def audit_operators(
     train: TrainFunction, arm: str, options: Mapping[str, Any] | None, threads: int, steps: int
 ) -> tuple[AuditedOperator, ...]:
     """Every operator of an arm's first steps, repeated in the ways in which tooling varies."""
-    tooling = Tooling(threads=threads)
+    tooling, other = Tooling(threads=threads), 1 if threads > 1 else 2
     ways = {
         "nondeterministic": Tooling(threads=threads, deterministic=False),
         "without oneDNN": Tooling(threads=threads, onednn=False),
-        f"{threads + 1} threads": Tooling(threads=threads + 1),
+        f"{other} thread{'s' if other > 1 else ''}": Tooling(threads=other),
     }
     ledger = OperatorLedger(tooling, ways)
     _under(ledger, train, RunKey(arm=arm, series="control", seed=0), options, tooling, steps)

@@ -52,9 +52,12 @@ class Tooling:
 
 
 def tooling_variant(number: int, threads: int) -> Tooling:
-    """Variant 0 is deterministic; the others change thread count and libraries, eight in turn."""
-    extra, onednn = number // 2 % 4, number % 2 == 0
-    return Tooling(threads=threads + extra, onednn=onednn, deterministic=number == 0)
+    """Variant 0 is deterministic; the others have fewer threads, or no oneDNN: ``2 * threads`` in turn.
+
+    More threads than asked for would wait for one another where cores are few or shared.
+    """
+    fewer, onednn = number // 2 % threads, number % 2 == 0
+    return Tooling(threads=threads - fewer, onednn=onednn, deterministic=number == 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
