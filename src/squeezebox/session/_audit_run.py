@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import hashlib
+import itertools
 import random
 import time
 import warnings
@@ -201,7 +202,7 @@ class AuditRun:
 
     def step_seconds(self) -> list[float]:
         """Of every step of the optimizer so far, the first one's from :meth:`attach` on."""
-        return list(np.diff(self._times))
+        return [later - earlier for earlier, later in itertools.pairwise(self._times)]
 
     def _step_done(self, *_: object) -> None:
         if torch.cuda.is_available():
