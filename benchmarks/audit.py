@@ -1,10 +1,11 @@
 """Is what compression changes in a training below the noise? An audit of a small CNN on handwritten digits.
 
-Goes in: scikit-learn's 1797 digits and examples/audit_digits.py. Comes out: benchmarks/reports/audit-<date>.json
-and .md. May touch: that folder, and .partial/audit within it, which keeps every finished training.
+Goes in: scikit-learn's 1797 digits and examples/audit_digits.py. Comes out:
+benchmarks/reports/audit-<date>.json and .md.
+May touch: that folder, and .partial/audit within it, which keeps every finished training.
 
-Beside the audit: how often its tests err, on trainings that are the same but for their seeds. Real ones are
-the plain arm's, split into two arms at random again and again; simulated ones are normal.
+Beside the audit: how often its test errs on trainings that are the same but for their seeds, the plain arm's
+split into two arms at random again and again; and simulated, where arms differ by just the margin.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import numpy as np
 import squeezebox
 from benchmarks import _report
 from examples.audit_digits import EPOCHS, train
-from squeezebox.reports import LEVEL, Audit, equivalence, load_record
+from squeezebox.reports import LEVEL, Audit, deviation_uncertainty, equivalence, load_record
 
 PARTIAL = _report.REPORTS / ".partial" / "audit"
 ARMS = {"plain": None, "noise 1e-3": {"noise": 1e-3}, "noise 1e-2": {"noise": 1e-2}}
-SPLITS = 1000
+SPLITS = 2000
 
 
 def main() -> None:
@@ -69,11 +70,36 @@ def false_alarms(alike: int, seeds: int, threads: int) -> dict[str, Any]:
     return {"trainings": len(scores), "splits": SPLITS, "seeds": seeds, "different": different / SPLITS}
 
 
-def table(found: Audit, alarms: dict[str, Any]) -> str:
+def margin_passes(count: int, drift: float) -> dict[str, float]:
+    """How often arms that differ by just the margin, one deviation between seeds, are found equivalent.
+
+    Normal seeds of deviation 1, and normal drift between the arms of a seed.
+    """
+    generator = np.random.default_rng(0)
+    known = estimated = 0
+    for _ in range(SPLITS):
+        spread = float(generator.standard_normal(count).std(ddof=1))
+        differences = (1 + drift * generator.standard_normal(count)).tolist()
+        known += equivalence(differences, spread).equivalent
+        uncertainty = deviation_uncertainty(spread, count)
+        estimated += equivalence(differences, spread, margin_uncertainty=uncertainty).equivalent
+    return {"seeds": count, "drift": drift, "known": known / SPLITS, "estimated": estimated / SPLITS}
+
+
+def table(found: Audit, alarms: dict[str, Any], passes: list[dict[str, float]]) -> str:
+    lines = [
+        f"| {row['seeds']} | {row['drift']} | {row['known']:.1%} | {row['estimated']:.1%} |" for row in passes
+    ]
+    rows = "\n".join(lines)
     return (
         f"{EPOCHS} epochs on 1200 images, 597 held out.\n\n```text\n{found}\n```\n\n"
-        f"False alarms: of {alarms['splits']} random splits of {alarms['trainings']} plain trainings into two "
-        f"arms of {alarms['seeds']}, {alarms['different']:.1%} were called different at the level {LEVEL:.0%}."
+        f"False alarms: of {alarms['splits']} random splits of {alarms['trainings']} plain trainings into "
+        f"two arms of {alarms['seeds']}, {alarms['different']:.1%} were called different at the level "
+        f"{LEVEL:.0%}.\n\n"
+        f"Arms that differ by just the margin, found equivalent in {SPLITS} simulated audits, with the margin "
+        f"taken as known and, as in an audit, as the estimate that it is (level {LEVEL:.0%}):\n\n"
+        "| seeds | drift between arms, in deviations between seeds | margin known | margin estimated |\n"
+        f"|---|---|---|---|\n{rows}"
     )
 
 

@@ -32,7 +32,7 @@ PLANTED = {
 def planted(tmp_path_factory):
     before = (torch.get_rng_state(), random.getstate(), torch.get_num_threads())
     found = squeezebox.audit(
-        audited.train, out=tmp_path_factory.mktemp("planted"), arms=PLANTED, seeds=8, threads=1
+        audited.train, out=tmp_path_factory.mktemp("planted"), arms=PLANTED, seeds=8, threads=1, steps=1
     )
     after = (torch.get_rng_state(), random.getstate(), torch.get_num_threads())
     assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
@@ -81,9 +81,9 @@ def test_every_factor_varies_alone_and_tooling_least(planted):
 def test_the_ledger_has_the_operators_and_their_seconds(planted):
     rows = {row.name: row for row in planted.operators}
     convolution = rows["aten.convolution.default"]
-    assert convolution.calls == 3 and convolution.deterministic_seconds > 0.0 and convolution.seconds > 0.0
+    assert convolution.calls == 1 and convolution.deterministic_seconds > 0.0 and convolution.seconds > 0.0
     assert all(row.unequal["again"] == 0 for row in rows.values())
-    assert planted.cost.steps == 9 and planted.cost.seconds > 0.0
+    assert planted.cost.steps == 3 and planted.cost.seconds > 0.0
 
 
 def test_text_and_json_say_the_same(planted):

@@ -20,7 +20,7 @@ from squeezebox.reports._audit_runs import AuditRecord, load_record, save_record
 from squeezebox.reports._batch import MaxBatch
 from squeezebox.reports._chart import ChartKind, ChartSpan, PipelineChart
 from squeezebox.reports._compiled import CompiledReport, CompiledTensor
-from squeezebox.reports._equivalence import LEVEL, Equivalence, equivalence
+from squeezebox.reports._equivalence import LEVEL, Equivalence, deviation_uncertainty, equivalence
 from squeezebox.reports._estimate import Estimate
 from squeezebox.reports._pipeline import PipelineRank, PipelineReport
 from squeezebox.reports._pipeline_plan import (
@@ -61,6 +61,7 @@ __all__ = [
     "StepCost",
     "StepPlan",
     "analyse",
+    "deviation_uncertainty",
     "draw_svg",
     "equivalence",
     "exact_bytes",
