@@ -61,8 +61,10 @@ def test_arms_that_are_the_same_differ_in_nothing(planted, arm):
 @pytest.mark.parametrize("arm", ["noisy labels", "coarse"])
 def test_planted_effects_are_found(planted, arm):
     found = comparison(planted, arm)
-    assert not found.test.equivalent and found.test.mean < 0.0 and found.exceeds_tooling
+    assert not found.test.equivalent and found.test.mean < 0.0
     assert found.test.different or arm == "coarse"  # which eight seeds do not show in the top line
+    tooling = next(each for each in planted.series if each.varied == "implementation")
+    assert found.churn.low > tooling.churn.value and found.exceeds_tooling is None  # one pair of toolings
     assert found.churn.low > 2 * comparison(planted, "squeezed").churn.value
 
 

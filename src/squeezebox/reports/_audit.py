@@ -53,7 +53,7 @@ class ArmComparison:
 
     ``churn`` and ``distance`` are between the two arms' trainings of one seed. ``exceeds_tooling`` says
     whether that churn is above what varying the implementation alone makes; None where their intervals
-    overlap, or that was not varied. ``shares`` are those of the top line's variation.
+    overlap, or fewer than three trainings varied in that. ``shares`` are those of the top line's variation.
     """
 
     arm: str
@@ -80,7 +80,7 @@ class AuditedOperator:
     """An operator run again on the same inputs, right where it stood.
 
     ``unequal`` counts, for each way it was repeated, the calls whose outputs were not equal to the bit;
-    ``deterministic_seconds`` and ``seconds`` are sums over all calls, with and without
+    ``deterministic_seconds`` and ``seconds`` are medians over its calls, with and without
     ``torch.use_deterministic_algorithms``.
     """
 
@@ -148,7 +148,8 @@ def analyse(records: Sequence[AuditRecord], margin: float, facts: Mapping[str, A
     by_series = _by_series(records)
     series = [_spread(*key, found) for key, found in by_series.items() if key[1] != CONTROL]
     plain = by_series[arms[0], EVERYTHING]
-    tooling = next((each.churn for each in series if each.varied == IMPLEMENTATION), None)
+    # two trainings are one pair, which has no interval
+    tooling = next((each.churn for each in series if each.varied == IMPLEMENTATION and each.runs > 2), None)
     factors = {each.varied: each.deviation.value for each in series if each.varied != EVERYTHING}
     return Audit(
         facts={**facts, "margin": margin},
@@ -214,17 +215,20 @@ def _compare(
         seeds_needed=seeds_needed(test.deviation, spread, margin) if spread else None,
         churn=churn,
         distance=statistics.mean(np.array([statistics.distance(*pair) for pair in pairs])),
-        exceeds_tooling=None if tooling is None else _exceeds(churn, tooling),
+        exceeds_tooling=_exceeds(churn, tooling),
         shares=statistics.sums_of_squares(mine, theirs),
         classes=statistics.part_changes(plain, other, plain[0].targets),
         groups=statistics.part_changes(plain, other, plain[0].groups) if plain[0].groups.size else (),
     )
 
 
-def _exceeds(one: Figure, other: Figure) -> bool | None:
-    if one.low > other.high:
-        return True
-    return False if one.value == 0.0 or one.high < other.low else None
+def _exceeds(churn: Figure, tooling: Figure | None) -> bool | None:
+    """None where it cannot be told."""
+    if churn.value == 0.0:
+        return False
+    if tooling is None or tooling.low <= churn.high and churn.low <= tooling.high:
+        return None
+    return churn.low > tooling.high
 
 
 def _notes(records: Sequence[AuditRecord], series: Sequence[SeriesSpread]) -> list[str]:

@@ -37,8 +37,8 @@ def _comparison(audit: Audit, found: ArmComparison) -> list[str]:
         f"  top line      {_change(test.mean)} points, 90 % interval {_change(test.low)} to "
         f"{_change(test.high)} (bootstrap 95 %: {_change(found.difference.low)} to "
         f"{_change(found.difference.high)}), {test.count} seeds",
-        f"  margin        {_points(test.margin)} points, {audit.facts['margin']:g} deviations between seeds "
-        f"of {plain}; equivalence p = {test.p_value:.3f}, difference p = {test.p_different:.3f}",
+        f"  margin        {_points(test.margin)} points, {audit.facts['margin']:g} times the deviation between "
+        f"seeds of {plain}; equivalence p = {test.p_value:.3f}, difference p = {test.p_different:.3f}",
         f"  power         {test.power:.0%} if there were no difference; " + _needed(found),
         f"  churn         {_percent(found.churn)}{_beside(audit, found, 'churn')}",
         f"  weights       {_plain(found.distance)}{_beside(audit, found, 'distance')}",
@@ -120,22 +120,28 @@ def _operators(operators: Sequence[AuditedOperator]) -> list[str]:
         return []
     ways = list(operators[0].unequal)
     broken = [each for each in operators if any(each.unequal.values())]
-    costly = sorted(operators, key=lambda each: -each.deterministic_seconds)[:_OPERATORS]
+    costly = sorted(operators, key=lambda each: -each.calls * each.deterministic_seconds)[:_OPERATORS]
     ledger = [("operator", "calls", *(f"unequal, {way}" for way in ways))]
     ledger += [(each.name, str(each.calls), *(str(each.unequal[way]) for way in ways)) for each in broken]
-    costs = [("operator", "calls", "deterministic", "seconds", "ratio")]
+    costs = [("operator", "calls", "deterministic, us", "free, us", "ratio")]
     costs += [
         (
             each.name,
             str(each.calls),
-            f"{each.deterministic_seconds:.4f}",
-            f"{each.seconds:.4f}",
+            f"{1e6 * each.deterministic_seconds:.1f}",
+            f"{1e6 * each.seconds:.1f}",
             f"{each.deterministic_seconds / max(each.seconds, 1e-9):.2f}",
         )
         for each in costly
     ]
     heading = f"{len(broken)} of {len(operators)} operators broke bitwise equality on the same inputs"
-    return [heading, *(_table(ledger) if broken else []), "", "what determinism costs", *_table(costs)]
+    return [
+        heading,
+        *(_table(ledger) if broken else []),
+        "",
+        "what determinism costs: medians of a call",
+        *_table(costs),
+    ]
 
 
 def _cost(audit: Audit) -> list[str]:

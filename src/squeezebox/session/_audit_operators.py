@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,15 +23,14 @@ from squeezebox.session._audit_run import (
     train_some,
 )
 
-_AGAIN = "again"
+_AGAIN, _FREE = "again", "nondeterministic"
 
 
 @dataclass(slots=True)
 class _Tally:
     calls: int = 0
     unequal: dict[str, int] = field(default_factory=dict)
-    deterministic_seconds: float = 0.0
-    seconds: float = 0.0
+    seconds: dict[str, list[float]] = field(default_factory=dict)
 
 
 class OperatorLedger(TorchDispatchMode):
@@ -53,8 +53,8 @@ class OperatorLedger(TorchDispatchMode):
                 name=name,
                 calls=tally.calls,
                 unequal=dict(tally.unequal),
-                deterministic_seconds=tally.deterministic_seconds,
-                seconds=tally.seconds,
+                deterministic_seconds=statistics.median(tally.seconds[_AGAIN]),
+                seconds=statistics.median(tally.seconds[_FREE]),
             )
             for name, tally in self._tallies.items()
         )
@@ -74,9 +74,7 @@ class OperatorLedger(TorchDispatchMode):
         for way, tooling in ((_AGAIN, self._tooling), *self._ways.items()):
             seconds, found = before.repeat(tooling)
             tally.unequal[way] += not _equal(expected, found)
-            if way == _AGAIN:
-                tally.deterministic_seconds += seconds
-        tally.seconds += before.repeat(Tooling(threads=self._tooling.threads, deterministic=False))[0]
+            tally.seconds.setdefault(way, []).append(seconds)
         before.set_random_states(after)
         return result
 
@@ -138,7 +136,7 @@ def audit_operators(
     """Every operator of an arm's first steps, repeated in the ways in which tooling varies."""
     tooling, other = Tooling(threads=threads), 1 if threads > 1 else 2
     ways = {
-        "nondeterministic": Tooling(threads=threads, deterministic=False),
+        _FREE: Tooling(threads=threads, deterministic=False),
         "without oneDNN": Tooling(threads=threads, onednn=False),
         f"{other} thread{'s' if other > 1 else ''}": Tooling(threads=other),
     }
