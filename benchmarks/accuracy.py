@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 import statistics
 import sys
 import time
@@ -33,6 +32,7 @@ from torch.nn import functional as F
 import squeezebox
 from benchmarks import _report
 from squeezebox.cli._data import fashion_mnist
+from squeezebox.reports import LEVEL, equivalence
 from squeezebox.session import Session
 
 PARTIAL = _report.REPORTS / ".partial"
@@ -48,8 +48,6 @@ CLASSES = (
     "bag",
     "ankle boot",
 )
-LEVEL = 0.05
-TRIALS = 200_000
 Row = dict[str, Any]
 
 
@@ -73,28 +71,6 @@ class Settings:
     limit: int | None
     threads: int
     source: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Equivalence:
-    """Two one-sided t tests on paired differences, squeezed minus plain.
-
-    `power` is the chance to find equivalence when there is no difference at all, with differences that
-    spread as these do and the margin as it is; `least_margin` the smallest margin this data would pass;
-    `least_visible` the smallest mean difference that a two-sided 5 % t test would call significant.
-    """
-
-    count: int
-    mean: float
-    deviation: float
-    low: float
-    high: float
-    margin: float
-    p_value: float
-    equivalent: bool
-    power: float
-    least_margin: float
-    least_visible: float
 
 
 def main() -> None:
@@ -263,87 +239,6 @@ def append_row(path: Path, row: Row) -> None:
     fresh = path.with_suffix(".new")
     fresh.write_text(kept, encoding="utf-8")
     fresh.replace(path)
-
-
-# --- statistics ----------------------------------------------------------------------------------------
-
-
-def equivalence(differences: Sequence[float], margin: float) -> Equivalence:
-    """Test whether the mean of paired differences lies within `margin` of zero.
-
-    Raises:
-        ValueError: there are fewer than two differences.
-    """
-    count = len(differences)
-    if count < 2:
-        raise ValueError(f"{count} differences have no spread; an equivalence test needs at least 2.")
-    mean, deviation = statistics.fmean(differences), statistics.stdev(differences)
-    error = deviation / math.sqrt(count)
-    half = t_quantile(1 - LEVEL, count - 1) * error
-    least = abs(mean) + half
-    return Equivalence(
-        count=count,
-        mean=mean,
-        deviation=deviation,
-        low=mean - half,
-        high=mean + half,
-        margin=margin,
-        p_value=_p_value(mean, error, margin, count - 1),
-        equivalent=least < margin,
-        power=power(deviation, margin, count),
-        least_margin=least,
-        least_visible=t_quantile(1 - LEVEL / 2, count - 1) * error,
-    )
-
-
-def _p_value(mean: float, error: float, margin: float, freedom: int) -> float:
-    """The larger of the two one-sided tests' p."""
-    if error == 0.0:
-        return 0.0 if abs(mean) < margin else 1.0
-    return 1 - t_distribution((margin - abs(mean)) / error, freedom)
-
-
-def power(deviation: float, margin: float, count: int) -> float:
-    """Chance of the verdict "equivalent" if the true difference is zero, by simulation."""
-    generator = torch.Generator().manual_seed(0)
-    freedom = count - 1
-    means = torch.randn(TRIALS, generator=generator) * (deviation / math.sqrt(count))
-    squares = torch.zeros(TRIALS)
-    for _ in range(freedom):
-        squares += torch.randn(TRIALS, generator=generator).square()
-    errors = deviation * (squares / freedom).sqrt() / math.sqrt(count)
-    passed = means.abs() + t_quantile(1 - LEVEL, freedom) * errors < margin
-    return float(passed.double().mean())
-
-
-def t_distribution(t: float, freedom: int) -> float:
-    """P(T <= t) of Student's distribution, by Simpson's rule on t = sqrt(freedom) * tan(angle).
-
-    There the density is proportional to cos(angle)^(freedom - 1): smooth and of finite range.
-    """
-    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
-    intervals = 2000
-    width = math.atan(t / math.sqrt(freedom)) / intervals
-    weights = [1, *([4, 2] * (intervals // 2))[:-1], 1]
-    area = sum(w * math.cos(n * width) ** (freedom - 1) for n, w in enumerate(weights))
-    return 0.5 + scale * area * width / 3
-
-
-def t_quantile(probability: float, freedom: int) -> float:
-    """The t with P(T <= t) = `probability`, by bisection.
-
-    Raises:
-        ValueError: the probability is not within 0.5 and 1, or there is no degree of freedom.
-    """
-    if not 0.5 <= probability < 1 or freedom < 1:
-        raise ValueError(f"No t quantile for probability={probability} and freedom={freedom}.")
-    low, high = 0.0, 1.0
-    while t_distribution(high, freedom) < probability:
-        high *= 2
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_distribution(middle, freedom) < probability else (low, middle)
-    return (low + high) / 2
 
 
 # --- report --------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ __all__ = [
     "__version__",
     "attach",
     "attach_stages",
+    "audit",
     "bounds",
     "codecs",
     "compile",
@@ -65,6 +66,7 @@ __all__ = [
 _OF_SESSION = (
     "attach",
     "attach_stages",
+    "audit",
     "compile",
     "estimate",
     "explain_out_of_memory",
@@ -80,6 +82,7 @@ if TYPE_CHECKING:
     from squeezebox.session import (
         attach,
         attach_stages,
+        audit,
         estimate,
         explain_out_of_memory,
         find_batch,

@@ -203,6 +203,37 @@ def find_batch(
 
 
 @app.command()
+def audit(
+    train: Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="A whole training: train(run).")],
+    arms: Annotated[
+        str,
+        typer.Option(help="The first is compared with: plain, squeezed (--noise), exact, noise=1e-2."),
+    ] = "plain,squeezed",
+    seeds: Annotated[int, typer.Option(help="Trainings of each series.")] = 10,
+    factors: Annotated[
+        str, typer.Option(help="Varied alone too; none for none.")
+    ] = "initialisation,order,augmentation,implementation",
+    noise: Annotated[float, typer.Option(help="Allowed gradient noise of the squeezed arm.")] = 1e-3,
+    margin: Annotated[float, typer.Option(help="In deviations between the first arm's seeds.")] = 1.0,
+    workers: Annotated[int, typer.Option(help="Trainings at the same time, each in a process.")] = 1,
+    threads: Annotated[
+        int | None, typer.Option(help="Of each training (default: the cores, shared among the workers).")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Repeated operator by operator; 0 for none.")] = 3,
+    out: Annotated[Path, typer.Option(help="Folder that keeps finished trainings.")] = Path("audit"),
+    as_json: Json = False,
+) -> None:
+    """Does compression change a training more than its tooling does? Trains it many times to find out.
+
+    What is in --out already is not trained again. Exit status 1 also where the same training twice is not
+    equal to the bit. docs/audit.md says what train(run) does.
+    """
+    from squeezebox.cli._audit import Request, run
+
+    run(Request(train, arms, seeds, factors, noise, margin, workers, threads, steps, out), as_json=as_json)
+
+
+@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where the figures go, as JSON.")] = Path("demo.json"),
     data: Annotated[Path | None, typer.Option(help="Folder of the full Fashion-MNIST.")] = None,

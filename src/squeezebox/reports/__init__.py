@@ -5,9 +5,22 @@ and JSON files written whole or not at all.
 May touch: files it is told to write; no torch.
 """
 
+from squeezebox.reports._audit import (
+    CONTROL,
+    EVERYTHING,
+    ArmComparison,
+    Audit,
+    AuditedOperator,
+    ControlPair,
+    SeriesSpread,
+    StepCost,
+    analyse,
+)
+from squeezebox.reports._audit_runs import AuditRecord, load_record, save_record
 from squeezebox.reports._batch import FoundBatch, MaxBatch
 from squeezebox.reports._chart import ChartKind, ChartSpan, PipelineChart
 from squeezebox.reports._compiled import CompiledReport, CompiledTensor
+from squeezebox.reports._equivalence import LEVEL, Equivalence, deviation_uncertainty, equivalence
 from squeezebox.reports._estimate import Estimate
 from squeezebox.reports._page import timeline_html
 from squeezebox.reports._pipeline import PipelineRank, PipelineReport
@@ -34,10 +47,19 @@ from squeezebox.reports._trace import trace_events
 
 __all__ = [
     "BYTE_UNITS",
+    "CONTROL",
+    "EVERYTHING",
+    "LEVEL",
+    "ArmComparison",
+    "Audit",
+    "AuditRecord",
+    "AuditedOperator",
     "ChartKind",
     "ChartSpan",
     "CompiledReport",
     "CompiledTensor",
+    "ControlPair",
+    "Equivalence",
     "Estimate",
     "FoundBatch",
     "MaxBatch",
@@ -46,9 +68,14 @@ __all__ = [
     "PipelineReport",
     "PlannedTensor",
     "Report",
+    "SeriesSpread",
+    "StepCost",
     "StepPlan",
     "Timeline",
+    "analyse",
+    "deviation_uncertainty",
     "draw_svg",
+    "equivalence",
     "exact_bytes",
     "explain",
     "explain_floor",
@@ -57,12 +84,14 @@ __all__ = [
     "load_plan",
     "load_timeline",
     "parse_size",
+    "load_record",
     "pipeline_plan_line",
     "pipeline_plan_text",
     "require_writable",
     "save_pipeline_plan",
     "timeline_events",
     "timeline_html",
+    "save_record",
     "trace_events",
     "write_whole",
 ]

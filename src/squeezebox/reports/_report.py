@@ -77,8 +77,8 @@ class Report:
         return "\n".join([*_totals(self.record), "", *_table(self.record)])
 
 
-def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Write ``text`` to ``path`` by way of a temporary file beside it.
+def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write ``content`` to ``path`` by way of a temporary file beside it.
 
     Raises:
         OutputError: the folder is missing or not writable, or the disk is full.
@@ -86,11 +86,9 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
     target = Path(path)
     temporary = ""
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", dir=target.parent, prefix=f".{target.name}.", delete=False, encoding="utf-8"
-        ) as file:
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
             temporary = file.name
-            file.write(text)
+            file.write(content.encode() if isinstance(content, str) else content)
         os.replace(temporary, target)
     except OSError as error:
         if temporary:

@@ -1,10 +1,12 @@
-"""The one place that knows all rooms: attach to a model, train, report, detach; plan, compile, estimate.
+"""The one place that knows all rooms: attach to a model, train, report; plan, compile, estimate, audit.
 
 In: models, samples and options. Out: sessions, plans and compiled steps. Attaching hooks the model's forward;
 everything else leaves the model as it was.
 """
 
 from squeezebox.session._attach import attach
+from squeezebox.session._audit import audit
+from squeezebox.session._audit_run import AuditRun, Factor, Outcome
 from squeezebox.session._compile import compile_model
 from squeezebox.session._estimate import estimate
 from squeezebox.session._find import find_batch
@@ -14,9 +16,13 @@ from squeezebox.session._plans import make_plan, max_batch
 from squeezebox.session._session import Session
 
 __all__ = [
+    "AuditRun",
+    "Factor",
+    "Outcome",
     "Session",
     "attach",
     "attach_stages",
+    "audit",
     "compile_model",
     "estimate",
     "explain_out_of_memory",

@@ -1,0 +1,106 @@
+"""``squeezebox audit``: arms and factors from their names, progress, and the findings."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import squeezebox
+from squeezebox.cli._estimate import load_factory
+from squeezebox.cli._progress import counted
+from squeezebox.schema import OptionError, SqueezeboxError
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line names."""
+
+    train: str
+    arms: str
+    seeds: int
+    factors: str
+    noise: float
+    margin: float
+    workers: int
+    threads: int | None
+    steps: int
+    out: Path
+
+
+def run(request: Request, *, as_json: bool) -> None:
+    """Make the trainings that are missing, and print what all of them tell.
+
+    Raises:
+        OptionError: an argument is out of range or names nothing, or ``out`` is of another audit.
+        OutputError: ``out`` cannot be written.
+        SqueezeboxError: after printing, where a control was not equal to the bit.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
+    train = load_factory(request.train, arguments=1)
+    factors = () if request.factors == "none" else tuple(request.factors.split(","))
+    with counted("trainings") as bar:
+        found = squeezebox.audit(
+            train,
+            out=request.out,
+            arms=arms_named(request.arms, request.noise),
+            seeds=request.seeds,
+            factors=factors,
+            margin=request.margin,
+            workers=request.workers,
+            threads=request.threads,
+            steps=request.steps,
+            on_progress=bar or _print_progress,
+        )
+    print(json.dumps(found.to_dict(), indent=1) if as_json else found)
+    if not found.sound:
+        arms = ", ".join(control.arm for control in found.controls if not control.equal)
+        raise SqueezeboxError(
+            f"the same training twice was not equal to the bit ({arms}), so what was found is not of "
+            "the factors alone. Draw every random number from the run's generators or torch's global one, or "
+            "see above which operator differs."
+        )
+
+
+def _print_progress(done: int, total: int, note: str) -> None:
+    """A few lines where no terminal watches."""
+    if done == total or done * 8 // total > (done - 1) * 8 // total:
+        print(f"trainings: {done}/{total}, {note}", file=sys.stderr, flush=True)
+
+
+def arms_named(names: str, noise: float) -> dict[str, Mapping[str, Any] | None]:
+    """``plain,squeezed,exact,noise=1e-2`` as options of attach, by name.
+
+    Raises:
+        OptionError: a name says no way to train, or is there twice.
+    """
+    found: dict[str, Mapping[str, Any] | None] = {}
+    for name in names.split(","):
+        if name in found:
+            raise OptionError(f"--arms {names}: {name} is there twice; the control trains each arm again.")
+        found[name] = _options(name, noise)
+    return found
+
+
+def _options(name: str, noise: float) -> Mapping[str, Any] | None:
+    known: dict[str, Mapping[str, Any] | None] = {
+        "plain": None,
+        "squeezed": {"noise": noise},
+        "exact": {"exact": True},
+    }
+    if name in known:
+        return known[name]
+    kind, _, value = name.partition("=")
+    try:
+        if kind == "noise":
+            return {"noise": float(value)}
+    except ValueError:
+        pass
+    raise OptionError(
+        f"--arms: '{name}' is none of plain, squeezed, exact and noise=1e-2; write plain,squeezed, or call "
+        "squeezebox.audit(arms=...) for any other options of attach."
+    )

@@ -1,0 +1,58 @@
+"""``squeezebox audit`` from outside: findings, files, and exit statuses."""
+
+import json
+
+import pytest
+
+from squeezebox.cli import main
+
+TRAIN = "tests.session.audited:train"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("audits") / "new" / "audit")
+
+
+def run(capfd, *arguments):
+    """(exit status, standard output, standard error)."""
+    with pytest.raises(SystemExit) as ended:
+        main(("audit", *arguments))
+    captured = capfd.readouterr()
+    return ended.value.code, captured.out, captured.err
+
+
+def test_findings_come_as_text_and_as_json_and_trainings_are_kept(capfd, folder):
+    options = (TRAIN, "--arms", "plain,exact", "--seeds", "3", "--threads", "1", "--out", folder)
+    code, out, err = run(capfd, *options, "--factors", "order", "--steps", "0")
+    assert code == 0 and "exact against plain: below the noise" in out and "trainings: 10/10" in err
+    code, out, err = run(capfd, *options, "--factors", "order", "--steps", "0", "--json")
+    found = json.loads(out)
+    assert code == 0 and "trainings" not in err
+    assert found["sound"] and found["comparisons"][0]["churn"]["value"] == 0.0
+    assert [each["varied"] for each in found["series"]] == ["everything", "everything", "order"]
+
+
+def test_a_control_that_is_not_zero_is_an_error_after_the_findings(capfd, tmp_path):
+    options = ("--arms", "plain", "--seeds", "3", "--factors", "none", "--steps", "1", "--threads", "1")
+    code, out, err = run(
+        capfd, "tests.session.audited:train_with_numpy", *options, "--out", str(tmp_path / "broken")
+    )
+    assert code == 1 and "NOT equal" in out and "aten.add.Tensor" in out
+    assert "not equal to the bit (plain)" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((TRAIN, "--arms", "squeezd"), "'squeezd' is none of plain, squeezed"),
+        ((TRAIN, "--arms", "plain,noise=much"), "'noise=much'"),
+        ((TRAIN, "--arms", "plain,plain"), "plain is there twice"),
+        ((TRAIN, "--seeds", "1"), "seeds 1"),
+        ((TRAIN, "--factors", "weather"), "weather"),
+        (("tests.session.audited:nothing",), "nothing"),
+    ],
+)
+def test_errors_have_no_traceback(capfd, tmp_path, arguments, words):
+    code, _, err = run(capfd, *arguments, "--out", str(tmp_path / "out"))
+    assert code == 2 and words in err and "Traceback" not in err

@@ -1,0 +1,86 @@
+"""Statistics of audits on numbers made for it: rates of errors, shares, intervals."""
+
+import numpy as np
+import pytest
+
+from squeezebox.reports import _audit_statistics as statistics
+from squeezebox.reports import _equivalence as tested
+
+TRIALS = 600
+
+
+def trials(shift, *, count=10, drift=1.0):
+    """(differences, plain's deviation): plain spreads by 1, and an arm drifts from it by ``drift``."""
+    generator = np.random.default_rng(0)
+    for _ in range(TRIALS):
+        plain = generator.standard_normal(count)
+        yield shift + drift * generator.standard_normal(count), float(plain.std(ddof=1))
+
+
+def equivalent(shift, units, **options):
+    """Share of trials found equivalent, with the margin's own uncertainty."""
+    found = 0
+    for differences, spread in trials(shift, **options):
+        count = len(differences)
+        uncertainty = units * tested.deviation_uncertainty(spread, count)
+        test = tested.equivalence(list(differences), units * spread, margin_uncertainty=uncertainty)
+        found += test.equivalent
+    return found / TRIALS
+
+
+def test_equal_arms_are_called_different_at_the_level():
+    alarms = sum(tested.p_different(list(differences)) < 0.05 for differences, _ in trials(0.0))
+    assert 0.03 < alarms / TRIALS < 0.07
+
+
+@pytest.mark.parametrize("drift", [0.5, 1.0, 1.4])
+def test_a_difference_as_large_as_the_margin_passes_no_more_often_than_the_level(drift):
+    assert equivalent(1.0, 1.0, drift=drift) < 0.07
+
+
+def test_power_is_what_the_test_says_of_itself_and_seeds_needed_reach_it():
+    assert equivalent(0.0, 1.0, drift=0.5) > 0.8
+    needed = tested.seeds_needed(1.4, 1.0, 1.0)
+    assert 10 < needed < 40
+    assert equivalent(0.0, 1.0, drift=1.4, count=needed) == pytest.approx(0.8, abs=0.08)
+    assert tested.seeds_needed(100.0, 1.0, 1.0) is None
+
+
+def test_a_deviations_lower_limit_holds_as_often_as_it_says():
+    generator = np.random.default_rng(0)
+    held = 0
+    for _ in range(4000):
+        spread = float(generator.standard_normal(6).std(ddof=1))
+        held += spread - tested.deviation_uncertainty(spread, 6) < 1.0
+    assert held / 4000 == pytest.approx(0.95, abs=0.015)
+
+
+def test_sums_of_squares_add_up_and_find_what_was_put_in():
+    seeds = np.arange(6.0)
+    shares = statistics.sums_of_squares(seeds, seeds + 3.0)
+    total = 2 * 17.5 + 12 * 1.5**2
+    assert shares == pytest.approx({"seeds": 35 / total, "compression": 27 / total, "interaction": 0.0})
+    assert statistics.sums_of_squares(np.ones(3), np.ones(3)) == dict.fromkeys(shares, 0.0)
+
+
+def test_variance_shares_are_of_variances():
+    assert statistics.variance_shares({"a": 1.0, "b": 2.0}) == {"a": 0.2, "b": 0.8}
+    assert statistics.variance_shares({"a": 0.0}) == {"a": 0.0}
+
+
+def test_holms_adjustment_of_a_worked_example():
+    assert statistics.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+
+
+def test_intervals_hold_the_figure_and_shrink_to_it_where_nothing_varies():
+    values = np.random.default_rng(0).standard_normal(20)
+    found = statistics.mean(values)
+    assert found.low < found.value < found.high
+    same = statistics.spread(np.full(5, 0.1))
+    assert same.low == same.value == same.high == 0.0
+
+
+def test_means_of_pairs_leave_out_a_training_with_itself():
+    matrix = np.array([[0.0, 1.0, 2.0], [1.0, 0.0, 3.0], [2.0, 3.0, 0.0]])
+    found = statistics.mean_of_pairs(matrix)
+    assert found.value == 2.0 and found.low >= 1.0 and found.high <= 3.0
