@@ -13,7 +13,7 @@ PATH = next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Browser:
-    """One page at a time. ``errors`` are what its console, its exceptions and its log told, ``requests`` its URLs."""
+    """One page at a time. ``errors`` are its exceptions and what its console told, ``requests`` its URLs."""
 
     def __init__(self):
         self.errors, self.requests = [], []

@@ -1,6 +1,7 @@
 """The page of a profiled step in a real browser: what is drawn equals the figures, and nothing is fetched."""
 
 import itertools
+import json
 import re
 
 import pytest
@@ -121,8 +122,6 @@ def test_nothing_is_fetched_and_text_is_escaped():
 
 
 def figures_in(page):
-    import json
-
     return json.loads(re.search(r'id="figures">(.*?)</script>', page, re.S)[1])
 
 
@@ -141,16 +140,17 @@ def shown(browser, tmp_path):
     browser.open(path)
     yield browser, figures
     assert browser.errors == []
-    assert browser.requests == [path.as_uri()] or all(
-        url == path.as_uri() or url.startswith("data:") for url in browser.requests
-    )
+    assert {url for url in browser.requests if not url.startswith("data:")} == {path.as_uri()}
+
+
+def read(browser, selector, expression):
+    """What the expression says of every element ``e``."""
+    return browser.evaluate(f"[...document.querySelectorAll(`{selector}`)].map(e => {expression})")
 
 
 def scale(browser):
     """Bytes at a height of the drawing, from its axis: (origin, bytes a pixel)."""
-    ticks = browser.evaluate(
-        "[...document.querySelectorAll('#memory .tick')].map(t => [+t.getAttribute('y') - 4, +t.dataset.nbytes])"
-    )
+    ticks = read(browser, "#memory .tick", "[+e.getAttribute('y') - 4, +e.dataset.nbytes]")
     (y0, low), (y1, high) = ticks[0], ticks[-1]
     return y0, (high - low) / (y0 - y1)
 
@@ -163,9 +163,7 @@ def corners(path):
 def test_the_memory_is_drawn_as_it_was(shown):
     browser, figures = shown
     origin, unit = scale(browser)
-    drawn = browser.evaluate(
-        "[...document.querySelectorAll('#memory path')].map(p => [p.dataset.kind, p.getAttribute('d')])"
-    )
+    drawn = read(browser, "#memory path", "[e.dataset.kind, e.getAttribute('d')]")
     assert [kind for kind, _ in drawn] == [kind.value for kind in KINDS]
     samples = figures.samples
     for column, (_, path) in enumerate(drawn):
@@ -173,14 +171,14 @@ def test_the_memory_is_drawn_as_it_was(shown):
         assert len(points) == 4 * len(samples)
         upper, lower = points[: 2 * len(samples)], points[2 * len(samples) :][::-1]
         for number, sample in enumerate(samples):
-            for (x, top), (_, bottom) in zip(upper[2 * number :][:2], lower[2 * number :][:2], strict=True):
+            for (_, top), (_, bottom) in zip(upper[2 * number :][:2], lower[2 * number :][:2], strict=True):
                 assert (bottom - top) * unit == pytest.approx(sample.nbytes[column], abs=unit / 200)
-            assert upper[2 * number][0] == pytest.approx(
-                78 + 910 * sample.seconds / figures.seconds, abs=0.01
-            )
+            place = 78 + 910 * sample.seconds / figures.seconds
+            assert upper[2 * number][0] == pytest.approx(place, abs=0.01)
             assert (origin - top) * unit == pytest.approx(sum(sample.nbytes[: column + 1]), abs=unit / 200)
-    marks = "['budget', 'peak'].map(i => document.getElementById(i)).map(e => +(e.getAttribute('y1') ?? e.getAttribute('cy')))"
-    budget, peak = ((origin - y) * unit for y in browser.evaluate(marks))
+    (budget,) = read(browser, "#budget", "+e.getAttribute('y1')")
+    (peak,) = read(browser, "#peak", "+e.getAttribute('cy')")
+    budget, peak = (origin - budget) * unit, (origin - peak) * unit
     assert budget == pytest.approx(figures.record.budget_bytes, rel=1e-6)
     assert peak == pytest.approx(figures.record.peak_bytes, rel=1e-6)
     text = browser.evaluate("document.getElementById('memory').textContent")
@@ -190,12 +188,9 @@ def test_the_memory_is_drawn_as_it_was(shown):
 @needs_browser
 def test_the_layers_are_drawn_as_they_were_and_sort(shown):
     browser, figures = shown
-    read = (
-        "[...document.querySelectorAll('#layers g')].map(g => [g.dataset.module,"
-        " +g.querySelector('.before').getAttribute('width'),"
-        " [...g.querySelectorAll('.after')].map(r => [r.dataset.action, +r.getAttribute('width')])])"
-    )
-    rows = browser.evaluate(read)
+    row = """[e.dataset.module, +e.querySelector('.before').getAttribute('width'),
+        [...e.querySelectorAll('.after')].map(r => [r.dataset.action, +r.getAttribute('width')])]"""
+    rows = read(browser, "#layers g", row)
     tensors = figures.record.tensors
     assert len(rows) == len(tensors) + 1  # and the small ones
     unit = rows[0][1] / tensors[0].saved_bytes
@@ -205,27 +200,21 @@ def test_the_layers_are_drawn_as_they_were_and_sort(shown):
         assert width == pytest.approx(max(1.0, tensor.packed_bytes * unit))
     names = {"entropy": "compressed", "keep": "kept", "offload": "offloaded", "recompute": "recomputed"}
     assert [after[0][0] for _, _, after in rows[:4]] == [names[codec] for codec in CODECS[:4]]
-    browser.evaluate(
-        "(s => { s.value = 'held'; s.dispatchEvent(new Event('change')); })(document.getElementById('sort'))"
-    )
-    widths = [sum(width for _, width in after) for _, _, after in browser.evaluate(read)]
+    read(browser, "#sort", "(e.value = 'held', e.dispatchEvent(new Event('change')))")
+    widths = [sum(width for _, width in after) for _, _, after in read(browser, "#layers g", row)]
     assert widths == sorted(widths, reverse=True)
 
 
 @needs_browser
 def test_bounds_and_forecasts_are_drawn(shown):
     browser, figures = shown
-    dots = browser.evaluate("[...document.querySelectorAll('#history circle')].map(c => +c.dataset.bound)")
+    dots = read(browser, "#history circle", "+e.dataset.bound")
     expected = [bound for each in figures.history for bound in each.bounds.values()]
     assert sorted(dots) == pytest.approx(sorted(expected), rel=1e-6)
-    heights = browser.evaluate(
-        "[...document.querySelectorAll('#history circle')].map(c => +c.getAttribute('cy'))"
-    )
+    heights = read(browser, "#history circle", "+e.getAttribute('cy')")
     order = sorted(range(len(dots)), key=lambda number: -dots[number])
     assert all(heights[a] <= heights[b] + 1e-6 for a, b in itertools.pairwise(order))
-    bars = browser.evaluate(
-        "[...document.querySelectorAll('#forecasts rect')].map(r => +r.getAttribute('width'))"
-    )
+    bars = read(browser, "#forecasts rect", "+e.getAttribute('width')")
     figures_of = [value for each in figures.forecasts for value in (each.estimated, each.measured)]
     for pair in range(0, len(bars), 2):
         ratio = figures_of[pair] / figures_of[pair + 1]
@@ -235,12 +224,10 @@ def test_bounds_and_forecasts_are_drawn(shown):
 @needs_browser
 def test_hover_zoom_and_keys(shown):
     browser, figures = shown
-    box = browser.evaluate(
-        "(b => [b.left, b.top, b.width, b.height])(document.querySelector('#memory svg').getBoundingClientRect())"
-    )
+    box = "(b => [b.left, b.top, b.width, b.height])(e.getBoundingClientRect())"
     tip = "(t => t.hidden ? '' : t.textContent)(document.querySelector('#memory .tip'))"
     span = "(d => [+d.from, +d.to])(document.getElementById('memory').dataset)"
-    left, top, width, height = box
+    ((left, top, width, height),) = read(browser, "#memory svg", box)
     browser.mouse("mouseMoved", left + width / 2, top + height / 2)
     assert "convolution" in browser.evaluate(tip)
     for kind, share in (("mousePressed", 0.3), ("mouseMoved", 0.6), ("mouseReleased", 0.6)):
@@ -268,16 +255,14 @@ def test_hover_zoom_and_keys(shown):
 @needs_browser
 def test_tables_say_the_same_and_sort(shown):
     browser, figures = shown
-    table = "[...[...document.querySelectorAll('table')].find(t => t.tHead.textContent.includes('phase')).tBodies[0].rows]"
-    read = f"{table}.map(r => [r.cells[0].textContent, +r.cells[2].dataset.v])"
-    rows = browser.evaluate(read)
+    row = "[e.cells[0].textContent, +e.cells[2].dataset.v]"
+    cells = "section[aria-labelledby=h-cells]"
+    rows = read(browser, f"{cells} tbody tr", row)
     assert sum(seconds for _, seconds in rows) == pytest.approx(sum(c.seconds for c in figures.cells))
-    browser.evaluate(f"{table}[0].closest('table').tHead.rows[0].cells[2].querySelector('button').click()")
-    seconds = [value for _, value in browser.evaluate(read)]
+    read(browser, f"{cells} th:nth-child(3) button", "e.click()")
+    seconds = [value for _, value in read(browser, f"{cells} tbody tr", row)]
     assert seconds == sorted(seconds, reverse=True)
-    tabbed = browser.evaluate(
-        "[...document.querySelectorAll('button,select,[tabindex=\"0\"],summary')].length"
-    )
+    tabbed = len(read(browser, "button, select, summary, [tabindex='0']", "1"))
     assert tabbed > 20
 
 
@@ -289,9 +274,8 @@ def test_light_dark_and_without_script(browser, tmp_path):
     found = {}
     for scheme in ("light", "dark"):
         browser.open(path, scheme)
-        found[scheme] = [
-            sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in browser.evaluate(colours)
-        ]
+        both = [re.findall(r"\d+", colour)[:3] for colour in browser.evaluate(colours)]
+        found[scheme] = [sum(map(int, colour)) for colour in both]
         assert browser.errors == []
     assert found["light"][0] - found["light"][1] > 500 and found["dark"][1] - found["dark"][0] > 500
     browser.open(path, script=False)
