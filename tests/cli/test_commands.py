@@ -3,11 +3,14 @@
 import json
 import subprocess
 import sys
+import webbrowser
 
 import pytest
 
 import squeezebox
 from squeezebox.cli import main
+from squeezebox.reports import Timeline
+from tests.reports.test_page import timeline
 
 MODELS = """
 import torch.nn
@@ -272,3 +275,26 @@ def tiny(root=None):
         test_labels=data.test_labels[:50],
         source="two hundred images",
     )
+
+
+def test_report_shows_a_profiled_step(capfd, tmp_path):
+    (tmp_path / "none.json").write_text("{}")
+    status, out, err = run(capfd, "report", str(tmp_path / "none.json"))
+    assert (status, out) == (1, "") and "session.timeline(step).to_json()" in err
+    Timeline(timeline()).to_json(tmp_path / "run.json")
+    page, trace = tmp_path / "run.html", tmp_path / "trace.json"
+    status, out, _ = run(
+        capfd, "report", str(tmp_path / "run.json"), "--html", str(page), "--trace", str(trace)
+    )
+    assert status == 0 and "peak" in out
+    assert page.read_text().startswith("<!doctype html>")
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_report_opens_the_page(capfd, tmp_path, monkeypatch):
+    Timeline(timeline()).to_json(tmp_path / "run.json")
+    for found, expected in ((True, 0), (False, 1)):
+        monkeypatch.setattr(webbrowser, "open", lambda url, found=found: found and url.endswith("run.html"))
+        status, _, err = run(capfd, "report", str(tmp_path / "run.json"), "--open")
+        assert status == expected and (found or "no browser" in err)
+        assert (tmp_path / "run.html").exists()

@@ -125,7 +125,7 @@ def _layers(timeline: StepTimeline) -> list[dict[str, Any]]:
     small = timeline.record.saved_bytes - sum(layer["saved"] for layer in layers)
     if small:
         part = {"action": "kept", "saved": small, "held": small}
-        named = {"module": "(tensors below 4 KiB)", "bits": 0.0, "noise": 0.0}
+        named = {"module": "(tensors below 4 KiB)", "bits": None, "noise": 0.0}
         layers.append({**named, "saved": small, "held": small, "parts": [part]})
     return layers
 

@@ -203,7 +203,7 @@ function layers() {
   const length = (nbytes) => nbytes / most * (width - label - notes);
   const svg = draw(chart, "svg", { viewBox: `0 0 ${width} ${line * figures.layers.length + 2}`, role: "list" });
   const text = (layer) => [module_(layer.module), `${human(layer.saved)} saved, ${human(layer.held)} held`,
-    `${layer.bits.toFixed(2)} bits an element, noise ${power(layer.noise)}`,
+    layer.bits === null ? "as they are" : `${layer.bits.toFixed(2)} bits an element, noise ${power(layer.noise)}`,
     ...layer.parts.map((part) => `${part.action}: ${human(part.saved)} -> ${human(part.held)}`)].join("\n");
   function row(layer, number) {
     const group = draw(svg, "g", { class: "row", tabindex: number ? -1 : 0, role: "listitem", transform: `translate(0 ${number * line})`,
@@ -212,13 +212,17 @@ function layers() {
     const name = module_(layer.module);
     draw(group, "text", { x: label - 8, y: 17, "text-anchor": "end" }, name.length > 40 ? `…${name.slice(-39)}` : name);
     draw(group, "rect", { class: "before", x: label, y: 4, width: Math.max(0.5, length(layer.saved)), height: 16 });
-    let x = label;
+    let [x, start] = [label, label];
+    for (const part of layer.parts) {  // pale: what it was, so that what leaves nothing behind has a colour too
+      draw(group, "rect", { class: "gone", x: start, y: 5, width: length(part.saved), height: 14, style: `fill:${colour(part.action)}` });
+      start += length(part.saved);
+    }
     for (const part of layer.parts) {
       draw(group, "rect", { class: "after", x, y: 6, width: Math.max(1, length(part.held)), height: 12, style: `fill:${colour(part.action)}`,
         "data-action": part.action, "data-width": length(part.held) });
       x += Math.max(1, length(part.held));
     }
-    draw(group, "text", { class: "soft", x: width - notes + 10, y: 17 }, `${layer.bits.toFixed(1)} bits   noise ${power(layer.noise)}`);
+    draw(group, "text", { class: "soft", x: width - notes + 10, y: 17 }, layer.bits === null ? "as they are" : `${layer.bits.toFixed(1)} bits   noise ${power(layer.noise)}`);
     const show = () => { const box = group.getBoundingClientRect(), outer = chart.getBoundingClientRect();
       hover.show(text(layer), box.width * (label - 100) / width, box.top - outer.top); };
     group.addEventListener("pointerenter", show);
@@ -250,7 +254,7 @@ function layers() {
 function history() {
   const chart = byId("history"), { steps, tensors } = figures.history, width = 1000, height = 240;
   const values = tensors.flatMap((tensor) => tensor.bounds).filter((bound) => bound > 0);
-  if (!values.length) { chart.textContent = "Nothing is lost: no tensor has an error bound."; chart.removeAttribute("tabindex"); return; }
+  if (!values.length) { chart.textContent = "Nothing is lost: no tensor has an error bound."; chart.removeAttribute("tabindex"); byId("tensor").closest(".tools").remove(); return; }
   const low = Math.floor(Math.log10(Math.min(...values))), high = Math.max(low + 1, Math.ceil(Math.log10(Math.max(...values))));
   const x = (number) => 78 + (steps.length > 1 ? 900 * number / (steps.length - 1) : 450);
   const y = (bound) => 10 + 200 * (high - Math.log10(bound)) / (high - low);
