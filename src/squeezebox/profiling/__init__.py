@@ -13,7 +13,7 @@ from squeezebox.profiling._marks import Marks, measure_marks
 from squeezebox.profiling._optimizer import state_bytes, transient_bytes
 from squeezebox.profiling._options import StepProfiler
 from squeezebox.profiling._peak import Peak, PeakMeter
-from squeezebox.profiling._room import free_at_peak, free_bytes
+from squeezebox.profiling._room import free_at_peak, free_bytes, live_bytes
 from squeezebox.profiling._simulate import OPTIMIZERS, Simulation, simulate
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "StepProfiler",
     "free_at_peak",
     "free_bytes",
+    "live_bytes",
     "load_profile",
     "measure_marks",
     "measure_parts",
