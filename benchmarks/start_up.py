@@ -4,14 +4,13 @@ Goes in: nothing. Comes out: a dated report with medians over fresh interpreters
 May touch: subprocesses of this interpreter; no network.
 """
 
-import statistics
+import argparse
+import dataclasses
 import subprocess
 import sys
-import time
 
 from benchmarks import _report
 
-REPEATS = 15
 PROGRAMS = {
     "python": "pass",
     "import torch": "import torch",
@@ -20,18 +19,39 @@ PROGRAMS = {
 }
 
 
-def seconds(program):
-    begun = time.perf_counter()
+def run(program):
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - begun
 
 
-def measured(repeats):
-    """Seconds of each program, all of them in every round so that a busy machine is busy for all."""
-    rounds = [{name: seconds(program) for name, program in PROGRAMS.items()} for _ in range(repeats + 1)]
-    return {name: [each[name] for each in rounds[1:]] for name in PROGRAMS}  # the first fills caches
+def traced():
+    """Milliseconds that `python -X importtime` counts for squeezebox, after torch."""
+    command = [sys.executable, "-X", "importtime", "-c", "import torch, squeezebox"]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stderr.splitlines()
+    return next(int(line.split("|")[1]) / 1000 for line in lines if line.endswith("| squeezebox"))
 
 
-def added(figures):
-    pairs = zip(figures["import torch, squeezebox"], figures["import torch"], strict=True)
-    return [both - alone for both, alone in pairs]
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=15)
+    repeats = parser.parse_args().repeats
+    arms = {name: (lambda program=program: run(program)) for name, program in PROGRAMS.items()}
+    timed = _report.interleaved(arms, repeats)
+    milliseconds = sorted(traced() for _ in range(repeats))
+    rows = [
+        f"| `{name}` | {spread.median:.3f} | {spread.minimum:.3f} to {spread.maximum:.3f} |"
+        for name, spread in timed.seconds.items()
+    ]
+    table = [
+        "| program | seconds, median | spread |",
+        "|---|---|---|",
+        *rows,
+        "",
+        f"`python -X importtime` counts {milliseconds[repeats // 2]:.1f} ms for `import squeezebox` after "
+        f"`import torch` (median; {milliseconds[0]:.1f} to {milliseconds[-1]:.1f}).",
+    ]
+    payload = {"importtime_milliseconds": milliseconds, **dataclasses.asdict(timed)}
+    _report.write("start_up", payload, "\n".join(table))
+
+
+if __name__ == "__main__":
+    main()
