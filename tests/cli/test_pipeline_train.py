@@ -102,10 +102,13 @@ def test_training_by_a_plan_and_going_on(folder):
     assert "planned" in whole.stdout and "batch 5: loss" in whole.stdout
     assert sorted(path.name for path in (folder / "saved").iterdir()) == ["batch-3", "batch-6"]
     (folder / "saved" / "batch-6").rename(folder / "apart")
-    again = squeezebox(folder, *arguments, "--steps", "6", "--checkpoint", "saved", "--resume", ranks=2)
+    again = squeezebox(
+        folder, *arguments, "--steps", "6", "--checkpoint", "saved", "--resume", "--json", ranks=2
+    )
     assert again.returncode == 0, again.stderr
+    assert len(json.loads(again.stdout)["peak_bytes"]) == 2
     losses = [line for line in whole.stdout.splitlines() if line.startswith("batch")]
-    assert [line for line in again.stdout.splitlines() if line.startswith("batch")] == losses[3:]
+    assert [line for line in again.stderr.splitlines() if line.startswith("batch")] == losses[3:]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ app = typer.Typer(
     help="Train PyTorch networks in less memory by packing what autograd saves, within error bounds.",
     epilog="Exit status: 0 done, 2 a wrong option or argument, 1 anything else.",
     pretty_exceptions_enable=False,
-    add_completion=False,
     no_args_is_help=True,
 )
 

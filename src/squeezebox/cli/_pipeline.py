@@ -122,6 +122,9 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
     patience: Annotated[float, typer.Option(help="Seconds that a rank is waited for.")] = 60.0,
     log_every: Annotated[int, typer.Option(help="Batches from loss to loss.")] = 10,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON at the end, and losses on standard error.")
+    ] = False,
 ) -> None:
     """Be one rank of a pipeline; start all of them with torchrun.
 
@@ -145,6 +148,7 @@ def train(
             resume=resume,
             patience=patience,
             log_every=log_every,
+            as_json=as_json,
         )
     )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,6 +41,7 @@ class Request:
     resume: bool
     patience: float
     log_every: int
+    as_json: bool = False
 
 
 def run(request: Request) -> None:
@@ -73,7 +76,7 @@ def run(request: Request) -> None:
     peak, seconds = _train(request, runner, batches, first)
     for session in sessions:
         session.detach()
-    _print_report(plan, runner.gather([peak, seconds]))
+    _print_report(plan, runner.gather([peak, seconds]), request.as_json)
     runner.close()
 
 
@@ -128,7 +131,8 @@ def _train(
         elif number == first + _MEASURED - 1:
             peak = measured()
         if loss is not None and number % request.log_every == 0:
-            print(f"batch {number}{whose}: loss {loss.item():.6g}", flush=True)
+            output = sys.stderr if request.as_json else sys.stdout
+            print(f"batch {number}{whose}: loss {loss.item():.6g}", file=output, flush=True)
         if request.checkpoint is not None and request.save_every and (number + 1) % request.save_every == 0:
             runner.save(request.checkpoint)
     if meter.running:
@@ -143,11 +147,17 @@ def _held_bytes(runner: pipeline.Runner) -> int:
     return runner.weights_bytes + sum(getattr(value, "nbytes", 0) for value in values)
 
 
-def _print_report(plan: PipelinePlan, measured: list[Any]) -> None:
+def _print_report(plan: PipelinePlan, measured: list[Any], as_json: bool) -> None:
     """On the first rank: what was planned, and what came."""
     if not pipeline.is_first_process():
         return
     seconds = max(each[1] for each in measured)
+    if as_json:
+        peaks = [peak for peak, _ in measured]
+        planned_peaks = [plan.rank_peak_bytes[number % plan.ranks] for number in range(len(measured))]
+        figures = {"seconds": seconds, "planned_seconds": plan.seconds}
+        print(json.dumps({**figures, "peak_bytes": peaks, "planned_peak_bytes": planned_peaks}, indent=1))
+        return
     print(f"seconds a batch: {seconds:.4g}, planned {plan.seconds:.4g}")
     print(f"{'rank':>4} {'stages':<12} {'peak':>10} {'planned':>10}")
     for number, (peak, _) in enumerate(measured):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -64,3 +65,14 @@ def free_at_peak() -> int | None:
     """Bytes that ``ulimit -v`` left when this process was largest; None without that limit."""
     free = _of_address_space("VmPeak")
     return None if free is None else max(free, 0)
+
+
+def live_bytes(device: torch.device) -> int | None:
+    """Bytes of tensors on a CUDA device, or of this process's memory on a host that says so."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return None
+    return pages * os.sysconf("SC_PAGESIZE")

@@ -51,3 +51,7 @@ class DatasetError(SqueezeboxError, FileNotFoundError):
 
 class OutputError(SqueezeboxError, OSError):
     """A report could not be written; nothing half-written is left behind."""
+
+
+class MemoryGrowthWarning(UserWarning):
+    """What is held between steps grows; the message says from what to what."""

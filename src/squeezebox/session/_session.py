@@ -30,9 +30,10 @@ from squeezebox.capture import (
     in_backward,
     is_innermost,
 )
-from squeezebox.profiling import PeakMeter
+from squeezebox.profiling import PeakMeter, live_bytes
 from squeezebox.reports import Report, StepPlan, Timeline
 from squeezebox.schema import ArenaRecord, AttachError, BoundRecord, Check, Region, Role, StepRecord
+from squeezebox.session._growth import Growth
 from squeezebox.session._models import (
     device_of,
     gradient_noise,
@@ -83,6 +84,7 @@ class Session:
             self._store.use_arena()
         self._recorder = Recorder(self._store)
         self._notes: dict[str, None] = {}
+        self._growth = Growth(notes=self._notes)
         self._replanning = replanning
         self._plan: StepPlan | None = None
         if plan is not None:
@@ -370,6 +372,7 @@ class Session:
             self._start_blocks(measured=True)
             return
         self._step += 1
+        self._growth.observe(live_bytes(device_of(self._model)))
         self._start_blocks(measured=self._due(self._step) or self._due(self._step - 1))
         if self._policy.controller is not None and self._policy.controller.due(self._step):
             self._collector = self._recorder.collector = Collector(
