@@ -79,6 +79,15 @@ class Streamed:
         """What a reduction reduces."""
         return next(node for node in reduced.all_input_nodes if node in self.rows)
 
+    def crossing(self) -> frozenset[Node]:
+        """What a later pass's operators read of an earlier pass's; level 0 is made of the image again."""
+        return frozenset(
+            node
+            for node in self.operators
+            if self.level[node] > 0
+            and any(each in self.operators and self.level[each] > self.level[node] for each in node.users)
+        )
+
     def reduced_in(self, number: int) -> list[Node]:
         """The reductions of a pass."""
         return [node for node in self.reductions if self.pass_of(node) == number]

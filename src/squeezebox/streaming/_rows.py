@@ -36,14 +36,18 @@ class Rows:
         """Elements along the dimension of this many rows."""
         return self.before * rows * self.after
 
+    def apart(self, tensor: Tensor) -> Tensor:
+        """With the dimension as three: what is before the axis in it, the axis, what is after."""
+        parts: Tensor = tensor.unflatten(self.dim, (self.before, -1, self.after))
+        return parts
+
     def take(self, tensor: Tensor, start: int, stop: int) -> Tensor:
         """Rows ``start`` to ``stop`` of those that the tensor has."""
         if self.size(stop - start) == tensor.shape[self.dim]:
             return tensor
         if not self.merged:
             return tensor.narrow(self.dim, start, stop - start)
-        parts: Tensor = tensor.unflatten(self.dim, (self.before, -1, self.after))
-        return parts.narrow(self.dim + 1, start, stop - start).flatten(self.dim, self.dim + 2)
+        return self.apart(tensor).narrow(self.dim + 1, start, stop - start).flatten(self.dim, self.dim + 2)
 
 
 class Strip(Protocol):
