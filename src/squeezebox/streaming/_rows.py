@@ -56,6 +56,9 @@ class Strip(Protocol):
     def rows(self, node: Node, start: int, stop: int) -> Any:
         """These rows of a tensor (or of a tuple of tensors) that has rows."""
 
+    def known(self, node: Node, start: int, stop: int) -> Tensor | None:
+        """These rows of what the node gives, where an earlier pass has stored them."""
+
     def value(self, argument: Any) -> Any:
         """An argument in which every node without rows has become its value."""
 

@@ -17,7 +17,7 @@ from squeezebox.streaming._graph import Streamed, is_linear
 from squeezebox.streaming._reductions import State
 from squeezebox.streaming._rows import run_node
 from squeezebox.streaming._spool import Store
-from squeezebox.streaming._strip import Part, Pass, Read, as_tuple, inputs_of, plan_pass
+from squeezebox.streaming._strip import Part, Pass, Read, as_tuple, inputs_of, plan_pass, plan_way_back
 from squeezebox.streaming._trace import DETACHED
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -56,7 +56,7 @@ def stages_of(streamed: Streamed, stored: frozenset[Node]) -> list[Stage]:
         for number, work in passes.items()
     ]
     back = [
-        Stage(work=passes[number], number=number, reduces=False, derives=True)
+        Stage(work=plan_way_back(passes[number], number, stored), number=number, reduces=False, derives=True)
         for number in reversed(derived)
         if number != fused
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -27,7 +27,7 @@ class Pass:
 
     ``ends`` are these: every reduction with its input, and what is stored with itself. ``operators`` are of
     those nodes that are not read, from the image, a target or the store. ``last`` are the nodes that are done
-    with once a node has been made.
+    with once a node has been made, ``known`` those that an earlier pass has made and stored.
     """
 
     streamed: Streamed
@@ -35,6 +35,7 @@ class Pass:
     operators: Mapping[Node, Operator]
     order: tuple[Node, ...]
     last: Mapping[Node, tuple[Node, ...]]
+    known: frozenset[Node]
 
     @property
     def reduced(self) -> list[Node]:
@@ -139,6 +140,10 @@ class _Strip:
             return tuple(form.take(each, start - first, stop - first) for each in value)
         return form.take(value, start - first, stop - first)
 
+    def known(self, node: Node, start: int, stop: int) -> Tensor | None:
+        with torch.no_grad():
+            return self.read(node, start, stop) if node in self.work.known else None
+
     def value(self, argument: Any) -> Any:
         return map_arg(argument, lambda node: self.singles[node])
 
@@ -157,6 +162,18 @@ def plan_pass(streamed: Streamed, number: int, stored: frozenset[Node]) -> Pass:
     """The pass of this number; it stores what is of its own level, and reads what is of a lower one."""
     ends = {node: streamed.source(node) for node in streamed.reduced_in(number)}
     ends |= {node: node for node in streamed.operators if node in stored and streamed.level[node] == number}
+    return _pass_to(streamed, number, stored, ends)
+
+
+def plan_way_back(ahead: Pass, number: int, stored: frozenset[Node]) -> Pass:
+    """The pass again, for gradients: it knows what the way ahead has stored."""
+    streamed = ahead.streamed
+    ends = {end: node for end, node in ahead.ends.items() if end in streamed.differentiable}
+    back = _pass_to(streamed, number, stored, ends)
+    return replace(back, known=stored.intersection(ends))
+
+
+def _pass_to(streamed: Streamed, number: int, stored: frozenset[Node], ends: Mapping[Node, Node]) -> Pass:
     given = frozenset(node for node in stored if streamed.level[node] < number)
     needed, ahead = set[Node](), [*ends.values()]
     while ahead:
@@ -184,6 +201,7 @@ def plan_pass(streamed: Streamed, number: int, stored: frozenset[Node]) -> Pass:
         },
         order=order,
         last={node: tuple(nodes) for node, nodes in done.items()},
+        known=frozenset(),
     )
 
 
