@@ -42,8 +42,11 @@ class Stage:
         return 3 if self.derives else 1
 
 
-def stages_of(streamed: Streamed, stored: frozenset[Node]) -> list[Stage]:
-    """The ways over the image that a step takes, in order; later ones read what earlier ones have stored."""
+def stages_of(streamed: Streamed, stored: frozenset[Node], packed: bool) -> list[Stage]:
+    """The ways over the image that a step takes, in order; later ones read what earlier ones have stored.
+
+    ``packed``: a session packs what operators save, and those must be ones that it knows.
+    """
     passes = {number: plan_pass(streamed, number, stored) for number in streamed.passes}
     derived = [number for number in passes if not streamed.differentiable.isdisjoint(passes[number].ends)]
     wanted = streamed.program.loss in streamed.differentiable
@@ -56,7 +59,12 @@ def stages_of(streamed: Streamed, stored: frozenset[Node]) -> list[Stage]:
         for number, work in passes.items()
     ]
     back = [
-        Stage(work=plan_way_back(passes[number], number, stored), number=number, reduces=False, derives=True)
+        Stage(
+            work=plan_way_back(passes[number], number, stored, packed),
+            number=number,
+            reduces=False,
+            derives=True,
+        )
         for number in reversed(derived)
         if number != fused
     ]
@@ -203,14 +211,16 @@ class Run:
         self.states[node] = reduction.merge(self.states[node], partial) if node in self.states else partial
 
     def _derive(self, stage: Stage, made: Mapping[Node, Tensor], owned: Mapping[Node, Part]) -> None:
-        ends, gradients = [], []
+        ends: dict[Node, Tensor] = {}
+        gradients: dict[Node, Tensor] = {}
         for node, x in made.items():
             gradient = self._gradient(stage, node, x.detach(), owned[node]) if x.requires_grad else None
             if gradient is not None:
-                ends.append(x)
-                gradients.append(gradient)
+                end = stage.work.ends[node]
+                ends[end] = x
+                gradients[end] = gradient + gradients[end] if end in gradients else gradient
         if ends:
-            torch.autograd.backward(ends, gradients)
+            torch.autograd.backward([*ends.values()], [gradients.pop(end) for end in ends])
         for node, start, leaf in self._begun:
             if leaf.grad is not None:
                 self._store.add(node, start, leaf.grad)

@@ -192,7 +192,11 @@ class StreamedStep:
                 program = trace(self._whole, forms[0], forms[1], self._device)
             streamed = analyse(program, axis)
             stored = streamed.crossing() if self._folder else frozenset()
-            self._known[key] = streamed, stages_of(streamed, stored), layout(streamed, stored)
+            self._known[key] = (
+                streamed,
+                stages_of(streamed, stored, self._context is not None),
+                layout(streamed, stored),
+            )
         streamed, stages, content = self._known[key]
         leaves = pytree.tree_leaves(target)
         given = {streamed.program.image: image}

@@ -108,6 +108,10 @@ class Pass:
             if node in self.given:
                 strip.make(node)
         group = [node for node in group if node not in self.given]
+        if not later:  # backward begins with them
+            for node in group:
+                strip.make(node)
+            return
         ends = {self.ends[end] for end in owned}
         out = [node for node in group if node in ends or not later.isdisjoint(node.users)]
         held = [node for node in strip.held if not set(group).isdisjoint(node.users)]
@@ -165,12 +169,12 @@ def plan_pass(streamed: Streamed, number: int, stored: frozenset[Node]) -> Pass:
     return _pass_to(streamed, number, stored, ends)
 
 
-def plan_way_back(ahead: Pass, number: int, stored: frozenset[Node]) -> Pass:
-    """The pass again, for gradients: it knows what the way ahead has stored."""
+def plan_way_back(ahead: Pass, number: int, stored: frozenset[Node], packed: bool) -> Pass:
+    """The pass again, for gradients: unless ``packed``, it knows what the way ahead has stored."""
     streamed = ahead.streamed
     ends = {end: node for end, node in ahead.ends.items() if end in streamed.differentiable}
     back = _pass_to(streamed, number, stored, ends)
-    return replace(back, known=stored.intersection(ends))
+    return back if packed else replace(back, known=stored.intersection(ends))
 
 
 def _pass_to(streamed: Streamed, number: int, stored: frozenset[Node], ends: Mapping[Node, Node]) -> Pass:
