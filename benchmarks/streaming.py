@@ -4,11 +4,11 @@ Goes in: nothing; random pixels, whose values do not matter to bytes and seconds
 benchmarks/reports/streaming-<date>.json and .md.
 
 Two U-Nets of large kernels and strides, one without and one with batch normalisation, the latter without and
-with ``spool=``, take steps on an image that fits as a whole, on one thread: with more than the machine has free,
-threads that wait for one another spin, and the processor's seconds are theirs. Peaks are sums of live allocations during a step, by torch's memory events; seconds are
-medians, every arm in turn, and the processor's seconds (of all threads) are given too, for machines that
-others use. Equality is that of loss, gradients and running values in float64 over random networks, which are
-drawn as the tests draw theirs.
+with ``spool=``, take steps on an image that fits as a whole. They do on one thread: on a machine that others
+use, threads that wait for one another spin, and the processor's seconds are mostly theirs. Peaks are sums of
+live allocations during a step, by torch's memory events; seconds are medians, every arm in turn, and the
+processor's seconds (of all threads) are given too. Equality is that of loss, gradients and running values in
+float64 over random networks, which are drawn as the tests draw theirs.
 """
 
 from __future__ import annotations
