@@ -3,11 +3,12 @@
 Goes in: nothing; random pixels, whose values do not matter to bytes and seconds. Comes out:
 benchmarks/reports/streaming-<date>.json and .md.
 
-Two U-Nets of large kernels and strides, one without and one with batch normalisation, take steps on an image
-that fits as a whole. Peaks are sums of live allocations during a step, by torch's memory events; seconds are
-medians, every arm in turn, and the processor's seconds (of all threads) are given too, for machines that
-others use. Equality is that of loss, gradients and running values in float64 over random networks, which are
-drawn as the tests draw theirs.
+Two U-Nets of large kernels and strides, one without and one with batch normalisation, the latter without and
+with ``spool=``, take steps on an image that fits as a whole. They do on one thread: on a machine that others
+use, threads that wait for one another spin, and the processor's seconds are mostly theirs. Peaks are sums of
+live allocations during a step, by torch's memory events; seconds are medians, every arm in turn, and the
+processor's seconds (of all threads) are given too. Equality is that of loss, gradients and running values in
+float64 over random networks, which are drawn as the tests draw theirs.
 """
 
 from __future__ import annotations
@@ -39,16 +40,21 @@ SHARES = (0.5, 0.25, 0.1, 0.05, 0.02)  # of the image's rows
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--height", type=int, default=8192)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--networks", type=int, default=10, help="random ones, for the equality")
     parser.add_argument("--name", default="streaming", help="of the report")
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     sizes = arguments.height, arguments.width
-    plain = measure(Network(), sizes, arguments.repeats)
-    normed = measure(with_norms(Network()), sizes, arguments.repeats)
-    errors = equality(arguments.networks)
-    payload = {"image": sizes, "plain": plain, "batch_norm": normed, "errors": errors}
+    payload = {
+        "image": sizes,
+        "plain": measure(Network(), sizes, arguments.repeats),
+        "batch_norm": measure(with_norms(Network()), sizes, arguments.repeats),
+        "spooled": measure(with_norms(Network()), sizes, arguments.repeats, spool=True),
+        "errors": equality(arguments.networks),
+    }
     for path in _report.write(arguments.name, payload, table(payload)):
         print(path)
 
@@ -60,7 +66,7 @@ def with_norms(model: Network) -> nn.Module:
     return model
 
 
-def measure(model: nn.Module, sizes: tuple[int, int], repeats: int) -> dict[str, Any]:
+def measure(model: nn.Module, sizes: tuple[int, int], repeats: int, spool: bool = False) -> dict[str, Any]:
     """Peak and seconds, whole and by height of the strips."""
     torch.manual_seed(0)
     image = torch.randint(0, 256, (1, 3, *sizes), dtype=torch.uint8)
@@ -70,7 +76,10 @@ def measure(model: nn.Module, sizes: tuple[int, int], repeats: int) -> dict[str,
         loss_fn(model(image.float() / 255), mask).backward()
 
     heights = {share: max(16, round(sizes[0] * share) // 16 * 16) for share in SHARES}
-    steps = {height: StreamedStep(model, loss_fn, height=height, axis=-2) for height in heights.values()}
+    steps = {
+        height: StreamedStep(model, loss_fn, height=height, axis=-2, spool=spool)
+        for height in heights.values()
+    }
     arms = {"whole": whole}
     arms |= {str(height): lambda step=step: step(image, mask) for height, step in steps.items()}
     peaks = {name: peak(model, arm) for name, arm in arms.items()}
@@ -80,7 +89,8 @@ def measure(model: nn.Module, sizes: tuple[int, int], repeats: int) -> dict[str,
     print(peaks, clock.seconds, processor, file=sys.stderr, flush=True)
     plans = {str(height): step.plan(image, mask) for height, step in steps.items()}
     halos = {height: max(stage.halo for stage in plan.stages) for height, plan in plans.items()}
-    return {"peaks": peaks, "halos": halos, "processor_seconds": processor, **asdict(clock)}
+    disk = {height: plan.disk_bytes for height, plan in plans.items()}
+    return {"peaks": peaks, "disk": disk, "halos": halos, "processor_seconds": processor, **asdict(clock)}
 
 
 def clocked(arm: Callable[[], object], spent: list[float]) -> Callable[[], None]:
@@ -113,6 +123,7 @@ def equality(count: int) -> dict[str, Any]:
         size=st.tuples(st.integers(9, 40), st.integers(9, 40)),
         height=st.integers(1, 20),
         axis=st.sampled_from([-2, -1]),
+        spool=st.booleans(),
     )
     @settings(
         max_examples=count,
@@ -122,7 +133,7 @@ def equality(count: int) -> dict[str, Any]:
         derandomize=True,
         database=None,
     )
-    def compare(model: nn.Module, size: tuple[int, int], height: int, axis: int) -> None:
+    def compare(model: nn.Module, size: tuple[int, int], height: int, axis: int, spool: bool) -> None:
         image = torch.randn(2, 2, *size, dtype=torch.float64)
         model, other = model.double(), copy.deepcopy(model.double())
         try:
@@ -130,7 +141,7 @@ def equality(count: int) -> dict[str, Any]:
         except (RuntimeError, ValueError):
             return  # too deep for the image
         loss.backward()
-        streamed = StreamedStep(other, objective, height=height, axis=axis)(image, None)
+        streamed = StreamedStep(other, objective, height=height, axis=axis, spool=spool)(image, None)
         found.append(max(worst(model, other), abs(float(streamed - loss.detach()))))
 
     compare()
@@ -142,23 +153,29 @@ def objective(output: Tensor, _: Any) -> Tensor:
 
 
 def table(payload: dict[str, Any]) -> str:
-    """Both networks by strip height, then the equality."""
+    """The networks by strip height, then the equality."""
     height, width = payload["image"]
     lines = [f"One step on {height} x {width} pixels; shares are of the whole image's step.", ""]
-    for name, title in (("plain", "Without batch normalisation"), ("batch_norm", "With two of them")):
+    titles = {
+        "plain": "Without batch normalisation",
+        "batch_norm": "With two of them",
+        "spooled": "With two of them, and spool=True",
+    }
+    for name, title in titles.items():
         found = payload[name]
         processor = found["processor_seconds"]
         lines += [
             f"{title}:",
             "",
-            "| strip | halo | peak | share | seconds | times the whole's | spread | processor's |",
+            "| strip | halo | peak | share | on disk | seconds | times the whole's | spread | processor's |",
         ]
-        lines += ["|---|---|---|---|---|---|---|---|"]
+        lines += ["|---|---|---|---|---|---|---|---|---|"]
         for arm, nbytes in found["peaks"].items():
             ratio = {"median": 1.0, "minimum": 1.0, "maximum": 1.0} | found["ratios"].get(f"{arm}/whole", {})
             lines.append(
                 f"| {arm} | {found['halos'].get(arm, '')} | {human_bytes(nbytes)} | "
-                f"{nbytes / found['peaks']['whole']:.3f} | {found['seconds'][arm]['median']:.2f} | "
+                f"{nbytes / found['peaks']['whole']:.3f} | {human_bytes(found['disk'].get(arm, 0))} | "
+                f"{found['seconds'][arm]['median']:.2f} | "
                 f"{ratio['median']:.2f} | {ratio['minimum']:.2f} to {ratio['maximum']:.2f} | "
                 f"{processor[arm] / processor['whole']:.2f} |"
             )

@@ -118,10 +118,11 @@ def networks(draw):
     height=st.integers(1, 20),
     axis=st.sampled_from([-2, -1]),
     recompute=st.booleans(),
+    spool=st.booleans(),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=8, phases=[Phase.explicit, Phase.generate])
-def test_random_networks(model, size, height, axis, recompute, seed):
+@settings(max_examples=10, phases=[Phase.explicit, Phase.generate])
+def test_random_networks(model, size, height, axis, recompute, spool, seed):
     torch.manual_seed(seed)
     image = torch.randn(2, 2, *size, dtype=torch.float64)
     try:
@@ -138,6 +139,7 @@ def test_random_networks(model, size, height, axis, recompute, seed):
         height=height,
         axis=axis,
         recompute=recompute,
+        spool=spool,
     )
 
 
@@ -213,10 +215,11 @@ class Classifier(nn.Module):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_classifier_with_labels_of_whole_images(training):
+@pytest.mark.parametrize("spool", [True, False])
+def test_a_classifier_with_labels_of_whole_images(training, spool):
     torch.manual_seed(0)
-    image = torch.randn(2, 3, 30, 20, dtype=torch.float64)
-    require_equal(Classifier().train(training), nn.CrossEntropyLoss(), image, torch.tensor([1, 4]), height=7)
+    image, labels = torch.randn(2, 3, 30, 20, dtype=torch.float64), torch.tensor([1, 4])
+    require_equal(Classifier().train(training), nn.CrossEntropyLoss(), image, labels, height=7, spool=spool)
 
 
 def test_gradients_accumulate_and_running_values_move_once_a_step():

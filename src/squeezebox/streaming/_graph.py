@@ -38,6 +38,13 @@ _RULES: Mapping[Any, Callable[[Call], Operator]] = {
     _aten.pixel_unshuffle.default: unshuffled,
 }
 _ALONG_ROWS = {_aten.slice.Tensor: sliced, _aten.flip.default: flipped}
+_VIEWS = frozenset(
+    {
+        *(_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.expand.default),
+        *(_aten.squeeze.dims, _aten.squeeze.dim, _aten.unsqueeze.default, _aten.permute.default),
+        *(_aten.transpose.int, _aten.alias.default, DETACHED),
+    }
+)
 _LINEAR = frozenset(
     {
         *(_aten.add.Tensor, _aten.sub.Tensor, _aten.neg.default, _aten.clone.default, _aten._to_copy.default),
@@ -76,8 +83,22 @@ class Streamed:
         return self.level[self.source(reduced)]
 
     def source(self, reduced: Node) -> Node:
-        """What a reduction reduces."""
+        """What a reduction reduces, or a view shows."""
         return next(node for node in reduced.all_input_nodes if node in self.rows)
+
+    def crossing(self) -> frozenset[Node]:
+        """What later passes read of an earlier one's; views are made again, and level 0 of the image."""
+        return frozenset(
+            self._viewed(node)
+            for node in self.operators
+            if self.level[node] > 0
+            and any(each in self.operators and self.level[each] > self.level[node] for each in node.users)
+        )
+
+    def _viewed(self, node: Node) -> Node:
+        while node.target in _VIEWS:
+            node = self.source(node)
+        return node
 
     def reduced_in(self, number: int) -> list[Node]:
         """The reductions of a pass."""

@@ -31,10 +31,14 @@ class StripPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamPlan:
-    """All ways over an image that a step takes; ``axis`` is the image's streamed dimension."""
+    """All ways over an image that a step takes; ``axis`` is the image's streamed dimension.
+
+    ``disk_bytes`` is what ``spool=`` stores.
+    """
 
     axis: int
     rows: int
+    disk_bytes: int
     stages: tuple[StripPlan, ...]
 
     def __str__(self) -> str:
@@ -47,6 +51,8 @@ class StreamPlan:
             lines.append(
                 f"  {kind}: {stage.strips} strips of {stage.height} and a halo of {stage.halo}{peak}"
             )
+        if self.disk_bytes:
+            lines.append(f"  stored on disk: {human_bytes(self.disk_bytes)}")
         return "\n".join(lines)
 
 

@@ -36,14 +36,18 @@ class Rows:
         """Elements along the dimension of this many rows."""
         return self.before * rows * self.after
 
+    def apart(self, tensor: Tensor) -> Tensor:
+        """With the dimension as three: what is before the axis in it, the axis, what is after."""
+        parts: Tensor = tensor.unflatten(self.dim, (self.before, -1, self.after))
+        return parts
+
     def take(self, tensor: Tensor, start: int, stop: int) -> Tensor:
         """Rows ``start`` to ``stop`` of those that the tensor has."""
         if self.size(stop - start) == tensor.shape[self.dim]:
             return tensor
         if not self.merged:
             return tensor.narrow(self.dim, start, stop - start)
-        parts: Tensor = tensor.unflatten(self.dim, (self.before, -1, self.after))
-        return parts.narrow(self.dim + 1, start, stop - start).flatten(self.dim, self.dim + 2)
+        return self.apart(tensor).narrow(self.dim + 1, start, stop - start).flatten(self.dim, self.dim + 2)
 
 
 class Strip(Protocol):
@@ -51,6 +55,9 @@ class Strip(Protocol):
 
     def rows(self, node: Node, start: int, stop: int) -> Any:
         """These rows of a tensor (or of a tuple of tensors) that has rows."""
+
+    def known(self, node: Node, start: int, stop: int) -> Tensor | None:
+        """These rows of what the node gives, where an earlier pass has stored them."""
 
     def value(self, argument: Any) -> Any:
         """An argument in which every node without rows has become its value."""

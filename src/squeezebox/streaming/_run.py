@@ -16,7 +16,8 @@ from torch.fx.node import map_arg
 from squeezebox.streaming._graph import Streamed, is_linear
 from squeezebox.streaming._reductions import State
 from squeezebox.streaming._rows import run_node
-from squeezebox.streaming._strip import Pass, Read, as_tuple, inputs_of, plan_pass
+from squeezebox.streaming._spool import Store
+from squeezebox.streaming._strip import Part, Pass, Read, as_tuple, inputs_of, plan_pass, plan_way_back
 from squeezebox.streaming._trace import DETACHED
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -41,10 +42,13 @@ class Stage:
         return 3 if self.derives else 1
 
 
-def stages_of(streamed: Streamed) -> list[Stage]:
-    """The ways over the image that a step takes, in order."""
-    passes = {number: plan_pass(streamed, number) for number in streamed.passes}
-    derived = [number for number in passes if not streamed.differentiable.isdisjoint(passes[number].reduced)]
+def stages_of(streamed: Streamed, stored: frozenset[Node], packed: bool) -> list[Stage]:
+    """The ways over the image that a step takes, in order; later ones read what earlier ones have stored.
+
+    ``packed``: a session packs what operators save, and those must be ones that it knows.
+    """
+    passes = {number: plan_pass(streamed, number, stored) for number in streamed.passes}
+    derived = [number for number in passes if not streamed.differentiable.isdisjoint(passes[number].ends)]
     wanted = streamed.program.loss in streamed.differentiable
     derived = derived if wanted else []
     fused = (
@@ -55,7 +59,12 @@ def stages_of(streamed: Streamed) -> list[Stage]:
         for number, work in passes.items()
     ]
     back = [
-        Stage(work=passes[number], number=number, reduces=False, derives=True)
+        Stage(
+            work=plan_way_back(passes[number], number, stored, packed),
+            number=number,
+            reduces=False,
+            derives=True,
+        )
         for number in reversed(derived)
         if number != fused
     ]
@@ -71,11 +80,17 @@ class Run:
     """
 
     def __init__(
-        self, streamed: Streamed, read: Read, targets: Mapping[Node, Any], context: Context | None
+        self,
+        streamed: Streamed,
+        read: Read,
+        targets: Mapping[Node, Any],
+        context: Context | None,
+        store: Store,
     ) -> None:
         self.streamed = streamed
         self.states: dict[Node, State] = {}
-        self._read, self._context = read, context
+        self._given, self._context, self._store = read, context, store
+        self._begun: list[tuple[Node, int, Tensor]] = []
         self._leaves = {
             node: tensor.detach().requires_grad_(node in streamed.program.trained)
             for node, tensor in streamed.program.held.items()
@@ -105,7 +120,9 @@ class Run:
             return
         if not stage.derives:
             with torch.no_grad():
-                stage.work.run(owned, self._read, self._values, self._add)
+                stage.work.run(
+                    owned, self._read, self._values, lambda node, x: self._keep(node, owned[node][0], x)
+                )
             return
         made: dict[Node, Tensor] = {}
         with torch.enable_grad(), self._context() if self._context else contextlib.nullcontext():
@@ -115,7 +132,7 @@ class Run:
             with torch.no_grad():
                 for node, x in made.items():
                     self._add(node, x)
-        self._derive(stage, made)
+        self._derive(stage, made, owned)
 
     def end(self, stage: Stage, is_last_ahead: bool) -> None:
         """After a stage's last strip."""
@@ -173,22 +190,51 @@ class Run:
         """Make the leaves that the stage's strips read."""
         self._for_strips(stage.work)
 
+    def _read(self, node: Node, start: int, stop: int) -> Tensor:
+        """Rows of the image, of a target, or of what is stored, at which autograd begins then."""
+        if node not in self.streamed.operators:
+            return self._given(node, start, stop)
+        x = self._store.read(node, start, stop)
+        if torch.is_grad_enabled() and node in self.streamed.differentiable:
+            self._begun.append((node, start, x.requires_grad_()))
+        return x
+
+    def _keep(self, node: Node, start: int, x: Tensor) -> None:
+        if node in self.streamed.reductions:
+            self._add(node, x)
+        else:
+            self._store.write(node, start, x)
+
     def _add(self, node: Node, x: Tensor) -> None:
         reduction = self.streamed.reductions[node]
         partial = reduction.partial(x.detach())
         self.states[node] = reduction.merge(self.states[node], partial) if node in self.states else partial
 
-    def _derive(self, stage: Stage, made: Mapping[Node, Tensor]) -> None:
-        seeds = self._seeds(stage)
-        ends, gradients = [], []
+    def _derive(self, stage: Stage, made: Mapping[Node, Tensor], owned: Mapping[Node, Part]) -> None:
+        ends: dict[Node, Tensor] = {}
+        gradients: dict[Node, Tensor] = {}
         for node, x in made.items():
-            if x.requires_grad and any(seed is not None for seed in seeds.get(node, ())):
-                ends.append(x)
-                with torch.no_grad():
-                    state = self.states[node]
-                    gradients.append(self.streamed.reductions[node].gradient(x.detach(), state, seeds[node]))
+            gradient = self._gradient(stage, node, x.detach(), owned[node]) if x.requires_grad else None
+            if gradient is not None:
+                end = stage.work.ends[node]
+                ends[end] = x
+                gradients[end] = gradient + gradients[end] if end in gradients else gradient
         if ends:
-            torch.autograd.backward(ends, gradients)
+            torch.autograd.backward([*ends.values()], [gradients.pop(end) for end in ends])
+        for node, start, leaf in self._begun:
+            if leaf.grad is not None:
+                self._store.add(node, start, leaf.grad)
+        self._begun.clear()
+
+    def _gradient(self, stage: Stage, node: Node, x: Tensor, part: Part) -> Tensor | None:
+        """The loss's derivative by an end's own rows, None if there is none."""
+        if node not in self.streamed.reductions:
+            return self._store.gradient(node, *part)
+        seeds = self._seeds(stage).get(node, ())
+        if all(seed is None for seed in seeds):
+            return None
+        with torch.no_grad():
+            return self.streamed.reductions[node].gradient(x, self.states[node], seeds)
 
     def _seeds(self, stage: Stage) -> dict[Node, tuple[Tensor | None, ...]]:
         """The loss's derivatives by what the stage's pass reduces; the same for all of its strips."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -22,6 +24,7 @@ from squeezebox.streaming._graph import Streamed, analyse
 from squeezebox.streaming._plan import StreamPlan, StripPlan, fitting_height
 from squeezebox.streaming._resume import Position, fingerprint, load, position_of, restore, save
 from squeezebox.streaming._run import Context, Run, Stage, stages_of
+from squeezebox.streaming._spool import Blank, Layout, Spool, Store, layout
 from squeezebox.streaming._trace import Whole, trace
 
 
@@ -64,9 +67,14 @@ class StreamedStep:
         checkpoint: a file in which an interrupted step is kept; the same call then goes on where it was, and
             the file is removed when the step is complete.
         checkpoint_seconds: how often it is written, at most.
+        spool: a folder, or True for the system's temporary one, in which a nameless file takes what crosses
+            from one pass to the next, and its gradient, whole. Each pass then begins there and not at the
+            image, so that batch normalisation costs little more than without strips. ``plan`` says how many
+            bytes; the folder must be on a disk, as some systems keep their temporary one in memory.
 
     Raises:
-        OptionError: neither or both of memory and height are given, or one is out of range.
+        OptionError: neither or both of memory and height are given, one is out of range, or both spool and
+            checkpoint are given.
     """
 
     def __init__(
@@ -83,6 +91,7 @@ class StreamedStep:
         progress: Callable[[Progress], object] | None = None,
         checkpoint: str | Path | None = None,
         checkpoint_seconds: float = 60.0,
+        spool: bool | str | Path = False,
     ) -> None:
         if (memory is None) == (height is None):
             raise OptionError("give memory= (such as '1GiB') or height= (rows of a strip), one of them.")
@@ -90,6 +99,11 @@ class StreamedStep:
             raise OptionError(f"axis {axis} is neither -2 (rows) nor -1 (columns).")
         if height is not None and height < 1:
             raise OptionError(f"height {height} is below one row.")
+        if spool is not False and checkpoint is not None:
+            raise OptionError(
+                "what spool= stores goes with the process, so checkpoint= could not resume; give one of them."
+            )
+        self._folder = Path(tempfile.gettempdir()) if spool is True else Path(spool) if spool else None
         self._memory_bytes = None if memory is None else parse_size("memory", memory)
         self._whole = Whole(model, loss_fn, prepare or _Scaled(_dtype_of(model)))
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -97,7 +111,7 @@ class StreamedStep:
         self._context, self._progress = context, progress
         self._checkpoint = None if checkpoint is None else Path(checkpoint)
         self._checkpoint_seconds = checkpoint_seconds
-        self._known: dict[Any, tuple[Streamed, list[Stage]]] = {}
+        self._known: dict[Any, tuple[Streamed, list[Stage], Layout]] = {}
         self._plans: dict[Any, StreamPlan] = {}
 
     def __call__(self, image: Any, target: Any) -> Tensor:
@@ -119,13 +133,23 @@ class StreamedStep:
             UnsupportedModelError: model or loss cannot be streamed exactly; names the module and why.
             BudgetError: the smallest strip needs more memory.
             FormatError: the checkpoint belongs to another step.
-            OutputError: the checkpoint cannot be written.
+            OutputError: the checkpoint cannot be written, or spool's folder has no room.
         """
         prepared = self._prepared(image, target)
+        with self._opened(prepared) as store:
+            return self._step(prepared, store)
+
+    def _opened(self, prepared: _Prepared) -> Spool | nullcontext[Blank]:
+        if not prepared.layout.nbytes:
+            return nullcontext(prepared.blank)
+        assert self._folder is not None
+        return Spool(prepared.layout, prepared.streamed, self._folder, self._device)
+
+    def _step(self, prepared: _Prepared, store: Store) -> Tensor:
         stages, checkpoint = prepared.stages, self._checkpoint
         mark = fingerprint(prepared.streamed, prepared.read) if checkpoint else ""
         found = load(checkpoint, mark) if checkpoint else None
-        run = prepared.run(self._context)
+        run = prepared.run(self._context, store)
         if found is None:
             heights = tuple(stage.height for stage in self._planned(prepared).stages)
             position = Position(stage=0, strip=0, heights=heights)
@@ -167,13 +191,24 @@ class StreamedStep:
             with torch.no_grad(), self._context() if self._context else nullcontext(), torch.enable_grad():
                 program = trace(self._whole, forms[0], forms[1], self._device)
             streamed = analyse(program, axis)
-            self._known[key] = streamed, stages_of(streamed)
-        streamed, stages = self._known[key]
+            stored = streamed.crossing() if self._folder else frozenset()
+            self._known[key] = (
+                streamed,
+                stages_of(streamed, stored, self._context is not None),
+                layout(streamed, stored),
+            )
+        streamed, stages, content = self._known[key]
         leaves = pytree.tree_leaves(target)
         given = {streamed.program.image: image}
         given |= {node: leaves[number] for node, number in streamed.program.targets.items()}
         return _Prepared(
-            key=key, axis=axis, streamed=streamed, stages=stages, given=given, device=self._device
+            key=key,
+            axis=axis,
+            streamed=streamed,
+            stages=stages,
+            layout=content,
+            given=given,
+            device=self._device,
         )
 
     def _state(self) -> tuple[object, ...]:
@@ -186,7 +221,9 @@ class StreamedStep:
     def _planned(self, prepared: _Prepared) -> StreamPlan:
         if prepared.key not in self._plans:
             stages = tuple(self._stage_plan(prepared, stage) for stage in prepared.stages)
-            self._plans[prepared.key] = StreamPlan(axis=prepared.axis, rows=prepared.rows, stages=stages)
+            self._plans[prepared.key] = StreamPlan(
+                axis=prepared.axis, rows=prepared.rows, disk_bytes=prepared.layout.nbytes, stages=stages
+            )
         return self._plans[prepared.key]
 
     def _stage_plan(self, prepared: _Prepared, stage: Stage) -> StripPlan:
@@ -212,7 +249,7 @@ class StreamedStep:
 
     def _measured(self, prepared: _Prepared, stage: Stage, height: int) -> int:
         """The peak of a strip in the image's middle, with values made up where they are not known yet."""
-        run = prepared.run(self._context)
+        run = prepared.run(self._context, prepared.blank)
         start = (prepared.rows - height) // 2
         run.pretend(stage, start, start + height)
         meter = PeakMeter(self._device)
@@ -259,6 +296,7 @@ class _Prepared:
     axis: int
     streamed: Streamed
     stages: list[Stage]
+    layout: Layout
     given: dict[Node, Any]
     device: torch.device
 
@@ -279,21 +317,32 @@ class _Prepared:
         part = value[tuple(index)]
         return (part if isinstance(part, Tensor) else torch.from_numpy(np.array(part))).to(self.device)
 
-    def run(self, context: Context | None) -> Run:
+    @property
+    def blank(self) -> Blank:
+        """A store for a step that needs none, or is only measured."""
+        return Blank(self.streamed, self.device)
+
+    def run(self, context: Context | None, store: Store) -> Run:
         """A step's beginning."""
         whole = {
             node: torch.as_tensor(value, device=self.device) if hasattr(value, "shape") else value
             for node, value in self.given.items()
             if node not in self.streamed.rows
         }
-        return Run(self.streamed, self.read, whole, context)
+        return Run(self.streamed, self.read, whole, context, store)
 
     def halo(self, stage: Stage, height: int) -> int:
-        """Image rows that a strip in the middle reads beyond its own."""
+        """Rows that a strip in the middle reads beyond its own, in rows of the image."""
         start = (self.rows - height) // 2
         owned = stage.work.parts(start, start + height, self.rows)
-        read = stage.work.demands(owned).get(self.streamed.program.image)
-        return 0 if read is None else max(read[1] - read[0] - height, 0)
+        demanded = stage.work.demands(owned)
+        counts = {node: self.streamed.rows[node].count for node in demanded}
+        read = [
+            math.ceil((demanded[node][1] - demanded[node][0]) * self.rows / counts[node])
+            for node in demanded
+            if node not in stage.work.operators
+        ]
+        return max(max(read, default=0) - height, 0)
 
 
 class _Clock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 from torch.utils.checkpoint import checkpoint
 
 from squeezebox.streaming._graph import Streamed
-from squeezebox.streaming._rows import Rows
+from squeezebox.streaming._rows import Operator
 
 Part = tuple[int, int]
 Read = Callable[[Node, int, int], Tensor]
@@ -23,24 +23,40 @@ Sink = Callable[[Node, Tensor], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Pass:
-    """The nodes that a pass makes, in order, up to what it reduces.
+    """The nodes that a pass makes, in order, up to what it reduces or stores.
 
-    ``last`` are the nodes that are done with once a node has been made.
+    ``ends`` are these: every reduction with its input, and what is stored with itself. ``operators`` are of
+    those nodes that are not read, from the image, a target or the store. ``last`` are the nodes that are done
+    with once a node has been made, ``known`` those that an earlier pass has made and stored.
     """
 
     streamed: Streamed
-    reduced: tuple[Node, ...]
+    ends: Mapping[Node, Node]
+    operators: Mapping[Node, Operator]
     order: tuple[Node, ...]
     last: Mapping[Node, tuple[Node, ...]]
+    known: frozenset[Node]
+
+    @property
+    def reduced(self) -> list[Node]:
+        """The reductions among the ends."""
+        return [node for node in self.ends if node in self.streamed.reductions]
+
+    @property
+    def given(self) -> frozenset[Node]:
+        """The nodes that are read from the store."""
+        return frozenset(
+            each for each in self.order if each in self.streamed.operators.keys() - self.operators.keys()
+        )
 
     def parts(self, start: int, stop: int, whole: int) -> dict[Node, Part]:
-        """Which rows of every reduction's input a strip owns: the image's ``start`` to ``stop`` of ``whole``.
+        """Which rows of every end a strip owns: the image's ``start`` to ``stop`` of ``whole``.
 
         Strips that follow one another own every row once, whatever the resolution.
         """
         owned = {}
-        for node in self.reduced:
-            count = self.streamed.rows[self.streamed.source(node)].count
+        for node, source in self.ends.items():
+            count = self.streamed.rows[source].count
             owned[node] = (start * count // whole, stop * count // whole)
         return {node: part for node, part in owned.items() if part[0] < part[1]}
 
@@ -48,22 +64,22 @@ class Pass:
         """The rows of every node from which a strip's own rows are made, within the image."""
         wanted: dict[Node, Part] = {}
         for node, part in owned.items():
-            _widen(wanted, self.streamed.source(node), *part)
+            _widen(wanted, self.ends[node], *part)
         for node in reversed(self.order):
-            if node in wanted and node in self.streamed.operators:
-                for source, start, stop in self.streamed.operators[node].needs(*wanted[node]):
+            if node in wanted and node in self.operators:
+                for source, start, stop in self.operators[node].needs(*wanted[node]):
                     _widen(wanted, source, start, stop)
         return wanted
 
     def run(self, owned: Mapping[Node, Part], read: Read, singles: Mapping[Node, Any], sink: Sink) -> None:
-        """Make a strip; ``sink`` gets every reduction and the rows of its input that the strip owns."""
-        strip = _Strip(self.streamed.rows, self.demands(owned), read, singles)
+        """Make a strip; ``sink`` gets every end and the rows of it that the strip owns."""
+        strip = _Strip(self, self.demands(owned), read, singles)
         for node in self.order:
             if node in strip.demanded:
-                strip.make(node, self.streamed)
-            for reduced in self.reduced:
-                if reduced in owned and self.streamed.source(reduced) is node:
-                    sink(reduced, strip.rows(node, *owned[reduced]))
+                strip.make(node)
+            for end in owned:
+                if self.ends[end] is node:
+                    sink(end, strip.rows(node, *owned[end]))
             strip.forget(self.last[node])
 
     def run_again(
@@ -73,31 +89,39 @@ class Pass:
 
         There are about as many groups as operators in each; backward makes a group's inner values again.
         """
-        strip = _Strip(self.streamed.rows, self.demands(owned), read, singles)
+        strip = _Strip(self, self.demands(owned), read, singles)
         order = [node for node in self.order if node in strip.demanded]
         length = max(round(len(order) ** 0.5), 1)
         for first in range(0, len(order), length):
             group = order[first : first + length]
             self._run_group(group, strip, set(order[first + length :]), owned)
-            for reduced in owned:
-                if self.streamed.source(reduced) in group:
-                    sink(reduced, strip.rows(self.streamed.source(reduced), *owned[reduced]))
+            for end in owned:
+                if self.ends[end] in group:
+                    sink(end, strip.rows(self.ends[end], *owned[end]))
             for node in group:
                 strip.forget(self.last[node])
 
     def _run_group(
         self, group: list[Node], strip: _Strip, later: set[Node], owned: Mapping[Node, Part]
     ) -> None:
-        ends = {self.streamed.source(reduced) for reduced in owned}
+        for node in group:
+            if node in self.given:
+                strip.make(node)
+        group = [node for node in group if node not in self.given]
+        if not later:  # backward begins with them
+            for node in group:
+                strip.make(node)
+            return
+        ends = {self.ends[end] for end in owned}
         out = [node for node in group if node in ends or not later.isdisjoint(node.users)]
         held = [node for node in strip.held if not set(group).isdisjoint(node.users)]
         flat = {node: strip.held[node] for node in held}
 
         def make(*values: Any) -> tuple[Any, ...]:
-            inner = _Strip(strip.forms, strip.demanded, strip.read, strip.singles)
+            inner = _Strip(self, strip.demanded, strip.read, strip.singles)
             inner.held.update(zip(flat, values, strict=True))
             for node in group:
-                inner.make(node, self.streamed)
+                inner.make(node)
             return tuple(inner.held[node] for node in out)
 
         made = checkpoint(make, *flat.values(), use_reentrant=False, preserve_rng_state=False)
@@ -108,24 +132,28 @@ class _Strip:
     """The rows that are there while a strip is made."""
 
     def __init__(
-        self, forms: Mapping[Node, Rows], demanded: dict[Node, Part], read: Read, singles: Mapping[Node, Any]
+        self, work: Pass, demanded: dict[Node, Part], read: Read, singles: Mapping[Node, Any]
     ) -> None:
-        self.forms, self.demanded, self.read, self.singles = forms, demanded, read, singles
+        self.work, self.demanded, self.read, self.singles = work, demanded, read, singles
         self.held: dict[Node, Any] = {}
 
     def rows(self, node: Node, start: int, stop: int) -> Any:
         first, value = self.demanded[node][0], self.held[node]
-        form = self.forms[node]
+        form = self.work.streamed.rows[node]
         if isinstance(value, tuple | list):
             return tuple(form.take(each, start - first, stop - first) for each in value)
         return form.take(value, start - first, stop - first)
 
+    def known(self, node: Node, start: int, stop: int) -> Tensor | None:
+        with torch.no_grad():
+            return self.read(node, start, stop) if node in self.work.known else None
+
     def value(self, argument: Any) -> Any:
         return map_arg(argument, lambda node: self.singles[node])
 
-    def make(self, node: Node, streamed: Streamed) -> None:
+    def make(self, node: Node) -> None:
         start, stop = self.demanded[node]
-        operator = streamed.operators.get(node)
+        operator = self.work.operators.get(node)
         made = self.read(node, start, stop) if operator is None else operator.run(self, start, stop)
         self.held[node] = made
 
@@ -134,16 +162,30 @@ class _Strip:
             self.held.pop(node, None)
 
 
-def plan_pass(streamed: Streamed, number: int) -> Pass:
-    """The pass of this number."""
-    reduced = tuple(streamed.reduced_in(number))
-    sources = [streamed.source(node) for node in reduced]
-    needed, ahead = set[Node](), [*sources]
+def plan_pass(streamed: Streamed, number: int, stored: frozenset[Node]) -> Pass:
+    """The pass of this number; it stores what is of its own level, and reads what is of a lower one."""
+    ends = {node: streamed.source(node) for node in streamed.reduced_in(number)}
+    ends |= {node: node for node in streamed.operators if node in stored and streamed.level[node] == number}
+    return _pass_to(streamed, number, stored, ends)
+
+
+def plan_way_back(ahead: Pass, number: int, stored: frozenset[Node], packed: bool) -> Pass:
+    """The pass again, for gradients: unless ``packed``, it knows what the way ahead has stored."""
+    streamed = ahead.streamed
+    ends = {end: node for end, node in ahead.ends.items() if end in streamed.differentiable}
+    back = _pass_to(streamed, number, stored, ends)
+    return back if packed else replace(back, known=stored.intersection(ends))
+
+
+def _pass_to(streamed: Streamed, number: int, stored: frozenset[Node], ends: Mapping[Node, Node]) -> Pass:
+    given = frozenset(node for node in stored if streamed.level[node] < number)
+    needed, ahead = set[Node](), [*ends.values()]
     while ahead:
         node = ahead.pop()
         if node not in needed:
             needed.add(node)
-            ahead.extend(each for each in node.all_input_nodes if each in streamed.rows)
+            if node not in given:
+                ahead.extend(each for each in node.all_input_nodes if each in streamed.rows)
     order = tuple(node for node in streamed.rows if node in needed)
     last_use = {node: node for node in order}
     for node in order:
@@ -155,9 +197,15 @@ def plan_pass(streamed: Streamed, number: int) -> Pass:
         done[user].append(node)
     return Pass(
         streamed=streamed,
-        reduced=reduced,
+        ends=ends,
+        operators={
+            node: streamed.operators[node]
+            for node in order
+            if node in streamed.operators and node not in given
+        },
         order=order,
         last={node: tuple(nodes) for node, nodes in done.items()},
+        known=frozenset(),
     )
 
 
@@ -169,7 +217,7 @@ def _widen(wanted: dict[Node, Part], node: Node, start: int, stop: int) -> None:
 def inputs_of(one: Pass) -> list[Node]:
     """The values without rows that a pass reads."""
     streamed = one.streamed
-    read = chain.from_iterable(node.all_input_nodes for node in one.order)
+    read = chain.from_iterable(node.all_input_nodes for node in one.operators)
     return [node for node in dict.fromkeys(read) if node not in streamed.rows]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn import functional
 
+from squeezebox.streaming._known import Known
 from squeezebox.streaming._rows import Call, Need, Operator, Rows, Strip, shape_of
 
 _aten = torch.ops.aten
@@ -114,8 +115,11 @@ def convolved(call: Call) -> Operator:
 
     def run(strip: Strip, start: int, stop: int) -> Tensor:
         part = window.fetch(strip, source, rows, start, stop, 0.0)
-        result: Tensor = _aten.convolution.default(
-            part, strip.value(weight), strip.value(bias), stride, inner, dilation, False, extra, groups
+        values = part, strip.value(weight), strip.value(bias)
+        rest = stride, inner, dilation, False, extra, groups
+        known = strip.known(call.node, start, stop)
+        result: Tensor = (
+            _aten.convolution.default(*values, *rest) if known is None else Known.apply(known, *values, rest)  # type: ignore[no-untyped-call]
         )
         return result
 
