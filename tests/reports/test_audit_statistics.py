@@ -1,8 +1,11 @@
 """Statistics of audits on numbers made for it: rates of errors, shares, intervals."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
+from squeezebox.reports import EVERYTHING, AuditRecord, analyse
 from squeezebox.reports import _audit_statistics as statistics
 from squeezebox.reports import _equivalence as tested
 
@@ -84,3 +87,46 @@ def test_means_of_pairs_leave_out_a_training_with_itself():
     matrix = np.array([[0.0, 1.0, 2.0], [1.0, 0.0, 3.0], [2.0, 3.0, 0.0]])
     found = statistics.mean_of_pairs(matrix)
     assert found.value == 2.0 and found.low >= 1.0 and found.high <= 3.0
+
+
+def record(arm, series, seed, wrong):
+    """A training that puts the samples ``wrong`` of 200 into the other class."""
+    targets = np.arange(200) % 2
+    predictions = targets.copy()
+    predictions[list(wrong)] ^= 1
+    return AuditRecord(
+        arm=arm,
+        series=series,
+        seed=seed,
+        tooling="",
+        predictions=predictions,
+        targets=targets,
+        groups=np.array([], dtype=np.str_),
+        weights=np.ones(1, dtype=np.float32),
+        score=float((predictions == targets).mean()),
+        finite=True,
+        digest=str(sorted(wrong)),
+        seconds=1.0,
+        step_seconds=0.1,
+    )
+
+
+@pytest.mark.parametrize(("changed", "exceeds"), [(0, False), (4, None), (60, True)])
+def test_an_arm_exceeds_the_tooling_where_their_churns_are_apart(changed, exceeds):
+    plain = [record("plain", EVERYTHING, seed, range(seed)) for seed in range(5)]
+    tooling = [
+        record("plain", "implementation", seed, range(4 * seed - 4, 4 * seed)) for seed in (1, 2, 3, 4)
+    ]
+    other = [record("other", EVERYTHING, seed, range(seed + changed)) for seed in range(5)]
+    found = analyse([*plain, *tooling, *other], 1.0, {}).comparisons[0]
+    assert found.churn.value == changed / 200 and found.exceeds_tooling is exceeds
+    without = analyse([*plain, *tooling[:1], *other], 1.0, {})
+    assert without.comparisons[0].exceeds_tooling is None
+
+
+def test_infinite_outputs_and_factors_without_effect_are_noted():
+    plain = [record("plain", EVERYTHING, seed, range(seed)) for seed in range(3)]
+    same = [record("plain", "order", seed, ()) for seed in (1, 2)]
+    broken = [dataclasses.replace(each, arm="other", finite=False) for each in plain]
+    notes = analyse([*plain, *same, *broken], 1.0, {}).notes
+    assert notes[0].startswith("NaN or infinite outputs in 3 of 8") and "varying order changed" in notes[1]

@@ -54,7 +54,7 @@ def test_controls_are_zero_to_the_bit(planted):
 def test_arms_that_are_the_same_differ_in_nothing(planted, arm):
     found = comparison(planted, arm)
     assert found.test.mean == found.test.deviation == found.churn.high == found.distance.high == 0.0
-    assert found.verdict == "below the noise" and found.exceeds_tooling is False
+    assert found.verdict == "below the noise" and found.exceeds_tooling is None
     assert all(part.adjusted_p == 1.0 for part in (*found.classes, *found.groups))
 
 
@@ -96,12 +96,12 @@ def test_text_and_json_say_the_same(planted):
 
 
 def test_false_alarms_among_real_trainings_are_as_rare_as_the_level_says():
-    keys = [_audit_run.RunKey(arm="plain", series="everything", seed=seed) for seed in range(60)]
+    keys = [_audit_run.RunKey(arm="plain", series="everything", seed=seed) for seed in range(40)]
     scores = [_audit_run.train_once(audited.train, key, None, 1).score for key in keys]
     generator = np.random.default_rng(0)
     alarms = 0
-    for _ in range(400):  # arms of ten out of sixty trainings each, none in both
-        chosen = generator.permutation(60)[:20]
+    for _ in range(400):  # arms of ten out of forty trainings each, none in both
+        chosen = generator.permutation(40)[:20]
         differences = np.array(scores)[chosen[:10]] - np.array(scores)[chosen[10:]]
         alarms += equivalence(list(differences), 1.0).different
     assert 0.01 < alarms / 400 < 0.1

@@ -224,8 +224,6 @@ def _compare(
 
 def _exceeds(churn: Figure, tooling: Figure | None) -> bool | None:
     """None where it cannot be told."""
-    if churn.value == 0.0:
-        return False
     if tooling is None or tooling.low <= churn.high and churn.low <= tooling.high:
         return None
     return churn.low > tooling.high

@@ -38,7 +38,8 @@ def _comparison(audit: Audit, found: ArmComparison) -> list[str]:
         f"{_change(test.high)} (bootstrap 95 %: {_change(found.difference.low)} to "
         f"{_change(found.difference.high)}), {test.count} seeds",
         f"  margin        {_points(test.margin)} points, {audit.facts['margin']:g} times the deviation "
-        f"between seeds of {plain}; equivalence p = {test.p_value:.3f}, difference p = {test.p_different:.3f}",
+        f"between seeds of {plain}",
+        f"  tests         equivalence p = {test.p_value:.3f}, difference p = {test.p_different:.3f}",
         f"  power         {test.power:.0%} if there were no difference; " + _needed(found),
         f"  churn         {_percent(found.churn)}{_beside(audit, found, 'churn')}",
         f"  weights       {_plain(found.distance)}{_beside(audit, found, 'distance')}",
