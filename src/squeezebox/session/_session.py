@@ -97,7 +97,7 @@ class Session:
         self._collector: Collector | None = None
         self._checks: list[Check] = []
         self._history: deque[BoundRecord] = deque(maxlen=_HISTORY)
-        self._shown: list[Callable[[Iterable[torch.Tensor]], None]] = []  # every forward's inputs, to these
+        self._shown: list[Callable[[Iterable[torch.Tensor]], None]] = []  # get every forward's inputs
         self._freeze: Callable[[], StepRecord] | None = None  # the last closed step, when somebody asks
         self._peaks: tuple[int, int, int | None] | None = None
         self._refresh_peak: int | None = None
@@ -106,9 +106,8 @@ class Session:
         self._baseline = 0
         self._open = False
         self._replaying = False
-        self._installation: Installation | None = Installation(
-            model, self._recorder, self._start, self._finish
-        )
+        framed = Installation(model, self._recorder, self._start, self._finish)
+        self._installation: Installation | None = framed
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
