@@ -118,7 +118,9 @@ class StepMarks(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":  # a fake tensor is asked for its device
             return func(*args, **kwargs)
-        addresses = [self._ledger.address(s) for s in _storages(tree_leaves((args, kwargs)))]
+        addresses = []
+        if torch.cuda.is_initialized():  # a host has one stream, and need not be asked who is on it
+            addresses = [self._ledger.address(s) for s in _storages(tree_leaves((args, kwargs)))]
         self._call(func.name().split("::")[-1], addresses)
         out = func(*args, **kwargs)
         self._ledger.returned(func, args, kwargs, out)
