@@ -3,7 +3,7 @@
 
 VENV ?= .venv
 BENCHMARKS ?= codecs step_time comet_table budget packed compiled accuracy \
-	static_allocation pipeline_paper pipeline_memory pipeline_schedules pipeline_training pipeline_wire
+	start_up static_allocation pipeline_paper pipeline_memory pipeline_schedules pipeline_training pipeline_wire
 export VENV PYTHON
 
 .PHONY: demo test check bench clean
