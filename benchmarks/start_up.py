@@ -27,7 +27,10 @@ def run(program):
 
 def import_cpu():
     """Milliseconds of processor time that `import squeezebox` takes after `import torch`."""
-    program = "import time, torch; begun = time.process_time(); import squeezebox; print(time.process_time() - begun)"
+    program = (
+        "import time, torch; begun = time.process_time(); import squeezebox; "
+        "print(time.process_time() - begun)"
+    )
     command = [sys.executable, "-c", program]
     return 1000 * float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
