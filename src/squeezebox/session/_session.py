@@ -90,8 +90,7 @@ class Session:
         if plan is not None:
             self._use(plan)
         self._meter = PeakMeter(device_of(model))
-        self._depth = 0
-        self._step = -1
+        self._depth, self._step = 0, -1
         self._checks_per_refresh = checks_per_refresh
         self._counts = {True: _UNKNOWN_COUNT, False: _UNKNOWN_COUNT}
         self._collector: Collector | None = None
@@ -104,8 +103,7 @@ class Session:
         self._floor: int | None = None
         self._noise: float | None = None
         self._baseline = 0
-        self._open = False
-        self._replaying = False
+        self._open = self._replaying = False
         framed = Installation(model, self._recorder, self._start, self._finish)
         self._installation: Installation | None = framed
 
