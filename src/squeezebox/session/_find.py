@@ -109,9 +109,10 @@ def probe(subject: Subject, limit: int) -> dict[int, StepProfile]:
 
     The first is the sample's, or one that fits; the second the largest that is safe and may be asked for.
     """
-    first = _first(subject.model, subject.sample, limit)
+    room = limit // 2 if subject.noise else limit  # statistics hold exact tensors and second gradients too
+    first = _first(subject.model, subject.sample, room)
     known = {first: profile_step(_of_size(subject, first))}
-    safe = planner.largest_batch(lambda size: _plain(known, size) <= _SAFE * limit)
+    safe = planner.largest_batch(lambda size: _plain(known, size) <= _SAFE * room)
     second = min(_largest(known, limit, subject.noise), safe)
     if second in (0, first):
         second = first // 2
