@@ -154,6 +154,24 @@ def test_the_search_beats_the_heuristics_where_these_leave_gaps():
     assert quick.nbytes > searched.nbytes >= searched.lower_bound_bytes == fullest(found)
 
 
+def test_of_many_buffers_the_largest_are_searched():
+    hard = memory.read_buffers("benchmarks/minimalloc/C.csv")
+    step = max(each.upper for each in hard) // 2000
+    crowd = [
+        Buffer(name=f"small {number}", lower=number * step, upper=(number + 3) * step, nbytes=number % 5)
+        for number in range(2000)
+    ]
+    found = memory.layout([*hard, *crowd], alignment=1, seconds=20.0)
+    quick = memory.layout([*hard, *crowd], alignment=1, packer=memory.somas)
+    assert found.nbytes <= 1.01 * found.lower_bound_bytes < quick.nbytes
+
+
+def test_more_buffers_than_a_table_of_all_pairs_has_room_for_are_refused():
+    many = [Buffer(name=str(number), lower=0, upper=1, nbytes=1) for number in range(50_001)]
+    with pytest.raises(OptionError, match="50001 buffers"):
+        memory.layout(many)
+
+
 def test_one_stream_of_a_training_step_needs_no_more_than_lives_at_once():
     sizes = [100, 700, 300, 300, 900, 50, 400] * 4
     forward = [

@@ -14,6 +14,7 @@ from squeezebox.schema import Buffer, OptionError
 Integers = NDArray[np.int64]
 Relation = NDArray[np.bool_]
 
+_MOST = 50_000  # buffers, as the table of conflicts has a byte for each pair
 _MOMENTS, _SEEDS = 64, 32  # fullest moments and largest buffers from which a bound is grown
 
 
@@ -90,6 +91,11 @@ def merged(problem: Problem, item_of: Integers) -> Problem:
 def _check(buffers: Sequence[Buffer], alignment: int) -> None:
     if alignment < 1:
         raise OptionError(f"alignment {alignment} is below 1; give bytes such as 64.")
+    if len(buffers) > _MOST:
+        raise OptionError(
+            f"{len(buffers)} buffers are more than {_MOST}: who conflicts with whom would take "
+            f"{len(buffers) ** 2 / 2**30:.1f} GiB. Leave the smallest out, or lay parts of them out apart."
+        )
     names: set[str] = set()
     for each in buffers:
         if each.lower >= each.upper:

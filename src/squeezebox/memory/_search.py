@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from squeezebox.memory import _search_loops as loops
-from squeezebox.memory._problem import Integers, Problem, Relation, all_cliques, overlaps
-from squeezebox.memory._somas import somas
+from squeezebox.memory._problem import Integers, Problem, Relation, all_cliques, lower_bound, overlaps
+from squeezebox.memory._somas import placed_around, somas
 
 _LARGEST = 2000  # buffers; the search's tables are quadratic
 _SLICE = 1000  # nodes between looks at the clock
@@ -27,13 +27,16 @@ def search(problem: Problem, seconds: float = 2.0) -> Integers:
     is nothing raises the bound; where the two meet, the search ends with an optimum.
 
     Args:
-        problem: what is to be placed; the heuristics alone place more than 2,000 buffers.
+        problem: what is to be placed. Of more than 2,000 buffers the largest are searched, and the others
+            placed around them one by one.
         seconds: what the search may take beside the heuristics.
     """
     best = somas(problem)
     height, floor = _height(problem, best), problem.lower_bound
-    if height == floor or len(best) > _LARGEST:
+    if height == floor:
         return best
+    if len(best) > _LARGEST:
+        return min(best, _around_largest(problem, seconds), key=lambda each: _height(problem, each))
     cliques = all_cliques(problem)
     orders = _orders(problem, cliques)
     cases = [_case(problem, cliques, order) for order in orders]
@@ -50,6 +53,16 @@ def search(problem: Problem, seconds: float = 2.0) -> Integers:
         elif answer == loops.IMPOSSIBLE:
             floor = capacity + 1
     return best
+
+
+def _around_largest(problem: Problem, seconds: float) -> Integers:
+    order = np.argsort(-problem.sizes, kind="stable")
+    largest = order[:_LARGEST]
+    conflicts = problem.conflicts[np.ix_(largest, largest)]
+    sizes, lower, upper = (each[largest] for each in (problem.sizes, problem.lower, problem.upper))
+    bound = lower_bound(sizes, lower, upper, conflicts)
+    part = Problem(sizes=sizes, lower=lower, upper=upper, conflicts=conflicts, lower_bound=bound)
+    return placed_around(search(part, seconds), order, problem)
 
 
 def _fit(case: loops.Case, state: loops.State, capacity: int, limit: int, end: float) -> int:

@@ -40,6 +40,24 @@ def somas(problem: Problem, seconds: float = 0.0) -> Integers:
     return best
 
 
+def placed_around(offsets: Integers, order: Integers, problem: Problem) -> Integers:
+    """Offsets of all: those given for the first ones in ``order``, and the tightest gaps for the others."""
+    everywhere = np.zeros(len(order), np.int64)
+    everywhere[order[: len(offsets)]] = offsets
+    _fill(order, len(offsets), everywhere, problem.sizes, problem.conflicts)
+    return everywhere
+
+
+@njit(cache=True, nogil=True)
+def _fill(order, fixed, offsets, sizes, conflicts):
+    members, ends = np.empty(order.size, np.int64), np.zeros(2, np.int64)
+    for place in range(order.size):
+        item = order[place]
+        if place >= fixed:
+            offsets[item] = _gap(item, np.int64(0), _FAR, members[: ends[0]], offsets, sizes, conflicts, True)
+        _insert(item, 0, 0, 1, members, ends, offsets)
+
+
 @njit(cache=True, nogil=True)
 def _placed(order, sizes, conflicts, tightest, shelves):
     """Offsets of all, placed in that order; without shelves there is one without end."""
