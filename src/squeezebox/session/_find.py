@@ -41,7 +41,8 @@ def find_batch(
     The budget is the memory less the reserve. :func:`max_batch` answers the same for a budget, but profiles
     batches that need not fit the machine. Here no plain step is run that is not foretold to fit: at most two
     batches are profiled, and the answer is run once, under its plan, and made smaller by what that needed
-    more than foretold.
+    more than foretold. Profiles that choose bounds for ``noise`` hold more than a plain step, which is not
+    foretold exactly: they may run out of a tight memory.
 
     Args:
         model: see :func:`plan`; so are ``loss_fn``, ``optimizer``, ``noise``, ``exact`` and ``on_progress``.
