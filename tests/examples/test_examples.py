@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 FOLDER = Path(__file__).parents[2] / "examples"
-OF_COMMANDS = {"audit_digits"}  # trained by `squeezebox audit`, and tested with it
+OF_COMMANDS = {"audit_digits"}  # trained by `squeezebox audit`, as benchmarks/audit.py does
 EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.stem not in OF_COMMANDS)
 NEEDS = {
     "accelerate_loop": "accelerate",
