@@ -64,7 +64,7 @@ class Estimate:
             ("saved for backward", self.saved_bytes),
             *((f"  {role}", nbytes) for role, nbytes in self.saved.items()),
             (f"peak of the step (in {self.peak_phase})", self.peak_bytes),
-            *((f"  {kind.value}", nbytes) for kind, nbytes in self.peak.by_kind.items()),
+            *((f"  {kind.value}", nbytes) for kind, nbytes in self.peak.by_kind.items() if nbytes),
         ]
         width = max(len(label) for label, _ in rows)
         lines = [f"{label:<{width}}  {human_bytes(nbytes):>10}" for label, nbytes in rows]
