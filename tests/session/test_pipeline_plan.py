@@ -54,6 +54,23 @@ def test_the_fastest_comes_first_and_fits():
         assert plan.inputs[0].shape == (24,) and plan.inputs[0].dtype == "int64"
 
 
+def test_planning_leaves_the_model_as_it_was():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    squeezebox.plan_pipeline(
+        model,
+        sample=(torch.randn(ROWS, 8), torch.randn(ROWS, 4)),
+        loss_fn=nn.functional.mse_loss,
+        ranks=2,
+        memory_bytes=2**30,
+        microbatches=[4],
+        link=LINK,
+    )
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_less_memory_costs_time_and_too_little_is_refused():
     full = planned(schedules=["one_f_one_b"])[0]
     tight = planned(schedules=["one_f_one_b"], memory_bytes=int(0.93 * max(full.rank_peak_bytes)))[0]

@@ -57,11 +57,11 @@ def measure_blocks(
         policies: of "keep", "compress" and "recompute".
         bounds: of "compress", by tensor, from :func:`bounds_of`.
     """
-    costs = {}
+    costs, whole = {}, together(pieces)
     for policy in policies:
         parts = [_recomputed(piece) if policy == "recompute" else piece.module for piece in pieces]
-        with _packed(pieces, bounds) if policy == "compress" else _plainly() as around:
-            whole = together(pieces)
+        plainly = contextlib.nullcontext(contextlib.nullcontext)
+        with _packed(pieces, bounds) if policy == "compress" else plainly as around:
             costs[policy] = profiling.measure_parts(
                 parts,
                 microbatch.inputs,
@@ -149,11 +149,6 @@ def _recomputed(piece: Piece) -> Callable[..., tuple[Any, ...]]:
         return outputs
 
     return run
-
-
-@contextlib.contextmanager
-def _plainly() -> Iterator[Callable[[], AbstractContextManager[object]]]:
-    yield contextlib.nullcontext
 
 
 @contextlib.contextmanager
