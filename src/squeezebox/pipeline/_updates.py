@@ -17,9 +17,7 @@ from torch import Tensor
 from squeezebox.pipeline._weights import Flat, Weights
 
 Settings = list[dict[str, Any]]  # of an optimizer's groups
-Result = tuple[
-    float | None, bool
-]  # the norm of all gradients, if something depends on it, and whether to step
+Result = tuple[float | None, bool]  # all gradients' norm, if something depends on it, and whether to step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
