@@ -173,6 +173,13 @@ def test_hooks_come_off_when_the_loss_raises():
     recorded(model, sample, optimizer)
 
 
+def test_the_profiler_ends_when_the_model_has_no_shapes_yet():
+    sample = torch.randn(2, 4), torch.randn(2, 3)
+    with pytest.raises(ValueError, match="uninitialized") as caught:
+        recorded(nn.LazyLinear(3), sample, None, functional.mse_loss)
+    assert not torch.autograd.profiler._is_profiler_enabled, caught  # held, and all that it refers to
+
+
 def test_another_profiler_is_refused():
     with torch.autograd.profiler.profile(), pytest.raises(OptionError, match="another profiler"):
         recorded(*subject())

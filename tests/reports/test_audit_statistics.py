@@ -47,6 +47,7 @@ def test_power_is_what_the_test_says_of_itself_and_seeds_needed_reach_it():
     assert 10 < needed < 40
     assert equivalent(0.0, 1.0, drift=1.4, count=needed) == pytest.approx(0.8, abs=0.08)
     assert tested.seeds_needed(100.0, 1.0, 1.0) is None
+    assert 800 < tested.seeds_needed(10.0, 1.0, 1.0) <= 1000
 
 
 def test_a_deviations_lower_limit_holds_as_often_as_it_says():

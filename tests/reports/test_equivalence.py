@@ -19,6 +19,12 @@ def test_one_degree_of_freedom_is_cauchy_and_two_has_a_root(t: float) -> None:
     assert tested.t_distribution(t, 2) == pytest.approx(0.5 + t / (2 * math.sqrt(2 + t * t)), abs=1e-9)
 
 
+def test_p_is_never_below_zero() -> None:
+    for count in range(3, 40):
+        found = [tested.p_different([t - 1e-3, t + 1e-3, *[t] * (count - 2)]) for t in (0.01, 0.1, 1.0, 1e5)]
+        assert min(found) >= 0.0
+
+
 def test_a_worked_example() -> None:
     # mean 0.2, deviation sqrt(0.025), error sqrt(0.005), t(0.95, 4) = 2.13185
     found = tested.equivalence([0.0, 0.1, 0.2, 0.3, 0.4], margin=0.4)

@@ -40,16 +40,16 @@ def record_closure(
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     ledger = RealLedger(device)
-    step = StepMarks(model, ledger)
-    step.before_each = _Phases(model, step).look
-    known = [
-        step.known(Kind.PARAMETER, model.parameters()),
-        step.known(Kind.BUFFER, model.buffers()),
-        step.known(Kind.GRADIENT, _gradients(model)),
-        step.known(Kind.STATE, states_of(optimizer)),
-        step.known(Kind.PACKED, packed),
-    ]
     try:
+        step = StepMarks(model, ledger)
+        step.before_each = _Phases(model, step).look
+        known = [
+            step.known(Kind.PARAMETER, model.parameters()),
+            step.known(Kind.BUFFER, model.buffers()),
+            step.known(Kind.GRADIENT, _gradients(model)),
+            step.known(Kind.STATE, states_of(optimizer)),
+            step.known(Kind.PACKED, packed),
+        ]
         with around(step), step:
             step.begin(Activity.COMPUTING)
             closure()

@@ -58,9 +58,9 @@ def record_step(
     tensors = [*itertools.chain(*before.values())]
     fake = any(isinstance(tensor.data, FakeTensor) for tensor in tensors)
     ledger = FakeLedger(tensors) if fake else RealLedger(_device(tensors))
-    step = StepMarks(model, ledger)
-    known = [step.known(kind, found) for kind, found in before.items()]
     try:
+        step = StepMarks(model, ledger)
+        known = [step.known(kind, found) for kind, found in before.items()]
         with step:
             with around():
                 output = model(*inputs if isinstance(inputs, tuple) else (inputs,))

@@ -92,7 +92,7 @@ def _tail(distance: float, error: float, freedom: int) -> float:
     """P(T > distance / error)."""
     if error == 0.0:
         return 0.0 if distance > 0.0 else 1.0
-    return 1 - t_distribution(distance / error, freedom)
+    return max(0.0, 1 - t_distribution(distance / error, freedom))  # Simpson's rule may end above 1
 
 
 def power(deviation: float, margin: float, count: int, *, margin_uncertainty: float = 0.0) -> float:
@@ -133,9 +133,9 @@ def seeds_needed(deviation: float, margin_deviation: float, units: float, chance
 
     low, high = 2, 3
     while not enough(high):
-        low, high = high, high * 2
-        if high > _MOST_SEEDS:
+        if high == _MOST_SEEDS:
             return None
+        low, high = high, min(high * 2, _MOST_SEEDS)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if enough(middle) else (middle, high)
