@@ -70,6 +70,17 @@ def test_error_stays_within_the_bound(name: str, x: Tensor, bound: float, lag: i
     assert_contract(codec, x, packed, codec.unpack(codecs.loads(codecs.dumps(packed))))
 
 
+@pytest.mark.parametrize("name", [*VALUED, "mask", "sign", "interval", "narrow"])
+def test_the_default_device_does_not_matter(name: str) -> None:
+    codec, x = codecs.get(name), torch.randn(2, 3, 40, 40)
+    x = {"mask": x > 0, "narrow": torch.arange(99)}.get(name, x)
+    with torch.device("meta"):
+        packed = codec.pack(x, 0.1 if name in NEEDS_BOUND else None)
+        back = codec.unpack(packed)
+        again = codec.unpack(codecs.loads(codecs.dumps(packed)))
+    assert back.device == x.device and torch.equal(again, back)
+
+
 @pytest.mark.parametrize("name", VALUED)
 def test_dense_layouts_come_back_as_they_were(name: str) -> None:
     codec = codecs.get(name)

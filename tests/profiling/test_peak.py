@@ -1,5 +1,6 @@
 """The meter sees known allocations, to the byte where nothing else allocates."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -89,6 +90,7 @@ class Allocator:
         self.allocated = self.peak = 8 * MIB
         monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", self.clear, raising=False)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.allocated)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peak)

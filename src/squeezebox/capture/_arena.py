@@ -45,8 +45,8 @@ class Arena:
         self._buffers = [b for b in self._buffers if b is chosen or b not in idle]
         idle.clear()
         if chosen is None:
-            chosen = _Buffer(torch.empty(0, dtype=torch.uint8), weakref.ref(owner), form)
-            chosen.data = torch.empty(nbytes, dtype=torch.uint8)
+            chosen = _Buffer(torch.empty(0, dtype=torch.uint8, device="cpu"), weakref.ref(owner), form)
+            chosen.data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             self._buffers.append(chosen)
         chosen.owner, chosen.form = weakref.ref(owner), form
         return chosen.data

@@ -7,6 +7,7 @@ from collections import Counter, deque
 import torch
 
 from squeezebox import codecs
+from squeezebox.memory import is_capturing
 from squeezebox.schema import CaptureError
 
 _HEADROOM = 1.25  # of an arena over what any of the
@@ -120,7 +121,7 @@ class DeviceBlocks:
                 self._learn(self._sizes, None)
             return
         self._read(wait=True)  # of the step before: the host is no more than a step ahead
-        if _is_capturing(self.device):  # an event of a graph tells nobody anything
+        if is_capturing(self.device):  # an event of a graph tells nobody anything
             return
         if self._counters is None:
             pinned = self.device.type == "cuda"
@@ -175,7 +176,7 @@ class DeviceBlocks:
         self._recent.append(max(sizes.apart.total() + (use.nbytes if use is not None else 0), 1))
 
     def _read(self, *, wait: bool) -> None:
-        if self._arrived is None or self._counters is None or _is_capturing(self.device):
+        if self._arrived is None or self._counters is None or is_capturing(self.device):
             return
         if wait:
             self._arrived.synchronize()
@@ -189,8 +190,3 @@ class DeviceBlocks:
                 f"{self.use.lost} blocks of saved tensors found no room: the step needed {self.use.nbytes} "
                 "bytes, far more than the one before it. Its gradients hold NaN. Load your last checkpoint."
             )
-
-
-def _is_capturing(device: torch.device) -> bool:
-    """Whether a graph is recorded, during which nothing may be asked or waited for."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

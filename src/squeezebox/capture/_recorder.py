@@ -163,7 +163,7 @@ class Recorder(TorchFunctionMode):
     def _unpack(self, handle: Handle) -> torch.Tensor:
         if self._reading is not None:
             self._reading.append(handle)
-            return handle.tensor if handle.tensor is not None else torch.empty(0)
+            return handle.tensor if handle.tensor is not None else torch.empty(0, device="cpu")
         self.backward_seen = self.backward_seen or in_backward()
         if handle.entry is not None:
             self.last_read = handle.entry.row.key

@@ -358,7 +358,7 @@ class Store:
         if entry.slot is None:
             packed = entry.packed["values"]
             return codecs.get(packed.codec).unpack(packed).view(-1)
-        whole = torch.empty(entry.numel, dtype=entry.dtype)
+        whole = torch.empty(entry.numel, dtype=entry.dtype, device="cpu")
         self.spill.read(entry.slot, whole.view(torch.uint8))
         return whole
 

@@ -96,7 +96,7 @@ class Coding:
         """Each channel's step; all chunks of a tensor ask for the same few."""
         known = self._known.get(step)
         if known is None:
-            single = torch.full((1,), step, dtype=torch.float32)
+            single = torch.full((1,), step, dtype=torch.float32, device="cpu")
             steps = single if self.scale is None else self.scale * float(np.float32(step))
             inner = CHUNK if self.scale is None else self.inner
             if inner == 1:  # the channels over and over: long loops over a few of them
@@ -229,7 +229,7 @@ def decode(
     if kind in (ZERO, CONSTANT):
         out.fill_(value if kind == CONSTANT else 0)
     elif kind == RAW:
-        raw = torch.empty(out.numel() * out.element_size(), dtype=torch.uint8)
+        raw = torch.empty(out.numel() * out.element_size(), dtype=torch.uint8, device="cpu")
         _blosc.decompress(data, raw.numpy())
         out.copy_(raw.view(out.dtype))
     elif (kind == CODES and width in CODE_LIMITS) or (kind == HUFFMAN and width == 8):
@@ -265,7 +265,7 @@ def _join(chunks: list[Chunk], room: Tensor | None) -> tuple[Tensor, Tensor]:
     table = np.array([chunk.row for chunk in chunks], dtype=ROW)
     nbytes = sum(len(chunk.data) for chunk in chunks)
     fits = room is not None and nbytes <= room.numel()
-    blob = torch.empty(0 if fits else nbytes, dtype=torch.uint8)
+    blob = torch.empty(0 if fits else nbytes, dtype=torch.uint8, device="cpu")
     target, end = (room if room is not None and fits else blob).numpy(), 0
     for chunk in chunks:
         start, end = end, end + len(chunk.data)

@@ -145,7 +145,7 @@ def _parts(rows: list[list[Any]], body: bytes) -> list[torch.Tensor]:
         if end > len(body):
             raise FormatError(f"payload of {len(body)} bytes ends before its {end}; truncated.")
         raw = torch.frombuffer(bytearray(body[start:end]), dtype=torch.uint8) if end > start else None
-        parts.append(torch.empty(0, dtype=dtype) if raw is None else raw.view(dtype))
+        parts.append(torch.empty(0, dtype=dtype, device="cpu") if raw is None else raw.view(dtype))
         start = end
     if start != len(body):
         raise FormatError(f"payload of {len(body)} bytes goes on after its {start}; damaged.")

@@ -14,7 +14,7 @@ from squeezebox.memory._sharing import safe_sharing
 from squeezebox.memory._somas import somas
 from squeezebox.memory._spill import Slot, Spill
 from squeezebox.memory._staging import HostSlot, Staging, Streams
-from squeezebox.memory._streams import CudaStreams
+from squeezebox.memory._streams import CudaStreams, is_capturing
 
 __all__ = [
     "CudaStreams",
@@ -30,6 +30,7 @@ __all__ = [
     "Spill",
     "Staging",
     "Streams",
+    "is_capturing",
     "layout",
     "layout_csv",
     "read_buffers",

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from squeezebox.memory._streams import is_capturing
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
@@ -86,7 +88,7 @@ def _free_workspaces(device: torch.device) -> None:
 
     Not while a graph is captured, which goes on using them.
     """
-    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and not is_capturing(device):
         torch._C._cuda_clearCublasWorkspaces()
 
 

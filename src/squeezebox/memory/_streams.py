@@ -5,6 +5,14 @@ from __future__ import annotations
 import torch
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is recorded there, during which nothing may be asked or waited for."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):  # torch asks the current device's current stream
+        return torch.cuda.is_current_stream_capturing()
+
+
 class CudaStreams:
     """As :class:`squeezebox.memory.Streams`: one stream for each direction, ordered by events."""
 
@@ -31,7 +39,7 @@ class CudaStreams:
 
     def happened(self, event: torch.cuda.Event) -> bool:
         """Whether it has; while a graph is captured nothing has."""
-        return not torch.cuda.is_current_stream_capturing() and event.query()
+        return not is_capturing(self.device) and event.query()
 
     def finish(self, event: torch.cuda.Event) -> None:
         """The host waits for the event."""

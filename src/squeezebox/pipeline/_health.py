@@ -208,6 +208,6 @@ def _close(group: dist.ProcessGroup) -> None:
         return
     peer = dist.get_global_rank(group, (group.rank() + 1) % group.size())
     with contextlib.suppress(RuntimeError):
-        work = dist.irecv(torch.empty(1), peer, group=group, tag=_NEVER)
+        work = dist.irecv(torch.empty(1, device="cpu"), peer, group=group, tag=_NEVER)
         if work is not None:
             work.wait(timedelta(milliseconds=1))

@@ -231,7 +231,7 @@ def unpack(message: Tensor, out: Tensor) -> None:
 
 def _message(data: bytes, tensor: Tensor) -> Tensor:
     """The packed bytes, or the tensor if there are none."""
-    message = torch.empty(_COUNT + (len(data) or tensor.nbytes), dtype=torch.uint8)
+    message = torch.empty(_COUNT + (len(data) or tensor.nbytes), dtype=torch.uint8, device="cpu")
     message[:_COUNT].view(torch.int64).fill_(len(data))
     body = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else tensor.view(-1).view(torch.uint8)
     message[_COUNT:].copy_(body)

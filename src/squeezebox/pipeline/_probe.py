@@ -60,7 +60,7 @@ def _play(rank: int, address: str, backend: str, sending: Connection) -> None:
 
 
 def _there_and_back(rank: int, nbytes: int) -> float:
-    message = torch.zeros(nbytes, dtype=torch.uint8)
+    message = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     seconds = []
     for _ in range(_REPEATS):
         begun = time.perf_counter()

@@ -97,7 +97,7 @@ class StepProfiler:
         self._calls: dict[int, float] = {}  # seconds, the least seen
         self._started = 0.0
         self._arena: codecs.Arena | None = None  # of trials that pack blocks,
-        self._buffer = torch.empty(0, dtype=torch.uint8)  # and what they are unpacked to
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # and what they are unpacked to
 
     def start(self, largest_bytes: int = 0) -> None:
         """Begin; OptionError if another profiler is active.

@@ -55,9 +55,9 @@ def rounded(value: float, dtype: torch.dtype) -> Any:
     """A scalar as a comparison with a tensor of this dtype sees it, in the type the loops compute in."""
     if not dtype.is_floating_point:
         return np.float32(value)
-    return scalar(dtype)(torch.tensor(value, dtype=dtype).item())
+    return scalar(dtype)(torch.tensor(value, dtype=dtype, device="cpu").item())
 
 
 def new_scales(flat: Tensor, count: int) -> Tensor:
     """Room for ``count`` scales."""
-    return torch.empty(count, dtype=compute_dtype(flat.dtype))
+    return torch.empty(count, dtype=compute_dtype(flat.dtype), device="cpu")

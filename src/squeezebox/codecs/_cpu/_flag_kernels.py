@@ -34,7 +34,7 @@ def pack_nonzero(flat: Tensor, value: float) -> tuple[Tensor, Tensor]:
         others: int = _flag_loops.pack_nonzero(source, wanted, *block(flat.dtype), packed, first, last)
         return others
 
-    return codes, torch.tensor(sum(over_groups(work, groups)) == 0)
+    return codes, torch.tensor(sum(over_groups(work, groups)) == 0, device="cpu")
 
 
 def pack_positive(flat: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def unpack_bits(packed: Tensor, zero: float, one: float, out: Tensor) -> None:
     """One of two values for each bit, into ``out``."""
     from squeezebox.codecs._cpu import _flag_loops
 
-    pair = torch.tensor([zero, one], dtype=torch.float64).to(out.dtype)
+    pair = torch.tensor([zero, one], dtype=torch.float64, device="cpu").to(out.dtype)
     low, high = patterns(pair)
     bits, target = packed.numpy(), patterns(out)
     over_groups(
@@ -99,7 +99,7 @@ def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
     """Lanes of ``bits`` bits to bytes."""
     from squeezebox.codecs._cpu import _flag_loops
 
-    codes = torch.empty(numel, dtype=torch.uint8)
+    codes = torch.empty(numel, dtype=torch.uint8, device="cpu")
     source, target = packed.numpy(), codes.numpy()
     over_groups(
         lambda first, last: _flag_loops.unpack_codes(source, bits, target, first, last),
@@ -112,7 +112,7 @@ def pack_offsets(indices: Tensor, base: Tensor, places: Tensor, inner: int) -> t
     """The place of each index in its window, and whether all have one."""
     from squeezebox.codecs._cpu import _flag_loops
 
-    codes = torch.empty(indices.numel(), dtype=torch.uint8)
+    codes = torch.empty(indices.numel(), dtype=torch.uint8, device="cpu")
     arrays = indices.numpy(), base.numpy(), places.numpy(), inner, codes.numpy()
     planes = indices.numel() // (base.numel() * inner)
 
@@ -121,7 +121,7 @@ def pack_offsets(indices: Tensor, base: Tensor, places: Tensor, inner: int) -> t
         return missing
 
     missing = sum(over_groups(work, planes, _least_planes(base, inner)))
-    return codes, torch.tensor(missing == 0)
+    return codes, torch.tensor(missing == 0, device="cpu")
 
 
 def unpack_offsets(codes: Tensor, base: Tensor, places: Tensor, inner: int, out: Tensor) -> None:

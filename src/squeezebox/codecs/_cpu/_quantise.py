@@ -55,10 +55,10 @@ def quantise(flat: Tensor, step: float, limit: float, keep_sign: bool, width: in
     from squeezebox.codecs._cpu import _quantise_loops
 
     kind = scalar(flat.dtype)
-    codes = torch.empty(flat.numel(), dtype=INTEGERS[width])
+    codes = torch.empty(flat.numel(), dtype=INTEGERS[width], device="cpu")
     target = codes.numpy()
     space = (*block(flat.dtype, BLOCK), *block(flat.dtype, BLOCK), np.empty(BLOCK, target.dtype))
-    rounded = array(torch.empty(BLOCK, dtype=flat.dtype))
+    rounded = array(torch.empty(BLOCK, dtype=flat.dtype, device="cpu"))
     scalars = kind(step), kind(inverse(step, flat.dtype)), kind(limit)
     if not _quantise_loops.quantise(array(flat), *scalars, keep_sign, space, rounded, target):
         return None

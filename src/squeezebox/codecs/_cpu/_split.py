@@ -22,4 +22,4 @@ def over_groups(work: Callable[[int, int], Result], count: int, least: int = LEA
 
 def new_codes(groups: int, bits: int) -> Tensor:
     """Room for the codes of this many groups."""
-    return torch.empty(groups * 32 * bits, dtype=torch.uint8)
+    return torch.empty(groups * 32 * bits, dtype=torch.uint8, device="cpu")

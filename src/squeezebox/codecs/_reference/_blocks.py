@@ -204,7 +204,9 @@ def is_sound(arena: Tensor, table: Tensor, item_bytes: int) -> bool:
 
 def _magnitudes(words: Tensor, header: int, is_sparse: bool) -> tuple[Tensor, Tensor]:
     count, width, signed = header & 2047, header >> 11 & 31, header >> 21 & 1
-    present = _bits(words[:WORDS]).bool() if is_sparse else torch.ones(BLOCK, dtype=torch.bool)
+    present = (
+        _bits(words[:WORDS]).bool() if is_sparse else torch.ones(BLOCK, dtype=torch.bool, device=words.device)
+    )
     skipped, length = (WORDS, -(-count // 32)) if is_sparse else (0, WORDS)
     slots = count if is_sparse else BLOCK
     code = torch.zeros(slots, dtype=torch.int64, device=words.device)

@@ -86,7 +86,7 @@ def narrow(
     codes = _codes(flat, inverses.to(flat.device)[index], phase, keep_sign)
     fits = codes.abs() <= (1 << (width - 1)) - 1
     if dither and not keep_sign:
-        fits &= (flat != 0) | (torch.as_tensor(phase) == 0)
+        fits &= (flat != 0) | (torch.as_tensor(phase, device=flat.device) == 0)
     return codes.to(INTEGERS[width]) if bool(fits.all()) else None
 
 

@@ -142,7 +142,7 @@ def pack_between(flat: Tensor, lower: float, upper: float, inclusive: bool) -> T
         return _bits.pack_between(flat, lower, upper, inclusive)
     groups = group_count(flat.numel())
     codes = flat.new_empty(groups * 32, dtype=torch.uint8)
-    edges = (float(torch.tensor(edge, dtype=flat.dtype)) for edge in (lower, upper))
+    edges = (float(torch.tensor(edge, dtype=flat.dtype, device="cpu")) for edge in (lower, upper))
     launch(_pack_between, (flat, codes, flat.numel(), groups, *edges), groups, 1, INCLUSIVE=inclusive)
     return codes
 
@@ -152,7 +152,9 @@ def unpack_bits(packed: Tensor, zero: float, one: float, out: Tensor) -> None:
     if out.dtype not in READABLE | {torch.uint8} or out.numel() == 0:
         return _bits.unpack_bits(packed, zero, one, out)
     groups = packed.numel() // 32
-    values = (float(torch.tensor(value, dtype=torch.float64).to(out.dtype)) for value in (zero, one))
+    values = (
+        float(torch.tensor(value, dtype=torch.float64, device="cpu").to(out.dtype)) for value in (zero, one)
+    )
     launch(_unpack_bits, (packed, out, out.numel(), groups, *values), groups, 1)
 
 
