@@ -10,13 +10,14 @@ import torch
 
 from squeezebox import codecs
 from squeezebox.capture._entries import Row
+from squeezebox.capture._layouts import Scale
 from squeezebox.capture._lineage import Call, Derivation
 from squeezebox.capture._rules import Rule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """A codec's name and its error bound: absolute, or in units of the channels' scale (``scaled``)."""
+    """A codec's name and its error bound: absolute, or in units of the tensor's scale (``scaled``)."""
 
     codec: str
     bound: float | None = None
@@ -50,11 +51,11 @@ class Listener(Protocol):
         row: Row,
         codec: str,
         flat: torch.Tensor,
-        scaled: bool,
+        scale: Scale | None,
         trial: Trial,
         again: Callable[[], torch.Tensor],
     ) -> None:
-        """Its values may be packed; ``trial(bound)`` does so once more and keeps nothing.
+        """Its values may be packed; ``trial(bound)``, in units of ``scale``, does so and keeps nothing.
 
         ``again()`` makes it again as ``derive()`` says, from what is held of the others.
         """

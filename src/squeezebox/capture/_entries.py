@@ -8,6 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from squeezebox import codecs
+from squeezebox.capture._layouts import Scale
 from squeezebox.capture._lineage import Origin, Recipe
 from squeezebox.capture._rules import OTHER, Rule
 from squeezebox.memory import HostSlot, Slot
@@ -73,7 +74,7 @@ class Entry:
         "ready",
         "recipe",
         "row",
-        "scale",
+        "scaled",
         "slot",
         "storage",
         "version",
@@ -92,8 +93,16 @@ class Entry:
         self.recipe: Recipe | None = None
         self.ready: torch.Tensor | None = None  # flat; made again, or wanted by a recipe before its own use
         self.device = tensor.device
-        self.scale: torch.Tensor | None = None  # per channel, where the bound is in its units
+        self.scaled = False  # whether the bound of its values is in units of the
         self.row = row
+
+    @property
+    def scale(self) -> Scale | None:
+        """Each channel's or row's."""
+        if not self.scaled:
+            return None
+        packed = self.packed["values"]
+        return Scale(factors=packed.payload[-1], inner=int(packed.meta["inner"]))
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a view of this entry's storage with the contents that were packed."""

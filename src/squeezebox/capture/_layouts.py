@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,16 +21,46 @@ def flattened(tensor: torch.Tensor, numel: int) -> torch.Tensor:
     return flat.set_(tensor.untyped_storage(), 0, (numel,), (1,))
 
 
-def scale_of(numel: int, tensor: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor | None:
-    """Each channel's standard deviation, where the operator knows it and the codec can use it."""
-    whole = tensor.storage_offset() == 0 and tensor.numel() == numel and inner_of(tensor) > 0
-    if "scale" not in options or not whole or (tensor.dtype != torch.float32 and not tensor.is_cuda):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """What a bound is in units of: one positive ``factor`` for ``inner`` neighbours in memory, in turn."""
+
+    factors: torch.Tensor
+    inner: int
+
+    def multiply(self, tensor: torch.Tensor) -> None:
+        """In place, a tensor that lies in memory as the scaled one does."""
+        self._runs(tensor).mul_(self.factors.view(-1, 1))
+
+    def divide(self, tensor: torch.Tensor) -> None:
+        """The inverse of :meth:`multiply`."""
+        self._runs(tensor).div_(self.factors.view(-1, 1))
+
+    def _runs(self, tensor: torch.Tensor) -> torch.Tensor:
+        return flattened(tensor, tensor.numel()).view(-1, self.factors.numel(), self.inner)
+
+
+def scale_of(numel: int, tensor: torch.Tensor, options: Mapping[str, Any]) -> Scale | None:
+    """The standard deviations that a tensor was normalised by, where the codec can use them.
+
+    Those of channels (``inverse_by_channel``), or of rows, one after another in memory (``inverse_by_row``):
+    a bound for all rows alike would be lost on wide ones and be the end of narrow ones.
+    """
+    by_channel, by_row = options.get("inverse_by_channel"), options.get("inverse_by_row")
+    inverse = by_channel if by_row is None else by_row
+    whole = tensor.storage_offset() == 0 and tensor.numel() == numel
+    if inverse is None or not whole or (tensor.dtype != torch.float32 and not tensor.is_cuda):
         return None
-    scale: torch.Tensor = options["scale"]()
-    if scale.is_cuda:  # where asking would wait; blocks that it does not serve are kept exactly
-        return scale
-    usable = bool(torch.isfinite(scale).all() & (scale > 0).all())
-    return scale if usable else None
+    if by_row is None:
+        inner = inner_of(tensor)
+    else:
+        inner = tensor.numel() // by_row.numel() if tensor.is_contiguous() else 0
+    if inner == 0:
+        return None
+    factors = inverse.to(torch.float32).reciprocal().flatten()
+    # on a device asking would wait; blocks that it does not serve are kept exactly
+    usable = factors.is_cuda or bool(torch.isfinite(factors).all() & (factors > 0).all())
+    return Scale(factors=factors, inner=inner) if usable else None
 
 
 def inner_of(tensor: torch.Tensor) -> int:

@@ -271,13 +271,19 @@ def _rule(operator: str, attribute: str, function: str, handle: Handle) -> Rule:
     return rule_for(operator, attribute, function, kind=kind)
 
 
+_INVERSE = {Role.BATCH_NORM_INPUT: "inverse_by_channel", Role.NORM_INPUT: "inverse_by_row"}
+
+
 def _options(rule: Rule, node: Any, readers: list[tuple[str, Handle]]) -> dict[str, Any]:
     """What a codec must know of the operator."""
     if rule.codec == "interval":
         return {"lower": float(node._saved_min_val), "upper": float(node._saved_max_val)}
-    if rule.role is Role.BATCH_NORM_INPUT:
-        invstd = node._saved_result2  # empty in evaluation mode
-        return {"scale": invstd.reciprocal} if invstd.numel() else {}  # where it is wanted
+    if rule.role in _INVERSE:
+        handle = dict(readers).get("result1" if "Rms" in node.name() else "result2")
+        known = (
+            handle is not None and handle.tensor is not None and handle.tensor.numel()
+        )  # not in evaluation
+        return {_INVERSE[rule.role]: handle.tensor} if handle is not None and known else {}
     if rule.codec != "pool-index":
         return {}
     names = ("kernel_size", "stride", "padding", "dilation")

@@ -15,7 +15,7 @@ class Rule:
 
     ``codec`` names the exact codec that serves the operator's reading (None: the policy chooses by
     ``reads``). ``dense`` says that zeros carry no meaning and no backward reads the sign, so a
-    predictor pays. ``scaled`` says that the bound is in units of each channel's standard deviation.
+    predictor pays. ``scaled`` says that the bound is in units of each channel's or row's standard deviation.
     """
 
     role: Role

@@ -260,7 +260,7 @@ class Collector:
         perturbed = torch.empty_like(decoded).uniform_(-row.bound, row.bound, generator=self._random(decoded))
         scale = handle.entry.scale if handle.entry is not None else None
         if scale is not None:
-            perturbed.mul_(scale.view(-1, *[1] * (decoded.dim() - 2)))
+            scale.multiply(perturbed)
         perturbed.add_(decoded)
         del decoded
         errors = _differences(_repeat(node, grad_outputs, handle, perturbed), grad_inputs)

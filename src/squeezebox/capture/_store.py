@@ -19,7 +19,6 @@ from squeezebox.capture._layouts import (
     dither_of,
     flattened,
     give_sign,
-    inner_of,
     is_default,
     lag_of,
     placeholder,
@@ -288,7 +287,7 @@ class Store:
         choice = self.policy.choose(entry.row.key, replace(rule, scaled=scale is not None), flat)
         if choice.codec == "keep":
             return self._hold(entry, tensor)
-        units = {"scale": scale, "inner": inner_of(tensor)} if choice.scaled else {}
+        units = {"scale": scale.factors, "inner": scale.inner} if scale is not None and choice.scaled else {}
         hints: dict[str, Any] = {"lag": lag_of(tensor), "dither": dither_of(tensor), **units}
         codec = codecs.get(choice.codec)
         blocks = self.blocks if choice.codec == "blocks" else None
@@ -300,17 +299,19 @@ class Store:
         if self.listener is not None:
             trial = functools.partial(codec.pack, flat, **hints)
             again = functools.partial(self._again, entry)
-            self.listener.offered(entry.row, choice.codec, flat, choice.scaled, trial, again)
+            self.listener.offered(
+                entry.row, choice.codec, flat, scale if choice.scaled else None, trial, again
+            )
         packed = self._packed(entry, "values", choice.codec, flat, bound=choice.bound, **hints)
         entry.packed["values"] = packed
-        entry.row.packed[choice.codec] = packed.nbytes if arena is None else packed.payload[2].nbytes
+        entry.row.packed[choice.codec] = packed.nbytes if arena is None else _table_bytes(packed)
         if arena is not None:
             entry.row.slot = int(packed.meta["slot"])
         elif blocks is not None:
             blocks.note(packed.nbytes)
         entry.row.absolute_bound = packed.bound
         entry.row.bound = (choice.bound or 0.0) if choice.scaled else packed.bound
-        entry.scale = scale if choice.scaled else None
+        entry.scaled = choice.scaled
         if _keeps_sign(entry) and entry.packed.pop("sign", None) is not None:
             entry.row.packed.pop("sign", None)
         return "values"
@@ -456,6 +457,11 @@ def _as_saved(handle: Handle, entry: Entry, tensor: torch.Tensor) -> torch.Tenso
             f"{tensor.device}: this is a bug in the codec of '{entry.row.key}'"
         )
     return tensor
+
+
+def _table_bytes(packed: codecs.Packed) -> int:
+    """What lies beside an arena's words and their overflow."""
+    return sum(part.nbytes for part in packed.payload[2:])
 
 
 def _keeps_sign(entry: Entry) -> bool:

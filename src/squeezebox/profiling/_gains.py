@@ -62,14 +62,14 @@ class GainProfiler:
         row: Row,
         codec: str,
         flat: torch.Tensor,
-        scaled: bool,
+        scale: object | None,
         trial: Callable[[float], codecs.Packed],
         again: Callable[[], torch.Tensor],
     ) -> None:
         """As capture's Listener: make it again, and compare."""
         found = self._derive[row.key]()
         source = self._rows.get(found.sources[0]) if found is not None and len(found.sources) == 1 else None
-        bound = _TRIED * (1.0 if scaled else float(flat.square().mean(dtype=torch.float32).sqrt()))
+        bound = _TRIED * (1.0 if scale is not None else float(flat.square().mean(dtype=torch.float32).sqrt()))
         if source is None or not source.bound > 0.0 or not 0.0 < bound < math.inf:
             return
         own = _error(codecs.get(codec).unpack(trial(bound)), flat) / bound**2

@@ -191,13 +191,13 @@ class StepProfiler:
         row: Row,
         codec: str,
         flat: torch.Tensor,
-        scaled: bool,
+        scale: object | None,
         trial: Callable[..., codecs.Packed],
         again: Callable[[], torch.Tensor],
     ) -> None:
         """As capture's Listener: pack at a few bounds."""
         begun = now(self._device)
-        unit = 1.0 if scaled else _rms(flat)
+        unit = 1.0 if scale is not None else _rms(flat)
         seen = self._seen[self._numbers[id(row)]]
         lossy = codec.startswith(("entropy", "blocks"))
         bounds = [share * unit for share in _TRIED] if lossy and unit > 0.0 else []

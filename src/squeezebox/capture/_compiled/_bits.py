@@ -7,9 +7,11 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from squeezebox.capture._compiled._codes import BITS, half_steps
+from squeezebox.capture._layouts import Scale
 from squeezebox.capture._rules import Rule
 from squeezebox.schema import PlanError, Role
 
@@ -114,33 +116,43 @@ def dotted(written: str) -> str:
 class HalfSteps:
     """A store's listener: root-mean-square bound of every saved tensor at every number of bits.
 
-    In the unit that the error law uses for the tensor: absolute, or a channel's standard deviation.
+    In the unit that the error law uses for the tensor: absolute, or a channel's or row's standard deviation.
     """
 
     def __init__(self) -> None:
         self.by_key: dict[str, dict[int, float]] = {}
         self.saved_bytes: dict[str, int] = {}
         self.numel: dict[str, int] = {}
+        self._geometry: dict[str, tuple[Any, Any]] = {}
 
     def saving(self, row: Any, tensor: Any, derive: object) -> None:
         """Measure each key once."""
         if tensor.is_floating_point() and tensor.numel() and row.key not in self.by_key:
             self.saved_bytes[row.key] = row.saved_bytes
             self.numel[row.key] = row.saved_bytes // tensor.element_size()
-            self.by_key[row.key] = {bits: _rms_half_step(tensor, row.rule, bits) for bits in BITS}
+            self._geometry[row.key] = (tensor.size(), tensor.stride())
+            self._measure(row, tensor, None)
 
-    def offered(self, *_: object) -> None:
+    def offered(self, row: Any, codec: str, flat: Any, scale: Scale | None, *_: object) -> None:
+        """Measure those again whose bound is in other units."""
+        if scale is not None:
+            self._measure(row, flat.as_strided(*self._geometry[row.key]), scale)
+
+    def _measure(self, row: Any, tensor: Any, scale: Scale | None) -> None:
+        self.by_key[row.key] = {bits: _rms_half_step(tensor, row.rule, scale, bits) for bits in BITS}
+
+    def calling(self, *_: object) -> None:
         """Nothing to note."""
 
-    calling = called = saved = using = used = released = offered
+    called = saved = using = used = released = calling
 
 
-def _rms_half_step(tensor: Any, rule: Rule, bits: int) -> float:
+def _rms_half_step(tensor: Any, rule: Rule, scale: Scale | None, bits: int) -> float:
     channel = 1 if tensor.dim() > 2 and rule.role in _IMAGES else None
     found = half_steps(tensor, bits, channel=channel)
-    if rule.scaled:
-        dims = [dim for dim in range(tensor.dim()) if dim != 1]
-        found = found / tensor.float().std(dims, correction=0, keepdim=True).clamp(min=1e-12)
+    if scale is not None:
+        found = torch.empty_like(tensor).copy_(found)
+        scale.divide(found)
     return float(found.square().mean().sqrt())
 
 
