@@ -98,11 +98,15 @@ def test_sensitivities_rise_at_once_and_fall_as_a_geometric_mean(energy, expecte
     assert state.updates == 2
 
 
-def test_checks_correct_sensitivities():
-    check = Check(key="x", step=0, layer=True, measured=3e-4, predicted=1e-4)
-    state = NoiseBudget(noise=0.01).update(EMPTY, statistics(checks=(check,)))
-    assert state.corrections == {"x": pytest.approx(3.0)}
-    assert state.sensitivities == {"x": pytest.approx(0.6)}
+@pytest.mark.parametrize("layer", [True, False])
+def test_checks_correct_sensitivities_of_their_kind(layer):
+    check = Check(key="x", step=0, layer=layer, measured=3e-4, predicted=1e-4)
+    (node,) = statistics().nodes
+    (read,) = node.injections
+    node = dataclasses.replace(node, injections=(read, dataclasses.replace(read, layer=True)))
+    state = NoiseBudget(noise=0.01).update(EMPTY, statistics(checks=(check,), nodes=(node,)))
+    assert (state.layer_corrections if layer else state.corrections) == {"x": pytest.approx(3.0)}
+    assert state.sensitivities == {"x": pytest.approx(0.6 + 0.2)}
 
 
 def test_comet():
@@ -182,6 +186,7 @@ def test_a_state_survives_json_to_the_bit():
         bounds={"a": 0.1, "b": 1e-300},
         sensitivities={"a": 1 / 3},
         corrections={"a": math.pi},
+        layer_corrections={"a": math.e},
         updates=7,
         total_correction=1 / 7,
     )

@@ -90,3 +90,19 @@ def test_corrections_come_from_the_nearest_checked_tensor_of_the_role():
     tensors = [statistics(key, role) for key in "abcde"] + [statistics("f", Role.SOFTMAX)]
     found = corrected(costs, tensors, {"a": 1.5, "e": 3.0, "gone": 9.0})
     assert found == {"a": 3.0, "b": 3.0, "c": 3.0, "d": 6.0, "e": 6.0, "f": 2.0}
+
+
+@pytest.mark.parametrize(("layer", "unchecked"), [(True, 0.2), (False, 2.0)])
+def test_noise_that_is_handed_on_is_never_taken_for_less_than_white_unchecked(layer, unchecked):
+    costs, tensors = {"a": 2.0, "b": 2.0}, [statistics(key, Role.NORM_INPUT) for key in "ab"]
+    assert corrected(costs, tensors, {"a": 0.1}, layer=layer) == {"a": 0.2, "b": unchecked}
+
+
+def test_what_stays_in_a_layer_and_what_is_handed_on_apart():
+    own = Injection(key="x", edge=1, energy=0.5, layer=True)
+    nodes = [
+        node(2, 10.0, to(1, 5.0), parameter(3.0), injections=[own, injection("x", 0, 0.25)]),
+        node(1, 5.0, parameter(1.0, gain=2.0)),
+    ]
+    assert propagate(nodes, layer=True) == {"x": 0.5 / 4.0}
+    assert propagate(nodes, layer=False) == {"x": 0.25 * 2.0 / 4.0}

@@ -11,6 +11,7 @@ from squeezebox.bounds._allocation import allocate
 from squeezebox.bounds._propagation import corrected, propagate
 from squeezebox.schema import FormatError, OptionError, Role, StepStatistics
 
+_TABLES = ("bounds", "sensitivities", "corrections", "layer_corrections")
 _FIRST_STEPS = 16
 _FAR = 2.0  # times the predicted noise: more than steps differ
 _SMOOTHING = 0.5  # weight of the newest statistics in the running (logarithmic) mean
@@ -20,13 +21,15 @@ _SMOOTHING = 0.5  # weight of the newest statistics in the running (logarithmic)
 class ControllerState:
     """What a controller knows: bounds and sensitivities by tensor key, and updates seen.
 
-    ``total_correction`` is what calibration found on top of the law and the checks of single tensors; the
-    sensitivities have it within.
+    ``corrections`` are of the noise that a tensor hands on to earlier layers, ``layer_corrections`` of that
+    in the weight gradient of the layer that reads it. ``total_correction`` is what calibration found on top of
+    the law and the checks of single tensors; the sensitivities have it within.
     """
 
     bounds: Mapping[str, float] = field(default_factory=dict)
     sensitivities: Mapping[str, float] = field(default_factory=dict)
     corrections: Mapping[str, float] = field(default_factory=dict)
+    layer_corrections: Mapping[str, float] = field(default_factory=dict)
     updates: int = 0
     total_correction: float = 1.0
 
@@ -36,6 +39,7 @@ class ControllerState:
             "bounds": dict(self.bounds),
             "sensitivities": dict(self.sensitivities),
             "corrections": dict(self.corrections),
+            "layer_corrections": dict(self.layer_corrections),
             "updates": self.updates,
             "total_correction": self.total_correction,
         }
@@ -47,7 +51,7 @@ class ControllerState:
         Raises:
             FormatError: a field is missing or of the wrong type.
         """
-        tables = [values.get(name) for name in ("bounds", "sensitivities", "corrections")]
+        tables = [values.get(name) for name in _TABLES]
         updates, total = values.get("updates"), values.get("total_correction")
         if (
             not isinstance(updates, int)
@@ -55,18 +59,11 @@ class ControllerState:
             or not all(_is_table(table) for table in tables)
         ):
             raise FormatError(
-                f"controller state has fields {sorted(values)}; it needs bounds, sensitivities and "
-                "corrections (numbers by key), updates and total_correction. Pass the object that "
-                "state_dict() gave."
+                f"controller state has fields {sorted(values)}; it needs {', '.join(_TABLES)} (numbers by "
+                "key), updates and total_correction. Pass the object that state_dict() gave."
             )
-        bounds, known, corrections = (dict(table) for table in tables if isinstance(table, Mapping))
-        return ControllerState(
-            bounds=bounds,
-            sensitivities=known,
-            corrections=corrections,
-            updates=updates,
-            total_correction=total,
-        )
+        found = {name: dict(table) for name, table in zip(_TABLES, tables, strict=True) if _is_table(table)}
+        return ControllerState(**found, updates=updates, total_correction=total)
 
 
 class Controller(Protocol):
@@ -78,7 +75,8 @@ class Controller(Protocol):
     def bound(self, state: ControllerState, key: str, role: Role, rms: Callable[[], float]) -> float | None:
         """Absolute error bound of one tensor; None: hold it exactly.
 
-        ``rms()`` measures the root mean square of the tensor's non-zero elements, when asked.
+        ``rms()`` measures the root mean square of the tensor's non-zero elements, when asked; where zeros
+        carry no meaning, the deviation: an error as wide as that would hide all that differs.
         """
 
     def update(self, state: ControllerState, statistics: StepStatistics) -> ControllerState:
@@ -273,17 +271,26 @@ def calibrated(state: ControllerState, ratio: float) -> ControllerState:
 
 def _observed(state: ControllerState, statistics: StepStatistics) -> ControllerState:
     """The state with the newest sensitivities, and corrections mixed into their running mean."""
-    corrections = dict(state.corrections)
-    for check in statistics.checks:
-        if check.predicted > 0.0:
-            newest = check.measured / check.predicted
-            corrections[check.key] = _mix(corrections.get(check.key), newest)
-    costs = corrected(propagate(statistics.nodes), statistics.tensors, corrections)
+    tables = {True: dict(state.layer_corrections), False: dict(state.corrections)}
+    costs: dict[str, float] = {}
+    for layer, corrections in tables.items():
+        for check in statistics.checks:
+            if check.layer is layer and check.predicted > 0.0:
+                corrections[check.key] = _mix(corrections.get(check.key), check.measured / check.predicted)
+        raw = propagate(statistics.nodes, layer=layer)
+        for key, cost in corrected(raw, statistics.tensors, corrections, layer=layer).items():
+            costs[key] = costs.get(key, 0.0) + cost
     merged = {**state.sensitivities}
-    for key, raw in costs.items():
-        cost = state.total_correction * raw
+    for key, cost in costs.items():
+        cost *= state.total_correction
         merged[key] = max(cost, _mix(merged.get(key), cost))  # rising at once, falling slowly
-    return replace(state, sensitivities=merged, corrections=corrections, updates=state.updates + 1)
+    return replace(
+        state,
+        sensitivities=merged,
+        corrections=tables[False],
+        layer_corrections=tables[True],
+        updates=state.updates + 1,
+    )
 
 
 def _is_table(value: object) -> bool:

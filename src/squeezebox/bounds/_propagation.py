@@ -16,7 +16,7 @@ _FIRST_CORRECTION = {
 }
 
 
-def propagate(nodes: Sequence[NodeStatistics]) -> dict[str, float]:
+def propagate(nodes: Sequence[NodeStatistics], *, layer: bool | None = None) -> dict[str, float]:
     """Relative gradient noise of every tensor for a unit bound, were its error white.
 
     White noise in a node's output gradient is carried to each of its inputs with the gain the signal
@@ -26,6 +26,7 @@ def propagate(nodes: Sequence[NodeStatistics]) -> dict[str, float]:
 
     Args:
         nodes: one due step's nodes; an autograd node's number is above those it leads to.
+        layer: only what stays in a layer's weight gradient (True), or is handed on (False).
 
     Returns:
         key -> squared error of all parameter gradients, per squared bound, over the squared norm of all
@@ -38,6 +39,8 @@ def propagate(nodes: Sequence[NodeStatistics]) -> dict[str, float]:
     costs: dict[str, float] = defaultdict(float)
     for node in nodes:
         for injection in node.injections:
+            if layer is not None and injection.layer is not layer:
+                continue
             edge = node.edges[injection.edge]
             costs[injection.key] += injection.energy * _arrival(edge, reach) / total
     return dict(costs)
@@ -47,12 +50,15 @@ def corrected(
     costs: Mapping[str, float],
     tensors: Sequence[TensorStatistics],
     corrections: Mapping[str, float],
+    *,
+    layer: bool = False,
 ) -> dict[str, float]:
     """Propagated noise times what checks showed beyond it.
 
     A tensor that was not checked yet takes the correction of the nearest checked one of its role, in
-    forward order; before any, a cautious figure: errors of normalisations are not white, what they
-    leave along x_hat is summed coherently by the layers before (docs/theory.md).
+    forward order. Where noise is handed on (not ``layer``), that may differ much from place to place, so
+    what was not checked is never taken for less than white. Before any check a cautious figure holds: errors
+    of normalisations leave something along x_hat that the layers before sum coherently (docs/theory.md).
     """
     roles = {tensor.key: tensor.role for tensor in tensors}
     order = {key: number for number, key in enumerate(costs)}
@@ -61,7 +67,10 @@ def corrected(
         role = roles.get(key, Role.OTHER)
         checked = [other for other in corrections if other in order and roles.get(other) is role]
         nearest = min(checked, key=lambda other: abs(order[other] - order[key]), default=None)
-        factor = _FIRST_CORRECTION.get(role, 1.0) if nearest is None else corrections[nearest]
+        if nearest is None:
+            factor = 1.0 if layer else _FIRST_CORRECTION.get(role, 1.0)
+        else:
+            factor = corrections[nearest] if layer or nearest == key else max(corrections[nearest], 1.0)
         result[key] = cost * factor
     return result
 

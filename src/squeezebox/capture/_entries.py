@@ -33,6 +33,11 @@ class Row:
     slot: int | None = None  # in a device's arena, which alone knows the bytes
 
     @property
+    def dense(self) -> bool:
+        """Whether zeros carry no meaning."""
+        return self.rule.dense
+
+    @property
     def reads_sign(self) -> bool:
         """Whether backward asks which elements are positive."""
         return Role.RELU_OUTPUT in self.roles

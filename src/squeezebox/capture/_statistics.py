@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class _Watched:
     module: str
     targets: list[tuple[int | None, int, bool]]  # node number, its input, whether it is a leaf
     lossy: list[tuple[str, Handle, Rule]]  # saved tensors of which backward reads the values
-    moments: dict[str, tuple[float, float]]  # attribute -> nonzero fraction, mean square
+    moments: dict[str, tuple[float, float, float]]  # attribute -> nonzero fraction, mean square, mean
     repeatable: bool
     parameter: str = ""
     fan: float = 0.0
@@ -88,6 +88,7 @@ class Collector:
         self._noise: dict[int, dict[tuple[str, int], torch.Tensor]] = {}  # node -> (key, input) -> error
         self._traced: dict[str, float] = {}  # key -> squared error that reached parameters
         self._traced_bounds: dict[str, float] = {}
+        self._traced_from: set[tuple[str, int]] = set()  # keys and the nodes whose reading was traced
 
     def watch(self, node: Any, operator: str, module: str, readers: Readers, repeatable: bool) -> None:
         """Note a new node, take its saved tensors' moments while they are there, hook its backward.
@@ -158,7 +159,7 @@ class Collector:
     def _traces(self) -> Iterator[Check]:
         """The checks that ended in the parameters rather than in one layer."""
         total = gradient_energy(self.nodes)
-        costs = propagate(self.nodes)
+        costs = propagate([replace(node, injections=self._traced_of(node)) for node in self.nodes])
         for key, energy in self._traced.items():
             if total > 0.0 and key in costs:
                 yield Check(
@@ -168,6 +169,10 @@ class Collector:
                     measured=energy / total,
                     predicted=costs[key] * self._traced_bounds[key] ** 2,
                 )
+
+    def _traced_of(self, node: NodeStatistics) -> tuple[Injection, ...]:
+        """Without what others, who read the same tensors, put in."""
+        return tuple(each for each in node.injections if (each.key, node.number) in self._traced_from)
 
     def close(self) -> None:
         """Take every hook off the graph; safe to call twice."""
@@ -225,7 +230,7 @@ class Collector:
 
     def _by_law(self, watched: _Watched, name: str, key: str, out_energy: float) -> Injection:
         energy = law.linear(watched.moments[name][0], watched.fan, out_energy)
-        return Injection(key=key, edge=_WEIGHTED[watched.operator][1], energy=energy)
+        return Injection(key=key, edge=_WEIGHTED[watched.operator][1], energy=energy, layer=True)
 
     def _compare(
         self, watched: _Watched, node: Any, handle: Handle, grad_inputs: Gradients, grad_outputs: Gradients
@@ -283,6 +288,7 @@ class Collector:
             return
         row = handle.entry.row
         self._traced_bounds[row.key] = row.bound
+        self._traced_from.add((row.key, watched.number))
         self._send(watched, row.key, _differences(_repeat(node, grad_outputs, handle, exact), grad_inputs))
 
     def _pass_noise(self, watched: _Watched, node: Any, count: int) -> None:
@@ -310,14 +316,14 @@ class Collector:
     ) -> None:
         if handle.entry is None or handle.entry.row.key in self.tensors:
             return
-        nonzero, mean_square = watched.moments[name]
+        nonzero, mean_square, mean = watched.moments[name]
         gradient = grad_outputs[0] if rule.role is Role.CONV_INPUT else None
         self.tensors[handle.entry.row.key] = TensorStatistics(
             key=handle.entry.row.key,
             role=rule.role,
             numel=handle.entry.numel,
             nonzero=nonzero,
-            rms=_rms_in_unit(handle.entry, nonzero, mean_square),
+            rms=_rms_in_unit(handle.entry, nonzero, mean_square, mean),
             mean_abs_loss=0.0 if gradient is None else _mean_abs(gradient),
             batch=0 if gradient is None else gradient.shape[0],
             positions=0 if gradient is None else gradient[0, 0].numel(),
@@ -330,7 +336,7 @@ def _edge(watched: _Watched, number: int, gradient: torch.Tensor | None, out_ene
     energy = _energy(gradient)
     if watched.operator in _WEIGHTED and number == _WEIGHTED[watched.operator][1]:
         attribute = _WEIGHTED[watched.operator][0]
-        mean_square = watched.moments.get(attribute, (0.0, 0.0))[1]
+        mean_square = watched.moments.get(attribute, (0.0, 0.0, 0.0))[1]
         return Edge(target=target, parameter=leaf, energy=energy, gain=watched.fan * mean_square)
     return Edge(target=target, parameter=leaf, energy=energy, gain=1.0 if leaf else None)
 
@@ -418,9 +424,10 @@ def _differences(perturbed: Gradients, base: Gradients) -> Gradients:
     )
 
 
-def _moments(tensor: torch.Tensor) -> tuple[float, float]:
+def _moments(tensor: torch.Tensor) -> tuple[float, float, float]:
     count = max(tensor.numel(), 1)
-    return int(torch.count_nonzero(tensor)) / count, _energy(tensor) / count
+    mean = float(tensor.sum(dtype=_accumulator(tensor))) / count
+    return int(torch.count_nonzero(tensor)) / count, _energy(tensor) / count, mean
 
 
 def _energy(tensor: torch.Tensor | None) -> float:
@@ -429,10 +436,12 @@ def _energy(tensor: torch.Tensor | None) -> float:
     return float(torch.linalg.vector_norm(tensor, dtype=_accumulator(tensor))) ** 2
 
 
-def _rms_in_unit(entry: Entry, nonzero: float, mean_square: float) -> float:
-    """Root mean square of the non-zero elements in the unit of the tensor's bound."""
-    if entry.scale is not None:
+def _rms_in_unit(entry: Entry, nonzero: float, mean_square: float, mean: float) -> float:
+    """Root mean square of the non-zero elements, or the deviation, in the unit of the tensor's bound."""
+    if entry.scaled:
         return 1.0
+    if entry.row.dense:
+        return max(mean_square - mean**2, 0.0) ** 0.5
     return (mean_square / nonzero) ** 0.5 if nonzero > 0.0 else 0.0
 
 

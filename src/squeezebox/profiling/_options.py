@@ -18,7 +18,8 @@ from squeezebox.profiling._gains import Gain
 from squeezebox.profiling._timeline import Life, Timeline, Trace
 from squeezebox.schema import Action, Moment, Option, Profile, TensorProfile
 
-# Bounds in the unit of the tensor's rms that are tried, and how many are put between two of them.
+# Bounds in the unit of the tensor's rms (its deviation, where zeros carry no meaning) that are tried, and how
+# many are put between two of them.
 _TRIED = (1.0, 0.35, 0.12, 0.03)
 _BETWEEN = 3
 _BLOCK, _BLOCKS = 1 << 24, 4  # bytes, and how many are moved there and back
@@ -34,6 +35,10 @@ class Row(Protocol):
     saved_bytes: int
     reads_values: bool
     packed: dict[str, int]
+
+    @property
+    def dense(self) -> bool:
+        """Whether zeros carry no meaning."""
 
     @property
     def reads_sign(self) -> bool:
@@ -197,7 +202,7 @@ class StepProfiler:
     ) -> None:
         """As capture's Listener: pack at a few bounds."""
         begun = now(self._device)
-        unit = 1.0 if scale is not None else _rms(flat)
+        unit = 1.0 if scale is not None else _unit(flat, row.dense)
         seen = self._seen[self._numbers[id(row)]]
         lossy = codec.startswith(("entropy", "blocks"))
         bounds = [share * unit for share in _TRIED] if lossy and unit > 0.0 else []
@@ -436,6 +441,8 @@ def _between(wide: Option, fine: Option, share: float) -> Option:
     )
 
 
-def _rms(flat: Any) -> float:
+def _unit(flat: Any, dense: bool) -> float:
+    if dense:
+        return float(flat.std(correction=0))
     count = int(torch.count_nonzero(flat))
     return float(torch.linalg.vector_norm(flat, dtype=torch.float32)) / math.sqrt(count) if count else 0.0

@@ -63,12 +63,14 @@ class Injection:
     """Squared error that one saved tensor puts on one edge of the backward graph.
 
     ``energy`` is the expected squared L2 norm of the error on that edge's gradient for a unit bound
-    (it scales with the bound squared).
+    (it scales with the bound squared). ``layer``: it is a layer's weight gradient by the error law, and
+    goes no further.
     """
 
     key: str
     edge: int
     energy: float
+    layer: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +106,8 @@ class TensorStatistics:
     """What a bound controller may know of one saved tensor (see ``bounds``).
 
     ``numel`` counts elements of the whole storage; ``nonzero`` is the fraction that is not exactly
-    zero; ``rms`` is over the non-zero ones; ``mean_abs_loss`` is the mean |gradient| at the reading
+    zero; ``rms`` is over the non-zero ones, or the deviation where zeros carry no
+    meaning; ``mean_abs_loss`` is the mean |gradient| at the reading
     operator's output, ``batch`` its first dimension, ``positions`` its output positions per sample
     (all three 0 where no operator of a known law reads the tensor).
     """

@@ -29,7 +29,7 @@ class BoundPolicy:
         controller, on_host = self.controller, self.on_host
         if controller is None:
             return Choice(codec="lossless" if rule.role in _SPARSE_ROLES and on_host else "keep")
-        bound = controller.bound(self.state, key, rule.role, lambda: 1.0 if rule.scaled else _rms(tensor))
+        bound = controller.bound(self.state, key, rule.role, lambda: _unit(tensor, rule))
         if bound is None:
             return Choice(codec="keep")
         if not 0.0 < bound < math.inf:  # all zero, or NaN and infinities within
@@ -68,7 +68,11 @@ def refuse_unsound(plan: StepPlan, model: torch.nn.Module) -> None:
         )
 
 
-def _rms(tensor: torch.Tensor) -> float:
-    """Root mean square of the non-zero elements."""
+def _unit(tensor: torch.Tensor, rule: Rule) -> float:
+    """Root mean square of the non-zero elements; the deviation where zeros carry no meaning."""
+    if rule.scaled:
+        return 1.0
+    if rule.dense:
+        return float(tensor.std(correction=0))
     count = int(torch.count_nonzero(tensor))
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) / math.sqrt(count) if count else 0.0

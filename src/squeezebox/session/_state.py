@@ -9,7 +9,7 @@ from typing import Any
 from squeezebox.bounds import ControllerState
 from squeezebox.schema import FormatError, Role
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
