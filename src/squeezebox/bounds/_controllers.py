@@ -22,8 +22,8 @@ class ControllerState:
     """What a controller knows: bounds and sensitivities by tensor key, and updates seen.
 
     ``corrections`` are of the noise that a tensor hands on to earlier layers, ``layer_corrections`` of that
-    in the weight gradient of the layer that reads it. ``total_correction`` is what calibration found on top of
-    the law and the checks of single tensors; the sensitivities have it within.
+    in the weight gradient of the layer that reads it. ``total_correction`` is what calibration found on top
+    of the law and the checks of single tensors; the sensitivities have it within.
     """
 
     bounds: Mapping[str, float] = field(default_factory=dict)
