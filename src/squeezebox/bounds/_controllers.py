@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 from squeezebox.bounds._allocation import allocate
 from squeezebox.bounds._propagation import corrected, propagate
@@ -293,7 +293,7 @@ def _observed(state: ControllerState, statistics: StepStatistics) -> ControllerS
     )
 
 
-def _is_table(value: object) -> bool:
+def _is_table(value: object) -> TypeGuard[Mapping[str, float]]:
     return isinstance(value, Mapping) and all(isinstance(number, (int, float)) for number in value.values())
 
 

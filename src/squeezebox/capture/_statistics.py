@@ -441,7 +441,7 @@ def _rms_in_unit(entry: Entry, nonzero: float, mean_square: float, mean: float) 
     if entry.scaled:
         return 1.0
     if entry.row.dense:
-        return max(mean_square - mean**2, 0.0) ** 0.5
+        return math.sqrt(max(mean_square - mean**2, 0.0))
     return (mean_square / nonzero) ** 0.5 if nonzero > 0.0 else 0.0
 
 
