@@ -112,3 +112,17 @@ def test_an_exception_leaves_the_model_as_it_was(files):
         StreamedStep(model, nn.CrossEntropyLoss(), height=160, progress=stop)(*files)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_way_back_is_measured_where_it_takes_more_than_the_way_ahead(files):
+    model, memory = nn.Conv2d(3, 64, 3, padding=1), 8 * 2**20
+    step = StreamedStep(model, lambda output, _: output.mean() / 2, memory=memory)
+    (stage,) = step.plan(files[0], None).stages
+    peak = peak_of(lambda: step(files[0], None))
+    assert stage.strips > 1 and 0.5 * memory < peak < memory
+
+
+def test_strips_of_which_only_some_own_a_row_at_the_end_are_measured_where_they_do():
+    step = StreamedStep(nn.Conv2d(3, 8, 16, 16), lambda output, _: output.square().mean(), memory="100KiB")
+    with pytest.raises(BudgetError, match="one row"):
+        step(torch.randn(1, 3, 51 * 16, 512), None)

@@ -250,7 +250,7 @@ class StreamedStep:
     def _measured(self, prepared: _Prepared, stage: Stage, height: int) -> int:
         """The peak of a strip in the image's middle, with values made up where they are not known yet."""
         run = prepared.run(self._context, prepared.blank)
-        start = (prepared.rows - height) // 2
+        start = prepared.middle(stage, height)
         run.pretend(stage, start, start + height)
         meter = PeakMeter(self._device)
         if not meter.start():
@@ -331,9 +331,19 @@ class _Prepared:
         }
         return Run(self.streamed, self.read, whole, context, store)
 
+    def middle(self, stage: Stage, height: int) -> int:
+        """Where a strip in the middle begins: of those there, the one that owns the most rows at the ends."""
+        first = (self.rows - height) // 2
+
+        def owned(start: int) -> int:
+            parts = stage.work.parts(start, start + height, self.rows).values()
+            return sum(stop - start for start, stop in parts)
+
+        return max(range(first, min(first + 2 * self.unit, self.rows - height) + 1), key=owned)
+
     def halo(self, stage: Stage, height: int) -> int:
         """Rows that a strip in the middle reads beyond its own, in rows of the image."""
-        start = (self.rows - height) // 2
+        start = self.middle(stage, height)
         owned = stage.work.parts(start, start + height, self.rows)
         demanded = stage.work.demands(owned)
         counts = {node: self.streamed.rows[node].count for node in demanded}
