@@ -49,7 +49,8 @@ class StreamedStep:
     wherever later operators need them.
 
     Gradients are added when the step is complete: an exception leaves parameters and buffers as they were.
-    Hooks on parameters and modules are not called, and there is no gradient by the image.
+    Hooks on parameters are not called, and those on modules only while they are traced. There is no gradient
+    by the image or the target.
 
     Args:
         model: any module that torch.export can trace, in the mode in which it is to be run.
@@ -105,8 +106,7 @@ class StreamedStep:
             )
         self._folder = Path(tempfile.gettempdir()) if spool is True else Path(spool) if spool else None
         self._memory_bytes = None if memory is None else parse_size("memory", memory)
-        self._whole = Whole(model, loss_fn, prepare or _Scaled(_dtype_of(model)))
-        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._whole = Whole(model, loss_fn, prepare or (lambda image: _scaled(image, model)))
         self._axis, self._height, self._recompute = axis, height, recompute
         self._context, self._progress = context, progress
         self._checkpoint = None if checkpoint is None else Path(checkpoint)
@@ -176,12 +176,15 @@ class StreamedStep:
         """
         return self._planned(self._prepared(image, target))
 
+    @property
+    def _device(self) -> torch.device:
+        parameters = self._whole.model.parameters()
+        return next((parameter.device for parameter in parameters), torch.device("cpu"))
+
     def _prepared(self, image: Any, target: Any) -> _Prepared:
-        if torch.is_autocast_enabled(self._device.type):
-            raise OptionError("a streamed step runs in the model's own precision; leave torch.autocast out.")
+        _require_modes(self._device)
+        _require_image(image)
         forms = pytree.tree_map(_form_of, (image, target))
-        if len(image.shape) < 3:
-            raise OptionError(f"the image has shape {tuple(image.shape)}; give [N, C, H, W] or [C, H, W].")
         longer = -1 if image.shape[-1] > image.shape[-2] else -2
         axis = longer if self._axis is None else self._axis
         key = pytree.tree_map_only(Tensor, lambda form: (tuple(form.shape), form.dtype), forms)
@@ -212,11 +215,13 @@ class StreamedStep:
         )
 
     def _state(self) -> tuple[object, ...]:
-        """What of the model a graph is made for, besides shapes: modes, and which tensors it holds."""
+        """What of the model a graph is made for: modes, and which tensors of which form it holds."""
         whole = self._whole
-        tensors = [(id(parameter), parameter.requires_grad) for parameter in whole.parameters()]
-        modes = [module.training for module in whole.modules()]
-        return modes, tensors, [id(buffer) for buffer in whole.buffers()]
+        held = [*whole.parameters(), *whole.buffers()]
+        tensors = [
+            (id(each), each.requires_grad, each.dtype, each.device, tuple(each.shape)) for each in held
+        ]
+        return [module.training for module in whole.modules()], tensors
 
     def _planned(self, prepared: _Prepared) -> StreamPlan:
         if prepared.key not in self._plans:
@@ -314,8 +319,7 @@ class _Prepared:
         value = self.given[node]
         index: list[Any] = [slice(None)] * len(value.shape)
         index[self.streamed.rows[node].dim] = slice(start, stop)
-        part = value[tuple(index)]
-        return (part if isinstance(part, Tensor) else torch.from_numpy(np.array(part))).to(self.device)
+        return _tensor(value[tuple(index)], self.device)
 
     @property
     def blank(self) -> Blank:
@@ -325,7 +329,7 @@ class _Prepared:
     def run(self, context: Context | None, store: Store) -> Run:
         """A step's beginning."""
         whole = {
-            node: torch.as_tensor(value, device=self.device) if hasattr(value, "shape") else value
+            node: _tensor(value, self.device) if hasattr(value, "shape") else value
             for node, value in self.given.items()
             if node not in self.streamed.rows
         }
@@ -380,25 +384,44 @@ class _Clock:
         return Progress(done=self._done, total=self._total, seconds=seconds, seconds_left=left)
 
 
-class _Scaled(nn.Module):
-    """Images of bytes between 0 and 1; others as they are."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._dtype = dtype
-
-    def forward(self, image: Tensor) -> Tensor:
-        return image.to(self._dtype) / 255 if image.dtype == torch.uint8 else image
+def _require_modes(device: torch.device) -> None:
+    if torch.is_autocast_enabled(device.type):
+        raise OptionError("a streamed step runs in the model's own precision; leave torch.autocast out.")
+    if torch.is_inference_mode_enabled():
+        raise OptionError("a streamed step computes gradients; leave torch.inference_mode out.")
 
 
-def _dtype_of(model: nn.Module) -> torch.dtype:
+def _require_image(image: Any) -> None:
+    shape = tuple(getattr(image, "shape", ()))
+    if len(shape) < 3 or 0 in shape:
+        raise OptionError(
+            f"the image is a {type(image).__name__} of shape {shape}; give a tensor or an array of "
+            "[N, C, H, W] or [C, H, W], none of them zero."
+        )
+
+
+def _scaled(image: Tensor, model: nn.Module) -> Tensor:
+    """Bytes between 0 and 1 in the model's precision; others as they are."""
+    if image.dtype != torch.uint8:
+        return image
     floating = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-    return next(floating, torch.float32)
+    return image.to(next(floating, torch.float32)) / 255
 
 
 def _form_of(value: Any) -> Any:
     """A tensor of the value's shape without memory; plain values are themselves."""
     if not hasattr(value, "shape"):
         return value
-    dtype = value.dtype if isinstance(value, Tensor) else torch.from_numpy(np.empty(0, value.dtype)).dtype
-    return torch.empty(tuple(value.shape), dtype=dtype, device="meta")
+    empty = value if isinstance(value, Tensor) else _native(np.empty(0, value.dtype))
+    return torch.empty(tuple(value.shape), dtype=empty.dtype, device="meta")
+
+
+def _tensor(value: Any, device: torch.device) -> Tensor:
+    """A tensor as it is, without its graph, or a copy of an array."""
+    return (value.detach() if isinstance(value, Tensor) else _native(value)).to(device)
+
+
+def _native(value: Any) -> Tensor:
+    """A copy of an array in this machine's order of bytes, which torch wants."""
+    array = np.asarray(value)
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
