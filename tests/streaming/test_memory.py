@@ -122,6 +122,26 @@ def test_the_way_back_is_measured_where_it_takes_more_than_the_way_ahead(files):
     assert stage.strips > 1 and 0.5 * memory < peak < memory
 
 
+def sees_far():
+    """A low strip's peak is in the first layer, and a high one's in the last."""
+    return nn.Sequential(nn.Conv2d(3, 8, 64, 64), nn.Upsample(scale_factor=64), nn.Conv2d(8, 2, 1))
+
+
+def has_a_large_head():
+    """Gradients of 4 MiB, which are there from the loss on."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2**18))
+
+
+@pytest.mark.parametrize(("network", "memory"), [(sees_far, 9 * 2**20), (has_a_large_head, 16 * 2**20)])
+def test_peaks_that_do_not_grow_evenly(network, memory):
+    image = torch.randn(1, 3, 4096, 64)
+    step = StreamedStep(network(), lambda output, _: output.square().mean() / 2, memory=memory)
+    plan = step.plan(image, None)
+    peak = peak_of(lambda: step(image, None))
+    assert 0.5 * memory < peak < memory
+    assert all(0.75 * memory < stage.peak_bytes < memory for stage in plan.stages if stage.strips > 1)
+
+
 def test_strips_of_which_only_some_own_a_row_at_the_end_are_measured_where_they_do():
     step = StreamedStep(nn.Conv2d(3, 8, 16, 16), lambda output, _: output.square().mean(), memory="100KiB")
     with pytest.raises(BudgetError, match="one row"):

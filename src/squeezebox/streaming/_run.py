@@ -165,7 +165,12 @@ class Run:
         return self.loss.detach()
 
     def pretend(self, stage: Stage, start: int, stop: int) -> None:
-        """Make up everything that a strip of the stage reads and is not known yet, to measure the strip."""
+        """Make up everything that a strip of the stage reads and is not known yet, to measure the strip.
+
+        Parameters have gradients then, as after a first strip, and what is measured adds to them.
+        """
+        for leaf in self._leaves.values():
+            leaf.grad = torch.zeros_like(leaf) if leaf.requires_grad else None
         for node in self.streamed.reductions:
             if stage.reduces and node in stage.work.ends:
                 continue

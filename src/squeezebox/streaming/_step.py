@@ -56,7 +56,7 @@ class StreamedStep:
         model: any module that torch.export can trace, in the mode in which it is to be run.
         loss_fn: ``loss_fn(output, target)``, a module or a function, gives one number.
         memory: bytes that a step may take beside the image, the target and the model, such as "1GiB": strips
-            are as high as fits, by the peak of two small ones.
+            are as high as fits, by the measured peaks of some.
         prepare: what the model is given in the image's place, computed strip by strip. By default uint8
             images are scaled to 0..1 in the parameters' precision, and others left as they are.
         axis: the image's dimension that is streamed, -2 or -1; the longer one by default.
@@ -68,10 +68,12 @@ class StreamedStep:
         checkpoint: a file in which an interrupted step is kept; the same call then goes on where it was, and
             the file is removed when the step is complete.
         checkpoint_seconds: how often it is written, at most.
-        spool: a folder, or True for the system's temporary one, in which a nameless file takes what crosses
-            from one pass to the next, and its gradient, whole. Each pass then begins there and not at the
-            image, so that batch normalisation costs little more than without strips. ``plan`` says how many
-            bytes; the folder must be on a disk, as some systems keep their temporary one in memory.
+        spool: where what crosses from one pass to the next, and its gradient, is kept whole. Each pass then
+            begins there and not at the image, so that batch normalisation costs little more than without
+            strips. By default that is in memory, if half of ``memory`` is enough and there is no checkpoint;
+            False keeps nothing. A folder, or True for the system's temporary one, takes it in a nameless
+            file: the folder must be on a disk, as some systems keep their temporary one in memory. ``plan``
+            says how many bytes.
 
     Raises:
         OptionError: neither or both of memory and height are given, one is out of range, or both spool and
@@ -92,7 +94,7 @@ class StreamedStep:
         progress: Callable[[Progress], object] | None = None,
         checkpoint: str | Path | None = None,
         checkpoint_seconds: float = 60.0,
-        spool: bool | str | Path = False,
+        spool: bool | str | Path | None = None,
     ) -> None:
         if (memory is None) == (height is None):
             raise OptionError("give memory= (such as '1GiB') or height= (rows of a strip), one of them.")
@@ -100,12 +102,14 @@ class StreamedStep:
             raise OptionError(f"axis {axis} is neither -2 (rows) nor -1 (columns).")
         if height is not None and height < 1:
             raise OptionError(f"height {height} is below one row.")
-        if spool is not False and checkpoint is not None:
+        if spool and checkpoint is not None:
             raise OptionError(
                 "what spool= stores goes with the process, so checkpoint= could not resume; give one of them."
             )
         self._folder = Path(tempfile.gettempdir()) if spool is True else Path(spool) if spool else None
         self._memory_bytes = None if memory is None else parse_size("memory", memory)
+        is_free = spool is None and checkpoint is None
+        self._keepable_bytes = (self._memory_bytes or 0) // 2 if is_free else 0
         self._whole = Whole(model, loss_fn, prepare or (lambda image: _scaled(image, model)))
         self._axis, self._height, self._recompute = axis, height, recompute
         self._context, self._progress = context, progress
@@ -142,7 +146,6 @@ class StreamedStep:
     def _opened(self, prepared: _Prepared) -> Spool | nullcontext[Blank]:
         if not prepared.layout.nbytes:
             return nullcontext(prepared.blank)
-        assert self._folder is not None
         return Spool(prepared.layout, prepared.streamed, self._folder, self._device)
 
     def _step(self, prepared: _Prepared, store: Store) -> Tensor:
@@ -169,7 +172,7 @@ class StreamedStep:
     def plan(self, image: Any, target: Any) -> StreamPlan:
         """The passes and strips that a step on images of these shapes takes.
 
-        Runs small strips of this one, twice for each pass, where the heights follow from ``memory``.
+        Runs some strips of this one for each pass where the heights follow from ``memory``.
 
         Raises:
             As :meth:`__call__`.
@@ -194,12 +197,11 @@ class StreamedStep:
             with torch.no_grad(), self._context() if self._context else nullcontext(), torch.enable_grad():
                 program = trace(self._whole, forms[0], forms[1], self._device)
             streamed = analyse(program, axis)
-            stored = streamed.crossing() if self._folder else frozenset()
-            self._known[key] = (
-                streamed,
-                stages_of(streamed, stored, self._context is not None),
-                layout(streamed, stored),
-            )
+            content = layout(streamed, streamed.crossing())
+            if self._folder is None and content.nbytes > self._keepable_bytes:
+                content = layout(streamed, frozenset())
+            stages = stages_of(streamed, frozenset(content.tensors), self._context is not None)
+            self._known[key] = streamed, stages, content
         streamed, stages, content = self._known[key]
         leaves = pytree.tree_leaves(target)
         given = {streamed.program.image: image}
@@ -226,8 +228,13 @@ class StreamedStep:
     def _planned(self, prepared: _Prepared) -> StreamPlan:
         if prepared.key not in self._plans:
             stages = tuple(self._stage_plan(prepared, stage) for stage in prepared.stages)
+            nbytes, on_disk = prepared.layout.nbytes, self._folder is not None
             self._plans[prepared.key] = StreamPlan(
-                axis=prepared.axis, rows=prepared.rows, disk_bytes=prepared.layout.nbytes, stages=stages
+                axis=prepared.axis,
+                rows=prepared.rows,
+                disk_bytes=nbytes if on_disk else 0,
+                kept_bytes=0 if on_disk else nbytes,
+                stages=stages,
             )
         return self._plans[prepared.key]
 
@@ -242,6 +249,7 @@ class StreamedStep:
                 rows,
                 prepared.unit,
                 self._memory_bytes,
+                prepared.gradient_bytes + (0 if self._folder else prepared.layout.nbytes),
             )
         return StripPlan(
             reduces=stage.reduces,
@@ -253,9 +261,13 @@ class StreamedStep:
         )
 
     def _measured(self, prepared: _Prepared, stage: Stage, height: int) -> int:
-        """The peak of a strip in the image's middle, with values made up where they are not known yet."""
+        """The peak of a strip in the image's middle, or of the first, which is copied where it is padded."""
+        starts = {prepared.middle(stage, height), 0}
+        return max(self._measured_at(prepared, stage, start, height) for start in starts)
+
+    def _measured_at(self, prepared: _Prepared, stage: Stage, start: int, height: int) -> int:
+        """The peak of one strip, with values made up where they are not known yet."""
         run = prepared.run(self._context, prepared.blank)
-        start = prepared.middle(stage, height)
         run.pretend(stage, start, start + height)
         meter = PeakMeter(self._device)
         if not meter.start():
@@ -308,6 +320,13 @@ class _Prepared:
     @property
     def rows(self) -> int:
         return self.streamed.rows[self.streamed.program.image].count
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the parameters."""
+        program = self.streamed.program
+        trained = program.trained.values() if program.loss in self.streamed.differentiable else ()
+        return sum(parameter.nbytes for parameter in trained)
 
     @property
     def unit(self) -> int:
