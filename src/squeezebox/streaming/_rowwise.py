@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from squeezebox.streaming._rows import Call, Operator, Rows, Strip, shape_of
 
 _aten = torch.ops.aten
-Arguments = tuple[Any, ...]
+Arguments = list[Any]
 Adjust = Callable[[Arguments, int], Arguments]
 
 
@@ -145,7 +145,7 @@ def expanded(call: Call) -> Operator:
     def adjust(arguments: Arguments, count: int) -> Arguments:
         sizes = [*arguments[1]]
         sizes[rows.dim] = -1
-        return (arguments[0], sizes, *arguments[2:])
+        return [arguments[0], sizes, *arguments[2:]]
 
     return _same_rows(call, rows, adjust=adjust)
 
@@ -208,7 +208,9 @@ def _same_rows(
     adjust: Adjust | None = None,
     cut: Callable[[Any, int, int], Any] | None = None,
 ) -> Operator:
-    sources, node, target = [*call.inputs], call.node, call.target
+    sources, target, positional, named = [*call.inputs], call.target, call.args, call.node.kwargs
+    places = [place for place, argument in enumerate(positional) if _has_nodes(argument)]
+    names = [name for name, argument in named.items() if _has_nodes(argument)]
 
     def run(strip: Strip, start: int, stop: int) -> Any:
         def fill(source: Node) -> Any:
@@ -217,12 +219,22 @@ def _same_rows(
             value = strip.value(source)
             return value if cut is None else cut(value, start, stop)
 
-        arguments, keywords = map_arg(node.args, fill), map_arg(node.kwargs, fill)
+        arguments = [*positional]
+        for place in places:
+            argument = positional[place]
+            arguments[place] = fill(argument) if isinstance(argument, Node) else map_arg(argument, fill)
+        keywords = named | {name: map_arg(named[name], fill) for name in names} if names else named
         if adjust is not None:
             arguments = adjust(arguments, stop - start)
         return target(*arguments, **keywords)
 
     return Operator(rows=rows, needs=lambda start, stop: [(each, start, stop) for each in sources], run=run)
+
+
+def _has_nodes(argument: Any) -> bool:
+    found: list[Node] = []
+    map_arg(argument, found.append)
+    return bool(found)
 
 
 def _common(call: Call) -> Rows:
