@@ -222,6 +222,30 @@ def test_a_classifier_with_labels_of_whole_images(training, spool):
     require_equal(Classifier().train(training), nn.CrossEntropyLoss(), image, labels, height=7, spool=spool)
 
 
+class Projected(nn.Module):
+    """What multiplies or mixes along other axes: heads over channels, normal vectors, attention in a row."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.head, self.last = nn.Conv2d(3, 4, 3), nn.Linear(4, 6), nn.Linear(6, 4, bias=False)
+
+    def forward(self, x):
+        x = functional.normalize(self.before(x), dim=1)
+        x = functional.gelu(self.head(x.permute(0, 2, 3, 1))) @ self.last.weight.T
+        rows = x if x.shape[1] > x.shape[2] else x.transpose(1, 2)
+        x = x + torch.einsum("nhwc,oc->nhwo", x.roll(1, 3), self.head.weight[:4])
+        return x, (rows @ rows.transpose(2, 3)).softmax(-1).square().mean((2, 3))
+
+
+@pytest.mark.parametrize("axis", [-2, -1])
+def test_products_along_other_axes(axis):
+    torch.manual_seed(0)
+    image = torch.randn(2, 3, *((22, 12) if axis == -2 else (12, 22)), dtype=torch.float64)
+    require_equal(
+        Projected(), lambda output, _: sum(each.sin().mean() for each in output), image, None, height=5
+    )
+
+
 def test_gradients_accumulate_and_running_values_move_once_a_step():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 1, 1)).double()

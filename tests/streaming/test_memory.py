@@ -112,3 +112,37 @@ def test_an_exception_leaves_the_model_as_it_was(files):
         StreamedStep(model, nn.CrossEntropyLoss(), height=160, progress=stop)(*files)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_way_back_is_measured_where_it_takes_more_than_the_way_ahead(files):
+    model, memory = nn.Conv2d(3, 64, 3, padding=1), 8 * 2**20
+    step = StreamedStep(model, lambda output, _: output.mean() / 2, memory=memory)
+    (stage,) = step.plan(files[0], None).stages
+    peak = peak_of(lambda: step(files[0], None))
+    assert stage.strips > 1 and 0.5 * memory < peak < memory
+
+
+def sees_far():
+    """A low strip's peak is in the first layer, and a high one's in the last."""
+    return nn.Sequential(nn.Conv2d(3, 8, 64, 64), nn.Upsample(scale_factor=64), nn.Conv2d(8, 2, 1))
+
+
+def has_a_large_head():
+    """Gradients of 4 MiB, which are there from the loss on."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2**18))
+
+
+@pytest.mark.parametrize(("network", "memory"), [(sees_far, 9 * 2**20), (has_a_large_head, 16 * 2**20)])
+def test_peaks_that_do_not_grow_evenly(network, memory):
+    image = torch.randn(1, 3, 4096, 64)
+    step = StreamedStep(network(), lambda output, _: output.square().mean() / 2, memory=memory)
+    plan = step.plan(image, None)
+    peak = peak_of(lambda: step(image, None))
+    assert 0.5 * memory < peak < memory
+    assert all(0.75 * memory < stage.peak_bytes < memory for stage in plan.stages if stage.strips > 1)
+
+
+def test_strips_of_which_only_some_own_a_row_at_the_end_are_measured_where_they_do():
+    step = StreamedStep(nn.Conv2d(3, 8, 16, 16), lambda output, _: output.square().mean(), memory="100KiB")
+    with pytest.raises(BudgetError, match="one row"):
+        step(torch.randn(1, 3, 51 * 16, 512), None)

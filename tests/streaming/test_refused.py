@@ -28,12 +28,19 @@ def attention(x):
     return (flat.transpose(1, 2) @ flat).sum(-1)
 
 
+def squared(x):
+    return x[0, 0, :, :10][:10] @ x[0, 0, :, :10][:10]
+
+
 REFUSED = {
     "drawn": (nn.Dropout(0.5), "random"),
     "across": (nn.Sequential(nn.Flatten(2), nn.Linear(12 * 10, 3)), "streamed axis"),
     "softmaxed": (nn.Softmax(dim=2), "along the streamed axis"),
     "cumulated": (Called(lambda x: x.cumsum(2)), "along the streamed axis"),
     "attended": (Called(attention), "streamed axis|not known"),
+    "squared": (Called(squared), "more than one of what it multiplies"),
+    "gram": (Called(lambda x: functional.linear(x[0, 0], x[0, 0])), "more than one of what it multiplies"),
+    "alike": (Called(lambda x: (lambda y: functional.linear(y, y))(x[0, 0])), "what it multiplies"),
     "rolled": (Called(lambda x: x.roll(3, 2)), "not known|streamed axis|several"),
     "unpooled": (Called(unpooled), "indices"),
     "circular": (nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"), "."),

@@ -22,6 +22,20 @@ def _normalised(x: Tensor, variance: Tensor, mean: Tensor, eps: float, weight: M
     return (x - mean) * scale if bias is None else torch.addcmul(bias, x - mean, scale)
 
 
+def _normalised_by_whole(
+    x: Tensor, variance: Tensor, mean: Tensor, eps: float, weight: Maybe, bias: Maybe
+) -> Tensor:
+    """The same by moments without rows, of which a strip's backward then sums no pixels for the mean.
+
+    The derivative by it, ``-scale`` times that by the bias, goes by a term that is zero.
+    """
+    scale = torch.rsqrt(variance + eps)
+    scale = scale if weight is None else scale * weight
+    fixed = torch.detach_copy(mean)
+    shift = (fixed - mean) * scale
+    return torch.addcmul(shift if bias is None else bias + shift, x - fixed, scale)
+
+
 def _channels(x: Tensor, value: Maybe) -> Maybe:
     return None if value is None else value.view([1, -1] + [1] * (x.dim() - 2))
 
@@ -31,7 +45,7 @@ def _trained_batch_norm(
 ) -> tuple[Tensor, ...]:
     dims = [dim for dim in range(x.dim()) if dim != 1]
     own_variance, own_mean = torch.var_mean(x, dims, correction=0, keepdim=True)
-    y = _normalised(x, own_variance, own_mean, eps, _channels(x, weight), _channels(x, bias))
+    y = _normalised_by_whole(x, own_variance, own_mean, eps, _channels(x, weight), _channels(x, bias))
     flat_mean, flat_variance = own_mean.reshape(-1).detach(), own_variance.reshape(-1).detach()
     saved = flat_mean, torch.rsqrt(flat_variance + eps)
     if mean is None or variance is None:
@@ -80,7 +94,7 @@ def _group_norm(
 ) -> tuple[Tensor, ...]:
     grouped = x.reshape([batch, groups, channels // groups, *x.shape[2:]])
     variance, mean = torch.var_mean(grouped, [*range(2, grouped.dim())], correction=0, keepdim=True)
-    y = _normalised(grouped, variance, mean, eps, None, None).reshape(x.shape)
+    y = _normalised_by_whole(grouped, variance, mean, eps, None, None).reshape(x.shape)
     by_channel, added = _channels(x, weight), _channels(x, bias)
     y = y if by_channel is None else y * by_channel
     y = y if added is None else y + added

@@ -1,4 +1,4 @@
-"""How high strips are: as high as the memory allows, measured on two of them."""
+"""How high strips are: as high as the memory allows, measured on some of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from squeezebox.reports import human_bytes
 from squeezebox.schema import BudgetError
 
 _COARSEST = 64  # image rows to a multiple of which heights are rounded, at most
-_SHARE = 0.9  # of the memory: what was measured on small strips is extrapolated
+_SHARE = 0.9  # of the memory is aimed at: strips elsewhere may be some rows higher
+_ENOUGH = 0.95  # of the memory at most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,7 +19,7 @@ class StripPlan:
     """A way over the image: strips of ``height`` rows each, which read ``halo`` more, on both sides together.
 
     ``reduces`` and ``derives`` say whether it goes forward only, back too, or both at once. ``peak_bytes`` is
-    foretold, and None where the height was given.
+    measured, includes gradients and ``kept_bytes``, and is None where the height was given.
     """
 
     reduces: bool
@@ -33,12 +34,13 @@ class StripPlan:
 class StreamPlan:
     """All ways over an image that a step takes; ``axis`` is the image's streamed dimension.
 
-    ``disk_bytes`` is what ``spool=`` stores.
+    ``disk_bytes`` and ``kept_bytes`` are what passes hand on, on disk or in memory.
     """
 
     axis: int
     rows: int
     disk_bytes: int
+    kept_bytes: int
     stages: tuple[StripPlan, ...]
 
     def __str__(self) -> str:
@@ -53,43 +55,73 @@ class StreamPlan:
             )
         if self.disk_bytes:
             lines.append(f"  stored on disk: {human_bytes(self.disk_bytes)}")
+        if self.kept_bytes:
+            lines.append(f"  kept in memory from one pass to the next: {human_bytes(self.kept_bytes)}")
         return "\n".join(lines)
 
 
-def fitting_height(measure: Callable[[int], int], rows: int, unit: int, memory_bytes: int) -> tuple[int, int]:
-    """The greatest height whose strips fit, evenly spread, and the peak that is foretold for it.
+def fitting_height(
+    measure: Callable[[int], int], rows: int, unit: int, memory_bytes: int, held_bytes: int
+) -> tuple[int, int]:
+    """About the greatest height whose strips fit, evenly spread, and the peak with it.
+
+    Peaks do not grow evenly: what needs most in a low strip, with many rows around, may be another operator
+    than in a high one. So every height is measured before it is taken, each foretold by the two before it. As
+    no operator needs less than nothing, a strip ``k`` times as high needs at most ``k`` times as much.
 
     Args:
         measure: the peak, in bytes, of a strip of this height.
         rows: the image's rows.
         unit: heights of more rows than this are multiples of it.
         memory_bytes: what the peak may be.
+        held_bytes: what else is there all the time.
 
     Raises:
         BudgetError: a strip of a single row needs more.
     """
-    unit = min(unit, _COARSEST)
-    least, other = 1, min(max(2 * unit, 16), rows)
-    smallest = measure(least)
-    if smallest > memory_bytes:
-        raise BudgetError(
-            f"a strip of one row, with the rows around that it depends on, needs {human_bytes(smallest)}, "
-            f"more than the {human_bytes(memory_bytes)} of memory=. Give at least that, stream along the "
-            "longer side of the image, set recompute=True, or take a model that sees less far."
-        )
-    if other == least:
-        return least, smallest
-    larger = measure(other)
-    slope = max((larger - smallest) / (other - least), 1.0)
-    room = max(_SHARE * memory_bytes - smallest, 0.0)
-    height = max(least, min(rows, least + math.floor(room / slope)))
-    if height < rows:
-        height = math.ceil(rows / math.ceil(rows / _rounded(height, unit)))
-        height = min(math.ceil(height / unit) * unit, _rounded(least + math.floor(room / slope), unit))
-        height = max(height, least)
-    return height, round(smallest + slope * (height - least))
+    unit, room = min(unit, _COARSEST), memory_bytes - held_bytes
+    best = (1, measure(1))
+    if best[1] > room:
+        raise _too_little(best[1], held_bytes, memory_bytes)
+    height, ceiling = min(max(2 * unit, 16), rows), rows
+    while height > best[0]:
+        found = (height, measure(height))
+        if found[1] <= _ENOUGH * room:
+            best, other = found, best
+        else:
+            other, ceiling = found, height - 1
+        height = _even(min(_foretold(best, other, room), ceiling), rows, unit)
+        if height < min(1.1 * best[0], rows):
+            break
+    return best[0], best[1] + held_bytes
+
+
+def _foretold(best: tuple[int, int], other: tuple[int, int], room: int) -> int:
+    """The height that should fit, by the straight line through two peaks, or twice a safe one."""
+    slope = max((best[1] - other[1]) / (best[0] - other[0]), 1.0)
+    safe = best[0] * max(2.0, _SHARE * room / best[1])
+    return max(math.floor(min(best[0] + (_SHARE * room - best[1]) / slope, safe)), 1)
+
+
+def _even(height: int, rows: int, unit: int) -> int:
+    """About this height, or less, so that the last strip is about as high as the others."""
+    if height >= rows:
+        return rows
+    most = _rounded(height, unit)
+    spread = math.ceil(rows / math.ceil(rows / most))
+    return min(math.ceil(spread / unit) * unit, most)
 
 
 def _rounded(height: int, unit: int) -> int:
     """Down to a multiple of the unit, if there is one."""
-    return height // unit * unit if height >= unit else max(height, 1)
+    return height // unit * unit if height >= unit else height
+
+
+def _too_little(strip_bytes: int, held_bytes: int, memory_bytes: int) -> BudgetError:
+    held = f" beside {human_bytes(held_bytes)} of gradients and what passes hand on" if held_bytes else ""
+    return BudgetError(
+        "a strip of one row, with the rows around that it depends on, needs "
+        f"{human_bytes(strip_bytes)}{held}, more than the {human_bytes(memory_bytes)} of memory=. Give at "
+        "least that, stream along the longer side of the image, set recompute=True, or take a model that "
+        "sees less far."
+    )

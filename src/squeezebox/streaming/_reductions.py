@@ -1,7 +1,8 @@
 """Reductions over the streamed axis: a state for each strip, merged to the whole image's value.
 
 Moments are merged as in Chan, Golub and LeVeque (1979). ``gradient`` is the derivative of the whole image's
-value, so that strips' gradients add up to the whole image's.
+value, so that strips' gradients add up to the whole image's; what of it is the same for all strips is
+computed once, by ``slope``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from squeezebox.streaming._rows import Call
 
-State = tuple[Tensor, ...]
+State = tuple[Any, ...]
+"""Tensors, and counts."""
 
 
 class Reduction(Protocol):
@@ -30,8 +32,11 @@ class Reduction(Protocol):
     def finish(self, state: State) -> Any:
         """The value of the whole image, from the state of all strips."""
 
-    def gradient(self, x: Tensor, state: State, seeds: tuple[Tensor | None, ...]) -> Tensor:
-        """The loss's derivative by a strip ``x``, from those by the values."""
+    def slope(self, state: State, seeds: tuple[Tensor | None, ...]) -> State:
+        """What ``gradient`` needs of the loss's derivatives by the values, of which one at least is known."""
+
+    def gradient(self, x: Tensor, slope: State) -> Tensor:
+        """The loss's derivative by a strip ``x``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,13 +59,19 @@ class Sum:
 
     def finish(self, state: State) -> Tensor:
         """The sum or mean."""
-        return (state[0] * self.scale if self.scale != 1.0 else state[0]).to(self.dtype)
+        total: Tensor = state[0]
+        return (total * self.scale if self.scale != 1.0 else total).to(self.dtype)
 
-    def gradient(self, x: Tensor, state: State, seeds: tuple[Tensor | None, ...]) -> Tensor:
-        """The same for every element."""
+    def slope(self, state: State, seeds: tuple[Tensor | None, ...]) -> State:
+        """The same for every element, whatever the state."""
         (seed,) = seeds
         assert seed is not None
-        return _kept(seed * self.scale, self.dims, self.keepdim).to(x.dtype).expand_as(x)
+        return (_kept(seed * self.scale, self.dims, self.keepdim),)
+
+    def gradient(self, x: Tensor, slope: State) -> Tensor:
+        """The slope."""
+        gradient: Tensor = slope[0].to(x.dtype).expand_as(x)
+        return gradient
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,33 +86,37 @@ class Moments:
     def partial(self, x: Tensor) -> State:
         """Count, mean, and sum of squared deviations."""
         variance, mean = torch.var_mean(x, self.dims, correction=0, keepdim=True)
-        count = torch.tensor(x.numel() / variance.numel(), dtype=torch.float64, device=x.device)
+        count = x.numel() // variance.numel()
         return count, mean.double(), variance.double() * count
 
     def merge(self, first: State, second: State) -> State:
         """Equation 2.1 of Chan, Golub and LeVeque."""
         (n, mean, squares), (m, other, others) = first, second
         total, apart = n + m, other - mean
-        return total, mean + apart * (m / total), squares + others + apart.square() * (n * m / total)
+        squares = squares + others + apart.square() * (n * m / total)
+        return total, mean + apart * (m / total), squares
 
     def finish(self, state: State) -> tuple[Tensor, Tensor]:
         """Variance and mean, in this order."""
         count, mean, squares = state
-        both = squares / (count - self.correction).clamp_min(0.0), mean
+        both = squares / max(count - self.correction, 0.0), mean
         variance, mean = (each if self.keepdim else _squeezed(each, self.dims) for each in both)
         return variance.to(self.dtype), mean.to(self.dtype)
 
-    def gradient(self, x: Tensor, state: State, seeds: tuple[Tensor | None, ...]) -> Tensor:
-        """2 (x - mean) / (n - correction) of the variance's, 1 / n of the mean's."""
+    def slope(self, state: State, seeds: tuple[Tensor | None, ...]) -> State:
+        """The mean, 2 / (n - correction) of the variance's derivative, and 1 / n of the mean's."""
         count, mean, _ = state
-        by_variance, by_mean = seeds
-        result = x.new_zeros(())
-        if by_mean is not None:
-            result = (_kept(by_mean, self.dims, self.keepdim).double() / count).to(x.dtype)
-        if by_variance is not None:
-            slope = 2.0 * _kept(by_variance, self.dims, self.keepdim).double() / (count - self.correction)
-            result = torch.addcmul(result, x - mean.to(x.dtype), slope.to(x.dtype))
-        return result.expand_as(x)
+        by_variance, by_mean = (
+            torch.zeros_like(mean) if seed is None else _kept(seed, self.dims, self.keepdim).double()
+            for seed in seeds
+        )
+        found = mean, 2.0 * by_variance / (count - self.correction), by_mean / count
+        return tuple(each.to(self.dtype) for each in found)
+
+    def gradient(self, x: Tensor, slope: State) -> Tensor:
+        """2 (x - mean) / (n - correction) of the variance's derivative, 1 / n of the mean's."""
+        mean, by_square, by_mean = slope
+        return torch.addcmul(by_mean, x - mean, by_square)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,11 +142,17 @@ class Extreme:
         """The element."""
         return state[0] if self.keepdim else _squeezed(state[0], self.dims)
 
-    def gradient(self, x: Tensor, state: State, seeds: tuple[Tensor | None, ...]) -> Tensor:
-        """To those who equal it."""
+    def slope(self, state: State, seeds: tuple[Tensor | None, ...]) -> State:
+        """The element, and the share of each who equals it."""
         (seed,) = seeds
         assert seed is not None
-        return (x == state[0]) * (_kept(seed, self.dims, self.keepdim) / state[1])
+        return state[0], _kept(seed, self.dims, self.keepdim) / state[1]
+
+    def gradient(self, x: Tensor, slope: State) -> Tensor:
+        """To those who equal it."""
+        value, share = slope
+        gradient: Tensor = (x == value) * share
+        return gradient
 
 
 def reduction(call: Call) -> Reduction | None:

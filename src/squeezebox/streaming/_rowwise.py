@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from squeezebox.streaming._rows import Call, Operator, Rows, Strip, shape_of
 
 _aten = torch.ops.aten
-Arguments = tuple[Any, ...]
+Arguments = list[Any]
 Adjust = Callable[[Arguments, int], Arguments]
 
 
@@ -145,7 +145,7 @@ def expanded(call: Call) -> Operator:
     def adjust(arguments: Arguments, count: int) -> Arguments:
         sizes = [*arguments[1]]
         sizes[rows.dim] = -1
-        return (arguments[0], sizes, *arguments[2:])
+        return [arguments[0], sizes, *arguments[2:]]
 
     return _same_rows(call, rows, adjust=adjust)
 
@@ -170,14 +170,28 @@ def detached(call: Call) -> Operator:
     )
 
 
-def linear(call: Call) -> Operator:
-    """A product of every row's elements with a matrix: the streamed axis is not the last one."""
-    ((source, rows),) = call.inputs.items()
-    ndim = source.meta["val"].dim()
-    matrix = call.args[1] if call.target is _aten.addmm.default else call.args[0]
-    if matrix is not source or rows.dim == ndim - 1:
+def multiplied(call: Call) -> Operator:
+    """Products of matrices: one for every row, or one that is the same for all along another dimension."""
+    rows, biased = _common(call), call.target in (_aten.addmm.default, _aten.baddbmm.default)
+    first, second = call.args[biased : biased + 2]
+    ndim = first.meta["val"].dim()
+    if rows.dim >= ndim - 2 or call.target is _aten.linear.default:
+        _require_one_factor(call, rows, {first: ndim - 1, second: ndim - 2})
+
+    def cut(value: Any, start: int, stop: int) -> Any:
+        full = rows.dim < ndim - 2 and value.dim() == ndim and value.shape[rows.dim] == rows.size(rows.count)
+        return rows.take(value, start, stop) if full else value
+
+    return _same_rows(call, rows, cut=cut)
+
+
+def _require_one_factor(call: Call, rows: Rows, summed: dict[Node, int]) -> None:
+    (factor, *others) = call.inputs
+    is_weight = call.target is _aten.linear.default and factor is not call.args[0]
+    if others or len(summed) < 2 or factor not in summed or is_weight:
+        raise call.refuse("more than one of what it multiplies and adds depends on the image")
+    if rows.dim == summed[factor]:
         raise call.refuse("it multiplies along the streamed axis")
-    return _same_rows(call, rows)
 
 
 def embedded(call: Call) -> Operator:
@@ -194,7 +208,9 @@ def _same_rows(
     adjust: Adjust | None = None,
     cut: Callable[[Any, int, int], Any] | None = None,
 ) -> Operator:
-    sources, node, target = [*call.inputs], call.node, call.target
+    sources, target, positional, named = [*call.inputs], call.target, call.args, call.node.kwargs
+    places = [place for place, argument in enumerate(positional) if _has_nodes(argument)]
+    names = [name for name, argument in named.items() if _has_nodes(argument)]
 
     def run(strip: Strip, start: int, stop: int) -> Any:
         def fill(source: Node) -> Any:
@@ -203,12 +219,22 @@ def _same_rows(
             value = strip.value(source)
             return value if cut is None else cut(value, start, stop)
 
-        arguments, keywords = map_arg(node.args, fill), map_arg(node.kwargs, fill)
+        arguments = [*positional]
+        for place in places:
+            argument = positional[place]
+            arguments[place] = fill(argument) if isinstance(argument, Node) else map_arg(argument, fill)
+        keywords = named | {name: map_arg(named[name], fill) for name in names} if names else named
         if adjust is not None:
             arguments = adjust(arguments, stop - start)
         return target(*arguments, **keywords)
 
     return Operator(rows=rows, needs=lambda start, stop: [(each, start, stop) for each in sources], run=run)
+
+
+def _has_nodes(argument: Any) -> bool:
+    found: list[Node] = []
+    map_arg(argument, found.append)
+    return bool(found)
 
 
 def _common(call: Call) -> Rows:
@@ -247,6 +273,7 @@ ROWWISE: dict[Any, Callable[[Call], Operator]] = {
     **dict.fromkeys((_aten._softmax.default, _aten._log_softmax.default, _aten.flip.default), along),
     **dict.fromkeys((_aten.scatter.value, _aten.scatter.src, _aten.cat.default), along),
     **dict.fromkeys((_aten.cumsum.default, _aten.sort.default, _aten.topk.default), along),
+    _aten.index_select.default: along,
     **dict.fromkeys((_aten.split.Tensor, _aten.split_with_sizes.default, _aten.slice.Tensor), along),
     **dict.fromkeys((_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim), without),
     **dict.fromkeys((_aten.amax.default, _aten.amin.default, _aten.max.dim, _aten.min.dim), without),
@@ -255,8 +282,10 @@ ROWWISE: dict[Any, Callable[[Call], Operator]] = {
     **dict.fromkeys((_aten.squeeze.dims, _aten.squeeze.dim), squeezed),
     **dict.fromkeys((_aten.permute.default, _aten.transpose.int), permuted),
     **dict.fromkeys((_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default), viewed),
-    **dict.fromkeys((_aten.mm.default, _aten.addmm.default, _aten.linear.default), linear),
+    **dict.fromkeys((_aten.mm.default, _aten.bmm.default, _aten.linear.default), multiplied),
+    **dict.fromkeys((_aten.addmm.default, _aten.baddbmm.default), multiplied),
     **dict.fromkeys((_aten.full_like.default, _aten.zeros_like.default, _aten.ones_like.default), made_like),
+    _aten.linalg_vector_norm.default: without,
     _aten.gather.default: gathered,
     _aten.detach_copy.default: detached,
     _aten.unsqueeze.default: unsqueezed,

@@ -98,7 +98,8 @@ class Run:
         self._copies: dict[Node, Tensor] = {}
         self._values: dict[Node, Any] = {**self._leaves, **targets}
         self._reduced: dict[Node, tuple[Tensor, ...]] = {}
-        self._seeded: tuple[Stage, dict[Node, tuple[Tensor | None, ...]]] | None = None
+        self._read_by: tuple[Stage, dict[Node, Any]] | None = None
+        self._sloped: tuple[Stage, dict[Node, State]] | None = None
         self._compute()
 
     @property
@@ -127,7 +128,7 @@ class Run:
         made: dict[Node, Tensor] = {}
         with torch.enable_grad(), self._context() if self._context else contextlib.nullcontext():
             run = stage.work.run_again if again else stage.work.run
-            run(owned, self._read, self._for_strips(stage.work), made.__setitem__)
+            run(owned, self._read, self._for_strips(stage), made.__setitem__)
         if stage.reduces:
             with torch.no_grad():
                 for node, x in made.items():
@@ -165,8 +166,15 @@ class Run:
         return self.loss.detach()
 
     def pretend(self, stage: Stage, start: int, stop: int) -> None:
-        """Make up everything that a strip of the stage reads and is not known yet, to measure the strip."""
+        """Make up everything that a strip of the stage reads and is not known yet, to measure the strip.
+
+        Parameters have gradients then, as after a first strip, and what is measured adds to them.
+        """
+        for leaf in self._leaves.values():
+            leaf.grad = torch.zeros_like(leaf) if leaf.requires_grad else None
         for node in self.streamed.reductions:
+            if stage.reduces and node in stage.work.ends:
+                continue
             value = node.meta["val"]
             ones = [torch.ones(each.shape, dtype=each.dtype, device=each.device) for each in as_tuple(value)]
             self._set(node, ones[0] if isinstance(value, Tensor) else tuple(ones))
@@ -188,7 +196,7 @@ class Run:
 
     def prepare(self, stage: Stage) -> None:
         """Make the leaves that the stage's strips read."""
-        self._for_strips(stage.work)
+        self._for_strips(stage)
 
     def _read(self, node: Node, start: int, stop: int) -> Tensor:
         """Rows of the image, of a target, or of what is stored, at which autograd begins then."""
@@ -230,19 +238,23 @@ class Run:
         """The loss's derivative by an end's own rows, None if there is none."""
         if node not in self.streamed.reductions:
             return self._store.gradient(node, *part)
-        seeds = self._seeds(stage).get(node, ())
-        if all(seed is None for seed in seeds):
-            return None
-        with torch.no_grad():
-            return self.streamed.reductions[node].gradient(x, self.states[node], seeds)
+        slope = self._slopes(stage).get(node)
+        return None if slope is None else self.streamed.reductions[node].gradient(x, slope)
+
+    def _slopes(self, stage: Stage) -> dict[Node, State]:
+        """What the stage's strips need of the loss's derivatives by what its pass reduces."""
+        if self._sloped is None or self._sloped[0] is not stage:
+            with torch.no_grad():
+                slopes = {
+                    node: self.streamed.reductions[node].slope(self.states[node], seeds)
+                    for node, seeds in self._seeds(stage).items()
+                    if any(seed is not None for seed in seeds)
+                }
+            self._sloped = stage, slopes
+        return self._sloped[1]
 
     def _seeds(self, stage: Stage) -> dict[Node, tuple[Tensor | None, ...]]:
-        """The loss's derivatives by what the stage's pass reduces; the same for all of its strips."""
-        if self._seeded is None or self._seeded[0] is not stage:
-            self._seeded = stage, self._found_seeds(stage)
-        return self._seeded[1]
-
-    def _found_seeds(self, stage: Stage) -> dict[Node, tuple[Tensor | None, ...]]:
+        """The loss's derivatives by what the stage's pass reduces."""
         if not stage.reduces:
             return {node: tuple(value.grad for value in self._reduced[node]) for node in stage.work.reduced}
         guess = self._at_zero(stage)
@@ -284,15 +296,17 @@ class Run:
                     value = run_node(node, arguments, keywords)
                     values[node] = value.detach() if node.target is DETACHED else value
 
-    def _for_strips(self, work: Pass) -> dict[Node, Any]:
-        values = dict(self._values)
-        for node in inputs_of(work):
-            value = values[node]
-            if isinstance(value, Tensor) and not value.is_leaf:
-                if node not in self._copies:
-                    self._copies[node] = value.detach().requires_grad_()
-                values[node] = self._copies[node]
-        return values
+    def _for_strips(self, stage: Stage) -> dict[Node, Any]:
+        """What the stage's strips read that has no rows."""
+        if self._read_by is None or self._read_by[0] is not stage:
+            self._read_by = stage, {node: self._for_strip(node) for node in inputs_of(stage.work)}
+        return self._read_by[1]
+
+    def _for_strip(self, node: Node) -> Any:
+        value = self._values[node]
+        if isinstance(value, Tensor) and not value.is_leaf:
+            value = self._copies.setdefault(node, value.detach().requires_grad_())
+        return value
 
     def _hand_on(self, above: int) -> None:
         """Hand the copies' gradients on to what they were computed from, from the highest level down."""

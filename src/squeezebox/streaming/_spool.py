@@ -1,4 +1,4 @@
-"""What crosses from one level to the next, in a file: later passes begin there, gradients come back to it."""
+"""What crosses from one level to the next, kept: later passes begin there, gradients come back to it."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class _Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """The file's content: ``tensors``, and ``gradients`` of those that the parameters change."""
+    """What is kept where: ``tensors``, and ``gradients`` of those that the parameters change."""
 
     tensors: Mapping[Node, _Place]
     gradients: Mapping[Node, _Place]
 
     @property
     def nbytes(self) -> int:
-        """The file's size."""
+        """The bytes of all of it."""
         return max((place.stop for place in [*self.tensors.values(), *self.gradients.values()]), default=0)
 
 
@@ -90,17 +90,23 @@ class Store(Protocol):
 
 
 class Spool:
-    """A store in a mapped file without a name, so that it goes with whoever has it open, killed or not.
+    """A store in the device's memory; or, in a folder, in a mapped file without a name.
 
-    The disk's bytes are reserved when it is opened, as a full disk would kill a process that writes to a map.
+    The file goes with whoever has it open, killed or not. The disk's bytes are reserved when it is opened, as
+    a full disk would kill a process that writes to a map.
 
     Raises:
         OutputError: the folder is missing or not writable, or the disk has not enough room.
     """
 
-    def __init__(self, content: Layout, streamed: Streamed, folder: Path, device: torch.device) -> None:
+    def __init__(
+        self, content: Layout, streamed: Streamed, folder: Path | None, device: torch.device
+    ) -> None:
         self._rows, self._device = streamed.rows, device
-        mapped = _mapped(folder, content.nbytes)
+        if folder is None:
+            mapped = torch.zeros(content.nbytes, dtype=torch.uint8, device=device)
+        else:
+            mapped = _mapped(folder, content.nbytes)
         self._tensors = dict(_tensors(mapped, content.tensors))
         self._gradients = dict(_tensors(mapped, content.gradients))
         self._known = set[Node]()
@@ -129,7 +135,8 @@ class Spool:
     def add(self, node: Node, start: int, gradient: Tensor) -> None:
         """Add to the derivative by rows from ``start`` on."""
         self._known.add(node)
-        self._part(self._gradients[node], node, start, gradient).add_(self._rows[node].apart(gradient).cpu())
+        whole = self._gradients[node]
+        self._part(whole, node, start, gradient).add_(self._rows[node].apart(gradient).to(whole.device))
 
     def _read(self, whole: Tensor, node: Node, start: int, stop: int) -> Tensor:
         rows = self._rows[node]

@@ -49,13 +49,14 @@ class StreamedStep:
     wherever later operators need them.
 
     Gradients are added when the step is complete: an exception leaves parameters and buffers as they were.
-    Hooks on parameters and modules are not called, and there is no gradient by the image.
+    Hooks on parameters are not called, and those on modules only while they are traced. There is no gradient
+    by the image or the target.
 
     Args:
         model: any module that torch.export can trace, in the mode in which it is to be run.
         loss_fn: ``loss_fn(output, target)``, a module or a function, gives one number.
         memory: bytes that a step may take beside the image, the target and the model, such as "1GiB": strips
-            are as high as fits, by the peak of two small ones.
+            are as high as fits, by the measured peaks of some.
         prepare: what the model is given in the image's place, computed strip by strip. By default uint8
             images are scaled to 0..1 in the parameters' precision, and others left as they are.
         axis: the image's dimension that is streamed, -2 or -1; the longer one by default.
@@ -67,10 +68,12 @@ class StreamedStep:
         checkpoint: a file in which an interrupted step is kept; the same call then goes on where it was, and
             the file is removed when the step is complete.
         checkpoint_seconds: how often it is written, at most.
-        spool: a folder, or True for the system's temporary one, in which a nameless file takes what crosses
-            from one pass to the next, and its gradient, whole. Each pass then begins there and not at the
-            image, so that batch normalisation costs little more than without strips. ``plan`` says how many
-            bytes; the folder must be on a disk, as some systems keep their temporary one in memory.
+        spool: where what crosses from one pass to the next, and its gradient, is kept whole. Each pass then
+            begins there and not at the image, so that batch normalisation costs little more than without
+            strips. By default that is in memory, if half of ``memory`` is enough and there is no checkpoint;
+            False keeps nothing. A folder, or True for the system's temporary one, takes it in a nameless
+            file: the folder must be on a disk, as some systems keep their temporary one in memory. ``plan``
+            says how many bytes.
 
     Raises:
         OptionError: neither or both of memory and height are given, one is out of range, or both spool and
@@ -91,7 +94,7 @@ class StreamedStep:
         progress: Callable[[Progress], object] | None = None,
         checkpoint: str | Path | None = None,
         checkpoint_seconds: float = 60.0,
-        spool: bool | str | Path = False,
+        spool: bool | str | Path | None = None,
     ) -> None:
         if (memory is None) == (height is None):
             raise OptionError("give memory= (such as '1GiB') or height= (rows of a strip), one of them.")
@@ -99,14 +102,15 @@ class StreamedStep:
             raise OptionError(f"axis {axis} is neither -2 (rows) nor -1 (columns).")
         if height is not None and height < 1:
             raise OptionError(f"height {height} is below one row.")
-        if spool is not False and checkpoint is not None:
+        if spool and checkpoint is not None:
             raise OptionError(
                 "what spool= stores goes with the process, so checkpoint= could not resume; give one of them."
             )
         self._folder = Path(tempfile.gettempdir()) if spool is True else Path(spool) if spool else None
         self._memory_bytes = None if memory is None else parse_size("memory", memory)
-        self._whole = Whole(model, loss_fn, prepare or _Scaled(_dtype_of(model)))
-        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        is_free = spool is None and checkpoint is None
+        self._keepable_bytes = (self._memory_bytes or 0) // 2 if is_free else 0
+        self._whole = Whole(model, loss_fn, prepare or (lambda image: _scaled(image, model)))
         self._axis, self._height, self._recompute = axis, height, recompute
         self._context, self._progress = context, progress
         self._checkpoint = None if checkpoint is None else Path(checkpoint)
@@ -142,7 +146,6 @@ class StreamedStep:
     def _opened(self, prepared: _Prepared) -> Spool | nullcontext[Blank]:
         if not prepared.layout.nbytes:
             return nullcontext(prepared.blank)
-        assert self._folder is not None
         return Spool(prepared.layout, prepared.streamed, self._folder, self._device)
 
     def _step(self, prepared: _Prepared, store: Store) -> Tensor:
@@ -169,19 +172,22 @@ class StreamedStep:
     def plan(self, image: Any, target: Any) -> StreamPlan:
         """The passes and strips that a step on images of these shapes takes.
 
-        Runs small strips of this one, twice for each pass, where the heights follow from ``memory``.
+        Runs some strips of this one for each pass where the heights follow from ``memory``.
 
         Raises:
             As :meth:`__call__`.
         """
         return self._planned(self._prepared(image, target))
 
+    @property
+    def _device(self) -> torch.device:
+        parameters = self._whole.model.parameters()
+        return next((parameter.device for parameter in parameters), torch.device("cpu"))
+
     def _prepared(self, image: Any, target: Any) -> _Prepared:
-        if torch.is_autocast_enabled(self._device.type):
-            raise OptionError("a streamed step runs in the model's own precision; leave torch.autocast out.")
+        _require_modes(self._device)
+        _require_image(image)
         forms = pytree.tree_map(_form_of, (image, target))
-        if len(image.shape) < 3:
-            raise OptionError(f"the image has shape {tuple(image.shape)}; give [N, C, H, W] or [C, H, W].")
         longer = -1 if image.shape[-1] > image.shape[-2] else -2
         axis = longer if self._axis is None else self._axis
         key = pytree.tree_map_only(Tensor, lambda form: (tuple(form.shape), form.dtype), forms)
@@ -191,12 +197,11 @@ class StreamedStep:
             with torch.no_grad(), self._context() if self._context else nullcontext(), torch.enable_grad():
                 program = trace(self._whole, forms[0], forms[1], self._device)
             streamed = analyse(program, axis)
-            stored = streamed.crossing() if self._folder else frozenset()
-            self._known[key] = (
-                streamed,
-                stages_of(streamed, stored, self._context is not None),
-                layout(streamed, stored),
-            )
+            content = layout(streamed, streamed.crossing())
+            if self._folder is None and content.nbytes > self._keepable_bytes:
+                content = layout(streamed, frozenset())
+            stages = stages_of(streamed, frozenset(content.tensors), self._context is not None)
+            self._known[key] = streamed, stages, content
         streamed, stages, content = self._known[key]
         leaves = pytree.tree_leaves(target)
         given = {streamed.program.image: image}
@@ -212,17 +217,24 @@ class StreamedStep:
         )
 
     def _state(self) -> tuple[object, ...]:
-        """What of the model a graph is made for, besides shapes: modes, and which tensors it holds."""
+        """What of the model a graph is made for: modes, and which tensors of which form it holds."""
         whole = self._whole
-        tensors = [(id(parameter), parameter.requires_grad) for parameter in whole.parameters()]
-        modes = [module.training for module in whole.modules()]
-        return modes, tensors, [id(buffer) for buffer in whole.buffers()]
+        held = [*whole.parameters(), *whole.buffers()]
+        tensors = [
+            (id(each), each.requires_grad, each.dtype, each.device, tuple(each.shape)) for each in held
+        ]
+        return [module.training for module in whole.modules()], tensors
 
     def _planned(self, prepared: _Prepared) -> StreamPlan:
         if prepared.key not in self._plans:
             stages = tuple(self._stage_plan(prepared, stage) for stage in prepared.stages)
+            nbytes, on_disk = prepared.layout.nbytes, self._folder is not None
             self._plans[prepared.key] = StreamPlan(
-                axis=prepared.axis, rows=prepared.rows, disk_bytes=prepared.layout.nbytes, stages=stages
+                axis=prepared.axis,
+                rows=prepared.rows,
+                disk_bytes=nbytes if on_disk else 0,
+                kept_bytes=0 if on_disk else nbytes,
+                stages=stages,
             )
         return self._plans[prepared.key]
 
@@ -237,6 +249,7 @@ class StreamedStep:
                 rows,
                 prepared.unit,
                 self._memory_bytes,
+                prepared.gradient_bytes + (0 if self._folder else prepared.layout.nbytes),
             )
         return StripPlan(
             reduces=stage.reduces,
@@ -248,9 +261,13 @@ class StreamedStep:
         )
 
     def _measured(self, prepared: _Prepared, stage: Stage, height: int) -> int:
-        """The peak of a strip in the image's middle, with values made up where they are not known yet."""
+        """The peak of a strip in the image's middle, or of the first, which is copied where it is padded."""
+        starts = {prepared.middle(stage, height), 0}
+        return max(self._measured_at(prepared, stage, start, height) for start in starts)
+
+    def _measured_at(self, prepared: _Prepared, stage: Stage, start: int, height: int) -> int:
+        """The peak of one strip, with values made up where they are not known yet."""
         run = prepared.run(self._context, prepared.blank)
-        start = (prepared.rows - height) // 2
         run.pretend(stage, start, start + height)
         meter = PeakMeter(self._device)
         if not meter.start():
@@ -305,6 +322,13 @@ class _Prepared:
         return self.streamed.rows[self.streamed.program.image].count
 
     @property
+    def gradient_bytes(self) -> int:
+        """Of the parameters."""
+        program = self.streamed.program
+        trained = program.trained.values() if program.loss in self.streamed.differentiable else ()
+        return sum(parameter.nbytes for parameter in trained)
+
+    @property
     def unit(self) -> int:
         """Image rows to a row of the smallest feature map."""
         return max(1, round(self.rows / min(rows.count for rows in self.streamed.rows.values())))
@@ -314,8 +338,7 @@ class _Prepared:
         value = self.given[node]
         index: list[Any] = [slice(None)] * len(value.shape)
         index[self.streamed.rows[node].dim] = slice(start, stop)
-        part = value[tuple(index)]
-        return (part if isinstance(part, Tensor) else torch.from_numpy(np.array(part))).to(self.device)
+        return _tensor(value[tuple(index)], self.device)
 
     @property
     def blank(self) -> Blank:
@@ -325,15 +348,25 @@ class _Prepared:
     def run(self, context: Context | None, store: Store) -> Run:
         """A step's beginning."""
         whole = {
-            node: torch.as_tensor(value, device=self.device) if hasattr(value, "shape") else value
+            node: _tensor(value, self.device) if hasattr(value, "shape") else value
             for node, value in self.given.items()
             if node not in self.streamed.rows
         }
         return Run(self.streamed, self.read, whole, context, store)
 
+    def middle(self, stage: Stage, height: int) -> int:
+        """Where a strip in the middle begins: of those there, the one that owns the most rows at the ends."""
+        first = (self.rows - height) // 2
+
+        def owned(start: int) -> int:
+            parts = stage.work.parts(start, start + height, self.rows).values()
+            return sum(stop - start for start, stop in parts)
+
+        return max(range(first, min(first + 2 * self.unit, self.rows - height) + 1), key=owned)
+
     def halo(self, stage: Stage, height: int) -> int:
         """Rows that a strip in the middle reads beyond its own, in rows of the image."""
-        start = (self.rows - height) // 2
+        start = self.middle(stage, height)
         owned = stage.work.parts(start, start + height, self.rows)
         demanded = stage.work.demands(owned)
         counts = {node: self.streamed.rows[node].count for node in demanded}
@@ -370,25 +403,44 @@ class _Clock:
         return Progress(done=self._done, total=self._total, seconds=seconds, seconds_left=left)
 
 
-class _Scaled(nn.Module):
-    """Images of bytes between 0 and 1; others as they are."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._dtype = dtype
-
-    def forward(self, image: Tensor) -> Tensor:
-        return image.to(self._dtype) / 255 if image.dtype == torch.uint8 else image
+def _require_modes(device: torch.device) -> None:
+    if torch.is_autocast_enabled(device.type):
+        raise OptionError("a streamed step runs in the model's own precision; leave torch.autocast out.")
+    if torch.is_inference_mode_enabled():
+        raise OptionError("a streamed step computes gradients; leave torch.inference_mode out.")
 
 
-def _dtype_of(model: nn.Module) -> torch.dtype:
+def _require_image(image: Any) -> None:
+    shape = tuple(getattr(image, "shape", ()))
+    if len(shape) < 3 or 0 in shape:
+        raise OptionError(
+            f"the image is a {type(image).__name__} of shape {shape}; give a tensor or an array of "
+            "[N, C, H, W] or [C, H, W], none of them zero."
+        )
+
+
+def _scaled(image: Tensor, model: nn.Module) -> Tensor:
+    """Bytes between 0 and 1 in the model's precision; others as they are."""
+    if image.dtype != torch.uint8:
+        return image
     floating = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-    return next(floating, torch.float32)
+    return image.to(next(floating, torch.float32)) / 255
 
 
 def _form_of(value: Any) -> Any:
     """A tensor of the value's shape without memory; plain values are themselves."""
     if not hasattr(value, "shape"):
         return value
-    dtype = value.dtype if isinstance(value, Tensor) else torch.from_numpy(np.empty(0, value.dtype)).dtype
-    return torch.empty(tuple(value.shape), dtype=dtype, device="meta")
+    empty = value if isinstance(value, Tensor) else _native(np.empty(0, value.dtype))
+    return torch.empty(tuple(value.shape), dtype=empty.dtype, device="meta")
+
+
+def _tensor(value: Any, device: torch.device) -> Tensor:
+    """A tensor as it is, without its graph, or a copy of an array."""
+    return (value.detach() if isinstance(value, Tensor) else _native(value)).to(device)
+
+
+def _native(value: Any) -> Tensor:
+    """A copy of an array in this machine's order of bytes, which torch wants."""
+    array = np.asarray(value)
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))

@@ -25,14 +25,16 @@ Sink = Callable[[Node, Tensor], None]
 class Pass:
     """The nodes that a pass makes, in order, up to what it reduces or stores.
 
-    ``ends`` are these: every reduction with its input, and what is stored with itself. ``operators`` are of
-    those nodes that are not read, from the image, a target or the store. ``last`` are the nodes that are done
-    with once a node has been made, ``known`` those that an earlier pass has made and stored.
+    ``ends`` are these: every reduction with its input, and what is stored with itself; ``ended`` is the same
+    the other way round. ``operators`` are of those nodes that are not read, from the image, a target or the
+    store. ``last`` are the nodes that are done with once a node has been made, ``known`` those that an
+    earlier pass has made and stored.
     """
 
     streamed: Streamed
     ends: Mapping[Node, Node]
-    operators: Mapping[Node, Operator]
+    ended: Mapping[Node, tuple[Node, ...]]
+    operators: dict[Node, Operator]
     order: tuple[Node, ...]
     last: Mapping[Node, tuple[Node, ...]]
     known: frozenset[Node]
@@ -65,9 +67,9 @@ class Pass:
         wanted: dict[Node, Part] = {}
         for node, part in owned.items():
             _widen(wanted, self.ends[node], *part)
-        for node in reversed(self.order):
-            if node in wanted and node in self.operators:
-                for source, start, stop in self.operators[node].needs(*wanted[node]):
+        for node, operator in reversed(self.operators.items()):
+            if node in wanted:
+                for source, start, stop in operator.needs(*wanted[node]):
                     _widen(wanted, source, start, stop)
         return wanted
 
@@ -77,8 +79,8 @@ class Pass:
         for node in self.order:
             if node in strip.demanded:
                 strip.make(node)
-            for end in owned:
-                if self.ends[end] is node:
+            for end in self.ended.get(node, ()):
+                if end in owned:
                     sink(end, strip.rows(node, *owned[end]))
             strip.forget(self.last[node])
 
@@ -138,18 +140,24 @@ class _Strip:
         self.held: dict[Node, Any] = {}
 
     def rows(self, node: Node, start: int, stop: int) -> Any:
-        first, value = self.demanded[node][0], self.held[node]
-        form = self.work.streamed.rows[node]
+        part, value = self.demanded[node], self.held[node]
+        if part == (start, stop):
+            return value
+        first, form = part[0], self.work.streamed.rows[node]
         if isinstance(value, tuple | list):
             return tuple(form.take(each, start - first, stop - first) for each in value)
         return form.take(value, start - first, stop - first)
 
     def known(self, node: Node, start: int, stop: int) -> Tensor | None:
+        if node not in self.work.known:
+            return None
         with torch.no_grad():
-            return self.read(node, start, stop) if node in self.work.known else None
+            return self.read(node, start, stop)
 
     def value(self, argument: Any) -> Any:
-        return map_arg(argument, lambda node: self.singles[node])
+        if isinstance(argument, Node):
+            return self.singles[argument]
+        return map_arg(argument, self.singles.__getitem__)
 
     def make(self, node: Node) -> None:
         start, stop = self.demanded[node]
@@ -198,6 +206,7 @@ def _pass_to(streamed: Streamed, number: int, stored: frozenset[Node], ends: Map
     return Pass(
         streamed=streamed,
         ends=ends,
+        ended={node: tuple(end for end in ends if ends[end] is node) for node in ends.values()},
         operators={
             node: streamed.operators[node]
             for node in order
@@ -210,8 +219,8 @@ def _pass_to(streamed: Streamed, number: int, stored: frozenset[Node], ends: Map
 
 
 def _widen(wanted: dict[Node, Part], node: Node, start: int, stop: int) -> None:
-    known = wanted.get(node, (start, stop))
-    wanted[node] = (min(known[0], start), max(known[1], stop))
+    known = wanted.get(node)
+    wanted[node] = (start, stop) if known is None else (min(known[0], start), max(known[1], stop))
 
 
 def inputs_of(one: Pass) -> list[Node]:

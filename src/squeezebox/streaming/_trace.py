@@ -21,6 +21,7 @@ _aten = torch.ops.aten
 DETACHED = _aten.detach_copy.default
 # Composed of others in torch's tables, and streamed better as they are.
 _KEPT = (
+    _aten.linear.default,
     _aten.pixel_shuffle.default,
     _aten.pixel_unshuffle.default,
     _aten.log_sigmoid_forward.default,

@@ -47,7 +47,8 @@ class _Window:
 
     def fetch(self, strip: Strip, source: Node, rows: Rows, start: int, stop: int, fill: float) -> Tensor:
         """The rows that are read, with ``fill`` for those outside the image."""
-        (first, last), (inner, outer) = self.reads(start, stop), self.within(start, stop)
+        first, last = self.reads(start, stop)
+        inner, outer = max(first, 0), min(last, self.count)
         return padded(strip.rows(source, inner, outer), rows.dim, inner - first, last - outer, fill)
 
 

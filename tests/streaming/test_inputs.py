@@ -1,0 +1,62 @@
+"""Images and targets of other kinds, and models that have changed, are taken or refused with a reason."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from squeezebox.schema import OptionError
+from squeezebox.streaming import StreamedStep
+
+
+def squares(output, target):
+    return (output * target[0]).square().mean() * target[1]
+
+
+def conv():
+    torch.manual_seed(0)
+    return nn.Conv2d(3, 2, 3, padding=1).double()
+
+
+def test_graphs_of_image_and_target_are_left_alone():
+    image, weights = (torch.randn(1, *shape, dtype=torch.float64) for shape in ((3, 30, 12), (2, 30, 12)))
+    given = [image.requires_grad_(), weights.requires_grad_() * 2, torch.tensor(3.0, requires_grad=True)]
+    model, other = conv(), conv()
+    StreamedStep(model, squares, height=7)(given[0], given[1:])
+    assert image.grad is None and weights.grad is None and given[2].grad is None
+    squares(other(image), given[1:]).backward()
+    torch.testing.assert_close(model.weight.grad, other.weight.grad, rtol=1e-12, atol=0)
+
+
+def test_a_model_converted_since_is_traced_again():
+    model, image = conv().float(), torch.randint(0, 256, (1, 3, 30, 12), dtype=torch.uint8)
+    step = StreamedStep(model, lambda output, _: output.square().mean(), height=7)
+    single = step(image, None)
+    model.double().zero_grad()
+    loss = step(image, None)
+    assert (single.dtype, loss.dtype, model.weight.grad.dtype) == (torch.float32, *[torch.float64] * 2)
+    torch.testing.assert_close(loss, model(image.double() / 255).square().mean().detach(), rtol=1e-12, atol=0)
+
+
+def test_arrays_of_the_other_order_of_bytes():
+    image = torch.randn(1, 3, 30, 12, dtype=torch.float64)
+    step = StreamedStep(conv(), lambda output, scale: output.mean() * scale, height=7)
+    target = np.float64(0.5)
+    assert step(image.numpy().astype(">f8"), target.astype(">f8")) == step(image, target)
+
+
+@pytest.mark.parametrize(
+    ("image", "why"),
+    [([[1.0]], "list of shape"), (torch.zeros(4, 4), "shape .4, 4."), (torch.zeros(0, 3, 4, 4), "zero")],
+)
+def test_what_is_no_image_is_refused(image, why):
+    with pytest.raises(OptionError, match=why):
+        StreamedStep(conv(), nn.MSELoss(), height=4)(image, None)
+
+
+def test_modes_of_torch_that_change_the_gradients_are_refused():
+    step, image = StreamedStep(conv(), nn.MSELoss(), height=4), torch.zeros(1, 3, 8, 8)
+    with torch.inference_mode(), pytest.raises(OptionError, match="inference_mode"):
+        step(image, None)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(OptionError, match="autocast"):
+        step(image, None)
