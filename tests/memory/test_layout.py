@@ -208,6 +208,14 @@ def test_a_layout_can_be_verified_again():
     memory.verify(PAIR, made, conflicts=np.zeros((2, 2), bool))
 
 
+def test_no_bytes_within_others_are_no_overlap():
+    found = [
+        Buffer(name=name, lower=0, upper=1, nbytes=nbytes) for name, nbytes in (("a", 2), ("b", 0), ("c", 2))
+    ]
+    made = Layout(offsets=(0, 1, 2), nbytes=4, lower_bound_bytes=4, alignment=1, packer="by hand")
+    memory.verify(found, made, conflicts=~np.eye(3, dtype=bool))
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

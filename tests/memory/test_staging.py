@@ -4,13 +4,14 @@ Streams are threads here: a copy is made when somebody waits for it, or after a 
 is let go or handed out too early shows.
 """
 
+import itertools
 import random
 import threading
 
 import pytest
 import torch
 
-from squeezebox.memory import Reserve, Staging
+from squeezebox.memory import Staging
 from squeezebox.schema import CaptureError
 
 
@@ -97,9 +98,12 @@ def test_what_is_moved_comes_back_to_the_bit(lazy, room, host_room):
     staging.clear()
 
 
-def test_with_an_arena_it_has_its_places_there():
+@pytest.mark.parametrize("planned", [False, True])
+def test_with_an_arena_it_has_its_places_there(planned):
     staging = Staging(Threads(lazy=True), most_bytes=0)
-    reserve = staging.reserve = Reserve(staging.pinned)
+    reserve = staging.use_arena()
+    if planned:
+        staging.plan([4000] * 5)
     for number in range(8):
         reserve.start_step()
         staging.clear()
@@ -109,11 +113,13 @@ def test_with_an_arena_it_has_its_places_there():
         for value in reversed(range(5)):
             assert bool((staging.read(slots.pop()) == 10 * number + value).all())
         staging._streams.copies.clear()
-    assert (reserve.record.tensors, reserve.record.spills, reserve.record.layouts) == (5, 0, 1)
+        assert reserve.record.tensors == (5 if planned or number else 0)
+    assert (reserve.record.spills, reserve.record.layouts, reserve.record.nbytes) == (0, 1, 5 * 4032)
     reserve.start_step()
     staging.clear()
-    slot, (memory,) = staging.write(torch.zeros(1000)), reserve.tensors
-    assert memory.data_ptr() <= slot.host.data_ptr() < memory.data_ptr() + memory.nbytes
+    slots = [staging.write(torch.zeros(1000)) for _ in range(5)]
+    starts = sorted(slot.host.data_ptr() for slot in slots)
+    assert {second - first for first, second in itertools.pairwise(starts)} == {4032}
 
 
 def test_in_reverse_everything_is_fetched_one_ahead():

@@ -195,6 +195,14 @@ def test_a_factory_of_something_else():
         squeezebox.estimate(dict)
 
 
+def test_a_model_that_reads_values_while_it_is_built():
+    def made():
+        rates = torch.linspace(0.0, 0.5, 2).numpy()
+        return nn.Sequential(nn.Linear(4, 4), nn.Dropout(float(rates[1])))
+
+    assert squeezebox.estimate(made, input_shape=(4,), batch=2).parameter_bytes == 80
+
+
 def test_a_model_without_a_backward():
-    with pytest.raises(OptionError, match="no tensor that requires gradients"):
+    with pytest.raises(OptionError, match="^the model's output .* no tensor that requires gradients"):
         squeezebox.estimate(nn.Identity, input_shape=(4,), batch=2)

@@ -16,15 +16,15 @@ def pack_into(
 ) -> codecs.Packed:
     """As ``codec.pack(tensor, **options)``, with all parts in the arena where they fit.
 
-    Codes of variable size are made there; what has a size that follows from the shape is copied, and is there
-    twice for that moment. The place is ``owner``'s, and is free again when nobody refers to the parts.
+    What a codec makes that takes no room is copied, and is there twice for that moment. The place is free
+    again when nobody refers to the parts; they live as long as ``owner``.
     """
     room = reserve.claim(key)
     if room is not None and codec.takes_room:
         options["room"] = room.free
     packed = codec.pack(tensor, **options)
     placed = None if room is None else _placed(packed, room)
-    reserve.note(key, packed.nbytes, owner, placed=placed is not None)
+    reserve.note(key, [part.nbytes for part in packed.payload], owner, placed=placed is not None)
     return placed or packed
 
 

@@ -71,15 +71,17 @@ class Store:
         self.blocks, self.staging = DeviceBlocks(device), Staging(CudaStreams(device))
 
     def use_arena(self) -> None:
-        """From now on packed tensors, and a device's on the host, have one arena in the host's memory."""
-        self.reserve = Reserve() if self.staging is None else Reserve(self.staging.pinned)
-        if self.staging is not None:
-            self.staging.reserve = self.reserve
+        """From now on packed tensors, or a device's on the host, have an arena in the host's memory."""
+        self.reserve = Reserve() if self.staging is None else self.staging.use_arena()
 
-    @property
-    def reserved(self) -> Sequence[torch.Tensor]:
-        """What the arena holds of the memory in which the model lies."""
-        return () if self.reserve is None or self.staging is not None else self.reserve.tensors
+    def plan_arena(self, packed: Mapping[str, int], moved: Sequence[int]) -> None:
+        """Lay the arena out: bytes of packed tensors by key, and of those moved, as they come."""
+        if self.reserve is None:
+            return
+        if self.staging is None:
+            self.reserve.plan(packed)
+        else:
+            self.staging.plan(moved)
 
     def handle(self, tensor: torch.Tensor) -> Handle:
         """A new handle, of the running step."""
@@ -256,7 +258,7 @@ class Store:
             if pooled and self.blocks is not None:  # looking again would wait for the device
                 options = {**options, "trusted": (entry.row.key, form) in self._pooled}
             try:
-                packed = self._packed(entry, form, codec, whole, **options)
+                packed = self._packed(entry, codec, whole, **options)
             except CodecError:  # not of the promised kind (a mask of many values): exact all the same
                 return self._keep(entry, tensor)
             if pooled:
@@ -302,7 +304,7 @@ class Store:
             self.listener.offered(
                 entry.row, choice.codec, flat, scale if choice.scaled else None, trial, again
             )
-        packed = self._packed(entry, "values", choice.codec, flat, bound=choice.bound, **hints)
+        packed = self._packed(entry, choice.codec, flat, bound=choice.bound, **hints)
         entry.packed["values"] = packed
         entry.row.packed[choice.codec] = packed.nbytes if arena is None else _table_bytes(packed)
         if arena is not None:
@@ -317,17 +319,15 @@ class Store:
         return "values"
 
     def _add_sign(self, entry: Entry, tensor: torch.Tensor) -> None:
-        packed = self._packed(entry, "sign", "sign", flattened(tensor, entry.numel))
+        packed = self._packed(entry, "sign", flattened(tensor, entry.numel))
         entry.packed["sign"] = packed
         entry.row.packed["sign"] = packed.nbytes
 
-    def _packed(
-        self, entry: Entry, form: str, codec: str, tensor: torch.Tensor, **options: Any
-    ) -> codecs.Packed:
-        if self.reserve is None or entry.device.type != "cpu":
-            return codecs.get(codec).pack(tensor, **options)
-        name = f"{entry.row.key} {form}"
-        return pack_into(self.reserve, name, entry, codecs.get(codec), tensor, **options)
+    def _packed(self, entry: Entry, name: str, tensor: torch.Tensor, **options: Any) -> codecs.Packed:
+        codec = codecs.get(name)
+        if self.reserve is None or codec.fixed_size or entry.device.type != "cpu":
+            return codec.pack(tensor, **options)
+        return pack_into(self.reserve, entry.row.key, entry, codec, tensor, **options)
 
     def _hold(self, entry: Entry, tensor: torch.Tensor) -> str:
         """Keep the tensor; where somebody listens, let it go all the same, to see when it would be free."""

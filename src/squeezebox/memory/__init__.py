@@ -8,7 +8,7 @@ from squeezebox.memory._csv import layout_csv, read_buffers
 from squeezebox.memory._layout import Packer, layout, verify
 from squeezebox.memory._peak import Peak, PeakMeter, Recording
 from squeezebox.memory._problem import Problem
-from squeezebox.memory._reserve import Reserve, Room
+from squeezebox.memory._reserve import HEADROOM, Reserve, Room, aligned
 from squeezebox.memory._search import search
 from squeezebox.memory._sharing import safe_sharing
 from squeezebox.memory._somas import somas
@@ -17,6 +17,7 @@ from squeezebox.memory._staging import HostSlot, Staging, Streams
 from squeezebox.memory._streams import CudaStreams, is_capturing
 
 __all__ = [
+    "HEADROOM",
     "CudaStreams",
     "HostSlot",
     "Packer",
@@ -30,6 +31,7 @@ __all__ = [
     "Spill",
     "Staging",
     "Streams",
+    "aligned",
     "is_capturing",
     "layout",
     "layout_csv",

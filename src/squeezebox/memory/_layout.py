@@ -96,7 +96,8 @@ def verify(buffers: Sequence[Buffer], layout: Layout, *, conflicts: Relation) ->
             f"{layout.nbytes} bytes or no multiple of {layout.alignment}; packer '{layout.packer}' is wrong."
         )
     for first, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        clashes = conflicts[first, :first] & (starts[:first] < end) & (ends[:first] > start)
+        shared = np.minimum(ends[:first], end) - np.maximum(starts[:first], start)
+        clashes = conflicts[first, :first] & (shared > 0)
         for second in np.flatnonzero(clashes)[:1]:
             raise PlanError(
                 f"'{buffers[first].name}' at [{start}, {end}) and '{buffers[second].name}' at "

@@ -1,12 +1,11 @@
-"""Packed tensors in one preallocated block of the host's memory, at places learned from the steps before."""
+"""Places for packed tensors in the host's memory, of the same size in every step."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,18 +13,15 @@ import torch
 from squeezebox.memory._layout import layout
 from squeezebox.schema import ArenaRecord, Buffer
 
-_LEARNING = 3  # steps before the first layout, after the very first, in which bounds are not known yet
-_QUANTILE = 0.95  # of a tensor's sizes so far, nearest rank: the largest of the first twenty
-_HEADROOM = 1.0625  # over that
-_SIZES = 64  # of the last steps, that count
+_QUANTILE = 0.95  # of a tensor's last sizes, nearest rank,
+_SIZES = 20  # of which there are so many: one may be larger than its place
+HEADROOM = 1.125  # over that, where sizes vary
+_SPARE = 1.5  # times what is wanted: a place that is larger is made smaller
 _ALIGNMENT = 64
-_TOLERATED = 0.02  # of the arena, spilled, and
-_SPARE = 1.5  # times what is needed: beyond these in
-_PATIENCE = 4  # steps on end a new layout is made
 
 
 class Room:
-    """A tensor's place in the arena. What is put there keeps it occupied, whoever holds it."""
+    """A tensor's place in the arena. What is put there keeps it, whoever holds that."""
 
     def __init__(self, bytes_: torch.Tensor) -> None:
         self._bytes = bytes_
@@ -41,7 +37,7 @@ class Room:
         free = self.free
         if nbytes > free.numel():
             return None
-        self._used = min(_aligned(self._used + nbytes), self._bytes.numel())
+        self._used = min(aligned(self._used + nbytes), self._bytes.numel())
         return free[:nbytes]
 
     def put(self, part: torch.Tensor) -> torch.Tensor | None:
@@ -89,53 +85,79 @@ def _pageable(nbytes: int) -> torch.Tensor:
 class Reserve:
     """The arena of one session: a step at a time, from :meth:`start_step` to the next.
 
-    The first four steps' tensors lie in memory of their own, and tell sizes and lifetimes. Then one block is
-    allocated and kept. A tensor's place is a sixteenth larger than 95 % of its sizes. What does not fit, has
-    no place, or would lie where bytes are still in use (a graph that was kept, lifetimes in another order) is
-    spilled: left in memory of its own, and counted. After four steps that all spilled more than a fiftieth of
-    the arena, or needed less than two thirds of it, it is laid out anew.
+    Every tensor has a place, as large in every step. It is memory of its own, allocated when the tensor is
+    about to be packed and given back when nobody refers to what was put there: what is there at a moment is
+    the same in every step, and nothing stays for the others. A ``lasting`` arena, for tensors whose sizes do
+    not vary, is one block instead, which is kept; those that are never there together share bytes.
+
+    Sizes are known from :meth:`plan`, or else from the first step in which a tensor is packed. They leave an
+    eighth over 95 % of the last twenty steps' sizes. What does not fit, has no place, or would lie where
+    bytes of a lasting arena are still in use (a graph that was kept, lifetimes in another order) is spilled:
+    left in memory of its own, and counted. For the next step, too small a place is made larger; one that
+    was more than half too large for twenty steps, smaller.
 
     ``allocate`` gives so many bytes of the host's memory.
     """
 
-    def __init__(self, allocate: Callable[[int], torch.Tensor] = _pageable) -> None:
+    def __init__(self, allocate: Callable[[int], torch.Tensor] = _pageable, *, lasting: bool = False) -> None:
         self._allocate = allocate
-        self._block: _Block | None = None
+        self._lasting = lasting
+        self._headroom = 1.0 if lasting else HEADROOM
+        self._block: _Block | None = None  # of a lasting one
+        self._places: dict[str, int] = {}
         self._sizes: dict[str, deque[int]] = {}
+        self._known: dict[str, _Life] = {}  # of each tensor, the last
         self._lives: dict[str, _Life] = {}  # of the running step
         self._clock = 0
         self._number = 0  # of the running step
-        self._learned = 0  # steps
-        self._misfits = 0  # steps on end that it was too small or too large for
         self.record = ArenaRecord()  # of the running step
 
     @property
-    def tensors(self) -> Sequence[torch.Tensor]:
-        """What it holds whether it is used or not."""
-        return () if self._block is None else (self._block.memory,)
+    def places(self) -> Mapping[str, int]:
+        """Bytes that each tensor's place has."""
+        return self._places
 
-    def start_step(self) -> None:
-        """The step before is over, and what it has left undone stays where it is."""
-        if self._lives:
+    def plan(self, sizes: Mapping[str, int], headroom: float = 1.0) -> None:
+        """Give tensors places of so many bytes; the first one named is packed first and needed last.
+
+        ``headroom``: over its sizes, for a place that turns out too small; 1: none, as nobody has counted it.
+        """
+        self._headroom = headroom
+        for number, (key, nbytes) in enumerate(sizes.items()):
+            self._known[key] = _Life(nbytes, number, 2 * len(sizes) - number)
+        if sizes:
+            self._lay_out({key: aligned(nbytes) for key, nbytes in sizes.items()})
+
+    def start_step(self, *, learn: bool = True) -> None:
+        """The step before is over, and what it has left undone stays where it is.
+
+        ``learn``: its sizes tell those of the next ones.
+        """
+        if learn:
             self._learn()
         self._lives, self._clock, self._number = {}, 0, self._number + 1
         self.record = replace(self.record, tensors=0, spills=0, spilled_bytes=0)
 
     def claim(self, key: str) -> Room | None:
         """The place for the tensor of that name, which is about to be packed; None: there is none now."""
-        return None if self._block is None else self._block.claim(key)
+        if self._lasting:
+            return None if self._block is None else self._block.claim(key)
+        nbytes = self._places.get(key)
+        return None if nbytes is None else Room(self._allocate(nbytes))
 
-    def note(self, key: str, nbytes: int, owner: object, *, placed: bool) -> None:
-        """So many bytes were packed, in the arena or not, and live as long as ``owner``."""
+    def note(self, key: str, parts: Iterable[int], owner: object, *, placed: bool) -> None:
+        """Parts of so many bytes were packed, in the arena or not, and live as long as ``owner``."""
+        sizes = list(parts)
         if key not in self._lives:
-            self._lives[key] = _Life(nbytes, self._tick())
-            weakref.finalize(owner, self._released, self._number, key).atexit = False
-        spilled = self._block is not None and not placed
+            self._lives[key] = _Life(sum(map(aligned, sizes)), self._tick())
+            if self._lasting:
+                weakref.finalize(owner, self._released, self._number, key).atexit = False
+        spilled = bool(self._places) and not placed
         self.record = replace(
             self.record,
             tensors=self.record.tensors + placed,
             spills=self.record.spills + spilled,
-            spilled_bytes=self.record.spilled_bytes + nbytes * spilled,
+            spilled_bytes=self.record.spilled_bytes + sum(sizes) * spilled,
             total_spills=self.record.total_spills + spilled,
         )
 
@@ -148,57 +170,39 @@ class Reserve:
         return self._clock
 
     def _learn(self) -> None:
-        self._learned += 1
-        if self._learned == 1:
-            return
         for key, life in self._lives.items():
             self._sizes.setdefault(key, deque(maxlen=_SIZES)).append(life.nbytes)
-        if self._block is None:
-            if self._learned > _LEARNING:
-                self._lay_out()
-            return
-        self._misfits = 0 if self._fits(self._block.memory.nbytes) else self._misfits + 1
-        if self._misfits >= _PATIENCE and not self._block.occupied:
-            for sizes in self._sizes.values():
-                while len(sizes) > _PATIENCE:
-                    sizes.popleft()
-            self._lay_out()
+            life.upper = life.upper or self._clock + 1  # what was not released by now
+        self._known |= self._lives
+        places = {key: self._place(key) for key in self._lives}
+        in_use = self._block is not None and self._block.occupied
+        if not in_use and not places.items() <= self._places.items():
+            self._lay_out(places)
 
-    def _fits(self, nbytes: int) -> bool:
-        """Whether the arena is neither too small for the running step nor far too large."""
-        return self.record.spilled_bytes <= _TOLERATED * nbytes <= _TOLERATED * _SPARE * self._needed()
+    def _place(self, key: str) -> int:
+        """Bytes that the tensor wants: those that its place has, if that serves."""
+        sizes, place = self._sizes[key], self._places.get(key, 0)
+        least = sorted(sizes)[math.ceil(_QUANTILE * len(sizes)) - 1]
+        wanted = aligned(math.ceil(self._headroom * least))
+        serves = place <= _SPARE * wanted or len(sizes) < _SIZES
+        return place if least <= place and serves else wanted
 
-    def _needed(self) -> float:
-        """The most bytes that were there at the same time, and what is added to them."""
-        changes = [0] * (self._clock + 2)
-        for life in self._lives.values():
-            changes[life.lower] += life.nbytes
-            changes[life.upper or self._clock + 1] -= life.nbytes
-        return _HEADROOM * max(itertools.accumulate(changes))
-
-    def _lay_out(self) -> None:
-        self._block, self._misfits = None, 0  # before the next one is made
-        buffers = list(self._buffers())
-        found = layout(buffers, alignment=_ALIGNMENT)
-        named = zip(buffers, found.offsets, strict=True)
-        places = {buffer.name: (offset, buffer.nbytes) for buffer, offset in named}
-        self._block = _Block(self._allocate(found.nbytes), places)
-        self.record = replace(self.record, nbytes=found.nbytes, layouts=self.record.layouts + 1)
-
-    def _buffers(self) -> Iterator[Buffer]:
-        """Of the last step's tensors; what it has not released by now lasts to its end."""
-        for key, life in self._lives.items():
-            yield Buffer(
-                name=key,
-                lower=life.lower,
-                upper=life.upper or self._clock + 1,
-                nbytes=_aligned(math.ceil(_HEADROOM * _quantile(self._sizes[key]))),
-            )
+    def _lay_out(self, places: Mapping[str, int]) -> None:
+        self._places |= places
+        nbytes = sum(self._places.values())
+        if self._lasting:
+            self._block = None  # before the next one is made
+            buffers = [
+                Buffer(name=key, lower=life.lower, upper=life.upper, nbytes=self._places[key])
+                for key, life in self._known.items()
+            ]
+            found = layout(buffers, alignment=_ALIGNMENT)
+            starts = zip(buffers, found.offsets, strict=True)
+            nbytes = found.nbytes
+            self._block = _Block(self._allocate(nbytes), {b.name: (start, b.nbytes) for b, start in starts})
+        self.record = replace(self.record, nbytes=nbytes, layouts=self.record.layouts + 1)
 
 
-def _quantile(sizes: Sequence[int]) -> int:
-    return sorted(sizes)[math.ceil(_QUANTILE * len(sizes)) - 1]
-
-
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Bytes of a place for so many."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -95,9 +95,15 @@ class Staging:
         """That whose tensors it takes."""
         return self._streams.device
 
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        """So many bytes of the host's memory, for an arena."""
-        return self._streams.pinned(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+    def use_arena(self) -> Reserve:
+        """From now on what is written has its place in one block of pinned memory."""
+        self.reserve = Reserve(self._pinned_bytes, lasting=True)
+        return self.reserve
+
+    def plan(self, sizes: Sequence[int]) -> None:
+        """Lay the arena out for tensors of so many bytes, in the order in which they will be written."""
+        assert self.reserve is not None
+        self.reserve.plan({_name(number): nbytes for number, nbytes in enumerate(sizes)})
 
     def write(self, flat: torch.Tensor) -> HostSlot:
         """Have a flat tensor moved.
@@ -109,13 +115,13 @@ class Staging:
         self._let_go(self._most_bytes - flat.nbytes)
         if self._hosted_bytes + flat.nbytes > self._host_bytes:
             self._to_file(self._host_bytes - flat.nbytes)
-        name, self._written = f"offloaded {self._written}", self._written + 1
+        name, self._written = _name(self._written), self._written + 1
         room = self.reserve.claim(name) if self.reserve is not None else None
         place = room.take(flat.nbytes) if room is not None else None
         host = self._streams.pinned(flat) if place is None else place.view(flat.dtype)
         slot = HostSlot(host, self._streams.leave(host, flat), flat, self._last)
         if self.reserve is not None:
-            self.reserve.note(name, flat.nbytes, slot, placed=place is not None)
+            self.reserve.note(name, [flat.nbytes], slot, placed=place is not None)
         self._last = weakref.ref(slot)
         self._leaving.append(self._last)
         self._hosted.append(self._last)
@@ -133,6 +139,9 @@ class Staging:
         if following is not None and following.source is None:
             self._fetch(following)
         return whole
+
+    def _pinned_bytes(self, nbytes: int) -> torch.Tensor:
+        return self._streams.pinned(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
 
     def clear(self) -> None:
         """Forget what was fetched ahead, and hold nothing that has left: a step begins."""
@@ -199,6 +208,11 @@ class Staging:
                 self._streams.wait(self._ahead[2])
             self._streams.abandon(self._ahead[1])
             self._ahead = None
+
+
+def _name(number: int) -> str:
+    """Of the tensor that is written after so many others."""
+    return f"offloaded {number}"
 
 
 def _unchanged(slot: HostSlot) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -19,7 +19,6 @@ def record_closure(
     closure: Callable[[], object],
     *,
     optimizer: torch.optim.Optimizer | None,
-    packed: Iterable[torch.Tensor] = (),
     around: Callable[[StepMarks], AbstractContextManager[object]],
 ) -> StepTrace:
     """Run ``closure`` once, and say what it allocates, when, for whom, and how long it takes.
@@ -31,7 +30,6 @@ def record_closure(
         model: whose modules are told apart.
         closure: forward, loss and backward, and the optimizer's step if it is to be seen.
         optimizer: whose state is named as such.
-        packed: memory for packed tensors that is there already.
         around: is given the marks, and makes a context for the closure. Through it
             :meth:`StepMarks.begin` and :meth:`StepMarks.end` tell what time is spent on.
 
@@ -48,7 +46,6 @@ def record_closure(
             step.known(Kind.BUFFER, model.buffers()),
             step.known(Kind.GRADIENT, _gradients(model)),
             step.known(Kind.STATE, states_of(optimizer)),
-            step.known(Kind.PACKED, packed),
         ]
         with around(step), step:
             step.begin(Activity.COMPUTING)

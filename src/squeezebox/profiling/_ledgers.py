@@ -11,7 +11,7 @@ from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
 from squeezebox.memory import Recording
-from squeezebox.profiling._workspace import Workspace, measured, workspace_of
+from squeezebox.profiling._workspace import Workspace, as_on_cpu, measured, workspace_of
 from squeezebox.schema import OptionError
 
 ALLOCATION, FREE, CALL, PHASE, KIND = "allocation", "free", "call", "phase", "kind"
@@ -37,8 +37,8 @@ class Ledger(Protocol):
     def mark(self, what: str, number: int) -> None:
         """Something begins."""
 
-    def returned(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """An operator has returned."""
+    def returned(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        """An operator has returned this, or what it would have."""
 
     def events(self) -> list[Event]:
         """End, and give all."""
@@ -70,8 +70,9 @@ class RealLedger:
         with record_function(f"{_PREFIX}{what} {number}"):
             pass
 
-    def returned(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Nothing: the allocator tells."""
+    def returned(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        """The allocator tells."""
+        return out
 
     def events(self) -> list[Event]:
         """See :class:`Ledger`."""
@@ -104,15 +105,17 @@ class FakeLedger:
         """See :class:`Ledger`."""
         self._events.append(Event(what, number))
 
-    def returned(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Note its results, and its temporaries where it is on a CPU."""
-        leaves = [leaf for leaf in tree_leaves(out) if _has_storage(leaf)]
-        for leaf in leaves:
+    def returned(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        """Note its results, and its temporaries where it is on a CPU; put in what the fake leaves out."""
+        on_host = any(leaf.device.type == "cpu" for leaf in tree_leaves(out) if _has_storage(leaf))
+        if on_host:
+            out = as_on_cpu(func, args, out)
+        for leaf in filter(_has_storage, tree_leaves(out)):
             self._add(leaf.untyped_storage())
-        on_host = any(leaf.device.type == "cpu" for leaf in leaves)
         workspace = workspace_of(func, args, kwargs) if on_host else None
         if workspace is not None:
             self._events.append(workspace)
+        return out
 
     def events(self) -> list[Event]:
         """See :class:`Ledger`."""

@@ -357,7 +357,7 @@ def _profile(
             options += [_approximating(option, spread) for option in packed]
     elif not seen.tried and not {"keep", "offload"} & set(row.packed):
         codec = "+".join(row.packed) or "none"
-        exact = _exact(codec, row.packed_bytes, decoded, seen.seconds, row.reads_values)
+        exact = _exact(codec, _reserved(row.packed), decoded, seen.seconds, row.reads_values)
         options = [*([keep] if row.packed else []), exact]
     if seen.decodes and row.packed and "keep" not in row.packed:
         options.append(
@@ -387,6 +387,12 @@ def _profile(
         gaps=tuple(life.gaps),
         options=tuple(options),
     )
+
+
+def _reserved(packed: Mapping[str, int]) -> int:
+    """Bytes by codec, together, with a margin for those that vary."""
+    fixed = sum(nbytes for name, nbytes in packed.items() if codecs.get(name).fixed_size)
+    return fixed + math.ceil(_MARGIN * (sum(packed.values()) - fixed))
 
 
 def _exact(codec: str, nbytes: int, decoded: int, seconds: float, serves: bool) -> Option:

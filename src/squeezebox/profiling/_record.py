@@ -123,8 +123,7 @@ class StepMarks(TorchDispatchMode):
             addresses = [self._ledger.address(s) for s in _storages(tree_leaves((args, kwargs)))]
         self._call(func.name().split("::")[-1], addresses)
         out = func(*args, **kwargs)
-        self._ledger.returned(func, args, kwargs, out)
-        return out
+        return self._ledger.returned(func, args, kwargs, out)
 
     @property
     def module(self) -> str:

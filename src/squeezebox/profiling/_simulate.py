@@ -110,7 +110,7 @@ def _made(model: torch.nn.Module | Callable[[], Any]) -> torch.nn.Module:
     try:
         with torch.device("meta"):
             made = model()
-    except (RuntimeError, NotImplementedError):  # it reads values while it is built: so let it have some
+    except (RuntimeError, TypeError):  # it reads values while it is built: so let it have some
         made = model()
     if isinstance(made, torch.nn.Module):
         return made
@@ -185,11 +185,14 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
 def _explained(inputs: Any) -> Iterator[None]:
     try:
         yield
+    except OptionError:
+        raise
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         found = [f"shape {tuple(tensor.shape)} and dtype {tensor.dtype}" for tensor in _tensors(inputs)]
         raise OptionError(
-            f"the model's forward fails on an input of {', '.join(found)}: {error}. Check the input's shape "
-            "and dtype; a model or loss that reads tensors' values in Python cannot be estimated."
+            f"the model's forward fails on an input of {', '.join(found)}: {str(error).rstrip('.')}. Check "
+            "the input's shape and dtype; a model or loss that reads tensors' values in Python cannot be "
+            "estimated."
         ) from error
 
 

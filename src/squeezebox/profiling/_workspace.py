@@ -6,7 +6,7 @@ run on zeros, at two small batches, and the line through both is followed to the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -27,6 +27,13 @@ class Operand(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+
+    def resized(self, dim: int, size: int) -> Operand:
+        """The same with another size in one dimension; what lies outside of it moves together."""
+        shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
+        own, before = self.stride[dim], self.shape[dim]
+        stride = tuple(step // before * size if step > own else step for step in self.stride)
+        return Operand(shape, stride, self.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +65,8 @@ def workspace_of(func: Any, arguments: Any, named: Any) -> Workspace | None:
         tuple(_described(argument) for argument in arguments),
         tuple((name, _described(argument)) for name, argument in (named or {}).items()),
     )
-    return None if any(0 in operand.shape for operand in found.operands) else found
+    empty = any(0 in operand.shape for operand in found.operands)
+    return None if empty and isinstance(_RULES[func], _Batched) else found
 
 
 def measured(workspaces: Iterable[Workspace]) -> dict[Workspace, int]:
@@ -70,6 +78,30 @@ def measured(workspaces: Iterable[Workspace]) -> dict[Workspace, int]:
     wanted = set(workspaces)
     counted = _run(list({trial for workspace in wanted for trial in _trials(workspace)}))
     return {workspace: _at_batch(workspace, counted) for workspace in wanted}
+
+
+def as_on_cpu(func: Any, arguments: Any, out: Any) -> Any:
+    """A fake operator's results, as large as the real one's on a CPU; within a fake mode."""
+    if func is aten.mkldnn_rnn_layer.default:
+        return (*out[:3], torch.empty(_saved_workspace(func, arguments), dtype=torch.uint8))
+    if func in (aten.col2im.default, aten.im2col.default):  # made like the input, and then resized
+        storage = out.untyped_storage()
+        storage.resize_(max(storage.nbytes(), arguments[0].nbytes))
+    return out
+
+
+def _saved_workspace(func: Any, arguments: Any) -> int:
+    """Bytes that a recurrent layer keeps for its backward, which its fake kernel leaves out."""
+    workspace = workspace_of(func, arguments, None)
+    if workspace is None:
+        return 0
+    sizes, known = _batches(workspace, _RNN), list[int]()
+    with _disable_current_modes(), torch.enable_grad():
+        for trial in _trials(workspace):
+            known.append(func(*map(_made, trial.arguments))[3].nbytes)
+    if len(known) < len(sizes):
+        return 0
+    return known[0] if len(sizes) == 1 else _on_line(sizes, known, _batch(workspace, _RNN))
 
 
 def _described(argument: Any) -> Any:
@@ -118,18 +150,70 @@ def _blocks(query: Operand, key: Operand) -> tuple[int, int]:
     return min(rows, length), min(512, key.shape[-2])
 
 
-class _Batched(NamedTuple):
-    """Counted at two batches; the batch is the first size of the arguments of these numbers."""
+def _unfolding(workspace: Workspace) -> int:
+    """The result is made like the input, and grows."""
+    return _dense(workspace.operands[0])
 
-    places: tuple[int, ...]
+
+def _folding(workspace: Workspace) -> int:
+    """As unfolding, where blocks do not overlap so much that the result is smaller."""
+    made = _dense(workspace.operands[0])
+    (height, width), (rows, columns) = workspace.arguments[1:3]
+    blocks = workspace.operands[0].shape[-1]
+    return made if height * width > rows * columns * blocks else 0
+
+
+def _embedding_bag_backward(workspace: Workspace) -> int:
+    """Of maxima, those of bags that are not empty; else indices sorted, their order, and the bags of both."""
+    grad, indices, _, bag_of_each, bags, maxima = workspace.operands[:6]
+    if workspace.arguments[_BAG_MODE] == _BAG_MAXIMUM:
+        return _dense(grad) + _dense(maxima) + _dense(bags)
+    weights, known = workspace.operands[6:], 0 not in bag_of_each.shape
+    return (3 if known else 4) * _dense(indices) + sum(map(_dense, weights))
+
+
+_BAG_MODE, _BAG_MAXIMUM = 8, 2  # an argument of embedding_bag's backward, and its value
+
+
+class _Batched(NamedTuple):
+    """Counted at two batches, the smaller one of at least ``least`` samples.
+
+    The batch is the size of the arguments of these numbers, in the dimension that each names. ``prepare``
+    puts in what other operators make.
+    """
+
+    places: Mapping[int, int]
+    least: int = 2
+    prepare: Callable[[list[Any]], None] = lambda arguments: None
+
+
+def _save_workspace(arguments: list[Any]) -> None:
+    """Give a recurrent layer's backward what its forward keeps."""
+    values = arguments[:7]
+    reverse, mode, hidden_size, num_layers, has_biases, train, bidirectional, sizes, batch_first = arguments[
+        13:22
+    ]
+    flags = (reverse, sizes, mode, hidden_size, num_layers, has_biases, bidirectional, batch_first, train)
+    arguments[22] = aten.mkldnn_rnn_layer.default(*values, *flags)[3]
+
+
+_RNN = _Batched({0: 1, 5: 0, 6: 0}, least=16)
+_RNN_BACKWARD = _Batched(
+    {0: 1, 5: 0, 6: 0, 7: 1, 8: 0, 9: 0, 10: 1, 11: 0, 12: 0}, least=16, prepare=_save_workspace
+)
 
 
 _RULES: MappingProxyType[Any, _Batched | Callable[[Workspace], int]] = MappingProxyType(
     {
-        aten.convolution.default: _Batched((0,)),
-        aten.convolution_backward.default: _Batched((0, 1)),
-        aten.native_batch_norm_backward.default: _Batched((0, 1)),
-        aten._adaptive_avg_pool2d_backward.default: _Batched((0, 1)),
+        aten.convolution.default: _Batched({0: 0}),
+        aten.convolution_backward.default: _Batched({0: 0, 1: 0}),
+        aten.native_batch_norm_backward.default: _Batched({0: 0, 1: 0}),
+        aten._adaptive_avg_pool2d_backward.default: _Batched({0: 0, 1: 0}),
+        aten.col2im.default: _folding,
+        aten.im2col.default: _unfolding,
+        aten.mkldnn_rnn_layer.default: _RNN,
+        aten.mkldnn_rnn_layer_backward.default: _RNN_BACKWARD,
+        aten._embedding_bag_backward.default: _embedding_bag_backward,
         aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
         aten.mm.default: _copied,
@@ -143,19 +227,26 @@ def _trials(workspace: Workspace) -> list[Workspace]:
     rule = _RULES[workspace.func]
     if not isinstance(rule, _Batched):
         return []
-    trials = [_with_batch(workspace, rule.places, size) for size in _batches(workspace, rule)]
+    trials = [_with_batch(workspace, rule, size) for size in _batches(workspace, rule)]
     return [trial for trial in trials if _operand_bytes(trial.operands) <= MOST_BYTES]
 
 
 def _batches(workspace: Workspace, rule: _Batched) -> tuple[int, ...]:
     """A batch of no fewer samples than there are threads, and its double."""
-    batch, few = workspace.arguments[rule.places[0]].shape[0], max(2, torch.get_num_threads())
+    batch, few = _batch(workspace, rule), max(rule.least, torch.get_num_threads())
     return (few, 2 * few) if batch > 2 * few else (batch,)
 
 
-def _with_batch(workspace: Workspace, places: tuple[int, ...], batch: int) -> Workspace:
+def _batch(workspace: Workspace, rule: _Batched) -> int:
+    place, dim = next(iter(rule.places.items()))
+    return int(workspace.arguments[place].shape[dim])
+
+
+def _with_batch(workspace: Workspace, rule: _Batched, batch: int) -> Workspace:
     def resized(place: int, argument: Any) -> Any:
-        return argument._replace(shape=(batch, *argument.shape[1:])) if place in places else argument
+        if place not in rule.places or argument is None:
+            return argument
+        return argument.resized(rule.places[place], batch)
 
     return workspace._replace(
         arguments=tuple(resized(place, argument) for place, argument in enumerate(workspace.arguments))
@@ -171,13 +262,17 @@ def _at_batch(workspace: Workspace, counted: dict[Workspace, int]) -> int:
     if not isinstance(rule, _Batched):
         return rule(workspace)
     sizes = _batches(workspace, rule)
-    found = [counted.get(_with_batch(workspace, rule.places, size)) for size in sizes]
+    found = [counted.get(_with_batch(workspace, rule, size)) for size in sizes]
     known = [nbytes for nbytes in found if nbytes is not None]
     if len(known) < len(sizes):
         return _operand_bytes(workspace.arguments[place] for place in rule.places)
     if len(sizes) == 1:
         return known[0]
-    batch: int = workspace.arguments[rule.places[0]].shape[0]
+    return _on_line(sizes, known, _batch(workspace, rule))
+
+
+def _on_line(sizes: Sequence[int], known: Sequence[int], batch: int) -> int:
+    """What two batches foretell of another."""
     slope = (known[1] - known[0]) / (sizes[1] - sizes[0])
     return max(0, round(known[1] + slope * (batch - sizes[1])))
 
@@ -187,7 +282,7 @@ def _run(trials: list[Workspace]) -> dict[Workspace, int]:
     if not trials or not recording.start():
         return {}
     try:
-        with _disable_current_modes(), torch.no_grad():
+        with _disable_current_modes(), torch.enable_grad():
             for number, trial in enumerate(trials):
                 _run_one(number, trial)
         return dict(zip(trials, _most(recording.events(), len(trials)), strict=True))
@@ -198,6 +293,9 @@ def _run(trials: list[Workspace]) -> dict[Workspace, int]:
 def _run_one(number: int, trial: Workspace) -> None:
     made = [_made(argument) for argument in trial.arguments]
     named = {name: _made(argument) for name, argument in trial.named}
+    rule = _RULES[trial.func]
+    if isinstance(rule, _Batched):
+        rule.prepare(made)
     with record_function(f"{_PREFIX}{number}"):
         pass
     left = trial.func(*made, **named)

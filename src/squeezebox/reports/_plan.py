@@ -46,6 +46,7 @@ class StepPlan:
     ``late_values`` names tensors of which a later operator reads more than the first one, and its role.
     ``region`` are the first layers, if they are worked in slices of the batch. ``peak`` says where the
     predicted peak lies and what is live then; its parts add up to it (None in files of earlier releases).
+    With ``arena``, packed tensors are counted with their places.
     """
 
     model: str
@@ -60,6 +61,7 @@ class StepPlan:
     tensors: tuple[PlannedTensor, ...]
     region: Region | None = None
     peak: PlannedPeak | None = None
+    arena: bool = False
 
     @property
     def kept(self) -> frozenset[str]:
@@ -171,7 +173,7 @@ def _from_dict(values: Any) -> StepPlan:
         raise FormatError(
             f"version is {version!r}; this Squeezebox reads version {PLAN_VERSION}. Upgrade squeezebox"
         )
-    fields = checked(StepPlan, {"peak": None, **values}, "", besides=["version"])
+    fields = checked(StepPlan, {"peak": None, "arena": False, **values}, "", besides=["version"])
     rows, region, peak = fields.pop("tensors"), fields.pop("region"), fields.pop("peak")
     if not isinstance(rows, list):
         raise FormatError(f"tensors is a {type(rows).__name__}, not a list")

@@ -183,7 +183,7 @@ def _totals(record: StepRecord) -> list[str]:
 
 def _arena(arena: ArenaRecord) -> str:
     if not arena.nbytes:
-        return "arena: none yet, the first steps tell how large it has to be"
+        return "arena: nothing of varying size was packed before this step"
     return (
         f"arena of {human_bytes(arena.nbytes)}: {arena.tensors} packed tensors in it, {arena.spills} "
         f"({human_bytes(arena.spilled_bytes)}) spilled; {arena.total_spills} in all steps"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ from squeezebox.bounds import Comet, Controller, NoiseBudget
 from squeezebox.reports import StepPlan
 from squeezebox.schema import OptionError
 from squeezebox.session._begin import begin
+from squeezebox.session._places import plan_with_places
 from squeezebox.session._plans import make_plan
+from squeezebox.session._profiles import Subject, rehearsed
 from squeezebox.session._replanning import Replanning, shapes_of
-from squeezebox.session._samples import LossFunction
+from squeezebox.session._samples import LossFunction, check_sample
 from squeezebox.session._session import Session
 
 
@@ -58,10 +61,12 @@ def attach(
             exactly, and the report's notes say so.
         checks_per_refresh: how many weighted layers, and how many other tensors, are compared with their
             exact values at each refresh; each holds its exact tensor and a second gradient for that step.
-        arena: on the CPU, packed tensors lie in one block of memory, allocated once after four steps that
-            tell their sizes and lifetimes; each has a place a sixteenth larger than 95 % of its sizes so far.
-            What does not fit is left in memory of its own, and counted in the report; results are the same.
-            The block lasts from step to step: a plan does not count it. On a device an arena is there anyway.
+        arena: packed tensors whose size varies have places that are as large in every step, so that all
+            steps take the same bytes; results are the same. Sizes are the plan's, whose peak counts them; or
+            those of a few steps on ``sample`` with ``loss_fn``, after which the model is as before; or
+            else those of the first step, with ``noise`` of the first two. What does not fit is left in memory
+            of its own, counted in the report, and has a larger place from the next step on. On a device an
+            arena is there anyway; there, tensors moved to the host have their places in one block.
 
     Returns:
         The session: ``report()``, ``step()``, ``measure_noise()``, ``state_dict()``, ``detach()``.
@@ -70,7 +75,8 @@ def attach(
         OptionError: noise not positive and finite, more than one of noise, controller and exact, or
             COMET's controller without an optimizer.
         AttachError: the model has a session already.
-        BudgetError: no plan fits the budget; later too, from the model's forward, with "replan".
+        BudgetError: no plan fits the budget; later too, from the model's forward, with "replan". Or the
+            plan, made without ``arena``, has no room for one.
         UnsupportedModelError: the model spans two devices or is compiled; later too, from its forward: the
             plan makes tensors again from parameters that fully_shard has taken away.
     """
@@ -79,7 +85,7 @@ def attach(
     replan = on_mismatch == "replan"
     if replan and plan is None and budget is None:
         raise OptionError("on_mismatch='replan' is for a plan or a budget; give one of them.")
-    if budget is None and not replan and (sample is not None or loss_fn is not None):
+    if budget is None and not replan and not arena and (sample is not None or loss_fn is not None):
         raise OptionError("sample and loss_fn are for a budget; give budget too, or call squeezebox.plan().")
     if budget is not None:
         if plan is not None or controller is not None:
@@ -92,12 +98,20 @@ def attach(
             budget=budget,
             noise=noise,
             exact=exact,
+            arena=arena,
         )
         noise, exact = None, False
     if plan is not None and (noise is not None or controller is not None or exact):
         raise OptionError("plan says what is lost already; give it without noise, controller and exact.")
+    if plan is not None and arena and not plan.arena:
+        plan = plan_with_places(plan)
     chosen = None if plan is not None else _controller(noise, controller, exact, optimizer is not None)
     replanning = _replanning(model, plan, sample, loss_fn, optimizer) if plan and replan else None
+    places: Mapping[str, int] = {}
+    if arena and plan is None and (sample is not None or loss_fn is not None):
+        sample, loss_fn = check_sample(sample, loss_fn)
+        subject = Subject(model=model, sample=sample, loss_fn=loss_fn, optimizer=optimizer, noise=0.0)
+        places = rehearsed(subject, chosen)
     return begin(
         model,
         optimizer,
@@ -106,6 +120,7 @@ def attach(
         replanning=replanning,
         checks_per_refresh=checks_per_refresh,
         arena=arena,
+        places=places,
     )
 
 
@@ -128,6 +143,7 @@ def _replanning(
         budget=plan.budget_bytes,
         noise=None if exact else plan.noise,
         exact=exact,
+        arena=plan.arena,
     )
     shapes = shapes_of(sample[0])
     return Replanning(plans={shapes: plan}, sample=shapes, target=sample[1], planner=make)

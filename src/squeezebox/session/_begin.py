@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 
 from squeezebox.bounds import Controller
 from squeezebox.capture import check_supported
+from squeezebox.memory import HEADROOM
 from squeezebox.reports import StepPlan
 from squeezebox.schema import AttachError
 from squeezebox.session._replanning import Replanning
@@ -22,11 +26,12 @@ def begin(
     checks_per_refresh: int = 1,
     overlapping: bool = False,
     arena: bool = False,
+    places: Mapping[str, int] = MappingProxyType({}),
 ) -> Session:
     """A session for a model that has none and can have one; without controller and plan nothing is lost.
 
     ``overlapping``: every forward is a step of its own, whatever still waits for its backward; no peak is
-    measured, which would be of several at once.
+    measured, which would be of several at once. ``places``: what an arena is laid out for, in bytes by key.
     """
     if model in attached:
         raise AttachError(
@@ -35,5 +40,7 @@ def begin(
         )
     check_supported(model)
     session = Session(model, optimizer, controller, checks_per_refresh, plan, replanning, overlapping, arena)
+    if session._store.reserve is not None and places:
+        session._store.reserve.plan(places, HEADROOM)
     attached.add(model)
     return session

@@ -31,6 +31,7 @@ from squeezebox.schema import (
 )
 from squeezebox.session._calibration import plan_within
 from squeezebox.session._models import device_of
+from squeezebox.session._places import profile_with_places
 from squeezebox.session._profiles import (
     Progress,
     Subject,
@@ -58,6 +59,7 @@ def make_plan(
     offload: bool = True,
     recompute: bool = True,
     time_limit: float | None = None,
+    arena: bool = False,
     cache: str | os.PathLike[str] | None = None,
     on_progress: Progress | None = None,
 ) -> StepPlan:
@@ -84,6 +86,7 @@ def make_plan(
         recompute: whether tensors may be made again by repeating operators.
         time_limit: of a step, as a multiple of the plain step's time, such as 1.3; instead of a budget: as
             little memory as fits the time.
+        arena: the peak counts the places of :func:`attach`'s arena.
         cache: a folder in which profiles are kept and found again; it may be deleted at any time. One is used
             again for the same model, weights, sample, loss, noise, optimizer, versions and machine; a change
             in what the loss or a module's forward calls is not noticed.
@@ -125,15 +128,17 @@ def make_plan(
     barred = [action for action, is_allowed in allowed_actions.items() if not is_allowed]
     seen = without(seen, barred)
     limit = None if budget is None else int(factor * plain_peak(seen) if share else factor)
+    held = profile_with_places if arena else lambda seen: seen
+    seen = held(seen)
     seconds = math.inf if time_limit is None else _seconds_left(seen, time_limit)
 
     @functools.cache
     def sliced(region: Region) -> StepProfile:
-        return without(profile_step(subject, whole=seen, region=region), barred)
+        return held(without(profile_step(subject, whole=seen, region=region), barred))
 
     def plan_for(lawful: float) -> StepPlan:
         plan = planned(model, seen, limit, lawful, batch_of(sample), seconds, sliced)
-        return dataclasses.replace(plan, noise=allowed)
+        return dataclasses.replace(plan, noise=allowed, arena=arena)
 
     return plan_within(allowed, plan_for, functools.partial(measured_noise, subject))
 

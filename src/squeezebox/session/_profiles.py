@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from squeezebox import __version__
-from squeezebox.bounds import NoiseBudget
+from squeezebox.bounds import Controller, NoiseBudget
 from squeezebox.capture import Stopwatch, Tracer
 from squeezebox.profiling import (
     Gain,
@@ -113,6 +113,20 @@ def measured_peak(subject: Subject, plan: StepPlan) -> int | None:
         finally:
             session.detach()
     return None if peak is None else peak + state_bytes(model, optimizer) - present
+
+
+def rehearsed(subject: Subject, controller: Controller | None) -> Mapping[str, int]:
+    """The places that an arena has after a few steps of the sample, with bounds that follow it."""
+    model, loss_fn = subject.model, subject.loss_fn
+    with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
+        session = begin(model, subject.optimizer, controller, arena=True)
+        try:
+            for _ in range(1 if controller is None else STATISTICS_STEPS):
+                model.zero_grad(set_to_none=True)
+                _run(subject, session.step())
+            return session._arena_places()
+        finally:
+            session.detach()
 
 
 def _run(

@@ -45,6 +45,7 @@ from squeezebox.session._models import (
     restored,
     tensors_in,
 )
+from squeezebox.session._places import places_of
 from squeezebox.session._policy import BoundPolicy, admit, refuse_unsound
 from squeezebox.session._records import Totals, record_of
 from squeezebox.session._replanning import Replanning, shapes_of
@@ -197,6 +198,13 @@ class Session:
             lossy = self._replay(closure, bypass=False)
         return gradient_noise(exact, lossy)
 
+    def _arena_places(self) -> Mapping[str, int]:
+        """The sizes that the steps so far ask for."""
+        assert self._store.reserve is not None
+        self._close_step()
+        self._store.reserve.start_step()
+        return self._store.reserve.places
+
     def timeline(self, closure: Callable[[], object]) -> Timeline:
         """Run one step under a profiler, and say where its time and memory go, module by module.
 
@@ -272,7 +280,6 @@ class Session:
             show(tensors_in(inputs))
         self._recorder.own(own)
         if self._meter.running:
-            own += self._store.reserved
             self._baseline = max(self._baseline, nbytes_of(own + self._persistent()))
         self._recorder.__enter__()
 
@@ -290,6 +297,7 @@ class Session:
         self._store.lineage = self._recorder.lineage() if plan.recomputed else None
         self._store.late_values = {key: Role(role) for key, role in plan.late_values.items()}
         self._store.room = plan.lasting_bytes
+        self._store.plan_arena(*places_of(plan))
         planned = {tensor.key: tensor.saved_bytes for tensor in plan.tensors}
         planned |= dict.fromkeys(plan.region.keys if plan.region else (), sys.maxsize)  # see Slicer
         self._slice(plan.region)
@@ -383,7 +391,8 @@ class Session:
         if self._store.blocks is not None:
             self._store.blocks.start_step(self._store.room, measured=measured, in_use=self._store.was_in_use)
         if self._store.reserve is not None:
-            self._store.reserve.start_step()
+            # The first step's bounds are guesses, if there is a controller that does better.
+            self._store.reserve.start_step(learn=self._step != 1 or not self._due(0))
 
     def _close_step(self) -> None:
         """After a backward: read the meter, turn due statistics into new bounds."""

@@ -79,9 +79,7 @@ def take_timeline(
         finally:
             subject.shown.clear()
 
-    trace = record_closure(
-        subject.model, closure, optimizer=subject.optimizer, packed=subject.store.reserved, around=around
-    )
+    trace = record_closure(subject.model, closure, optimizer=subject.optimizer, around=around)
     frozen = replace(record()(), peak_bytes=trace.peak().nbytes, activation_peak_bytes=None, split_bytes=None)
     return _timeline(subject, trace, notes, frozen, unprofiled)
 
