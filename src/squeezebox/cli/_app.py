@@ -293,6 +293,24 @@ def report(
 
 
 @app.command()
+def doctor(
+    step: Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Takes one training step.")],
+    batch: Annotated[
+        str | None, typer.Option(metavar="MODULE:CALLABLE", help="Makes what each step is called with.")
+    ] = None,
+    as_device: Annotated[
+        bool, typer.Option("--as-device", help="Without a device, name what would wait for one.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Name what a training step does in vain, by line of Python: runs it three times."""
+    from squeezebox.cli._doctor import examine_step
+
+    found = examine_step(step, batch, as_device)
+    print(json.dumps(found.to_dict(), indent=1) if as_json else found)
+
+
+@app.command()
 def codecs(as_json: Json = False) -> None:
     """List the codecs."""
     from squeezebox import codecs as room

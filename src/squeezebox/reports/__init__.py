@@ -31,6 +31,7 @@ from squeezebox.reports._pipeline_plan import (
     save_pipeline_plan,
 )
 from squeezebox.reports._plan import PlannedTensor, StepPlan, load_plan
+from squeezebox.reports._redundancy import StepCheck
 from squeezebox.reports._report import (
     BYTE_UNITS,
     Report,
@@ -69,6 +70,7 @@ __all__ = [
     "PlannedTensor",
     "Report",
     "SeriesSpread",
+    "StepCheck",
     "StepCost",
     "StepPlan",
     "Timeline",

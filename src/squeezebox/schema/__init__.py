@@ -44,6 +44,7 @@ from squeezebox.schema._plan import (
     StepProfile,
     TensorProfile,
 )
+from squeezebox.schema._redundancy import CheckedStep, Redundancy, Waste
 from squeezebox.schema._saved import (
     ArenaRecord,
     Check,
@@ -73,6 +74,7 @@ __all__ = [
     "Call",
     "CaptureError",
     "Check",
+    "CheckedStep",
     "CodecError",
     "DatasetError",
     "Edge",
@@ -102,6 +104,7 @@ __all__ = [
     "PlannedPeak",
     "Profile",
     "Reads",
+    "Redundancy",
     "Region",
     "Role",
     "SavedTensor",
@@ -120,4 +123,5 @@ __all__ = [
     "TensorStatistics",
     "TimelineCell",
     "UnsupportedModelError",
+    "Waste",
 ]
