@@ -293,7 +293,7 @@ OPERATIONS = {
     "fill_part": lambda a, b: a[0].fill_(3.0),
     "out": lambda a, b: torch.sin(a, out=b.double() if a.dtype is torch.float64 else torch.empty_like(a)),
     "sort": lambda a, b: a.sort(0).values,
-    "item": lambda a, b: a * float(b.sum().clamp(-1, 1)),
+    "item": lambda a, b: a * float(b.detach().sum().clamp(-1, 1)),
 }
 NAMES = range(6)
 INSTRUCTIONS = st.tuples(
@@ -316,12 +316,12 @@ def program(instructions, gradients):
                     names[target] = OPERATIONS[operation](names[first], names[second])
                 except (RuntimeError, IndexError):  # shapes that do not fit, or what autograd forbids
                     continue
-        loss = names[0].double().sum() + names[1].double().sum()
-        if gradients and loss.requires_grad:
-            try:
+        try:
+            loss = names[0].double().sum() + names[1].double().sum()
+            if loss.requires_grad:
                 loss.backward()
-            except RuntimeError:  # a saved tensor was changed
-                pass
+        except RuntimeError:  # what autograd forbids, or a saved tensor was changed
+            pass
         return names[0], names[2]
 
     return step, lambda: (lasting, [each.grad for each in lasting])

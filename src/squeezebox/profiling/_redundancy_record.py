@@ -192,7 +192,12 @@ class _Recorder:
             self.record.events.append(event)
         waits = self.step == 0 and self.record.device.type == "cuda"
         began = _now(waits)
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except BaseException:  # it may have written some of what it was to write
+            event.traits = (event.traits | Trait.EFFECT | Trait.OPAQUE) & ~Trait.OVERWRITES
+            event.reads += event.writes
+            raise
         event.seconds = _now(waits) - began
         with self._working():
             self._returned(event, out)

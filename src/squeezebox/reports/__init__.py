@@ -20,6 +20,7 @@ from squeezebox.reports._audit_runs import AuditRecord, load_record, save_record
 from squeezebox.reports._batch import FoundBatch, MaxBatch
 from squeezebox.reports._chart import ChartKind, ChartSpan, PipelineChart
 from squeezebox.reports._compiled import CompiledReport, CompiledTensor
+from squeezebox.reports._environment import EnvironmentCheck
 from squeezebox.reports._equivalence import LEVEL, Equivalence, deviation_uncertainty, equivalence
 from squeezebox.reports._estimate import Estimate
 from squeezebox.reports._page import timeline_html
@@ -60,6 +61,7 @@ __all__ = [
     "CompiledReport",
     "CompiledTensor",
     "ControlPair",
+    "EnvironmentCheck",
     "Equivalence",
     "Estimate",
     "FoundBatch",

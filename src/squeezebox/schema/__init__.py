@@ -4,6 +4,7 @@ In: plain Python values. Out: the same values, named and checked.
 May touch: the standard library only; no tensor math, no torch.
 """
 
+from squeezebox.schema._environment import CheckedEnvironment, CheckedPackage, EnvironmentFault, Fault
 from squeezebox.schema._errors import (
     AttachError,
     BudgetError,
@@ -74,10 +75,14 @@ __all__ = [
     "Call",
     "CaptureError",
     "Check",
+    "CheckedEnvironment",
+    "CheckedPackage",
     "CheckedStep",
     "CodecError",
     "DatasetError",
     "Edge",
+    "EnvironmentFault",
+    "Fault",
     "Forecast",
     "FormatError",
     "Holding",
