@@ -293,6 +293,37 @@ def report(
 
 
 @app.command()
+def doctor(
+    step: Annotated[
+        str | None, typer.Argument(metavar="[MODULE:CALLABLE]", help="Takes one training step.")
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(metavar="MODULE:CALLABLE", help="Makes what each step is called with.")
+    ] = None,
+    as_device: Annotated[
+        bool, typer.Option("--as-device", help="Without a device, name what would wait for one.")
+    ] = False,
+    packages: Annotated[
+        str | None, typer.Option(help="Check and import these: timm,transformers (default: usual ones).")
+    ] = None,
+    byte_code: Annotated[
+        bool, typer.Option("--byte-code/--no-byte-code", help="Whether to compile all their sources.")
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """Check a training step, or without one the environment.
+
+    A step runs three times; named is what it does in vain, by line of Python. Of the environment, versions
+    and devices, and packages that are not what was installed (exit status 1). --packages adds it to a step.
+    """
+    from squeezebox.cli._doctor import examine_environment, examine_step, show
+
+    found = None if step is None else examine_step(step, batch, as_device)
+    wanted = step is None or packages is not None
+    show(found, examine_environment(packages, byte_code) if wanted else None, as_json)
+
+
+@app.command()
 def codecs(as_json: Json = False) -> None:
     """List the codecs."""
     from squeezebox import codecs as room

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 Advance = Callable[[str], None]
 Count = Callable[[int, int, str], None]
 
+_PATIENCE = 4.0  # seconds
+
 
 @contextlib.contextmanager
 def progress(title: str, total: int) -> Iterator[Advance]:
@@ -48,6 +50,23 @@ def timed(title: str) -> Iterator[Callable[[int, int, float], None]]:
             if count is not None:
                 count(done, total, note)
             elif done == total or done * 8 // total > (done - 1) * 8 // total:
+                print(f"{title}: {done}/{total}, {note}", file=sys.stderr, flush=True)
+
+        yield show
+
+
+@contextlib.contextmanager
+def patient(title: str) -> Iterator[Count]:
+    """What this gives is called with (done, total, note): a bar on a terminal, else now and then a line."""
+    with counted(title) as count:
+        last = time.monotonic()
+
+        def show(done: int, total: int, note: str) -> None:
+            nonlocal last
+            if count is not None:
+                count(done, total, note)
+            elif time.monotonic() - last > _PATIENCE:
+                last = time.monotonic()
                 print(f"{title}: {done}/{total}, {note}", file=sys.stderr, flush=True)
 
         yield show

@@ -177,10 +177,14 @@ class StepMarks(TorchDispatchMode):
 
 
 class Modules:
-    """Whose forward runs, or whose backward: autograd numbers its nodes as forward makes them."""
+    """Whose forward runs, or whose backward: autograd numbers its nodes as forward makes them.
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._paths = {module: path for path, module in model.named_modules()}
+    Without a model, every module that no other one calls is a model, and its own path is its class's name.
+    """
+
+    def __init__(self, model: torch.nn.Module | None = None) -> None:
+        self._paths = {} if model is None else _paths(model)
+        self._adopts = model is None
         self._stack: list[str] = []
         self._numbers, self._owners = [-1], [""]
         self._hooks: list[Any] = []
@@ -209,7 +213,14 @@ class Modules:
             return ""
         return self._owners[bisect_right(self._numbers, node._sequence_nr()) - 1]
 
+    @property
+    def known(self) -> Iterable[torch.nn.Module]:
+        """All that are told apart."""
+        return self._paths.keys()
+
     def _begin(self, module: torch.nn.Module, args: Any) -> None:
+        if self._adopts and not self._stack and module not in self._paths:
+            self._paths |= _paths(module) | {module: type(module).__name__}
         if module in self._paths:
             self._stack.append(self._paths[module])
             self._turn()
@@ -222,6 +233,10 @@ class Modules:
     def _turn(self) -> None:
         self._numbers.append(torch._C._autograd._get_sequence_nr())
         self._owners.append(self._stack[-1] if self._stack else "")
+
+
+def _paths(model: torch.nn.Module) -> dict[torch.nn.Module, str]:
+    return {module: path for path, module in model.named_modules()}
 
 
 def _stream() -> int:

@@ -20,6 +20,7 @@ from squeezebox.reports._audit_runs import AuditRecord, load_record, save_record
 from squeezebox.reports._batch import FoundBatch, MaxBatch
 from squeezebox.reports._chart import ChartKind, ChartSpan, PipelineChart
 from squeezebox.reports._compiled import CompiledReport, CompiledTensor
+from squeezebox.reports._environment import EnvironmentCheck
 from squeezebox.reports._equivalence import LEVEL, Equivalence, deviation_uncertainty, equivalence
 from squeezebox.reports._estimate import Estimate
 from squeezebox.reports._page import timeline_html
@@ -31,6 +32,7 @@ from squeezebox.reports._pipeline_plan import (
     save_pipeline_plan,
 )
 from squeezebox.reports._plan import PlannedTensor, StepPlan, load_plan
+from squeezebox.reports._redundancy import StepCheck
 from squeezebox.reports._report import (
     BYTE_UNITS,
     Report,
@@ -59,6 +61,7 @@ __all__ = [
     "CompiledReport",
     "CompiledTensor",
     "ControlPair",
+    "EnvironmentCheck",
     "Equivalence",
     "Estimate",
     "FoundBatch",
@@ -69,6 +72,7 @@ __all__ = [
     "PlannedTensor",
     "Report",
     "SeriesSpread",
+    "StepCheck",
     "StepCost",
     "StepPlan",
     "Timeline",

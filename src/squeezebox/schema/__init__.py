@@ -4,6 +4,7 @@ In: plain Python values. Out: the same values, named and checked.
 May touch: the standard library only; no tensor math, no torch.
 """
 
+from squeezebox.schema._environment import CheckedEnvironment, CheckedPackage, EnvironmentFault, Fault
 from squeezebox.schema._errors import (
     AttachError,
     BudgetError,
@@ -44,6 +45,7 @@ from squeezebox.schema._plan import (
     StepProfile,
     TensorProfile,
 )
+from squeezebox.schema._redundancy import CheckedStep, Redundancy, Waste
 from squeezebox.schema._saved import (
     ArenaRecord,
     Check,
@@ -73,9 +75,14 @@ __all__ = [
     "Call",
     "CaptureError",
     "Check",
+    "CheckedEnvironment",
+    "CheckedPackage",
+    "CheckedStep",
     "CodecError",
     "DatasetError",
     "Edge",
+    "EnvironmentFault",
+    "Fault",
     "Forecast",
     "FormatError",
     "Holding",
@@ -102,6 +109,7 @@ __all__ = [
     "PlannedPeak",
     "Profile",
     "Reads",
+    "Redundancy",
     "Region",
     "Role",
     "SavedTensor",
@@ -120,4 +128,5 @@ __all__ = [
     "TensorStatistics",
     "TimelineCell",
     "UnsupportedModelError",
+    "Waste",
 ]

@@ -8,6 +8,8 @@ from squeezebox.session._attach import attach
 from squeezebox.session._audit import audit
 from squeezebox.session._audit_run import AuditRun, Factor, Outcome
 from squeezebox.session._compile import compile_model
+from squeezebox.session._doctor import check_step
+from squeezebox.session._environment import check_environment
 from squeezebox.session._estimate import estimate
 from squeezebox.session._find import find_batch
 from squeezebox.session._out_of_memory import explain_out_of_memory, explanation
@@ -23,6 +25,8 @@ __all__ = [
     "attach",
     "attach_stages",
     "audit",
+    "check_environment",
+    "check_step",
     "compile_model",
     "estimate",
     "explain_out_of_memory",

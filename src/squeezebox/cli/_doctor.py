@@ -1,0 +1,57 @@
+"""``squeezebox doctor``: what a step does in vain, and whether packages are as they were installed."""
+
+from __future__ import annotations
+
+import json
+
+import squeezebox
+from squeezebox.cli._estimate import load_factory
+from squeezebox.cli._progress import patient
+from squeezebox.reports import EnvironmentCheck, StepCheck
+from squeezebox.schema import SqueezeboxError
+
+_ANY = 64  # arguments that a step may need, if a batch gives them
+
+
+def examine_step(name: str, batch: str | None, as_device: bool) -> StepCheck:
+    """Check the step called ``module:callable``.
+
+    Raises:
+        OptionError: a name says nothing that can be called like this.
+    """
+    make = None if batch is None else load_factory(batch)
+    step = load_factory(name, arguments=0 if batch is None else _ANY)
+    return squeezebox.check_step(step, batch=make, as_device=as_device)
+
+
+def examine_environment(packages: str | None, byte_code: bool) -> EnvironmentCheck:
+    """Check packages joined by commas, or those for models that are installed.
+
+    Raises:
+        OptionError: a named package is not installed.
+    """
+    names = None if packages is None else [name.strip() for name in packages.split(",")]
+    with patient("checking") as on_progress:
+        return squeezebox.check_environment(names, byte_code=byte_code, on_progress=on_progress)
+
+
+def show(step: StepCheck | None, environment: EnvironmentCheck | None, as_json: bool) -> None:
+    """Print what was found, both under their names where there are both.
+
+    Raises:
+        SqueezeboxError: after printing, where something is wrong with the environment.
+    """
+    found = {"step": step, "environment": environment}
+    parts = {name: each for name, each in found.items() if each is not None}
+    if as_json:
+        values = {name: each.to_dict() for name, each in parts.items()}
+        print(json.dumps(values if len(values) > 1 else next(iter(values.values())), indent=1))
+    else:
+        print("\n\n".join(map(str, parts.values())))
+    if environment is not None and not environment.healthy:
+        faults = environment.figures.faults
+        names = ", ".join(dict.fromkeys(each.package for each in faults))
+        raise SqueezeboxError(
+            f"{len(faults)} thing{'s' if len(faults) > 1 else ''} wrong with {names}, named above. Where you "
+            "did not change it yourself, install the package anew: pip install --force-reinstall --no-deps."
+        )

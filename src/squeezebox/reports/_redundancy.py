@@ -1,0 +1,84 @@
+"""What a step does in vain, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from squeezebox.reports._report import human_bytes, plain, write_whole
+from squeezebox.schema import CheckedStep, Redundancy, Waste
+
+_MODULES = 3  # named in text; JSON has all
+_MEANINGS = {
+    Waste.REPEATED: "the same result was there already",
+    Waste.CONSTANT: "could be computed once, before training",
+    Waste.DEAD: "freed or overwritten before anything read it",
+    Waste.COPY: "the original was there as long, and the same",
+    Waste.SYNC: "the host waits for the device, and the device then for the host",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepCheck:
+    """Repeated operators, dead stores, needless copies and syncs of one step. ``str()`` is a table."""
+
+    figures: CheckedStep
+
+    @property
+    def findings(self) -> tuple[Redundancy, ...]:
+        """Line by line, the slowest first."""
+        return self.figures.findings
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as written by :meth:`to_json`."""
+        values: dict[str, Any] = plain(self.figures)
+        return values
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Write it whole or not at all; OutputError if the path cannot be written."""
+        write_whole(path, json.dumps(self.to_dict(), indent=1) + "\n")
+
+    def __str__(self) -> str:
+        figures = self.figures
+        lines = [
+            f"one step on {figures.device}: {figures.operators} operators in {figures.seconds * 1e3:.2f} ms, "
+            f"{len(figures.findings)} findings"
+        ]
+        if figures.repeated_on_purpose:
+            lines.append(f"{figures.repeated_on_purpose} operators are repeated by checkpointing, on purpose")
+        for waste in Waste:
+            lines += self._of(waste)
+        return "\n".join(lines)
+
+    def _of(self, waste: Waste) -> Iterator[str]:
+        found = [each for each in self.findings if each.waste is waste]
+        if not found:
+            return
+        meaning = _MEANINGS[waste]
+        if waste is Waste.SYNC and self.figures.as_device:
+            meaning = "would make the host wait, were these tensors on a device"
+        yield f"\n{waste.value}: {meaning}"
+        for each in found:
+            yield (
+                f"{each.seconds * 1e3:9.3f} ms  {human_bytes(each.nbytes):>10}  {each.count:>4} x  "
+                f"{each.operator}  {_where(each)}"
+            )
+
+
+def _where(found: Redundancy) -> str:
+    """``model.py:11 (forward of layers.1, layers.2), first at model.py:9``."""
+    modules = [module for module in found.modules if module]
+    more = f" and {len(modules) - _MODULES} more" if len(modules) > _MODULES else ""
+    of = f"{found.phase} of {', '.join(modules[:_MODULES])}{more}" if modules else found.phase
+    first = f", first at {_short(found.first)}" if found.first else ""
+    note = f"; {found.note}" if found.note else ""
+    return f"{_short(found.file)}:{found.line} ({of}){first}{note}"
+
+
+def _short(path: str) -> str:
+    """From the current folder where it lies below that."""
+    here = os.path.join(os.getcwd(), "")
+    return path.removeprefix(here)

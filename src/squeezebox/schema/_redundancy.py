@@ -1,0 +1,56 @@
+"""What a training step does in vain."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Waste(enum.Enum):
+    """Why work was in vain, or had to wait."""
+
+    REPEATED = "repeated operator"
+    CONSTANT = "repeated in every step"
+    DEAD = "dead store"
+    COPY = "needless copy"
+    SYNC = "host-device sync"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Redundancy:
+    """Calls of one operator from one line of Python, in one phase ("forward" or "backward"), in one step.
+
+    ``modules`` are those whose forward ran, or whose backward; "" is none. A backward's line is the one whose
+    forward it belongs to. ``count`` are the calls that could go, or that the host waits for; ``seconds`` and
+    ``nbytes`` are theirs: what they took, and what they wrote, or moved to the host. ``first`` is
+    where the same was computed before: ``file:line``, or ``file:line of module``.
+    """
+
+    waste: Waste
+    operator: str
+    file: str
+    line: int
+    function: str
+    modules: tuple[str, ...]
+    phase: str
+    count: int
+    seconds: float
+    nbytes: int
+    first: str | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedStep:
+    """One recorded step; ``seconds`` are the operators' own, as recorded.
+
+    ``repeated_on_purpose`` are operators that checkpointing computed again, which are no findings.
+    ``as_device`` says whether syncs are told as if the tensors were on a device.
+    """
+
+    device: str
+    as_device: bool
+    operators: int
+    seconds: float
+    repeated_on_purpose: int
+    findings: tuple[Redundancy, ...]

@@ -1,0 +1,51 @@
+"""Whether a training step does anything in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from squeezebox.profiling import check_redundancy
+from squeezebox.reports import StepCheck
+
+_STEPS = 3  # one to begin with, one that is judged, one that tells what is the same in every step
+
+
+def check_step(
+    step: Callable[..., object], *, batch: Callable[[], object] | None = None, as_device: bool = False
+) -> StepCheck:
+    """Run a training step three times, and name what it does in vain, by line of Python, time and bytes.
+
+    Named are operators whose results were there already, results that nobody reads, copies in whose place
+    the original would have done, and operators for which the host waits for a device. Random operators
+    and in-place updates are no repeats. Only what is certain from the operators that ran is named: a step
+    with other inputs may take other branches. To the model and the optimizer these are three steps of
+    training like any other.
+
+    Args:
+        step: takes one training step, with optimizer if that is to be seen.
+        batch: makes what ``step`` is called with, a tuple or one argument; before each step, so that what
+            depends on the batch alone is not taken for a constant. None: ``step`` takes nothing.
+        as_device: on a machine without a device, name what would wait for one.
+
+    After PieProf (Tan et al., "Toward efficient interactions between Python and native libraries", 2021),
+    with torch's dispatcher in place of hardware counters: calls are seen whole, and operators' insides not.
+    """
+    batches = iter([_arguments(batch) for _ in range(_STEPS)])
+
+    def run() -> object:
+        return step(*next(batches))
+
+    run()
+    on_device = torch.cuda.is_initialized()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
+    return StepCheck(check_redundancy(run, device=device, as_device=as_device))
+
+
+def _arguments(batch: Callable[[], object] | None) -> tuple[Any, ...]:
+    if batch is None:
+        return ()
+    made = batch()
+    return made if isinstance(made, tuple) else (made,)

@@ -1,0 +1,332 @@
+"""What a step does in vain: planted ones are found, and whatever is found is true."""
+
+import inspect
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from squeezebox.profiling import check_redundancy
+from squeezebox.schema import Waste
+from tests.profiling.sabotage import CPU, findings_hold
+
+
+def check(step, **options):
+    step()
+    return check_redundancy(step, device=CPU, **options).findings
+
+
+def found(step, waste, **options):
+    return [each for each in check(step, **options) if each.waste is waste]
+
+
+X = torch.randn(32, 32)
+WEIGHT = torch.ones(32, 32, requires_grad=True)
+NORM = nn.BatchNorm1d(32)
+KEPT = []
+
+
+class Wasteful(nn.Module):
+    """Three layers, each with a mask of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Masked() for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(32))
+
+    def forward(self, x):
+        mask = torch.ones(32, 32, dtype=torch.bool).tril()
+        return (x @ self.weight).masked_fill(~mask, 0.0)
+
+
+def test_a_mask_made_anew_in_every_layer_is_named_by_line_module_and_bytes():
+    model = Wasteful()
+    repeated = found(lambda: model(X).sum().backward(), Waste.REPEATED)
+    assert {each.operator for each in repeated} == {"aten.ones", "aten.tril", "aten.bitwise_not"}
+    for each in repeated:
+        assert each.file == __file__ and each.function == "forward" and each.phase == "forward"
+        assert each.modules == ("layers.1", "layers.2") and each.count == 2 and each.nbytes == 2 * 32 * 32
+        assert each.first == f"{__file__}:{each.line} of layers.0" and each.seconds > 0.0
+    first = inspect.getsourcelines(Masked.forward)[1]
+    assert {each.operator: each.line - first for each in repeated} == {
+        "aten.ones": 1,
+        "aten.tril": 1,
+        "aten.bitwise_not": 2,
+    }
+    constants = found(lambda: model(X).sum().backward(), Waste.CONSTANT)
+    assert {each.operator for each in constants} >= {"aten.ones", "aten.tril", "aten.bitwise_not"}
+    assert all(
+        each.modules == ("layers.0",) and not each.note for each in constants if "tril" in each.operator
+    )
+
+
+def twice_the_product():
+    return (X @ X).sum() + (X @ X).mean()
+
+
+def twice_a_literal():
+    return sum(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]).sin().sum() for _ in range(2))
+
+
+def store_overwritten():
+    made = torch.zeros(100)
+    made.copy_(X.flatten()[:100])
+    return made.sum()
+
+
+def in_place_overwritten():
+    made = torch.full((100,), 2.0).mul(X.flatten()[:100])
+    made.zero_()
+    made.copy_(X.flatten()[100:200])
+    return made.sum()
+
+
+def result_unread():
+    unread = X.exp().sin()
+    return X.sum() if unread.shape else None
+
+
+def copied():
+    same = X.clone()
+    return same.sum() + same.mean()
+
+
+def cast_there_and_back():
+    return X.double().float().sum()
+
+
+PLANTED = {
+    "product": (twice_the_product, Waste.REPEATED, {"aten.mm": 1}),
+    "literal": (twice_a_literal, Waste.REPEATED, {"aten.lift_fresh": 1, "aten.sin": 1, "aten.sum": 1}),
+    "overwritten": (store_overwritten, Waste.DEAD, {"aten.zeros": 1}),
+    "overwritten in place": (
+        in_place_overwritten,
+        Waste.DEAD,
+        {"aten.zero_": 1, "aten.mul.Tensor": 1, "aten.full": 1},
+    ),
+    "unread": (result_unread, Waste.DEAD, {"aten.exp": 1, "aten.sin": 1}),
+    "copied": (copied, Waste.COPY, {"aten.clone": 1}),
+    "cast": (cast_there_and_back, Waste.COPY, {"aten._to_copy": 2}),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_waste_is_found(name):
+    step, waste, operators = PLANTED[name]
+    assert {each.operator: each.count for each in found(step, waste)} == operators
+
+
+def updated_in_place():
+    made = torch.zeros(32, 32)
+    for _ in range(3):
+        made.add_(X)
+        made.mul_(0.5)
+    return made.sum()
+
+
+def input_changed_between():
+    made = X.clone()
+    first = made.exp()
+    made.add_(1.0)
+    return first.sum() + made.exp().sum()
+
+
+def changed_through_a_view():
+    made = X.clone()
+    first = made.exp()
+    made[0].zero_()
+    return first.sum() + made.exp().sum()
+
+
+def result_changed_later():
+    first, second = torch.zeros(32, 32), torch.zeros(32, 32)
+    first.add_(X)
+    second.sub_(X)
+    return first.sum() * second.mean()
+
+
+def draws():
+    kept = functional.dropout(X, 0.5).sum() + functional.dropout(X, 0.5).sum()
+    noise = torch.randn(32, 32).sum() + torch.randn(32, 32).sum() + torch.rand_like(X).sum()
+    torch.rand(32, 32)
+    torch.bernoulli(X.abs().clamp(max=1))
+    mixed = torch.randperm(32).sum() + torch.randperm(32).sum() + torch.multinomial(X.square(), 2).sum()
+    own = torch.Generator().manual_seed(0)
+    return kept + noise + mixed + torch.empty(32, 32).normal_(generator=own).sum()
+
+
+def other_arguments():
+    return (
+        X.sum(0).sum()
+        + X.sum(1).sum()
+        + X.softmax(0).sum()
+        + X.softmax(1).sum()
+        + X.pow(2).sum()
+        + X.pow(3.0).sum()
+    )
+
+
+def normalised_twice():
+    return (NORM(X) + NORM(X)).sum()
+
+
+def copied_to_be_changed():
+    made = X.clone()
+    made[0].fill_(7.0)
+    return made.sum()
+
+
+def copied_before_a_change():
+    made = X * 2
+    before = made.clone()
+    made.add_(1.0)
+    return (before - made).sum()
+
+
+def cast_that_loses():
+    return X.half().float().sum()
+
+
+def laid_out_anew():
+    return X.t().contiguous().sum()
+
+
+def small_part_of_what_goes():
+    part = (X * 2)[0].clone()
+    return part.sum()
+
+
+def gradients_zeroed_and_added_up():
+    if WEIGHT.grad is not None:
+        WEIGHT.grad.zero_()
+    (X @ WEIGHT).sum().backward()
+    (X.t() @ WEIGHT).square().sum().backward()
+
+
+def read_by_numpy():
+    return (X + 1).numpy().sum() + sum((X + 2).tolist()[0])
+
+
+def kept_by_the_user():
+    KEPT[:] = [X.clone(), X.exp(), X.sin()]
+
+
+def checkpointed():
+    checkpoint(lambda x: (x @ WEIGHT).exp().sin(), X, use_reentrant=False).sum().backward()
+
+
+def checkpointed_reentrant():
+    checkpoint(lambda x: (x @ WEIGHT).exp().sin(), X + WEIGHT, use_reentrant=True).sum().backward()
+
+
+def half_overwritten():
+    made = torch.ones(32, 32)
+    made[:16].copy_(X[:16])
+    return made.sum()
+
+
+INNOCENT = (
+    updated_in_place,
+    input_changed_between,
+    changed_through_a_view,
+    result_changed_later,
+    draws,
+    other_arguments,
+    normalised_twice,
+    copied_to_be_changed,
+    copied_before_a_change,
+    cast_that_loses,
+    laid_out_anew,
+    small_part_of_what_goes,
+    gradients_zeroed_and_added_up,
+    read_by_numpy,
+    kept_by_the_user,
+    checkpointed,
+    checkpointed_reentrant,
+    half_overwritten,
+)
+
+
+@pytest.mark.parametrize("step", INNOCENT)
+def test_innocent_steps_have_no_finding(step):
+    assert [each for each in check(step) if each.waste is not Waste.CONSTANT] == []
+
+
+@pytest.mark.parametrize("step", INNOCENT + tuple(step for step, *_ in PLANTED.values()))
+def test_whatever_is_found_is_true_of_handmade_steps(step):
+    findings_hold(lambda: (step, tuple))
+
+
+OPERATIONS = {
+    "exp": lambda a, b: torch.exp(a),
+    "add": torch.add,
+    "mm": torch.mm,
+    "row": lambda a, b: a[1],
+    "turn": lambda a, b: a.t(),
+    "clone": lambda a, b: a.clone(),
+    "dense": lambda a, b: a.contiguous(),
+    "cast": lambda a, b: a.to(torch.float64 if a.dtype is torch.float32 else torch.float32),
+    "half": lambda a, b: a.half().to(a.dtype),
+    "zeros": lambda a, b: torch.zeros(4, 4),
+    "like": lambda a, b: torch.ones_like(a),
+    "literal": lambda a, b: torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 4),
+    "random": lambda a, b: torch.rand(4, 4),
+    "dropped": lambda a, b: functional.dropout(a, 0.5),
+    "add_": lambda a, b: a.add_(1.0),
+    "zero_": lambda a, b: a.zero_(),
+    "copy_": lambda a, b: a.copy_(b),
+    "fill_part": lambda a, b: a[0].fill_(3.0),
+    "out": lambda a, b: torch.sin(a, out=b.double() if a.dtype is torch.float64 else torch.empty_like(a)),
+    "sort": lambda a, b: a.sort(0).values,
+    "item": lambda a, b: a * float(b.detach().sum().clamp(-1, 1)),
+}
+NAMES = range(6)
+INSTRUCTIONS = st.tuples(
+    st.sampled_from(sorted(OPERATIONS)), *(st.sampled_from(NAMES) for _ in range(3)), st.booleans()
+)
+
+
+def program(instructions, gradients):
+    """A step that runs them on six names, of which two last from one step to the next, and what lasts."""
+    torch.manual_seed(0)
+    lasting = [torch.randn(4, 4, requires_grad=gradients) for _ in range(2)]
+
+    def step():
+        names = [
+            lasting[number % 2].detach() if number % 4 > 1 else lasting[number % 2] * 1.5 for number in NAMES
+        ]
+        for operation, target, first, second, differentiated in instructions:
+            with torch.set_grad_enabled(differentiated):
+                try:
+                    names[target] = OPERATIONS[operation](names[first], names[second])
+                except (RuntimeError, IndexError):  # shapes that do not fit, or what autograd forbids
+                    continue
+        try:
+            loss = names[0].double().sum() + names[1].double().sum()
+            if loss.requires_grad:
+                loss.backward()
+        except RuntimeError:  # what autograd forbids, or a saved tensor was changed
+            pass
+        return names[0], names[2]
+
+    return step, lambda: (lasting, [each.grad for each in lasting])
+
+
+@given(st.lists(INSTRUCTIONS, min_size=3, max_size=25), st.booleans())
+def test_whatever_is_found_is_true_of_any_program(instructions, gradients):
+    findings_hold(partial(program, instructions, gradients))
