@@ -68,6 +68,7 @@ def test_an_answer_that_needs_more_than_foretold_is_made_smaller(monkeypatch):
     _, found = found_for(1_000_000)
     assert found.measured_peak_bytes is None and "not run" in str(found)
     assert 0.6 * fitting.batch < found.batch < fitting.batch
+    assert 1.3 * found.predicted_peak_bytes <= 900_000 == found.memory_bytes - found.reserve_bytes
 
 
 def test_several_inputs_begin_small():

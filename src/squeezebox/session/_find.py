@@ -82,16 +82,17 @@ def find_batch(
     )
     known = probe(subject, limit)
 
-    def plan_at(size: int) -> StepPlan:
-        return planned(model, planner.at_batch(known, size), limit, allowed, size)
+    def plan_at(size: int, foretold: int) -> StepPlan:
+        return planned(model, planner.at_batch(known, size), foretold, allowed, size)
 
     answer = max(_largest(known, limit, allowed), 1)
-    plan = plan_at(answer)
+    plan = plan_at(answer, limit)
     measured = measured_peak(_of_size(subject, answer), plan)
     probes = (*known, answer)
     if measured is not None and measured > limit:
-        answer = _smaller(known, answer, limit * plan.predicted_peak_bytes / measured, allowed)
-        plan, measured = plan_at(answer), None
+        foretold = limit * plan.predicted_peak_bytes // measured  # what may be, for so much more to fit
+        answer = _smaller(known, answer, foretold, allowed)
+        plan, measured = plan_at(answer, foretold), None
     return FoundBatch(
         batch=answer,
         plan=plan,
@@ -165,14 +166,14 @@ def _first(model: torch.nn.Module, sample: tuple[Any, Any], limit: int) -> int:
     return min(batch_of(sample), _UNKNOWN_BATCH)
 
 
-def _largest(known: dict[int, StepProfile], limit: float, noise: float) -> int:
-    budget = Budget(peak_bytes=int(limit), noise=noise)
+def _largest(known: dict[int, StepProfile], limit: int, noise: float) -> int:
+    budget = Budget(peak_bytes=limit, noise=noise)
     return planner.largest_batch(
         lambda size: fits_within(planner.at_batch(known, size).profile, budget), min(known)
     )
 
 
-def _smaller(known: dict[int, StepProfile], batch: int, limit: float, noise: float) -> int:
+def _smaller(known: dict[int, StepProfile], batch: int, limit: int, noise: float) -> int:
     return max(min(_largest(known, limit, noise), batch - 1), 1)
 
 
