@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import squeezebox
 from squeezebox.profiling import free_bytes
 from squeezebox.schema import BudgetError, OptionError
-from squeezebox.session import _find
+from squeezebox.session import _find, _plans
 from tests.session.test_max_batch import Sequence, batch, network
 
 
@@ -68,17 +68,68 @@ def test_an_answer_that_needs_more_than_foretold_is_made_smaller(monkeypatch):
     _, found = found_for(1_000_000)
     assert found.measured_peak_bytes is None and "not run" in str(found)
     assert 0.6 * fitting.batch < found.batch < fitting.batch
+    assert found.predicted_peak_bytes <= found.plan.budget_bytes < 900_000 / 1.2
 
 
-def test_several_inputs_begin_small():
+def test_several_inputs_are_foretold_too():
     model = Sequence()
     sample = (({"tokens": torch.randint(50, (32, 32))}, torch.ones(64)), torch.randint(50, (32 * 32,)))
     found = squeezebox.find_batch(model, sample, loss_fn=F.cross_entropy, memory=2_000_000, exact=True)
-    assert found.probes[0] == 4 and found.measured_peak_bytes <= 1_800_000
+    assert found.probes[0] == 32 and found.measured_peak_bytes <= 1_800_000
+
+
+class ReadsValues(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x if float(x.sum()) else -x)
+
+
+def test_what_fake_tensors_cannot_run_begins_small():
+    sample = (torch.randn(64, 128), torch.randint(10, (64,)))
+    found = squeezebox.find_batch(ReadsValues(128, 10), sample, loss_fn=F.cross_entropy, memory=200_000)
+    assert found.probes[0] == 2 and found.batch > 64
+
+
+def costly():
+    """A layer whose statistics need far more than a plain step."""
+    torch.manual_seed(1)
+    layers = [torch.nn.Conv2d(3, 32, 3, padding=1), torch.nn.SiLU(), torch.nn.AdaptiveAvgPool2d(1)]
+    return torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(32, 10))
+
+
+@pytest.mark.parametrize("memory", [500_000, 2_000_000])
+def test_profiles_with_noise_fit_the_memory_too(memory, monkeypatch):
+    seen, own = [], _find.profile_step
+    monkeypatch.setattr(_find, "profile_step", lambda subject: seen.append(own(subject)) or seen[-1])
+    model = costly()
+    found = squeezebox.find_batch(model, batch(64), loss_fn=F.cross_entropy, memory=memory, noise=1e-3)
+    assert len(seen) == len(found.probes) - 1
+    limit, plain = found.memory_bytes - found.reserve_bytes, _plans.plain_peak(seen[0])
+    assert all(max(each.peak_bytes, _plans.plain_peak(each)) <= limit for each in seen)
+    assert seen[0].peak_bytes > 1.5 * plain and found.measured_peak_bytes <= limit
+
+
+def test_memory_that_not_even_a_profile_fits_is_refused_before_anything_is_run(monkeypatch):
+    monkeypatch.setattr(_find, "profile_step", None)
+    with pytest.raises(BudgetError, match=r"batch of 1 can be profiled: that may take .* more than the"):
+        squeezebox.find_batch(costly(), batch(64), loss_fn=F.cross_entropy, memory=300_000, noise=1e-3)
+
+
+def test_tensors_that_are_small_in_the_probes_and_not_in_the_answer_are_planned():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1))
+    model = torch.nn.Sequential(model, torch.nn.Flatten(), torch.nn.Linear(8, 10))
+    found = squeezebox.find_batch(model, batch(16), loss_fn=F.cross_entropy, memory=4_000_000, noise=1e-3)
+    assert max(found.probes[:-1]) * 8 * 4 < 4096 < found.batch * 8 * 4
+    assert {":NllLoss.self", ":NllLoss.target"} & {each.key for each in found.plan.tensors}
+    session = squeezebox.attach(model, plan=found.plan)
+    inputs, target = batch(found.batch)
+    with session.step():
+        loss = F.cross_entropy(model(inputs), target)
+    loss.backward()
+    session.detach()
 
 
 def test_what_cannot_be():
-    with pytest.raises(BudgetError, match="whatever|smallest plan"):
+    with pytest.raises(BudgetError, match="can be profiled"):
         found_for(60_000, size=2)
     for wrong in ({"reserve": "200%"}, {"reserve": 10**9}, {"effective": 0}, {"size": 0}, {"memory": "50%"}):
         with pytest.raises(OptionError):

@@ -216,3 +216,20 @@ def test_a_loss_outside_the_model_is_known_to_the_plan(framed):
     assert peak <= 1.01 * plan.predicted_peak_bytes
     assert peak == pytest.approx(plan.predicted_peak_bytes, rel=0.03)
     session.detach()
+
+
+class Product(nn.Module):
+    """Saves two tensors at once."""
+
+    def forward(self, x):
+        return (x + 1) * (x + 2)
+
+
+def test_the_refusal_that_is_told_is_the_first():
+    model = nn.Sequential(nn.Linear(32, 32), Product())
+    plan = squeezebox.plan(model, sample=(torch.randn(64, 32), None), loss_fn=lambda out, _: out.sum())
+    session = squeezebox.attach(model, plan=plan)
+    with pytest.raises(PlanError, match="1:Mul") as refused:
+        model(torch.randn(128, 32))
+    assert refused.value.__context__ is None
+    session.detach()

@@ -24,10 +24,11 @@ from squeezebox.capture._region import Slicer, Tracer
 from squeezebox.capture._rules import Rule
 from squeezebox.capture._statistics import Collector
 from squeezebox.capture._stopwatch import Stopwatch
-from squeezebox.capture._store import Store
+from squeezebox.capture._store import SMALL_BYTES, Store
 from squeezebox.capture._watch import Watcher, watching
 
 __all__ = [
+    "SMALL_BYTES",
     "BITS",
     "BitRule",
     "Choice",

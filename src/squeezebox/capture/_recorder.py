@@ -80,7 +80,7 @@ class Recorder(TorchFunctionMode):
         traceback: TracebackType | None,
     ) -> None:
         try:
-            if error is None:
+            if kind is None:
                 if self.slicer is not None:
                     self.slicer.finish()
                 self._settle_unclaimed()
@@ -196,7 +196,7 @@ class Recorder(TorchFunctionMode):
                     options = _options(rule, node, readers)
                     self._settle(handle, rule, options, operator, attribute)
                 elif handle in self._small:
-                    self._key(operator, attribute)
+                    self.store.note_small(handle, self._key(operator, attribute)[0])
         self._small.clear()
         self._settle_unclaimed()
         if self.collector is not None:

@@ -61,6 +61,7 @@ class Store:
         self.rows: list[Row] = []
         self.borrowed: dict[int, int] = {}
         self.small: dict[int, int] = {}
+        self.small_keys: dict[str, int] = {}
         self.late_values: dict[str, Role] = {}  # keys whose values were asked for after their sign, by whom
         self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
         self._step = weakref.ref(_Step())  # dead at once: no step is running
@@ -103,6 +104,7 @@ class Store:
         self.rows = []
         self.borrowed = {}
         self.small = {}
+        self.small_keys = {}
         self.clear()
 
     def clear(self) -> None:
@@ -118,6 +120,10 @@ class Store:
             storage = tensor.untyped_storage()
             (self.borrowed if borrowed else self.small)[storage._cdata] = storage.nbytes()
         handle.tensor = tensor.detach()
+
+    def note_small(self, handle: Handle, key: str) -> None:
+        """What a small tensor would be called if it were larger."""
+        self.small_keys[key] = _tensor(handle).untyped_storage().nbytes()
 
     def settle(
         self, handle: Handle, rule: Rule, key: Callable[[], tuple[str, str]], options: Mapping[str, Any]

@@ -58,8 +58,12 @@ def _step(line: Line, first: StepProfile, second: StepProfile, profile: Profile)
         key: math.ceil(line(nbytes, second.saved_bytes.get(key, nbytes)))
         for key, nbytes in first.saved_bytes.items()
     }
+    small = {
+        key: math.ceil(line(nbytes, second.small_bytes.get(key, nbytes)))
+        for key, nbytes in first.small_bytes.items()
+    }
     seconds = line(first.plain_seconds, second.plain_seconds)
-    return replace(first, profile=profile, saved_bytes=saved, plain_seconds=seconds)
+    return replace(first, profile=profile, saved_bytes=saved, small_bytes=small, plain_seconds=seconds)
 
 
 def _between(line: Line, ratio: float, first: Profile, second: Profile) -> Profile:

@@ -96,6 +96,7 @@ class StepProfiler:
     def __init__(self, device: torch.device, gains: Mapping[str, Gain] | None = None) -> None:
         self._gains = gains or {}
         self._device = device
+        self.peak_bytes = 0  # of the step, all trials included
         self._timeline = Timeline(device)
         self._seen: dict[int, _Seen] = {}
         self._numbers: dict[int, int] = {}
@@ -133,7 +134,10 @@ class StepProfiler:
             final_bytes: held by the optimizer's step on top of ``held``.
             gradients: what the step has left.
         """
-        trace, transfer = self._timeline.stop(held, gradients), _transfer(self._device)
+        trace = self._timeline.stop(held, gradients)
+        self.peak_bytes = trace.peak_bytes + self._buffer.nbytes + (self._arena.nbytes if self._arena else 0)
+        largest = max((seen.row.saved_bytes for seen in self._seen.values()), default=0)
+        transfer = _transfer(self._device, largest)
         lives = {seen.row.key: trace.lives[number] for number, seen in self._seen.items()}
         again = {
             seen.row.key: self._recomputed(seen, lives, trace.call_bytes, sensitivities)
@@ -308,9 +312,12 @@ class _Transfer:
     returning: float
 
 
-def _transfer(device: torch.device) -> _Transfer:
-    """The least of a few blocks: a file's pages and pinned memory are slow to come by, and then kept."""
-    data = torch.zeros(_BLOCK, dtype=torch.uint8, device=device)
+def _transfer(device: torch.device, largest: int) -> _Transfer:
+    """The least of a few blocks: a file's pages and pinned memory are slow to come by, and then kept.
+
+    They are no larger than the ``largest`` tensor, for which there is room.
+    """
+    data = torch.zeros(min(max(largest, _BLOCK_BYTES), _BLOCK), dtype=torch.uint8, device=device)
     spill, staging = Spill(), Staging(CudaStreams(device)) if device.type != "cpu" else None
     leaving = returning = math.inf
     for _ in range(_BLOCKS):
@@ -325,7 +332,7 @@ def _transfer(device: torch.device) -> _Transfer:
             written = now(device)
             staging.read(host)
         leaving, returning = min(leaving, written - begun), min(returning, now(device) - written)
-    return _Transfer("file" if staging is None else "host", leaving / _BLOCK, returning / _BLOCK)
+    return _Transfer("file" if staging is None else "host", leaving / len(data), returning / len(data))
 
 
 def _profile(

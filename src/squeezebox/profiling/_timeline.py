@@ -37,7 +37,7 @@ class Trace:
 
     A position is the time between two marks, or between a mark and the end of a saved tensor's original.
     ``moments`` says of each what began it, as (phase, event, tensor); ``gradient_bytes`` how much of its base
-    was gradients when it was highest.
+    was gradients when it was highest. ``peak_bytes`` is the most of the whole step, codecs' allocations too.
     """
 
     base_bytes: tuple[int, ...]
@@ -45,6 +45,7 @@ class Trace:
     moments: tuple[tuple[str, str, int], ...]
     lives: dict[int, Life]
     call_bytes: dict[int, int]  # the most that an operator held, its result included, beyond what there was
+    peak_bytes: int
 
 
 class Timeline:
@@ -118,6 +119,7 @@ class Timeline:
             moments=tuple(reading.moments),
             lives=reading.lives,
             call_bytes=reading.calls,
+            peak_bytes=held + reading.most,
         )
 
     def close(self) -> None:
@@ -139,6 +141,9 @@ class _Reading:
     moments: list[tuple[str, str, int]] = field(default_factory=lambda: [("forward", "", -1)])
     lives: dict[int, Life] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)
+    most: int = 0  # bytes of all blocks
+    _all: int = 0
+    _sizes: dict[int, int] = field(default_factory=dict)  # address -> bytes
     _call: tuple[int, int] = (-1, 0)  # the running operator, and the bytes there were before it
     _phase: str = "forward"
     _of_loss: set[int] = field(default_factory=set)  # tensors that the loss has saved
@@ -194,7 +199,11 @@ class _Reading:
             self.lives[number].last_use = position - (kind == _RELEASE)  # it is gone by the mark
 
     def allocation(self, address: int, nbytes: int, gradient: bool) -> None:
+        self._all -= self._sizes.pop(address, 0)
         if nbytes > 0:
+            self._sizes[address] = nbytes
+            self._all += nbytes
+            self.most = max(self.most, self._all)
             counted = 0 if self._inside else nbytes
             self.now += counted - self._blocks.pop(address, 0)  # freed where no profiler saw it
             self._blocks[address] = counted

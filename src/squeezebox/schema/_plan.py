@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -131,7 +131,8 @@ class StepProfile:
     ``holding_seconds`` longer, and ``following_seconds`` more if it is also noted how each was made.
     ``late_values`` names tensors of which a later operator reads more than the first one, and its role.
     The first layers were worked in slices if there is a ``region``; each of ``regions`` could be, in as many
-    slices as it says.
+    slices as it says. ``peak_bytes`` is the most that measuring all this held, plain steps left out.
+    ``small_bytes`` are of saved tensors that are too small for a choice, at this batch.
     """
 
     profile: Profile
@@ -142,6 +143,8 @@ class StepProfile:
     following_seconds: float = 0.0
     region: Region | None = None
     regions: tuple[Region, ...] = ()
+    peak_bytes: int = 0
+    small_bytes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,16 +11,17 @@ import torch
 
 from squeezebox import planner
 from squeezebox.profiling import free_bytes
-from squeezebox.reports import FoundBatch, StepPlan
-from squeezebox.schema import Budget, OptionError, SqueezeboxError, StepProfile
+from squeezebox.reports import FoundBatch, StepPlan, exact_bytes
+from squeezebox.schema import Budget, BudgetError, OptionError, StepProfile
 from squeezebox.session._estimate import estimate
-from squeezebox.session._models import device_of, held_by, nbytes_of, persistent, tensors_in
+from squeezebox.session._models import device_of, held_by, nbytes_of, persistent
 from squeezebox.session._plans import fits_within, plain_peak, plannable, planned, size_named
 from squeezebox.session._profiles import Progress, Subject, measured_peak, profile_step
 from squeezebox.session._samples import LossFunction, batch_of, check_sample, described, resize
 
-_SAFE = 0.8  # of the budget: what the plain step of a probe may take by a prediction that is not exact
-_UNKNOWN_BATCH = 4  # of the first probe, where nothing foretells what it takes
+_SAFE = 0.8  # of the budget: what a probe may take by a prediction that is not exact
+_LOSSY = 3.0  # of a step with statistics, at most: what it takes beyond its beginnings over a plain step's
+_UNKNOWN_BATCH = 2  # of the first probe, where fake tensors cannot run the model
 
 
 def find_batch(
@@ -39,10 +40,10 @@ def find_batch(
     """The largest batch that trains in ``memory`` with a reserve, found without running out of it.
 
     The budget is the memory less the reserve. :func:`max_batch` answers the same for a budget, but profiles
-    batches that need not fit the machine. Here no plain step is run that is not foretold to fit: at most two
-    batches are profiled, and the answer is run once, under its plan, and made smaller by what that needed
-    more than foretold. Profiles that choose bounds for ``noise`` hold more than a plain step, which is not
-    foretold exactly: they may run out of a tight memory.
+    batches that need not fit the machine. Here nothing is run that is not foretold to fit. At most two
+    batches are profiled: one that fits by a step on fake tensors (2, if these cannot run the model), with
+    ample room for what statistics take besides; and one that fits by what the first one's profile held.
+    The answer is run once, under its plan, and made smaller by what that needed more than foretold.
 
     Args:
         model: see :func:`plan`; so are ``loss_fn``, ``optimizer``, ``noise``, ``exact`` and ``on_progress``.
@@ -62,7 +63,7 @@ def find_batch(
         Batch, plan and microbatches; attach the plan.
 
     Raises:
-        BudgetError: not even a batch of 1 fits; says what would.
+        BudgetError: not even a batch of 1 fits, or can be profiled in the memory; says what is missing.
         OptionError: as :func:`max_batch`; reserve or effective out of range.
     """
     sample, loss_fn = check_sample(sample, loss_fn)
@@ -82,16 +83,17 @@ def find_batch(
     )
     known = probe(subject, limit)
 
-    def plan_at(size: int) -> StepPlan:
-        return planned(model, planner.at_batch(known, size), limit, allowed, size)
+    def plan_at(size: int, foretold: int) -> StepPlan:
+        return planned(model, planner.at_batch(known, size), foretold, allowed, size)
 
     answer = max(_largest(known, limit, allowed), 1)
-    plan = plan_at(answer)
+    plan = plan_at(answer, limit)
     measured = measured_peak(_of_size(subject, answer), plan)
     probes = (*known, answer)
     if measured is not None and measured > limit:
-        answer = _smaller(known, answer, limit * plan.predicted_peak_bytes / measured, allowed)
-        plan, measured = plan_at(answer), None
+        foretold = limit * plan.predicted_peak_bytes // measured  # what may be, for so much more to fit
+        answer = _smaller(known, answer, foretold, allowed)
+        plan, measured = plan_at(answer, foretold), None
     return FoundBatch(
         batch=answer,
         plan=plan,
@@ -106,20 +108,28 @@ def find_batch(
 
 
 def probe(subject: Subject, limit: int) -> dict[int, StepProfile]:
-    """Profiles of at most two batches of the subject's sample whose plain steps fit ``limit`` bytes.
+    """Profiles of at most two batches of the subject's sample, made within ``limit`` bytes.
 
     The first is the sample's, or one that fits; the second the largest that is safe and may be asked for.
+
+    Raises:
+        BudgetError: not even the least batch is foretold to fit.
     """
-    room = limit // 2 if subject.noise else limit  # statistics hold exact tensors and second gradients too
-    first = _first(subject.model, subject.sample, room)
+    first = _first(subject, limit)
     known = {first: profile_step(_of_size(subject, first))}
-    safe = planner.largest_batch(lambda size: _plain(known, size) <= _SAFE * room)
+    safe = planner.largest_batch(lambda size: _held(known[first], first, size) <= _SAFE * limit)
     second = min(_largest(known, limit, subject.noise), safe)
     if second in (0, first):
         second = first // 2
     if second > 1:  # batch normalisation refuses a single sample
         known[second] = profile_step(_of_size(subject, second))
     return known
+
+
+def _held(seen: StepProfile, batch: int, size: int) -> float:
+    """What a profile of ``size`` samples holds at most: parameters and state do not grow with the batch."""
+    fixed = seen.profile.parameter_bytes + seen.profile.state_bytes
+    return fixed + max(size / batch, 1.0) * (max(seen.peak_bytes, plain_peak(seen)) - fixed)
 
 
 def _of_size(subject: Subject, size: int) -> Subject:
@@ -149,30 +159,45 @@ def _room(
     return memory_bytes, reserve_bytes
 
 
-def _first(model: torch.nn.Module, sample: tuple[Any, Any], limit: int) -> int:
-    """A batch to begin with whose plain step fits: by a step on fake tensors, where they can run it."""
-    size, inputs = batch_of(sample), list(tensors_in(sample[0]))
-    if len(inputs) != 1 or not isinstance(sample[0], torch.Tensor):
-        return min(size, _UNKNOWN_BATCH)
-    with contextlib.suppress(SqueezeboxError):
-        while size > 1:
-            shape, dtype = inputs[0].shape[1:], inputs[0].dtype
-            peak = estimate(model, input_shape=shape, batch=size, input_dtype=dtype).peak_bytes
-            if peak <= _SAFE * limit:
+def _first(subject: Subject, limit: int) -> int:
+    """A batch to begin with whose profile is foretold to fit."""
+    batch = batch_of(subject.sample)
+    tried: list[tuple[int, int]] = []
+    with contextlib.suppress(OptionError):  # of what fake tensors cannot run, or a single sample
+        for size in (batch >> halved for halved in range(batch.bit_length())):
+            tried.append((size, _foretold(_of_size(subject, size))))
+            if tried[-1][1] <= limit:
                 return size
-            size //= 2
-        return 1
-    return min(batch_of(sample), _UNKNOWN_BATCH)
+    if not tried:
+        return min(batch, _UNKNOWN_BATCH)
+    size, needed = tried[-1]
+    raise BudgetError(
+        f"not even a batch of {size} can be profiled: that may take {exact_bytes(needed)}, "
+        f"{exact_bytes(needed - limit)} more than the {exact_bytes(limit)} there are without the reserve. "
+        "Give more memory, or have squeezebox.max_batch(budget=...) plan for this much where there is more."
+    )
 
 
-def _largest(known: dict[int, StepProfile], limit: float, noise: float) -> int:
-    budget = Budget(peak_bytes=int(limit), noise=noise)
+def _foretold(subject: Subject) -> int:
+    """What a profile of the subject's sample may hold, by a plain step on fake tensors."""
+    found = estimate(
+        subject.model,
+        sample=subject.sample,
+        loss_fn=subject.loss_fn,
+        optimizer=subject.optimizer or "sgd",
+    )
+    held = found.parameter_bytes + found.buffer_bytes + found.optimizer_bytes + found.input_bytes
+    return held + math.ceil((_LOSSY if subject.noise else 1.0 / _SAFE) * (found.peak_bytes - held))
+
+
+def _largest(known: dict[int, StepProfile], limit: int, noise: float) -> int:
+    budget = Budget(peak_bytes=limit, noise=noise)
     return planner.largest_batch(
         lambda size: fits_within(planner.at_batch(known, size).profile, budget), min(known)
     )
 
 
-def _smaller(known: dict[int, StepProfile], batch: int, limit: float, noise: float) -> int:
+def _smaller(known: dict[int, StepProfile], batch: int, limit: int, noise: float) -> int:
     return max(min(_largest(known, limit, noise), batch - 1), 1)
 
 

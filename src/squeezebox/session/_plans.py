@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from squeezebox import planner
 from squeezebox.bounds import NoiseBudget
-from squeezebox.capture import foreign_hooks
+from squeezebox.capture import SMALL_BYTES, foreign_hooks
 from squeezebox.reports import BYTE_UNITS, MaxBatch, PlannedTensor, StepPlan, explain
 from squeezebox.schema import (
     Action,
@@ -286,6 +286,8 @@ def planned(
 ) -> StepPlan:
     """The fastest plan within ``limit`` bytes; without one, the smallest within ``seconds`` beyond plain."""
     used, chosen = _chosen(seen, limit, noise, batch, seconds, sliced)
+    sizes = used.saved_bytes | used.small_bytes
+    grown = {key: keeping(nbytes) for key, nbytes in used.small_bytes.items() if nbytes >= SMALL_BYTES}
     return StepPlan(
         model=type(model).__name__,
         budget_bytes=limit,
@@ -299,8 +301,8 @@ def planned(
         region=used.region,
         peak=planner.planned_peak(used.profile, chosen) if used.profile.moments else None,
         tensors=tuple(
-            PlannedTensor(key=key, saved_bytes=used.saved_bytes[key], option=option)
-            for key, option in chosen.choices.items()
+            PlannedTensor(key=key, saved_bytes=sizes[key], option=option)
+            for key, option in (*chosen.choices.items(), *grown.items())
         ),
     )
 

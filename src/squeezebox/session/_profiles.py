@@ -19,6 +19,7 @@ from squeezebox.capture import Stopwatch, Tracer
 from squeezebox.profiling import (
     Gain,
     GainProfiler,
+    PeakMeter,
     StepProfiler,
     load_profile,
     now,
@@ -153,6 +154,7 @@ class _Profiling:
     def __init__(self, subject: Subject, session: Session, whole: StepProfile | None) -> None:
         self._subject, self._session, self._whole = subject, session, whole
         self._profiler: StepProfiler | None = None
+        self._peak_bytes = 0
         self._statistics_steps = STATISTICS_STEPS if subject.noise else 1
         learning = 0 if whole is not None else 1 + self._statistics_steps
         kinds = 3 if whole is None else 4  # of timed steps
@@ -162,6 +164,7 @@ class _Profiling:
         """See :func:`profile_step`."""
         subject, session, store, whole = self._subject, self._session, self._session._store, self._whole
         learned = self._learn(budget_bytes) if whole is None else _sensitivities(whole.profile)
+        store.arena.clear()
         seconds = self._seconds(region)
         holding, following = self._overheads()
         parts = self._parts()
@@ -196,6 +199,8 @@ class _Profiling:
             holding_seconds=holding,
             following_seconds=following,
             late_values={key: role.value for key, role in store.late_values.items()},
+            peak_bytes=max(self._peak_bytes, profiler.peak_bytes),
+            small_bytes=dict(store.small_keys),
             region=region,
             regions=() if exact or whole is not None else tuple(tracer.regions()),
         )
@@ -208,7 +213,7 @@ class _Profiling:
             _require_room(int(budget_bytes), self._parts(), nbytes_of(persistent(session._model, None)))
         for _ in range(self._statistics_steps):
             model.zero_grad(set_to_none=True)
-            self._step()
+            self._metered(self._step)
             self._tell("statistics")
         session._close_step()
         return session._policy.state.sensitivities
@@ -253,13 +258,24 @@ class _Profiling:
         """What errors of packed tensors would be in those that can be made from them."""
         found = self._session._store.listener = GainProfiler()
         try:
-            self._session._replay(self._step, bypass=False)
+            self._metered(lambda: self._session._replay(self._step, bypass=False))
         finally:
             self._session._store.listener = None
         self._tell("errors of tensors made from others")
         self._subject.model.zero_grad(set_to_none=True)
         self._session._store.arena.clear()
         return found.gains
+
+    def _metered(self, step: Callable[[], object]) -> None:
+        """Run a step that holds more than a plain one, and note how much."""
+        meter = PeakMeter(device_of(self._subject.model))
+        metered = meter.start()
+        try:
+            step()
+        finally:
+            if metered:
+                held = sum(self._parts().values()) + meter.stop(()).total_bytes
+                self._peak_bytes = max(self._peak_bytes, held)
 
     def _step(self) -> None:
         _run(self._subject, self._session.step(), self._returned)
