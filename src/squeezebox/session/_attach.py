@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from squeezebox import codecs
 from squeezebox.bounds import Comet, Controller, NoiseBudget
 from squeezebox.reports import StepPlan
 from squeezebox.schema import OptionError
@@ -31,6 +32,7 @@ def attach(
     on_mismatch: str = "refuse",
     checks_per_refresh: int = 1,
     arena: bool = False,
+    codec: str | None = None,
 ) -> Session:
     """Hold what training ``model`` saves between forward and backward in fewer bytes.
 
@@ -62,13 +64,16 @@ def attach(
             tell their sizes and lifetimes; each has a place a sixteenth larger than 95 % of its sizes so far.
             What does not fit is left in memory of its own, and counted in the report; results are the same.
             The block lasts from step to step: a plan does not count it. On a device an arena is there anyway.
+        codec: which of ``squeezebox.codecs`` holds values within their bounds, such as one of your own (see
+            :func:`squeezebox.codecs.register`). Where an operator may read a sign that it does not preserve,
+            or a bound is in units of each channel's deviation, the usual codec does.
 
     Returns:
         The session: ``report()``, ``step()``, ``measure_noise()``, ``state_dict()``, ``detach()``.
 
     Raises:
-        OptionError: noise not positive and finite, more than one of noise, controller and exact, or
-            COMET's controller without an optimizer.
+        OptionError: noise not positive and finite, more than one of noise, controller and exact, an unknown
+            codec, or one beside a plan, a budget or exact, or COMET's controller without an optimizer.
         AttachError: the model has a session already.
         BudgetError: no plan fits the budget; later too, from the model's forward, with "replan".
         UnsupportedModelError: the model spans two devices or is compiled; later too, from its forward: the
@@ -76,6 +81,8 @@ def attach(
     """
     if on_mismatch not in ("refuse", "replan"):
         raise OptionError(f"on_mismatch {on_mismatch!r} is neither 'refuse' nor 'replan'.")
+    if codec is not None and (exact or plan is not None or budget is not None):
+        raise OptionError("codec is for noise or a controller; give it without plan, budget and exact.")
     replan = on_mismatch == "replan"
     if replan and plan is None and budget is None:
         raise OptionError("on_mismatch='replan' is for a plan or a budget; give one of them.")
@@ -106,6 +113,7 @@ def attach(
         replanning=replanning,
         checks_per_refresh=checks_per_refresh,
         arena=arena,
+        codec=None if codec is None else codecs.get(codec),
     )
 
 

@@ -6,8 +6,11 @@ import torch
 
 from squeezebox.bounds import Controller
 from squeezebox.capture import check_supported
+from squeezebox.codecs import Codec
 from squeezebox.reports import StepPlan
 from squeezebox.schema import AttachError
+from squeezebox.session._models import device_of
+from squeezebox.session._policy import BoundPolicy
 from squeezebox.session._replanning import Replanning
 from squeezebox.session._session import Session, attached
 
@@ -22,6 +25,7 @@ def begin(
     checks_per_refresh: int = 1,
     overlapping: bool = False,
     arena: bool = False,
+    codec: Codec | None = None,
 ) -> Session:
     """A session for a model that has none and can have one; without controller and plan nothing is lost.
 
@@ -34,6 +38,7 @@ def begin(
             "with that one."
         )
     check_supported(model)
-    session = Session(model, optimizer, controller, checks_per_refresh, plan, replanning, overlapping, arena)
+    policy = BoundPolicy(controller, device_of(model).type == "cpu", codec)
+    session = Session(model, optimizer, policy, checks_per_refresh, plan, replanning, overlapping, arena)
     attached.add(model)
     return session
