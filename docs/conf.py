@@ -1,15 +1,21 @@
 """How Sphinx builds the site. The repository's root is its source, so that links hold there and here."""
 
+import sys
+from pathlib import Path
+
 import squeezebox
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 project = "Squeezebox"
 author = copyright = "The Squeezebox developers"
 version = release = squeezebox.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["directives", "myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**.md", "benchmarks/reports/*.md"]
 exclude_patterns = [".*", "build", "dist", "site", "src", "tests"]
+myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
 suppress_warnings = ["myst.header"]  # a report's parts may begin at any level
 
