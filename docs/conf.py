@@ -22,7 +22,7 @@ suppress_warnings = ["myst.header"]  # a report's parts may begin at any level
 autodoc_member_order = "bysource"
 autodoc_mock_imports = ["accelerate", "lightning", "transformers"]  # extras, whose classes are only named
 autodoc_typehints = "description"
-autodoc_typehints_description_target = "documented"
+autodoc_typehints_description_target = "documented_params"
 napoleon_numpy_docstring = False
 
 # Every reference must lead somewhere; those to other libraries lead nowhere, as the site stands alone.

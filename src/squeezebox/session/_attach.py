@@ -69,7 +69,7 @@ def attach(
             or a bound is in units of each channel's deviation, the usual codec does.
 
     Returns:
-        The session: ``report()``, ``step()``, ``measure_noise()``, ``state_dict()``, ``detach()``.
+        The session, with ``report()``, ``step()``, ``measure_noise()``, ``state_dict()``, ``detach()``.
 
     Raises:
         OptionError: noise not positive and finite, more than one of noise, controller and exact, an unknown
