@@ -6,22 +6,27 @@ BENCHMARKS ?= codecs step_time comet_table budget packed compiled accuracy audit
 	static_allocation pipeline_paper pipeline_memory pipeline_schedules pipeline_training pipeline_wire streaming gigapixel
 export VENV PYTHON
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check docs bench clean
 
 demo:  ## train the same network plain and squeezed, side by side
 	@scripts/install
 	@$(VENV)/bin/squeezebox demo
 
-test: check  ## the checks and the tests; .ci/run calls exactly this
+test: check  ## the checks, the package built and tried, and the tests; .ci/run calls exactly this
+	@scripts/smoke --reuse
 	@scripts/test
 
-check:  ## style, types and walls
+check:  ## style, types, walls and the documentation
 	@scripts/install test
 	@scripts/check
+
+docs:  ## the site, in site/; its first page is site/index.html
+	@scripts/install docs
+	@scripts/docs
 
 bench:  ## every claim's measurement, or some: make bench BENCHMARKS="codecs step_time"
 	@scripts/install bench
 	@set -e; for name in $(BENCHMARKS); do $(VENV)/bin/python -m benchmarks.$$name; done
 
 clean:  ## what the other targets made, .venv included
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

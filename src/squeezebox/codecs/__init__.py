@@ -7,7 +7,7 @@ May touch: squeezebox.schema, torch, numpy; numba and Blosc2 on first use; a few
 from squeezebox.codecs._blocks import Arena, ArenaUse
 from squeezebox.codecs._codec import Codec
 from squeezebox.codecs._packed import Packed
-from squeezebox.codecs._registry import available, get
+from squeezebox.codecs._registry import available, get, register
 from squeezebox.codecs._wire import dumps, loads
 
-__all__ = ["Arena", "ArenaUse", "Codec", "Packed", "available", "dumps", "get", "loads"]
+__all__ = ["Arena", "ArenaUse", "Codec", "Packed", "available", "dumps", "get", "loads", "register"]

@@ -86,6 +86,19 @@ def available() -> tuple[str, ...]:
     return tuple(_table())
 
 
+def register(codec: Codec) -> None:
+    """Make a codec of your own known by its name in this process, to sessions, :func:`get` and :func:`loads`.
+
+    Raises:
+        OptionError: another codec has this name.
+    """
+    known = _table().setdefault(codec.name, codec)
+    if known != codec:
+        raise OptionError(
+            f"there is a codec '{codec.name}' already, {type(known).__name__}; give yours another name."
+        )
+
+
 def get(name: str) -> Codec:
     """The codec of this name; OptionError, listing the names, if there is none."""
     codec = _table().get(name)

@@ -22,6 +22,8 @@ def squeezed(
 ) -> Iterator[Session]:
     """Squeeze what a prepared model saves, while in here.
 
+    ::
+
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         with squeezed(accelerator, model, optimizer, noise=1e-3) as session:
             for inputs, target in loader:

@@ -18,6 +18,8 @@ from squeezebox.session import Session
 class SqueezeboxCallback(TrainerCallback, ExportableState):
     """Squeeze what a model saves in its forward while a Trainer trains it.
 
+    ::
+
         with SqueezeboxCallback(noise=1e-3) as callback:
             Trainer(model, arguments, train_dataset=texts, callbacks=[callback]).train()
         print(callback.report)

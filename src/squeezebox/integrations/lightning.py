@@ -15,6 +15,8 @@ from squeezebox.session import Session
 class SqueezeboxCallback(Callback):
     """Squeeze what a ``LightningModule`` saves between ``training_step`` and its backward.
 
+    ::
+
         callback = SqueezeboxCallback(noise=1e-3)
         Trainer(callbacks=[callback]).fit(module, loader)
         print(callback.report)

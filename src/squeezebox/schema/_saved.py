@@ -107,7 +107,7 @@ class TensorStatistics:
 
     ``numel`` counts elements of the whole storage; ``nonzero`` is the fraction that is not exactly
     zero; ``rms`` is over the non-zero ones, or the deviation where zeros carry no
-    meaning; ``mean_abs_loss`` is the mean |gradient| at the reading
+    meaning; ``mean_abs_loss`` is the mean absolute gradient at the reading
     operator's output, ``batch`` its first dimension, ``positions`` its output positions per sample
     (all three 0 where no operator of a known law reads the tensor).
     """
@@ -127,7 +127,7 @@ class TensorStatistics:
 class StepStatistics:
     """Everything a controller sees of one due step.
 
-    ``mean_abs_momentum`` maps a parameter's name to the mean |momentum| (or |gradient| where the
+    ``mean_abs_momentum`` maps a parameter's name to the mean absolute momentum (or gradient where the
     optimizer keeps none).
     """
 

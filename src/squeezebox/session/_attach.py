@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from squeezebox import codecs
 from squeezebox.bounds import Comet, Controller, NoiseBudget
 from squeezebox.reports import StepPlan
 from squeezebox.schema import OptionError
@@ -34,6 +35,7 @@ def attach(
     on_mismatch: str = "refuse",
     checks_per_refresh: int = 1,
     arena: bool = False,
+    codec: str | None = None,
 ) -> Session:
     """Hold what training ``model`` saves between forward and backward in fewer bytes.
 
@@ -67,13 +69,16 @@ def attach(
             else those of the first step, with ``noise`` of the first two. What does not fit is left in memory
             of its own, counted in the report, and has a larger place from the next step on. On a device an
             arena is there anyway; there, tensors moved to the host have their places in one block.
+        codec: which of ``squeezebox.codecs`` holds values within their bounds, such as one of your own (see
+            :func:`squeezebox.codecs.register`). Where an operator may read a sign that it does not preserve,
+            or a bound is in units of each channel's deviation, the usual codec does.
 
     Returns:
-        The session: ``report()``, ``step()``, ``measure_noise()``, ``state_dict()``, ``detach()``.
+        The session, with ``report()``, ``step()``, ``measure_noise()``, ``state_dict()``, ``detach()``.
 
     Raises:
-        OptionError: noise not positive and finite, more than one of noise, controller and exact, or
-            COMET's controller without an optimizer.
+        OptionError: noise not positive and finite, more than one of noise, controller and exact, an unknown
+            codec, or one beside a plan, a budget or exact, or COMET's controller without an optimizer.
         AttachError: the model has a session already.
         BudgetError: no plan fits the budget; later too, from the model's forward, with "replan". Or the
             plan, made without ``arena``, has no room for one.
@@ -82,6 +87,8 @@ def attach(
     """
     if on_mismatch not in ("refuse", "replan"):
         raise OptionError(f"on_mismatch {on_mismatch!r} is neither 'refuse' nor 'replan'.")
+    if codec is not None and (exact or plan is not None or budget is not None):
+        raise OptionError("codec is for noise or a controller; give it without plan, budget and exact.")
     replan = on_mismatch == "replan"
     if replan and plan is None and budget is None:
         raise OptionError("on_mismatch='replan' is for a plan or a budget; give one of them.")
@@ -121,6 +128,7 @@ def attach(
         checks_per_refresh=checks_per_refresh,
         arena=arena,
         places=places,
+        codec=None if codec is None else codecs.get(codec),
     )
 
 

@@ -99,7 +99,7 @@ def audit(
         on_progress: called with (done, total, what was done).
 
     Returns:
-        The findings: ``str()`` is a page, ``to_dict()`` has everything.
+        The findings; ``str()`` is a page, ``to_dict()`` has everything.
 
     Raises:
         OptionError: an argument is out of range; ``out`` holds trainings of another request, and in what

@@ -9,9 +9,12 @@ import torch
 
 from squeezebox.bounds import Controller
 from squeezebox.capture import check_supported
+from squeezebox.codecs import Codec
 from squeezebox.memory import HEADROOM
 from squeezebox.reports import StepPlan
 from squeezebox.schema import AttachError
+from squeezebox.session._models import device_of
+from squeezebox.session._policy import BoundPolicy
 from squeezebox.session._replanning import Replanning
 from squeezebox.session._session import Session, attached
 
@@ -27,6 +30,7 @@ def begin(
     overlapping: bool = False,
     arena: bool = False,
     places: Mapping[str, int] = MappingProxyType({}),
+    codec: Codec | None = None,
 ) -> Session:
     """A session for a model that has none and can have one; without controller and plan nothing is lost.
 
@@ -39,7 +43,8 @@ def begin(
             "with that one."
         )
     check_supported(model)
-    session = Session(model, optimizer, controller, checks_per_refresh, plan, replanning, overlapping, arena)
+    policy = BoundPolicy(controller, device_of(model).type == "cpu", codec)
+    session = Session(model, optimizer, policy, checks_per_refresh, plan, replanning, overlapping, arena)
     if session._store.reserve is not None and places:
         session._store.reserve.plan(places, HEADROOM)
     attached.add(model)

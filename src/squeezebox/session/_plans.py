@@ -93,7 +93,7 @@ def make_plan(
         on_progress: called with (done, total, what was done) while the sample's steps run.
 
     Returns:
-        The plan: print it, ``save()`` it, pass it to :func:`attach`. Sizes are bytes, times seconds a step.
+        The plan; print it, ``save()`` it, pass it to :func:`attach`. Sizes are bytes, times seconds a step.
 
     Raises:
         BudgetError: no plan fits; says how much the smallest needs, what holds it, and what would fit.

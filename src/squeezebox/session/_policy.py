@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from squeezebox import codecs
 from squeezebox.bounds import Controller, ControllerState
 from squeezebox.capture import Choice, Rule
 from squeezebox.reports import StepPlan
@@ -17,11 +18,15 @@ _SPARSE_ROLES = frozenset({Role.RELU_OUTPUT, Role.POOL_INPUT})
 
 
 class BoundPolicy:
-    """Turns the controller's bounds into codecs; without a controller nothing is lost."""
+    """Turns the controller's bounds into codecs; without a controller nothing is lost.
 
-    def __init__(self, controller: Controller | None, on_host: bool) -> None:
+    ``codec`` is taken instead of the usual ones wherever it serves.
+    """
+
+    def __init__(self, controller: Controller | None, on_host: bool, codec: codecs.Codec | None) -> None:
         self.controller = controller
         self.state = ControllerState()
+        self.codec = codec
         self.on_host = on_host  # where entropy coding is quick; elsewhere nothing may wait for a device
 
     def choose(self, key: str, rule: Rule, tensor: torch.Tensor) -> Choice:
@@ -34,6 +39,8 @@ class BoundPolicy:
             return Choice(codec="keep")
         if not 0.0 < bound < math.inf:  # all zero, or NaN and infinities within
             return Choice(codec="lossless" if on_host else "keep")
+        if self.codec is not None and not rule.scaled and (rule.dense or self.codec.preserves_sign):
+            return Choice(codec=self.codec.name, bound=bound)
         if not on_host:
             codec = "blocks" if tensor.dtype in _ON_DEVICES else "keep"
             return Choice(codec=codec, bound=bound, scaled=rule.scaled)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from squeezebox import bounds as bounds_room
-from squeezebox.bounds import Controller, NoiseBudget, Planned
+from squeezebox.bounds import NoiseBudget, Planned
 from squeezebox.capture import (
     Collector,
     Installation,
@@ -66,7 +66,7 @@ class Session:
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        controller: Controller | None,
+        policy: BoundPolicy,
         checks_per_refresh: int = 1,
         plan: StepPlan | None = None,
         replanning: Replanning | None = None,
@@ -76,10 +76,9 @@ class Session:
         self._model = model
         self._overlapping = overlapping
         self._optimizer = optimizer
-        on_host = device_of(model).type == "cpu"
-        self._policy = BoundPolicy(controller, on_host)
-        self._store = Store(self._policy)
-        if not on_host:
+        self._policy = policy
+        self._store = Store(policy)
+        if not policy.on_host:
             self._store.use_device(device_of(model))
         if arena:
             self._store.use_arena()
