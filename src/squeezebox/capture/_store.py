@@ -107,6 +107,13 @@ class Store:
         self.small_keys = {}
         self.clear()
 
+    def start_places(self, *, measured: bool, learn: bool) -> None:
+        """Have places ready for a step's packed tensors, where there are any (see DeviceBlocks, Reserve)."""
+        if self.blocks is not None:
+            self.blocks.start_step(self.room, measured=measured, in_use=self.was_in_use)
+        if self.reserve is not None:
+            self.reserve.start_step(learn=learn)
+
     def clear(self) -> None:
         """Hold no buffers, and nothing on its way."""
         self.arena.clear()

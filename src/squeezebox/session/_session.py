@@ -372,12 +372,14 @@ class Session:
         self._recorder.start_step()
         self._open = True
         self._baseline = 0
+        if not self._replaying:
+            self._step += 1
+            self._growth.observe(live_bytes(device_of(self._model)))
+        measured = self._replaying or self._due(self._step) or self._due(self._step - 1)
+        # The first step's bounds are guesses, if there is a controller that does better.
+        self._store.start_places(measured=measured, learn=self._step != 1 or not self._due(0))
         if self._replaying:
-            self._start_blocks(measured=True)
             return
-        self._step += 1
-        self._growth.observe(live_bytes(device_of(self._model)))
-        self._start_blocks(measured=self._due(self._step) or self._due(self._step - 1))
         if self._policy.controller is not None and self._policy.controller.due(self._step):
             self._collector = self._recorder.collector = Collector(
                 self._store, names_of(self._model), self._is_checked, self._step
@@ -385,13 +387,6 @@ class Session:
         is_plain = self._step == 0 or (self._due(self._step - 1) and self._collector is None)
         if is_plain and not self._overlapping:
             self._meter.start(self._persistent())
-
-    def _start_blocks(self, *, measured: bool) -> None:
-        if self._store.blocks is not None:
-            self._store.blocks.start_step(self._store.room, measured=measured, in_use=self._store.was_in_use)
-        if self._store.reserve is not None:
-            # The first step's bounds are guesses, if there is a controller that does better.
-            self._store.reserve.start_step(learn=self._step != 1 or not self._due(0))
 
     def _close_step(self) -> None:
         """After a backward: read the meter, turn due statistics into new bounds."""
@@ -451,11 +446,9 @@ class Session:
         """What the plan, or the error law, expects of these bounds; nothing lossy is no noise."""
         if not lossy:
             return 0.0
-        return (
-            self._plan.predicted_noise
-            if self._plan
-            else bounds_room.predicted_noise(self._policy.state, lossy)
-        )
+        if self._plan is not None:
+            return self._plan.predicted_noise
+        return bounds_room.predicted_noise(self._policy.state, lossy)
 
     def _measured_noise(self) -> float | None:
         """What measure_noise() found; nothing lossy is no noise."""
