@@ -194,8 +194,7 @@ class Session:
             finally:
                 self._slice(self._plan.region if self._plan else None)
         with restored(self._model):
-            lossy = self._replay(closure, bypass=False)
-        return gradient_noise(exact, lossy)
+            return gradient_noise(exact, self._replay(closure, bypass=False))
 
     def _arena_places(self) -> Mapping[str, int]:
         """The sizes that the steps so far ask for."""
