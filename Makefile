@@ -2,7 +2,7 @@
 # PYTHON=python3.12 picks the interpreter for a new .venv; PIP_* variables reach pip.
 
 VENV ?= .venv
-BENCHMARKS ?= codecs step_time comet_table budget packed compiled accuracy audit start_up \
+BENCHMARKS ?= architectures codecs step_time comet_table budget packed compiled accuracy audit start_up \
 	static_allocation pipeline_paper pipeline_memory pipeline_schedules pipeline_training pipeline_wire streaming gigapixel
 export VENV PYTHON
 
