@@ -51,7 +51,7 @@ def test_round_trip(tmp_path):
     ("change", "message"),
     [
         (lambda values: values.pop("ranks"), "ranks is missing"),
-        (lambda values: values.update(version=2), "its version is 2, and this Squeezebox reads 1"),
+        (lambda values: values.update(version=1), "its version is 1, and this Squeezebox reads 2"),
         (lambda values: values.update(microbatch=-1), "microbatch is -1, not a whole number from 0"),
         (lambda values: values["stages"][1].pop("policy"), r"stages\[1\].policy is missing"),
         (lambda values: values["stages"][0].update(colour=1), r"stages\[0\].colour is unknown"),
@@ -71,7 +71,7 @@ def test_damaged_files_are_refused(change, message, tmp_path):
 def test_missing_and_half_written_files(tmp_path):
     with pytest.raises(FormatError, match="squeezebox pipeline plan"):
         load_pipeline_plan(tmp_path / "none.json")
-    (tmp_path / "half.json").write_text('{"version": 1, "sched')
+    (tmp_path / "half.json").write_text('{"version": 2, "sched')
     with pytest.raises(FormatError, match="half.json is no pipeline plan"):
         load_pipeline_plan(tmp_path / "half.json")
 

@@ -15,7 +15,7 @@ from squeezebox.reports._report import human_bytes, write_whole
 from squeezebox.reports._shortage import where
 from squeezebox.schema import Action, FormatError, Moment, Option, PlannedPeak, Region, Role
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 _OPTION = [item.name for item in dataclasses.fields(Option)]
 
 
@@ -155,7 +155,7 @@ def load_plan(path: str | os.PathLike[str]) -> StepPlan:
     """The plan that :meth:`StepPlan.save` wrote.
 
     Raises:
-        FormatError: the file is missing, damaged, or of a newer version; names the field that is wrong.
+        FormatError: the file is missing, damaged, or of another version; names the field that is wrong.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
