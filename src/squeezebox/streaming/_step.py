@@ -63,7 +63,7 @@ class StreamedStep:
         height: rows of a strip, instead of ``memory``.
         recompute: keep fewer tensors within a strip and make them again in its backward, for higher strips.
         context: makes a context around each strip's forward, such as ``session.step`` of :func:`attach`,
-            which then packs what the strip saves.
+            which then packs what the strip saves. Strips that are measured for ``memory`` run in it, too.
         progress: called with a :class:`Progress` after every strip.
         checkpoint: a file in which an interrupted step is kept; the same call then goes on where it was, and
             the file is removed when the step is complete.
