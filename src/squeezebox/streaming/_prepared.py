@@ -30,6 +30,7 @@ class Prepared:
 
     @property
     def rows(self) -> int:
+        """The image's rows."""
         return self.streamed.rows[self.streamed.program.image].count
 
     @property
