@@ -3,12 +3,14 @@
 Goes in: nothing; random pixels, whose values do not matter to bytes and seconds. Comes out:
 benchmarks/reports/streaming-<date>.json and .md.
 
-Two U-Nets of large kernels and strides, one without and one with batch normalisation, the latter without and
-with ``spool=``, take steps on an image that fits as a whole. They do on one thread: on a machine that others
-use, threads that wait for one another spin, and the processor's seconds are mostly theirs. Peaks are sums of
-live allocations during a step, by torch's memory events; seconds are medians, every arm in turn, and the
-processor's seconds (of all threads) are given too. Equality is that of loss, gradients and running values in
-float64 over random networks, which are drawn as the tests draw theirs.
+Two U-Nets of large kernels and strides, one without and one with batch normalisation, the latter without
+and with ``spool=``, take steps on an image that fits as a whole: by ``height=``, and by ``memory=`` as a
+share of the whole image's peak, where heights and what is kept in memory are chosen for it. They do on one
+thread: on a machine that others use, threads that wait for one another spin, and the processor's seconds
+are mostly theirs. Peaks are sums of live allocations during a step, by torch's memory events; seconds are
+medians, every arm in turn, and the processor's seconds (of all threads) are given too. Equality is that of
+loss, gradients and running values in float64 over random networks, which are drawn as the tests draw
+theirs.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from squeezebox.streaming import StreamedStep
 from tests.streaming.test_exact import networks, worst
 
 SHARES = (0.5, 0.25, 0.1, 0.05, 0.02)  # of the image's rows
+BUDGETS = (0.5, 0.25, 0.1)  # of the whole image's peak
 
 
 def main() -> None:
@@ -66,8 +69,10 @@ def with_norms(model: Network) -> nn.Module:
     return model
 
 
-def measure(model: nn.Module, sizes: tuple[int, int], repeats: int, spool: bool = False) -> dict[str, Any]:
-    """Peak and seconds, whole and by height of the strips."""
+def measure(
+    model: nn.Module, sizes: tuple[int, int], repeats: int, spool: bool | None = None
+) -> dict[str, Any]:
+    """Peak and seconds, whole, by height of the strips and by memory."""
     torch.manual_seed(0)
     image = torch.randint(0, 256, (1, 3, *sizes), dtype=torch.uint8)
     mask = torch.randint(0, 2, sizes, dtype=torch.uint8)
@@ -75,22 +80,21 @@ def measure(model: nn.Module, sizes: tuple[int, int], repeats: int, spool: bool 
     def whole() -> None:
         loss_fn(model(image.float() / 255), mask).backward()
 
-    heights = {share: max(16, round(sizes[0] * share) // 16 * 16) for share in SHARES}
+    limits = {f"memory {share}": {"memory": round(peak(model, whole) * share)} for share in BUDGETS}
+    heights = (max(16, round(sizes[0] * share) // 16 * 16) for share in SHARES)
+    limits = {str(height): {"height": height} for height in heights} | limits
     steps = {
-        height: StreamedStep(model, loss_fn, height=height, axis=-2, spool=spool)
-        for height in heights.values()
+        name: StreamedStep(model, loss_fn, axis=-2, spool=spool, **limit) for name, limit in limits.items()
     }
     arms = {"whole": whole}
-    arms |= {str(height): lambda step=step: step(image, mask) for height, step in steps.items()}
+    arms |= {name: lambda step=step: step(image, mask) for name, step in steps.items()}
     peaks = {name: peak(model, arm) for name, arm in arms.items()}
     spent: dict[str, list[float]] = {name: [] for name in arms}
     clock = _report.interleaved({name: clocked(arm, spent[name]) for name, arm in arms.items()}, repeats, 0)
     processor = {name: statistics.median(seconds) for name, seconds in spent.items()}
     print(peaks, clock.seconds, processor, file=sys.stderr, flush=True)
-    plans = {str(height): step.plan(image, mask) for height, step in steps.items()}
-    halos = {height: max(stage.halo for stage in plan.stages) for height, plan in plans.items()}
-    disk = {height: plan.disk_bytes for height, plan in plans.items()}
-    return {"peaks": peaks, "disk": disk, "halos": halos, "processor_seconds": processor, **asdict(clock)}
+    plans = {name: asdict(step.plan(image, mask)) for name, step in steps.items()}
+    return {"peaks": peaks, "plans": plans, "processor_seconds": processor, **asdict(clock)}
 
 
 def clocked(arm: Callable[[], object], spent: list[float]) -> Callable[[], None]:
@@ -153,7 +157,7 @@ def objective(output: Tensor, _: Any) -> Tensor:
 
 
 def table(payload: dict[str, Any]) -> str:
-    """The networks by strip height, then the equality."""
+    """The networks by strips' height and by memory, then the equality."""
     height, width = payload["image"]
     lines = [f"One step on {height} x {width} pixels; shares are of the whole image's step.", ""]
     titles = {
@@ -167,14 +171,18 @@ def table(payload: dict[str, Any]) -> str:
         lines += [
             f"{title}:",
             "",
-            "| strip | halo | peak | share | on disk | seconds | times the whole's | spread | processor's |",
+            "| arm | strips | halo | peak | share | kept | on disk | seconds | times the whole's | spread | "
+            "processor's |",
         ]
-        lines += ["|---|---|---|---|---|---|---|---|---|"]
+        lines += ["|---|---|---|---|---|---|---|---|---|---|---|"]
         for arm, nbytes in found["peaks"].items():
             ratio = {"median": 1.0, "minimum": 1.0, "maximum": 1.0} | found["ratios"].get(f"{arm}/whole", {})
+            plan = found["plans"].get(arm, {"stages": [], "kept_bytes": 0, "disk_bytes": 0})
+            strips = ", ".join(str(stage["strips"]) for stage in plan["stages"])
             lines.append(
-                f"| {arm} | {found['halos'].get(arm, '')} | {human_bytes(nbytes)} | "
-                f"{nbytes / found['peaks']['whole']:.3f} | {human_bytes(found['disk'].get(arm, 0))} | "
+                f"| {arm} | {strips} | {max((stage['halo'] for stage in plan['stages']), default='')} | "
+                f"{human_bytes(nbytes)} | {nbytes / found['peaks']['whole']:.3f} | "
+                f"{human_bytes(plan['kept_bytes'])} | {human_bytes(plan['disk_bytes'])} | "
                 f"{found['seconds'][arm]['median']:.2f} | "
                 f"{ratio['median']:.2f} | {ratio['minimum']:.2f} to {ratio['maximum']:.2f} | "
                 f"{processor[arm] / processor['whole']:.2f} |"

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from squeezebox.memory import PeakMeter
@@ -22,20 +18,12 @@ from squeezebox.reports import parse_size
 from squeezebox.schema import OptionError
 from squeezebox.streaming._graph import Streamed, analyse
 from squeezebox.streaming._plan import StreamPlan, StripPlan, fitting_height
+from squeezebox.streaming._prepared import Prepared, form_of
+from squeezebox.streaming._progress import Clock, Progress
 from squeezebox.streaming._resume import Position, fingerprint, load, position_of, restore, save
 from squeezebox.streaming._run import Context, Run, Stage, stages_of
 from squeezebox.streaming._spool import Blank, Layout, Spool, Store, layout
 from squeezebox.streaming._trace import Whole, trace
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """How far a step is: strips of all its passes, and seconds."""
-
-    done: int
-    total: int
-    seconds: float
-    seconds_left: float
 
 
 class StreamedStep:
@@ -63,7 +51,7 @@ class StreamedStep:
         height: rows of a strip, instead of ``memory``.
         recompute: keep fewer tensors within a strip and make them again in its backward, for higher strips.
         context: makes a context around each strip's forward, such as ``session.step`` of :func:`attach`,
-            which then packs what the strip saves.
+            which then packs what the strip saves. Strips that are measured for ``memory`` run in it, too.
         progress: called with a :class:`Progress` after every strip.
         checkpoint: a file in which an interrupted step is kept; the same call then goes on where it was, and
             the file is removed when the step is complete.
@@ -122,13 +110,12 @@ class StreamedStep:
         """One step.
 
         Args:
-            image: what the model takes, ``[..., height, width]``: a tensor, or anything with shape and dtype
-            that
-                can be sliced, such as a numpy.memmap (of H x W x C: ``image.transpose(2, 0, 1)[None]``).
+            image: what the model takes, ``[..., height, width]``: a tensor, or anything with shape and
+                dtype that can be sliced, such as a numpy.memmap (of H x W x C:
+                ``image.transpose(2, 0, 1)[None]``).
             target: what the loss takes, in any structure of tensors, arrays and plain values. Those whose
-            last
-                two dimensions are the image's, or a feature map's of the model, are read strip by strip as
-                well; others, such as labels of whole images, are read whole.
+                last two dimensions are the image's, or a feature map's of the model, are read strip by strip
+                as well; others, such as labels of whole images, are read whole.
 
         Returns:
             The loss, without a graph.
@@ -143,12 +130,12 @@ class StreamedStep:
         with self._opened(prepared) as store:
             return self._step(prepared, store)
 
-    def _opened(self, prepared: _Prepared) -> Spool | nullcontext[Blank]:
+    def _opened(self, prepared: Prepared) -> Spool | nullcontext[Blank]:
         if not prepared.layout.nbytes:
             return nullcontext(prepared.blank)
         return Spool(prepared.layout, prepared.streamed, self._folder, self._device)
 
-    def _step(self, prepared: _Prepared, store: Store) -> Tensor:
+    def _step(self, prepared: Prepared, store: Store) -> Tensor:
         stages, checkpoint = prepared.stages, self._checkpoint
         mark = fingerprint(prepared.streamed, prepared.read) if checkpoint else ""
         found = load(checkpoint, mark) if checkpoint else None
@@ -184,10 +171,10 @@ class StreamedStep:
         parameters = self._whole.model.parameters()
         return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
-    def _prepared(self, image: Any, target: Any) -> _Prepared:
+    def _prepared(self, image: Any, target: Any) -> Prepared:
         _require_modes(self._device)
         _require_image(image)
-        forms = pytree.tree_map(_form_of, (image, target))
+        forms = pytree.tree_map(form_of, (image, target))
         longer = -1 if image.shape[-1] > image.shape[-2] else -2
         axis = longer if self._axis is None else self._axis
         key = pytree.tree_map_only(Tensor, lambda form: (tuple(form.shape), form.dtype), forms)
@@ -206,7 +193,7 @@ class StreamedStep:
         leaves = pytree.tree_leaves(target)
         given = {streamed.program.image: image}
         given |= {node: leaves[number] for node, number in streamed.program.targets.items()}
-        return _Prepared(
+        return Prepared(
             key=key,
             axis=axis,
             streamed=streamed,
@@ -225,7 +212,7 @@ class StreamedStep:
         ]
         return [module.training for module in whole.modules()], tensors
 
-    def _planned(self, prepared: _Prepared) -> StreamPlan:
+    def _planned(self, prepared: Prepared) -> StreamPlan:
         if prepared.key not in self._plans:
             stages = tuple(self._stage_plan(prepared, stage) for stage in prepared.stages)
             nbytes, on_disk = prepared.layout.nbytes, self._folder is not None
@@ -238,7 +225,7 @@ class StreamedStep:
             )
         return self._plans[prepared.key]
 
-    def _stage_plan(self, prepared: _Prepared, stage: Stage) -> StripPlan:
+    def _stage_plan(self, prepared: Prepared, stage: Stage) -> StripPlan:
         rows, peak = prepared.rows, None
         if self._memory_bytes is None:
             assert self._height is not None
@@ -260,12 +247,12 @@ class StreamedStep:
             peak_bytes=peak,
         )
 
-    def _measured(self, prepared: _Prepared, stage: Stage, height: int) -> int:
+    def _measured(self, prepared: Prepared, stage: Stage, height: int) -> int:
         """The peak of a strip in the image's middle, or of the first, which is copied where it is padded."""
         starts = {prepared.middle(stage, height), 0}
         return max(self._measured_at(prepared, stage, start, height) for start in starts)
 
-    def _measured_at(self, prepared: _Prepared, stage: Stage, start: int, height: int) -> int:
+    def _measured_at(self, prepared: Prepared, stage: Stage, start: int, height: int) -> int:
         """The peak of one strip, with values made up where they are not known yet."""
         run = prepared.run(self._context, prepared.blank)
         run.pretend(stage, start, start + height)
@@ -283,7 +270,7 @@ class StreamedStep:
 
     def _strips(self, run: Run, stages: Sequence[Stage], position: Position, rows: int) -> Iterator[Position]:
         """Take every strip from a position on; yields the position after each."""
-        clock = _Clock(
+        clock = Clock(
             [(stage.weight, height) for stage, height in zip(stages, position.heights, strict=True)], rows
         )
         clock.start(position)
@@ -303,104 +290,6 @@ class StreamedStep:
                     self._progress(clock.tick(stage.weight, min(height, rows - strip * height)))
                 yield Position(stage=number, strip=strip + 1, heights=position.heights)
             run.end(stage, number == last_ahead)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Prepared:
-    """One image and target with the graph of their shapes."""
-
-    key: str
-    axis: int
-    streamed: Streamed
-    stages: list[Stage]
-    layout: Layout
-    given: dict[Node, Any]
-    device: torch.device
-
-    @property
-    def rows(self) -> int:
-        return self.streamed.rows[self.streamed.program.image].count
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Of the parameters."""
-        program = self.streamed.program
-        trained = program.trained.values() if program.loss in self.streamed.differentiable else ()
-        return sum(parameter.nbytes for parameter in trained)
-
-    @property
-    def unit(self) -> int:
-        """Image rows to a row of the smallest feature map."""
-        return max(1, round(self.rows / min(rows.count for rows in self.streamed.rows.values())))
-
-    def read(self, node: Node, start: int, stop: int) -> Tensor:
-        """Rows of the image or of a target."""
-        value = self.given[node]
-        index: list[Any] = [slice(None)] * len(value.shape)
-        index[self.streamed.rows[node].dim] = slice(start, stop)
-        return _tensor(value[tuple(index)], self.device)
-
-    @property
-    def blank(self) -> Blank:
-        """A store for a step that needs none, or is only measured."""
-        return Blank(self.streamed, self.device)
-
-    def run(self, context: Context | None, store: Store) -> Run:
-        """A step's beginning."""
-        whole = {
-            node: _tensor(value, self.device) if hasattr(value, "shape") else value
-            for node, value in self.given.items()
-            if node not in self.streamed.rows
-        }
-        return Run(self.streamed, self.read, whole, context, store)
-
-    def middle(self, stage: Stage, height: int) -> int:
-        """Where a strip in the middle begins: of those there, the one that owns the most rows at the ends."""
-        first = (self.rows - height) // 2
-
-        def owned(start: int) -> int:
-            parts = stage.work.parts(start, start + height, self.rows).values()
-            return sum(stop - start for start, stop in parts)
-
-        return max(range(first, min(first + 2 * self.unit, self.rows - height) + 1), key=owned)
-
-    def halo(self, stage: Stage, height: int) -> int:
-        """Rows that a strip in the middle reads beyond its own, in rows of the image."""
-        start = self.middle(stage, height)
-        owned = stage.work.parts(start, start + height, self.rows)
-        demanded = stage.work.demands(owned)
-        counts = {node: self.streamed.rows[node].count for node in demanded}
-        read = [
-            math.ceil((demanded[node][1] - demanded[node][0]) * self.rows / counts[node])
-            for node in demanded
-            if node not in stage.work.operators
-        ]
-        return max(max(read, default=0) - height, 0)
-
-
-class _Clock:
-    """Foretells the time left: strips cost by their rows, backward ones three times as much."""
-
-    def __init__(self, stages: Sequence[tuple[int, int]], rows: int) -> None:
-        self._stages, self._rows = stages, rows
-        self._cost = float(sum(weight * rows for weight, _ in stages))
-        self._total = sum(-(-rows // height) for _, height in stages)
-        self._done, self._spent, self._begun = 0, 0.0, 0.0
-
-    def start(self, position: Position) -> None:
-        """Leave out what was done before."""
-        for number, (weight, height) in enumerate(self._stages[: position.stage + 1]):
-            strips = position.strip if number == position.stage else -(-self._rows // height)
-            self._done += strips
-            self._cost -= weight * min(strips * height, self._rows)
-        self._begun = time.monotonic()
-
-    def tick(self, weight: int, rows: int) -> Progress:
-        """After a strip."""
-        self._done, self._spent = self._done + 1, self._spent + weight * rows
-        seconds = time.monotonic() - self._begun
-        left = seconds * max(self._cost - self._spent, 0.0) / self._spent
-        return Progress(done=self._done, total=self._total, seconds=seconds, seconds_left=left)
 
 
 def _require_modes(device: torch.device) -> None:
@@ -425,22 +314,3 @@ def _scaled(image: Tensor, model: nn.Module) -> Tensor:
         return image
     floating = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
     return image.to(next(floating, torch.float32)) / 255
-
-
-def _form_of(value: Any) -> Any:
-    """A tensor of the value's shape without memory; plain values are themselves."""
-    if not hasattr(value, "shape"):
-        return value
-    empty = value if isinstance(value, Tensor) else _native(np.empty(0, value.dtype))
-    return torch.empty(tuple(value.shape), dtype=empty.dtype, device="meta")
-
-
-def _tensor(value: Any, device: torch.device) -> Tensor:
-    """A tensor as it is, without its graph, or a copy of an array."""
-    return (value.detach() if isinstance(value, Tensor) else _native(value)).to(device)
-
-
-def _native(value: Any) -> Tensor:
-    """A copy of an array in this machine's order of bytes, which torch wants."""
-    array = np.asarray(value)
-    return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))

@@ -1,0 +1,112 @@
+"""An image and a target with the graph of their shapes: what strips read of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from squeezebox.streaming._graph import Streamed
+from squeezebox.streaming._run import Context, Run, Stage
+from squeezebox.streaming._spool import Blank, Layout, Store
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Prepared:
+    """One image and target with the graph of their shapes."""
+
+    key: str
+    axis: int
+    streamed: Streamed
+    stages: list[Stage]
+    layout: Layout
+    given: dict[Node, Any]
+    device: torch.device
+
+    @property
+    def rows(self) -> int:
+        """The image's rows."""
+        return self.streamed.rows[self.streamed.program.image].count
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the parameters."""
+        program = self.streamed.program
+        trained = program.trained.values() if program.loss in self.streamed.differentiable else ()
+        return sum(parameter.nbytes for parameter in trained)
+
+    @property
+    def unit(self) -> int:
+        """Image rows to a row of the smallest feature map."""
+        return max(1, round(self.rows / min(rows.count for rows in self.streamed.rows.values())))
+
+    def read(self, node: Node, start: int, stop: int) -> Tensor:
+        """Rows of the image or of a target."""
+        value = self.given[node]
+        index: list[Any] = [slice(None)] * len(value.shape)
+        index[self.streamed.rows[node].dim] = slice(start, stop)
+        return _tensor(value[tuple(index)], self.device)
+
+    @property
+    def blank(self) -> Blank:
+        """A store for a step that needs none, or is only measured."""
+        return Blank(self.streamed, self.device)
+
+    def run(self, context: Context | None, store: Store) -> Run:
+        """A step's beginning."""
+        whole = {
+            node: _tensor(value, self.device) if hasattr(value, "shape") else value
+            for node, value in self.given.items()
+            if node not in self.streamed.rows
+        }
+        return Run(self.streamed, self.read, whole, context, store)
+
+    def middle(self, stage: Stage, height: int) -> int:
+        """Where a strip in the middle begins: one of those that own the most rows at the ends."""
+        first = (self.rows - height) // 2
+        counts = {self.streamed.rows[node].count for node in stage.work.ends.values()}
+        rows = {count: -(-(first + height) * count // self.rows) for count in counts}
+        starts = {-(-row * self.rows // count) - height for count, row in rows.items()}
+
+        def owned(start: int) -> int:
+            parts = stage.work.parts(start, start + height, self.rows).values()
+            return sum(stop - start for start, stop in parts)
+
+        return max(sorted(starts), key=owned)
+
+    def halo(self, stage: Stage, height: int) -> int:
+        """Rows that a strip in the middle reads beyond its own, in rows of the image."""
+        start = self.middle(stage, height)
+        owned = stage.work.parts(start, start + height, self.rows)
+        demanded = stage.work.demands(owned)
+        counts = {node: self.streamed.rows[node].count for node in demanded}
+        read = [
+            math.ceil((demanded[node][1] - demanded[node][0]) * self.rows / counts[node])
+            for node in demanded
+            if node not in stage.work.operators
+        ]
+        return max(max(read, default=0) - height, 0)
+
+
+def form_of(value: Any) -> Any:
+    """A tensor of the value's shape without memory; plain values are themselves."""
+    if not hasattr(value, "shape"):
+        return value
+    empty = value if isinstance(value, Tensor) else _native(np.empty(0, value.dtype))
+    return torch.empty(tuple(value.shape), dtype=empty.dtype, device="meta")
+
+
+def _tensor(value: Any, device: torch.device) -> Tensor:
+    """A tensor as it is, without its graph, or a copy of an array."""
+    return (value.detach() if isinstance(value, Tensor) else _native(value)).to(device)
+
+
+def _native(value: Any) -> Tensor:
+    """A copy of an array in this machine's order of bytes, which torch wants."""
+    array = np.asarray(value)
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
