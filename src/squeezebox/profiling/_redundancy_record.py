@@ -41,6 +41,7 @@ _RUNNING: set[int | str] = {
     "running_mean",
     "running_var",
 }  # which those write to, though their schemas do not say so
+_TRAINING = 5  # where they are told whether to
 _LEAVING = {
     torch.Tensor.numpy,
     torch.Tensor.tolist,
@@ -50,7 +51,7 @@ _LEAVING = {
     torch.Tensor.__array__,
     torch.Tensor.__dlpack__,
 }
-_TO_HOST = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.cpu}
+_TO_HOST = {torch.Tensor.tolist, torch.Tensor.cpu}  # numpy() wants cpu() before
 
 
 def record_redundancy(
@@ -157,11 +158,12 @@ class _Recorder:
         """What is still there is kept by the user."""
         self._time += 1
         self.record.ends.append(self._time)
-        for module in self._places.modules.known:
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                view = self._view(tensor)
-                if view is not None:
-                    self.record.lives[view.storage].owned = True
+        with self._working():
+            for module in self._places.modules.known:
+                for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                    view = self._view(tensor)
+                    if view is not None:
+                        self.record.lives[view.storage].owned = True
 
     def left(self, func: Any, tensor: torch.Tensor) -> None:
         """Something beyond torch's dispatcher got hold of the tensor."""
@@ -235,10 +237,12 @@ class _Recorder:
         if schema.name in _LITERALS:
             event.arguments = _digest(args[0])
             return
-        event.writes = self._views(event, (value for key, value in given if key in schema.written))
+        evaluates = schema.name in _NORMALISING and not args[_TRAINING]
+        written = frozenset[int | str]() if evaluates else schema.written
+        event.writes = self._views(event, (value for key, value in given if key in written))
         only_written = Trait.OVERWRITES in event.traits
         event.reads = self._views(
-            event, (value for key, value in given if not (only_written and key in schema.written))
+            event, (value for key, value in given if not (only_written and key in written))
         )
         event.arguments = _comparable((args, kwargs))
         if torch.is_grad_enabled() and any(each.requires_grad for each in _tensors((args, kwargs))):
