@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from squeezebox.profiling import check_redundancy
+from squeezebox.profiling._redundancy_record import _schema, _waited
 from squeezebox.schema import Waste
 from tests.profiling.sabotage import CPU, findings_hold
 
@@ -27,8 +28,10 @@ def found(step, waste, **options):
 
 X = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
 WEIGHT = torch.ones(32, 32, requires_grad=True)
+WEIGHT.grad = torch.zeros(32, 32)
 NORM = nn.BatchNorm1d(32)
 KEPT = []
+BUFFER = torch.zeros(32, 32)
 
 
 class Wasteful(nn.Module):
@@ -110,6 +113,29 @@ def cast_there_and_back():
     return X.double().float().sum()
 
 
+def turned_there_and_back():
+    return X.t().contiguous().t().contiguous().sum()
+
+
+def buffer_cleared_and_filled():
+    BUFFER[:] = 0.0
+    BUFFER[:] = X
+    return BUFFER.sum()
+
+
+def gradient_cleared_twice():
+    for _ in range(2):
+        if WEIGHT.grad is not None:
+            WEIGHT.grad.zero_()
+    (X @ WEIGHT).sum().backward()
+
+
+def copy_changed_that_nobody_reads():
+    changed = X.clone()
+    changed.mul_(2.0)
+    return X.sum()
+
+
 PLANTED = {
     "product": (twice_the_product, Waste.REPEATED, {"aten.mm": 1}),
     "literal": (twice_a_literal, Waste.REPEATED, {"aten.lift_fresh": 1, "aten.sin": 1, "aten.sum": 1}),
@@ -121,6 +147,10 @@ PLANTED = {
     ),
     "unread": (result_unread, Waste.DEAD, {"aten.exp": 1, "aten.sin": 1}),
     "copied": (copied, Waste.COPY, {"aten.clone": 1}),
+    "turned": (turned_there_and_back, Waste.COPY, {"aten.clone": 2}),
+    "buffer": (buffer_cleared_and_filled, Waste.DEAD, {"aten.fill_.Tensor": 1}),
+    "gradient": (gradient_cleared_twice, Waste.DEAD, {"aten.zero_": 1}),
+    "changed": (copy_changed_that_nobody_reads, Waste.DEAD, {"aten.clone": 1, "aten.mul_.Tensor": 1}),
     "cast": (cast_there_and_back, Waste.COPY, {"aten._to_copy": 2}),
 }
 
@@ -310,6 +340,34 @@ def test_syncs_are_told_as_if_on_a_device_only_when_asked():
         ("Tensor.tolist", 2, 8 * 2 * X.numel()),
         ("Tensor.cpu", 2, X.nbytes),
     }
+
+
+ELSEWHERE = torch.empty(8, device="meta")
+HERE = torch.empty(8)
+ATEN = torch.ops.aten
+WAITS = (
+    (ATEN._local_scalar_dense.default, (ELSEWHERE[0],), {}, 4),
+    (ATEN._local_scalar_dense.default, (HERE[0],), {}, None),
+    (ATEN.nonzero.default, (ELSEWHERE,), {}, 8),
+    (ATEN.masked_select.default, (ELSEWHERE, ELSEWHERE > 0), {}, 8),
+    (ATEN.index.Tensor, (ELSEWHERE, [ELSEWHERE > 0]), {}, 8),
+    (ATEN.index.Tensor, (ELSEWHERE, [ELSEWHERE.long()]), {}, None),
+    (ATEN.equal.default, (ELSEWHERE, ELSEWHERE), {}, 8),
+    (ATEN.add.Tensor, (ELSEWHERE, HERE[0]), {}, None),
+    (ATEN.copy_.default, (HERE, ELSEWHERE), {}, 32),
+    (ATEN.copy_.default, (HERE, ELSEWHERE, True), {}, None),
+    (ATEN.copy_.default, (ELSEWHERE, ELSEWHERE), {}, None),
+    (ATEN._to_copy.default, (ELSEWHERE,), {"device": "cpu"}, 32),
+    (ATEN._to_copy.default, (HERE,), {"device": "meta"}, 32),
+    (ATEN._to_copy.default, (HERE,), {"device": "meta", "non_blocking": True}, None),
+    (ATEN._to_copy.default, (ELSEWHERE,), {"dtype": torch.float64}, None),
+)
+
+
+@pytest.mark.parametrize(("func", "args", "kwargs", "nbytes"), WAITS)
+def test_the_host_waits_for_values_shapes_and_copies_from_elsewhere(func, args, kwargs, nbytes):
+    """Of a device that computes nothing, so that no device is needed."""
+    assert _waited(_schema(func), args, kwargs, as_device=False) == nbytes
 
 
 def test_the_count_of_steps_that_optimizers_keep_on_the_host_is_no_sync():

@@ -169,8 +169,10 @@ def test_changed_missing_and_added_files_are_named_and_nothing_of_them_is_run(pl
     (planted / "planted/decorators.py").unlink()
     (planted / "planted/layers.py").write_text("raise SystemExit('it was run')\n")
     (planted / "planted/extra.py").write_text("")
+    (planted / "planted/ghost.pyc").write_bytes(b"")  # importable where it lies beside sources
     assert sorted(faults(), key=str) == [
         (Fault.ADDED, "extra.py"),
+        (Fault.ADDED, "ghost.pyc"),
         (Fault.CHANGED, "layers.py"),
         (Fault.CHANGED, "weights.bin"),
         (Fault.MISSING, "decorators.py"),
