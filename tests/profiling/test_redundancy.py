@@ -358,6 +358,8 @@ WAITS = (
     (ATEN.copy_.default, (HERE, ELSEWHERE, True), {}, None),
     (ATEN.copy_.default, (ELSEWHERE, ELSEWHERE), {}, None),
     (ATEN._to_copy.default, (ELSEWHERE,), {"device": "cpu"}, 32),
+    (ATEN.lift_fresh.default, (ELSEWHERE,), {}, 32),
+    (ATEN.lift_fresh.default, (HERE,), {}, None),
     (ATEN._to_copy.default, (HERE,), {"device": "meta"}, 32),
     (ATEN._to_copy.default, (HERE,), {"device": "meta", "non_blocking": True}, None),
     (ATEN._to_copy.default, (ELSEWHERE,), {"dtype": torch.float64}, None),
