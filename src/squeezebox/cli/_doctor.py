@@ -21,7 +21,8 @@ def examine_step(name: str, batch: str | None, as_device: bool) -> StepCheck:
     """
     make = None if batch is None else load_factory(batch)
     step = load_factory(name, arguments=0 if batch is None else _ANY)
-    return squeezebox.check_step(step, batch=make, as_device=as_device)
+    with patient("checking") as on_progress:
+        return squeezebox.check_step(step, batch=make, as_device=as_device, on_progress=on_progress)
 
 
 def examine_environment(packages: str | None, byte_code: bool) -> EnvironmentCheck:

@@ -88,7 +88,7 @@ def _of_line(found: list[_Found]) -> Redundancy:
         file=place.file,
         line=place.line,
         function=place.function,
-        modules=tuple(sorted({each.event.place.module for each in found})),
+        modules=tuple(sorted({each.event.place.module for each in found} - {""})),
         phase=one.event.phase,
         count=len(found),
         seconds=sum(each.event.seconds for each in found),

@@ -17,7 +17,8 @@ _UNSURE = Trait.OPAQUE | Trait.OWN | Trait.RECOMPUTED
 def find_copies(record: StepEvents) -> Iterator[Event]:
     """Copies of the first step that lie as their originals do, while neither was written to.
 
-    The same of a cast back, after one that lost nothing, and of that one too if nothing else read it.
+    The same of a copy back: of another layout, another device, or a dtype that lost nothing; and of the
+    copy there too if nothing else read it.
     Only copies whose end was seen count; and where the original went first, only copies of all of it.
     """
     finder = _Finder(record)
@@ -37,13 +38,13 @@ class _Finder:
         for event in record.events:
             for view in event.writes:
                 self._writes[view.storage].append(event.time)
-            for view in event.reads:
+            for view in event.reads if event.fresh or event.writes or Trait.EFFECT in event.traits else ():
                 self._readers[view.storage].append(event)
             if event.operator in _COPIES:
                 self._made |= {view.storage: event for view in event.fresh}
 
     def judge(self, event: Event) -> Iterator[Event]:
-        """The copy, if it is needless, and with it the cast before."""
+        """The copy, if it is needless, and with it the one before that only led there."""
         copy, source = event.fresh[0], event.reads[0]
         if not self._readers[copy.storage]:
             return  # a dead store
@@ -51,15 +52,15 @@ class _Finder:
             if self._is_like(copy, source, event.time):
                 yield event
             return
-        cast = self._made.get(source.storage)
-        if cast is None or cast.step != event.step or cast.traits & _UNSURE:
+        before = self._made.get(source.storage)
+        if before is None or before.step != event.step or before.traits & _UNSURE:
             return
-        origin = cast.reads[0]
-        if not _is_round_trip(origin, source, copy) or self._writes[source.storage]:
+        origin = _seen_through(before, source)
+        if self._writes[source.storage] or origin is None or not _lies_alike(copy, origin):
             return
-        if cast.fresh[0] == source and self._is_like(copy, origin, cast.time):
+        if self._is_like(copy, origin, before.time):
             if all(reader is event for reader in self._readers[source.storage]):
-                yield cast
+                yield before
             yield event
 
     def _is_like(self, copy: View, source: View, since: int) -> bool:
@@ -83,14 +84,27 @@ def _lies_alike(one: View, other: View) -> bool:
     return one.sizes == other.sizes and one.dtype is other.dtype and all(a == b for a, b in strides)
 
 
-def _is_round_trip(origin: View, between: View, copy: View) -> bool:
-    """Whether casting back gave what there was: the dtype between holds every value of the first."""
-    same = _lies_alike(copy, origin) and between.sizes == origin.sizes
-    return same and _holds(between.dtype, origin.dtype)
+def _seen_through(copied: Event, view: View) -> View | None:
+    """The view of the original that shows what this one does of the copy; None if there is none.
+
+    Dimensions are told by their strides, which differ in a dense tensor.
+    """
+    copy, source = copied.fresh[0], copied.reads[0]
+    strides = {
+        (size, inner): outer
+        for size, inner, outer in zip(copy.sizes, copy.strides, source.strides, strict=True)
+        if size > 1
+    }
+    seen = [(size, stride) for size, stride in zip(view.sizes, view.strides, strict=True) if size > 1]
+    if view.offset != copy.offset or sorted(seen) != sorted(strides) or not _holds(copy.dtype, source.dtype):
+        return None
+    found = tuple(strides.get(each, 1) for each in zip(view.sizes, view.strides, strict=True))
+    return View(source.storage, source.offset, view.sizes, found, source.dtype)
 
 
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    if narrow is torch.bool:
+    """Whether every value of the one dtype is one of the other's."""
+    if narrow in (torch.bool, wide):
         return True
     if wide.is_floating_point != narrow.is_floating_point or wide.is_complex != narrow.is_complex:
         return False

@@ -63,7 +63,7 @@ class Places:
             self._note(place)
         return Origin(
             place,
-            "backward" if backward else "forward",
+            "backward" if backward else "forward" if place.module else "",
             recomputed=backward and checkpoint,
             own=_OWN in seen,
             of_optimizer=_OPTIMIZERS in seen,

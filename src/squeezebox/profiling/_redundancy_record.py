@@ -35,12 +35,9 @@ _LITERALS = {"aten::lift_fresh", "aten::lift_fresh_copy"}  # what torch.tensor()
 _MASKED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _COPIES = {"aten::_to_copy", "aten::copy_"}
 _NORMALISING = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
-_RUNNING: set[int | str] = {
-    3,
-    4,
-    "running_mean",
-    "running_var",
-}  # which those write to, though their schemas do not say so
+# Those write to running values, though their schemas do not say so, if argument _TRAINING says so.
+_RUNNING: set[int | str] = {3, 4, "running_mean", "running_var"}
+_TRAINING = 5
 _LEAVING = {
     torch.Tensor.numpy,
     torch.Tensor.tolist,
@@ -50,7 +47,7 @@ _LEAVING = {
     torch.Tensor.__array__,
     torch.Tensor.__dlpack__,
 }
-_TO_HOST = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.cpu}
+_TO_HOST = {torch.Tensor.tolist, torch.Tensor.cpu}  # numpy() wants cpu() before
 
 
 def record_redundancy(
@@ -141,7 +138,6 @@ class _Recorder:
         self._busy = False
         self._numbers: dict[int, int] = {}  # of living storages, by what torch holds for them
         self._ends: list[Any] = []
-        self._owned: set[int] = set()
         self._places = Places()
 
     @contextlib.contextmanager
@@ -157,11 +153,12 @@ class _Recorder:
         """What is still there is kept by the user."""
         self._time += 1
         self.record.ends.append(self._time)
-        for module in self._places.modules.known:
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                view = self._view(tensor)
-                if view is not None:
-                    self.record.lives[view.storage].owned = True
+        with self._working():
+            for module in self._places.modules.known:
+                for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                    view = self._view(tensor)
+                    if view is not None:
+                        self.record.lives[view.storage].owned = True
 
     def left(self, func: Any, tensor: torch.Tensor) -> None:
         """Something beyond torch's dispatcher got hold of the tensor."""
@@ -235,10 +232,12 @@ class _Recorder:
         if schema.name in _LITERALS:
             event.arguments = _digest(args[0])
             return
-        event.writes = self._views(event, (value for key, value in given if key in schema.written))
+        evaluates = schema.name in _NORMALISING and not args[_TRAINING]
+        written = frozenset[int | str]() if evaluates else schema.written
+        event.writes = self._views(event, (value for key, value in given if key in written))
         only_written = Trait.OVERWRITES in event.traits
         event.reads = self._views(
-            event, (value for key, value in given if not (only_written and key in schema.written))
+            event, (value for key, value in given if not (only_written and key in written))
         )
         event.arguments = _comparable((args, kwargs))
         if torch.is_grad_enabled() and any(each.requires_grad for each in _tensors((args, kwargs))):
@@ -326,9 +325,11 @@ def _comparable(values: Any) -> Hashable | None:
     return found
 
 
-def _digest(tensor: torch.Tensor) -> Hashable:
-    plain = tensor.detach().contiguous().flatten().view(torch.uint8)
-    return (tensor.shape, tensor.dtype, hashlib.blake2b(plain.numpy().tobytes()).digest())
+def _digest(tensor: torch.Tensor) -> Hashable | None:
+    if tensor.is_meta:
+        return None
+    plain = tensor.detach().contiguous().flatten().view(torch.uint8).cpu()
+    return (tensor.shape, tensor.dtype, tensor.device, hashlib.blake2b(plain.numpy().tobytes()).digest())
 
 
 def _waited(schema: _Schema, args: tuple[Any, ...], kwargs: dict[str, Any], as_device: bool) -> int | None:
@@ -340,6 +341,8 @@ def _waited(schema: _Schema, args: tuple[Any, ...], kwargs: dict[str, Any], as_d
         return tensors[-1].nbytes if waits else None
     if devices <= {"cpu"} and not as_device:
         return None
+    if schema.name in _LITERALS:
+        return tensors[0].nbytes if devices - {"cpu"} else None  # torch.tensor(..., device=...) has copied it
     if schema.name in _MASKED:
         masks = [each for each in tensors[1:] if each.dtype in (torch.bool, torch.uint8)]
         return 8 if masks else None

@@ -47,7 +47,8 @@ def _of_group(record: StepEvents, events: Sequence[Event], from_data: bool) -> I
     first = events[0]
     own = [event for event in events if event.step == 0]
     yield from (Repeat(event, first, from_data) for event in own[1:] if _has_ended(record, event))
-    if own and len(own) < len(events) and _has_ended(record, first):
+    again = any(event.step > 0 and event.place == first.place for event in events)
+    if own and again and _has_ended(record, first):
         yield Repeat(first, first, from_data)
 
 

@@ -20,7 +20,7 @@ def find_dead_stores(record: StepEvents) -> Iterator[Event]:
     live = _Live(record)
     backward = False  # whether one comes later
     for event in reversed(record.of_step(0)):
-        kept = Trait.DIFFERENTIATED in event.traits and not backward
+        kept = not backward and _may_be_saved(event)
         backward = backward or event.phase == "backward"
         if not event.fresh and not event.writes and Trait.EFFECT not in event.traits:
             continue  # a view
@@ -28,6 +28,14 @@ def find_dead_stores(record: StepEvents) -> Iterator[Event]:
             live.read(event)
         elif not event.traits & (Trait.UNINITIALISED | Trait.RECOMPUTED) and event.written_bytes:
             yield event
+
+
+def _may_be_saved(event: Event) -> bool:
+    """Whether it has a derivative for which autograd could keep its results."""
+    if Trait.DIFFERENTIATED not in event.traits:
+        return False
+    dtypes = {view.dtype for view in (*event.fresh, *event.writes)}
+    return not dtypes or any(each.is_floating_point or each.is_complex for each in dtypes)
 
 
 class _Live:

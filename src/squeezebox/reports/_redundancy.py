@@ -69,13 +69,13 @@ class StepCheck:
 
 
 def _where(found: Redundancy) -> str:
-    """``model.py:11 (forward of layers.1, layers.2), first at model.py:9``."""
-    modules = [module for module in found.modules if module]
-    more = f" and {len(modules) - _MODULES} more" if len(modules) > _MODULES else ""
-    of = f"{found.phase} of {', '.join(modules[:_MODULES])}{more}" if modules else found.phase
-    first = f", first at {_short(found.first)}" if found.first else ""
+    """``model.py:11, forward of layers.1, layers.2; first at model.py:9 of layers.0``."""
+    more = f" and {len(found.modules) - _MODULES} more" if len(found.modules) > _MODULES else ""
+    modules = f" of {', '.join(found.modules[:_MODULES])}{more}" if found.modules else ""
+    phase = f", {found.phase}{modules}" if found.phase else ""
+    first = f"; first at {_short(found.first)}" if found.first else ""
     note = f"; {found.note}" if found.note else ""
-    return f"{_short(found.file)}:{found.line} ({of}){first}{note}"
+    return f"{_short(found.file)}:{found.line}{phase}{first}{note}"
 
 
 def _short(path: str) -> str:

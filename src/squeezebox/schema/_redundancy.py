@@ -18,12 +18,13 @@ class Waste(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Redundancy:
-    """Calls of one operator from one line of Python, in one phase ("forward" or "backward"), in one step.
+    """Calls of one operator from one line of Python, in one phase, in one step.
 
-    ``modules`` are those whose forward ran, or whose backward; "" is none. A backward's line is the one whose
-    forward it belongs to. ``count`` are the calls that could go, or that the host waits for; ``seconds`` and
-    ``nbytes`` are theirs: what they took, and what they wrote, or moved to the host. ``first`` is
-    where the same was computed before: ``file:line``, or ``file:line of module``.
+    ``phase`` is "forward" within a module, "backward" within autograd, "" elsewhere. ``modules`` are those
+    whose forward ran, or whose backward. A backward's line is the one whose forward it belongs to.
+    ``count`` are the calls that could go, or that the host waits for; ``seconds`` and ``nbytes`` are
+    theirs: what they took, and what they wrote, or moved to the host. ``first`` is where the same was
+    computed before: ``file:line``, or ``file:line of module``.
     """
 
     waste: Waste

@@ -14,7 +14,11 @@ _STEPS = 3  # one to begin with, one that is judged, one that tells what is the 
 
 
 def check_step(
-    step: Callable[..., object], *, batch: Callable[[], object] | None = None, as_device: bool = False
+    step: Callable[..., object],
+    *,
+    batch: Callable[[], object] | None = None,
+    as_device: bool = False,
+    on_progress: Callable[[int, int, str], None] | None = None,
 ) -> StepCheck:
     """Run a training step three times, and name what it does in vain, by line of Python, time and bytes.
 
@@ -29,14 +33,19 @@ def check_step(
         batch: makes what ``step`` is called with, a tuple or one argument; before each step, so that what
             depends on the batch alone is not taken for a constant. None: ``step`` takes nothing.
         as_device: on a machine without a device, name what would wait for one.
+        on_progress: called with (done, total, note) after each step.
 
     After PieProf (Tan et al., "Toward efficient interactions between Python and native libraries", 2021),
     with torch's dispatcher in place of hardware counters: calls are seen whole, and operators' insides not.
     """
-    batches = iter([_arguments(batch) for _ in range(_STEPS)])
+    batches = enumerate([_arguments(batch) for _ in range(_STEPS)], 1)
 
     def run() -> object:
-        return step(*next(batches))
+        number, arguments = next(batches)
+        result = step(*arguments)
+        if on_progress is not None:
+            on_progress(number, _STEPS, "steps")
+        return result
 
     run()
     on_device = torch.cuda.is_initialized()
