@@ -1,9 +1,11 @@
-"""Settings for every test: how many examples a property gets, and kernels without a device."""
+"""Settings for every test: examples of a property, kernels without a device, no word from torch."""
 
 import os
 
-import torch
-from hypothesis import HealthCheck, settings
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command line does; read once, by torch
+
+import torch  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read once, when triton is imported

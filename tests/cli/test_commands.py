@@ -249,6 +249,7 @@ def test_the_demo_end_to_end(models, capfd, monkeypatch):
     monkeypatch.setattr("squeezebox.cli._network._CHANNELS", (4, 4, 8))
     monkeypatch.setattr("squeezebox.cli._demo.DEFAULT_STEPS", 3)
     monkeypatch.setattr("squeezebox.cli._demo.fashion_mnist", tiny)
+    monkeypatch.setattr("squeezebox.cli._progress._SILENT", 0.0)
     code, out, err = run(capfd, "demo", "--batch", "8", "--json")
     assert code == 0, err
     figures = json.loads(out)

@@ -36,7 +36,7 @@ def test_options_are_checked_first(tmp_path, monkeypatch, options):
 
 
 def test_an_image_has_tissue_and_glass(tmp_path):
-    slide = lay_out(tmp_path, 512, 512, 0, lambda note: None)
+    slide = lay_out(tmp_path, 512, 512, 0, lambda *progress: None)
     share = slide.mask.mean()
     assert 0.02 < share < 0.98
     assert slide.pixels[slide.mask == 0].min() >= 200 > np.median(slide.pixels[slide.mask == 1])
@@ -44,5 +44,5 @@ def test_an_image_has_tissue_and_glass(tmp_path):
 
 def test_a_full_disk_is_said_before_anything_is_written(tmp_path):
     with pytest.raises(OutputError, match="EiB|GiB of disk"):
-        lay_out(tmp_path, 10**6, 10**9, 0, lambda note: None)
+        lay_out(tmp_path, 10**6, 10**9, 0, lambda *progress: None)
     assert not os.listdir(tmp_path)

@@ -11,6 +11,7 @@ import typer
 import squeezebox
 from squeezebox.cli._memory import memory
 from squeezebox.cli._pipeline import pipeline
+from squeezebox.cli._progress import progress
 
 app = typer.Typer(
     help="Train PyTorch networks in less memory by packing what autograd saves, within error bounds.",
@@ -67,16 +68,17 @@ def estimate(
     """
     from squeezebox.cli._estimate import load_factory, load_loss, parse_shape
 
-    result = squeezebox.estimate(
-        load_factory(factory),
-        input_shape=None if input is None else parse_shape(input),
-        batch=batch,
-        sample=None if sample is None else load_factory(sample),
-        loss_fn=None if loss is None else load_loss(loss),
-        optimizer=optimizer,
-        dtype=dtype,
-        input_dtype=input_dtype,
-    )
+    with progress("estimating"):
+        result = squeezebox.estimate(
+            load_factory(factory),
+            input_shape=None if input is None else parse_shape(input),
+            batch=batch,
+            sample=None if sample is None else load_factory(sample),
+            loss_fn=None if loss is None else load_loss(loss),
+            optimizer=optimizer,
+            dtype=dtype,
+            input_dtype=input_dtype,
+        )
     print(json.dumps(result.to_dict(), indent=1) if as_json else result)
 
 

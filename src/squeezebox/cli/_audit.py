@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import squeezebox
 from squeezebox.cli._estimate import load_factory
-from squeezebox.cli._progress import counted
+from squeezebox.cli._progress import progress
 from squeezebox.schema import OptionError, SqueezeboxError
 
 
@@ -43,7 +42,7 @@ def run(request: Request, *, as_json: bool) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
     train = load_factory(request.train, arguments=1)
     factors = () if request.factors == "none" else tuple(request.factors.split(","))
-    with counted("trainings") as bar:
+    with progress("trainings") as on_progress:
         found = squeezebox.audit(
             train,
             out=request.out,
@@ -54,7 +53,7 @@ def run(request: Request, *, as_json: bool) -> None:
             workers=request.workers,
             threads=request.threads,
             steps=request.steps,
-            on_progress=bar or _print_progress,
+            on_progress=on_progress,
         )
     print(json.dumps(found.to_dict(), indent=1) if as_json else found)
     if not found.sound:
@@ -64,12 +63,6 @@ def run(request: Request, *, as_json: bool) -> None:
             "the factors alone. Draw every random number from the run's generators or torch's global one, or "
             "see above which operator differs."
         )
-
-
-def _print_progress(done: int, total: int, note: str) -> None:
-    """A few lines where no terminal watches."""
-    if done == total or done * 8 // total > (done - 1) * 8 // total:
-        print(f"trainings: {done}/{total}, {note}", file=sys.stderr, flush=True)
 
 
 def arms_named(names: str, noise: float) -> dict[str, Mapping[str, Any] | None]:

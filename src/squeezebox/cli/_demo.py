@@ -126,7 +126,7 @@ def _train(plain: Arm, squeezed: Arm, images: _Images, settings: Settings, steps
     """Alternate the arms' steps on the same batches, so that a slow moment of the machine meets both."""
     generator = torch.Generator().manual_seed(settings.seed)
     order = torch.empty(0, dtype=torch.int64)
-    with progress("training, plain and squeezed", steps) as advance:
+    with progress("training, plain and squeezed") as show:
         for number in range(steps):
             if len(order) < settings.batch:
                 order = torch.randperm(len(images.train), generator=generator)
@@ -138,22 +138,22 @@ def _train(plain: Arm, squeezed: Arm, images: _Images, settings: Settings, steps
                 for group in arms[name].optimizer.param_groups:
                     group["lr"] = LEARNING_RATE * (1.0 - number / steps)
                 losses[name] = arms[name].timed_step(x, y)
-            advance(f"loss {losses['plain']:.3f} and {losses['squeezed']:.3f}")
+            show(number + 1, steps, f"loss {losses['plain']:.3f} and {losses['squeezed']:.3f}")
 
 
 def _compare(plain: Arm, squeezed: Arm, images: _Images, settings: Settings) -> dict[str, Any]:
     x, y = layout(images.train[: settings.batch]), images.train_labels[: settings.batch].clone()
-    with progress("testing, measuring", 4) as advance:
+    with progress("testing, measuring") as show:
         accuracies = {}
-        for name, arm in (("plain", plain), ("squeezed", squeezed)):
+        for number, (name, arm) in enumerate((("plain", plain), ("squeezed", squeezed))):
             accuracies[name] = arm.accuracy(images.test, images.test_labels)
-            advance(f"{name}: accuracy {accuracies[name]:.1%}")
+            show(number + 1, 4, f"{name}: accuracy {accuracies[name]:.1%}")
         noise = squeezed.session.measure_noise(lambda: squeezed.gradients(x, y))
-        advance(f"gradient noise {noise:.1e}")
+        show(3, 4, f"gradient noise {noise:.1e}")
         report = squeezed.session.report()
         plain_peak, peak = plain.measured_step(x, y), squeezed.peak(x, y, refresh=False)
         refresh_peak = squeezed.peak(x, y, refresh=True)
-        advance("peaks")
+        show(4, 4, "peaks")
     story = largest_batch(squeezed, images.train, images.train_labels, settings.batch, plain_peak, peak)
     times = _times(plain, squeezed)
     return {

@@ -6,7 +6,7 @@ import json
 
 import squeezebox
 from squeezebox.cli._estimate import load_factory
-from squeezebox.cli._progress import patient
+from squeezebox.cli._progress import progress
 from squeezebox.reports import EnvironmentCheck, StepCheck
 from squeezebox.schema import SqueezeboxError
 
@@ -21,7 +21,7 @@ def examine_step(name: str, batch: str | None, as_device: bool) -> StepCheck:
     """
     make = None if batch is None else load_factory(batch)
     step = load_factory(name, arguments=0 if batch is None else _ANY)
-    with patient("checking") as on_progress:
+    with progress("checking") as on_progress:
         return squeezebox.check_step(step, batch=make, as_device=as_device, on_progress=on_progress)
 
 
@@ -32,7 +32,7 @@ def examine_environment(packages: str | None, byte_code: bool) -> EnvironmentChe
         OptionError: a named package is not installed.
     """
     names = None if packages is None else [name.strip() for name in packages.split(",")]
-    with patient("checking") as on_progress:
+    with progress("checking") as on_progress:
         return squeezebox.check_environment(names, byte_code=byte_code, on_progress=on_progress)
 
 

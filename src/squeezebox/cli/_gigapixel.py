@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import squeezebox
-from squeezebox.cli._photographs import Slide, lay_out, rows_of_pieces, temporary_folder
-from squeezebox.cli._progress import progress, timed
+from squeezebox.cli._photographs import Slide, lay_out, temporary_folder
+from squeezebox.cli._progress import progress
 from squeezebox.reports import parse_size, require_writable, write_whole
 from squeezebox.schema import OptionError
 
@@ -76,8 +76,8 @@ def run(settings: Gigapixel) -> dict[str, Any]:
     require_writable(settings.out)
     start = time.perf_counter()
     with temporary_folder() as folder:
-        with progress("laying out the image", rows_of_pieces(height)) as advance:
-            slide = lay_out(Path(folder), height, width, settings.seed, advance)
+        with progress("laying out the image") as show:
+            slide = lay_out(Path(folder), height, width, settings.seed, show)
         result = {
             "squeezebox": squeezebox.__version__,
             "torch": torch.__version__,
@@ -106,12 +106,12 @@ def _train(settings: Gigapixel, slide: Slide) -> dict[str, Any]:
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     image, losses, seconds = slide.pixels.transpose(2, 0, 1)[None], list[float](), list[float]()
-    with Peak() as peak, timed("training on the whole image") as show:
+    with Peak() as peak, progress("training on the whole image") as show:
         step = squeezebox.streaming.StreamedStep(
             model,
             loss_fn,
             memory=settings.memory,
-            progress=lambda now: show(now.done, now.total, now.seconds_left),
+            progress=lambda now: show(now.done, now.total, f"{now.seconds_left:.0f} s left"),
         )
         plan = step.plan(image, slide.mask)
         for _ in range(settings.steps):

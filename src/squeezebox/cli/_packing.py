@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from squeezebox.cli._progress import progress
 from squeezebox.memory import layout, layout_csv, read_buffers, search, somas
 from squeezebox.reports import exact_bytes, parse_size, require_writable, write_whole
 from squeezebox.schema import BudgetError, OptionError
@@ -88,9 +89,10 @@ def run(request: Request) -> Figures:
     if request.out is not None:
         require_writable(request.out)
     buffers = read_buffers(request.file)
-    result = layout(
-        buffers, packer=_PACKERS[request.packer], seconds=request.seconds, alignment=request.alignment
-    )
+    with progress("packing"):
+        result = layout(
+            buffers, packer=_PACKERS[request.packer], seconds=request.seconds, alignment=request.alignment
+        )
     if request.out is not None and (capacity is None or result.nbytes <= capacity):
         write_whole(request.out, layout_csv(buffers, result))
     return Figures(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.resources
 import shutil
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from squeezebox.cli._progress import Show
 from squeezebox.reports import human_bytes
 from squeezebox.schema import DatasetError, OutputError
 
@@ -30,7 +30,7 @@ class Slide:
     mask: NDArray[np.uint8]
 
 
-def lay_out(folder: Path, height: int, width: int, seed: int, advance: Callable[[str], None]) -> Slide:
+def lay_out(folder: Path, height: int, width: int, seed: int, show: Show) -> Slide:
     """Fill two files in ``folder``: pieces of photographs in tissue, and around it faded to glass.
 
     Args:
@@ -38,7 +38,7 @@ def lay_out(folder: Path, height: int, width: int, seed: int, advance: Callable[
         height: pixels.
         width: pixels.
         seed: of the pieces and of the tissue's shape.
-        advance: called after each row of pieces; there are ``rows_of_pieces(height)``.
+        show: called after each row of pieces with (rows, of how many, what they are).
 
     Raises:
         DatasetError: the photographs are missing or damaged.
@@ -59,13 +59,8 @@ def lay_out(folder: Path, height: int, width: int, seed: int, advance: Callable[
         pieces = [_piece(photographs, random) for _ in range(0, width, _TILE)]
         strip = np.concatenate(pieces, axis=1)[:rows, :width]
         slide.pixels[top : top + rows] = np.where(tissue[:, :, None] != 0, strip, 200 + strip // 5)
-        advance(f"{top + rows} of {height} rows")
+        show(top + rows, height, "rows")
     return slide
-
-
-def rows_of_pieces(height: int) -> int:
-    """How often :func:`lay_out` calls back."""
-    return -(-height // _TILE)
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:

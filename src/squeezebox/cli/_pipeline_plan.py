@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from squeezebox.cli._estimate import load_factory, load_loss, parse_shape
 from squeezebox.cli._plan import load_model, optimizer_named
-from squeezebox.cli._progress import counted
+from squeezebox.cli._progress import progress
 from squeezebox.reports import parse_size, require_writable, save_pipeline_plan
 from squeezebox.schema import Link, OptionError, PipelinePlan
 from squeezebox.session import plan_pipeline
@@ -61,7 +61,7 @@ def make(request: Request, out: Path) -> list[PipelinePlan]:
     torch.set_num_threads(max(request.threads, 1))
     model = load_model(request.factory)
     sample = load_factory(request.sample)() if request.sample else (_inputs(model, request), None)
-    with counted("measuring blocks") as on_progress:
+    with progress("measuring blocks") as on_progress:
         plans = plan_pipeline(
             model,
             sample=sample,

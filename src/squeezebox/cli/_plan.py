@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import squeezebox
 from squeezebox.cli._estimate import load_factory, load_loss, parse_shape
-from squeezebox.cli._progress import counted
+from squeezebox.cli._progress import progress
 from squeezebox.reports import FoundBatch, MaxBatch, StepPlan, require_writable
 from squeezebox.schema import OptionError
 
@@ -91,7 +91,7 @@ def make(step: Step, *, cache: bool, out: str, **options: Any) -> StepPlan:
     """
     require_writable(out)
     loaded = step.load()
-    with counted("running the sample") as on_progress:
+    with progress("running the sample") as on_progress:
         plan = squeezebox.plan(
             **loaded, **options, cache=cache_folder() if cache else None, on_progress=on_progress
         )
@@ -107,7 +107,7 @@ def largest_batch(step: Step, **options: Any) -> MaxBatch:
         BudgetError: not even a batch of 1 fits.
     """
     loaded = step.load()
-    with counted("running the sample") as on_progress:
+    with progress("running the sample") as on_progress:
         return squeezebox.max_batch(**loaded, **options, on_progress=on_progress)
 
 
@@ -122,7 +122,7 @@ def found_batch(step: Step, *, out: str | None, **options: Any) -> FoundBatch:
     if out is not None:
         require_writable(out)
     loaded = step.load()
-    with counted("running the sample") as on_progress:
+    with progress("running the sample") as on_progress:
         found = squeezebox.find_batch(**loaded, **options, on_progress=on_progress)
     if out is not None:
         found.plan.save(out)

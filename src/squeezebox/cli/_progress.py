@@ -1,103 +1,108 @@
-"""Progress on standard error: a bar on a terminal, a few lines elsewhere."""
+"""Progress on standard error of what takes longer than two seconds: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
-Advance = Callable[[str], None]
-Count = Callable[[int, int, str], None]
+Show = Callable[[int, int, str], None]
 
-_PATIENCE = 4.0  # seconds
-
-
-@contextlib.contextmanager
-def progress(title: str, total: int) -> Iterator[Advance]:
-    """Call what this gives once a unit of work, with a short note to show beside the count."""
-    with _bar(title, total) if sys.stderr.isatty() else _lines(title, total) as advance:
-        yield advance
+_SILENT = 2.0  # seconds before anything is shown,
+_LOOK = 0.5  # between two looks at what is done,
+_PAUSE = 60.0  # and between two lines, at most
 
 
 @contextlib.contextmanager
-def counted(title: str) -> Iterator[Count | None]:
-    """What this gives is called with (done, total, note); None where nobody watches a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=None, note="")
-        yield lambda done, total, note: bar.update(task, completed=done, total=total, note=note)
+def progress(title: str) -> Iterator[Show]:
+    """What this gives may be called with (done, total, note); time is shown also of what never calls it."""
+    view: _View = _Bar(title) if sys.stderr.isatty() else _Lines(title)
+    ended = threading.Event()
+    watch = threading.Thread(target=_watch, args=(view, ended), daemon=True)
+    watch.start()
+    try:
+        yield view.show
+    finally:
+        ended.set()
+        watch.join()
+        view.close()
 
 
-@contextlib.contextmanager
-def timed(title: str) -> Iterator[Callable[[int, int, float], None]]:
-    """What this gives is called with (done, total, seconds left): a bar on a terminal, else a few lines."""
-    with counted(title) as count:
+class _View(Protocol):
+    """Shows what it was told last."""
 
-        def show(done: int, total: int, left: float) -> None:
-            note = f"{left:.0f} s left"
-            if count is not None:
-                count(done, total, note)
-            elif done == total or done * 8 // total > (done - 1) * 8 // total:
-                print(f"{title}: {done}/{total}, {note}", file=sys.stderr, flush=True)
+    def show(self, done: int, total: int, note: str) -> None:
+        """So much is done."""
 
-        yield show
+    def look(self) -> None:
+        """Time has passed."""
+
+    def close(self) -> None:
+        """All is done, or it failed."""
 
 
-@contextlib.contextmanager
-def patient(title: str) -> Iterator[Count]:
-    """What this gives is called with (done, total, note): a bar on a terminal, else now and then a line."""
-    with counted(title) as count:
-        last = time.monotonic()
-
-        def show(done: int, total: int, note: str) -> None:
-            nonlocal last
-            if count is not None:
-                count(done, total, note)
-            elif time.monotonic() - last > _PATIENCE:
-                last = time.monotonic()
-                print(f"{title}: {done}/{total}, {note}", file=sys.stderr, flush=True)
-
-        yield show
+def _watch(view: _View, ended: threading.Event) -> None:
+    while not ended.wait(_LOOK):
+        view.look()
 
 
-@contextlib.contextmanager
-def _bar(title: str, total: int) -> Iterator[Advance]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+class _Bar:
+    """For terminals; gone when all is done."""
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(title, total=total, note="")
-        yield lambda note: bar.update(task, advance=1, note=note)
+    def __init__(self, title: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._bar.add_task(title, total=None, note="")
+        self._began = time.monotonic()
+
+    def show(self, done: int, total: int, note: str) -> None:
+        self._bar.update(self._task, completed=done, total=total, note=note)
+
+    def look(self) -> None:
+        if time.monotonic() - self._began >= _SILENT:
+            self._bar.start()
+
+    def close(self) -> None:
+        if self._bar.live.is_started:
+            self._bar.stop()
 
 
-@contextlib.contextmanager
-def _lines(title: str, total: int) -> Iterator[Advance]:
-    start, done = time.monotonic(), 0
+class _Lines:
+    """For files and pipes: a line whenever the time has doubled, but one a minute, and at the end."""
 
-    def advance(note: str) -> None:
-        nonlocal done
-        done += 1
-        if done == total or done * 8 // total > (done - 1) * 8 // total:
-            seconds = time.monotonic() - start
-            print(f"{title}: {done}/{total}, {seconds:.0f} s, {note}", file=sys.stderr, flush=True)
+    def __init__(self, title: str) -> None:
+        self._title, self._began, self._due = title, time.monotonic(), _SILENT
+        self._last: tuple[Any, ...] = ()
+        self._lock = threading.Lock()
 
-    yield advance
+    def show(self, done: int, total: int, note: str) -> None:
+        self._last = (done, total, note)
+        self.look(final=done == total)
+
+    def look(self, final: bool = False) -> None:
+        with self._lock:
+            seconds = time.monotonic() - self._began
+            if seconds >= self._due or (final and seconds >= _SILENT):
+                self._due = seconds + min(seconds, _PAUSE)
+                print(f"{self._title}: {self._text(seconds)}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Nothing is left."""
+
+    def _text(self, seconds: float) -> str:
+        if not self._last:
+            return f"{seconds:.0f} s"
+        done, total, note = self._last
+        return f"{done}/{total}, {seconds:.0f} s, {note}"

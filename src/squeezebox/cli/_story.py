@@ -25,14 +25,14 @@ def largest_batch(
     fits: dict[int, dict[str, int]] = {}
     too_large: dict[int, dict[str, int]] = {}
     candidate = _clamp(4 * batch, stride, most)
-    with progress("searching the largest batch in plain's peak", _TRIALS) as advance:
-        for _ in range(_TRIALS):
+    with progress("searching the largest batch in plain's peak") as show:
+        for number in range(_TRIALS):
             x, y = layout(images[:candidate]), labels[:candidate].clone()
             refresh = arm.peak(x, y, refresh=True).total_bytes
             peak = arm.peak(x, y, refresh=False).total_bytes
             fitting = peak <= plain.total_bytes
             (fits if fitting else too_large)[candidate] = {"peak_bytes": peak, "refresh_peak_bytes": refresh}
-            advance(f"batch {candidate} {'fits' if fitting else 'is too large'}")
+            show(number + 1, _TRIALS, f"batch {candidate} {'fits' if fitting else 'is too large'}")
             guess = _guess(candidate, peak, batch, squeezed.total_bytes, plain.total_bytes)
             limits = max(fits, default=0), min(too_large, default=most + 1)
             candidate = _next(_clamp(guess, stride, most), stride, *limits)
