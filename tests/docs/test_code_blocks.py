@@ -4,6 +4,7 @@ Python blocks, hidden ones in comments (`<!--- invisible-code-block: python ... 
 console blocks that begin with `$ squeezebox`. What cannot run has `<!--- skip: next "reason" --->` before it.
 """
 
+import importlib.util
 import shlex
 from pathlib import Path
 from unittest import SkipTest
@@ -45,11 +46,17 @@ def folders(tmp_path_factory):
     return {document.path: tmp_path_factory.mktemp("page") for document in DOCUMENTS}
 
 
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")  # Lightning's: the data are there already
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated")  # Lightning's own
+@pytest.mark.filterwarnings(
+    "ignore:'pin_memory' argument is set as true"
+)  # transformers': there is no device
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_block_runs(example, folders, monkeypatch):
     monkeypatch.chdir(folders[example.path])
     monkeypatch.syspath_prepend(folders[example.path])
     monkeypatch.setenv("XDG_CACHE_HOME", str(folders[example.path] / "cache"))
+    example.namespace["installed"] = lambda name: importlib.util.find_spec(name) is not None
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # small networks: threads that wait for each other take longer
     try:

@@ -1,10 +1,14 @@
 """What ranks train together is what one process would, bit by bit."""
 
+import dataclasses
+
+import pytest
 import torch
 from torch import nn
 
-from squeezebox.pipeline import Runner
-from squeezebox.schema import InputForm
+from squeezebox.pipeline import Runner, schedule_of
+from squeezebox.schedules import Action, Kind, Schedule
+from squeezebox.schema import InputForm, OptionError
 from tests.pipeline import ranks
 
 BATCHES = 7
@@ -117,6 +121,34 @@ def test_four_ranks_equal_one_process_to_the_bit():
 def test_correction_follows_its_formula():
     corrected = [case for case in _cases(2) if case[3].get("correction") and case[1].schedule == "two_bw"]
     _check(corrected, ranks.run(_chains, 2, corrected), _delayed, tolerance=1e-12)
+
+
+def _last_first(world, microbatches):
+    """All forwards, then the backwards from the last microbatch to the first; orders only, which end."""
+
+    def order(rank):
+        forwards = [
+            Action(kind=Kind.FORWARD, stage=rank, microbatch=number) for number in range(microbatches)
+        ]
+        backwards = [dataclasses.replace(each, kind=Kind.BACKWARD) for each in reversed(forwards)]
+        return (*forwards, *backwards, Action(kind=Kind.UPDATE, stage=rank, microbatch=0))
+
+    orders = tuple(order(rank) for rank in range(world))
+    return Schedule(
+        name="last-first", placement=tuple(range(world)), microbatches=microbatches, batches=1, orders=orders
+    )
+
+
+def test_a_schedule_of_ones_own_is_carried_out():
+    cases = [("adamw", ranks.plan(8, 2, "gpipe", 4), (2,), {"schedule": _last_first(2, 4)})]
+    _check(cases, ranks.run(_chains, 2, cases), _delayed, tolerance=1e-12)  # added up in another order
+
+
+@pytest.mark.parametrize("named", ["one_f_one_b", "two_bw"])
+def test_a_schedule_of_ones_own_goes_with_the_plan(named):
+    plan, own = ranks.plan(8, 2, named, 4), _last_first(2, 6 if named == "one_f_one_b" else 4)
+    with pytest.raises(OptionError, match=f"'last-first' is for 2 ranks, 2 stages and .*by {named}"):
+        schedule_of(plan, own=own)
 
 
 def _tied(rank, cases):

@@ -3,11 +3,13 @@
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from squeezebox import schedules
 from squeezebox.pipeline import Runner
 from tests.pipeline import ranks
 
@@ -79,12 +81,13 @@ def test_others_stop_and_name_it(schedule, trouble):
         assert process.exitcode is not None
 
 
-def _made(rank, plans, seeds, patience):
+def _made(rank, plans, seeds, patience, own=(None, None)):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(6, 6 + seeds[rank] * (number == 3)) for number in range(4))).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        Runner(model, plans[rank], optimizer=optimizer, loss_fn=nn.functional.mse_loss, patience=patience)
+        options = {"loss_fn": nn.functional.mse_loss, "patience": patience, "schedule": own[rank]}
+        Runner(model, plans[rank], optimizer=optimizer, **options)
     except Exception as error:  # noqa: BLE001
         return f"{type(error).__name__}: {error}"
     return "made"
@@ -95,6 +98,9 @@ def test_what_does_not_agree_is_refused_before_the_first_step():
     for message in ranks.run(_made, 2, [gpipe, flushing], [0, 0], 20.0):
         assert "PipelineError: rank" in message
         assert "has another plan than rank" in message
+    own = [replace(each(2, 4), turns=None) for each in (schedules.gpipe, schedules.one_f_one_b)]
+    for message in ranks.run(_made, 2, [gpipe, gpipe], [0, 0], 20.0, own):
+        assert "has another schedule than rank" in message
     for message in ranks.run(_made, 2, [gpipe, gpipe], [0, 1], 20.0):
         assert "has another model than rank" in message
     three = ranks.plan(4, 3, "gpipe", 4)

@@ -1,6 +1,7 @@
 """Every schedule is whole and can be carried out, and takes what the papers say on paper."""
 
 import dataclasses
+from itertools import islice
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from squeezebox.schedules import (
     interleaved,
     one_f_one_b,
     pipedream,
+    repeated,
     simulate,
     two_bw,
     validate,
@@ -169,3 +171,26 @@ def test_csv_is_what_torch_reads():
             ]
     with pytest.raises(PlanError, match="'2bw' cannot be exported: 0F3 reads the weights after 0 updates"):
         two_bw(3, 3, batches=3).to_csv()
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [gpipe(3, 4), zero_bubble(3, 4, batches=2), breadth_first(2, 4, loops=2)],
+    ids=lambda each: each.name,
+)
+def test_orders_that_end_can_be_repeated(schedule):
+    again = repeated(dataclasses.replace(schedule, turns=None))
+    for rank in range(schedule.num_ranks):
+        for batch in (0, 3):
+            own, published = (islice(each.turns(rank, batch), 60) for each in (again, schedule))
+            assert list(own) == list(published)
+
+
+def test_what_does_not_flush_is_not_repeated():
+    with pytest.raises(
+        PlanError, match="'2bw' cannot be repeated: .* reads the weights after 0 updates, in batch 1"
+    ):
+        repeated(two_bw(3, 3, batches=3))
+    broken = gpipe(2, 2)
+    with pytest.raises(PlanError, match="is not updated once after batch 0"):
+        repeated(dataclasses.replace(broken, orders=(broken.orders[0][:-1], broken.orders[1])))

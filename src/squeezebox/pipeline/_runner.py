@@ -36,7 +36,7 @@ from squeezebox.pipeline._stage import Passage, Stage, evaluating
 from squeezebox.pipeline._updates import Exchange, Result, Updates
 from squeezebox.pipeline._weights import Flat, Weights, forget
 from squeezebox.pipeline._wire import Traffic, apart
-from squeezebox.schedules import Action, Kind
+from squeezebox.schedules import Action, Kind, Schedule
 from squeezebox.schema import (
     FormatError,
     OptionError,
@@ -69,6 +69,8 @@ class Runner:
         skip_overflow: with an infinite or NaN gradient anywhere, a batch changes nothing.
         correction: of the delay of gradients in two_bw (arXiv:2606.30634), for one more buffer of weights.
         warmup: batches at the start that two_bw and pipedream flush, reading the newest weights.
+        schedule: of your own, instead of the one that the plan names: for its ranks, stages and microbatches,
+            and with a flush after each batch. What the plan foretells is not of it.
         wire: what activations and their gradients may lose on their way between ranks, to go in fewer bytes
             (default: nothing, and they go as they are).
         patience: seconds after which a rank that is waited for counts as failed.
@@ -92,6 +94,7 @@ class Runner:
         skip_overflow: bool = False,
         correction: bool = False,
         warmup: int = 0,
+        schedule: Schedule | None = None,
         wire: Wire | None = None,
         patience: float = 60.0,
     ) -> None:
@@ -102,13 +105,13 @@ class Runner:
         check_options(plan, clip, skip_overflow, correction, patience)
         self.plan, self._model, self._loss_fn = plan, model, loss_fn
         self._identity = f"{plan!r}, warmup={warmup}, correction={correction}"
-        self._schedule = schedule_of(plan, warmup)
+        self._schedule = schedule_of(plan, warmup, schedule)
         self._warmup = warmup
         self._place = placed(plan)
         pieces = cut(model, example(plan, device_of(model)))
         self._store = own_store(next(_serials))
         check_stages(plan, pieces)
-        agree(self._store, self._place, plan, pieces, wire, patience)
+        agree(self._store, self._place, plan, self._schedule, pieces, wire, patience)
         placement = self._schedule.placement
         self.stages = {
             number: Stage(pieces[stage.first : stage.end], recompute=stage.policy == "recompute")

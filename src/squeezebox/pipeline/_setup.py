@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -46,12 +47,15 @@ _SCHEDULES: Mapping[str, _Maker] = MappingProxyType(
 FLOWING = ("pipedream", "two_bw")
 
 
-def schedule_of(plan: PipelinePlan, warmup: int = 0) -> Schedule:
-    """The schedule that a plan names, with batches enough to fill the pipeline.
+def schedule_of(plan: PipelinePlan, warmup: int = 0, own: Schedule | None = None) -> Schedule:
+    """The schedule that a plan names, with batches enough to fill the pipeline; or one of the caller's own.
 
     Raises:
         OptionError: there is none of that name, or it does not go with the plan's numbers.
+        PlanError: the caller's own is not whole, or does not flush after each batch.
     """
+    if own is not None:
+        return _own_schedule(plan, own)
     if plan.schedule not in _SCHEDULES:
         raise OptionError(
             f"there is no schedule '{plan.schedule}'; take one of {', '.join(sorted(_SCHEDULES))}."
@@ -73,6 +77,18 @@ def schedule_of(plan: PipelinePlan, warmup: int = 0) -> Schedule:
             "Give it one, or take two_bw, which updates once a batch."
         )
     return _SCHEDULES[plan.schedule](plan, loops, warmup)
+
+
+def _own_schedule(plan: PipelinePlan, own: Schedule) -> Schedule:
+    found = own.num_ranks, own.num_stages, own.microbatches
+    wanted = plan.ranks, len(plan.stages), plan.microbatches
+    if found != wanted or plan.schedule in FLOWING:
+        raise OptionError(
+            f"schedule '{own.name}' is for {found[0]} ranks, {found[1]} stages and {found[2]} microbatches, "
+            f"and the plan for {wanted[0]}, {wanted[1]} and {wanted[2]}, by {plan.schedule}. Both need the "
+            "same numbers, and a plan whose schedule flushes after each batch."
+        )
+    return schedules.repeated(own)
 
 
 def check_options(
@@ -193,17 +209,19 @@ def agree(
     store: Store,
     place: Place,
     plan: PipelinePlan,
+    schedule: Schedule,
     pieces: Sequence[Piece],
     wire: Wire | None,
     patience: float,
 ) -> None:
-    """Refuse to start unless all ranks have the same plan, model, wire and torch.
+    """Refuse to start unless all ranks have the same plan, schedule, model, wire and torch.
 
     Raises:
         PipelineError: names the rank that differs and in what.
     """
     mine = {
         "plan": json.dumps(dataclasses.asdict(plan), sort_keys=True),
+        "schedule": f"{schedule.name} {zlib.crc32(repr(schedule.orders).encode()):08x}",
         "model": fingerprint(pieces),
         "wire": repr(wire),
         "torch": torch.__version__,

@@ -11,6 +11,7 @@ from squeezebox.schedules._orders import (
     interleaved,
     one_f_one_b,
     pipedream,
+    repeated,
     two_bw,
     zero_bubble,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "interleaved",
     "one_f_one_b",
     "pipedream",
+    "repeated",
     "simulate",
     "two_bw",
     "validate",

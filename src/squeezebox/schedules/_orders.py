@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import count
 
 from squeezebox.schedules._action import Action, Kind, Schedule
-from squeezebox.schema import OptionError
+from squeezebox.schedules._validate import validate
+from squeezebox.schema import OptionError, PlanError
 
 Passes = Iterator[tuple[Kind, int, int]]  # kind, stage and microbatch, of one rank
 Version = Callable[[int, int], int]  # by stage and microbatch
@@ -154,6 +156,32 @@ def _staggered(lags: Mapping[Kind, int], total: int | None = None) -> Iterator[t
         for kind, lag in lags.items():
             if lag <= turn and (total is None or turn - lag < total):
                 yield kind, turn - lag
+
+
+def repeated(schedule: Schedule) -> Schedule:
+    """The schedule with ``turns``: its first batch again and again, each with the weights of the last update.
+
+    For orders of your own, so that ``squeezebox.pipeline.Runner`` can go on after their end.
+
+    Raises:
+        PlanError: see :func:`validate`; or it does not flush after each batch, so none stands for all.
+    """
+    validate(schedule)
+    for action in (action for order in schedule.orders for action in order):
+        if action.version != schedule.batch_of(action):
+            raise PlanError(
+                f"schedule '{schedule.name}' cannot be repeated: {action} reads the weights after "
+                f"{action.version} updates, in batch {schedule.batch_of(action)}. Flush after each batch."
+            )
+
+    def turns(rank: int, first: int) -> Iterator[Action]:
+        own = [action for action in schedule.orders[rank] if schedule.batch_of(action) == 0]
+        for batch in count(first):
+            for action in own:
+                passed = batch * (1 if action.kind is Kind.UPDATE else schedule.microbatches)
+                yield replace(action, microbatch=passed + action.microbatch, version=batch)
+
+    return replace(schedule, turns=turns)
 
 
 def _flushing(
