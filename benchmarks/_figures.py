@@ -102,7 +102,7 @@ def rows_of(found: Sequence[Mapping[str, str]], labels: Sequence[str], columns: 
     """Every row's label, of several columns' texts, and its figures.
 
     Raises:
-        FigureError: a column is missing, or a row has no figure at all.
+        FigureError: there are no rows, or a column is missing.
     """
     missing = {*labels, *columns} - set(found[0] if found else ())
     if missing:
