@@ -79,6 +79,6 @@ def _where(found: Redundancy) -> str:
 
 
 def _short(path: str) -> str:
-    """From the current folder where it lies below that."""
+    """From the current folder where it lies below that, or from where packages are installed."""
     here = os.path.join(os.getcwd(), "")
-    return path.removeprefix(here)
+    return path.removeprefix(here).rpartition("site-packages/")[2]
