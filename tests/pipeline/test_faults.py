@@ -1,5 +1,6 @@
 """A rank that dies, hangs or raises: the others stop soon, and say which one it was."""
 
+import json
 import os
 import signal
 import time
@@ -8,9 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore
 
 from squeezebox import schedules
 from squeezebox.pipeline import Runner
+from squeezebox.pipeline._health import Health
+from squeezebox.schema import PipelineError
 from tests.pipeline import ranks
 
 PATIENCE = 6.0
@@ -79,6 +83,18 @@ def test_others_stop_and_name_it(schedule, trouble):
     for process in processes:  # the one that hangs ends itself
         process.join(3 * PATIENCE + 10.0)
         assert process.exitcode is not None
+
+
+def test_a_connection_may_break_before_anything_is_waited_for():
+    store = HashStore()
+    store.set("beat/1", json.dumps([3, "works at F0", None]))  # and never again
+    health = Health(store, 0, ["stage 0", "stage 1"], PATIENCE)
+    with (
+        pytest.raises(PipelineError, match=r"^rank 1 \(stage 1\) is gone"),
+        health.guard([], lambda: None),
+    ):
+        health.works("works at B1")
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:4711")
 
 
 def _made(rank, plans, seeds, patience, own=(None, None)):

@@ -22,6 +22,7 @@ _BEAT = 1.0  # seconds between two signs of life
 _STALE = 3.0 * _BEAT
 _FAILURE = "failure"
 _IDLE = "is between two steps"
+_TRANSPORT = "gloo/transport"  # is in the message of a connection's error
 _NEVER = 1 << 20  # a tag that nothing is ever sent under
 
 
@@ -92,7 +93,8 @@ class Health:
             yield
         except BaseException as error:
             peer = self._doing[1]
-            lost = peer is not None and isinstance(error, RuntimeError | TimeoutError)
+            waits = peer is not None or _TRANSPORT in str(error)  # a send may fail as soon as it begins
+            lost = waits and isinstance(error, RuntimeError | TimeoutError)
             failure = self._why(error) if lost else self._report(self._rank, f"raised {_short(error)}")
             self.works(_IDLE)
             self._stopped.set()
