@@ -79,8 +79,6 @@ class Arm:
         self.optimizer.zero_grad()
         gc.collect()
         wanted = number in EARLY or (number >= SETTLED and number % EVERY == 0)
-        if wanted and number:
-            self.session.report()  # ends its own measurement
         measured = wanted and meter.start()
         begun = time.perf_counter()
         with self.session.step():
@@ -92,6 +90,7 @@ class Arm:
         elif number >= SETTLED:
             self.seconds[number] = time.perf_counter() - begun
         self.losses.append(float(loss.detach()))
+        self.record = self.session.report().record  # which ends the session's own measurement
 
 
 def measure(name: str, kind: str, steps: int) -> dict[str, Any]:
@@ -111,7 +110,7 @@ def measure(name: str, kind: str, steps: int) -> dict[str, Any]:
         for arm in sorted(arms, reverse=bool(number % 2)):
             torch.manual_seed(number)
             arms[arm].step(number, inputs, target)
-        records.append(arms["places"].session.report().record)
+        records.append(arms["places"].record)
     arenas = [record.arena for record in records if record.arena is not None]
     settled = arenas[SETTLED:]
     places, without = arms["places"], arms["without"]

@@ -163,6 +163,13 @@ def _folding(workspace: Workspace) -> int:
     return made if height * width > rows * columns * blocks else 0
 
 
+def _embedding_bag(workspace: Workspace) -> int:
+    """Indices' bags are summed up from their beginnings, except by the quick path for sums."""
+    arguments = (*workspace.arguments, *_BAG_DEFAULTS[len(workspace.arguments) :])
+    mode, padding = arguments[4], arguments[8]
+    return 0 if mode == _BAG_SUM and padding < 0 else _dense(workspace.operands[1])
+
+
 def _embedding_bag_backward(workspace: Workspace) -> int:
     """Of maxima, those of bags that are not empty; else indices sorted, their order, and the bags of both."""
     grad, indices, _, bag_of_each, bags, maxima = workspace.operands[:6]
@@ -172,7 +179,8 @@ def _embedding_bag_backward(workspace: Workspace) -> int:
     return (3 if known else 4) * _dense(indices) + sum(map(_dense, weights))
 
 
-_BAG_MODE, _BAG_MAXIMUM = 8, 2  # an argument of embedding_bag's backward, and its value
+_BAG_SUM, _BAG_MAXIMUM, _BAG_MODE = 0, 2, 8  # modes of embedding_bag, an argument of its backward
+_BAG_DEFAULTS = (None, None, None, False, _BAG_SUM, False, None, False, -1)
 
 
 class _Batched(NamedTuple):
@@ -213,6 +221,7 @@ _RULES: MappingProxyType[Any, _Batched | Callable[[Workspace], int]] = MappingPr
         aten.im2col.default: _unfolding,
         aten.mkldnn_rnn_layer.default: _RNN,
         aten.mkldnn_rnn_layer_backward.default: _RNN_BACKWARD,
+        aten._embedding_bag.default: _embedding_bag,
         aten._embedding_bag_backward.default: _embedding_bag_backward,
         aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
