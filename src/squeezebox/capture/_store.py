@@ -75,6 +75,16 @@ class Store:
         """From now on packed tensors, or a device's on the host, have an arena in the host's memory."""
         self.reserve = Reserve() if self.staging is None else self.staging.use_arena()
 
+    def start_arena(self, *, guessed: bool) -> None:
+        """A step begins. Sizes of the one before tell of this one, unless its bounds were ``guessed``."""
+        if self.reserve is not None:
+            self.reserve.start_step(learn=not guessed)
+
+    @property
+    def places(self) -> Mapping[str, int]:
+        """Bytes of the arena's places."""
+        return {} if self.reserve is None else self.reserve.places
+
     def plan_arena(self, packed: Mapping[str, int], moved: Sequence[int]) -> None:
         """Lay the arena out: bytes of packed tensors by key, and of those moved, as they come."""
         if self.reserve is None:

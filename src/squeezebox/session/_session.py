@@ -198,13 +198,6 @@ class Session:
             lossy = self._replay(closure, bypass=False)
         return gradient_noise(exact, lossy)
 
-    def _arena_places(self) -> Mapping[str, int]:
-        """The sizes that the steps so far ask for."""
-        assert self._store.reserve is not None
-        self._close_step()
-        self._store.reserve.start_step()
-        return self._store.reserve.places
-
     def timeline(self, closure: Callable[[], object]) -> Timeline:
         """Run one step under a profiler, and say where its time and memory go, module by module.
 
@@ -390,9 +383,7 @@ class Session:
     def _start_blocks(self, *, measured: bool) -> None:
         if self._store.blocks is not None:
             self._store.blocks.start_step(self._store.room, measured=measured, in_use=self._store.was_in_use)
-        if self._store.reserve is not None:
-            # The first step's bounds are guesses, if there is a controller that does better.
-            self._store.reserve.start_step(learn=self._step != 1 or not self._due(0))
+        self._store.start_arena(guessed=self._step == 1 and self._due(0))  # the first step's bounds
 
     def _close_step(self) -> None:
         """After a backward: read the meter, turn due statistics into new bounds."""
