@@ -276,6 +276,18 @@ def test_the_parts_of_a_peak_with_places_add_up_to_it(planned):
     assert plan.arena
 
 
+def test_a_plans_file_says_whether_places_are_counted(planned, tmp_path):
+    for plan in (planned[2], plan_with_places(planned[2])):
+        plan.save(tmp_path / "plan.json")
+        assert squeezebox.load_plan(tmp_path / "plan.json") == plan
+
+
+def test_a_sample_beside_a_plan_is_refused(planned):
+    model, options, plan = planned
+    with pytest.raises(OptionError, match="sample and loss_fn are for a budget"):
+        squeezebox.attach(model, plan=plan, arena=True, sample=options["sample"], loss_fn=squared)
+
+
 def test_with_a_sample_the_first_step_has_its_places():
     torch.manual_seed(0)
     model, generator = convolutions(), torch.Generator().manual_seed(1)
