@@ -124,6 +124,19 @@ def test_without_an_arena_they_differ():
     assert len({training.peak() for _ in range(6)}) > 1
 
 
+def test_sizes_of_the_first_step_whose_bounds_are_guesses_tell_nothing():
+    found = []
+    for measured in (False, True):
+        training = Training()
+        training.step()
+        if measured:
+            training.session.measure_noise(lambda: training.loss().backward())  # noqa: B023
+        for _ in range(2):
+            training.step()
+        found.append(training.arena().nbytes)
+    assert 0 < found[1] < 1.3 * found[0]
+
+
 def gradients(training, loss, **options):
     return torch.autograd.grad(loss, list(training.model.parameters()), **options)
 

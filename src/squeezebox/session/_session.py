@@ -383,7 +383,7 @@ class Session:
     def _start_blocks(self, *, measured: bool) -> None:
         if self._store.blocks is not None:
             self._store.blocks.start_step(self._store.room, measured=measured, in_use=self._store.was_in_use)
-        self._store.start_arena(guessed=self._step == 1 and self._due(0))  # the first step's bounds
+        self._store.start_arena(guessed=self._step <= 1 and self._due(0))  # the first step's bounds
 
     def _close_step(self) -> None:
         """After a backward: read the meter, turn due statistics into new bounds."""
