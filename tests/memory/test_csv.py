@@ -10,7 +10,7 @@ EXAMPLE = "id,lower,upper,size\nb1,0,3,4\nb2,3,9,4\nb3,0,9,4\nb4,9,21,4\nb5,0,21
 
 def write(folder, text):
     path = folder / "buffers.csv"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return path
 
 
@@ -44,11 +44,19 @@ def test_columns_may_come_in_any_order_with_names_that_need_quotes(tmp_path):
         (EXAMPLE + "b6,5,5,4\n", "line 7 has lower 5 and upper 5"),
         (EXAMPLE + "b2,0,1,4\n", "lines 3 and 7 have the same id 'b2'"),
         (EXAMPLE + '"b6,0,1,4\n', "unexpected end of data"),
+        (EXAMPLE + "b6,0,1,1_000\n", "line 7 has size '1_000'"),
+        (EXAMPLE + "b6,0,1,\u0663\n", "line 7 has size '\u0663'"),
+        (EXAMPLE + '"b\n6",0,1,4\nb7,0,1,x\n', "line 9 has size 'x'"),
+        (EXAMPLE + f"b6,0,1,{'9' * 6000}\n", r"line 7 has size '9{40}\.\.\.', which"),
     ],
 )
 def test_the_line_that_is_wrong_is_named(tmp_path, text, words):
     with pytest.raises(FormatError, match=words):
         memory.read_buffers(write(tmp_path, text))
+
+
+def test_a_mark_of_the_byte_order_is_no_part_of_a_name(tmp_path):
+    assert len(memory.read_buffers(write(tmp_path, "\ufeff" + EXAMPLE))) == 5
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -237,6 +237,14 @@ def test_wrong_arguments_are_refused(arguments, words):
         (Buffer(name="left", lower=4, upper=5, nbytes=1), "two buffers are called 'left'"),
         (Buffer(name="late", lower=5, upper=5, nbytes=1), "'late' lives during \\[5, 5\\)"),
         (Buffer(name="less", lower=4, upper=5, nbytes=-1), "'less' has -1 bytes"),
+        (
+            Buffer(name="vast", lower=4, upper=5, nbytes=2**62 - 64),
+            "bytes together; offsets are counted up to",
+        ),
+        (
+            Buffer(name="old", lower=-(2**70), upper=5, nbytes=1),
+            "'old' lives during .* times are counted up",
+        ),
     ],
 )
 def test_wrong_buffers_are_refused(buffer, words):

@@ -180,6 +180,8 @@ def test_half_the_width_is_half_the_bytes():
     [
         ({"batch": 0}, "batch 0 is below 1"),
         ({"input_shape": (3, 0, 32)}, "size below 1"),
+        ({"input_shape": (3, 2.5, 32)}, "no whole numbers: 2, 3, 2.5, 32"),
+        ({"batch": "2"}, "no whole numbers: '2', 3, 32, 32"),
         ({"optimizer": "lion"}, "no optimizer 'lion'; there are sgd,"),
         ({"dtype": "float33"}, "'float33' is no dtype"),
         ({"input_shape": (4, 32, 32)}, "forward fails on an input of shape \\(2, 4, 32, 32\\)"),

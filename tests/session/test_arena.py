@@ -124,6 +124,19 @@ def test_without_an_arena_they_differ():
     assert len({training.peak() for _ in range(6)}) > 1
 
 
+def test_sizes_of_the_first_step_whose_bounds_are_guesses_tell_nothing():
+    found = []
+    for measured in (False, True):
+        training = Training()
+        training.step()
+        if measured:
+            training.session.measure_noise(lambda: training.loss().backward())  # noqa: B023
+        for _ in range(2):
+            training.step()
+        found.append(training.arena().nbytes)
+    assert 0 < found[1] < 1.3 * found[0]
+
+
 def gradients(training, loss, **options):
     return torch.autograd.grad(loss, list(training.model.parameters()), **options)
 
@@ -274,6 +287,18 @@ def test_the_parts_of_a_peak_with_places_add_up_to_it(planned):
     parts = [value for name, value in dataclasses.asdict(plan.peak).items() if name.endswith("_bytes")]
     assert sum(parts) == plan.predicted_peak_bytes > planned[2].predicted_peak_bytes
     assert plan.arena
+
+
+def test_a_plans_file_says_whether_places_are_counted(planned, tmp_path):
+    for plan in (planned[2], plan_with_places(planned[2])):
+        plan.save(tmp_path / "plan.json")
+        assert squeezebox.load_plan(tmp_path / "plan.json") == plan
+
+
+def test_a_sample_beside_a_plan_is_refused(planned):
+    model, options, plan = planned
+    with pytest.raises(OptionError, match="sample and loss_fn are for a budget"):
+        squeezebox.attach(model, plan=plan, arena=True, sample=options["sample"], loss_fn=squared)
 
 
 def test_with_a_sample_the_first_step_has_its_places():

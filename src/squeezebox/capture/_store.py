@@ -75,6 +75,11 @@ class Store:
         """From now on packed tensors, or a device's on the host, have an arena in the host's memory."""
         self.reserve = Reserve() if self.staging is None else self.staging.use_arena()
 
+    @property
+    def places(self) -> Mapping[str, int]:
+        """Bytes of the arena's places."""
+        return {} if self.reserve is None else self.reserve.places
+
     def plan_arena(self, packed: Mapping[str, int], moved: Sequence[int]) -> None:
         """Lay the arena out: bytes of packed tensors by key, and of those moved, as they come."""
         if self.reserve is None:
@@ -107,12 +112,15 @@ class Store:
         self.small_keys = {}
         self.clear()
 
-    def start_places(self, *, measured: bool, learn: bool) -> None:
-        """Have places ready for a step's packed tensors, where there are any (see DeviceBlocks, Reserve)."""
+    def start_places(self, *, measured: bool, guessed: bool) -> None:
+        """A step begins that needs places on a device, or in an arena.
+
+        Sizes of the step before tell of this one, unless its bounds were ``guessed``.
+        """
         if self.blocks is not None:
             self.blocks.start_step(self.room, measured=measured, in_use=self.was_in_use)
         if self.reserve is not None:
-            self.reserve.start_step(learn=learn)
+            self.reserve.start_step(learn=not guessed)
 
     def clear(self) -> None:
         """Hold no buffers, and nothing on its way."""

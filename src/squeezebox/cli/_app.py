@@ -105,6 +105,7 @@ def plan(
         float | None,
         typer.Option(help="As little memory as fits this multiple of the plain step's time, such as 1.3."),
     ] = None,
+    arena: Annotated[bool, typer.Option("--arena", help="Count places of an arena.")] = False,
     cache: Annotated[
         bool, typer.Option("--cache/--no-cache", help="Keep profiles, and use them again.")
     ] = True,
@@ -130,6 +131,7 @@ def plan(
         offload=offload,
         recompute=recompute,
         time_limit=time_limit,
+        arena=arena,
         cache=cache,
         out=str(out),
     )

@@ -7,9 +7,11 @@ import io
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from squeezebox.schema import Buffer, FormatError, Layout
 
+_DIGITS, _SHOWN = 18, 40
 _COLUMNS = ("id", "lower", "upper", "size")
 
 
@@ -20,7 +22,7 @@ def read_buffers(path: str | os.PathLike[str]) -> tuple[Buffer, ...]:
         FormatError: the file is missing or damaged, or has other columns; names the line that is wrong.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise FormatError(f"'{path}' cannot be read: {error}.") from error
     try:
@@ -42,13 +44,14 @@ def layout_csv(buffers: Sequence[Buffer], layout: Layout) -> str:
     return text.getvalue()
 
 
-def _buffers(rows: Iterator[list[str]]) -> Iterator[Buffer]:
+def _buffers(rows: Any) -> Iterator[Buffer]:
     header = [name.strip() for name in next(rows, [])]
     if sorted(header) != sorted(_COLUMNS):
         raise FormatError(f"line 1 names the columns {','.join(header) or '(none)'}")
     lines: dict[str, int] = {}
-    for line, row in enumerate(rows, 2):
+    for row in rows:
         if row:
+            line = rows.line_num  # where it ends
             buffer = _buffer(header, row, line)
             if buffer.name in lines:
                 raise FormatError(f"lines {lines[buffer.name]} and {line} have the same id '{buffer.name}'")
@@ -67,10 +70,10 @@ def _buffer(header: list[str], row: list[str], line: int) -> Buffer:
 
 
 def _integer(values: dict[str, str], column: str, line: int) -> int:
-    try:
-        number = int(values[column])
-    except ValueError:
-        number = -1
-    if not 0 <= number < 2**53:
-        raise FormatError(f"line {line} has {column} '{values[column]}', which is no whole number from 0")
-    return number
+    text = values[column].strip()
+    if not (text.isascii() and text.isdigit()) or len(text) > _DIGITS:
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        raise FormatError(
+            f"line {line} has {column} '{shown}', which is no whole number from 0 of at most {_DIGITS} digits"
+        )
+    return int(text)

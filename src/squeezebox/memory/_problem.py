@@ -14,6 +14,7 @@ from squeezebox.schema import Buffer, OptionError
 Integers = NDArray[np.int64]
 Relation = NDArray[np.bool_]
 
+_FAR = 2**62
 _MOST = 50_000  # buffers, as the table of conflicts has a byte for each pair
 _MOMENTS, _SEEDS = 64, 32  # fullest moments and largest buffers from which a bound is grown
 
@@ -39,7 +40,8 @@ def problem_of(buffers: Sequence[Buffer], conflicts: Relation | None, alignment:
 
     Raises:
         OptionError: a buffer ends before it begins or has a negative size, two have the same name, the
-            alignment is below 1, or the relation has another shape or is not symmetric.
+            alignment is below 1, sizes or times pass 2**62, or the relation has another shape or is not
+            symmetric.
     """
     _check(buffers, alignment)
     lower = np.array([each.lower for each in buffers], np.int64)
@@ -96,12 +98,20 @@ def _check(buffers: Sequence[Buffer], alignment: int) -> None:
             f"{len(buffers)} buffers are more than {_MOST}: who conflicts with whom would take "
             f"{len(buffers) ** 2 / 2**30:.1f} GiB. Leave the smallest out, or lay parts of them out apart."
         )
+    total = sum(-(-each.nbytes // alignment) for each in buffers) * alignment
+    if total >= _FAR:
+        raise OptionError(f"the buffers have {total} bytes together; offsets are counted up to {_FAR}.")
     names: set[str] = set()
     for each in buffers:
         if each.lower >= each.upper:
             raise OptionError(
                 f"buffer '{each.name}' lives during [{each.lower}, {each.upper}), which is no time at all; "
                 "its upper must be greater than its lower."
+            )
+        if max(-each.lower, each.upper) >= _FAR:
+            raise OptionError(
+                f"buffer '{each.name}' lives during [{each.lower}, {each.upper}), and times are counted up "
+                f"to {_FAR}; number the moments from 0."
             )
         if each.nbytes < 0:
             raise OptionError(f"buffer '{each.name}' has {each.nbytes} bytes; give 0 or more.")

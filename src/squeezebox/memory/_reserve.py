@@ -125,8 +125,9 @@ class Reserve:
         self._headroom = headroom
         for number, (key, nbytes) in enumerate(sizes.items()):
             self._known[key] = _Life(nbytes, number, 2 * len(sizes) - number)
-        if sizes:
-            self._lay_out({key: aligned(nbytes) for key, nbytes in sizes.items()})
+        places = {key: aligned(nbytes) for key, nbytes in sizes.items()}
+        if not places.items() <= self._places.items():
+            self._lay_out(places)
 
     def start_step(self, *, learn: bool = True) -> None:
         """The step before is over, and what it has left undone stays where it is.

@@ -11,7 +11,8 @@ from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
 from squeezebox.memory import Recording
-from squeezebox.profiling._workspace import Workspace, as_on_cpu, measured, workspace_of
+from squeezebox.profiling._workspace import as_on_cpu, measured, workspace_of
+from squeezebox.profiling._workspace_rules import Workspace
 from squeezebox.schema import OptionError
 
 ALLOCATION, FREE, CALL, PHASE, KIND = "allocation", "free", "call", "phase", "kind"

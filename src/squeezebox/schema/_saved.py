@@ -154,11 +154,11 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArenaRecord:
-    """How one step used the arena of ``nbytes`` (0: the first steps have none yet); sizes are bytes.
+    """How one step used the arena, whose places have ``nbytes`` together; sizes are bytes.
 
-    Of its packed tensors, ``tensors`` lay in the arena; ``spills`` found no place there, or one that was too
-    small, and took ``spilled_bytes`` elsewhere. ``total_spills`` counts those of all steps, and ``layouts``
-    how often the arena was laid out.
+    Of the packed tensors whose size varies, ``tensors`` lay in their places; ``spills`` had none, or one that
+    was too small, and took ``spilled_bytes`` elsewhere. ``total_spills`` counts those of all steps, and
+    ``layouts`` how often places were made or changed. Before any tensor had one, nothing is counted.
     """
 
     nbytes: int = 0

@@ -92,7 +92,8 @@ def attach(
     replan = on_mismatch == "replan"
     if replan and plan is None and budget is None:
         raise OptionError("on_mismatch='replan' is for a plan or a budget; give one of them.")
-    if budget is None and not replan and not arena and (sample is not None or loss_fn is not None):
+    rehearse = arena and plan is None and budget is None
+    if budget is None and not replan and not rehearse and (sample is not None or loss_fn is not None):
         raise OptionError("sample and loss_fn are for a budget; give budget too, or call squeezebox.plan().")
     if budget is not None:
         if plan is not None or controller is not None:
@@ -115,7 +116,7 @@ def attach(
     chosen = None if plan is not None else _controller(noise, controller, exact, optimizer is not None)
     replanning = _replanning(model, plan, sample, loss_fn, optimizer) if plan and replan else None
     places: Mapping[str, int] = {}
-    if arena and plan is None and (sample is not None or loss_fn is not None):
+    if rehearse and (sample is not None or loss_fn is not None):
         sample, loss_fn = check_sample(sample, loss_fn)
         subject = Subject(model=model, sample=sample, loss_fn=loss_fn, optimizer=optimizer, noise=0.0)
         places = rehearsed(subject, chosen)

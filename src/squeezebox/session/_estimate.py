@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Integral
 from typing import Any, cast
 
 import torch
@@ -102,6 +103,8 @@ def _no_loss(output: Any, target: Any) -> torch.Tensor:
 
 
 def _check(shape: tuple[int, ...]) -> None:
+    if not all(isinstance(size, Integral) for size in shape):
+        raise OptionError(f"batch and input shape are no whole numbers: {', '.join(map(repr, shape))}.")
     if shape[0] < 1:
         raise OptionError(f"batch {shape[0]} is below 1: a step needs at least one sample.")
     if any(size < 1 for size in shape):

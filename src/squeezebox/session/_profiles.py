@@ -125,7 +125,8 @@ def rehearsed(subject: Subject, controller: Controller | None) -> Mapping[str, i
             for _ in range(1 if controller is None else STATISTICS_STEPS):
                 model.zero_grad(set_to_none=True)
                 _run(subject, session.step())
-            return session._arena_places()
+            session._store.start_places(measured=False, guessed=False)
+            return session._store.places
         finally:
             session.detach()
 

@@ -196,13 +196,6 @@ class Session:
         with restored(self._model):
             return gradient_noise(exact, self._replay(closure, bypass=False))
 
-    def _arena_places(self) -> Mapping[str, int]:
-        """The sizes that the steps so far ask for."""
-        assert self._store.reserve is not None
-        self._close_step()
-        self._store.reserve.start_step()
-        return self._store.reserve.places
-
     def timeline(self, closure: Callable[[], object]) -> Timeline:
         """Run one step under a profiler, and say where its time and memory go, module by module.
 
@@ -375,8 +368,8 @@ class Session:
             self._step += 1
             self._growth.observe(live_bytes(device_of(self._model)))
         measured = self._replaying or self._due(self._step) or self._due(self._step - 1)
-        # The first step's bounds are guesses, if there is a controller that does better.
-        self._store.start_places(measured=measured, learn=self._step != 1 or not self._due(0))
+        guessed = self._step <= 1 and self._due(0)  # the first step's bounds
+        self._store.start_places(measured=measured, guessed=guessed)
         if self._replaying:
             return
         if self._policy.controller is not None and self._policy.controller.due(self._step):
