@@ -24,6 +24,7 @@ from squeezebox.session._packages import _Comparer, check_byte_code, check_files
 
 LAYERS = """
 import functools
+import torch
 from torch import nn
 from planted.decorators import bare, counted
 
