@@ -264,6 +264,12 @@ def checkpointed_reentrant():
     checkpoint(lambda x: (x @ WEIGHT).exp().sin(), X + WEIGHT, use_reentrant=True).sum().backward()
 
 
+def given_another_storage():
+    made = X * 2
+    made.set_(X.clone().untyped_storage(), 0, (32, 32), (32, 1))
+    return made.sum()
+
+
 def half_overwritten():
     made = torch.ones(32, 32)
     made[:16].copy_(X[:16])
@@ -288,6 +294,7 @@ INNOCENT = (
     kept_by_the_user,
     checkpointed,
     checkpointed_reentrant,
+    given_another_storage,
     half_overwritten,
 )
 

@@ -31,6 +31,11 @@ _OVERWRITING = {
 }
 _UNINITIALISED = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided"}
 _UNINITIALISED |= {"aten::new_empty_strided", "aten::empty_permuted"}
+_REBINDING = {
+    "aten::set_",
+    "aten::resize_",
+    "aten::resize_as_",
+}  # the same tensor has another storage, or size
 _LITERALS = {"aten::lift_fresh", "aten::lift_fresh_copy"}  # what torch.tensor() has made of Python's numbers
 _MASKED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _COPIES = {"aten::_to_copy", "aten::copy_"}
@@ -120,7 +125,7 @@ def _schema(func: Any) -> _Schema:
         traits |= Trait.RANDOM
     if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
         traits |= Trait.EFFECT
-    if func.namespace != "aten":
+    if func.namespace != "aten" or name in _REBINDING:
         traits |= Trait.OPAQUE | Trait.EFFECT
     if name in _UNINITIALISED:
         traits |= Trait.UNINITIALISED
