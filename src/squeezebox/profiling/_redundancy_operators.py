@@ -23,11 +23,7 @@ _OVERWRITING = {
 }
 _UNINITIALISED = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided"}
 _UNINITIALISED |= {"aten::new_empty_strided", "aten::empty_permuted"}
-_REBINDING = {
-    "aten::set_",
-    "aten::resize_",
-    "aten::resize_as_",
-}  # the same tensor has another storage, or size
+_REBINDING = {"aten::set_", "aten::resize_", "aten::resize_as_"}  # tensors get another storage, or size
 _LITERALS = {"aten::lift_fresh", "aten::lift_fresh_copy"}  # what torch.tensor() has made of Python's numbers
 _MASKED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _COPIES = {"aten::_to_copy", "aten::copy_"}
