@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from squeezebox.profiling import check_redundancy
-from squeezebox.profiling._redundancy_record import _schema, _waited
+from squeezebox.profiling._redundancy_operators import facts_of, waited_bytes
 from squeezebox.schema import Waste
 from tests.profiling.sabotage import CPU, findings_hold
 
@@ -264,6 +264,12 @@ def checkpointed_reentrant():
     checkpoint(lambda x: (x @ WEIGHT).exp().sin(), X + WEIGHT, use_reentrant=True).sum().backward()
 
 
+def given_another_storage():
+    made = X * 2
+    made.set_(X.clone().untyped_storage(), 0, (32, 32), (32, 1))
+    return made.sum()
+
+
 def half_overwritten():
     made = torch.ones(32, 32)
     made[:16].copy_(X[:16])
@@ -288,6 +294,7 @@ INNOCENT = (
     kept_by_the_user,
     checkpointed,
     checkpointed_reentrant,
+    given_another_storage,
     half_overwritten,
 )
 
@@ -369,7 +376,7 @@ WAITS = (
 @pytest.mark.parametrize(("func", "args", "kwargs", "nbytes"), WAITS)
 def test_the_host_waits_for_values_shapes_and_copies_from_elsewhere(func, args, kwargs, nbytes):
     """Of a device that computes nothing, so that no device is needed."""
-    assert _waited(_schema(func), args, kwargs, as_device=False) == nbytes
+    assert waited_bytes(facts_of(func), args, kwargs, as_device=False) == nbytes
 
 
 def test_the_count_of_steps_that_optimizers_keep_on_the_host_is_no_sync():

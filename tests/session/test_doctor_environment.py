@@ -4,6 +4,7 @@ import base64
 import functools
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import marshal
@@ -18,12 +19,13 @@ from torch import nn
 import squeezebox
 from squeezebox.schema import Fault, OptionError
 from squeezebox.session._byte_code import what_is_wrong
-from squeezebox.session._environment import _faults_of, _import_apart, _import_here
+from squeezebox.session._environment import _faults_of, _import_apart, _import_here, _unmet
 from squeezebox.session._forwards import check_forwards, loaded_modules
 from squeezebox.session._packages import _Comparer, check_byte_code, check_files, installed
 
 LAYERS = """
 import functools
+import torch
 from torch import nn
 from planted.decorators import bare, counted
 
@@ -341,5 +343,14 @@ def test_editable_installations_and_missing_records_are_said(planted):
 
 
 def test_a_package_that_is_not_installed_is_an_error():
-    with pytest.raises(OptionError, match="no package 'no-such-package'"):
-        squeezebox.check_environment(["no-such-package"])
+    for named in (["no-such-package"], "no-such-package"):
+        with pytest.raises(OptionError, match="no package 'no-such-package'"):
+            squeezebox.check_environment(named)
+
+
+def test_what_squeezebox_needs_and_does_not_find_is_named(monkeypatch):
+    lines = ["torch>=2.11", "numpy>=99.1", "no-such-package>=1.0", 'lightning>=99; extra == "lightning"']
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: lines)
+    old, missing = _unmet()
+    assert (old.subject, missing.subject) == ("numpy", "no-such-package")
+    assert "needs 99.1 or newer" in old.detail and "none is installed" in missing.detail

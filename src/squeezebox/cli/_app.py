@@ -299,7 +299,7 @@ def report(
 @app.command()
 def doctor(
     step: Annotated[
-        str | None, typer.Argument(metavar="[MODULE:CALLABLE]", help="Takes one training step.")
+        str | None, typer.Argument(metavar="MODULE:CALLABLE", help="Takes one training step.")
     ] = None,
     batch: Annotated[
         str | None, typer.Option(metavar="MODULE:CALLABLE", help="Makes what each step is called with.")
@@ -317,8 +317,10 @@ def doctor(
 ) -> None:
     """Check a training step, or without one the environment.
 
-    A step runs three times; named is what it does in vain, by line of Python. Of the environment, versions
-    and devices, and packages that are not what was installed (exit status 1). --packages adds it to a step.
+    A step runs three times; named is what it does in vain, by line of Python.
+
+    Of the environment: versions, devices, and packages that are not what was installed (exit status 1).
+    --packages adds it to a step.
     """
     from squeezebox.cli._doctor import examine_environment, examine_step, show
 

@@ -3,41 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
-import hashlib
 import sys
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_leaves
 
 from squeezebox.profiling._redundancy_events import Event, Life, StepEvents, Trait, View
+from squeezebox.profiling._redundancy_operators import OperatorFacts, facts_of, tensors_in, waited_bytes
 from squeezebox.profiling._redundancy_places import Origin, Places
 
-_OVERWRITING = {
-    "aten::zero_",
-    "aten::fill_",
-    "aten::copy_",
-    "aten::_foreach_zero_",
-    "aten::_foreach_copy_",
-    "aten::normal_",
-    "aten::uniform_",
-}
-_UNINITIALISED = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided"}
-_UNINITIALISED |= {"aten::new_empty_strided", "aten::empty_permuted"}
-_LITERALS = {"aten::lift_fresh", "aten::lift_fresh_copy"}  # what torch.tensor() has made of Python's numbers
-_MASKED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
-_COPIES = {"aten::_to_copy", "aten::copy_"}
-_NORMALISING = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
-# Those write to running values, though their schemas do not say so, if argument _TRAINING says so.
-_RUNNING: set[int | str] = {3, 4, "running_mean", "running_var"}
-_TRAINING = 5
 _LEAVING = {
     torch.Tensor.numpy,
     torch.Tensor.tolist,
@@ -97,36 +78,6 @@ def _collecting_quickly() -> Iterator[None]:
             gc.unfreeze()
 
 
-class _Schema(NamedTuple):
-    """Of one operator: which arguments it writes to, and what holds for every call."""
-
-    name: str
-    written: frozenset[int | str]  # positions and names
-    traits: Trait
-
-
-@functools.cache
-def _schema(func: Any) -> _Schema:
-    schema, name = func._schema, func._schema.name
-    written = set(_RUNNING) if name in _NORMALISING else set[int | str]()
-    overwrites = name in _OVERWRITING
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written |= {position, argument.name}
-            overwrites = overwrites or argument.kwarg_only
-    traits = Trait.OVERWRITES if overwrites else Trait.NONE
-    drawn = any("Generator" in str(argument.type) for argument in schema.arguments)
-    if drawn or torch.Tag.nondeterministic_seeded in func.tags:
-        traits |= Trait.RANDOM
-    if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
-        traits |= Trait.EFFECT
-    if func.namespace != "aten":
-        traits |= Trait.OPAQUE | Trait.EFFECT
-    if name in _UNINITIALISED:
-        traits |= Trait.UNINITIALISED
-    return _Schema(name, frozenset(written), traits)
-
-
 class _Recorder:
     """What both modes write down."""
 
@@ -179,11 +130,13 @@ class _Recorder:
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operator."""
         with self._working():
-            schema = _schema(func)
+            facts = facts_of(func)
             origin = self._places.origin()
-            event = self._event(str(func), schema.traits, origin)
-            self._describe(event, schema, args, kwargs)
-            event.waited_bytes = _waited(schema, args, kwargs, self._as_device and not origin.of_optimizer)
+            event = self._event(str(func), facts.traits, origin)
+            self._describe(event, facts, args, kwargs)
+            event.waited_bytes = waited_bytes(
+                facts, args, kwargs, self._as_device and not origin.of_optimizer
+            )
             self._time += 1
             event.time = self._time
             self.record.events.append(event)
@@ -227,24 +180,23 @@ class _Recorder:
             traits=traits,
         )
 
-    def _describe(self, event: Event, schema: _Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _describe(
+        self, event: Event, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        event.arguments = facts.arguments(args, kwargs)
+        if facts.is_literal:
+            return  # its storage begins here
+        written, only_written = facts.written_by(args), Trait.OVERWRITES in event.traits
         given = [*enumerate(args), *kwargs.items()]
-        if schema.name in _LITERALS:
-            event.arguments = _digest(args[0])
-            return
-        evaluates = schema.name in _NORMALISING and not args[_TRAINING]
-        written = frozenset[int | str]() if evaluates else schema.written
         event.writes = self._views(event, (value for key, value in given if key in written))
-        only_written = Trait.OVERWRITES in event.traits
         event.reads = self._views(
             event, (value for key, value in given if not (only_written and key in written))
         )
-        event.arguments = _comparable((args, kwargs))
-        if torch.is_grad_enabled() and any(each.requires_grad for each in _tensors((args, kwargs))):
+        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors_in((args, kwargs))):
             event.traits |= Trait.DIFFERENTIATED
 
     def _returned(self, event: Event, out: Any) -> None:
-        results = list(_tensors(out))
+        results = list(tensors_in(out))
         others = sum(each is not None for each in tree_leaves(out)) - len(results)
         if others or not (results or event.writes):
             event.traits |= Trait.EFFECT
@@ -253,7 +205,7 @@ class _Recorder:
 
     def _views(self, event: Event, values: Iterable[Any]) -> tuple[View, ...]:
         found = []
-        for tensor in _tensors(list(values)):
+        for tensor in tensors_in(list(values)):
             view = self._view(tensor)
             if view is None:
                 event.traits |= Trait.OPAQUE | Trait.EFFECT
@@ -302,62 +254,11 @@ class _Leaving(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
-
-
 def _storage_key(tensor: torch.Tensor) -> int | None:
     """What torch holds for the storage; None for what has none of its own."""
     if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return None
     return int(tensor.untyped_storage()._cdata)
-
-
-def _comparable(values: Any) -> Hashable | None:
-    """Equal for equal arguments, tensors and generators apart."""
-    leaves, spec = tree_flatten(values)
-    plain = tuple("tensor" if isinstance(leaf, torch.Tensor) else (type(leaf), leaf) for leaf in leaves)
-    found = (str(spec), plain)
-    try:
-        hash(found)
-    except TypeError:
-        return None
-    return found
-
-
-def _digest(tensor: torch.Tensor) -> Hashable | None:
-    if tensor.is_meta:
-        return None
-    plain = tensor.detach().contiguous().flatten().view(torch.uint8).cpu()
-    return (tensor.shape, tensor.dtype, tensor.device, hashlib.blake2b(plain.numpy().tobytes()).digest())
-
-
-def _waited(schema: _Schema, args: tuple[Any, ...], kwargs: dict[str, Any], as_device: bool) -> int | None:
-    """Bytes that the host waits for; None if it does not."""
-    tensors = list(_tensors((args, kwargs)))
-    devices = {tensor.device.type for tensor in tensors} | _named_device(kwargs)
-    if schema.name in _COPIES:
-        waits = len(devices) > 1 and "cpu" in devices and not _is_non_blocking(args, kwargs)
-        return tensors[-1].nbytes if waits else None
-    if devices <= {"cpu"} and not as_device:
-        return None
-    if schema.name in _LITERALS:
-        return tensors[0].nbytes if devices - {"cpu"} else None  # torch.tensor(..., device=...) has copied it
-    if schema.name in _MASKED:
-        masks = [each for each in tensors[1:] if each.dtype in (torch.bool, torch.uint8)]
-        return 8 if masks else None
-    if schema.name == "aten::_local_scalar_dense":
-        return tensors[0].element_size()
-    return 8 if Trait.EFFECT in schema.traits and Trait.OPAQUE not in schema.traits else None
-
-
-def _named_device(kwargs: dict[str, Any]) -> set[str]:
-    named = kwargs.get("device")
-    return set() if named is None else {torch.device(named).type}
-
-
-def _is_non_blocking(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
 
 
 def _now(waits: bool) -> float:

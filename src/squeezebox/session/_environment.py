@@ -64,6 +64,7 @@ def check_environment(
     After "Be careful with PyPI packages: you may unconsciously spread backdoor model weights" (MLSys 2023).
     """
     progress = on_progress or (lambda done, total, note: None)
+    packages = [packages] if isinstance(packages, str) else packages
     checked, faults = list[CheckedPackage](), list[EnvironmentFault]()
     chosen = list(_chosen(packages))
     for package in chosen:
