@@ -1,6 +1,5 @@
 """What an audit trains: a small CNN on scikit-learn's handwritten digits, with shifted images and dropout.
 
-Run it from the repository's root, where scikit-learn is installed:
 .venv/bin/squeezebox audit examples.audit_digits:train --arms plain,squeezed --seeds 5 --out audit-digits
 """
 
@@ -11,13 +10,6 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 EPOCHS = 4
-HELD_OUT = 597
-
-
-def images():
-    """All 1797 images, scaled to 0..1, and their digits."""
-    digits = load_digits()
-    return torch.from_numpy(digits.images).float()[:, None] / 16, torch.from_numpy(digits.target)
 
 
 def network():
@@ -28,23 +20,21 @@ def network():
 
 def train(run):
     """A whole training, as ``squeezebox.audit`` calls it: factors vary as ``run`` says."""
-    x, y = images()
-    data = TensorDataset(x[:-HELD_OUT], y[:-HELD_OUT])
+    x, y = map(torch.from_numpy, load_digits(return_X_y=True))
+    x, held_out = (x.float() / 16).view(-1, 1, 8, 8).split([1200, 597])
     with run.initialising():
         model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    loader = DataLoader(TensorDataset(x, y[:1200]), batch_size=50, shuffle=True, generator=run.order)
     with run.attach(model, optimizer):
-        for _ in range(EPOCHS):
-            for inputs, target in DataLoader(data, batch_size=50, shuffle=True, generator=run.order):
-                shift = int(torch.randint(-1, 2, ()))  # torch's global generator: augmentation
-                optimizer.zero_grad()
-                with run.step():
-                    loss = functional.cross_entropy(model(inputs.roll(shift, 3)), target)
-                loss.backward()
-                optimizer.step()
-    model.eval()
+        for inputs, target in (batch for _ in range(EPOCHS) for batch in loader):
+            shift = int(torch.randint(-1, 2, ()))  # torch's global generator: augmentation
+            optimizer.zero_grad()
+            with run.step():
+                loss = functional.cross_entropy(model(inputs.roll(shift, 3)), target)
+            loss.backward()
+            optimizer.step()
     with torch.no_grad():
-        outputs = model(x[-HELD_OUT:])
-    ink = x[-HELD_OUT:].mean((1, 2, 3))
+        outputs, ink = model.eval()(held_out), held_out.mean((1, 2, 3))
     groups = ["bold" if bold else "light" for bold in ink > ink.median()]
-    return run.finish(model, outputs, y[-HELD_OUT:], groups=groups)
+    return run.finish(model, outputs, y[1200:], groups=groups)

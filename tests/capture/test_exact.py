@@ -8,6 +8,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import squeezebox
+from squeezebox.profiling import PeakMeter
 from tests.capture.nets import NETS, Residual, assert_equal, images, loss_of, plain_step, resnet, train
 
 
@@ -234,3 +235,21 @@ def test_hooks_inside_the_model_win_there():
 
     model = Inner()
     assert_equal(train(model, images, exact=True), train(model, images))
+
+
+def test_an_lstm_takes_no_more_than_plain():
+    """Its workspace on a CPU is bytes already, most of what it saves."""
+    model, x = nn.LSTM(32, 64, batch_first=True), torch.randn(8, 25, 32)
+
+    def peak():
+        model.zero_grad()
+        meter = PeakMeter(torch.device("cpu"))
+        assert meter.start()
+        model(x)[0].sum().backward()
+        return meter.stop([]).total_bytes
+
+    plain = [peak() for _ in range(2)][-1]
+    session = squeezebox.attach(model, exact=True)
+    squeezed = [peak() for _ in range(2)][-1]
+    session.detach()
+    assert squeezed < 1.5 * plain

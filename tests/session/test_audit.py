@@ -224,6 +224,12 @@ def test_wrong_arguments_are_refused(tmp_path, options, words):
     assert not list(tmp_path.glob("*.npz"))
 
 
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(squeezebox.SqueezeboxError, match="cannot make the folder"):
+        squeezebox.audit(audited.train, out=tmp_path / "file" / "audit", seeds=3)
+
+
 def test_outputs_of_other_kinds_are_refused():
     key = _audit_run.RunKey(arm="plain", series="everything", seed=0)
     model = torch.nn.Linear(2, 2)

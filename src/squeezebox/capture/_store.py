@@ -273,6 +273,8 @@ class Store:
         waits = codec == "narrow" or (codec == "mask" and tensor.dtype != torch.bool)
         if self.blocks is not None and waits:  # for the device, to see what the values are
             return self._keep(entry, tensor)
+        if codec == "narrow" and tensor.dtype.itemsize == 1:  # nothing is narrower: an LSTM's workspace, say
+            return self._keep(entry, tensor)
         if form not in entry.packed:
             pooled = codec == "pool-index"
             whole = tensor if pooled else flattened(tensor, entry.numel)

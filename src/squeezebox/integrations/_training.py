@@ -67,8 +67,10 @@ class Training:
 
     def fail(self, model: torch.nn.Module, error: BaseException, end: Callable[[], None]) -> None:
         """``end``, and raise what explains the error if memory ran out."""
-        explained = explanation(error, model, session=self._session)
-        end()
+        try:
+            explained = explanation(error, model, session=self._session)
+        finally:
+            end()
         if explained is not None:
             raise explained from error
 

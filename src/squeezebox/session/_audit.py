@@ -31,7 +31,7 @@ from squeezebox.reports import (
     save_record,
     write_whole,
 )
-from squeezebox.schema import FormatError, OptionError
+from squeezebox.schema import FormatError, OptionError, OutputError
 from squeezebox.session._audit_operators import audit_operators, first_unequal
 from squeezebox.session._audit_run import (
     Factor,
@@ -178,7 +178,10 @@ def _claim(folder: Path, train: TrainFunction, arms: Arms, threads: int) -> None
         threads=threads,
         arms=_told(arms),
     )
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot make the folder {folder}: {error}. Give another one.") from error
     require_writable(folder / _REQUEST)
     for left in folder.glob(".*.npz.*"):  # a kill while it was being written
         left.unlink(missing_ok=True)

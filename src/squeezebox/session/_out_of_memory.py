@@ -179,13 +179,16 @@ def _cheapest(subject: Subject, session: Session | None) -> str:
         limit = free + nbytes_of([*held_by(model), *persistent(model, subject.optimizer)])
         try:
             known = probe(subject, limit // 2)  # room for what is in pieces
-            plan = planned(model, planner.at_batch(known, batch), limit, subject.noise, batch)
         except BudgetError as error:
-            return f"No plan holds this batch in what there is. {error}"
+            return f"No plan could be tried: {error}"
         except (RuntimeError, MemoryError) as error:
             if _asked_bytes(error) is None:
                 raise
             return f"Of {exact_bytes(limit)} there was not even enough to try plans on small batches."
+        try:
+            plan = planned(model, planner.at_batch(known, batch), limit, subject.noise, batch)
+        except BudgetError as error:
+            return f"No plan holds this batch in what there is. {error}"
     slower = plan.predicted_seconds / plan.plain_seconds
     return (
         f"The cheapest change that fits: the same batch of {batch} with attach(..., budget={limit}, "
