@@ -71,7 +71,7 @@ def attach(
             arena is there anyway; there, tensors moved to the host have their places in one block.
         codec: which of ``squeezebox.codecs`` holds values within their bounds, such as one of your own (see
             :func:`squeezebox.codecs.register`). Where an operator may read a sign that it does not preserve,
-            or a bound is in units of each channel's deviation, the usual codec does.
+            or a bound is in units of each channel's or row's deviation, the usual codec does.
 
     Returns:
         The session, with ``report()``, ``step()``, ``measure_noise()``, ``state_dict()``, ``detach()``.
