@@ -92,6 +92,12 @@ def test_corrections_come_from_the_nearest_checked_tensor_of_the_role():
     assert found == {"a": 3.0, "b": 3.0, "c": 3.0, "d": 6.0, "e": 6.0, "f": 2.0}
 
 
+def test_of_two_that_are_as_near_the_earlier_counts_in_whatever_order_they_are_known():
+    costs, tensors = dict.fromkeys("abc", 2.0), [statistics(key, Role.CONV_INPUT) for key in "abc"]
+    found = [corrected(costs, tensors, known) for known in ({"a": 1.5, "c": 3.0}, {"c": 3.0, "a": 1.5})]
+    assert found == [{"a": 3.0, "b": 3.0, "c": 6.0}] * 2
+
+
 @pytest.mark.parametrize(("layer", "unchecked"), [(True, 0.2), (False, 2.0)])
 def test_noise_that_is_handed_on_is_never_taken_for_less_than_white_unchecked(layer, unchecked):
     costs, tensors = {"a": 2.0, "b": 2.0}, [statistics(key, Role.NORM_INPUT) for key in "ab"]

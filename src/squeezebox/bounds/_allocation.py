@@ -61,7 +61,9 @@ def _fill(
     caps: Mapping[str, float],
 ) -> dict[str, float]:
     """Shares in proportion to the weights; the capped ones' surplus goes to the rest."""
-    free = {key for key in weights if sensitivities.get(key, 0.0) > 0.0}
+    free = [
+        key for key in weights if sensitivities.get(key, 0.0) > 0.0
+    ]  # in order: sums are the same to the bit
     bounds = {key: caps[key] for key in weights}
     left = noise
     while free:
@@ -71,6 +73,6 @@ def _fill(
         if not capped:
             bounds.update(wanted)
             break
-        left -= sum(sensitivities[key] * caps[key] ** 2 for key in capped)
-        free -= capped
+        left -= sum(sensitivities[key] * caps[key] ** 2 for key in free if key in capped)
+        free = [key for key in free if key not in capped]
     return bounds

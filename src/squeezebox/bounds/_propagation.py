@@ -56,16 +56,17 @@ def corrected(
     """Propagated noise times what checks showed beyond it.
 
     A tensor that was not checked yet takes the correction of the nearest checked one of its role, in
-    forward order. Where noise is handed on (not ``layer``), that may differ much from place to place, so
-    what was not checked is never taken for less than white. Before any check a cautious figure holds: errors
-    of normalisations leave something along x_hat that the layers before sum coherently (docs/theory.md).
+    forward order (however a restart has sorted the table). Where noise is handed on (not ``layer``), that
+    may differ much from place to place, so what was not checked is never taken for less than white. Before
+    any check a cautious figure holds: errors of normalisations leave something along x_hat that the layers
+    before sum coherently (docs/theory.md).
     """
     roles = {tensor.key: tensor.role for tensor in tensors}
     order = {key: number for number, key in enumerate(costs)}
     result: dict[str, float] = {}
     for key, cost in costs.items():
         role = roles.get(key, Role.OTHER)
-        checked = [other for other in corrections if other in order and roles.get(other) is role]
+        checked = [other for other in order if other in corrections and roles.get(other) is role]
         nearest = min(checked, key=lambda other: abs(order[other] - order[key]), default=None)
         if nearest is None:
             factor = 1.0 if layer else _FIRST_CORRECTION.get(role, 1.0)
