@@ -1,7 +1,5 @@
 """DistributedDataParallel and fully_shard on two processes: gradients as without a session."""
 
-import socket
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import squeezebox
 from tests.capture.nets import Checkpointed, images, loss_of, resnet, train
+from tests.pipeline import ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 RANKS, STEPS = 2, 3
@@ -98,14 +97,10 @@ def check_plans(wrapping, reference):
         least_plan(wrap(net(wrapping), wrapping), True)
 
 
-def run(rank, port):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
-    try:
-        for wrapping in WRAPPINGS:
-            check(wrapping)
-    finally:
-        dist.destroy_process_group()
+def check_all(rank):
+    for wrapping in WRAPPINGS:
+        check(wrapping)
+    return "equal"
 
 
 def compile_kernels():
@@ -117,7 +112,5 @@ def compile_kernels():
 
 def test_gradients_are_those_without_a_session():
     compile_kernels()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(run, args=(port,), nprocs=RANKS)
+    for found in ranks.run(check_all, RANKS):
+        assert found == "equal", found
