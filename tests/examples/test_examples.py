@@ -30,7 +30,34 @@ def test_an_example_runs_and_reports(path, tmp_path):
     needed = NEEDS.get(path.stem)
     if needed is not None:  # timm is there but raises ImportError where torchvision is not
         pytest.importorskip(needed, reason=f"{needed} cannot be imported", exc_type=ImportError)
-    launcher = []
+    launch(path, tmp_path)
+
+
+DECLARED = """
+import runpy, sys
+import torch
+
+if torch.version.cuda is None:  # then the wheel's own kernels, which importing asks for, cannot be loaded
+    library = torch.library.Library("torchvision", "DEF")
+    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def test_timm_with_torchvision_beside_it(tmp_path):
+    """In a folder of their own: beside a CPU build of torch, torchvision breaks what asks for it."""
+    packages = ["timm==1.0.31", "torchvision==0.28.0"]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path)]
+    installed = subprocess.run([*pip, *packages], capture_output=True, text=True, timeout=300)
+    if installed.returncode:
+        pytest.skip(f"needs a package index: {installed.stderr.strip().splitlines()[-1]}")
+    launch(FOLDER / "timm_model.py", tmp_path, program=["-c", DECLARED])
+
+
+def launch(path, tmp_path, program=()):
+    """Run an example as its first lines say, or through a program; see its report."""
+    launcher = [*program]
     if path.stem == "data_parallel":
         if not dist.is_available() or not dist.is_gloo_available():
             pytest.skip("needs gloo")
@@ -38,7 +65,11 @@ def test_an_example_runs_and_reports(path, tmp_path):
     found = subprocess.run(
         [sys.executable, *launcher, str(path)],
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parent / "src")},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{FOLDER.parent / 'src'}{os.pathsep}{tmp_path}",
+        },
         capture_output=True,
         text=True,
         timeout=300,
