@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+import squeezebox
+from squeezebox.bounds import Fixed
 from squeezebox.capture import Store
 from squeezebox.schema import Reads
 from tests.capture.nets import NETS, images, loss_of, noise_of, plain_step, train
@@ -125,3 +127,25 @@ def test_two_orders_of_budget_are_two_orders_of_noise():
     reference = train(model, images, steps=1)
     small, large = (noise_of(train(model, images, steps=1, noise=n), reference) for n in (1e-5, 1e-3))
     assert 10 < large / small < 1000
+
+
+class Rows(nn.Module):
+    """One row in sixteen is a ten thousandth as wide as the others when it is normalised."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(64, 64), norm, nn.Linear(64, 8)
+        self.register_buffer("widths", torch.where(torch.arange(64) % 16 == 0, 1e-4, 1.0)[:, None])
+
+    def forward(self, x):
+        return self.head(self.norm(self.first(x) * self.widths))
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(64, eps=1e-12), nn.GroupNorm(4, 64, eps=1e-12)], ids=type)
+def test_narrow_rows_of_a_norm_are_bounded_by_their_own_width(norm):
+    torch.manual_seed(0)
+    model, x = Rows(norm), torch.randn(64, 64)
+    session = squeezebox.attach(model, controller=Fixed(value=0.1))
+    noise = session.measure_noise(lambda: model(x).square().mean().backward())
+    session.detach()
+    assert 0.0 < noise < 0.05
