@@ -10,10 +10,6 @@ from squeezebox.memory import HEADROOM, aligned
 from squeezebox.reports import StepPlan, human_bytes
 from squeezebox.schema import Action, BudgetError, Option, StepProfile
 
-_HEADROOM = (
-    1.0625  # beyond the margin that options have for other batches: what lies there may not outgrow it
-)
-
 
 def places_of(plan: StepPlan) -> tuple[dict[str, int], list[int]]:
     """Bytes that the plan counts for packed tensors whose size varies, by key; and of those it moves."""
