@@ -35,6 +35,13 @@ def check_step(
         as_device: on a machine without a device, name what would wait for one.
         on_progress: called with (done, total, note) after each step.
 
+    Returns:
+        The findings, the slowest first: file and line, module, calls, seconds and bytes of one step. As
+        text, ``to_dict()`` and ``to_json(path)``.
+
+    Raises:
+        Exception: whatever ``step`` or ``batch`` raises; nothing stays recorded.
+
     After PieProf (Tan et al., "Toward efficient interactions between Python and native libraries", 2021),
     with torch's dispatcher in place of hardware counters: calls are seen whole, and operators' insides not.
     """

@@ -58,6 +58,10 @@ def check_environment(
         byte_code: compiling a large package takes a while; False leaves it out.
         on_progress: called with (done, total, note).
 
+    Returns:
+        Versions, devices, and for each package how many files, byte code and classes were looked at and which
+        are not as installed. As text, ``to_dict()`` and ``to_json(path)``.
+
     Raises:
         OptionError: a named package is not installed.
 
