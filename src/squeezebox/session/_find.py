@@ -37,13 +37,14 @@ def find_batch(
     effective: int | None = None,
     on_progress: Progress | None = None,
 ) -> FoundBatch:
-    """The largest batch that trains in ``memory`` with a reserve, found without running out of it.
+    """The largest batch that trains in ``memory`` with a reserve, found by runs that are foretold to fit.
 
     The budget is the memory less the reserve. :func:`max_batch` answers the same for a budget, but profiles
     batches that need not fit the machine. Here nothing is run that is not foretold to fit. At most two
     batches are profiled: one that fits by a step on fake tensors (2, if these cannot run the model), with
     ample room for what statistics take besides; and one that fits by what the first one's profile held.
-    The answer is run once, under its plan, and made smaller by what that needed more than foretold.
+    The answer is run once, under its plan, and made smaller by what that needed more than foretold. What a
+    profiler takes for itself is not foretold, and may pass a memory of only some tens of MiB.
 
     Args:
         model: see :func:`plan`; so are ``loss_fn``, ``optimizer``, ``noise``, ``exact`` and ``on_progress``.
