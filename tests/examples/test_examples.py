@@ -47,7 +47,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 
 def test_timm_with_torchvision_beside_it(tmp_path):
     """In a folder of their own: beside a CPU build of torch, torchvision breaks what asks for it."""
-    packages = ["timm==1.0.31", "torchvision==0.28.0"]
+    packages = ["pillow==13.0.0", "timm==1.0.31", "torchvision==0.28.0"]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path)]
     installed = subprocess.run([*pip, *packages], capture_output=True, text=True, timeout=300)
     if installed.returncode:
