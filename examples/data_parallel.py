@@ -8,6 +8,7 @@ from importlib.resources import files
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported later, its default arguments would hold the process group
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,4 +35,5 @@ for batch in torch.arange(len(images)).split(64):
 if rank == 0:
     print(f"loss {loss.item():.3f}\n{session.report()}")
 session.detach()
+del parallel  # so that nothing holds the group, and its threads end before Python does
 dist.destroy_process_group()
