@@ -110,3 +110,10 @@ def test_every_error_is_one_of_ours():
 def test_comet_without_an_optimizer_is_refused() -> None:
     with pytest.raises(OptionError, match="optimizer="):
         squeezebox.attach(torch.nn.Linear(2, 2), controller=Comet())
+
+
+def test_an_optimizer_that_is_none_is_refused():
+    model = torch.nn.Linear(2, 2)
+    sample = torch.zeros(1, 2), torch.zeros(1, 2)
+    with pytest.raises(OptionError, match="optimizer is 'sgd', not a torch.optim.Optimizer"):
+        squeezebox.plan(model, sample=sample, loss_fn=torch.nn.functional.mse_loss, optimizer="sgd")

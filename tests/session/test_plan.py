@@ -99,6 +99,26 @@ def test_the_peak_stays_under_every_budget_and_is_foretold(task):
     assert last < 0.6 * plain
 
 
+def test_under_autocast_the_weights_copies_count_as_in_steps_that_enter_it():
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.GELU())))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    sample = torch.randn(512, 256), torch.randint(256, (512,))
+
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = squeezebox.plan(model, sample=sample, loss_fn=F.cross_entropy, optimizer=optimizer, exact=True)
+    held = sum(tensor.nbytes for tensor in [*model.parameters(), *sample])
+    for _ in range(2):
+        optimizer.zero_grad()
+        meter = PeakMeter(torch.device("cpu"))
+        assert meter.start()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(model(sample[0]), sample[1])
+        loss.backward()
+        del loss
+        measured = held + meter.stop([]).total_bytes
+    assert plan.plain_peak_bytes == pytest.approx(measured, rel=0.01)
+
+
 def test_exact_plans_leave_gradients_to_the_bit(task):
     model, optimizer, sample = task
     F.cross_entropy(model(sample[0]), sample[1]).backward()

@@ -14,7 +14,7 @@ from squeezebox.profiling._gains import Gain, GainProfiler
 from squeezebox.profiling._marks import Marks, measure_marks
 from squeezebox.profiling._optimizer import state_bytes, transient_bytes
 from squeezebox.profiling._options import StepProfiler
-from squeezebox.profiling._record import StepMarks, record_step
+from squeezebox.profiling._record import StepMarks, own_casts, record_step
 from squeezebox.profiling._redundancy import check_redundancy
 from squeezebox.profiling._room import free_at_peak, free_bytes, live_bytes
 from squeezebox.profiling._simulate import OPTIMIZERS, Simulation, fake_like, simulate
@@ -39,6 +39,7 @@ __all__ = [
     "measure_marks",
     "measure_parts",
     "now",
+    "own_casts",
     "profile_key",
     "record_closure",
     "record_step",

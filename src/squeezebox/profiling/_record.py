@@ -62,7 +62,7 @@ def record_step(
         step = StepMarks(model, ledger)
         known = [step.known(kind, found) for kind, found in before.items()]
         with step:
-            with around():
+            with own_casts(), around():
                 output = model(*inputs if isinstance(inputs, tuple) else (inputs,))
                 step.phase = "loss"
                 loss = loss_fn(output, target)
@@ -78,6 +78,16 @@ def record_step(
         return Reading(step.running, step.notes).trace(known, ledger.events())
     finally:
         ledger.close()
+
+
+@contextlib.contextmanager
+def own_casts() -> Iterator[None]:
+    """Around forward and loss: autocast's copies of weights are made anew, and end with them."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
 
 
 def step_counts() -> AbstractContextManager[object]:

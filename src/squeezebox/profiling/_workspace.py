@@ -51,6 +51,9 @@ def as_on_cpu(func: Any, arguments: Any, out: Any) -> Any:
         workspace = workspace_of(func, arguments, None)
         kept = 0 if workspace is None else _kept(workspace)
         return (*out[:3], torch.empty(kept, dtype=torch.uint8))
+    if func is aten.native_batch_norm.default:  # statistics are as wide as what the layer holds
+        wide = next((held.dtype for held in arguments[1:5] if held is not None), arguments[0].dtype)
+        return (out[0], *(torch.empty_like(statistic, dtype=wide) for statistic in out[1:]))
     if func in (aten.col2im.default, aten.im2col.default):  # made like the input, and then resized
         storage = out.untyped_storage()
         storage.resize_(max(storage.nbytes(), arguments[0].nbytes))

@@ -154,6 +154,7 @@ RULES: MappingProxyType[Any, Batched | Callable[[Workspace], int]] = MappingProx
         aten.convolution.default: Batched({0: 0}),
         aten.convolution_backward.default: Batched({0: 0, 1: 0}),
         aten.native_batch_norm_backward.default: Batched({0: 0, 1: 0}),
+        aten.max_pool2d_with_indices_backward.default: Batched({0: 0, 1: 0, 7: 0}),
         aten._adaptive_avg_pool2d_backward.default: Batched({0: 0, 1: 0}),
         aten.col2im.default: _folding,
         aten.im2col.default: _unfolding,

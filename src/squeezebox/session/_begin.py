@@ -12,7 +12,7 @@ from squeezebox.capture import check_supported
 from squeezebox.codecs import Codec
 from squeezebox.memory import HEADROOM
 from squeezebox.reports import StepPlan
-from squeezebox.schema import AttachError
+from squeezebox.schema import AttachError, OptionError
 from squeezebox.session._models import device_of
 from squeezebox.session._policy import BoundPolicy
 from squeezebox.session._replanning import Replanning
@@ -43,6 +43,11 @@ def begin(
             "with that one."
         )
     check_supported(model)
+    if not (optimizer is None or isinstance(optimizer, torch.optim.Optimizer)):
+        raise OptionError(
+            f"optimizer is {optimizer!r}, not a torch.optim.Optimizer. Give the one that steps the model's "
+            "parameters, such as torch.optim.SGD(model.parameters(), lr=0.1), or leave it out."
+        )
     policy = BoundPolicy(controller, device_of(model).type == "cpu", codec)
     session = Session(model, optimizer, policy, checks_per_refresh, plan, replanning, overlapping, arena)
     if session._store.reserve is not None and places:

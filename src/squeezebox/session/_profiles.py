@@ -23,6 +23,7 @@ from squeezebox.profiling import (
     StepProfiler,
     load_profile,
     now,
+    own_casts,
     profile_key,
     state_bytes,
     store_profile,
@@ -142,7 +143,7 @@ def _run(
         returned()
         return output
 
-    with around, explained(*subject.sample):
+    with own_casts(), around, explained(*subject.sample):
         loss = subject.loss_fn(forward(), target)
     check_loss(loss)
     with ungraded(loss, subject.model), torch.autocast(loss.device.type, enabled=False):
