@@ -1,5 +1,6 @@
 """The page of a profiled step in a real browser: what is drawn equals the figures, and nothing is fetched."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -183,6 +184,19 @@ def test_the_memory_is_drawn_as_it_was(shown):
     assert peak == pytest.approx(figures.record.peak_bytes, rel=1e-6)
     text = browser.evaluate("document.getElementById('memory').textContent")
     assert f"in {figures.peak.phase} of {figures.peak.module}, convolution" in text
+
+
+@needs_browser
+@pytest.mark.parametrize("letters", (20, 500))
+def test_long_names_leave_the_peak_in_the_drawing_and_the_page_in_the_window(browser, tmp_path, letters):
+    figures = timeline()
+    peak = dataclasses.replace(figures.peak, module="m" * letters)
+    samples = tuple(peak if each == figures.peak else each for each in figures.samples)
+    Timeline(dataclasses.replace(figures, samples=samples, peak=peak)).to_html(tmp_path / "run.html")
+    browser.open(tmp_path / "run.html")
+    boxes = read(browser, "#memory text", "(b => [b.x, b.x + b.width])(e.getBBox())")
+    assert min(left for left, _ in boxes) >= 0.0 and max(right for _, right in boxes) <= 1000.0
+    assert browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
 
 
 @needs_browser

@@ -102,6 +102,17 @@ def test_noise_needs_gradients():
     session.detach()
 
 
+def test_noise_of_a_gradient_that_is_not_finite_leaves_the_last_figure():
+    model, x = resnet(), images()
+    session = squeezebox.attach(model)
+    model(x).sum().backward()
+    before = session.measure_noise(lambda: model(x).sum().backward())
+    with pytest.raises(AttachError, match="not finite"):
+        session.measure_noise(lambda: (model(x).sum() * float("inf")).backward())
+    assert session.report().noise == before
+    session.detach()
+
+
 def test_every_error_is_one_of_ours():
     for error in (AttachError, OptionError, UnsupportedModelError):
         assert issubclass(error, SqueezeboxError)

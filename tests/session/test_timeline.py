@@ -325,6 +325,9 @@ def test_what_raises_leaves_nothing_behind():
         training.session.timeline(training.step)
 
 
+FAR = {"name": "way", "unit": "parsecs", "estimated": 1.0, "measured": 2.0}
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -333,6 +336,9 @@ def test_what_raises_leaves_nothing_behind():
         (lambda values: values["samples"].append(3), "samples"),
         (lambda values: values.pop("spans"), "spans is missing"),
         (lambda values: values["peak"].update(nbytes=[-1]), "peak.nbytes"),
+        (lambda values: values["peak"].update(nbytes=[1]), "1 numbers of bytes"),
+        (lambda values: values["cells"][0].update(phase="warm-up"), "phase is 'warm-up'"),
+        (lambda values: values.update(forecasts=[FAR]), "'parsecs'"),
     ],
 )
 def test_damaged_files_are_refused(change, named, run, tmp_path):

@@ -18,7 +18,8 @@ from squeezebox.schema import BoundRecord, Forecast, LiveSample, SavedTensor, St
 _MOST_LAYERS, _MOST_CELLS, _MOST_TENSORS = 250, 400, 300
 _MOST_BOUNDS, _MOST_REFRESHES = 40, 48
 _LONGEST = 60  # letters of a name
-_PHASES = ("before", "forward", "loss", "backward", "optimizer")
+PHASES = ("before", "forward", "loss", "backward", "optimizer")
+UNITS = ("bytes", "seconds", "")  # of what was foretold
 _ACTIONS = ("kept", "compressed", "recomputed", "offloaded", "shape only")
 
 Row = Sequence[str | int | float | None]
@@ -45,7 +46,9 @@ def timeline_html(timeline: StepTimeline) -> str:
         "forecasts": _forecasts(timeline.forecasts),
         "style": page.joinpath("timeline.css").read_text("utf-8"),
         "script": page.joinpath("timeline.js").read_text("utf-8"),
-        "figures": json.dumps(_figures(timeline), separators=(",", ":")).replace("<", "\\u003c"),
+        "figures": json.dumps(_figures(timeline), separators=(",", ":"), allow_nan=False).replace(
+            "<", "\\u003c"
+        ),
     }
     pieces = page.joinpath("timeline.html").read_text("utf-8").split("@")
     return "".join(parts.get(piece, piece) for piece in pieces)
@@ -188,7 +191,7 @@ def _peak(timeline: StepTimeline) -> str:
 def _cells(cells: Sequence[TimelineCell]) -> str:
     largest = sorted(cells, key=lambda cell: -max(cell.seconds, 1e-9 * cell.peak_bytes))
     rest = largest[_MOST_CELLS:]
-    shown = sorted(largest[:_MOST_CELLS], key=lambda cell: _PHASES.index(cell.phase))
+    shown = sorted(largest[:_MOST_CELLS], key=lambda cell: PHASES.index(cell.phase))
     names = [item.name for item in fields(TimelineCell)]
     rows = [[getattr(cell, name) for name in names] for cell in shown]
     if rest:
@@ -250,7 +253,7 @@ def _history(refreshes: Sequence[BoundRecord]) -> str:
 
 
 def _forecasts(forecasts: Iterable[Forecast]) -> str:
-    shapes = {"bytes": human_bytes, "seconds": _seconds, "": _power}
+    shapes = dict(zip(UNITS, (human_bytes, _seconds, _power), strict=True))
     rows = [
         (
             each.name,

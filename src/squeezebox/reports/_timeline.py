@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from squeezebox.reports._fields import decoded, without_duplicates
-from squeezebox.reports._page import owner, timeline_html
+from squeezebox.reports._page import PHASES, UNITS, owner, timeline_html
 from squeezebox.reports._report import human_bytes, plain, write_whole
 from squeezebox.reports._timeline_trace import timeline_events
 from squeezebox.schema import FormatError, StepTimeline
@@ -31,7 +31,7 @@ class Timeline:
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write it whole or not at all, for ``squeezebox report``; OutputError if it cannot be."""
-        write_whole(path, json.dumps(self.to_dict()) + "\n")
+        write_whole(path, json.dumps(self.to_dict(), allow_nan=False) + "\n")
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write a page that needs nothing but a browser; OutputError if the path cannot be written."""
@@ -39,7 +39,7 @@ class Timeline:
 
     def to_trace(self, path: str | os.PathLike[str]) -> None:
         """Write a trace for ui.perfetto.dev; OutputError if the path cannot be written."""
-        write_whole(path, json.dumps(timeline_events(self.figures)) + "\n")
+        write_whole(path, json.dumps(timeline_events(self.figures), allow_nan=False) + "\n")
 
     def __str__(self) -> str:
         figures, record = self.figures, self.figures.record
@@ -77,8 +77,24 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
         version = values.pop("version", None) if isinstance(values, dict) else None
         if version != TIMELINE_VERSION:
             raise FormatError(f"version is {version}, and this Squeezebox reads {TIMELINE_VERSION}")
-        return Timeline(decoded(StepTimeline, values))
+        figures = decoded(StepTimeline, values)
+        _check(figures)
+        return Timeline(figures)
     except (OSError, ValueError, FormatError) as error:
         raise FormatError(
             f"cannot read {path} as a timeline: {error}. Make it anew with session.timeline(step).to_json()."
         ) from error
+
+
+def _check(figures: StepTimeline) -> None:
+    for cell in figures.cells:
+        if cell.phase not in PHASES:
+            raise FormatError(f"a cell's phase is {cell.phase!r}, none of {', '.join(PHASES)}")
+    for forecast in figures.forecasts:
+        if forecast.unit not in UNITS:
+            raise FormatError(f"{forecast.name} is foretold in {forecast.unit!r}, none of {', '.join(UNITS)}")
+    for sample in (*figures.samples, figures.peak):
+        if len(sample.nbytes) != len(figures.kinds):
+            raise FormatError(
+                f"a sample has {len(sample.nbytes)} numbers of bytes for {len(figures.kinds)} kinds"
+            )

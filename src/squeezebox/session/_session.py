@@ -148,15 +148,16 @@ class Session:
             random states are as before; the figure is also the report's ``noise``.
 
         Raises:
-            AttachError: detached, or the closure left no gradients.
+            AttachError: detached, or the closure left no gradients, or such as are not finite.
         """
-        self._noise = self._noise_of(closure)
-        if math.isnan(self._noise):
+        noise = self._noise_of(closure)
+        if not math.isfinite(noise):
             raise AttachError(
-                "measure_noise() saw no gradient: the closure must run forward, the loss and "
-                "loss.backward() on a model whose parameters require gradients."
+                "measure_noise() saw no gradient, or one that is not finite: the closure must run forward, "
+                "the loss and loss.backward() on a model whose parameters require gradients."
             )
-        return self._noise
+        self._noise = noise
+        return noise
 
     def calibrate(self, closure: Callable[[], object]) -> float:
         """Measure the noise as :meth:`measure_noise` does, and correct the bounds by it from now on.

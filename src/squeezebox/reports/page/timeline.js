@@ -114,8 +114,10 @@ function memory() {
     }
     if (samples[peak].seconds >= from && samples[peak].seconds <= to) {
       const [px, py] = [x(samples[peak].seconds), y(totals[peak])], before = px > width / 2;
+      const room = before ? px - left : width - right - px;
       draw(svg, "circle", { class: "peak", id: "peak", cx: px, cy: py, r: 5 });
-      draw(svg, "text", { x: px + (before ? -10 : 10), y: py - 6, "text-anchor": before ? "end" : "start" }, figures.owner);
+      draw(svg, "text", { x: px + (before ? -10 : 10), y: py - 6, "text-anchor": before ? "end" : "start" },
+        7 * figures.owner.length < room ? figures.owner : human(totals[peak]));
     }
     if (!hover.hidden && x(samples[at].seconds) >= left) {
       const cursor = clip(x(samples[at].seconds));
@@ -199,7 +201,7 @@ function memory() {
 // --- layers: outlined before, filled after
 function layers() {
   const chart = byId("layers"), hover = tip(chart), width = 1000, label = 300, notes = 190, line = 26;
-  const most = Math.max(1, ...figures.layers.map((layer) => layer.saved));
+  const most = Math.max(1, ...figures.layers.map((layer) => Math.max(layer.saved, layer.held)));
   const length = (nbytes) => nbytes / most * (width - label - notes);
   const svg = draw(chart, "svg", { viewBox: `0 0 ${width} ${line * figures.layers.length + 2}`, role: "list" });
   const text = (layer) => [module_(layer.module), `${human(layer.saved)} saved, ${human(layer.held)} held`,
