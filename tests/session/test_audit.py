@@ -1,5 +1,6 @@
 """Audits of real trainings: controls, planted effects, false alarms, kills, and what is refused."""
 
+import functools
 import json
 import os
 import random
@@ -210,7 +211,9 @@ def test_a_damaged_file_is_named(tmp_path):
     [
         ({"seeds": 2}, "seeds 2"),
         ({"factors": ("weather",)}, "weather"),
+        ({"factors": ("order", "order")}, "there twice in order, order"),
         ({"margin": 0.0}, "margin 0.0"),
+        ({"margin": float("inf")}, "margin inf"),
         ({"workers": 0}, "workers 0"),
         ({"arms": {}}, "no arm"),
         ({"workers": 2, "train": lambda run: None}, "workers=1"),
@@ -222,6 +225,30 @@ def test_wrong_arguments_are_refused(tmp_path, options, words):
     with pytest.raises(squeezebox.OptionError, match=words):
         squeezebox.audit(train, out=tmp_path, **{"seeds": 3, "threads": 1, **options})
     assert not list(tmp_path.glob("*.npz"))
+
+
+@pytest.mark.parametrize("held_out", [audited.drawn, audited.as_many_as_the_seed])
+def test_trainings_that_hold_out_other_samples_are_refused_at_once(tmp_path, held_out):
+    train = functools.partial(audited.quick, held_out=held_out)
+    with pytest.raises(squeezebox.OptionError, match="plain everything 0 and plain everything 1 .*Hold out"):
+        squeezebox.audit(train, out=tmp_path, arms={"plain": None}, seeds=9, threads=1)
+    assert len(files(tmp_path)) == 2
+
+
+def test_a_killed_process_is_told(tmp_path):
+    with pytest.raises(squeezebox.OptionError, match="was killed, .* 2 at a time.* fewer workers"):
+        squeezebox.audit(audited.quick_or_killed, out=tmp_path, seeds=3, factors=(), threads=1, workers=2)
+
+
+def test_an_optimizer_that_the_audit_does_not_know_costs_one_training_more(tmp_path):
+    made = []
+
+    def train(run):
+        made.append(run)
+        return audited.quick(run, known=False)
+
+    found = squeezebox.audit(train, out=tmp_path, arms={"plain": None}, seeds=3, factors=(), threads=1)
+    assert found.cost is None and found.operators and len(made) == 3 + 1 + 1 + 1  # control, ledger, cost
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
