@@ -264,9 +264,38 @@ def test_outputs_of_other_kinds_are_refused():
         (torch.zeros(3), torch.zeros(3, dtype=torch.int64)),
         (torch.zeros(3, 2), torch.zeros(3)),
         (torch.zeros(3, 2), torch.zeros(2, dtype=torch.int64)),
+        (torch.zeros(3, 1), torch.zeros(3, dtype=torch.int64)),
     ):
         with pytest.raises(squeezebox.OptionError, match="run.finish"):
             _audit_run.train_once(lambda run, o=outputs, t=targets: run.finish(model, o, t), key, None, 1)
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf")])
+def test_scores_that_are_no_numbers_are_refused_at_the_first(tmp_path, score):
+    train = functools.partial(audited.quick, score=score)
+    with pytest.raises(squeezebox.OptionError, match=f"score {score} is not finite.*give 0"):
+        squeezebox.audit(train, out=tmp_path, seeds=3, threads=1)
+    assert not files(tmp_path)
+
+
+def test_tensors_of_groups_and_modules_with_other_state_are_taken():
+    class Stateful(torch.nn.Linear):
+        def get_extra_state(self):
+            return {"calls": 1}
+
+    key = _audit_run.RunKey(arm="plain", series="everything", seed=0)
+    classes = torch.tensor([0, 1])
+    record = _audit_run.train_once(
+        lambda run: run.finish(Stateful(2, 2), classes, classes, groups=classes), key, None, 1
+    )
+    assert record.groups.tolist() == ["0", "1"] and record.finite
+
+
+def test_weights_that_are_no_numbers_have_diverged():
+    key = _audit_run.RunKey(arm="plain", series="everything", seed=0)
+    model, classes = torch.nn.Linear(2, 2), torch.tensor([0, 1])
+    torch.nn.init.constant_(model.weight, float("inf"))
+    assert not _audit_run.train_once(lambda run: run.finish(model, classes, classes), key, None, 1).finite
 
 
 def test_large_models_are_sketched_within_a_percent_or_so():
