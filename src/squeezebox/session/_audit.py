@@ -131,7 +131,7 @@ def _check(
         (len(set(factors)) < len(factors), f"a factor is there twice in {', '.join(factors)}."),
         (
             not 0.0 < margin < math.inf,
-            f"margin {margin} is not a number above 0; give 1 for one deviation between seeds.",
+            f"margin {margin} is not finite and above 0; give 1 for one deviation between seeds.",
         ),
         (workers < 1, f"workers {workers} is below 1."),
         (threads is not None and threads < 1, f"threads {threads} is below 1."),
