@@ -84,8 +84,14 @@ def test_functions_that_bind_other_values_are_told_apart(tmp_path, make):
 
 def test_another_version_of_squeezebox_is_refused(tmp_path, monkeypatch):
     squeezebox.audit(audited.quick, out=tmp_path, **OPTIONS)
-    monkeypatch.setattr(squeezebox, "__version__", "9.9.9")
-    with pytest.raises(squeezebox.OptionError, match=r"this audit wants squeezebox 9\.9\.9"):
+    with monkeypatch.context() as patched:
+        patched.setattr(squeezebox, "__version__", "9.9.9")
+        with pytest.raises(squeezebox.OptionError, match=r"this audit wants squeezebox 9\.9\.9"):
+            squeezebox.audit(audited.quick, out=tmp_path, **OPTIONS)
+    request = json.loads((tmp_path / "audit.json").read_text())
+    del request["squeezebox"]
+    (tmp_path / "audit.json").write_text(json.dumps(request))
+    with pytest.raises(squeezebox.OptionError, match="holds trainings with squeezebox None"):
         squeezebox.audit(audited.quick, out=tmp_path, **OPTIONS)
 
 

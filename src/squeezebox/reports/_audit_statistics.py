@@ -121,9 +121,8 @@ def sums_of_squares(plain: Array, other: Array) -> dict[str, float]:
     "interaction" the rest: how each seed's difference departs from that mean. All are 0 where nothing varies.
     """
     table = np.stack([plain, other])
-    if (
-        np.ptp(table) <= 1e-12 * np.abs(table).max()
-    ):  # means of equal numbers differ from them in the last bit
+    # means of equal numbers differ from them in the last bit
+    if np.ptp(table) <= 1e-12 * np.abs(table).max():
         return dict.fromkeys(("seeds", "compression", "interaction"), 0.0)
     rows, columns = table.mean(1, keepdims=True), table.mean(0, keepdims=True)
     grand = table.mean()
@@ -133,7 +132,7 @@ def sums_of_squares(plain: Array, other: Array) -> dict[str, float]:
         "interaction": float(((table - rows - columns + grand) ** 2).sum()),
     }
     total = sum(squares.values())
-    return {name: value / total for name, value in squares.items()}
+    return {name: value / total if total else 0.0 for name, value in squares.items()}
 
 
 def part_changes(

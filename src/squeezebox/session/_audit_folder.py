@@ -67,15 +67,21 @@ def claim(folder: Path, train: TrainFunction, arms: Arms, threads: int | None, w
         arms={name: repr(None if options is None else dict(options)) for name, options in arms.items()},
     )
     _remove_left_over(folder)
-    values, known = dataclasses.asdict(wanted), there.get("arms", {})
-    for name, value in values.items():
-        if name != "arms" and there.get(name, value) != value:
-            raise _differs(folder, name.replace("_", " "), there[name], value)
-    for arm, options in known.items():
+    if there:
+        _require_same(folder, there, wanted)
+    values = dataclasses.asdict(wanted) | {"arms": {**there.get("arms", {}), **wanted.arms}}
+    write_whole(folder / _FILE, json.dumps(values, indent=1) + "\n")
+    return wanted
+
+
+def _require_same(folder: Path, there: Mapping[str, Any], wanted: Request) -> None:
+    """But for arms that only one of the two has."""
+    for name, value in dataclasses.asdict(wanted).items():
+        if name != "arms" and there.get(name) != value:
+            raise _differs(folder, name.replace("_", " "), there.get(name), value)
+    for arm, options in there["arms"].items():
         if wanted.arms.get(arm, options) != options:
             raise _differs(folder, f"arm {arm}", options, wanted.arms[arm])
-    write_whole(folder / _FILE, json.dumps(values | {"arms": {**known, **wanted.arms}}, indent=1) + "\n")
-    return wanted
 
 
 def _read(path: Path) -> dict[str, Any]:
