@@ -82,6 +82,18 @@ def test_functions_that_bind_other_values_are_told_apart(tmp_path, make):
         squeezebox.audit(make(1e-9), out=tmp_path, **OPTIONS)
 
 
+def test_functions_of_one_file_are_told_apart(tmp_path):
+    lambdas = [
+        lambda run: audited.quick(run, 0.1),
+        lambda run: audited.quick(run, 1e-9),
+    ]
+    partials = [functools.partial(audited.quick), functools.partial(audited.train)]
+    for number, (one, other) in enumerate((lambdas, partials)):
+        squeezebox.audit(one, out=tmp_path / str(number), **OPTIONS)
+        with pytest.raises(squeezebox.OptionError, match="holds trainings with (train|source digest)"):
+            squeezebox.audit(other, out=tmp_path / str(number), **OPTIONS)
+
+
 def test_another_version_of_squeezebox_is_refused(tmp_path, monkeypatch):
     squeezebox.audit(audited.quick, out=tmp_path, **OPTIONS)
     with monkeypatch.context() as patched:

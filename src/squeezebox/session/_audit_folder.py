@@ -58,7 +58,7 @@ def claim(folder: Path, train: TrainFunction, arms: Arms, threads: int | None, w
     require_writable(folder / _FILE)
     there = _read(folder / _FILE)
     wanted = Request(
-        train=f"{getattr(train, '__module__', '?')}:{getattr(train, '__qualname__', type(train).__name__)}",
+        train=_name(train),
         source_digest=_digest(train),
         squeezebox=squeezebox.__version__,
         torch=torch.__version__,
@@ -112,6 +112,11 @@ def _differs(folder: Path, what: str, there: object, wanted: object) -> OptionEr
     )
 
 
+def _name(train: TrainFunction) -> str:
+    function, _ = _unwrapped(train)
+    return f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', '?')}"
+
+
 def _digest(train: TrainFunction) -> str:
     """Of the file that the function stands in, and of all that it is given besides the run."""
     function, given = _unwrapped(train)
@@ -136,7 +141,8 @@ def _unwrapped(function: Any) -> tuple[Any, list[object]]:
 
 
 def _bound(function: Any) -> Iterator[object]:
-    """By defaults and by the closure, whose cells may be empty yet."""
+    """Its place in the file, defaults, and what the closure holds, whose cells may be empty yet."""
+    yield getattr(getattr(function, "__code__", None), "co_firstlineno", None)
     for name in ("__defaults__", "__kwdefaults__"):
         if getattr(function, name, None):
             yield getattr(function, name)
