@@ -53,6 +53,8 @@ def test_a_control_that_is_not_zero_is_an_error_after_the_findings(capfd, tmp_pa
         ((TRAIN, "--seeds", "1"), "seeds 1"),
         ((TRAIN, "--factors", "weather"), "weather"),
         (("tests.session.audited:nothing",), "nothing"),
+        (("tests.session.audited:images",), "images is called with run, but: too many positional arguments"),
+        (("tests.session.audited:STEPS",), "cannot be called; name a function or class."),
     ],
 )
 def test_errors_have_no_traceback(capfd, tmp_path, arguments, words):

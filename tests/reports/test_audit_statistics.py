@@ -1,6 +1,7 @@
 """Statistics of audits on numbers made for it: rates of errors, shares, intervals."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -64,7 +65,8 @@ def test_sums_of_squares_add_up_and_find_what_was_put_in():
     shares = statistics.sums_of_squares(seeds, seeds + 3.0)
     total = 2 * 17.5 + 12 * 1.5**2
     assert shares == pytest.approx({"seeds": 35 / total, "compression": 27 / total, "interaction": 0.0})
-    assert statistics.sums_of_squares(np.ones(3), np.ones(3)) == dict.fromkeys(shares, 0.0)
+    for equal in (np.zeros(3), np.full(7, 0.93), np.array([0.1 + 0.2, 0.3, 0.3])):
+        assert statistics.sums_of_squares(equal, equal[::-1]) == dict.fromkeys(shares, 0.0)
 
 
 def test_variance_shares_are_of_variances():
@@ -90,16 +92,31 @@ def test_means_of_pairs_leave_out_a_training_with_itself():
     assert found.value == 2.0 and found.low >= 1.0 and found.high <= 3.0
 
 
-def record(arm, series, seed, wrong):
+def test_few_seeds_make_no_false_alarms_of_classes():
+    generator, alarms = np.random.default_rng(0), 0
+    targets = np.repeat(np.arange(20), 30)
+
+    def drawn(arm):
+        right = generator.random((3, len(targets))) < 0.9
+        wrong = (np.flatnonzero(~each) for each in right)
+        made = (record(arm, EVERYTHING, seed, chosen, targets) for seed, chosen in enumerate(wrong))
+        return list(made)
+
+    for _ in range(60):
+        parts = statistics.part_changes(drawn("plain"), drawn("other"), targets)
+        alarms += any(part.adjusted_p < 0.05 for part in parts)
+    assert alarms <= 6
+
+
+def record(arm, series, seed, wrong, targets=None):
     """A training that puts the samples ``wrong`` of 200 into the other class."""
-    targets = np.arange(200) % 2
+    targets = np.arange(200) % 2 if targets is None else targets
     predictions = targets.copy()
     predictions[list(wrong)] ^= 1
     return AuditRecord(
         arm=arm,
         series=series,
         seed=seed,
-        tooling="",
         predictions=predictions,
         targets=targets,
         groups=np.array([], dtype=np.str_),
@@ -108,7 +125,6 @@ def record(arm, series, seed, wrong):
         finite=True,
         digest=str(sorted(wrong)),
         seconds=1.0,
-        step_seconds=0.1,
     )
 
 
@@ -130,4 +146,36 @@ def test_infinite_outputs_and_factors_without_effect_are_noted():
     same = [record("plain", "order", seed, ()) for seed in (1, 2)]
     broken = [dataclasses.replace(each, arm="other", finite=False) for each in plain]
     notes = analyse([*plain, *same, *broken], 1.0, {}).notes
-    assert notes[0].startswith("NaN or infinite outputs in 3 of 8") and "varying order changed" in notes[1]
+    assert (
+        notes[0].startswith("NaN or infinite outputs or weights in 3 of 8")
+        and "varying order changed" in notes[1]
+    )
+
+
+def test_a_diverged_arm_is_told_as_one_and_its_json_is_strict():
+    plain = [record("plain", EVERYTHING, seed, range(seed)) for seed in range(3)]
+    lost = np.full(1, np.nan, dtype=np.float32)
+    broken = [
+        dataclasses.replace(each, arm="other", finite=False, weights=lost, digest="same") for each in plain
+    ]
+    found = analyse([*plain, *broken], 1.0, {})
+    assert found.comparisons[0].verdict == "diverged in 3 of 3"
+    assert len(found.notes) == 1 and "other everything 0" in found.notes[0]
+    values = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert values["comparisons"][0]["distance"] == dict.fromkeys(("value", "low", "high"))
+    assert "other against plain: diverged" in str(found) and "nan" not in str(found)
+
+
+def test_an_arm_that_compression_changed_nothing_in_is_noted():
+    plain = [record("plain", EVERYTHING, seed, range(seed)) for seed in range(3)]
+    same, other = ([dataclasses.replace(each, arm=arm) for each in plain] for arm in ("same", "other"))
+    other[1] = dataclasses.replace(other[1], digest="another")
+    notes = analyse([*plain, *same, *other], 1.0, {}).notes
+    assert len(notes) == 1 and notes[0].startswith("same equals plain to the bit in every training")
+
+
+def test_a_score_that_does_not_vary_is_said_to():
+    plain, other = ([record(arm, EVERYTHING, seed, ()) for seed in range(3)] for arm in ("plain", "other"))
+    text = str(analyse([*plain, *other], 1.0, {}))
+    assert "the score of plain does not vary between seeds" in text and "1000" not in text
+    assert "varying everything changed nothing in plain, to the bit" in text

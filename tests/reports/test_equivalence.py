@@ -59,3 +59,16 @@ def test_power_grows_with_seeds_and_equal_runs_always_pass() -> None:
 def test_one_difference_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 2"):
         tested.equivalence([0.1], margin=1.0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_differences_that_are_no_numbers_are_refused(value: float) -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        tested.equivalence([0.1, 0.2, value], margin=1.0)
+    assert tested.equivalence([0.1, 0.2, 0.3], margin=math.nan).p_value == 1.0
+
+
+def test_equal_differences_have_the_p_of_flipped_signs() -> None:
+    assert tested.p_different([0.0] * 4) == 1.0
+    assert tested.p_different([0.9 - 0.8, 0.8 - 0.7, 0.7 - 0.6]) == 0.25  # equal but for rounding
+    assert tested.p_different([-0.02] * 6) == 2 / 2**6

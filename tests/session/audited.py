@@ -1,6 +1,8 @@
 """Tiny trainings on real images, for audits."""
 
 import functools
+import os
+import signal
 
 import numpy as np
 import torch
@@ -63,3 +65,35 @@ def train_with_numpy(run):
     """The same from outside torch."""
     generator = np.random.default_rng()
     return train(run, lambda shape: torch.from_numpy(generator.normal(size=shape).astype(np.float32)))
+
+
+def quick(run, rate=0.1, held_out=lambda run: slice(-HELD_OUT, None), known=True, score=None):
+    """Three steps of a linear model. ``known``: whether the audit sees the optimizer."""
+    x, y = images()
+    with run.initialising():
+        model = nn.Sequential(nn.Flatten(), nn.Linear(49, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    with run.attach(model, optimizer if known else None):
+        for chosen in torch.randperm(300, generator=run.order).split(100):
+            functional.cross_entropy(model(x[chosen]), y[chosen]).backward()
+            optimizer.step()
+    chosen = held_out(run)
+    with torch.no_grad():
+        return run.finish(model, model(x[chosen]), y[chosen], score=score)
+
+
+def drawn(run):
+    """Samples held out that depend on the seed."""
+    return torch.randperm(800)[:100]
+
+
+def as_many_as_the_seed(run):
+    """The same first samples, more of them or fewer."""
+    return slice(100 + run.seed("order") % 100)
+
+
+def quick_or_killed(run):
+    """A process that the system ends, in every arm but the first."""
+    if run.arm != "plain":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return quick(run)

@@ -1,5 +1,6 @@
 """Audits of real trainings: controls, planted effects, false alarms, kills, and what is refused."""
 
+import functools
 import json
 import os
 import random
@@ -196,11 +197,22 @@ def test_what_was_trained_otherwise_is_refused_and_named(tmp_path):
     assert before.items() < files(tmp_path).items()
 
 
-def test_a_damaged_file_is_named(tmp_path):
+def cut(content):
+    return content[:100]
+
+
+def compressed_otherwise(content):
+    """By a method that no zip file has, says the directory's first entry."""
+    place = content.index(b"PK\x01\x02") + 10
+    return content[:place] + b"\x63" + content[place + 1 :]
+
+
+@pytest.mark.parametrize("damage", [cut, compressed_otherwise])
+def test_a_damaged_file_is_named(tmp_path, damage):
     options = {"out": tmp_path, "arms": {"plain": None}, "seeds": 3, "factors": (), "threads": 1, "steps": 0}
     squeezebox.audit(audited.train, **options)
     damaged = next(tmp_path.glob("*.npz"))
-    damaged.write_bytes(damaged.read_bytes()[:100])
+    damaged.write_bytes(damage(damaged.read_bytes()))
     with pytest.raises(squeezebox.FormatError, match=damaged.name):
         squeezebox.audit(audited.train, **options)
 
@@ -210,7 +222,9 @@ def test_a_damaged_file_is_named(tmp_path):
     [
         ({"seeds": 2}, "seeds 2"),
         ({"factors": ("weather",)}, "weather"),
+        ({"factors": ("order", "order")}, "there twice in order, order"),
         ({"margin": 0.0}, "margin 0.0"),
+        ({"margin": float("inf")}, "margin inf"),
         ({"workers": 0}, "workers 0"),
         ({"arms": {}}, "no arm"),
         ({"workers": 2, "train": lambda run: None}, "workers=1"),
@@ -222,6 +236,30 @@ def test_wrong_arguments_are_refused(tmp_path, options, words):
     with pytest.raises(squeezebox.OptionError, match=words):
         squeezebox.audit(train, out=tmp_path, **{"seeds": 3, "threads": 1, **options})
     assert not list(tmp_path.glob("*.npz"))
+
+
+@pytest.mark.parametrize("held_out", [audited.drawn, audited.as_many_as_the_seed])
+def test_trainings_that_hold_out_other_samples_are_refused_at_once(tmp_path, held_out):
+    train = functools.partial(audited.quick, held_out=held_out)
+    with pytest.raises(squeezebox.OptionError, match="plain everything 0 and plain everything 1 .*Hold out"):
+        squeezebox.audit(train, out=tmp_path, arms={"plain": None}, seeds=9, threads=1)
+    assert len(files(tmp_path)) == 2
+
+
+def test_a_killed_process_is_told(tmp_path):
+    with pytest.raises(squeezebox.OptionError, match="was killed, .* 2 at a time.* fewer workers"):
+        squeezebox.audit(audited.quick_or_killed, out=tmp_path, seeds=3, factors=(), threads=1, workers=2)
+
+
+def test_an_optimizer_that_the_audit_does_not_know_costs_one_training_more(tmp_path):
+    made = []
+
+    def train(run):
+        made.append(run)
+        return audited.quick(run, known=False)
+
+    found = squeezebox.audit(train, out=tmp_path, arms={"plain": None}, seeds=3, factors=(), threads=1)
+    assert found.cost is None and found.operators and len(made) == 3 + 1 + 1 + 1  # control, ledger, cost
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
@@ -237,9 +275,38 @@ def test_outputs_of_other_kinds_are_refused():
         (torch.zeros(3), torch.zeros(3, dtype=torch.int64)),
         (torch.zeros(3, 2), torch.zeros(3)),
         (torch.zeros(3, 2), torch.zeros(2, dtype=torch.int64)),
+        (torch.zeros(3, 1), torch.zeros(3, dtype=torch.int64)),
     ):
         with pytest.raises(squeezebox.OptionError, match="run.finish"):
             _audit_run.train_once(lambda run, o=outputs, t=targets: run.finish(model, o, t), key, None, 1)
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf")])
+def test_scores_that_are_no_numbers_are_refused_at_the_first(tmp_path, score):
+    train = functools.partial(audited.quick, score=score)
+    with pytest.raises(squeezebox.OptionError, match=f"score {score} is not finite.*give 0"):
+        squeezebox.audit(train, out=tmp_path, seeds=3, threads=1)
+    assert not files(tmp_path)
+
+
+def test_tensors_of_groups_and_modules_with_other_state_are_taken():
+    class Stateful(torch.nn.Linear):
+        def get_extra_state(self):
+            return {"calls": 1}
+
+    key = _audit_run.RunKey(arm="plain", series="everything", seed=0)
+    classes = torch.tensor([0, 1])
+    record = _audit_run.train_once(
+        lambda run: run.finish(Stateful(2, 2), classes, classes, groups=classes), key, None, 1
+    )
+    assert record.groups.tolist() == ["0", "1"] and record.finite
+
+
+def test_weights_that_are_no_numbers_have_diverged():
+    key = _audit_run.RunKey(arm="plain", series="everything", seed=0)
+    model, classes = torch.nn.Linear(2, 2), torch.tensor([0, 1])
+    torch.nn.init.constant_(model.weight, float("inf"))
+    assert not _audit_run.train_once(lambda run: run.finish(model, classes, classes), key, None, 1).finite
 
 
 def test_large_models_are_sketched_within_a_percent_or_so():

@@ -220,7 +220,8 @@ def audit(
     margin: Annotated[float, typer.Option(help="In deviations between the first arm's seeds.")] = 1.0,
     workers: Annotated[int, typer.Option(help="Trainings at the same time, each in a process.")] = 1,
     threads: Annotated[
-        int | None, typer.Option(help="Of each training (default: the cores, shared among the workers).")
+        int | None,
+        typer.Option(help="Of each training (default: as in --out, else cores over workers)."),
     ] = None,
     steps: Annotated[int, typer.Option(help="Repeated operator by operator; 0 for none.")] = 3,
     out: Annotated[Path, typer.Option(help="Folder that keeps finished trainings.")] = Path("audit"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import squeezebox
-from squeezebox.cli._estimate import load_factory
+from squeezebox.cli._estimate import load_call
 from squeezebox.cli._progress import progress
 from squeezebox.schema import OptionError, SqueezeboxError
 
@@ -40,7 +40,7 @@ def run(request: Request, *, as_json: bool) -> None:
         SqueezeboxError: after printing, where a control was not equal to the bit.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
-    train = load_factory(request.train, arguments=1)
+    train = load_call(request.train, "run")
     factors = () if request.factors == "none" else tuple(request.factors.split(","))
     with progress("trainings") as on_progress:
         found = squeezebox.audit(
@@ -55,7 +55,7 @@ def run(request: Request, *, as_json: bool) -> None:
             steps=request.steps,
             on_progress=on_progress,
         )
-    print(json.dumps(found.to_dict(), indent=1) if as_json else found)
+    print(json.dumps(found.to_dict(), indent=1, allow_nan=False) if as_json else found)
     if not found.sound:
         arms = ", ".join(control.arm for control in found.controls if not control.equal)
         raise SqueezeboxError(

@@ -32,13 +32,12 @@ def load_factory(name: str, *, arguments: int = 0) -> Callable[..., Any]:
         if not hasattr(factory, part):
             raise OptionError(
                 f"module '{module_name}' ({getattr(module, '__file__', None)}) has no '{attribute}'; "
-                "name a function or class in it that returns the model."
+                "name a function or class in it."
             )
         factory = getattr(factory, part)
     if not callable(factory):
         raise OptionError(
-            f"'{name}' is a {type(factory).__name__}, which cannot be called; name a function or class "
-            "that returns the model."
+            f"'{name}' is a {type(factory).__name__}, which cannot be called; name a function or class."
         )
     needed = needed_arguments(factory)
     if len(needed) > arguments:
@@ -55,11 +54,20 @@ def load_loss(name: str) -> Callable[[Any, Any], torch.Tensor]:
     Raises:
         OptionError: there is none, or it does not take two arguments.
     """
-    found = load_factory(name, arguments=2)
+    return load_call(name, "output", "target", option="--loss ")
+
+
+def load_call(name: str, *given: str, option: str = "") -> Callable[..., Any]:
+    """The callable named ``module:attribute``, which takes what is ``given``.
+
+    Raises:
+        OptionError: there is none, or it does not take these arguments.
+    """
+    found = load_factory(name, arguments=len(given))
     try:
-        inspect.signature(found).bind(None, None)
+        inspect.signature(found).bind(*given)
     except TypeError as error:
-        raise OptionError(f"--loss {name} is called with output and target, but: {error}.") from error
+        raise OptionError(f"{option}{name} is called with {' and '.join(given)}, but: {error}.") from error
     except ValueError:  # written in C: only a call would tell
         pass
     return found

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,7 @@ class ArmComparison:
     ``churn`` and ``distance`` are between the two arms' trainings of one seed. ``exceeds_tooling`` says
     whether that churn is above what varying the implementation alone makes; None where their intervals
     overlap, or fewer than three trainings varied in that. ``shares`` are those of the top line's variation.
+    ``diverged`` counts the arm's trainings with NaN or infinity in outputs or weights.
     """
 
     arm: str
@@ -66,10 +68,13 @@ class ArmComparison:
     shares: Mapping[str, float]
     classes: tuple[PartChange, ...]
     groups: tuple[PartChange, ...]
+    diverged: int
 
     @property
     def verdict(self) -> str:
         """The test in a few words."""
+        if self.diverged:
+            return f"diverged in {self.diverged} of {self.test.count}"
         if self.test.equivalent:
             return "there, but below the noise" if self.test.different else "below the noise"
         return "above the noise's margin or near it" if self.test.different else "not decided"
@@ -122,11 +127,11 @@ class Audit:
         return all(control.equal for control in self.controls)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, with each comparison's verdict."""
+        """Plain values, with each comparison's verdict; None for NaN and infinity, which JSON has not."""
         values: dict[str, Any] = dataclasses.asdict(self)
         for comparison, plain in zip(self.comparisons, values["comparisons"], strict=True):
             plain["verdict"] = comparison.verdict
-        return values | {"sound": self.sound}
+        return {name: _finite(value) for name, value in values.items()} | {"sound": self.sound}
 
     def __str__(self) -> str:
         from squeezebox.reports._audit_text import audit_text
@@ -157,7 +162,7 @@ def analyse(records: Sequence[AuditRecord], margin: float, facts: Mapping[str, A
         series=tuple(series),
         factor_shares=statistics.variance_shares(factors),
         comparisons=tuple(_compare(plain, by_series[arm, EVERYTHING], margin, tooling) for arm in arms[1:]),
-        notes=tuple(_notes(records, series)),
+        notes=tuple(_notes(records, series, by_series)),
     )
 
 
@@ -219,6 +224,7 @@ def _compare(
         shares=statistics.sums_of_squares(mine, theirs),
         classes=statistics.part_changes(plain, other, plain[0].targets),
         groups=statistics.part_changes(plain, other, plain[0].groups) if plain[0].groups.size else (),
+        diverged=sum(not record.finite for record in other),
     )
 
 
@@ -229,15 +235,35 @@ def _exceeds(churn: Figure, tooling: Figure | None) -> bool | None:
     return churn.low > tooling.high
 
 
-def _notes(records: Sequence[AuditRecord], series: Sequence[SeriesSpread]) -> list[str]:
-    notes = []
-    broken = [f"{record.arm} {record.series} {record.seed}" for record in records if not record.finite]
+def _notes(
+    records: Sequence[AuditRecord],
+    series: Sequence[SeriesSpread],
+    by_series: Mapping[tuple[str, str], Sequence[AuditRecord]],
+) -> Iterator[str]:
+    broken = [record for record in records if not record.finite]
     if broken:
-        notes.append(f"NaN or infinite outputs in {len(broken)} of {len(records)}: {', '.join(broken[:5])}.")
-    still = [each.varied for each in series if each.distinct == 1 and each.runs > 1]
-    if still:
-        notes.append(
-            f"varying {' and '.join(still)} changed nothing, to the bit: the training does not depend on it, "
-            "or draws from elsewhere (run.initialising() and run.order are for the first two factors)."
-        )
-    return notes
+        named = ", ".join(f"{record.arm} {record.series} {record.seed}" for record in broken[:5])
+        yield f"NaN or infinite outputs or weights in {len(broken)} of {len(records)}: {named}."
+    arms = dict.fromkeys(each.arm for each in series)
+    for arm in (arm for arm in arms if arm not in {record.arm for record in broken}):
+        still = [each.varied for each in series if each.arm == arm and each.distinct == 1 and each.runs > 1]
+        if still:
+            yield (
+                f"varying {' and '.join(still)} changed nothing in {arm}, to the bit: the training does not "
+                "depend on it, or draws from elsewhere (run.initialising() and run.order are for the first "
+                "two factors)."
+            )
+    plain, *others = arms
+    for arm in others:
+        pairs = zip(by_series[plain, EVERYTHING], by_series[arm, EVERYTHING], strict=True)
+        if all(one.digest == other.digest for one, other in pairs):
+            yield f"{arm} equals {plain} to the bit in every training: compression changed nothing in it."
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for every number that is not."""
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -29,7 +29,6 @@ class AuditRecord:
     arm: str
     series: str
     seed: int
-    tooling: str
     predictions: NDArray[np.int64]
     targets: NDArray[np.int64]
     groups: NDArray[np.str_]
@@ -38,7 +37,6 @@ class AuditRecord:
     finite: bool
     digest: str
     seconds: float
-    step_seconds: float
 
 
 def save_record(record: AuditRecord, path: str | os.PathLike[str]) -> None:
@@ -63,7 +61,7 @@ def load_record(path: str | os.PathLike[str]) -> AuditRecord:
             values = {
                 name: file[name] if name in _ARRAYS else file[name].item() for name in AuditRecord.__slots__
             }
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile) as error:
         raise FormatError(
             f"{path} is no finished training of an audit ({error}). Delete it, and the audit "
             "will make it again."

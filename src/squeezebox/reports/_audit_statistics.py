@@ -75,11 +75,16 @@ def pairwise(records: Sequence[AuditRecord], measure: Callable[[AuditRecord, Aud
 
 
 def bootstrap(count: int, statistic: Callable[[NDArray[np.int64]], float]) -> Figure:
-    """``statistic`` of the indices 0 to ``count`` - 1, and its percentile interval over resampled ones."""
-    generator = np.random.default_rng(0)
+    """``statistic`` of the indices 0 to ``count`` - 1, and its percentile interval over resampled ones.
+
+    All are NaN where the statistic is: of diverged trainings, or of pairs where there is one training.
+    """
+    generator, value = np.random.default_rng(0), statistic(np.arange(count))
+    if np.isnan(value):
+        return Figure(value=value, low=value, high=value)
     drawn = [statistic(generator.integers(count, size=count)) for _ in range(_RESAMPLES)]
     low, high = np.nanpercentile(drawn, [2.5, 97.5])
-    return Figure(value=statistic(np.arange(count)), low=float(low), high=float(high))
+    return Figure(value=value, low=float(low), high=float(high))
 
 
 def spread(values: Array) -> Figure:
@@ -113,9 +118,12 @@ def sums_of_squares(plain: Array, other: Array) -> dict[str, float]:
     """Shares of two arms' total variation over the same seeds: two-way analysis of variance.
 
     "seeds" is what both arms have in common, "compression" the difference of their means, and
-    "interaction" the rest: how each seed's difference departs from that mean.
+    "interaction" the rest: how each seed's difference departs from that mean. All are 0 where nothing varies.
     """
     table = np.stack([plain, other])
+    # means of equal numbers differ from them in the last bit
+    if np.ptp(table) <= 1e-12 * np.abs(table).max():
+        return dict.fromkeys(("seeds", "compression", "interaction"), 0.0)
     rows, columns = table.mean(1, keepdims=True), table.mean(0, keepdims=True)
     grand = table.mean()
     squares = {

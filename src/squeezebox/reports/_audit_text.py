@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from squeezebox.reports._audit import ArmComparison, Audit, AuditedOperator
@@ -13,7 +14,7 @@ _TOOLING = {
     False: "; changes fewer predictions than the tooling does",
     None: "",
 }
-_OPERATORS = 12  # rows of each table that text shows; JSON has all
+_OPERATORS = 12  # that text shows the costs of; JSON has all
 
 
 def audit_text(audit: Audit) -> str:
@@ -40,7 +41,7 @@ def _comparison(audit: Audit, found: ArmComparison) -> list[str]:
         f"  margin        {_points(test.margin)} points, {audit.facts['margin']:g} times the deviation "
         f"between seeds of {plain}",
         f"  tests         equivalence p = {test.p_value:.3f}, difference p = {test.p_different:.3f}",
-        f"  power         {test.power:.0%} if there were no difference; " + _needed(found),
+        f"  power         {test.power:.0%} if there were no difference; " + _needed(found, plain),
         f"  churn         {_percent(found.churn)}{_beside(audit, found, 'churn')}",
         f"  weights       {_plain(found.distance)}{_beside(audit, found, 'distance')}",
         f"  variation     {', '.join(f'{name} {share:.1%}' for name, share in found.shares.items())}",
@@ -49,7 +50,9 @@ def _comparison(audit: Audit, found: ArmComparison) -> list[str]:
     ]
 
 
-def _needed(found: ArmComparison) -> str:
+def _needed(found: ArmComparison, plain: str) -> str:
+    if found.test.margin == 0.0:
+        return f"the score of {plain} does not vary between seeds, so there is no margin"
     if found.seeds_needed is None:
         return "80 % needs more than 1000 seeds"
     return f"80 % needs {found.seeds_needed} seeds"
@@ -60,7 +63,8 @@ def _beside(audit: Audit, found: ArmComparison, name: str) -> str:
     own, plain = getattr(found, name).value, audit.series[0].arm
     others = {each.varied: getattr(each, name).value for each in audit.series if each.arm == plain}
     wanted = {"implementation": "the tooling's", "everything": "all factors'"}
-    told = [f"{own / others[key]:.2f} times {word}" for key, word in wanted.items() if others.get(key)]
+    ratios = {word: own / others[key] for key, word in wanted.items() if others.get(key)}
+    told = [f"{ratio:.2f} times {word}" for word, ratio in ratios.items() if not math.isnan(ratio)]
     return f"; {', '.join(told)}" if told else ""
 
 
@@ -179,4 +183,6 @@ def _plain(figure: Figure) -> str:
 
 
 def _within(figure: Figure, shown: Callable[[float], str]) -> str:
+    if math.isnan(figure.value):
+        return "not a number"
     return f"{shown(figure.value)} ({shown(figure.low)} to {shown(figure.high)})"

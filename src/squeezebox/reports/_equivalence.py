@@ -55,11 +55,13 @@ def equivalence(
     uncertainties add in squares. Without it the margin is taken as known.
 
     Raises:
-        ValueError: there are fewer than two differences.
+        ValueError: there are fewer than two differences, or one is NaN or infinite.
     """
     count = len(differences)
     if count < 2:
         raise ValueError(f"{count} differences have no spread; an equivalence test needs at least 2.")
+    if not all(map(math.isfinite, differences)):
+        raise ValueError(f"A difference is not finite: {list(differences)}.")
     mean, deviation = statistics.fmean(differences), statistics.stdev(differences)
     error, quantile = deviation / math.sqrt(count), t_quantile(1 - LEVEL, count - 1)
     both = math.hypot(error, margin_uncertainty / quantile)
@@ -81,18 +83,25 @@ def equivalence(
 
 
 def p_different(differences: Sequence[float]) -> float:
-    """Two-sided p of the t test that the mean is zero; of equal differences, 1 if they are zero, else 0."""
-    count, mean = len(differences), statistics.fmean(differences)
+    """Two-sided p of the t test that the mean is zero.
+
+    Of differences that are equal but for rounding, 1 if they are zero, else that of the sign-flip test:
+    shares of few samples are often equal by chance, and the t test would call them certain.
+    """
+    count, mean, deviation = len(differences), statistics.fmean(differences), statistics.stdev(differences)
     if mean == 0.0:
         return 1.0
-    return min(1.0, 2 * _tail(abs(mean), statistics.stdev(differences) / math.sqrt(count), count - 1))
+    if deviation < 1e-9 * abs(mean):
+        return 2.0 ** (1 - count)
+    return min(1.0, 2 * _tail(abs(mean), deviation / math.sqrt(count), count - 1))
 
 
 def _tail(distance: float, error: float, freedom: int) -> float:
-    """P(T > distance / error)."""
+    """P(T > distance / error); 1 where that is not a number."""
     if error == 0.0:
         return 0.0 if distance > 0.0 else 1.0
-    return max(0.0, 1 - t_distribution(distance / error, freedom))  # Simpson's rule may end above 1
+    t = distance / error
+    return 1.0 if math.isnan(t) else max(0.0, 1 - t_distribution(t, freedom))  # Simpson's rule may pass 1
 
 
 def power(deviation: float, margin: float, count: int, *, margin_uncertainty: float = 0.0) -> float:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import hashlib
-import inspect
-import json
+import itertools
+import math
 import multiprocessing
 import os
 import pickle
 import statistics
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from squeezebox.reports import (
@@ -27,11 +28,10 @@ from squeezebox.reports import (
     StepCost,
     analyse,
     load_record,
-    require_writable,
     save_record,
-    write_whole,
 )
-from squeezebox.schema import FormatError, OptionError, OutputError
+from squeezebox.schema import OptionError
+from squeezebox.session._audit_folder import Arms, claim
 from squeezebox.session._audit_operators import audit_operators, first_unequal
 from squeezebox.session._audit_run import (
     Factor,
@@ -42,23 +42,9 @@ from squeezebox.session._audit_run import (
     train_some,
 )
 
-Arms = Mapping[str, Mapping[str, Any] | None]
 Progress = Callable[[int, int, str], None]
 FACTORS = tuple(each.value for each in Factor)
-_REQUEST = "audit.json"
 _ROUNDS = 3  # of timed steps, deterministic and not in turn
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Request:
-    """What every training of one folder depends on, besides its own key."""
-
-    train: str
-    source_digest: str
-    torch: str
-    device: str
-    threads: int
-    arms: Mapping[str, str]
 
 
 def audit(
@@ -92,10 +78,11 @@ def audit(
             counts as none.
         workers: processes that train at the same time. With more than one, ``train`` and the arms' options
             must be importable or plain, as for ``multiprocessing``.
-        threads: of torch in each training, except where implementation varies (default: the cores, shared
-            among the workers). Part of what the results depend on.
-        steps: of every arm's training that are repeated operator by operator for the ledger, and timed for
-            determinism's cost; 0 leaves both out.
+        threads: of torch in each training, except where implementation varies (default: those of the
+            trainings in ``out``, else the cores, shared among the workers). Part of what results depend on.
+        steps: of the first arm's training that are repeated operator by operator for the ledger, and timed
+            for determinism's cost; 0 leaves both out. Counted by the optimizer given to ``run.attach``;
+            without one the whole training is repeated, and not timed.
         on_progress: called with (done, total, what was done).
 
     Returns:
@@ -103,29 +90,28 @@ def audit(
 
     Raises:
         OptionError: an argument is out of range; ``out`` holds trainings of another request, and in what
-            it differs; ``train`` returns something else than ``run.finish(...)``.
+            it differs; ``train`` returns something else than ``run.finish(...)``, or two trainings held out
+            different samples; a process was killed.
         OutputError: ``out`` cannot be written.
     """
     chosen: Arms = {"plain": None, "squeezed": {"noise": 1e-3}} if arms is None else arms
     _check(chosen, seeds, factors, margin, workers, threads, steps)
-    if threads is None:
-        threads = max(1, (os.cpu_count() or 1) // workers)
     folder = Path(out)
-    _claim(folder, train, chosen, threads)
-    keys = _keys(list(chosen), seeds, factors, threads)
-    records = _records(folder, train, chosen, threads, keys, workers, on_progress)
+    request = claim(folder, train, chosen, threads, workers)
+    keys = _keys(list(chosen), seeds, factors, request.threads)
+    records = _records(folder, train, chosen, request.threads, keys, workers, on_progress)
     facts = {
-        "train": _name_of(train),
-        "arms": _told(chosen),
+        "train": request.train,
+        "arms": request.arms,
         "seeds": seeds,
-        "threads": threads,
-        "torch": torch.__version__,
-        "device": _device(),
+        "threads": request.threads,
+        "torch": request.torch,
+        "device": request.device,
         "trainings": len(keys),
         "training_seconds": statistics.median(record.seconds for record in records),
     }
     found = analyse(records, margin, facts)
-    return _with_operators(found, train, chosen, threads, steps) if steps else found
+    return _with_operators(found, train, chosen, request.threads, steps) if steps else found
 
 
 def _check(
@@ -142,7 +128,11 @@ def _check(
         (not arms, "there is no arm; give at least plain."),
         (seeds < 3, f"seeds {seeds} is below 3, which tells nothing of a spread; give 10."),
         (bool(unknown), f"factor {unknown[:1]} is none of {', '.join(FACTORS)}."),
-        (not margin > 0.0, f"margin {margin} is not above 0; give 1 for one deviation between seeds."),
+        (len(set(factors)) < len(factors), f"a factor is there twice in {', '.join(factors)}."),
+        (
+            not 0.0 < margin < math.inf,
+            f"margin {margin} is not finite and above 0; give 1 for one deviation between seeds.",
+        ),
         (workers < 1, f"workers {workers} is below 1."),
         (threads is not None and threads < 1, f"threads {threads} is below 1."),
         (steps < 0, f"steps {steps} is below 0; give 0 for no ledger."),
@@ -165,79 +155,6 @@ def _keys(arms: Sequence[str], seeds: int, factors: Sequence[str], threads: int)
     return keys
 
 
-def _claim(folder: Path, train: TrainFunction, arms: Arms, threads: int) -> None:
-    """Note what the folder's trainings depend on, or make sure that it is the same.
-
-    Arms may be added, and seeds and factors: a training does not depend on which others there are.
-    """
-    wanted = _Request(
-        train=_name_of(train),
-        source_digest=_source_digest(train),
-        torch=torch.__version__,
-        device=_device(),
-        threads=threads,
-        arms=_told(arms),
-    )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"cannot make the folder {folder}: {error}. Give another one.") from error
-    require_writable(folder / _REQUEST)
-    for left in folder.glob(".*.npz.*"):  # a kill while it was being written
-        left.unlink(missing_ok=True)
-    values, there = dataclasses.asdict(wanted), _read_request(folder / _REQUEST)
-    for name, value in values.items():
-        if name != "arms" and there.get(name, value) != value:
-            raise _differs(folder, name, there[name], value)
-    for arm, options in (there.get("arms") or {}).items():
-        if wanted.arms.get(arm, options) != options:
-            raise _differs(folder, f"arm {arm}", options, wanted.arms[arm])
-    values["arms"] = {**(there.get("arms") or {}), **wanted.arms}
-    write_whole(folder / _REQUEST, json.dumps(values, indent=1) + "\n")
-
-
-def _read_request(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise ValueError("no JSON object")
-    except ValueError as error:
-        raise FormatError(f"{path} is not an audit's request ({error}); give another folder.") from error
-    return values
-
-
-def _differs(folder: Path, what: str, there: object, wanted: object) -> OptionError:
-    return OptionError(
-        f"{folder} holds trainings with {what} {there}, and this audit wants {what} {wanted}. They cannot "
-        "be compared; give another folder for the new ones, or delete this one."
-    )
-
-
-def _source_digest(train: TrainFunction) -> str:
-    """Of the file that the function stands in: what has changed since may train differently."""
-    try:
-        path = inspect.getsourcefile(inspect.unwrap(train))
-        content = Path(path).read_bytes() if path else b""
-    except (TypeError, OSError):
-        content = b""
-    return hashlib.sha256(content).hexdigest()[:16]
-
-
-def _told(arms: Arms) -> dict[str, str]:
-    """Options as text: a controller among them is no JSON."""
-    return {name: repr(None if options is None else dict(options)) for name, options in arms.items()}
-
-
-def _name_of(train: TrainFunction) -> str:
-    return f"{getattr(train, '__module__', '?')}:{getattr(train, '__qualname__', type(train).__name__)}"
-
-
-def _device() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-
-
 # --- trainings -----------------------------------------------------------------------------------------
 
 
@@ -252,13 +169,27 @@ def _records(
 ) -> list[AuditRecord]:
     """In the order of ``keys``; those without a file are trained first."""
     paths = {key: folder / f"{_file_name(key)}.npz" for key in keys}
-    missing = [key for key in keys if not paths[key].exists()]
-    done = len(keys) - len(missing)
-    for key in _trained(train, arms, threads, missing, paths, workers):
-        done += 1
-        if on_progress is not None:
-            on_progress(done, len(keys), str(key))
-    return [load_record(paths[key]) for key in keys]
+    there = [key for key in keys if paths[key].exists()]
+    missing = [key for key in keys if key not in there]
+    found: dict[RunKey, AuditRecord] = {}
+    for key in itertools.chain(there, _trained(train, arms, threads, missing, paths, workers)):
+        found[key] = load_record(paths[key])
+        first = next(iter(found))
+        _require_same_samples(first, found[first], key, found[key])
+        if on_progress is not None and key in missing:
+            on_progress(len(found), len(keys), str(key))
+    return [found[key] for key in keys]
+
+
+def _require_same_samples(first: RunKey, one: AuditRecord, second: RunKey, other: AuditRecord) -> None:
+    """As far as targets and groups tell. Of different samples, churn would mean nothing."""
+    if np.array_equal(one.targets, other.targets) and np.array_equal(one.groups, other.groups):
+        return
+    raise OptionError(
+        f"the trainings {first} and {second} gave run.finish() different targets or groups (of "
+        f"{len(one.targets)} and {len(other.targets)} samples), so their predictions cannot be compared. "
+        "Hold out the same ones, in the same order, whatever run.seed is."
+    )
 
 
 def _trained(
@@ -288,6 +219,12 @@ def _trained(
             for future in concurrent.futures.as_completed(waiting):
                 future.result()
                 yield waiting[future]
+        except BrokenProcessPool as error:
+            raise OptionError(
+                f"a training's process was killed, most likely for memory, with {workers} at a time. "
+                "Finished trainings are kept: run again with fewer workers. If none began, put the call of "
+                'squeezebox.audit under if __name__ == "__main__":.'
+            ) from error
         finally:  # after an error, only what has begun is finished, and kept
             pool.shutdown(cancel_futures=True)
 
@@ -324,7 +261,7 @@ def _file_name(key: RunKey) -> str:
     """The arm's name made safe for files, and told apart from others that would become the same."""
     safe = "".join(letter if letter.isalnum() or letter in "-_=." else "_" for letter in key.arm)
     short = hashlib.sha256(key.arm.encode()).hexdigest()[:6]
-    return f"{safe}-{short}-{key.series}-{key.seed}"
+    return f"{safe[:60]}-{short}-{key.series}-{key.seed}"
 
 
 # --- operators -----------------------------------------------------------------------------------------
@@ -360,9 +297,10 @@ def _step_cost(
     for _ in range(_ROUNDS):
         for deterministic in times:
             tooling = Tooling(threads=threads, deterministic=deterministic)
-            times[deterministic] += train_some(train, key, options, tooling, steps + 1)[1:]
-    if not times[True] or not times[False]:
-        return None
+            seconds = train_some(train, key, options, tooling, steps + 1)[1:]
+            if not seconds:
+                return None
+            times[deterministic] += seconds
     return StepCost(
         steps=len(times[True]),
         deterministic_seconds=statistics.median(times[True]),

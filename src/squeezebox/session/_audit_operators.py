@@ -66,8 +66,8 @@ class OperatorLedger(TorchDispatchMode):
         if not _is_repeatable(func, (args, kwargs)):
             return func(*args, **kwargs)
         before = _Inputs(func, args, kwargs)
-        tally = self._tallies.setdefault(str(func), _Tally(unequal=dict.fromkeys((_AGAIN, *self._ways), 0)))
         result = func(*args, **kwargs)
+        tally = self._tallies.setdefault(str(func), _Tally(unequal=dict.fromkeys((_AGAIN, *self._ways), 0)))
         after = before.random_states()
         expected = [result, (args, kwargs)] if before.mutates else result
         tally.calls += 1
@@ -83,7 +83,8 @@ class _Inputs:
     """An operator with its arguments, and the state of random generators, as they were before it."""
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.mutates = func._schema.is_mutable
+        # batch norms write their running statistics, which their schemas do not say
+        self.mutates = func._schema.is_mutable or "batch_norm" in func._schema.name
         self._func = func
         self._given = _copied((args, kwargs)) if self.mutates else (args, kwargs)
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Generator)]
@@ -186,9 +187,9 @@ def _under(
 
 
 def _is_repeatable(func: Any, values: Any) -> bool:
-    """Not a view, not uninitialised memory, and on plain tensors only."""
+    """Not a view, not uninitialised memory, no profiler's mark, and on plain tensors only."""
     name = func._schema.name
-    if func.is_view or "empty" in name or name.startswith("aten::_local_scalar"):
+    if func.is_view or "empty" in name or name.startswith(("aten::_local_scalar", "profiler::")):
         return False
     tensors = [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
     return all(

@@ -10,6 +10,7 @@ import contextlib
 import enum
 import hashlib
 import itertools
+import math
 import random
 import time
 import warnings
@@ -27,6 +28,7 @@ from squeezebox.session._attach import attach
 from squeezebox.session._session import Session
 
 _EXACT_WEIGHTS = 65_536  # numbers kept of a model; of larger ones a sketch of as many
+_AT_A_TIME = 2**20  # weights of a sketch, whose random numbers would else take several times their memory
 
 
 class Factor(enum.Enum):
@@ -45,11 +47,6 @@ class Tooling:
     threads: int
     onednn: bool = True
     deterministic: bool = True
-
-    def __str__(self) -> str:
-        words = [f"{self.threads} thread{'s' if self.threads > 1 else ''}"]
-        words += [] if self.onednn else ["without oneDNN"]
-        return ", ".join(words if self.deterministic else [*words, "nondeterministic kernels"])
 
 
 def tooling_variant(number: int, threads: int) -> Tooling:
@@ -169,7 +166,7 @@ class AuditRun:
         outputs: torch.Tensor,
         targets: torch.Tensor,
         *,
-        groups: Sequence[object] | None = None,
+        groups: Sequence[object] | torch.Tensor | None = None,
         score: float | None = None,
     ) -> Outcome:
         """What the training function returns.
@@ -177,27 +174,35 @@ class AuditRun:
         Args:
             model: as trained; its weights and buffers are compared.
             outputs: of n held-out samples, the same ones in the same order in every training: logits
-                ``[n, classes]``, or classes ``[n]`` as integers.
+                ``[n, classes]`` of two classes or more, or classes ``[n]`` as integers.
             targets: their true classes, ``[n]`` integers.
             groups: a name for each sample's group, to report each apart.
             score: the top line, if it is not the accuracy; a share, so that differences show in points.
 
         Raises:
-            OptionError: shapes or dtypes are not these.
+            OptionError: shapes or dtypes are not these, or the score is NaN or infinite.
         """
+        if score is not None and not math.isfinite(score):
+            raise OptionError(
+                f"run.finish(): score {score} is not finite, so no mean can be made of it; give 0 for a "
+                "training that diverged."
+            )
         predictions = _predictions(outputs, targets)
-        names = np.array([] if groups is None else [str(group) for group in groups], dtype=np.str_)
+        told = groups.tolist() if isinstance(groups, torch.Tensor) else groups
+        names = np.array([] if told is None else [str(group) for group in told], dtype=np.str_)
         if groups is not None and len(names) != len(targets):
             raise OptionError(f"run.finish(): {len(names)} groups for {len(targets)} samples; give each one.")
         expected = targets.detach().cpu().numpy().astype(np.int64)
+        weights = _normalised(model)
+        state = [each for each in model.state_dict().values() if isinstance(each, torch.Tensor)]
         return Outcome(
             predictions=predictions,
             targets=expected,
             groups=names,
-            weights=_normalised(model),
+            weights=weights,
             score=float((predictions == expected).mean()) if score is None else float(score),
-            finite=bool(outputs.isfinite().all()),
-            digest=_digest([*model.state_dict().values(), outputs]),
+            finite=bool(outputs.isfinite().all() and np.isfinite(weights).all()),
+            digest=_digest([*state, outputs]),
         )
 
     def step_seconds(self) -> list[float]:
@@ -243,12 +248,10 @@ def train_once(
             f"the training function returned {type(outcome).__name__}; let it return "
             "run.finish(model, outputs, targets)."
         )
-    steps = run.step_seconds()
     return AuditRecord(
         arm=key.arm,
         series=key.series,
         seed=key.seed,
-        tooling=str(tooling),
         predictions=outcome.predictions,
         targets=outcome.targets,
         groups=outcome.groups,
@@ -257,7 +260,6 @@ def train_once(
         finite=outcome.finite,
         digest=outcome.digest,
         seconds=time.perf_counter() - started,
-        step_seconds=float(np.median(steps)) if steps else 0.0,
     )
 
 
@@ -328,30 +330,41 @@ def _predictions(outputs: torch.Tensor, targets: torch.Tensor) -> NDArray[np.int
     logits = classes.dim() == 2 and classes.is_floating_point()
     rows = [targets] if logits else [targets, classes]
     integers = all(each.dim() == 1 and not each.is_floating_point() for each in rows)
-    if not integers or len(classes) != len(targets) or not len(targets):
+    one = logits and classes.shape[1] < 2
+    if one or not integers or len(classes) != len(targets) or not len(targets):
         raise OptionError(
             f"run.finish(): outputs of shape {list(outputs.shape)} ({outputs.dtype}) with targets of shape "
             f"{list(targets.shape)} ({targets.dtype}); give logits [n, classes] or integer classes [n], and "
-            "integer targets [n]."
+            "integer targets [n]; of one logit give (outputs > 0).long().flatten()."
         )
     return (classes.argmax(1) if logits else classes).numpy().astype(np.int64)
 
 
 def _normalised(model: torch.nn.Module) -> NDArray[np.float32]:
-    """All parameters in one row of length 1; of many, a count sketch (Charikar et al. 2002).
-
-    A sketch adds numbers up, with random signs, in random buckets, the same ones in every training: squared
-    distances keep their mean, with a relative deviation of sqrt(2 / buckets), 0.6 %.
-    """
+    """All parameters in one row of length 1, or NaN where it has none; of many, their sketch."""
     parts = [each.detach().float().cpu().reshape(-1).numpy() for each in model.parameters()]
-    weights = np.concatenate(parts) if parts else np.zeros(1, dtype=np.float32)
-    weights = weights / max(float(np.linalg.norm(weights)), 1e-30)
-    if len(weights) > _EXACT_WEIGHTS:
-        generator = np.random.default_rng(0)
-        buckets = generator.integers(_EXACT_WEIGHTS, size=len(weights))
-        signs = generator.integers(2, size=len(weights)) * 2.0 - 1.0
-        weights = np.bincount(buckets, weights=weights * signs, minlength=_EXACT_WEIGHTS)
-    return weights.astype(np.float32)
+    count = sum(len(part) for part in parts)
+    length = float(np.linalg.norm([np.linalg.norm(part) for part in parts]))
+    if not math.isfinite(length):
+        return np.full(min(count, _EXACT_WEIGHTS), np.nan, dtype=np.float32)
+    row = np.concatenate([np.zeros(0), *parts]) if count <= _EXACT_WEIGHTS else _sketch(parts)
+    return (row / max(length, 1e-30)).astype(np.float32)
+
+
+def _sketch(parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
+    """A count sketch (Charikar et al. 2002): numbers added up, with random signs, in random buckets.
+
+    Signs and buckets are the same ones in every training: squared distances keep their mean, with a relative
+    deviation of sqrt(2 / buckets), 0.6 %.
+    """
+    generator, sums = np.random.default_rng(0), np.zeros(_EXACT_WEIGHTS)
+    for part in parts:
+        for start in range(0, len(part), _AT_A_TIME):
+            weights = part[start : start + _AT_A_TIME]
+            buckets = generator.integers(_EXACT_WEIGHTS, size=len(weights))
+            signs = generator.integers(2, size=len(weights)) * 2.0 - 1.0
+            sums += np.bincount(buckets, weights=weights * signs, minlength=_EXACT_WEIGHTS)
+    return sums
 
 
 def _digest(tensors: Sequence[torch.Tensor]) -> str:
@@ -363,4 +376,4 @@ def _digest(tensors: Sequence[torch.Tensor]) -> str:
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """The elements' bytes in one row: NaN equals itself there, and 0.0 is not -0.0."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
