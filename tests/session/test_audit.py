@@ -276,6 +276,7 @@ def test_outputs_of_other_kinds_are_refused():
         (torch.zeros(3, 2), torch.zeros(3)),
         (torch.zeros(3, 2), torch.zeros(2, dtype=torch.int64)),
         (torch.zeros(3, 1), torch.zeros(3, dtype=torch.int64)),
+        (torch.zeros(3, 2), [0, 1, 0]),
     ):
         with pytest.raises(squeezebox.OptionError, match="run.finish"):
             _audit_run.train_once(lambda run, o=outputs, t=targets: run.finish(model, o, t), key, None, 1)

@@ -326,6 +326,9 @@ def _seed(factor: Factor, number: int) -> int:
 
 
 def _predictions(outputs: torch.Tensor, targets: torch.Tensor) -> NDArray[np.int64]:
+    for name, given in {"outputs": outputs, "targets": targets}.items():
+        if not isinstance(given, torch.Tensor):
+            raise OptionError(f"run.finish(): {name} is a {type(given).__name__}; give a tensor.")
     classes = outputs.detach().cpu()
     logits = classes.dim() == 2 and classes.is_floating_point()
     rows = [targets] if logits else [targets, classes]
