@@ -122,6 +122,32 @@ def test_only_weight_gradients_of_a_convolutional_net_are_lossy():
         assert same == (name.endswith("bias") or name == "0.weight")  # the images are left alone
 
 
+class LowRank(nn.Module):
+    """A frozen linear layer, and beside it what is trained."""
+
+    def __init__(self, bias):
+        super().__init__()
+        self.base = nn.Linear(128, 128, bias=bias).requires_grad_(False)
+        self.down, self.up = nn.Linear(128, 4, bias=False), nn.Linear(4, 128, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("bias", (False, True))
+def test_frozen_linear_layers_above_trained_ones(bias):
+    torch.manual_seed(0)
+    model = nn.Sequential(LowRank(bias), nn.GELU(), LowRank(bias), nn.GELU(), LowRank(bias))
+    session = squeezebox.attach(model, noise=1e-2)
+    for _ in range(20):
+        model(torch.randn(8, 32, 128)).square().mean().backward()
+    noise = session.measure_noise(lambda: model(torch.ones(8, 32, 128).cumsum(1)).square().mean().backward())
+    record = session.report().record
+    session.detach()
+    assert 0.0 < noise < 3e-2
+    assert record.packed_bytes < record.saved_bytes / 2
+
+
 def test_two_orders_of_budget_are_two_orders_of_noise():
     model = NETS["resnet"][0]()
     reference = train(model, images, steps=1)

@@ -160,3 +160,19 @@ def test_an_accelerate_loop_goes_on_to_the_bit(tmp_path, mixed):
     assert resumed.state_dict() == uninterrupted.state_dict()
     assert any("NllLoss" in row.key for row in resumed.report().tensors)
     assert max(row.bound for row in resumed.report().tensors) > 0.0
+
+
+def test_a_context_for_each_epoch_goes_on_and_is_one_in_a_checkpoint(tmp_path):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = network(), None
+    model = accelerator.prepare(model)
+    for epoch in range(2):
+        with squeezed(accelerator, model, optimizer, noise=1e-2) as session:
+            for _ in range(3):
+                with session.step():
+                    loss = model(torch.ones(8, 16)).square().mean()
+                accelerator.backward(loss)
+            assert session.report().record.step == 3 * epoch + 2
+    accelerator.save_state(str(tmp_path))
+    assert len(list(tmp_path.glob("custom_checkpoint_*"))) == 1

@@ -98,6 +98,47 @@ def test_a_training_that_goes_on_from_a_checkpoint_equals_one_without_a_break(tm
     assert bounds[0] == bounds[1] and max(bounds[0]) > 0.0
 
 
+class Saving(pl.Callback):
+    """A checkpoint within training."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+def test_a_checkpoint_within_training_counts_the_steps_before_it(tmp_path, manual):
+    callback = SqueezeboxCallback(noise=1e-2)
+    fit(Classifier(manual), callback, Saving(tmp_path / "now.ckpt"))
+    checkpoint = torch.load(tmp_path / "now.ckpt", weights_only=False)
+    (state,) = (each for each in checkpoint["callbacks"].values() if "controller" in each)
+    assert state["step"] == (3 if manual else 1)  # of the second batch: they begin with 0
+    assert callback.session.state_dict()["step"] == (7 if manual else 3)
+
+
+class Vast(Classifier):
+    def training_step(self, batch, index):
+        return self.net(batch[0]).sum() * self.net[0](batch[0]).sum().expand(1 << 50).exp().sum()
+
+
+class Told(pl.Callback):
+    exception = None
+
+    def on_exception(self, trainer, pl_module, exception):
+        self.exception = exception
+
+
+def test_out_of_memory_is_explained_and_other_callbacks_are_told():
+    module, later = Vast(), Told()
+    with pytest.raises(RuntimeError, match="Out of memory in forward, in Vast: .* were asked for") as caught:
+        fit(module, SqueezeboxCallback(exact=True), later)
+    assert later.exception is caught.value
+    assert_bare(module)
+
+
 def test_an_exception_leaves_nothing_on_the_module():
     module = Classifier(fails_at=2)
     callback = SqueezeboxCallback(noise=1e-2)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from squeezebox.schema import OutOfMemoryError
+from squeezebox.schema import OptionError, OutOfMemoryError
 from squeezebox.session import explain_out_of_memory, explanation
 
 PREAMBLE = """
@@ -112,6 +112,43 @@ def test_other_errors_pass():
             model(torch.ones(3, 3))
     assert not isinstance(caught.value, OutOfMemoryError)
     assert explanation(ValueError("tried to allocate 4 bytes"), model) is None
+
+
+class Vast(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 2)
+
+    def forward(self, x):
+        return 1 - self.inner(x).sum().expand(1 << 50)
+
+
+def test_a_forward_is_one_in_an_optimizers_closure_too_and_a_difference_is_no_backward():
+    model, x = torch.nn.Sequential(Vast()), torch.ones(1, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in (lambda: model(x), lambda: optimizer.step(lambda: model(x))):
+        with pytest.raises(OutOfMemoryError, match="in forward, in module '0'"), explain_out_of_memory(model):
+            step()
+
+
+def test_an_explanation_is_not_explained_again():
+    model = torch.nn.Sequential(Vast())
+    with pytest.raises(OutOfMemoryError, match="in forward, in module '0'") as caught:
+        with explain_out_of_memory(model), explain_out_of_memory(model):
+            model(torch.ones(1, 2))
+    assert "outside" not in str(caught.value)
+
+
+def test_a_sample_that_is_none_is_refused_before_and_one_that_fails_hides_nothing():
+    model, x = torch.nn.Sequential(Vast()), torch.ones(1, 2)
+    with (
+        pytest.raises(OptionError, match="sample"),
+        explain_out_of_memory(model, sample=x, loss_fn=torch.sum),
+    ):
+        model(x)
+    with pytest.raises(OutOfMemoryError, match="in forward, in module '0'.*No plan could be tried"):
+        with explain_out_of_memory(model, sample=(torch.ones(1, 3), x), loss_fn=lambda o, t: o.sum()):
+            model(x)
 
 
 def test_numpy_and_devices_say_it_in_their_own_words():

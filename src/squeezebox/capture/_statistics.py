@@ -345,7 +345,8 @@ def _fan(node: Any, operator: str) -> float:
     """Products that one weight gradient sums, per output element: the law's C_in * k^2."""
     if operator != "ConvolutionBackward":
         attribute = _WEIGHTED[operator][0]
-        return float(getattr(node, f"_saved_{attribute}").shape[-1])
+        saved = getattr(node, f"_saved_{attribute}")
+        return float(saved.shape[-1]) if saved is not None else 0.0  # of a frozen weight
     weight = node._saved_weight
     kernel, stride = weight.shape[2:], node._saved_stride
     size_in = tuple(node._saved_input.shape[2:])

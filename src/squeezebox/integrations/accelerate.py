@@ -31,9 +31,9 @@ def squeezed(
                     loss = loss_fn(model(inputs), target)
                 accelerator.backward(loss)
 
-    The session is registered with the accelerator, once: ``save_state`` writes its state and ``load_state``,
-    called in here, goes on from it. It stays registered afterwards, as accelerate has no way back, so that a
-    checkpoint saved then is complete.
+    The session is registered with the accelerator: ``save_state`` writes its state and ``load_state``, called
+    in here, goes on from it. It stays registered afterwards, as accelerate has no way back, so that a
+    checkpoint saved then is complete; the next session of the same model goes on from it, in its place.
 
     Args:
         accelerator: has prepared ``model``; told of the session.
@@ -50,8 +50,30 @@ def squeezed(
     bare = accelerator.unwrap_model(model)
     try:
         session = training.begin(bare, optimizers, ranks=accelerator.num_processes)
-        accelerator.register_for_checkpointing(session)
+        _register(accelerator, bare, session)
         with explain_out_of_memory(bare, session=session):
             yield session
     finally:
         training.end()
+
+
+class _Registered:
+    """What accelerate checkpoints: a model's newest session."""
+
+    def __init__(self, model: torch.nn.Module, session: Session) -> None:
+        self.model, self.session = model, session
+
+    def state_dict(self) -> dict[str, object]:
+        return self.session.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.session.load_state_dict(state)
+
+
+def _register(accelerator: Accelerator, model: torch.nn.Module, session: Session) -> None:
+    for each in accelerator._custom_objects:
+        if isinstance(each, _Registered) and each.model is model:
+            session.load_state_dict(each.state_dict())
+            each.session = session
+            return
+    accelerator.register_for_checkpointing(_Registered(model, session))

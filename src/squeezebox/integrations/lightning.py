@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from squeezebox.integrations._training import Training
 from squeezebox.reports import Report
+from squeezebox.schema import OutOfMemoryError
 from squeezebox.session import Session
 
 
@@ -75,8 +76,15 @@ class SqueezeboxCallback(Callback):
         self._end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave the module as it was, and say where it was that memory ran out, if that is what happened."""
-        self._training.fail(pl_module, exception, self._end)
+        """Leave the module as it was. If memory ran out, the error's message becomes what explains it.
+
+        The error stays the same, as raising another one here would end Lightning's own clean-up, which
+        writes checkpoints too.
+        """
+        try:
+            self._training.fail(pl_module, exception, self._end)
+        except OutOfMemoryError as explained:
+            exception.args = (str(explained),)
 
     def state_dict(self) -> dict[str, Any]:
         """The session's state, for Lightning's checkpoint."""

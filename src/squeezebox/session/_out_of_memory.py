@@ -20,14 +20,13 @@ from squeezebox.session._find import probe
 from squeezebox.session._models import device_of, held_by, nbytes_of, persistent
 from squeezebox.session._plans import planned
 from squeezebox.session._profiles import Subject
-from squeezebox.session._samples import LossFunction, batch_of
+from squeezebox.session._samples import LossFunction, batch_of, check_sample
 from squeezebox.session._session import Session
 
 # Of torch's allocators for hosts and for CUDA devices, and of numpy's.
 _ASKED = re.compile(r"(?:tried to allocate|Unable to allocate) ([\d.]+) ?(bytes|[KMGTP]iB)", re.IGNORECASE)
 _FREE = re.compile(r"of which ([\d.]+) ?(bytes|[KMGTP]iB) is free")
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
-_RUNS_BACKWARD = ("torch/_tensor.py", "torch/autograd/__init__.py", "torch/autograd/graph.py")
 
 
 @contextlib.contextmanager
@@ -59,6 +58,8 @@ def explain_out_of_memory(
         OutOfMemoryError: for what torch or numpy could not allocate, from which it follows. Its message
             contains theirs.
     """
+    if sample is not None and loss_fn is not None:
+        sample, loss_fn = check_sample(sample, loss_fn)
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -101,7 +102,7 @@ def explanation(
 
 
 def _asked_bytes(error: BaseException) -> int | None:
-    found = _ASKED.search(str(error))
+    found = None if isinstance(error, OutOfMemoryError) else _ASKED.search(str(error))  # explained already
     if found is None or not isinstance(error, (RuntimeError, MemoryError)):
         return None
     return _bytes(found)
@@ -117,13 +118,14 @@ def _where(trace: TracebackType | None, model: torch.nn.Module, session: Session
     """Phase and module of the innermost frame that tells."""
     names = {id(module): name for name, module in model.named_modules()}
     frames = [frame for frame, _ in traceback.walk_tb(trace)]
-    owners = [names[id(owner)] for owner in map(_owner, frames) if id(owner) in names]
-    module = f"module '{owners[-1]}'" if owners and owners[-1] else type(model).__name__
+    owners = [(at, names[id(owner)]) for at, owner in enumerate(map(_owner, frames)) if id(owner) in names]
+    inner, name = owners[-1] if owners else (-1, "")
+    module = f"module '{name}'" if name else type(model).__name__
     files = [frame.f_code.co_filename.replace("\\", "/") for frame in frames]
-    if any(file.endswith(_RUNS_BACKWARD) for file in files):
+    if any(frame.f_code.co_name == "_engine_run_backward" for frame in frames):
         read = session._recorder.last_read if session is not None else ""
         return f"in backward, in {module}" if owners else _in_backward(read)
-    if any("/torch/optim/" in file for file in files):
+    if any("/torch/optim/" in file for file in files[inner + 1 :]):  # it may run forward as its closure
         return "in the optimizer's step"
     return f"in forward, in {module}" if owners else "outside of the model (its loss, or data)"
 
@@ -179,7 +181,7 @@ def _cheapest(subject: Subject, session: Session | None) -> str:
         limit = free + nbytes_of([*held_by(model), *persistent(model, subject.optimizer)])
         try:
             known = probe(subject, limit // 2)  # room for what is in pieces
-        except BudgetError as error:
+        except (BudgetError, OptionError) as error:
             return f"No plan could be tried: {error}"
         except (RuntimeError, MemoryError) as error:
             if _asked_bytes(error) is None:

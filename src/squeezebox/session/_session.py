@@ -232,6 +232,8 @@ class Session:
     def state_dict(self) -> dict[str, object]:
         """Bounds, sensitivities and counters as plain values; resuming from them is exact."""
         self._close_step()
+        if not (self._recorder.active or self._store.in_use):
+            self._abandon()  # nothing was saved in it: it counts once a forward comes
         return {
             "version": STATE_VERSION,
             "step": self._step,
