@@ -25,6 +25,19 @@ def sized(width):
 
 def text():
     return "no model"
+
+class Heads(torch.nn.Module):
+    def __init__(self, as_dict=False):
+        super().__init__()
+        self.layer, self.as_dict = torch.nn.Linear(8, 4), as_dict
+
+    def forward(self, x):
+        y = self.layer(x)
+        one, other = y.exp(), y.sigmoid()
+        return {"one": one, "nested": [other], "width": 4} if self.as_dict else (one, other, None)
+
+def keyed():
+    return Heads(as_dict=True)
 """
 
 
@@ -165,6 +178,19 @@ def test_max_batch(models, capfd):
     assert (code, out) == (1, "") and "bytes" in err and "Traceback" not in err
     code, out, err = run(capfd, *arguments)
     assert (code, out) == (2, "") and "--budget" in err
+
+
+@pytest.mark.parametrize("factory", ["Heads", "keyed"])
+@pytest.mark.parametrize("command", [("plan",), ("find-batch", "--memory", "1MiB")])
+def test_a_model_of_several_outputs_needs_no_loss(models, capfd, factory, command):
+    name, *more = command
+    code, out, err = run(
+        capfd, name, f"my_models:{factory}", "--input", "8", "--batch", "4", "--exact", "--json", *more
+    )
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    keys = {tensor["key"] for tensor in found.get("plan", found)["tensors"]}
+    assert all(any(operator in key for key in keys) for operator in ("Exp", "Sigmoid"))
 
 
 def test_estimate(models, capfd):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 import squeezebox
 from squeezebox.cli._estimate import load_factory, load_loss, parse_shape
@@ -142,7 +143,19 @@ def cache_folder() -> Path | None:
     return folder if os.access(folder, os.W_OK) else None
 
 
-def _stand_in(output: torch.Tensor, target: None) -> torch.Tensor:
+def _stand_in(output: Any, target: None) -> torch.Tensor:
+    """The sum of what stands in for a loss of every output that a gradient can flow from."""
+    leaves = tree_leaves(list(output.values()) if isinstance(output, dict) else output)
+    losses = [_loss_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if not losses:
+        raise OptionError(
+            f"the model's output ({type(output).__name__}) has no tensor that requires gradients; name its "
+            "loss with --loss module:callable, or unfreeze a parameter."
+        )
+    return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+
+
+def _loss_of(output: torch.Tensor) -> torch.Tensor:
     """Cross-entropy against arbitrary classes where the output has classes, else the mean square."""
     if output.dim() == 2 and output.shape[1] > 1:
         return functional.cross_entropy(output, torch.arange(len(output)) % output.shape[1])
