@@ -152,6 +152,10 @@ def test_plan_against_an_earlier_one(models, capfd):
     assert (
         out.startswith(f"{values['tensors'][0]['key']}  offload file") and "\n1 of 2 tensors differ\n" in out
     )
+    code, as_json, _ = run(capfd, *arguments, "--diff", "earlier.json", "--out", "again.json", "--json")
+    assert code == 0
+    lines = json.loads(as_json)["diff"].splitlines()
+    assert lines[0] == out.splitlines()[0] and "1 of 2 tensors differ" in lines
 
 
 def test_find_batch(models, capfd):
@@ -185,12 +189,21 @@ def test_max_batch(models, capfd):
 def test_a_model_of_several_outputs_needs_no_loss(models, capfd, factory, command):
     name, *more = command
     code, out, err = run(
-        capfd, name, f"my_models:{factory}", "--input", "8", "--batch", "4", "--exact", "--json", *more
+        capfd, name, f"my_models:{factory}", "--input", "8", "--batch", "512", "--exact", "--json", *more
     )
     assert (code, err) == (0, "")
     found = json.loads(out)
     keys = {tensor["key"] for tensor in found.get("plan", found)["tensors"]}
     assert all(any(operator in key for key in keys) for operator in ("Exp", "Sigmoid"))
+
+
+@pytest.mark.parametrize("command", [("plan",), ("find-batch",), ("max-batch", "--budget", "1MiB")])
+@pytest.mark.parametrize("more", [("--batch", "3"), ("--input", "3x16x16")])
+def test_a_sample_says_shape_and_batch_already(models, capfd, command, more):
+    name, *needed = command
+    given = ("my_models:small", "--sample", "my_models:text", *needed, *more)
+    code, out, err = run(capfd, name, *given)
+    assert (code, out) == (2, "") and "--sample says --input and --batch already" in err
 
 
 def test_estimate(models, capfd):

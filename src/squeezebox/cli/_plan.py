@@ -32,28 +32,35 @@ class Step:
     """A training step as the command line names it."""
 
     factory: str
-    input: str
-    batch: int
+    input: str | None
+    batch: int | None
     sample: str | None
     loss: str | None
     optimizer: str
+    usual_batch: int = 32
 
     def load(self) -> dict[str, Any]:
         """Model, sample, loss and optimizer by their names in squeezebox.plan()."""
-        if self.batch < 1:
-            raise OptionError(f"--batch {self.batch} is below 1: a step needs at least one sample.")
-        make_optimizer = optimizer_named(self.optimizer)
+        make_sample, make_optimizer = self._maker(), optimizer_named(self.optimizer)
         model = load_model(self.factory)
-        if self.sample is None:
-            sample = (torch.randn(self.batch, *parse_shape(self.input)), None)
-        else:
-            sample = load_factory(self.sample)()
         return {
             "model": model,
-            "sample": sample,
+            "sample": make_sample(),
             "loss_fn": _stand_in if self.loss is None else load_loss(self.loss),
             "optimizer": make_optimizer(model.parameters()),
         }
+
+    def _maker(self) -> Callable[[], Any]:
+        """What makes the sample."""
+        if self.sample is not None:
+            if (self.input, self.batch) != (None, None):
+                raise OptionError("--sample says --input and --batch already; give it without these.")
+            return load_factory(self.sample)
+        batch = self.usual_batch if self.batch is None else self.batch
+        if batch < 1:
+            raise OptionError(f"--batch {batch} is below 1: a step needs at least one sample.")
+        shape = (batch, *parse_shape("3x224x224" if self.input is None else self.input))
+        return lambda: (torch.randn(shape), None)
 
 
 def load_model(factory: str) -> torch.nn.Module:
