@@ -239,6 +239,7 @@ def test_estimate_of_a_sample_and_a_loss(models, capfd):
     [
         (["my_models"], "write module:callable"),
         ([":small"], "write module:callable"),
+        ([".my_models:small"], "'.my_models' begins with a dot"),
         (["no_such_models:small"], "no module 'no_such_models' in"),
         (["lacking:small"], "imports 'no_such_package_at_all', which is missing"),
         (["my_models:large"], "has no 'large'"),
