@@ -98,8 +98,8 @@ def make(step: Step, *, cache: bool, out: str, **options: Any) -> StepPlan:
         OutputError: ``out`` cannot be written; found before anything is run.
     """
     require_writable(out)
-    loaded = step.load()
     with progress("running the sample") as on_progress:
+        loaded = step.load()
         plan = squeezebox.plan(
             **loaded, **options, cache=cache_folder() if cache else None, on_progress=on_progress
         )
@@ -114,8 +114,8 @@ def largest_batch(step: Step, **options: Any) -> MaxBatch:
         OptionError: an argument is out of range or names nothing.
         BudgetError: not even a batch of 1 fits.
     """
-    loaded = step.load()
     with progress("running the sample") as on_progress:
+        loaded = step.load()
         return squeezebox.max_batch(**loaded, **options, on_progress=on_progress)
 
 
@@ -129,8 +129,8 @@ def found_batch(step: Step, *, out: str | None, **options: Any) -> FoundBatch:
     """
     if out is not None:
         require_writable(out)
-    loaded = step.load()
     with progress("running the sample") as on_progress:
+        loaded = step.load()
         found = squeezebox.find_batch(**loaded, **options, on_progress=on_progress)
     if out is not None:
         found.plan.save(out)
