@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -70,7 +69,7 @@ def find_batch(
     """
     sample, loss_fn = check_sample(sample, loss_fn)
     allowed, batch = plannable(model, noise, exact), batch_of(sample)
-    if effective is not None and not isinstance(effective, Integral):
+    if effective is not None and not hasattr(effective, "__index__"):
         raise OptionError(f"effective={effective!r} is no whole number; give the samples of one update.")
     if batch < 1 or (effective is not None and effective < 1):
         what = f"the sample has {described(sample[0])} as inputs" if batch < 1 else f"effective={effective}"
