@@ -25,6 +25,19 @@ def sized(width):
 
 def text():
     return "no model"
+
+class Heads(torch.nn.Module):
+    def __init__(self, as_dict=False):
+        super().__init__()
+        self.layer, self.as_dict = torch.nn.Linear(8, 4), as_dict
+
+    def forward(self, x):
+        y = self.layer(x)
+        one, other = y.exp(), y.sigmoid()
+        return {"one": one, "nested": [other], "width": 4} if self.as_dict else (one, other, None)
+
+def keyed():
+    return Heads(as_dict=True)
 """
 
 
@@ -139,6 +152,10 @@ def test_plan_against_an_earlier_one(models, capfd):
     assert (
         out.startswith(f"{values['tensors'][0]['key']}  offload file") and "\n1 of 2 tensors differ\n" in out
     )
+    code, as_json, _ = run(capfd, *arguments, "--diff", "earlier.json", "--out", "again.json", "--json")
+    assert code == 0
+    lines = json.loads(as_json)["diff"].splitlines()
+    assert lines[0] == out.splitlines()[0] and "1 of 2 tensors differ" in lines
 
 
 def test_find_batch(models, capfd):
@@ -165,6 +182,28 @@ def test_max_batch(models, capfd):
     assert (code, out) == (1, "") and "bytes" in err and "Traceback" not in err
     code, out, err = run(capfd, *arguments)
     assert (code, out) == (2, "") and "--budget" in err
+
+
+@pytest.mark.parametrize("factory", ["Heads", "keyed"])
+@pytest.mark.parametrize("command", [("plan",), ("find-batch", "--memory", "1MiB")])
+def test_a_model_of_several_outputs_needs_no_loss(models, capfd, factory, command):
+    name, *more = command
+    code, out, err = run(
+        capfd, name, f"my_models:{factory}", "--input", "8", "--batch", "512", "--exact", "--json", *more
+    )
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    keys = {tensor["key"] for tensor in found.get("plan", found)["tensors"]}
+    assert all(any(operator in key for key in keys) for operator in ("Exp", "Sigmoid"))
+
+
+@pytest.mark.parametrize("command", [("plan",), ("find-batch",), ("max-batch", "--budget", "1MiB")])
+@pytest.mark.parametrize("more", [("--batch", "3"), ("--input", "3x16x16")])
+def test_a_sample_says_shape_and_batch_already(models, capfd, command, more):
+    name, *needed = command
+    given = ("my_models:small", "--sample", "my_models:text", *needed, *more)
+    code, out, err = run(capfd, name, *given)
+    assert (code, out) == (2, "") and "--sample says --input and --batch already" in err
 
 
 def test_estimate(models, capfd):
@@ -200,6 +239,7 @@ def test_estimate_of_a_sample_and_a_loss(models, capfd):
     [
         (["my_models"], "write module:callable"),
         ([":small"], "write module:callable"),
+        ([".my_models:small"], "'.my_models' begins with a dot"),
         (["no_such_models:small"], "no module 'no_such_models' in"),
         (["lacking:small"], "imports 'no_such_package_at_all', which is missing"),
         (["my_models:large"], "has no 'large'"),

@@ -58,6 +58,34 @@ def test_json_is_all_that_is_printed(name, files, capfd):
     assert isinstance(json.loads(out), list if name == "codecs" else dict)
 
 
+LOUD = """
+print("imported")
+
+def loud():
+    class Loud(torch.nn.Conv2d):
+        def forward(self, x):
+            print("run")
+            return super().forward(x)
+
+    print("made")
+    return Loud(3, 4, 3)
+
+def step():
+    print("run")
+    loud()(torch.ones(1, 3, 8, 8)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("name", ["doctor", *(name for name in CHEAP if STEP[0] in CHEAP[name])])
+def test_what_the_model_prints_goes_to_standard_error(name, files, capfd):
+    with Path("my_models.py").open("a") as file:
+        file.write(LOUD)
+    given = ("my_models:loud", *CHEAP[name][1:]) if name in CHEAP else ("my_models:step",)
+    code, out, err = run(capfd, name, *given, "--json")
+    assert code == 0 and isinstance(json.loads(out), dict)
+    assert {"imported", "made", "run"} <= set(err.splitlines())
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [

@@ -33,6 +33,7 @@ class Net(nn.Module):
         return self.head(x)
 
 def net():
+    print("made")
     torch.manual_seed(0)
     return Net()
 
@@ -106,7 +107,7 @@ def test_training_by_a_plan_and_going_on(folder):
         folder, *arguments, "--steps", "6", "--checkpoint", "saved", "--resume", "--json", ranks=2
     )
     assert again.returncode == 0, again.stderr
-    assert len(json.loads(again.stdout)["peak_bytes"]) == 2
+    assert len(json.loads(again.stdout)["peak_bytes"]) == 2 and again.stderr.count("made") == 2
     losses = [line for line in whole.stdout.splitlines() if line.startswith("batch")]
     assert [line for line in again.stderr.splitlines() if line.startswith("batch")] == losses[3:]
 

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import sys
 import threading
 import time
 from pathlib import Path
@@ -86,6 +87,18 @@ def test_a_terminal_shows_what_is_done_and_of_how_many(watched):
         while "the second" not in "".join(shown):
             time.sleep(0.01)
     assert re.search(r"counting.*2/3.*the second", "".join(shown))
+
+
+def test_what_is_printed_meanwhile_is_shown_on_the_terminal_and_standard_output_comes_back(watched, capsys):
+    before = sys.stdout
+    with terminal() as shown:
+        with progress("counting") as show:
+            show(1, 3, "the first")
+            while "the first" not in "".join(shown):
+                time.sleep(0.01)
+            print("by the model")
+        assert sys.stdout is before
+    assert "by the model" in "".join(shown) and capsys.readouterr().out == ""
 
 
 def test_a_pipe_gets_lines(watched):

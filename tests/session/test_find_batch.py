@@ -136,6 +136,21 @@ def test_what_cannot_be():
             found_for(**{"memory": 700_000, **wrong})
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"effective": 10.5}, "effective=10.5 is no whole number"),
+        ({"effective": "512"}, "effective='512' is no whole number"),
+        ({"memory": "abc"}, "memory 'abc' is no size"),
+        ({"reserve": "abc"}, "reserve 'abc' is no size"),
+    ],
+)
+def test_what_is_refused_names_the_argument_before_anything_is_run(wrong, message, monkeypatch):
+    monkeypatch.setattr(_find, "profile_step", None)
+    with pytest.raises(OptionError, match=message):
+        found_for(**{"memory": 700_000, **wrong})
+
+
 def test_without_memory_it_is_what_this_process_may_still_take():
     program = """
         import resource, torch

@@ -24,7 +24,7 @@ app.add_typer(pipeline, name="pipeline")
 app.add_typer(memory, name="memory")
 
 Factory = Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Returns the model when called.")]
-Input = Annotated[str, typer.Option(help="One sample's shape.")]
+Input = Annotated[str | None, typer.Option(help="One sample's shape (default: 3x224x224).")]
 Sample = Annotated[
     str | None, typer.Option(metavar="MODULE:CALLABLE", help="Returns (inputs, target), a real batch.")
 ]
@@ -53,7 +53,7 @@ def _root(
 @app.command()
 def estimate(
     factory: Factory,
-    input: Annotated[str | None, typer.Option(help="One sample's shape (default: 3x224x224).")] = None,
+    input: Input = None,
     batch: Annotated[int | None, typer.Option(help="Samples a step (default: 32).")] = None,
     sample: Sample = None,
     loss: Loss = None,
@@ -85,8 +85,8 @@ def estimate(
 @app.command()
 def plan(
     factory: Factory,
-    input: Input = "3x224x224",
-    batch: Annotated[int, typer.Option(help="Samples a step.")] = 32,
+    input: Input = None,
+    batch: Annotated[int | None, typer.Option(help="Samples a step (default: 32).")] = None,
     sample: Sample = None,
     loss: Loss = None,
     optimizer: Optimizer = "sgd-momentum",
@@ -135,8 +135,9 @@ def plan(
         cache=cache,
         out=str(out),
     )
-    text = result if earlier is None else earlier.diff(result)
-    print(json.dumps(result.to_dict(), indent=1) if as_json else text)
+    text = str(result) if earlier is None else earlier.diff(result)
+    values = result.to_dict() if earlier is None else {"diff": text}
+    print(json.dumps(values, indent=1) if as_json else text)
 
 
 @app.command()
@@ -145,8 +146,8 @@ def max_batch(
     budget: Annotated[
         str, typer.Option(help="Peak of the step: 2GiB, or 80% of the plain one's at --batch.")
     ],
-    input: Input = "3x224x224",
-    batch: Annotated[int, typer.Option(help="Samples a step to begin with.")] = 8,
+    input: Input = None,
+    batch: Annotated[int | None, typer.Option(help="Samples a step to begin with (default: 8).")] = None,
     sample: Sample = None,
     loss: Loss = None,
     optimizer: Optimizer = "sgd-momentum",
@@ -161,7 +162,7 @@ def max_batch(
     from squeezebox.cli._plan import Step, largest_batch
 
     result = largest_batch(
-        Step(factory, input, batch, sample, loss, optimizer),
+        Step(factory, input, batch, sample, loss, optimizer, usual_batch=8),
         budget=budget,
         noise=noise,
         exact=exact,
@@ -177,8 +178,10 @@ def find_batch(
     effective: Annotated[
         int | None, typer.Option(help="Samples of one update, in microbatches that fit.")
     ] = None,
-    input: Input = "3x224x224",
-    batch: Annotated[int, typer.Option(help="Samples a step to begin with, at most.")] = 8,
+    input: Input = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Samples a step to begin with, at most (default: 8).")
+    ] = None,
     sample: Sample = None,
     loss: Loss = None,
     optimizer: Optimizer = "sgd-momentum",
@@ -194,7 +197,7 @@ def find_batch(
     from squeezebox.cli._plan import Step, found_batch
 
     result = found_batch(
-        Step(factory, input, batch, sample, loss, optimizer),
+        Step(factory, input, batch, sample, loss, optimizer, usual_batch=8),
         memory=memory,
         reserve=reserve,
         effective=effective,

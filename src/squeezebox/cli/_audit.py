@@ -40,11 +40,10 @@ def run(request: Request, *, as_json: bool) -> None:
         SqueezeboxError: after printing, where a control was not equal to the bit.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
-    train = load_call(request.train, "run")
     factors = () if request.factors == "none" else tuple(request.factors.split(","))
     with progress("trainings") as on_progress:
         found = squeezebox.audit(
-            train,
+            load_call(request.train, "run"),
             out=request.out,
             arms=arms_named(request.arms, request.noise),
             seeds=request.seeds,

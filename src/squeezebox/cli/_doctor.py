@@ -19,9 +19,9 @@ def examine_step(name: str, batch: str | None, as_device: bool) -> StepCheck:
     Raises:
         OptionError: a name says nothing that can be called like this.
     """
-    make = None if batch is None else load_factory(batch)
-    step = load_factory(name, arguments=0 if batch is None else _ANY)
     with progress("checking") as on_progress:
+        make = None if batch is None else load_factory(batch)
+        step = load_factory(name, arguments=0 if batch is None else _ANY)
         return squeezebox.check_step(step, batch=make, as_device=as_device, on_progress=on_progress)
 
 

@@ -84,6 +84,10 @@ def needed_arguments(factory: Callable[..., Any]) -> list[str]:
 
 
 def _import(name: str) -> Any:
+    if name.startswith("."):
+        raise OptionError(
+            f"'{name}' begins with a dot; write the module's whole name, as in my_models:resnet."
+        )
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)

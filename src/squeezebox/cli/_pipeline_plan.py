@@ -59,9 +59,9 @@ def make(request: Request, out: Path) -> list[PipelinePlan]:
     """
     require_writable(out)
     torch.set_num_threads(max(request.threads, 1))
-    model = load_model(request.factory)
-    sample = load_factory(request.sample)() if request.sample else (_inputs(model, request), None)
     with progress("measuring blocks") as on_progress:
+        model = load_model(request.factory)
+        sample = load_factory(request.sample)() if request.sample else (_inputs(model, request), None)
         plans = plan_pipeline(
             model,
             sample=sample,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 import squeezebox
 from squeezebox.cli._estimate import load_factory, load_loss, parse_shape
@@ -31,28 +32,35 @@ class Step:
     """A training step as the command line names it."""
 
     factory: str
-    input: str
-    batch: int
+    input: str | None
+    batch: int | None
     sample: str | None
     loss: str | None
     optimizer: str
+    usual_batch: int = 32
 
     def load(self) -> dict[str, Any]:
         """Model, sample, loss and optimizer by their names in squeezebox.plan()."""
-        if self.batch < 1:
-            raise OptionError(f"--batch {self.batch} is below 1: a step needs at least one sample.")
-        make_optimizer = optimizer_named(self.optimizer)
+        make_sample, make_optimizer = self._maker(), optimizer_named(self.optimizer)
         model = load_model(self.factory)
-        if self.sample is None:
-            sample = (torch.randn(self.batch, *parse_shape(self.input)), None)
-        else:
-            sample = load_factory(self.sample)()
         return {
             "model": model,
-            "sample": sample,
+            "sample": make_sample(),
             "loss_fn": _stand_in if self.loss is None else load_loss(self.loss),
             "optimizer": make_optimizer(model.parameters()),
         }
+
+    def _maker(self) -> Callable[[], Any]:
+        """What makes the sample."""
+        if self.sample is not None:
+            if (self.input, self.batch) != (None, None):
+                raise OptionError("--sample says --input and --batch already; give it without these.")
+            return load_factory(self.sample)
+        batch = self.usual_batch if self.batch is None else self.batch
+        if batch < 1:
+            raise OptionError(f"--batch {batch} is below 1: a step needs at least one sample.")
+        shape = (batch, *parse_shape("3x224x224" if self.input is None else self.input))
+        return lambda: (torch.randn(shape), None)
 
 
 def load_model(factory: str) -> torch.nn.Module:
@@ -90,8 +98,8 @@ def make(step: Step, *, cache: bool, out: str, **options: Any) -> StepPlan:
         OutputError: ``out`` cannot be written; found before anything is run.
     """
     require_writable(out)
-    loaded = step.load()
     with progress("running the sample") as on_progress:
+        loaded = step.load()
         plan = squeezebox.plan(
             **loaded, **options, cache=cache_folder() if cache else None, on_progress=on_progress
         )
@@ -106,8 +114,8 @@ def largest_batch(step: Step, **options: Any) -> MaxBatch:
         OptionError: an argument is out of range or names nothing.
         BudgetError: not even a batch of 1 fits.
     """
-    loaded = step.load()
     with progress("running the sample") as on_progress:
+        loaded = step.load()
         return squeezebox.max_batch(**loaded, **options, on_progress=on_progress)
 
 
@@ -121,8 +129,8 @@ def found_batch(step: Step, *, out: str | None, **options: Any) -> FoundBatch:
     """
     if out is not None:
         require_writable(out)
-    loaded = step.load()
     with progress("running the sample") as on_progress:
+        loaded = step.load()
         found = squeezebox.find_batch(**loaded, **options, on_progress=on_progress)
     if out is not None:
         found.plan.save(out)
@@ -142,7 +150,19 @@ def cache_folder() -> Path | None:
     return folder if os.access(folder, os.W_OK) else None
 
 
-def _stand_in(output: torch.Tensor, target: None) -> torch.Tensor:
+def _stand_in(output: Any, target: None) -> torch.Tensor:
+    """The sum of what stands in for a loss of every output that a gradient can flow from."""
+    leaves = tree_leaves(list(output.values()) if isinstance(output, dict) else output)
+    losses = [_loss_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if not losses:
+        raise OptionError(
+            f"the model's output ({type(output).__name__}) has no tensor that requires gradients; name its "
+            "loss with --loss module:callable, or unfreeze a parameter."
+        )
+    return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+
+
+def _loss_of(output: torch.Tensor) -> torch.Tensor:
     """Cross-entropy against arbitrary classes where the output has classes, else the mean square."""
     if output.dim() == 2 and output.shape[1] > 1:
         return functional.cross_entropy(output, torch.arange(len(output)) % output.shape[1])

@@ -18,17 +18,21 @@ _PAUSE = 60.0  # and between two lines, at most
 
 @contextlib.contextmanager
 def progress(title: str) -> Iterator[Show]:
-    """What this gives may be called with (done, total, note); time is shown also of what never calls it."""
-    view: _View = _Bar(title) if sys.stderr.isatty() else _Lines(title)
-    ended = threading.Event()
-    watch = threading.Thread(target=_watch, args=(view, ended), daemon=True)
-    watch.start()
-    try:
-        yield view.show
-    finally:
-        ended.set()
-        watch.join()
-        view.close()
+    """What this gives may be called with (done, total, note); time is shown also of what never calls it.
+
+    What is printed meanwhile goes to standard error too: standard output is for results alone.
+    """
+    with contextlib.redirect_stdout(sys.stderr):  # the outermost: a bar restores what it has found
+        view: _View = _Bar(title) if sys.stderr.isatty() else _Lines(title)
+        ended = threading.Event()
+        watch = threading.Thread(target=_watch, args=(view, ended), daemon=True)
+        watch.start()
+        try:
+            yield view.show
+        finally:
+            ended.set()
+            watch.join()
+            view.close()
 
 
 class _View(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import statistics
@@ -52,30 +53,33 @@ def run(request: Request) -> None:
         PipelineError: ranks do not agree, or one of them failed.
     """
     _check(request)
-    plan = load_pipeline_plan(request.plan)
-    loss = request.loss or plan.loss
-    if not plan.model or not loss:
-        raise OptionError(f"{request.plan} names no {'model' if not plan.model else 'loss'}; give --loss.")
-    pipeline.join()
-    model = load_model(plan.model).to(pipeline.own_device())
-    runner = pipeline.Runner(
-        model,
-        plan,
-        optimizer=optimizer_of(request.optimizer, model, request.rate),
-        loss_fn=load_loss(loss),
-        clip=request.clip,
-        correction=request.correction,
-        warmup=request.warmup,
-        patience=request.patience,
-    )
-    sessions = attach_stages(runner)
-    first = 0
-    if request.resume and request.checkpoint is not None:
-        first = runner.load(request.checkpoint)
-    batches = itertools.islice(_batches(request.data, runner), first, request.steps)
-    peak, seconds = _train(request, runner, batches, first)
-    for session in sessions:
-        session.detach()
+    with contextlib.redirect_stdout(sys.stderr if request.as_json else sys.stdout):
+        plan = load_pipeline_plan(request.plan)
+        loss = request.loss or plan.loss
+        if not plan.model or not loss:
+            raise OptionError(
+                f"{request.plan} names no {'model' if not plan.model else 'loss'}; give --loss."
+            )
+        pipeline.join()
+        model = load_model(plan.model).to(pipeline.own_device())
+        runner = pipeline.Runner(
+            model,
+            plan,
+            optimizer=optimizer_of(request.optimizer, model, request.rate),
+            loss_fn=load_loss(loss),
+            clip=request.clip,
+            correction=request.correction,
+            warmup=request.warmup,
+            patience=request.patience,
+        )
+        sessions = attach_stages(runner)
+        first = 0
+        if request.resume and request.checkpoint is not None:
+            first = runner.load(request.checkpoint)
+        batches = itertools.islice(_batches(request.data, runner), first, request.steps)
+        peak, seconds = _train(request, runner, batches, first)
+        for session in sessions:
+            session.detach()
     _print_report(plan, runner.gather([peak, seconds]), request.as_json)
     runner.close()
 
@@ -131,8 +135,7 @@ def _train(
         elif number == first + _MEASURED - 1:
             peak = measured()
         if loss is not None and number % request.log_every == 0:
-            output = sys.stderr if request.as_json else sys.stdout
-            print(f"batch {number}{whose}: loss {loss.item():.6g}", file=output, flush=True)
+            print(f"batch {number}{whose}: loss {loss.item():.6g}", flush=True)
         if request.checkpoint is not None and request.save_every and (number + 1) % request.save_every == 0:
             runner.save(request.checkpoint)
     if meter.running:

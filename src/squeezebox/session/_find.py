@@ -69,6 +69,8 @@ def find_batch(
     """
     sample, loss_fn = check_sample(sample, loss_fn)
     allowed, batch = plannable(model, noise, exact), batch_of(sample)
+    if effective is not None and not hasattr(effective, "__index__"):
+        raise OptionError(f"effective={effective!r} is no whole number; give the samples of one update.")
     if batch < 1 or (effective is not None and effective < 1):
         what = f"the sample has {described(sample[0])} as inputs" if batch < 1 else f"effective={effective}"
         raise OptionError(f"{what}, which is no batch.")
@@ -149,11 +151,11 @@ def _room(
         memory_bytes = free_bytes(device_of(model))
         memory_bytes += nbytes_of([*held_by(model), *persistent(model, optimizer)])
     else:
-        size, is_share = size_named(memory)
+        size, is_share = size_named(memory, "memory")
         if is_share:
             raise OptionError(f"memory {memory!r} is a share of nothing known; give bytes or '8GiB'.")
         memory_bytes = int(size)
-    size, is_share = (0.0, False) if reserve in (0, "0", "0%") else size_named(reserve)
+    size, is_share = (0.0, False) if reserve in (0, "0", "0%") else size_named(reserve, "reserve")
     reserve_bytes = int(size * memory_bytes if is_share else size)
     if reserve_bytes >= memory_bytes:
         raise OptionError(f"reserve {reserve!r} leaves nothing of {memory_bytes} bytes of memory.")

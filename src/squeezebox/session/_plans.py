@@ -380,10 +380,10 @@ def fits_within(profile: Profile, budget: Budget) -> bool:
     return True
 
 
-def size_named(budget: int | str) -> tuple[float, bool]:
-    """(bytes, False) of a number or "2GiB"; (share, True) of "50%"."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*|%)", str(budget).strip())
+def size_named(size: int | str, name: str = "budget") -> tuple[float, bool]:
+    """(bytes, False) of a number or "2GiB"; (share, True) of "50%"; ``name`` is the argument's."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*|%)", str(size).strip())
     unit = found[2].upper() if found else ""
     if not found or (unit and unit != "%" and unit not in BYTE_UNITS) or not float(found[1]) > 0:
-        raise OptionError(f"budget {budget!r} is no size; give bytes, '2GiB', '800MB' or '50%'.")
+        raise OptionError(f"{name} {size!r} is no size; give bytes, '2GiB', '800MB' or '50%'.")
     return float(found[1]) * (0.01 if unit == "%" else BYTE_UNITS[unit or "B"]), unit == "%"
