@@ -38,6 +38,13 @@ class Heads(torch.nn.Module):
 
 def keyed():
     return Heads(as_dict=True)
+
+class Both(torch.nn.Module):
+    def forward(self, x):
+        return x.exp(), x.sigmoid()
+
+def headed():
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4), Both())
 """
 
 
@@ -195,6 +202,24 @@ def test_a_model_of_several_outputs_needs_no_loss(models, capfd, factory, comman
     found = json.loads(out)
     keys = {tensor["key"] for tensor in found.get("plan", found)["tensors"]}
     assert all(any(operator in key for key in keys) for operator in ("Exp", "Sigmoid"))
+
+
+def test_a_pipeline_of_several_outputs_needs_no_loss(models, capfd):
+    given = (
+        "--input",
+        "8",
+        "--batch",
+        "8",
+        "--ranks",
+        "1",
+        "--memory",
+        "1GiB",
+        "--bandwidth",
+        "1GiB",
+        "--json",
+    )
+    code, out, _ = run(capfd, "pipeline", "plan", "my_models:headed", *given, "--out", "plan.json")
+    assert code == 0 and json.loads(out)
 
 
 @pytest.mark.parametrize("command", [("plan",), ("find-batch",), ("max-batch", "--budget", "1MiB")])

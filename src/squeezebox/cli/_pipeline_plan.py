@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from squeezebox.cli._estimate import load_factory, load_loss, parse_shape
-from squeezebox.cli._plan import load_model, optimizer_named
+from squeezebox.cli._plan import load_model, optimizer_named, stand_in
 from squeezebox.cli._progress import progress
 from squeezebox.reports import parse_size, require_writable, save_pipeline_plan
 from squeezebox.schema import Link, OptionError, PipelinePlan
@@ -95,15 +93,6 @@ def optimizer_of(name: str, model: nn.Module, rate: float | None) -> torch.optim
         for group in optimizer.param_groups:
             group["lr"] = rate
     return optimizer
-
-
-def stand_in(output: Any, target: Any = None) -> torch.Tensor:
-    """Cross-entropy against arbitrary classes where the output has classes last, else the mean square."""
-    if output.dim() in (2, 3) and output.shape[-1] > 1:
-        rows = output.flatten(0, -2)
-        return functional.cross_entropy(rows, torch.arange(len(rows), device=rows.device) % rows.shape[-1])
-    loss: torch.Tensor = output.square().mean()
-    return loss
 
 
 def _inputs(model: nn.Module, request: Request) -> torch.Tensor:

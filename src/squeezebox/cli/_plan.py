@@ -46,7 +46,7 @@ class Step:
         return {
             "model": model,
             "sample": make_sample(),
-            "loss_fn": _stand_in if self.loss is None else load_loss(self.loss),
+            "loss_fn": stand_in if self.loss is None else load_loss(self.loss),
             "optimizer": make_optimizer(model.parameters()),
         }
 
@@ -150,7 +150,7 @@ def cache_folder() -> Path | None:
     return folder if os.access(folder, os.W_OK) else None
 
 
-def _stand_in(output: Any, target: None) -> torch.Tensor:
+def stand_in(output: Any, target: Any = None) -> torch.Tensor:
     """The sum of what stands in for a loss of every output that a gradient can flow from."""
     leaves = tree_leaves(list(output.values()) if isinstance(output, dict) else output)
     losses = [_loss_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
@@ -163,7 +163,8 @@ def _stand_in(output: Any, target: None) -> torch.Tensor:
 
 
 def _loss_of(output: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy against arbitrary classes where the output has classes, else the mean square."""
-    if output.dim() == 2 and output.shape[1] > 1:
-        return functional.cross_entropy(output, torch.arange(len(output)) % output.shape[1])
+    """Cross-entropy against arbitrary classes where the output has classes last, else the mean square."""
+    if output.dim() in (2, 3) and output.shape[-1] > 1:
+        rows = output.flatten(0, -2)
+        return functional.cross_entropy(rows, torch.arange(len(rows), device=rows.device) % rows.shape[-1])
     return output.square().mean()
