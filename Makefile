@@ -3,7 +3,7 @@
 
 VENV ?= .venv
 BENCHMARKS ?= architectures codecs step_time comet_table budget packed compiled accuracy audit start_up \
-	static_allocation traces arena estimate estimate_layers \
+	static_allocation traces arena estimate estimate_layers estimate_architectures \
 	pipeline_paper pipeline_memory pipeline_schedules pipeline_training pipeline_wire streaming gigapixel
 export VENV PYTHON
 
