@@ -61,9 +61,8 @@ def _fill(
     caps: Mapping[str, float],
 ) -> dict[str, float]:
     """Shares in proportion to the weights; the capped ones' surplus goes to the rest."""
-    free = [
-        key for key in weights if sensitivities.get(key, 0.0) > 0.0
-    ]  # in order: sums are the same to the bit
+    # in order, so that sums are the same to the bit
+    free = [key for key in weights if sensitivities.get(key, 0.0) > 0.0]
     bounds = {key: caps[key] for key in weights}
     left = noise
     while free:
