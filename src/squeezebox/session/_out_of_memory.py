@@ -57,6 +57,7 @@ def explain_out_of_memory(
     Raises:
         OutOfMemoryError: for what torch or numpy could not allocate, from which it follows. Its message
             contains theirs.
+        OptionError: at once, if the sample is no pair of inputs and target with a tensor.
     """
     if sample is not None and loss_fn is not None:
         sample, loss_fn = check_sample(sample, loss_fn)
