@@ -2,9 +2,9 @@
 # PYTHON=python3.12 picks the interpreter for a new .venv; PIP_* variables reach pip.
 
 VENV ?= .venv
-BENCHMARKS ?= architectures codecs step_time comet_table budget packed compiled accuracy audit start_up \
-	static_allocation traces arena estimate estimate_layers estimate_architectures \
-	pipeline_paper pipeline_memory pipeline_schedules pipeline_training pipeline_wire streaming gigapixel
+BENCHMARKS ?= architectures codecs step_time comet_table budget packed compiled accuracy audit start_up planning \
+	static_allocation traces arena offload estimate estimate_layers estimate_architectures \
+	pipeline_paper pipeline_memory pipeline_schedules pipeline_training pipeline_wire streaming gigapixel torch_databases
 export VENV PYTHON
 
 .PHONY: demo test check docs bench clean
@@ -13,9 +13,9 @@ demo:  ## train the same network plain and squeezed, side by side
 	@scripts/install
 	@$(VENV)/bin/squeezebox demo
 
-test: check  ## the checks, the package built and tried, and the tests; .ci/run calls exactly this
+test: check  ## the checks, the package built and tried, and the tests; .ci/run adds the slow ones
 	@scripts/smoke --reuse
-	@scripts/test
+	@scripts/test --numprocesses 2 --dist worksteal --durations 10
 
 check:  ## style, types, walls and the documentation
 	@scripts/install test

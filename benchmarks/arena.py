@@ -62,7 +62,7 @@ class Arm:
         given = options if arena else {key: options[key] for key in options if key not in SAMPLE}
         self.session = squeezebox.attach(model, optimizer=self.optimizer, arena=arena, **given)
         if name == "lasting":
-            reserve = self.session._store.reserve = Reserve(self._allocate, lasting=True)
+            reserve = self.session.engine.store.reserve = Reserve(self._allocate, lasting=True)
             reserve._headroom = HEADROOM
         self.lasting_bytes = 0
         self.losses: list[float] = []

@@ -41,7 +41,7 @@ from benchmarks.tasks import SETUPS, Setup, Task
 from squeezebox import planner
 from squeezebox.reports import StepPlan
 from squeezebox.schema import Action, Budget, BudgetError, Option, OptionError, Profile, Region, StepProfile
-from squeezebox.session import Session, _plans
+from squeezebox.session import Session, _plans, _slicing
 from squeezebox.session._profiles import Subject, without
 
 QUICK = {
@@ -178,11 +178,11 @@ def _shared_profiles(stay: bool) -> Iterator[dict[tuple[float, Region | None], P
             made[kind] = Profiled(seen, time.perf_counter() - begun)
         return made[kind].step
 
-    _plans.profile_step = once
+    _plans.profile_step = _slicing.profile_step = once
     try:
         yield made
     finally:
-        _plans.profile_step = own
+        _plans.profile_step = _slicing.profile_step = own
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ def test_whatever_is_above_one_is_counted_however_little() -> None:
 
 @pytest.mark.slow
 def test_networks_run_one_by_one_share_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("skimage", reason='needs pip install "squeezebox[bench]"')
     monkeypatch.setattr(_report.write, "__defaults__", (tmp_path,))
     monkeypatch.setattr(_report.today, "__defaults__", (tmp_path,))
     small = ["--quick", "--batch", "2", "--size", "32", "--train-steps", "2", "--budgets", "1"]

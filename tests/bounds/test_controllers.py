@@ -98,6 +98,36 @@ def test_sensitivities_rise_at_once_and_fall_as_a_geometric_mean(energy, expecte
     assert state.updates == 2
 
 
+def measured(noise, bound=0.1):
+    """Of a step whose tensor had that bound, with that noise."""
+    (tensor,) = statistics().tensors
+    return statistics(noise=noise, tensors=(dataclasses.replace(tensor, bound=bound),))
+
+
+@pytest.mark.parametrize("share, after_one", [(9.0, 9.0), (0.25, 0.5), (2.25, 2.25)])
+def test_a_step_s_own_noise_corrects_all_both_ways(share, after_one):
+    """The law says 0.2 * bound^2 = 2e-3."""
+    controller = NoiseBudget(noise=0.01)
+    state = controller.update(EMPTY, measured(share * 2e-3))
+    assert state.total_correction == pytest.approx(after_one)
+    for _ in range(12):
+        bound = state.bounds["x"]
+        state = controller.update(state, measured(share * 0.2 * bound**2, bound))
+    assert share * 0.2 * state.bounds["x"] ** 2 == pytest.approx(0.01, rel=0.05)
+
+
+def test_later_only_a_part_of_what_one_step_shows_is_believed():
+    controller = NoiseBudget(noise=0.01)
+    state = controller.update(EMPTY, measured(2e-3))
+    for share, expected in ((2.25, 1.5), (4.5, 4.5), (0.04, 0.2)):
+        assert controller.update(state, measured(share * 2e-3)).total_correction == pytest.approx(expected)
+
+
+def test_of_other_controllers_bounds_do_not_follow():
+    before = Comet().update(EMPTY, statistics())
+    assert Comet().update(before, measured(0.05)).bounds == before.bounds
+
+
 @pytest.mark.parametrize("layer", [True, False])
 def test_checks_correct_sensitivities_of_their_kind(layer):
     check = Check(key="x", step=0, layer=layer, measured=3e-4, predicted=1e-4)
@@ -143,7 +173,7 @@ def test_warm_up_holds_everything_exactly():
 
 def test_refreshes_come_often_at_first():
     due = [step for step in range(600) if refresh_due(step, 128)]
-    assert due == [*range(16), 16, 32, 64, 128, 256, 384, 512]
+    assert due == [*range(16), 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 256, 384, 512]
     assert [step for step in range(12) if refresh_due(step, 4)] == [0, 1, 2, 3, 4, 8]
 
 

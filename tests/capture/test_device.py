@@ -29,16 +29,16 @@ def session():
     torch.manual_seed(0)
     model = resnet(8, 1)
     session = squeezebox.attach(model, controller=Still())
-    session._policy.on_host = False
-    session._store.blocks = DeviceBlocks(torch.device("cpu"))
+    session.engine.policy.on_host = False
+    session.engine.store.blocks = DeviceBlocks(torch.device("cpu"))
     yield session
     session.detach()
 
 
 def step(session, x):
-    session._model.zero_grad()
-    loss_of(session._model(x)).backward()
-    return [parameter.grad.clone() for parameter in session._model.parameters()]
+    session.engine.model.zero_grad()
+    loss_of(session.engine.model(x)).backward()
+    return [parameter.grad.clone() for parameter in session.engine.model.parameters()]
 
 
 def larger_than_expected(blocks, times):
@@ -52,7 +52,7 @@ def test_later_steps_use_one_arena(session):
     first, arenas = step(session, x), []
     for _ in range(3):
         found = step(session, x)
-        arenas.append(session._store.blocks.arena)
+        arenas.append(session.engine.store.blocks.arena)
         assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
     assert arenas[0] is not None and arenas[0] is arenas[1] is arenas[2]
     report = session.report()
@@ -63,23 +63,23 @@ def test_later_steps_use_one_arena(session):
 def test_what_finds_no_room_is_kept_elsewhere(session):
     x = images()
     first = step(session, x)
-    session._close_step()
-    larger_than_expected(session._store.blocks, 1.5)
+    session.engine.close_step()
+    larger_than_expected(session.engine.store.blocks, 1.5)
     second = step(session, x)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    use = session._store.blocks.settle() if session._close_step() is None else None
+    use = session.engine.store.blocks.settle() if session.engine.close_step() is None else None
     assert use.spilled_bytes > 0 and use.lost == 0
     third = step(session, x)  # in an arena that is large enough again
-    session._close_step()
-    assert session._store.blocks.settle().spilled_bytes == 0
+    session.engine.close_step()
+    assert session.engine.store.blocks.settle().spilled_bytes == 0
     assert all(torch.equal(a, b) for a, b in zip(first, third, strict=True))
 
 
 def test_lost_blocks_are_an_error(session):
     x = images()
     step(session, x)
-    session._close_step()
-    larger_than_expected(session._store.blocks, 1 << 20)
+    session.engine.close_step()
+    larger_than_expected(session.engine.store.blocks, 1 << 20)
     assert any(bool(gradient.isnan().any()) for gradient in step(session, x))
     with pytest.raises(squeezebox.CaptureError, match="found no room"):
         step(session, x)
@@ -90,10 +90,10 @@ def test_two_forwards_before_their_backwards_have_arenas_of_their_own(session):
     x, y = images(), images().flip(0)
     expected = [a + b for a, b in zip(step(session, x), step(session, y), strict=True)]
     step(session, x)
-    session._model.zero_grad()
-    one, two = session._model(x), session._model(y)
+    session.engine.model.zero_grad()
+    one, two = session.engine.model(x), session.engine.model(y)
     (loss_of(one) + loss_of(two)).backward()
-    for parameter, gradient in zip(session._model.parameters(), expected, strict=True):
+    for parameter, gradient in zip(session.engine.model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
 
 
@@ -113,8 +113,8 @@ def test_what_is_moved_to_the_host_comes_back_to_the_bit(lazy, room):
     first = step(plain, x)
     plain.detach()
     session = squeezebox.attach(model, exact=True)
-    session._store.offload = Everything()
-    session._store.staging = Staging(Threads(lazy), most_bytes=room)
+    session.engine.store.offload = Everything()
+    session.engine.store.staging = Staging(Threads(lazy), most_bytes=room)
     for _ in range(2):
         found = step(session, x)
         assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
@@ -137,8 +137,8 @@ def test_a_tensor_changed_while_it_is_moved_is_an_error():
 
     model = Late()
     session = squeezebox.attach(model, exact=True)
-    session._store.offload = Everything()
-    session._store.staging = Staging(Threads(lazy=True))
+    session.engine.store.offload = Everything()
+    session.engine.store.staging = Staging(Threads(lazy=True))
     with pytest.raises(squeezebox.CaptureError, match="was changed in place while it was being moved"):
         model(torch.randn(64, 64)).sum().backward()
     session.detach()
@@ -151,12 +151,12 @@ def test_a_step_that_begins_before_the_last_one_s_backward_has_ended_leaves_its_
     expected = step(session, x)
     step(session, y)
     for _ in range(2):  # the second time the arena is large enough for both
-        one, two = loss_of(session._model(x)), loss_of(session._model(y))
+        one, two = loss_of(session.engine.model(x)), loss_of(session.engine.model(y))
         two.backward()
-        third = loss_of(session._model(z))
-        session._model.zero_grad()
+        third = loss_of(session.engine.model(z))
+        session.engine.model.zero_grad()
         one.backward()
-    for parameter, gradient in zip(session._model.parameters(), expected, strict=True):
+    for parameter, gradient in zip(session.engine.model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
     del third
 
@@ -178,8 +178,8 @@ def test_what_a_late_device_took_is_known_a_step_later(session, monkeypatch):
     monkeypatch.setattr("squeezebox.capture._device._Now", Late)
     x = images()
     step(session, x)
-    session._close_step()
-    larger_than_expected(session._store.blocks, 1 << 20)
+    session.engine.close_step()
+    larger_than_expected(session.engine.store.blocks, 1 << 20)
     step(session, x)
     with pytest.raises(squeezebox.CaptureError, match="found no room"):
         for _ in range(2):
@@ -187,11 +187,11 @@ def test_what_a_late_device_took_is_known_a_step_later(session, monkeypatch):
 
 
 def test_measured_steps_hold_no_idle_arena(session):
-    blocks = session._store.blocks
+    blocks = session.engine.store.blocks
     for _ in range(2):
         step(session, images())
     assert blocks._kept is not None
-    session._close_step()
+    session.engine.close_step()
     blocks.start_step(measured=True, in_use=False)
     assert blocks._kept is None
 
@@ -204,8 +204,8 @@ def test_what_a_device_would_have_to_be_asked_about_is_kept():
 
     model = Odd()
     session = squeezebox.attach(model, controller=Still())
-    session._policy.on_host = False
-    session._store.blocks = DeviceBlocks(torch.device("cpu"))
+    session.engine.policy.on_host = False
+    session.engine.store.blocks = DeviceBlocks(torch.device("cpu"))
     x = torch.randn(64, 64, requires_grad=True)
     model(x).sum().backward()
     codecs = {row.role.value: row.codec for row in session.report().tensors}
@@ -220,12 +220,12 @@ def test_batches_of_any_size_lose_nothing(session):
     for batch in (small, small, x, small, x, small, x):
         found = step(session, batch)
         assert all(torch.equal(a, b) for a, b in zip(expected[len(batch)], found, strict=True))
-    session._close_step()
-    assert session._store.blocks.settle().lost == 0
+    session.engine.close_step()
+    assert session.engine.store.blocks.settle().lost == 0
 
 
 def test_an_arena_is_made_smaller_once_nothing_large_has_come_for_a_while(session):
-    blocks = session._store.blocks
+    blocks = session.engine.store.blocks
     for _ in range(2):
         step(session, images())
     large = blocks.arena.nbytes
@@ -236,11 +236,11 @@ def test_an_arena_is_made_smaller_once_nothing_large_has_come_for_a_while(sessio
 
 
 def test_a_plan_s_arena_stays_whatever_its_size(session):
-    blocks = session._store.blocks
+    blocks = session.engine.store.blocks
     for _ in range(2):
         step(session, images())
     for more in range(1, 8):
-        session._store.room = 2 * blocks._recent[-1] + more
+        session.engine.store.room = 2 * blocks._recent[-1] + more
         step(session, images())
         step(session, images())  # with less pinned memory, once its sizes are known
         arena = blocks.arena
@@ -249,16 +249,16 @@ def test_a_plan_s_arena_stays_whatever_its_size(session):
 
 
 def test_pinned_memory_is_a_share_of_the_arena_and_grows_with_what_went_there(session):
-    blocks = session._store.blocks
+    blocks = session.engine.store.blocks
     for _ in range(2):
         step(session, images())
     room = blocks.arena.nbytes
     assert 0.2 * room < blocks.arena.spill.nbytes < 0.3 * room
-    session._close_step()
-    session._store.room = int(0.85 * blocks.settle().nbytes)  # a plan's, made for tensors that pack better
+    session.engine.close_step()
+    session.engine.store.room = int(0.85 * blocks.settle().nbytes)  # a plan's: packed better
     step(session, images())
     assert blocks.arena.spill.nbytes > 0.99 * blocks.arena.nbytes  # nothing is known yet
-    assert session._close_step() is None and blocks.settle().spilled_bytes > 0.1 * blocks.arena.nbytes
+    assert session.engine.close_step() is None and blocks.settle().spilled_bytes > 0.1 * blocks.arena.nbytes
     assert any("went to pinned memory" in note for note in session.report().record.notes)
     spilled = blocks.use.spilled_bytes
     step(session, images())
@@ -266,25 +266,25 @@ def test_pinned_memory_is_a_share_of_the_arena_and_grows_with_what_went_there(se
 
 
 def test_steps_outside_the_count_leave_no_sizes_behind(session):
-    blocks = session._store.blocks
+    blocks = session.engine.store.blocks
     step(session, images())
-    session._close_step()
+    session.engine.close_step()
     needed = blocks._recent[-1]
-    session.measure_noise(lambda: loss_of(session._model(images())).backward())
-    session._policy.controller.due = lambda step: True
+    session.measure_noise(lambda: loss_of(session.engine.model(images())).backward())
+    session.engine.policy.controller.due = lambda step: True
     step(session, images())
-    session._close_step()
+    session.engine.close_step()
     assert blocks._recent[-1] == pytest.approx(needed, rel=0.01)
 
 
 def test_tensors_of_another_device_are_no_business_of_the_arena(session):
     for _ in range(2):
         step(session, images())
-    session._store.blocks.device = torch.device("meta")
+    session.engine.store.blocks.device = torch.device("meta")
     found = step(session, images())
     assert all(bool(gradient.isfinite().all()) for gradient in found)
-    session._close_step()
-    assert session._store.blocks.settle().nbytes == 0
+    session.engine.close_step()
+    assert session.engine.store.blocks.settle().nbytes == 0
 
 
 class OnMeta(Threads):
@@ -305,7 +305,7 @@ def test_tensors_of_another_device_are_moved_to_the_file_or_kept():
 def exact_steps(model, x, staging):
     """Gradients with every tensor moved."""
     session = squeezebox.attach(model, exact=True)
-    session._store.offload, session._store.staging = Everything(), staging
+    session.engine.store.offload, session.engine.store.staging = Everything(), staging
     found = step(session, x)
     session.detach()
     return found

@@ -181,8 +181,8 @@ def gradients(model, x, y, autocast=False):
 def session_of(model, x, y, autocast=False):
     """A lossless session, and what its step can make again."""
     session = squeezebox.attach(model, exact=True)
-    store = session._store
-    store.lineage, store.listener = session._recorder.lineage(), Deriving()
+    store = session.engine.store
+    store.lineage, store.listener = session.engine.recorder.lineage(), Deriving()
     gradients(model, x, y, autocast)
     found, store.listener = store.listener.found, None
     return session, found
@@ -197,7 +197,7 @@ def test_every_tensor_alone_and_all_together(name, autocast):
     session, found = session_of(model, x, y, autocast)
     assert len(found) >= 6
     for plan in ({}, found, *({key: sources} for key, sources in found.items())):
-        session._store.recompute = plan
+        session.engine.store.recompute = plan
         results = gradients(model, x, y, autocast)
         assert all(torch.equal(a, b) for a, b in zip(expected, results, strict=True)), plan
         rows = {row.key: row for row in session.report().record.tensors}
@@ -213,7 +213,7 @@ def test_code_that_invites_mistakes(function):
     expected = gradients(model, x, y)
     session, found = session_of(model, x, y)
     for plan in (found, *({key: sources} for key, sources in found.items())):
-        session._store.recompute = plan
+        session.engine.store.recompute = plan
         results = gradients(model, x, y)
         assert all(torch.equal(a, b) for a, b in zip(expected, results, strict=True)), plan
     session.detach()
@@ -222,14 +222,14 @@ def test_code_that_invites_mistakes(function):
 def test_nothing_is_held_for_what_is_made_again():
     model, x, y = in_place(), torch.randn(4, 3, 24, 24), torch.randint(5, (4,))
     session, found = session_of(model, x, y)
-    session._store.recompute = found
+    session.engine.store.recompute = found
     loss = F.cross_entropy(model(x), y)
-    held = [entry for entry in session._store._entries.values() if entry.row.key in found]
+    held = [entry for entry in session.engine.store._entries.values() if entry.row.key in found]
     assert held
     assert all(entry.kept is None and entry.ready is None and not entry.packed for entry in held)
     del held
     loss.backward()
-    assert not session._store._entries
+    assert not session.engine.store._entries
     session.detach()
 
 
@@ -237,7 +237,7 @@ def test_a_tensor_made_otherwise_is_refused():
     model, x, y = Residual(), torch.randn(4, 3, 24, 24), torch.randint(5, (4,))
     session, found = session_of(model, x, y)
     key = next(key for key in found if "Gelu" in key)
-    session._store.recompute = {key: found[key]}
+    session.engine.store.recompute = {key: found[key]}
     model.conv3.forward = lambda x: torch.cumsum(nn.Conv2d.forward(model.conv3, x), 0)
     with pytest.raises(PlanError, match="another way"):
         model(x)
@@ -247,7 +247,7 @@ def test_a_tensor_made_otherwise_is_refused():
 def test_a_parameter_changed_too_early_is_noticed():
     model, x, y = Residual(), torch.randn(4, 3, 24, 24), torch.randint(5, (4,))
     session, found = session_of(model, x, y)
-    session._store.recompute = found
+    session.engine.store.recompute = found
     loss = F.cross_entropy(model(x), y)
     with torch.no_grad():
         model.norm1.weight.mul_(2.0)

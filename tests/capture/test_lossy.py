@@ -15,7 +15,7 @@ FEW_VALUES = ("custom", "checkpointed whole", "outputs")  # these save little th
 
 @pytest.fixture
 def unpacked(monkeypatch):
-    """Compares what every handle gives back with what it was given; counts comparisons by form."""
+    """Compares what every handle gives back first with what it was given; counts comparisons by form."""
     originals, counts = {}, {}
     settle, unpack = Store.settle, Store.unpack
 
@@ -27,7 +27,7 @@ def unpacked(monkeypatch):
         found = unpack(store, handle)
         if handle in originals and handle.override is None:
             counts[handle.form] = counts.get(handle.form, 0) + 1
-            assert_same(handle, found, *originals[handle])
+            assert_same(handle, found, *originals.pop(handle))  # an LSTM's backward then writes in its own
         return found
 
     monkeypatch.setattr(Store, "settle", recording_settle)
@@ -49,7 +49,7 @@ def assert_same(handle, found, original, stride):
     elif handle.form.startswith("interval"):
         lower, upper = (float(option.partition("=")[2]) for option in handle.form.split(",")[1:])
         assert torch.equal((found > lower) & (found < upper), (original > lower) & (original < upper))
-    elif handle.form != "sign":
+    elif handle.form not in ("sign", "positive"):
         assert torch.equal(found, original)
     if handle.rule.reads is Reads.SIGN:
         assert torch.equal(found > 0, original > 0)

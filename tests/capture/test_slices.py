@@ -137,7 +137,7 @@ def made(name, batch=7, dtype=torch.float64):
 def squeezed(model, region=None):
     session = squeezebox.attach(model, exact=True)
     try:
-        session._slice(region)
+        session.engine.slice(region)
         yield session
     finally:
         session.detach()
@@ -147,7 +147,7 @@ def regions(model, x, slices=2):
     """What could be worked in slices, shortest first."""
     model = copy.deepcopy(model)
     with squeezed(model) as session:
-        tracer = session._recorder.tracer = Tracer()
+        tracer = session.engine.recorder.tracer = Tracer()
         out = model(x)
         (out if isinstance(out, torch.Tensor) else out[0]).sum().backward()
     found = tracer.regions()
@@ -176,7 +176,7 @@ def train(model, inputs, region=None, covered=False):
                 loss.backward()
             found.append(gradients(model))
             optimizer.step()
-        note = session._recorder.slicer.note if region is not None else ""
+        note = session.engine.recorder.slicer.note if region is not None else ""
         keys = [tensor.key for tensor in session.report().tensors]
     return ([out.detach() for out in outputs], found, dict(model.named_buffers())), note, keys
 
@@ -419,7 +419,7 @@ def test_inputs_that_need_gradients_and_autocast():
             with torch.autocast("cpu", torch.bfloat16):
                 out = twin(x)
             out.sum().backward()
-            assert chosen is None or "whole" in session._recorder.slicer.note
+            assert chosen is None or "whole" in session.engine.recorder.slicer.note
         results.append((image.grad, gradients(twin)))
     assert torch.equal(results[0][0], results[1][0])
     torch.testing.assert_close(*results, rtol=0, atol=0)
@@ -432,10 +432,10 @@ def test_evaluations_are_left_alone():
         model.eval()
         with torch.no_grad():
             whole = model(x)
-        assert session._recorder.slicer.note == ""
+        assert session.engine.recorder.slicer.note == ""
         assert type(whole) is torch.Tensor
         model(x).sum().backward()  # gradients with frozen moments
-        assert "in 3 slices" in session._recorder.slicer.note
+        assert "in 3 slices" in session.engine.recorder.slicer.note
         sliced = gradients(model)
     model.zero_grad()
     model(x).sum().backward()
@@ -458,7 +458,7 @@ def test_errors_in_the_middle_leave_nothing():
             model(x[:1, :, :1, :1])
         model[1].reset_running_stats()
         model(x).square().mean().backward()
-        assert "in 3 slices" in session._recorder.slicer.note
+        assert "in 3 slices" in session.engine.recorder.slicer.note
     assert_same((gradients(model), dict(model.named_buffers())), (expected, buffers))
 
 

@@ -1,9 +1,11 @@
 """The command line from outside: results on standard output, errors without tracebacks, exit codes."""
 
 import json
+import os
 import subprocess
 import sys
 import webbrowser
+from pathlib import Path
 
 import pytest
 
@@ -119,6 +121,8 @@ def test_plan(models, capfd):
         ("--out", "missing/plan.json"),
         ("--noise", "1e-2", "--exact"),
         ("--time-limit", "0.5"),
+        ("--offload-folder", "missing"),
+        ("--offload-folder", ".", "--no-offload"),
         ("--diff", "missing.json"),
         ("--time-limit", "1.3", "--budget", "50%"),
     ),
@@ -364,3 +368,99 @@ def test_report_opens_the_page(capfd, tmp_path, monkeypatch):
         status, _, err = run(capfd, "report", str(tmp_path / "run.json"), "--open")
         assert status == expected and (found or "no browser" in err)
         assert (tmp_path / "run.html").exists()
+
+
+USERS = """
+import torch
+
+def tokens():
+    return torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50))
+
+def broken():
+    print("called")
+    raise RuntimeError("no weights in this folder")
+
+def flat():
+    return torch.nn.Linear(8, 4)
+
+def loss(output, target):
+    return torch.nn.functional.cross_entropy(output, target)
+"""
+
+
+@pytest.fixture
+def users(tmp_path, monkeypatch):
+    (tmp_path / "my_models.py").write_text(USERS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refused(folder, *arguments):
+    """What the real command says on standard error, and how often it called the factory."""
+    done = subprocess.run(
+        [sys.executable, "-m", "squeezebox.cli", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(squeezebox.__file__).parents[1])},
+    )
+    assert done.returncode in (1, 2) and "Traceback" not in done.stderr, done.stderr
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("squeezebox: ")]
+    return said, (done.stdout + done.stderr).count("called\n")
+
+
+@pytest.mark.parametrize("command", (("estimate",), ("plan", "--no-cache")))
+def test_what_a_factory_raises_is_said_once(users, command):
+    said, calls = refused(users, *command, "my_models:broken", "--input", "8")
+    assert "'my_models:broken' raised RuntimeError: no weights in this folder (" in said
+    assert "my_models.py, line 9)" in said and calls == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    (
+        (("plan", "my_models.py:flat"), "write its module, as in my_models:flat"),
+        (("plan", "my_models:flat", "--batch", "-1"), "--batch -1 is below 1"),
+        (("estimate", "my_models:broken", "--batch", "-1"), "--batch -1 is below 1"),
+        (
+            ("max-batch", "my_models:broken", "--budget", "1GiB", "--input", "3x-3x32"),
+            "--input 3x-3x32 is not",
+        ),
+        (
+            ("pipeline", "plan", "my_models:broken", "--ranks", "2", "--memory", "1GiB", "--batch", "-1"),
+            "--batch -1",
+        ),
+        (
+            (
+                "pipeline",
+                "plan",
+                "my_models:flat",
+                "--ranks",
+                "2",
+                "--memory",
+                "1GiB",
+                "--loss",
+                "my_models:loss",
+            ),
+            "also give --sample",
+        ),
+        (
+            ("plan", "my_models:flat", "--input", "8", "--loss", "my_models:loss"),
+            "Give --sample module:callable",
+        ),
+        (("plan", "my_models:flat", "--input", "9", "--no-cache"), "Give --sample module:callable"),
+    ),
+)
+def test_refusals_name_the_commands_own_options(users, arguments, message):
+    said, calls = refused(users, *arguments)
+    assert message in said and "=(" not in said and "loss_fn" not in said and calls == 0
+
+
+@pytest.mark.parametrize("command", (("plan", "--no-cache"), ("max-batch", "--budget", "1GiB")))
+@pytest.mark.parametrize("dtype", ((), ("--input-dtype", "int64")))
+def test_token_inputs(users, capfd, command, dtype):
+    code, out, error = run(
+        capfd, *command, "my_models:tokens", "--input", "12", "--batch", "2", "--exact", "--json", *dtype
+    )
+    assert code == 0, error
+    assert json.loads(out)

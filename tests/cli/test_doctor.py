@@ -60,6 +60,7 @@ def test_a_tampered_package_is_named_beside_a_step_with_status_1(steps, planted,
     code, out, err = run(capfd, "my_steps:fixed", "--packages", "planted", "--json")
     found = json.loads(out)
     assert code == 1 and set(found) == {"step", "environment"} and not found["environment"]["healthy"]
+    assert len(found["environment"]["faults"]) == 1, found["environment"]["faults"]
     (fault,) = found["environment"]["faults"]
     assert fault["fault"] == "changed since it was installed" and fault["subject"].endswith("layers.py")
     assert "1 thing wrong with planted" in err and "Traceback" not in err

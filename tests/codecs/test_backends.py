@@ -60,6 +60,7 @@ def inputs(dtype: torch.dtype, lengths: tuple[int, ...]) -> Iterator[Tensor]:
         x = torch.randn(numel, generator=generator, dtype=torch.float64)
         sparse = torch.where(torch.rand(numel, generator=generator) < 0.5, x, 0.0)
         kinds = (x, x.relu(), sparse, -sparse.relu(), x * 1e-42, x * 1e-4 + 1000, x.sign() * limit, x * 0)
+        kinds = (*kinds, x.sign() * (x.abs() < 1) * limit + (x > 2))
         for kind in kinds:
             yield kind.clamp(-limit, limit).to(dtype).nan_to_num(0, limit, -limit)
 
@@ -123,7 +124,7 @@ def test_blocks(ours: Backend, dtype: torch.dtype, scaled: bool, dither: int) ->
     kinds = [torch.cat([x, x.flip(0)]) for x in ours.inputs(dtype) if x.numel() > 255]
     hostile = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0], device=ours.device, dtype=dtype)
     for x in (*kinds, hostile, hostile[:0]):
-        for bound in (1e-3, 0.2):
+        for bound in (1e-3, 0.2, 1e38):
             made = []
             for pack in (ours("pack_blocks"), REFERENCE["pack_blocks"]):
                 arena, spill, counters = places(ours.device, 8192)
@@ -157,10 +158,12 @@ def test_flags(ours: Backend, dtype: torch.dtype) -> None:
     for x in ours.inputs(dtype):
         assert same(ours("pack_positive")(x), REFERENCE["pack_positive"](x))
         for inclusive in (False, True):
-            options = (-0.5, 0.7, inclusive)
-            assert same(ours("pack_between")(x, *options), REFERENCE["pack_between"](x, *options))
-        packed = ours("pack_nonzero")(x, 1.0)
-        assert same(packed, REFERENCE["pack_nonzero"](x, 1.0))
+            for ends in ((-0.5, 0.7), (1 - 2.0**-16, 1 + 2.0**-16), (1e-320, 1e308)):
+                options = (*ends, inclusive)
+                assert same(ours("pack_between")(x, *options), REFERENCE["pack_between"](x, *options))
+        for negative in (False, True):
+            packed = ours("pack_nonzero")(x, 1.0, negative)
+            assert same(packed, REFERENCE["pack_nonzero"](x, 1.0, negative))
         assert decoded_alike(ours, "unpack_bits", packed[:1], (0.0, 2.5), x)
 
 
@@ -196,6 +199,16 @@ def test_huffman_coded_chunks(loops: Backend, spread: float, numel: int) -> None
     packed = loops("pack_chunks")(x, 0.5, True, 1, None, 1, 0)
     assert same(packed, REFERENCE["pack_chunks"](x, 0.5, True, 1, None, 1, 0))
     assert decoded_alike(loops, "unpack_chunks", packed, (True, 1, None, 1, 0), x)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_masks_of_either_zero(ours: Backend, dtype: torch.dtype) -> None:
+    for zero, value, other in ((0.0, 1.0, 1.0), (-0.0, 1.0, 1.0), (0.0, -2.0, -0.0), (-0.0, -2.0, 0.0)):
+        x = torch.tensor([zero, value, zero] * 100 + [other], dtype=dtype, device=ours.device)
+        for negative in (False, True):
+            packed = ours("pack_nonzero")(x, value, negative)
+            assert same(packed, REFERENCE["pack_nonzero"](x, value, negative))
+            assert bool(packed[1]) == (other == value and negative == (str(zero) == "-0.0"))
 
 
 def test_pool_offsets(ours: Backend) -> None:

@@ -32,7 +32,7 @@ for dtype, bits in (("fp32", 4), ("bf16", 3), ("fp16", 8)):
             compiled(kernel, types, STOCHASTIC=stochastic, **shaped(bits))
     compiled(groups._unpack_minmax, types, **shaped(bits))
     values = dict.fromkeys(("value", "lower", "upper", "zero", "one"), "fp32")
-    types |= {**values, "others": "*i32", "packed": "*u8"}
+    types |= {**values, "others": "*i32", "packed": "*u8", "negative": "i32"}
     for kernel in (flags._pack_nonzero, flags._pack_positive, flags._unpack_bits):
         compiled(kernel, types, **shaped(1))
     compiled(flags._pack_between, types, INCLUSIVE=bits == 3, **shaped(1))

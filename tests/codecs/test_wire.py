@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import random
 import struct
 import zlib
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from squeezebox import codecs
-from squeezebox.codecs import _wire
+from squeezebox.codecs import _ranges, _wire
 from squeezebox.codecs._chunks import ROW
 from squeezebox.schema import FormatError
+from tests.codecs import mutations
 
+_seeds = lru_cache(mutations.seeds)
 FROZEN = Path(__file__).parent.parent / "frozen" / "codecs-1"
 
 
 def packed_bytes(name: str = "zero4") -> bytes:
     x = torch.randn(5000, generator=torch.Generator().manual_seed(0))
-    return codecs.dumps(codecs.get(name).pack(x, 0.1 if "entropy" in name else None))
+    bound = 0.1 if name.startswith(("blocks", "entropy", "planes")) else None
+    return codecs.dumps(codecs.get(name).pack(x, bound))
 
 
 def rewritten(data: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
@@ -117,6 +122,66 @@ def test_steps_and_constants_beyond_the_dtype_are_refused(x: Any, value: float, 
 def test_distances_beyond_memory_are_refused(meta: dict[str, int]) -> None:
     with pytest.raises(FormatError, match="damaged"):
         codecs.loads(rewritten(packed_bytes("entropy"), lambda header: header.update(meta=meta)))
+
+
+def test_bytes_that_claim_much_more_than_they_are_are_refused() -> None:
+    index = torch.nn.functional.max_pool2d(torch.randn(1, 1, 8, 8), 2, return_indices=True)[1]
+    pooled = codecs.dumps(codecs.get("pool-index").pack(index, kernel_size=2, input_shape=(8, 8)))
+    zeros = codecs.dumps(codecs.get("entropy").pack(torch.zeros(1 << 19), 0.1))
+    assert codecs.loads(zeros).numel == 1 << 19
+    with pytest.raises(FormatError, match="2097152 bytes, above the 2097151 allowed.*max_bytes"):
+        codecs.loads(zeros, max_bytes=(1 << 21) - 1)
+    rows, chunk = 1 << 17, 1 << 18
+    table = codecs.loads(zeros).payload[1][: ROW.itemsize].repeat(rows)
+    claimed = rewritten(zeros[: len(zeros) - 2 * ROW.itemsize], lambda header: None)
+    magic, version, length, _ = _wire.PREFIX.unpack_from(claimed)
+    header = json.loads(claimed[_wire.PREFIX.size : _wire.PREFIX.size + length])
+    header |= {"shape": [rows * chunk], "payload": [["uint8", 0], ["uint8", table.numel()]]}
+    text = json.dumps(header).encode()
+    body = text + table.numpy().tobytes()
+    with pytest.raises(FormatError, match="137438953472 bytes"):
+        codecs.loads(_wire.PREFIX.pack(magic, version, len(text), zlib.crc32(body)) + body)
+    for shape in ([0, 1, 16384, 16384], [1, 0, 1 << 40, 1 << 40]):
+        change = {"shape": shape, "stride": [1] * 4, "payload": [["uint8", 0]]}
+        empty = rewritten(pooled[: -codecs.loads(pooled).nbytes], lambda header, c=change: header.update(c))
+        try:
+            packed = codecs.loads(empty)
+        except FormatError:
+            assert shape[2] > 1 << 20
+        else:
+            assert codecs.get("pool-index").unpack(packed).shape == torch.Size(shape)
+
+
+@pytest.mark.parametrize("depth", (10, 200_000))
+def test_headers_that_nest_are_refused(depth: int) -> None:
+    text = b"[" * depth + b"]" * depth
+    with pytest.raises(FormatError):
+        codecs.loads(_wire.PREFIX.pack(b"SQZB", 1, len(text), zlib.crc32(text)) + text)
+
+
+def test_every_codec_has_its_ranges() -> None:
+    assert set(_ranges.CLAIMS) == set(codecs.available())
+
+
+def test_mutations_decode_or_are_refused() -> None:
+    source, whole = random.Random(0), mutations.seeds()
+    assert all(mutations.decoded(each) for each in whole)
+    results = [mutations.decoded(mutations.mutated(source.choice(whole), source)) for _ in range(4000)]
+    assert 200 < sum(results) < 3800
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_many_mutations_decode_or_are_refused(seed: int) -> None:
+    source, whole = random.Random(seed), mutations.seeds()
+    for _ in range(20_000):
+        mutations.decoded(mutations.mutated(source.choice(whole), source))
+
+
+@given(data=st.data())
+def test_drawn_mutations_decode_or_are_refused(data: st.DataObject) -> None:
+    source = data.draw(st.randoms(use_true_random=False))
+    mutations.decoded(mutations.mutated(source.choice(_seeds()), source))
 
 
 def test_packed_by_another_codec_is_refused() -> None:

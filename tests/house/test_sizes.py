@@ -61,11 +61,17 @@ def test_a_room_says_what_it_is_in_three_lines(room):
     assert len(lines) >= 3, "say what the room does, what goes in and comes out, what it may touch"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_public_functions_have_docstrings(path):
+def test_public_functions_have_docstrings():
     silent = [
-        f"{function.name} (line {function.lineno})"
+        f"{path.relative_to(SOURCE)}:{function.lineno} {function.name}"
+        for path in FILES
         for function in public_functions(ast.parse(path.read_text()))
         if ast.get_docstring(function) is None and not is_overload(function)
     ]
     assert not silent
+
+
+def test_no_report_names_a_path_of_a_machine():
+    reports = SOURCE.parents[1] / "benchmarks" / "reports"
+    commands = [line for path in reports.glob("*.md") for line in path.read_text().splitlines()[:6]]
+    assert not [line for line in commands if line.startswith("- command: /")]

@@ -172,7 +172,8 @@ def test_steps_share_the_host_s_memory_and_only_what_passes_it_goes_to_the_file(
         assert [slot.host is None for slot in slots] == [True, True, False, False, False, False]
         staging.clear()
         del slots
-    assert staging._spill._end == 0
+    assert staging._spill._living == 0
+    assert staging._spill.record.file_bytes == 8192
 
 
 def test_a_full_disk_is_an_error_and_what_is_in_memory_stays(monkeypatch):
@@ -180,7 +181,7 @@ def test_a_full_disk_is_an_error_and_what_is_in_memory_stays(monkeypatch):
     expected = torch.randn(1000)
     slot = staging.write(expected.clone())
     staging.clear()
-    monkeypatch.setattr("squeezebox.memory._spill._write", full)
+    monkeypatch.setattr("squeezebox.memory.DiskFile.reserve", full)
     with pytest.raises(CaptureError, match="4000 bytes could not be offloaded"):
         staging.write(torch.randn(1000))
     assert torch.equal(staging.read(slot), expected)

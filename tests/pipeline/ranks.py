@@ -22,21 +22,24 @@ def run(function, world, *arguments):
 
     A process that raises has its traceback in the place of its result.
     """
-    processes, results = start(function, world, *arguments)
+    ended = multiprocessing.get_context("forkserver").Event()
+    processes, results = start(function, world, *arguments, ended=ended)
     found = collect(processes, results, world)
+    ended.set()
     for process in processes:
         process.join(_PATIENCE)
     return [found[rank] for rank in range(world)]
 
 
-def start(function, world, *arguments):
+def start(function, world, *arguments, ended=None):
+    """Processes end when they have returned, or with ``ended`` not before that is set."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "squeezebox.pipeline", "tests.pipeline.ranks"])
     results = context.Queue()
     port = _free_port()
+    rest = (world, port, results, arguments, ended)
     processes = [
-        context.Process(target=_main, args=(function, rank, world, port, results, arguments), daemon=True)
-        for rank in range(world)
+        context.Process(target=_main, args=(function, rank, *rest), daemon=True) for rank in range(world)
     ]
     for process in processes:
         process.start()
@@ -57,7 +60,7 @@ def collect(processes, results, count):
     return found
 
 
-def _main(function, rank, world, port, results, arguments):
+def _main(function, rank, world, port, results, arguments, ended):
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=world)
@@ -70,6 +73,8 @@ def _main(function, rank, world, port, results, arguments):
     results.put((rank, file.getvalue()))
     results.close()
     results.join_thread()  # what was put is on its way before the process ends
+    if ended is not None:
+        ended.wait(_PATIENCE)  # the first rank has the store, which others may still be reading
 
 
 def _free_port():

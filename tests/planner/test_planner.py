@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from squeezebox.planner import optimum, peak, smallest, solve
+from squeezebox.planner import floor, optimum, peak, smallest, solve
 from squeezebox.schema import Action, Budget, BudgetError, Option, OptionError, Profile, TensorProfile
 
 KEEP = Option(action=Action.KEEP, held_bytes=100, serves=True)
@@ -101,13 +101,18 @@ def fits(profile, budget, choices):
     return max(usage(profile, choices)) <= budget.peak_bytes and noise <= budget.noise * (1 + 1e-6)
 
 
-def everything(profile, budget):
-    """Least seconds of all combinations that fit; None if none does."""
+def fitting(profile, budget):
+    """All combinations that fit."""
     keys = [tensor.key for tensor in profile.tensors]
     combinations = itertools.product(*(tensor.options for tensor in profile.tensors))
     choices = (dict(zip(keys, combination, strict=True)) for combination in combinations)
-    fitting = [c for c in choices if fits(profile, budget, c)]
-    return min((sum(choice.seconds for choice in c.values()) for c in fitting), default=None)
+    return [c for c in choices if fits(profile, budget, c)]
+
+
+def everything(profile, budget):
+    """Least seconds of all combinations that fit; None if none does."""
+    found = fitting(profile, budget)
+    return min((sum(choice.seconds for choice in c.values()) for c in found), default=None)
 
 
 @settings(max_examples=60, deadline=None)
@@ -206,3 +211,11 @@ def test_the_least_peak_is_not_above_that_of_holding_least(seed, count):
         for tensor in profile.tensors
     }
     assert smallest(profile, 0.0).predicted_peak_bytes <= 1.002 * peak(profile, lean) + 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**9), st.integers(1, 4), st.sampled_from((0.0, 0.3, 1.0)))
+def test_no_combination_at_all_is_below_the_floor(seed, count, noise):
+    profile = chain(random.Random(seed), count)
+    peaks = [max(usage(profile, c)) for c in fitting(profile, Budget(peak_bytes=10**9, noise=noise))]
+    assert all(floor(profile, noise) <= each for each in peaks)

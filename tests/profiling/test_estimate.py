@@ -239,3 +239,74 @@ def test_a_model_that_reads_values_while_it_is_built():
 def test_a_model_without_a_backward():
     with pytest.raises(OptionError, match="^the model's output .* no tensor that requires gradients"):
         squeezebox.estimate(nn.Identity, input_shape=(4,), batch=2)
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(64, 4)
+        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x):
+        share, chosen = self.router(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for number, count in enumerate(torch.bincount(chosen, minlength=4).tolist()):
+            rows = (chosen == number).nonzero()[:count, 0]
+            out = out.index_add(0, rows, self.experts[number](x[rows]) * share[rows, None])
+        return out
+
+
+class Grouped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 64, 64))
+
+    def forward(self, x):
+        ends = torch.arange(1, 5, dtype=torch.int32) * (len(x) // 4)
+        return torch.nn.functional.grouped_mm(x, self.weight, offs=ends)
+
+
+class Nearest(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        x = self.linear(x)
+        return x * torch.cdist(x, x).topk(8, largest=False).values.mean(1, keepdim=True)
+
+
+def against_a_real_step(model, x):
+    """(Estimate, peak measured), with a sample that has values."""
+    target = torch.zeros(())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    step = {"sample": (x, target), "loss_fn": lambda output, _: output.square().sum()}
+    found = squeezebox.estimate(model, optimizer=optimizer, **step)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    record_step(model, optimizer=optimizer, **step)
+    return found, record_step(model, optimizer=optimizer, **step).peak().nbytes
+
+
+@pytest.mark.parametrize("kind", (Experts, Grouped))
+def test_where_fake_tensors_fail_a_copy_takes_the_step_on_the_sample(kind):
+    found, measured = against_a_real_step(kind(), torch.randn(512, 64))
+    assert found.peak_bytes == pytest.approx(measured, rel=0.01)
+    assert found.why_real and found.why_real in str(found)
+    with pytest.raises(OptionError, match=r"give sample=\(inputs, target\) with values"):
+        squeezebox.estimate(kind(), input_shape=(64,), batch=512)
+
+
+@pytest.mark.parametrize(
+    ("make", "x"),
+    (
+        (Nearest, torch.randn(512, 64)),
+        (lambda: nn.Embedding(1000, 64, sparse=True), torch.arange(900).view(30, 30)),
+    ),
+    ids=("cdist and topk", "sparse embedding"),
+)
+def test_operators_with_memory_of_their_own(make, x):
+    found, measured = against_a_real_step(make(), x)
+    assert found.peak_bytes == pytest.approx(measured, rel=0.03)
+    assert not found.why_real

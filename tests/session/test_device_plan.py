@@ -13,7 +13,7 @@ from squeezebox.codecs import _blocks
 from squeezebox.memory import Staging
 from squeezebox.profiling import StepProfiler
 from squeezebox.schema import Action, Option
-from squeezebox.session import Session
+from squeezebox.session._engine import Engine
 from tests.memory.test_staging import Threads
 from tests.session.test_plan import Block, regular, step
 
@@ -30,15 +30,15 @@ def task():
 @pytest.fixture(autouse=True)
 def _device(monkeypatch):
     """Sessions hold tensors as on a device, which here is the CPU."""
-    own = Session.__init__
+    own = Engine.__init__
 
     def init(self, *arguments, **named):
         own(self, *arguments, **named)
-        self._policy.on_host = False
-        self._store.blocks = DeviceBlocks(torch.device("cpu"))
-        self._store.staging = Staging(Threads())
+        self.policy.on_host = False
+        self.store.blocks = DeviceBlocks(torch.device("cpu"))
+        self.store.staging = Staging(Threads())
 
-    monkeypatch.setattr(Session, "__init__", init)
+    monkeypatch.setattr(Engine, "__init__", init)
 
 
 def planned(task, **how):
@@ -54,8 +54,8 @@ def test_blocks_take_the_room_that_was_planned_for_the_whole_step(task):
     assert plan.predicted_noise <= 1e-2
     session = squeezebox.attach(task[0], optimizer=task[1], plan=plan)
     peak = regular(session, *task) + plan.lasting_bytes  # which is there before the step, and stays
-    assert session._store.blocks.arena.nbytes == pytest.approx(plan.lasting_bytes, abs=4)
-    assert session._store.blocks.settle().spilled_bytes == 0
+    assert session.engine.store.blocks.arena.nbytes == pytest.approx(plan.lasting_bytes, abs=4)
+    assert session.engine.store.blocks.settle().spilled_bytes == 0
     session.detach()
     # what packing on a CPU takes for a moment depends a little on the values
     assert 0.95 * plan.predicted_peak_bytes < peak <= 1.01 * plan.predicted_peak_bytes

@@ -9,12 +9,14 @@ import importlib.util
 import json
 import marshal
 import os
+import pickle
 import py_compile
 import sys
 from pathlib import Path
 
 import pytest
 from torch import nn
+from torch.fx import symbolic_trace
 
 import squeezebox
 from squeezebox.schema import Fault, OptionError
@@ -311,6 +313,13 @@ def initialised_with(planted, text):
     record = planted / "planted-1.0.dist-info/RECORD"
     lines = record.read_text().splitlines(keepends=True)
     record.write_text("".join([record_line(planted, "planted/__init__.py"), *lines[1:]]))
+
+
+def test_a_copied_graph_leaves_no_fault():
+    pickle.loads(pickle.dumps(symbolic_trace(nn.Sequential(nn.ReLU()))))
+    module = sys.modules["torch.fx.graph_module"]
+    assert "forward" in vars(module._CodeOnlyModule)  # torch's, from the graph that came back
+    assert not list(check_forwards("torch", [module]))
 
 
 def test_a_package_that_patches_torch_when_it_is_imported_is_found_out(planted):

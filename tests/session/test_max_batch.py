@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import squeezebox
 from squeezebox.schema import BudgetError, OptionError
-from squeezebox.session import _plans
+from squeezebox.session import _profiles
 
 
 def network():
@@ -81,7 +81,7 @@ def test_samples_of_several_tensors_are_repeated_row_by_row():
 
 
 def test_what_plain_training_cannot_hold_is_planned_from_smaller_batches(monkeypatch):
-    own, sizes = _plans.profile_step, []
+    own, sizes = _profiles._run, []
 
     def limited(subject, *others, **named):
         sizes.append(len(subject.sample[0]))
@@ -89,10 +89,10 @@ def test_what_plain_training_cannot_hold_is_planned_from_smaller_batches(monkeyp
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return own(subject, *others, **named)
 
-    monkeypatch.setattr(_plans, "profile_step", limited)
+    monkeypatch.setattr(_profiles, "_run", limited)
     model, (x, y) = network(), batch(8)
     found = squeezebox.max_batch(model, sample=(x, y), loss_fn=F.cross_entropy, budget="400%", noise=1e-2)
     assert found.batch > 16 and not found.measured
     assert max(sizes) == found.batch
-    with pytest.raises(squeezebox.BudgetError, match="batch of 24, which is run to measure it, does not fit"):
+    with pytest.raises(squeezebox.BudgetError, match=r"too little memory for the steps .*CUDA out"):
         squeezebox.plan(model, sample=batch(24), loss_fn=F.cross_entropy)

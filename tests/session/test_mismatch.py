@@ -41,16 +41,16 @@ def test_a_larger_batch_is_planned_before_it_runs(framed):
     session = squeezebox.attach(
         model, budget="300%", exact=True, sample=batch(4), loss_fn=F.cross_entropy, on_mismatch="replan"
     )
-    planned = session._plan
+    planned = session.engine.plan
     for size, plans in ((4, 0), (12, 1), (6, 0), (16, 1), (4, 0), (12, 0), (16, 0)):
         before = model.calls
         found = gradients(model, *batch(size), frame=session.step if framed else None)
         assert (model.calls - before > 1) == bool(plans), size
         assert all(torch.equal(a, b) for a, b in zip(expected[size], found, strict=True))
-        assert session._plan.budget_bytes == planned.budget_bytes
+        assert session.engine.plan.budget_bytes == planned.budget_bytes
         assert session.report().record.notes == ()
-        assert {row.key for row in session.report().tensors} <= {t.key for t in session._plan.tensors}
-    assert session._plan is not planned
+        assert {row.key for row in session.report().tensors} <= {t.key for t in session.engine.plan.tensors}
+    assert session.engine.plan is not planned
     session.detach()
     assert "forward" not in model.__dict__
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
@@ -72,7 +72,7 @@ def test_a_replanned_step_stays_within_the_budget():
     for _ in range(2):
         gradients(model, x, y)
         session.report()
-    assert measured_peak(model, optimizer, (x, y)) <= session._plan.budget_bytes
+    assert measured_peak(model, optimizer, (x, y)) <= session.engine.plan.budget_bytes
     with pytest.raises(BudgetError, match="below"):
         gradients(model, *batch(256))
     gradients(model, x, y)
@@ -102,9 +102,9 @@ def test_a_longer_sequence_is_planned_with_a_longer_target(flat):
     session = squeezebox.attach(
         model, budget="300%", noise=1e-2, sample=tokens(4, 32), loss_fn=loss, on_mismatch="replan"
     )
-    small = session._plan
+    small = session.engine.plan
     gradients(model, *tokens(4, 48), loss)
-    assert session._plan is not small and session.report().record.notes == ()
+    assert session.engine.plan is not small and session.report().record.notes == ()
     gradients(model, *tokens(2, 40), loss)
     gradients(model, *tokens(4, 16), loss)
     assert session.report().record.notes == ()

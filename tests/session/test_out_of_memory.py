@@ -87,7 +87,8 @@ def test_in_backward_it_names_the_tensor_that_was_read_and_the_plan_that_fits_tr
 
 
 SAMPLED = """
-    squeezebox.plan(model, sample=sample(8), loss_fn=F.cross_entropy, noise=1e-2)  # compiles kernels
+    squeezebox.plan(model, sample=sample(8), loss_fn=F.cross_entropy, noise=1e-2)  # compiles kernels,
+    squeezebox.estimate(model, sample=sample(8), loss_fn=F.cross_entropy)  # and torch loads its compiler
     x, y = sample(128)
     limit({limit})
     try:
@@ -149,6 +150,21 @@ def test_a_sample_that_is_none_is_refused_before_and_one_that_fails_hides_nothin
     with pytest.raises(OutOfMemoryError, match="in forward, in module '0'.*No plan could be tried"):
         with explain_out_of_memory(model, sample=(torch.ones(1, 3), x), loss_fn=lambda o, t: o.sum()):
             model(x)
+
+
+class Unforeseen(torch.nn.Linear):
+    def forward(self, x):
+        if type(x) is torch.Tensor:  # not where shapes alone are run
+            torch.empty(1 << 50)
+        return super().forward(x)
+
+
+def test_a_trial_that_lacks_memory_is_no_fault_of_the_model():
+    model, x = torch.nn.Sequential(Unforeseen(2, 2)), torch.ones(4, 2)
+    with pytest.raises(OutOfMemoryError, match="not even enough to try plans on small batches") as caught:
+        with explain_out_of_memory(model, sample=(x, x), loss_fn=lambda o, t: o.sum()):
+            model(x)
+    assert "the model or the loss fails" not in str(caught.value)
 
 
 def test_numpy_and_devices_say_it_in_their_own_words():

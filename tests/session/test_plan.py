@@ -176,7 +176,7 @@ def test_a_smaller_batch_is_fine_and_a_larger_one_is_refused(task):
     session.detach()
     session = squeezebox.attach(nn.Sequential(nn.Conv2d(3, 9, 3), nn.Conv2d(9, 9, 3)), plan=plan)
     with pytest.raises(PlanError, match="no such tensor"):
-        session._model(x)
+        session.engine.model(x)
     session.detach()
 
 

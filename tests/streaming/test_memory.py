@@ -142,6 +142,30 @@ def test_peaks_that_do_not_grow_evenly(network, memory):
     assert all(0.75 * memory < stage.peak_bytes < memory for stage in plan.stages if stage.strips > 1)
 
 
+def has_weights_that_are_computed():
+    """1 MiB of weights, which strips read a normalised copy of, and its gradient."""
+    layer = nn.Conv2d(3, 2**14, (1, 5), stride=(1, 64))
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(layer), nn.Conv2d(2**14, 1, 1))
+
+
+@pytest.mark.parametrize("memory", [9 * 2**20, 10 * 2**20, 12 * 2**20])
+@pytest.mark.parametrize("network", [has_a_large_head, has_weights_that_are_computed])
+def test_what_has_no_rows_counts(network, memory):
+    image = torch.randn(1, 3, 1024, 64)
+    step = StreamedStep(network(), lambda output, _: output.square().mean() / 2, memory=memory)
+    plan = step.plan(image, None)
+    peak = peak_of(lambda: step(image, None))
+    assert max(plan.rowless_bytes, *(stage.peak_bytes for stage in plan.stages)) < memory
+    assert plan.rowless_bytes < 1.01 * peak < 1.01 * memory
+    assert "values without rows: at most" in str(plan)
+
+
+def test_too_little_memory_for_what_has_no_rows_is_said_with_numbers():
+    step = StreamedStep(has_a_large_head(), lambda output, _: output.square().mean(), memory="7.5MiB")
+    with pytest.raises(BudgetError, match=r"values without rows .* need 8.00 MiB, more than the 7.50 MiB"):
+        step(torch.randn(1, 3, 1024, 64), None)
+
+
 def test_strips_of_which_only_some_own_a_row_at_the_end_are_measured_where_they_do():
     step = StreamedStep(nn.Conv2d(3, 8, 16, 16), lambda output, _: output.square().mean(), memory="100KiB")
     with pytest.raises(BudgetError, match="one row"):

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+import tempfile
 from collections import namedtuple
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from squeezebox.memory import PeakMeter
+from squeezebox.memory import DiskFolder, PeakMeter
 from squeezebox.schema import OptionError, OutputError
 from squeezebox.streaming import StreamedStep
 from tests.streaming.test_exact import TOLERANCE, worst
@@ -120,3 +121,15 @@ def test_a_full_disk_and_a_missing_folder_are_said_beforehand(tmp_path, monkeypa
 def test_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(OptionError, match="give one of them"):
         StreamedStep(nn.Conv2d(2, 2, 1), nn.MSELoss(), height=4, spool=True, checkpoint=tmp_path / "step")
+
+
+def test_a_folder_in_memory_is_refused_and_true_takes_another(monkeypatch):
+    memory = Path("/dev/shm")
+    if not DiskFolder(str(memory), "").is_in_memory:
+        pytest.skip("there is no folder in memory")
+    monkeypatch.setattr(tempfile, "tempdir", str(memory))
+    model, *_ = residual()
+    step = StreamedStep(model, torch.nn.functional.cross_entropy, height=8, spool=True)
+    assert step._folder != memory
+    with pytest.raises(OptionError, match="spool='/dev/shm' is in memory itself"):
+        StreamedStep(model, torch.nn.functional.cross_entropy, height=8, spool=memory)

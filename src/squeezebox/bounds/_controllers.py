@@ -84,12 +84,12 @@ class Controller(Protocol):
 
 
 def refresh_due(step: int, interval: int) -> bool:
-    """The first 16 steps, 32, 64, ... up to ``interval``, then every ``interval``.
+    """The first 16 steps, 20, 24, 28, 32, 40, 48, ... up to ``interval``, then every ``interval``.
 
     Training moves fastest at its start.
     """
     if step < interval:
-        return step < _FIRST_STEPS or step & (step - 1) == 0
+        return step < _FIRST_STEPS or step % (1 << (step.bit_length() - 3)) == 0
     return step % interval == 0
 
 
@@ -261,16 +261,34 @@ def calibrated(state: ControllerState, ratio: float) -> ControllerState:
     stays what it was.
     """
     ratio = ratio if ratio > _FAR else math.sqrt(ratio)
+    bounds = {key: bound / math.sqrt(ratio) for key, bound in state.bounds.items()}
+    return replace(_weighed(state, ratio), bounds=bounds)
+
+
+def _weighed(state: ControllerState, ratio: float) -> ControllerState:
+    """The state with all sensitivities as many times higher."""
     return replace(
         state,
-        bounds={key: bound / math.sqrt(ratio) for key, bound in state.bounds.items()},
         sensitivities={key: ratio * cost for key, cost in state.sensitivities.items()},
         total_correction=ratio * state.total_correction,
     )
 
 
+def _believed(ratio: float, updates: int) -> float:
+    """What to make of a refresh's measured noise over the predicted one.
+
+    All of it where it is above what steps differ by, which is four (one before anything was measured); else
+    the root.
+    """
+    return ratio if ratio > (_FAR**2 if updates else 1.0) else math.sqrt(ratio)
+
+
 def _observed(state: ControllerState, statistics: StepStatistics) -> ControllerState:
-    """The state with the newest sensitivities, and corrections mixed into their running mean."""
+    """The state with the newest sensitivities, and corrections mixed into their running mean.
+
+    Where the step's own noise was measured, it says what all sensitivities are to be multiplied by; where it
+    was not, each rises at once and falls slowly.
+    """
     tables = {True: dict(state.layer_corrections), False: dict(state.corrections)}
     costs: dict[str, float] = {}
     for layer, corrections in tables.items():
@@ -280,17 +298,23 @@ def _observed(state: ControllerState, statistics: StepStatistics) -> ControllerS
         raw = propagate(statistics.nodes, layer=layer)
         for key, cost in corrected(raw, statistics.tensors, corrections, layer=layer).items():
             costs[key] = costs.get(key, 0.0) + cost
+    measured = statistics.noise
     merged = {**state.sensitivities}
     for key, cost in costs.items():
         cost *= state.total_correction
-        merged[key] = max(cost, _mix(merged.get(key), cost))  # rising at once, falling slowly
-    return replace(
+        mixed = _mix(merged.get(key), cost)
+        merged[key] = mixed if measured is not None else max(cost, mixed)
+    seen = replace(
         state,
         sensitivities=merged,
         corrections=tables[False],
         layer_corrections=tables[True],
         updates=state.updates + 1,
     )
+    expected = predicted_noise(seen, {tensor.key: tensor.bound for tensor in statistics.tensors})
+    if not measured or not expected:
+        return seen
+    return _weighed(seen, _believed(measured / expected, state.updates))
 
 
 def _is_table(value: object) -> TypeGuard[Mapping[str, float]]:

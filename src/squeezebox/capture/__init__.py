@@ -11,21 +11,18 @@ from squeezebox.capture._contracts import Choice, Listener, Policy, Trial
 from squeezebox.capture._device import DeviceBlocks
 from squeezebox.capture._entries import Row, is_plain
 from squeezebox.capture._graph import in_backward, leaves
-from squeezebox.capture._install import (
-    Installation,
-    check_supported,
-    compiled_part,
-    foreign_hooks,
-    is_innermost,
-)
+from squeezebox.capture._install import Installation, check_supported, compiled_part, is_innermost
 from squeezebox.capture._observe import Observer
+from squeezebox.capture._overwrites import Overwrite, Overwrites
 from squeezebox.capture._recorder import Recorder
 from squeezebox.capture._region import Slicer, Tracer
 from squeezebox.capture._rules import Rule
 from squeezebox.capture._statistics import Collector
 from squeezebox.capture._stopwatch import Stopwatch
 from squeezebox.capture._store import SMALL_BYTES, Store
-from squeezebox.capture._watch import Watcher, watching
+from squeezebox.capture._surroundings import foreign_hooks, refuse_transforms, why_left_alone
+from squeezebox.capture._watch import Watcher
+from squeezebox.capture._work import Work, work_of
 
 __all__ = [
     "SMALL_BYTES",
@@ -39,6 +36,8 @@ __all__ = [
     "Installation",
     "Listener",
     "Observer",
+    "Overwrite",
+    "Overwrites",
     "Policy",
     "Recorder",
     "Row",
@@ -49,6 +48,7 @@ __all__ = [
     "Tracer",
     "Trial",
     "Watcher",
+    "Work",
     "check_supported",
     "compiled_part",
     "foreign_hooks",
@@ -56,5 +56,7 @@ __all__ = [
     "is_innermost",
     "is_plain",
     "leaves",
-    "watching",
+    "refuse_transforms",
+    "why_left_alone",
+    "work_of",
 ]

@@ -24,18 +24,19 @@ class _Buffer:
 class Arena:
     """Hands out flat CPU buffers and takes them back once nothing else refers to their storage.
 
-    At most one idle buffer outlives a request, so that reuse does not raise the step's peak. A buffer
-    whose contents were decoded for the same owner and form is handed out again as it is.
+    At most one idle buffer outlives a request, so that reuse does not raise the step's peak. A buffer whose
+    contents were decoded for the same owner and form is handed out again as it is.
     """
 
     def __init__(self) -> None:
         self._buffers: list[_Buffer] = []
 
     def find(self, owner: object, form: str) -> torch.Tensor | None:
-        """The bytes already decoded for ``owner``, if a buffer still holds them."""
-        for buffer in self._buffers:
-            if buffer.owner() is owner and buffer.form == form:
-                return buffer.data
+        """The bytes already decoded for ``owner``, if a buffer still holds them; others that are idle go."""
+        for found in self._buffers:
+            if found.owner() is owner and found.form == form:
+                self._buffers = [each for each in self._buffers if each is found or not each.is_idle()]
+                return found.data
         return None
 
     def take(self, nbytes: int, owner: object, form: str) -> torch.Tensor:

@@ -190,3 +190,8 @@ class DeviceBlocks:
                 f"{self.use.lost} blocks of saved tensors found no room: the step needed {self.use.nbytes} "
                 "bytes, far more than the one before it. Its gradients hold NaN. Load your last checkpoint."
             )
+
+
+def table_bytes(packed: codecs.Packed) -> int:
+    """What lies beside an arena's words and their overflow."""
+    return sum(part.nbytes for part in packed.payload[2:])

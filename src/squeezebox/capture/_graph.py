@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ def sequence_number() -> int:
 
 def new_nodes(outputs: Any, since: int) -> Iterator[Node]:
     """The nodes behind ``outputs`` that were made at or after sequence number ``since``."""
-    stack = [tensor.grad_fn for tensor in _tensors(outputs)]
+    stack = [tensor.grad_fn for tensor in tensors_of(outputs)]
     seen: set[int] = set()
     while stack:
         node = stack.pop()
@@ -44,6 +44,12 @@ def is_leaf_node(node: Node) -> bool:
     return node_number(node) >= _LEAF_SEQUENCE
 
 
+def leaf_of(node: Node) -> torch.Tensor:
+    """The tensor into whose gradient a leaf's node accumulates."""
+    leaf: torch.Tensor = node.variable  # type: ignore[attr-defined]
+    return leaf
+
+
 def is_custom(node: Node) -> bool:
     """Whether the node is a torch.autograd.Function of somebody's own."""
     return isinstance(node, torch.autograd.function.BackwardCFunction)
@@ -59,7 +65,7 @@ def leaves(output: torch.Tensor) -> Iterator[torch.Tensor]:
             continue
         seen.add(node)
         if is_leaf_node(node):
-            yield node.variable  # type: ignore[attr-defined]
+            yield leaf_of(node)
         stack.extend(following for following, _ in node.next_functions)
 
 
@@ -73,16 +79,22 @@ def saved_attributes(node: Node) -> tuple[str, ...]:
     return _SAVED[kind]
 
 
+def per_dim(sizes: Sequence[int], dims: int) -> tuple[int, ...]:
+    """One size for each of the dims that a window slides over; torch accepts a single one for all."""
+    return tuple(sizes) * dims if len(sizes) == 1 else tuple(sizes)
+
+
 def in_backward() -> bool:
     """Whether this thread is running a backward pass (a checkpoint's recomputation, say)."""
     return int(torch._C._current_graph_task_id()) != -1
 
 
-def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
+def tensors_of(outputs: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in what an operator returned."""
     if isinstance(outputs, torch.Tensor):
         yield outputs
     elif isinstance(outputs, (tuple, list)):
         for output in outputs:
-            yield from _tensors(output)
+            yield from tensors_of(output)
     elif isinstance(outputs, dict):
-        yield from _tensors(list(outputs.values()))
+        yield from tensors_of(list(outputs.values()))

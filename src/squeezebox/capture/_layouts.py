@@ -21,6 +21,24 @@ def flattened(tensor: torch.Tensor, numel: int) -> torch.Tensor:
     return flat.set_(tensor.untyped_storage(), 0, (numel,), (1,))
 
 
+def has_nan(flat: torch.Tensor) -> bool:
+    """Whether any element is NaN, found without memory for as many flags."""
+    return flat.numel() > 0 and bool(flat.aminmax()[0].isnan())
+
+
+def why_no_interval(flat: torch.Tensor, lower: float, upper: float) -> str:
+    """Why one bit an element would not tell what hardtanh's backward sees; '' where it does."""
+    if not lower < upper:
+        return f"nothing lies between its limits {lower:g} and {upper:g}"
+    own = torch.tensor((lower, upper), dtype=torch.float32).to(flat.dtype).tolist()
+    wide = torch.tensor((lower, upper), dtype=torch.float32).tolist()
+    if flat.dtype.itemsize < 4 and own != wide:
+        return f"its limits {lower:g} and {upper:g} are compared in float32 and are none of {flat.dtype}"
+    if not flat.is_cuda and has_nan(flat):
+        return "it has NaN among its values, whose gradient some of torch's loops stop and others let pass"
+    return ""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
     """What a bound is in units of: one positive ``factor`` for ``inner`` neighbours in memory, in turn."""

@@ -10,10 +10,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from squeezebox.capture._contracts import Choice
 from squeezebox.capture._entries import Entry, Handle
-from squeezebox.capture._install import Installation
+from squeezebox.capture._packer import Packer
 from squeezebox.capture._recorder import Recorder
 from squeezebox.capture._rules import Rule
 from squeezebox.capture._store import Store
+from squeezebox.memory import parts_of
 
 
 class _KeepAll:
@@ -27,37 +28,45 @@ class _KeepAll:
 class _Ledger(Store):
     """A store that holds every tensor itself, as plain PyTorch does, and still knows storages and roles."""
 
+    def __init__(self) -> None:
+        super().__init__(_KeepAll(), _Keeper)
+
     def leave(self, handle: Handle, *, borrowed: bool) -> None:
         """As a store's, fake tensors included."""
         if handle.tensor is not None:
-            storage = handle.tensor.untyped_storage()
-            (self.borrowed if borrowed else self.small)[storage._cdata] = storage.nbytes()
+            for part in parts_of(handle.tensor):
+                storage = part.untyped_storage()
+                (self.borrowed if borrowed else self.small)[storage._cdata] = storage.nbytes()
             handle.tensor = handle.tensor.detach()
 
-    def _pack(self, entry: Entry, handle: Handle, rule: Rule, options: Mapping[str, Any]) -> str:
-        if handle.tensor is None or entry.kept is not None:
-            return "keep"
-        return self._keep(entry, handle.tensor)
+
+class _Keeper(Packer):
+    """Holds every tensor itself."""
+
+    def pack(self, entry: Entry, handle: Handle, rule: Rule, options: Mapping[str, Any]) -> str:
+        """Whatever the rule says."""
+        return "keep" if handle.tensor is None or entry.kept is not None else self.keep(entry, handle.tensor)
 
 
 class Observer(Recorder):
-    """A context around a model's forward that only looks. For a copy of a model: its hooks stay.
+    """A context around a model's forward that only looks.
 
     Storages, owners and roles are told as in a session, so :meth:`saved_bytes` is what a report would
     call saved. Fake tensors count as plain ones: their storages have sizes and identities too.
     """
 
     def __init__(self, model: torch.nn.Module, inputs: Iterable[torch.Tensor]) -> None:
-        super().__init__(_Ledger(_KeepAll()))
-        Installation(model, self, lambda _: None, lambda _: None)
+        super().__init__(_Ledger(), model)
         self.start_step()
         self.own([*model.parameters(), *model.buffers(), *inputs])
 
-    def own(self, tensors: Iterable[torch.Tensor]) -> None:
+    def own(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """As a recorder's, fake tensors included."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
+        owned = list(tensors)
+        for part in (part for tensor in owned for part in parts_of(tensor)):
+            storage = part.untyped_storage()
             self._owned[storage._cdata] = StorageWeakRef(storage)
+        return owned
 
     def saved_bytes(self) -> dict[str, int]:
         """Bytes by role, each storage once, in the role of its first reader; largest first."""

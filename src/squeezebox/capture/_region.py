@@ -38,8 +38,8 @@ _CHAINED = frozenset({functional.batch_norm, *_CONVOLUTIONS, *_POOLINGS, *_POINT
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
-class Forward(Protocol):
-    """What is asked of the recorder around the running forward."""
+class Running(Protocol):
+    """What a tracer asks of what runs around a forward."""
 
     @property
     def module(self) -> str:
@@ -48,6 +48,10 @@ class Forward(Protocol):
     @property
     def catches(self) -> bool:
         """Whether what is saved now is saved by a plain operator and comes to this recorder."""
+
+
+class Forward(Running, Protocol):
+    """What is asked of the recorder around the running forward."""
 
     def replay(self, call: Deferred, x: torch.Tensor) -> torch.Tensor:
         """Make a deferred call as if it were made now."""
@@ -88,7 +92,8 @@ class Slicer:
         """What to call instead of ``func``."""
         if self._is_next(func, args, kwargs):
             pending = self._pending or Pending(args[0], args[0], self._forward.replay)
-            if pending.add(_deferred(func, args, kwargs, self._forward.module)):
+            call = _deferred(func, args, kwargs, self._forward.module)
+            if pending.add(call, is_pointwise=func in _POINTWISE):
                 self._pending = pending
                 return self._answer(pending), (), {}
         if StandIn in types and func not in METADATA:
@@ -115,7 +120,7 @@ class Slicer:
             self._forward.skip(self.region.keys)
             slices = min(self.region.slices, len(pending.source))
             self.note = f"{self.region} were worked in {slices} slices of the batch"
-            chain, tensors = _chain(pending.calls)
+            chain, tensors = chain_of(pending.calls)
             return functools.partial(Sliced.apply, chain, slices, pending.source, *tensors)
         stand_in = self._last() if self._last is not None and pending.calls[-1].in_place else None
         if stand_in is None:
@@ -139,17 +144,21 @@ class Traced:
 class Tracer:
     """Watches one forward for a chain of calls that could be a region: the next one alone reads each result.
 
-    Looks only; tensors are told by weak references.
+    Looks only; tensors are told by weak references. One that is ``holding`` also keeps the calls themselves,
+    and what the first one reads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, holding: bool = False) -> None:
         self.keys: list[str] = []  # of the running call
+        self.deferred: list[Deferred] = []
+        self.sources: list[torch.Tensor] = []
+        self._holding = holding
         self._calls: list[Traced] = []
         self._results: list[weakref.ref[torch.Tensor]] = []
         self._batch = 0
         self._limit = sys.maxsize  # calls after which somebody else reads the result
 
-    def saw(self, func: Any, args: Any, kwargs: Any, out: Any, forward: Forward) -> None:
+    def saw(self, func: Any, args: Any, kwargs: Any, out: Any, forward: Running) -> None:
         """A call has returned."""
         keys, self.keys = tuple(self.keys), []
         if func in METADATA:
@@ -160,6 +169,9 @@ class Tracer:
             self._calls.append(Traced(func.__name__, forward.module, out.nbytes, keys, func in _POOLINGS))
             self._results.append(weakref.ref(out))
             self._batch = len(out)
+            if self._holding:
+                self.sources = self.sources or [args[0]]
+                self.deferred.append(_deferred(func, args, kwargs, forward.module))
         elif read:
             self._limit = min(self._limit, *read)
 
@@ -179,7 +191,7 @@ class Tracer:
         ]
 
     def _extends(
-        self, func: Any, args: Any, kwargs: Any, out: Any, read: list[int], forward: Forward
+        self, func: Any, args: Any, kwargs: Any, out: Any, read: list[int], forward: Running
     ) -> bool:
         if func not in _CHAINED or not isinstance(out, torch.Tensor) or not forward.catches:
             return False
@@ -222,7 +234,7 @@ def _deferred(func: Any, args: Any, kwargs: Any, module: str) -> Deferred:
     return Deferred(func, (), keywords, module)
 
 
-def _chain(calls: Iterable[Deferred]) -> tuple[list[Operator | BatchNorm], list[torch.Tensor]]:
+def chain_of(calls: Iterable[Deferred]) -> tuple[list[Operator | BatchNorm], list[torch.Tensor]]:
     """The calls without their tensors, and the tensors."""
     tensors: list[torch.Tensor] = []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,6 +16,8 @@ class Rule:
     ``codec`` names the exact codec that serves the operator's reading (None: the policy chooses by
     ``reads``). ``dense`` says that zeros carry no meaning and no backward reads the sign, so a
     predictor pays. ``scaled`` says that the bound is in units of each channel's or row's standard deviation.
+    ``nan`` says that backward, reading a sign, takes NaN for positive.
+    ``logits`` measures how wide the logits are that an attention makes of the tensor.
     """
 
     role: Role
@@ -23,6 +25,13 @@ class Rule:
     codec: str | None = None
     dense: bool = False
     scaled: bool = False
+    logits: Callable[[], float] | None = None
+    nan: bool = True
+
+    @property
+    def flag(self) -> str:
+        """The form that holds one bit an element for this reading of the sign."""
+        return "sign" if self.nan else "positive"
 
 
 def _values(role: Role, *, dense: bool = False) -> Rule:
@@ -32,6 +41,7 @@ def _values(role: Role, *, dense: bool = False) -> Rule:
 _POOL_INPUT = Rule(role=Role.POOL_INPUT, reads=Reads.SHAPE)
 _POOL_INDEX = Rule(role=Role.POOL_INDEX, reads=Reads.EXACT, codec="narrow")
 _SIGN = Rule(role=Role.RELU_OUTPUT, reads=Reads.SIGN)
+_POSITIVE = Rule(role=Role.RELU_OUTPUT, reads=Reads.SIGN, nan=False)
 _INTERVAL = Rule(role=Role.ACTIVATION, reads=Reads.EXACT, codec="interval")
 _ACTIVATION = _values(Role.ACTIVATION, dense=True)
 _BATCH_NORM = _values(Role.BATCH_NORM_INPUT, dense=True)
@@ -52,8 +62,8 @@ _RULES: Mapping[tuple[str, str], Rule] = {
     ("NativeGroupNormBackward", "input"): _NORM,
     ("FusedRmsNormBackward", "input"): _NORM,
     ("ReluBackward", "result"): _SIGN,
-    ("LeakyReluBackward", "self"): _SIGN,
-    ("LeakyReluBackward", "result"): _SIGN,
+    ("LeakyReluBackward", "self"): _POSITIVE,
+    ("LeakyReluBackward", "result"): _POSITIVE,
     ("HardtanhBackward", "self"): _INTERVAL,
     ("HardtanhBackward", "result"): _INTERVAL,
     ("SiluBackward", "self"): _ACTIVATION,
@@ -61,6 +71,8 @@ _RULES: Mapping[tuple[str, str], Rule] = {
     ("HardswishBackward", "self"): Rule(role=Role.ACTIVATION, reads=Reads.EXACT),
     ("SigmoidBackward", "result"): _ACTIVATION,
     ("TanhBackward", "result"): _ACTIVATION,
+    ("MkldnnRnnLayerBackward", "input"): _ACTIVATION,
+    ("MkldnnRnnLayerBackward", "result0"): _ACTIVATION,
     ("MulBackward", "self"): _values(Role.PRODUCT),
     ("MulBackward", "other"): _values(Role.PRODUCT),
     ("SoftmaxBackward", "result"): Rule(role=Role.SOFTMAX, reads=Reads.EXACT),
@@ -108,14 +120,15 @@ def rule_for(operator: str, attribute: str, function: str, *, kind: str) -> Rule
         operator: from :func:`operator_name`.
         attribute: the name behind ``_saved_``.
         function: name of the torch function the user's code called (dropout is a product otherwise).
-        kind: ``"float"``, ``"bool"`` or ``"integer"``: the saved tensor's dtype class.
+        kind: ``"float"``, ``"bool"``, ``"integer"``: the saved tensor's dtype class; ``"other"``: one that
+            no codec packs, such as a complex one.
     """
     if function in _DROPOUT_FUNCTIONS and operator == "MulBackward" and attribute == "other":
         return _DROPOUT
     rule = _RULES.get((operator, attribute))
     if rule is not None and (kind == "float" or rule.codec in ("pool-index", "narrow", "mask")):
         return rule
-    if kind == "float":
+    if kind in ("float", "other"):
         return OTHER
     return _BOOLEAN if kind == "bool" else _INTEGER
 

@@ -66,8 +66,15 @@ class Pending:
     done: bool = False
     read: bool = False  # somebody needed a stand-in's values
 
-    def add(self, call: Deferred) -> bool:
-        """Put the call off, unless it would fail."""
+    def add(self, call: Deferred, *, is_pointwise: bool = False) -> bool:
+        """Put the call off, unless it would fail.
+
+        Of what keeps the shape, torch is not asked for it: for some, it would load its compiler first.
+        """
+        normalises = call.function is functional.batch_norm and _normalises(self.like, call.keywords)
+        if is_pointwise or normalises:
+            self.calls.append(call)
+            return True
         arguments, keywords = tree_map_only(torch.Tensor, _shape, (call.arguments, call.keywords))
         try:
             with torch.no_grad():
@@ -155,6 +162,13 @@ _UNSEEN = (
     "in slices (a torch.autograd.Function or a full backward hook, say, that was not there when the plan was "
     "made), and its gradient would be lost. Make a new plan with squeezebox.plan(), now that it is there."
 )
+
+
+def _normalises(x: torch.Tensor, keywords: dict[str, Any]) -> bool:
+    """Whether a batch normalisation can be made of it."""
+    known = (keywords[name] for name in ("weight", "bias", "running_mean", "running_var"))
+    fit = all(each is None or each.numel() == x.shape[1] for each in known)
+    return fit and x.dim() > 1 and x.numel() > x.shape[1]
 
 
 def evaluated(values: Any) -> Any:

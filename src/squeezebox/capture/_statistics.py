@@ -10,11 +10,20 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
+from squeezebox import codecs
 from squeezebox.bounds import gradient_energy, law, propagate
 from squeezebox.capture._entries import Entry, Handle
-from squeezebox.capture._graph import is_leaf_node, node_number
+from squeezebox.capture._graph import is_leaf_node, leaf_of, node_number, per_dim
 from squeezebox.capture._rules import Rule, operator_name
 from squeezebox.capture._store import Store
+from squeezebox.capture._total import (
+    Gradients,
+    Target,
+    TotalError,
+    differences,
+    energy_of,
+    repeat,
+)
 from squeezebox.schema import (
     Check,
     Edge,
@@ -27,7 +36,6 @@ from squeezebox.schema import (
 )
 
 Readers = list[tuple[tuple[str, Handle], Rule]]
-Gradients = tuple[torch.Tensor | None, ...]
 
 # Operators whose weight gradient is linear in a saved input: that input's attribute, the weight's edge.
 _WEIGHTED = {
@@ -46,7 +54,7 @@ class _Watched:
     number: int
     operator: str
     module: str
-    targets: list[tuple[int | None, int, bool]]  # node number, its input, whether it is a leaf
+    targets: list[Target]
     lossy: list[tuple[str, Handle, Rule]]  # saved tensors of which backward reads the values
     moments: dict[str, tuple[float, float, float]]  # attribute -> nonzero fraction, mean square, mean
     repeatable: bool
@@ -78,6 +86,7 @@ class Collector:
         self.counts = {True: 0, False: 0}  # lossy tensors of weighted layers, and of other operators
         self.floor_bytes = 0
         self.interrupted = False  # a backward began and has not ended
+        self.total = TotalError(store)
         self._store = store
         self._parameter_names = parameter_names
         self._checked = checked
@@ -105,10 +114,11 @@ class Collector:
             moments={name: _moments(handle.tensor) for name, handle, _ in lossy if handle.tensor is not None},
             repeatable=repeatable,
         )
+        self.total.expect(watched.targets)
         self._saved_bytes[watched.number] = sum(
             handle.nbytes for (_, handle), rule in readers if handle.form == "pending" and rule.reads
         )
-        if operator in _WEIGHTED:
+        if operator in _WEIGHTED and lossy:  # of others what they saved would have to be made again
             watched.fan = _fan(node, operator)
             watched.parameter = self._parameter_name(node.next_functions[_WEIGHTED[operator][1]][0])
         for _, handle, rule in lossy:
@@ -121,7 +131,7 @@ class Collector:
                 self.interrupted = True
                 torch.autograd.Variable._execution_engine.queue_callback(self._ended)
             with torch.no_grad():
-                self._after(watched, running, grad_inputs, grad_outputs)
+                self._weigh(watched, running, grad_inputs, grad_outputs)
 
         self._hooks.append(node.register_hook(hook))
 
@@ -153,6 +163,7 @@ class Collector:
             nodes=tuple(self.nodes),
             tensors=tuple(self.tensors.values()),
             mean_abs_momentum=mean_abs_momentum,
+            noise=self.total.noise,
             checks=(*self.checks, *self._traces()),
         )
 
@@ -180,6 +191,7 @@ class Collector:
             hook.remove()
         self._hooks.clear()
         self._noise.clear()
+        self.total.close()
 
     def _choose(self, handle: Handle, weighted: bool) -> None:
         if handle.tensor is not None and self._checked(weighted, self.counts[weighted]):
@@ -196,15 +208,25 @@ class Collector:
             node = node.next_functions[0][0] if node.next_functions else None
         return ""
 
+    def _weigh(self, watched: _Watched, node: Any, grad_inputs: Gradients, grad_outputs: Gradients) -> None:
+        """Take the node's statistics; what it saved is held exactly from now on where there are none."""
+        try:
+            self._after(watched, node, grad_inputs, grad_outputs)
+        except ArithmeticError as error:
+            self.total.fail()
+            for _, handle, _ in watched.lossy:
+                if handle.entry is not None:
+                    self._store.unweighed[handle.entry.row.key] = f"its error cannot be weighed: {error}"
+
     def _after(self, watched: _Watched, node: Any, grad_inputs: Gradients, grad_outputs: Gradients) -> None:
         """The node's backward has run, and what it saved is still there."""
-        out_energy = sum(_energy(gradient) for gradient in grad_outputs)
+        out_energy = sum(energy_of(gradient) for gradient in grad_outputs)
         edges = tuple(
             _edge(watched, number, gradient, out_energy) for number, gradient in enumerate(grad_inputs)
         )
         injections: list[Injection] = []
         for name, handle, rule in watched.lossy:
-            if handle.entry is None or name not in watched.moments:
+            if handle.entry is None or handle.entry.row.exact or name not in watched.moments:
                 continue
             self._note_tensor(watched, name, handle, rule, grad_outputs)
             if rule.role in _WEIGHTED_ROLES:
@@ -216,6 +238,15 @@ class Collector:
                 if handle.exact is not None:
                     self._trace(watched, node, handle, grad_inputs, grad_outputs)
         self._pass_noise(watched, node, len(grad_outputs))
+        self.total.pass_on(
+            watched.number,
+            node,
+            watched.targets,
+            [handle for _, handle, _ in watched.lossy],
+            grad_inputs,
+            grad_outputs,
+            repeatable=watched.repeatable,
+        )
         self.nodes.append(
             NodeStatistics(
                 number=watched.number,
@@ -240,16 +271,16 @@ class Collector:
         exact, handle.exact = handle.exact, None
         if exact is None or handle.entry is None or handle.form != "values":
             return
-        expected = law.linear(watched.moments[attribute][0], watched.fan, _energy(grad_outputs[0]))
-        gradient = _repeat(node, grad_outputs, handle, exact)[edge]
-        energy, lossy = _energy(gradient), grad_inputs[edge]
+        expected = law.linear(watched.moments[attribute][0], watched.fan, energy_of(grad_outputs[0]))
+        gradient = repeat(node, grad_outputs, {handle: exact})[edge]
+        energy, lossy = energy_of(gradient), grad_inputs[edge]
         if gradient is not None and lossy is not None and energy > 0.0:
             self.checks.append(
                 Check(
                     key=handle.entry.row.key,
                     step=self._step,
                     layer=True,
-                    measured=_energy(gradient.sub_(lossy)) / energy,
+                    measured=energy_of(gradient.sub_(lossy)) / energy,
                     predicted=handle.entry.row.bound**2 * expected / energy,
                 )
             )
@@ -268,9 +299,9 @@ class Collector:
             scale.multiply(perturbed)
         perturbed.add_(decoded)
         del decoded
-        errors = _differences(_repeat(node, grad_outputs, handle, perturbed), grad_inputs)
+        errors = differences(repeat(node, grad_outputs, {handle: perturbed}), grad_inputs)
         return [
-            Injection(key=row.key, edge=edge, energy=_energy(error) / row.bound**2)
+            Injection(key=row.key, edge=edge, energy=energy_of(error) / row.bound**2)
             for edge, error in enumerate(errors)
             if error is not None
         ]
@@ -289,7 +320,7 @@ class Collector:
         row = handle.entry.row
         self._traced_bounds[row.key] = row.bound
         self._traced_from.add((row.key, watched.number))
-        self._send(watched, row.key, _differences(_repeat(node, grad_outputs, handle, exact), grad_inputs))
+        self._send(watched, row.key, differences(repeat(node, grad_outputs, {handle: exact}), grad_inputs))
 
     def _pass_noise(self, watched: _Watched, node: Any, count: int) -> None:
         """Carry traced errors through this node: its backward is linear in the gradient."""
@@ -298,14 +329,14 @@ class Collector:
             return
         for key in dict.fromkeys(key for key, _ in arrived):
             errors = tuple(arrived.pop((key, number), None) for number in range(count))
-            self._send(watched, key, _repeat(node, errors))
+            self._send(watched, key, repeat(node, errors))
 
     def _send(self, watched: _Watched, key: str, errors: Gradients) -> None:
         for (target, index, leaf), error in zip(watched.targets, errors, strict=False):
             if error is None:
                 continue
             if leaf:
-                self._traced[key] = self._traced.get(key, 0.0) + _energy(error)
+                self._traced[key] = self._traced.get(key, 0.0) + energy_of(error)
             elif target is not None:
                 there = self._noise.setdefault(target, {})
                 known = there.get((key, index))
@@ -324,16 +355,17 @@ class Collector:
             numel=handle.entry.numel,
             nonzero=nonzero,
             rms=_rms_in_unit(handle.entry, nonzero, mean_square, mean),
-            mean_abs_loss=0.0 if gradient is None else _mean_abs(gradient),
+            mean_abs_loss=0.0 if gradient is None else codecs.mean_abs(gradient),
             batch=0 if gradient is None else gradient.shape[0],
             positions=0 if gradient is None else gradient[0, 0].numel(),
             parameter=watched.parameter,
+            bound=handle.entry.row.bound,
         )
 
 
 def _edge(watched: _Watched, number: int, gradient: torch.Tensor | None, out_energy: float) -> Edge:
     target, _, leaf = watched.targets[number]
-    energy = _energy(gradient)
+    energy = energy_of(gradient)
     if watched.operator in _WEIGHTED and number == _WEIGHTED[watched.operator][1]:
         attribute = _WEIGHTED[watched.operator][0]
         mean_square = watched.moments.get(attribute, (0.0, 0.0, 0.0))[1]
@@ -348,22 +380,17 @@ def _fan(node: Any, operator: str) -> float:
         saved = getattr(node, f"_saved_{attribute}")
         return float(saved.shape[-1]) if saved is not None else 0.0  # of a frozen weight
     weight = node._saved_weight
-    kernel, stride = weight.shape[2:], node._saved_stride
+    kernel = weight.shape[2:]
+    windows = (node._saved_stride, node._saved_padding, node._saved_dilation)
     size_in = tuple(node._saved_input.shape[2:])
     size_out = tuple(node._input_metadata[0].shape[2:])
     fan = float(weight.shape[1])
     if node._saved_transposed:  # a convolution from the output's grid to the input's
         fan = float(weight.shape[0]) / node._saved_groups * math.prod(size_in) / math.prod(size_out)
         size_in, size_out = size_out, size_in
-    for dim, taps in enumerate(kernel):
-        fan *= taps * law.valid_fraction(
-            size_in[dim],
-            size_out[dim],
-            taps,
-            stride[dim],
-            node._saved_padding[dim],
-            node._saved_dilation[dim],
-        )
+    sizes = (size_in, size_out, kernel, *(per_dim(each, len(kernel)) for each in windows))
+    for here in zip(*sizes, strict=True):
+        fan *= here[2] * law.valid_fraction(*here)
     return fan
 
 
@@ -388,53 +415,15 @@ def _metadata_bytes(metadata: Any) -> int:
     return int(torch.Size(metadata.shape).numel()) * int(metadata.dtype.itemsize)
 
 
-def _target(node: Node | None, index: int) -> tuple[int | None, int, bool]:
+def _target(node: Node | None, index: int) -> Target:
     if node is None:
         return None, 0, False
-    return (None, 0, True) if is_leaf_node(node) else (node_number(node), index, False)
-
-
-def _repeat(
-    node: Any, gradients: Gradients, handle: Handle | None = None, tensor: torch.Tensor | None = None
-) -> Gradients:
-    """The node's backward once more, reading ``tensor`` in the place of what ``handle`` holds."""
-    if handle is not None:
-        handle.override = tensor
-    try:
-        result = node(*gradients)
-    finally:
-        if handle is not None:
-            handle.override = None
-    results = result if isinstance(result, tuple) else (result,)
-    return tuple(_summed(each, *to) for each, to in zip(results, node.next_functions, strict=False))
-
-
-def _summed(gradient: torch.Tensor | None, target: Any, number: int) -> torch.Tensor | None:
-    """What the engine makes of a gradient on its way: summed over the dims that the operator broadcast."""
-    if gradient is None or target is None:
-        return gradient
-    metadata = target._input_metadata[number]
-    shape = tuple(metadata.shape)
-    return (gradient if gradient.shape == shape else gradient.sum_to_size(shape)).to(metadata.dtype)
-
-
-def _differences(perturbed: Gradients, base: Gradients) -> Gradients:
-    return tuple(
-        None if one is None or other is None else one - other
-        for one, other in zip(perturbed, base, strict=True)
-    )
+    return (None, id(leaf_of(node)), True) if is_leaf_node(node) else (node_number(node), index, False)
 
 
 def _moments(tensor: torch.Tensor) -> tuple[float, float, float]:
     count = max(tensor.numel(), 1)
-    mean = float(tensor.sum(dtype=_accumulator(tensor))) / count
-    return int(torch.count_nonzero(tensor)) / count, _energy(tensor) / count, mean
-
-
-def _energy(tensor: torch.Tensor | None) -> float:
-    if tensor is None or not tensor.is_floating_point():
-        return 0.0
-    return float(torch.linalg.vector_norm(tensor, dtype=_accumulator(tensor))) ** 2
+    return int(torch.count_nonzero(tensor)) / count, codecs.energy(tensor) / count, codecs.mean(tensor)
 
 
 def _rms_in_unit(entry: Entry, nonzero: float, mean_square: float, mean: float) -> float:
@@ -444,11 +433,3 @@ def _rms_in_unit(entry: Entry, nonzero: float, mean_square: float, mean: float) 
     if entry.row.dense:
         return math.sqrt(max(mean_square - mean**2, 0.0))
     return (mean_square / nonzero) ** 0.5 if nonzero > 0.0 else 0.0
-
-
-def _mean_abs(tensor: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, ord=1, dtype=_accumulator(tensor))) / max(tensor.numel(), 1)
-
-
-def _accumulator(tensor: torch.Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

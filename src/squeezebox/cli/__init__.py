@@ -7,6 +7,7 @@ May touch: everything below it; the only room that prints and touches environmen
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -27,5 +28,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(args=None if arguments is None else list(arguments), prog_name="squeezebox")
     except SqueezeboxError as error:
-        print(f"squeezebox: {error}", file=sys.stderr)
+        print(f"squeezebox: {_as_options(str(error))}", file=sys.stderr)
         sys.exit(2 if isinstance(error, OptionError) else 1)
+
+
+# What the functions of Python call what these options give; the commands' names for them.
+_OPTIONS = {
+    "sample=(inputs, target)": "--sample module:callable",
+    "sample=": "--sample",
+    "loss_fn=": "--loss",
+    "input_shape=": "--input",
+    "input_dtype=": "--input-dtype",
+    "memory=, such as '8GiB'": "--memory 8GiB",
+    "squeezebox.max_batch(budget=...)": "squeezebox max-batch --budget ...",
+}
+
+
+def _as_options(message: str) -> str:
+    """An error of the functions below in the words of the command line."""
+    for argument, option in _OPTIONS.items():
+        message = re.sub(rf"(?<![\w-]){re.escape(argument)}", option, message)
+    return message

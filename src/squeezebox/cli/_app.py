@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,7 @@ from typing import Annotated
 import typer
 
 import squeezebox
+from squeezebox.cli._estimate import require_step
 from squeezebox.cli._memory import memory
 from squeezebox.cli._pipeline import pipeline
 from squeezebox.cli._progress import progress
@@ -25,6 +27,7 @@ app.add_typer(memory, name="memory")
 
 Factory = Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Returns the model when called.")]
 Input = Annotated[str | None, typer.Option(help="One sample's shape (default: 3x224x224).")]
+InputDtype = Annotated[str | None, typer.Option(help="Of the input, such as int64 for tokens.")]
 Sample = Annotated[
     str | None, typer.Option(metavar="MODULE:CALLABLE", help="Returns (inputs, target), a real batch.")
 ]
@@ -59,18 +62,20 @@ def estimate(
     loss: Loss = None,
     optimizer: Optimizer = "sgd-momentum",
     dtype: Annotated[str | None, typer.Option(help="Of model and input, such as bfloat16.")] = None,
-    input_dtype: Annotated[str | None, typer.Option(help="Of the input, such as int64 for tokens.")] = None,
+    input_dtype: InputDtype = None,
     as_json: Json = False,
 ) -> None:
     """Say what a training step would hold, without training and without using the memory.
 
     MODULE is looked for in the current directory first.
     """
-    from squeezebox.cli._estimate import load_factory, load_loss, parse_shape
+    from squeezebox.cli._estimate import call_factory, load_factory, load_loss, parse_shape
 
+    require_step(input, batch)
     with progress("estimating"):
+        made = load_factory(factory)
         result = squeezebox.estimate(
-            load_factory(factory),
+            functools.wraps(made)(lambda: call_factory(factory, made)),
             input_shape=None if input is None else parse_shape(input),
             batch=batch,
             sample=None if sample is None else load_factory(sample),
@@ -90,6 +95,7 @@ def plan(
     sample: Sample = None,
     loss: Loss = None,
     optimizer: Optimizer = "sgd-momentum",
+    input_dtype: InputDtype = None,
     budget: Annotated[
         str | None, typer.Option(help="Peak of the step: 2GiB, or 50% of the plain one's (default: least).")
     ] = None,
@@ -98,6 +104,9 @@ def plan(
     offload: Annotated[
         bool, typer.Option("--offload/--no-offload", help="Whether tensors may be moved to a file.")
     ] = True,
+    offload_folder: Annotated[
+        Path | None, typer.Option(help="Where that file is made: a folder on a disk.")
+    ] = None,
     recompute: Annotated[
         bool, typer.Option("--recompute/--no-recompute", help="Whether tensors may be made again.")
     ] = True,
@@ -120,15 +129,20 @@ def plan(
     Runs a few steps. Without a sample the inputs are random, which tells bytes and seconds, and noise only
     roughly.
     """
+    require_step(input, batch)
+    if offload_folder is not None and not offload:
+        raise squeezebox.OptionError(
+            "--no-offload moves nothing, so --offload-folder is for nothing; give one of them."
+        )
     from squeezebox.cli._plan import Step, make
 
     earlier = None if diff is None else squeezebox.load_plan(diff)
     result = make(
-        Step(factory, input, batch, sample, loss, optimizer),
+        Step(factory, input, batch, sample, loss, optimizer, input_dtype=input_dtype),
         budget=budget,
         noise=noise,
         exact=exact,
-        offload=offload,
+        offload=offload if offload_folder is None else str(offload_folder),
         recompute=recompute,
         time_limit=time_limit,
         arena=arena,
@@ -151,6 +165,7 @@ def max_batch(
     sample: Sample = None,
     loss: Loss = None,
     optimizer: Optimizer = "sgd-momentum",
+    input_dtype: InputDtype = None,
     noise: Noise = None,
     exact: Exact = False,
     as_json: Json = False,
@@ -159,10 +174,11 @@ def max_batch(
 
     Runs a few steps at two batches and at the answer.
     """
+    require_step(input, batch)
     from squeezebox.cli._plan import Step, largest_batch
 
     result = largest_batch(
-        Step(factory, input, batch, sample, loss, optimizer, usual_batch=8),
+        Step(factory, input, batch, sample, loss, optimizer, usual_batch=8, input_dtype=input_dtype),
         budget=budget,
         noise=noise,
         exact=exact,
@@ -185,6 +201,7 @@ def find_batch(
     sample: Sample = None,
     loss: Loss = None,
     optimizer: Optimizer = "sgd-momentum",
+    input_dtype: InputDtype = None,
     noise: Noise = None,
     exact: Exact = False,
     out: Annotated[Path | None, typer.Option(help="Where its plan goes (default: nowhere).")] = None,
@@ -194,10 +211,11 @@ def find_batch(
 
     Runs a few plain steps of two batches that fit, and one of the answer under its plan.
     """
+    require_step(input, batch)
     from squeezebox.cli._plan import Step, found_batch
 
     result = found_batch(
-        Step(factory, input, batch, sample, loss, optimizer, usual_batch=8),
+        Step(factory, input, batch, sample, loss, optimizer, usual_batch=8, input_dtype=input_dtype),
         memory=memory,
         reserve=reserve,
         effective=effective,

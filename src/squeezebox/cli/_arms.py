@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ class Arm:
         self.step(images, labels)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         peak = meter.stop([*gradients, *self._state()])
-        return Peak(total_bytes=before + peak.total_bytes, activation_bytes=peak.activation_bytes)
+        return replace(peak, total_bytes=before + peak.total_bytes)
 
     def peak(self, images: torch.Tensor, labels: torch.Tensor, *, refresh: bool) -> Peak:
         """:meth:`measured_step`, with the bounds refreshed in it or not."""

@@ -6,10 +6,11 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from squeezebox.schema import OptionError
+from squeezebox.schema import OptionError, SqueezeboxError
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +25,12 @@ def load_factory(name: str, *, arguments: int = 0) -> Callable[..., Any]:
         OptionError: the name has no colon, the module or attribute is missing, or it is not callable.
     """
     module_name, colon, attribute = name.partition(":")
+    if module_name.endswith(".py"):
+        dotted = module_name.removesuffix(".py").replace(os.sep, ".").strip(".")
+        raise OptionError(
+            f"'{name}' names a file; write its module, as in {dotted}:{attribute or 'callable'}, in the "
+            "directory that holds it."
+        )
     if not (module_name and colon and attribute):
         raise OptionError(f"'{name}' names no callable; write module:callable, as in my_models:resnet.")
     module = _import(module_name)
@@ -46,6 +53,36 @@ def load_factory(name: str, *, arguments: int = 0) -> Callable[..., Any]:
             "function that needs no more."
         )
     return factory  # type: ignore[no-any-return]
+
+
+def call_factory(name: str, factory: Callable[[], Any]) -> Any:
+    """What the user's own callable returns; what it raises becomes one sentence that says where.
+
+    Raises:
+        SqueezeboxError: it raised something. Where meta tensors are the reason, that is left to the caller.
+    """
+    try:
+        return factory()
+    except Exception as error:
+        if isinstance(error, SqueezeboxError) or "meta" in str(error).lower():
+            raise
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise SqueezeboxError(
+            f"'{name}' raised {type(error).__name__}: {error} ({place.filename}, line {place.lineno}). Mend "
+            "it, or name another."
+        ) from None
+
+
+def require_step(input: str | None, batch: int | None) -> None:
+    """Look at shape and batch before anything is imported that takes long.
+
+    Raises:
+        OptionError: one is out of range.
+    """
+    if input is not None:
+        parse_shape(input)
+    if batch is not None and batch < 1:
+        raise OptionError(f"--batch {batch} is below 1: a step needs at least one sample.")
 
 
 def load_loss(name: str) -> Callable[[Any, Any], torch.Tensor]:
@@ -93,6 +130,8 @@ def _import(name: str) -> Any:
         sys.path.insert(0, here)
     try:
         return importlib.import_module(name)
+    except SyntaxError as error:
+        raise OptionError(f"'{name}' is no Python: {error}. Correct it there.") from error
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise OptionError(

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from squeezebox.cli._estimate import load_factory, load_loss, parse_shape
-from squeezebox.cli._plan import load_model, optimizer_named, stand_in
+from squeezebox.cli._estimate import load_loss, parse_shape, require_step
+from squeezebox.cli._plan import load_model, load_sample, optimizer_named, random_inputs, stand_in
 from squeezebox.cli._progress import progress
 from squeezebox.reports import parse_size, require_writable, save_pipeline_plan
 from squeezebox.schema import Link, OptionError, PipelinePlan
@@ -55,11 +55,18 @@ def make(request: Request, out: Path) -> list[PipelinePlan]:
         BudgetError: no plan fits.
         OutputError: ``out`` cannot be written; found before anything is run.
     """
+    require_step(request.input, request.batch)
+    if request.loss is not None and request.sample is None:
+        raise OptionError("--loss needs targets: also give --sample module:callable, or leave it out.")
     require_writable(out)
     torch.set_num_threads(max(request.threads, 1))
     with progress("measuring blocks") as on_progress:
         model = load_model(request.factory)
-        sample = load_factory(request.sample)() if request.sample else (_inputs(model, request), None)
+        if request.sample is None:
+            shape = (request.batch, *parse_shape(request.input))
+            sample = random_inputs(model, shape, request.input_dtype), None
+        else:
+            sample = load_sample(request.sample)
         plans = plan_pipeline(
             model,
             sample=sample,
@@ -93,20 +100,6 @@ def optimizer_of(name: str, model: nn.Module, rate: float | None) -> torch.optim
         for group in optimizer.param_groups:
             group["lr"] = rate
     return optimizer
-
-
-def _inputs(model: nn.Module, request: Request) -> torch.Tensor:
-    """Random inputs: tokens for a model that embeds them and a shape like 128, else normal numbers."""
-    if request.batch < 1:
-        raise OptionError(f"--batch {request.batch} is below 1: a batch needs at least one sample.")
-    shape = (request.batch, *parse_shape(request.input))
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    if request.input_dtype is None and embeddings and len(shape) == 2:
-        return torch.randint(0, embeddings[0].num_embeddings, shape)
-    dtype = getattr(torch, request.input_dtype or "float32", None)
-    if not isinstance(dtype, torch.dtype):
-        raise OptionError(f"--input-dtype {request.input_dtype}: torch has no such dtype; write int64, say.")
-    return torch.randn(shape).to(dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
 
 
 def _integers(text: str) -> list[int]:

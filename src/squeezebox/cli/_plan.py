@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 import squeezebox
-from squeezebox.cli._estimate import load_factory, load_loss, parse_shape
+from squeezebox.cli._estimate import call_factory, load_factory, load_loss, parse_shape, require_step
 from squeezebox.cli._progress import progress
 from squeezebox.reports import FoundBatch, MaxBatch, StepPlan, require_writable
 from squeezebox.schema import OptionError
@@ -38,6 +38,7 @@ class Step:
     loss: str | None
     optimizer: str
     usual_batch: int = 32
+    input_dtype: str | None = None
 
     def load(self) -> dict[str, Any]:
         """Model, sample, loss and optimizer by their names in squeezebox.plan()."""
@@ -45,22 +46,21 @@ class Step:
         model = load_model(self.factory)
         return {
             "model": model,
-            "sample": make_sample(),
+            "sample": make_sample(model),
             "loss_fn": stand_in if self.loss is None else load_loss(self.loss),
             "optimizer": make_optimizer(model.parameters()),
         }
 
-    def _maker(self) -> Callable[[], Any]:
-        """What makes the sample."""
+    def _maker(self) -> Callable[[torch.nn.Module], Any]:
+        """What makes the sample, for a model."""
+        require_step(self.input, self.batch)
         if self.sample is not None:
-            if (self.input, self.batch) != (None, None):
+            if (self.input, self.batch, self.input_dtype) != (None, None, None):
                 raise OptionError("--sample says --input and --batch already; give it without these.")
-            return load_factory(self.sample)
+            return lambda model: load_sample(str(self.sample))
         batch = self.usual_batch if self.batch is None else self.batch
-        if batch < 1:
-            raise OptionError(f"--batch {batch} is below 1: a step needs at least one sample.")
         shape = (batch, *parse_shape("3x224x224" if self.input is None else self.input))
-        return lambda: (torch.randn(shape), None)
+        return lambda model: (random_inputs(model, shape, self.input_dtype), None)
 
 
 def load_model(factory: str) -> torch.nn.Module:
@@ -69,13 +69,38 @@ def load_model(factory: str) -> torch.nn.Module:
     Raises:
         OptionError: there is none, or it is no module.
     """
-    model = load_factory(factory)()
+    model = call_factory(factory, load_factory(factory))
     if not isinstance(model, torch.nn.Module):
         raise OptionError(
             f"'{factory}' returned a {type(model).__name__}, not a torch.nn.Module; name a function or class "
             "that returns the model."
         )
     return model.train()
+
+
+def load_sample(name: str) -> Any:
+    """What ``module:callable`` returns.
+
+    Raises:
+        SqueezeboxError: there is none, or it fails.
+    """
+    return call_factory(name, load_factory(name))
+
+
+def random_inputs(model: torch.nn.Module, shape: tuple[int, ...], dtype: str | None) -> torch.Tensor:
+    """Random inputs: tokens for a model that embeds them, where asked for or for a shape like 128.
+
+    Raises:
+        OptionError: torch has no such dtype.
+    """
+    wanted = getattr(torch, dtype or "float32", None)
+    if not isinstance(wanted, torch.dtype):
+        raise OptionError(f"--input-dtype {dtype}: torch has no such dtype; write int64, say.")
+    embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    if embeddings and (len(shape) == 2 if dtype is None else not wanted.is_floating_point):
+        tokens = torch.randint(0, embeddings[0].num_embeddings, shape)
+        return tokens if dtype is None else tokens.to(wanted)
+    return torch.randn(shape).to(wanted) if wanted.is_floating_point else torch.zeros(shape, dtype=wanted)
 
 
 def optimizer_named(name: str) -> Callable[[Any], torch.optim.Optimizer]:

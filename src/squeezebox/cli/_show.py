@@ -37,7 +37,7 @@ def show_demo(result: Mapping[str, Any], out: Path) -> None:
     )
     if story["refresh_peak_bytes"] is not None:
         console.print(
-            "Steps that refresh the bounds (the first 16, then every 32nd) need more: "
+            "Steps that refresh the bounds (the first 16, then every 4th to 32nd) need more: "
             f"{human_bytes(squeezed['refresh_peak_bytes'])} at batch {story['plain_batch']}, "
             f"{human_bytes(story['refresh_peak_bytes'])} at batch {story['squeezed_batch']}."
         )

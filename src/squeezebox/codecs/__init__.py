@@ -5,9 +5,25 @@ May touch: squeezebox.schema, torch, numpy; numba and Blosc2 on first use; a few
 """
 
 from squeezebox.codecs._blocks import Arena, ArenaUse
-from squeezebox.codecs._codec import Codec
+from squeezebox.codecs._codec import Codec, kind_of
 from squeezebox.codecs._packed import Packed
 from squeezebox.codecs._registry import available, get, register
+from squeezebox.codecs._sums import energy, mean, mean_abs, unit
 from squeezebox.codecs._wire import dumps, loads
 
-__all__ = ["Arena", "ArenaUse", "Codec", "Packed", "available", "dumps", "get", "loads", "register"]
+__all__ = [
+    "Arena",
+    "ArenaUse",
+    "Codec",
+    "Packed",
+    "available",
+    "dumps",
+    "energy",
+    "get",
+    "kind_of",
+    "loads",
+    "mean",
+    "mean_abs",
+    "register",
+    "unit",
+]

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from squeezebox.codecs._codec import (
     Codec,
-    expect_meta,
     make_packed,
     require_bound,
     require_float,
@@ -163,7 +162,6 @@ class Blocks(Codec):
         return restore(flat, packed)
 
     def check(self, packed: Packed) -> None:
-        expect_meta(packed, "inner", "dither", "unit")
         found = [(part.dtype, part.numel()) for part in packed.payload]
         rows = 2 * block_count(packed.numel)
         wanted = [(torch.int32, 0), (torch.int32, rows)]

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from squeezebox.codecs._codec import (
     Codec,
-    expect_meta,
     expect_parts,
     make_packed,
     require_float,
     require_own,
     within,
 )
-from squeezebox.codecs._groups import _refuse_nonfinite, _rounding
+from squeezebox.codecs._groups import MOST, _refuse_nonfinite, _rounding
 from squeezebox.codecs._layout import buffer_for, flatten, restore
 from squeezebox.codecs._packed import Packed
 from squeezebox.codecs._reference._groups import compute_dtype
@@ -62,7 +61,8 @@ class Cast(Codec):
         facts = torch.finfo(self.target)
         largest = max(2.0 ** (math.frexp(peak)[1] - 1), facts.smallest_normal / scale)
         clipped = peak - facts.max / scale
-        return max(largest * facts.eps * 0.5 * (1 + 2.0**-11), clipped) + _rounding(dtype, peak)
+        reached = max(largest * facts.eps * 0.5 * (1 + 2.0**-11), clipped) + _rounding(dtype, peak)
+        return min(reached, MOST)
 
     def unpack(self, packed: Packed, out: Tensor | None = None) -> Tensor:
         require_own(self, packed)
@@ -73,5 +73,4 @@ class Cast(Codec):
         return restore(flat, packed)
 
     def check(self, packed: Packed) -> None:
-        expect_meta(packed, "exponent")
         expect_parts(packed, (self.target, packed.numel))

@@ -23,6 +23,8 @@ from squeezebox.codecs._reference import _quantise
 from squeezebox.schema import FormatError
 
 CHUNK = 1 << 18
+# What is remembered of a tensor's steps; its chunks take no more than these in turn.
+FEW_STEPS = 8
 # Elements that a loop over repeating channels should have at least.
 LONG_LOOP = 4096
 ROW = np.dtype([("kind", "u1"), ("width", "u1"), ("dithered", "<u2"), ("nbytes", "<u4"), ("value", "<f8")])
@@ -101,6 +103,8 @@ class Coding:
             inner = CHUNK if self.scale is None else self.inner
             if inner == 1:  # the channels over and over: long loops over a few of them
                 steps = steps.repeat(-(-LONG_LOOP // steps.numel()))
+            if len(self._known) >= FEW_STEPS:  # damaged, or made to fill memory
+                self._known.clear()
             normal = bool((steps > 1e-30).all() & (steps < 1e30).all())
             known = self._known[step] = Steps(inner, steps, 1.0 / steps, normal)
         return known

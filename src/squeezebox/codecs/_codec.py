@@ -15,6 +15,8 @@ from squeezebox.codecs._packed import Packed
 from squeezebox.schema import CodecError, FormatError, OptionError
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+INTEGERS = (*SIGNED, torch.uint8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +70,13 @@ class Codec(ABC):
         """Raise FormatError unless the payload's sizes agree with the shape, so decoding is safe."""
 
 
+def kind_of(dtype: torch.dtype) -> str:
+    """``"float"``, ``"integer"`` or ``"bool"``, by the codecs for it; ``"other"`` where only 'keep' is."""
+    if dtype == torch.bool:
+        return "bool"
+    return "float" if dtype in FLOATS else "integer" if dtype in INTEGERS else "other"
+
+
 def require_float(codec: str, tensor: Tensor) -> None:
     """Raise CodecError unless the dtype is one the lossy codecs hold."""
     if tensor.dtype not in FLOATS:
@@ -88,7 +97,8 @@ def require_scale(codec: str, scale: Tensor, inner: int) -> None:
     """OptionError unless there is one positive finite float32 factor a channel."""
     if scale.dtype != torch.float32 or scale.dim() != 1:
         raise OptionError(f"codec '{codec}' takes a 1-D float32 scale, got {scale.dim()}-D {scale.dtype}.")
-    if inner < 1 or scale.numel() == 0 or not bool((scale > 0).all() & torch.isfinite(scale).all()):
+    low, high = scale.aminmax() if scale.numel() else (scale.new_zeros(()), scale.new_zeros(()))
+    if inner < 1 or not 0.0 < float(low) <= float(high) < math.inf:  # NaN is neither
         raise OptionError(f"codec '{codec}' needs inner >= 1 (got {inner}) and positive finite scales.")
 
 
@@ -137,10 +147,3 @@ def expect_parts(packed: Packed, *parts: tuple[torch.dtype, int]) -> None:
     found = tuple((part.dtype, part.numel()) for part in packed.payload)
     if found != parts:
         raise FormatError(f"packed by '{packed.codec}': expected parts {parts}, found {found}; damaged.")
-
-
-def expect_meta(packed: Packed, *names: str) -> None:
-    """Raise FormatError unless the scalars with these names are there."""
-    missing = [name for name in names if name not in packed.meta]
-    if missing:
-        raise FormatError(f"packed by '{packed.codec}': scalars {missing} are missing; damaged.")

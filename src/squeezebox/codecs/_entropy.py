@@ -10,7 +10,6 @@ from torch import Tensor
 from squeezebox.codecs import _chunks
 from squeezebox.codecs._codec import (
     Codec,
-    expect_meta,
     make_packed,
     require_bound,
     require_float,
@@ -19,12 +18,11 @@ from squeezebox.codecs._codec import (
 )
 from squeezebox.codecs._layout import buffer_for, flatten, restore
 from squeezebox.codecs._packed import Packed
+from squeezebox.codecs._ranges import FARTHEST
 from squeezebox.schema import FormatError, OptionError
 
 # Elements of the trial that chooses a lag.
 SAMPLE = 1 << 16
-# No lag and no channel reaches so far.
-FARTHEST = 1 << 48
 
 
 def _check(packed: Packed) -> None:
@@ -127,12 +125,6 @@ class Entropy(Codec):
         return restore(flat, packed)
 
     def check(self, packed: Packed) -> None:
-        expect_meta(packed, "lag")
-        lag, inner, dither = _numbers(packed)
-        if not (0 <= lag < FARTHEST and 1 <= inner < FARTHEST and 0 <= dither < FARTHEST):
-            raise FormatError(
-                f"packed by '{self.name}': lag {lag}, {inner} neighbours or dither {dither}; damaged."
-            )
         _check(packed)
 
 

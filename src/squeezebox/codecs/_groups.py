@@ -16,6 +16,8 @@ from squeezebox.schema import CodecError
 
 # What rounding in the computation adds to half a step, relative to it.
 SLACK = 1 + 2.0**-11
+# No error is larger: what is decoded has no other sign than the element.
+MOST = torch.finfo(torch.float64).max
 
 
 def _refuse_nonfinite(codec: str, flat: Tensor) -> None:
@@ -61,11 +63,12 @@ class ZeroGroups(Codec):
         if flat.numel() == 0:
             return 0.0
         low, high = (float(edge) for edge in scales.aminmax())
-        if not math.isfinite(low + high):
+        if not (math.isfinite(low) and math.isfinite(high)):
             _refuse_nonfinite(self.name, flat)
         two_sided, one_sided = (1 << (self.bits - 1)) - 1, (1 << self.bits) - 1
         step = max(-low / two_sided, high / one_sided)
-        return step * SLACK * (1.0 if self.stochastic else 0.5) + _rounding(flat.dtype, max(-low, high))
+        reached = step * SLACK * (1.0 if self.stochastic else 0.5) + _rounding(flat.dtype, max(-low, high))
+        return min(reached, MOST)
 
     def unpack(self, packed: Packed, out: Tensor | None = None) -> Tensor:
         require_own(self, packed)
@@ -103,11 +106,11 @@ class MinMaxGroups(Codec):
         offset, step = scales.view(-1, 2).unbind(1)
         size, pinned = step.abs(), step < 0
         widest = float(size.max())
-        if not math.isfinite(widest + float(offset.abs().max())):
+        if not (math.isfinite(widest) and math.isfinite(float(offset.abs().max()))):
             _refuse_nonfinite(self.name, flat)
         top = (1 << self.bits) - 1
         reach = torch.where(pinned, size.double() * top, offset.abs().double() + size.double() * top / 2)
-        rounding = 2 * _rounding(flat.dtype, float(reach.max()))
+        rounding = 2 * _rounding(flat.dtype, min(float(reach.max()), torch.finfo(flat.dtype).max))
         return widest * SLACK * (1.0 if self.stochastic else 0.5) + rounding + FLOORS[flat.dtype]
 
     def unpack(self, packed: Packed, out: Tensor | None = None) -> Tensor:

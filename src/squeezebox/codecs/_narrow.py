@@ -7,13 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from squeezebox.codecs._codec import Codec, expect_meta, expect_parts, make_packed, require_own
+from squeezebox.codecs._codec import (
+    INTEGERS,
+    SIGNED,
+    Codec,
+    expect_parts,
+    make_packed,
+    require_own,
+)
 from squeezebox.codecs._layout import buffer_for, flatten, restore
 from squeezebox.codecs._packed import Packed
 from squeezebox.schema import CodecError, FormatError
-
-SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
-INTEGERS = (*SIGNED, torch.uint8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +44,6 @@ class Narrow(Codec):
         return restore(flat, packed)
 
     def check(self, packed: Packed) -> None:
-        expect_meta(packed, "offset")
         if len(packed.payload) != 1 or packed.payload[0].dtype not in SIGNED:
             raise FormatError("packed by 'narrow': expected one part of signed integers; damaged.")
         expect_parts(packed, (packed.payload[0].dtype, packed.numel))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from squeezebox.codecs import _chunks
-from squeezebox.codecs._reference import _bits, _blocks, _groups, _window
+from squeezebox.codecs._reference import _bits, _blocks, _groups, _planes, _window
 
 LIBRARY = torch.library.Library("squeezebox", "FRAGMENT")  # noqa: TOR901
 
@@ -48,6 +48,11 @@ def _fake_chunks(flat: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     sizes = context.new_dynamic_size(), context.new_dynamic_size()
     blob, table = (torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes)
     return blob, table
+
+
+def _fake_planes(flat: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    heads = flat.new_empty((flat.numel() + 255) // 256, dtype=torch.int16)
+    return heads, flat.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.uint8)
 
 
 def _nothing(*_: object) -> None:
@@ -84,9 +89,9 @@ OPERATORS: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] =
     ),
     (
         "pack_nonzero",
-        "(Tensor flat, float value) -> (Tensor, Tensor)",
+        "(Tensor flat, float value, bool negative) -> (Tensor, Tensor)",
         _bits.pack_nonzero,
-        lambda flat, value: (_fake_codes(flat, 1), _fake_flag(flat)),
+        lambda flat, value, negative: (_fake_codes(flat, 1), _fake_flag(flat)),
     ),
     ("pack_positive", "(Tensor flat) -> Tensor", _bits.pack_positive, lambda flat: _fake_codes(flat, 1)),
     (
@@ -126,6 +131,19 @@ OPERATORS: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] =
         " Tensor(a!) out)"
         " -> ()",
         _blocks.unpack_blocks,
+        _nothing,
+    ),
+    (
+        "pack_planes",
+        "(Tensor flat, float bound, bool keep_sign, Tensor? scale, int inner) -> (Tensor, Tensor)",
+        _planes.pack_planes,
+        _fake_planes,
+    ),
+    (
+        "unpack_planes",
+        "(Tensor heads, Tensor packed, float bound, bool keep_sign, Tensor? scale, int inner,"
+        " Tensor(a!) out) -> ()",
+        _planes.unpack_planes,
         _nothing,
     ),
     (
@@ -172,7 +190,7 @@ def _register() -> None:
             LIBRARY.impl(name, kernel, "CPU")
     if find_spec("triton") is not None:
         for name, *_ in OPERATORS:
-            if not name.endswith("chunks"):
+            if not name.endswith(("chunks", "planes")):
                 LIBRARY.impl(name, _in_triton(name), "CUDA")
 
 

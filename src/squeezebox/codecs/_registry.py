@@ -16,6 +16,7 @@ from squeezebox.codecs._flags import Interval, Mask, Sign
 from squeezebox.codecs._groups import MinMaxGroups, ZeroGroups
 from squeezebox.codecs._keep import Keep
 from squeezebox.codecs._narrow import Narrow
+from squeezebox.codecs._planes import Planes
 from squeezebox.codecs._pool_index import PoolIndex
 from squeezebox.schema import OptionError
 
@@ -64,6 +65,8 @@ def _casts() -> Iterator[Codec]:
 
 def _variable() -> Iterator[Codec]:
     yield Blocks(name="blocks", exact=False, preserves_sign=True, fixed_size=False)
+    for name, keeps in (("planes", False), ("planes-sign", True)):
+        yield Planes(name=name, exact=False, preserves_sign=keeps, fixed_size=False, keep_sign=keeps)
     for name, keeps in (("entropy", False), ("entropy-sign", True)):
         yield Entropy(
             name=name,

@@ -11,6 +11,7 @@ import torch
 
 from squeezebox.codecs._layout import is_dense
 from squeezebox.codecs._packed import Packed
+from squeezebox.codecs._ranges import check_claims, check_geometry
 from squeezebox.codecs._registry import get
 from squeezebox.schema import FormatError, OptionError
 
@@ -18,6 +19,8 @@ MAGIC = b"SQZB"
 VERSION = 1
 # magic, format version, header length, CRC-32 of header and payload
 PREFIX = struct.Struct("<4sHIxxI")
+# Of the tensor that bytes may claim to hold: at least this, or so many times their number.
+LEAST_LIMIT, MOST_RATIO = 64 << 20, 1024
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -68,16 +71,30 @@ def _number(value: int | float) -> int | str:
     return value if isinstance(value, int) else value.hex()
 
 
-def loads(data: bytes) -> Packed:
-    """The packed tensor, on the CPU.
+def loads(data: bytes, max_bytes: int | None = None) -> Packed:
+    """The packed tensor, on the CPU; unpacking what this accepts gives a tensor or a FormatError.
+
+    Args:
+        data: what :func:`dumps` gave.
+        max_bytes: of the tensor that the bytes claim to hold. The default is 64 MiB, or 1024 times the bytes
+            given if that is more; a tensor of equal elements may need it larger. :meth:`Codec.unpack` takes
+            no more for the tensor, and up to 64 bytes an element while it works.
 
     Raises:
-        FormatError: the bytes are not Squeezebox's, truncated, damaged, or of a newer version.
+        FormatError: the bytes are not Squeezebox's, truncated, damaged, of a newer version, or claim a tensor
+            above ``max_bytes``.
+        OptionError: ``max_bytes`` is negative.
     """
+    limit = max(LEAST_LIMIT, MOST_RATIO * len(data)) if max_bytes is None else max_bytes
+    if limit < 0:
+        raise OptionError(f"loads needs max_bytes >= 0, got {max_bytes}.")
     header, body = _open(data)
     try:
         packed = _read(header, body)
-        get(packed.codec).check(packed)
+        codec = get(packed.codec)
+        check_geometry(packed, limit)
+        check_claims(packed)
+        codec.check(packed)
     except OptionError as unknown:
         raise FormatError(f"packed by an unknown codec: {unknown}") from unknown
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as broken:
@@ -101,7 +118,7 @@ def _open(data: bytes) -> tuple[dict[str, Any], bytes]:
         raise FormatError(f"packed bytes ({len(data)}) fail their checksum: truncated or damaged.")
     try:
         header = json.loads(body[:length])
-    except ValueError as broken:
+    except (ValueError, RecursionError) as broken:
         raise FormatError("the header of packed bytes cannot be read; damaged.") from broken
     return header, body[length:]
 
@@ -114,7 +131,7 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 def _read(header: dict[str, Any], body: bytes) -> Packed:
     shape, stride = _sizes(header["shape"]), _sizes(header["stride"])
-    if len(shape) != len(stride) or 0 not in shape and not is_dense(shape, stride):
+    if len(shape) != len(stride) or not (0 in shape or is_dense(shape, stride)):
         raise FormatError(f"strides {stride} do not fit shape {shape}; damaged.")
     if type(header["codec_version"]) is not int or header["codec_version"] > get(header["codec"]).version:
         raise FormatError(

@@ -1,24 +1,33 @@
 """Which bytes live at once, which may be used again, and where bytes go that the allocator does not hold.
 
 In: running code, buffers' lifetimes, operators on streams, tensors. Out: peaks, safe offsets, slots to read.
-May touch: torch's profiler, tensors' bytes, pinned host memory with streams to it, one temporary file.
+May touch: torch's profiler, what Linux says of free memory, tensors' bytes, pinned host memory with streams
+to it, one temporary file.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
 from squeezebox.memory._csv import layout_csv, read_buffers
-from squeezebox.memory._layout import Packer, layout, verify
+from squeezebox.memory._disk import DiskFile, DiskFolder, disk_folder, usual_folder
+from squeezebox.memory._lack import asked_bytes, lacks_memory, require_imports, within_room
+from squeezebox.memory._parts import parts_of
 from squeezebox.memory._peak import Peak, PeakMeter, Recording
-from squeezebox.memory._problem import Problem
 from squeezebox.memory._reserve import HEADROOM, Reserve, Room, aligned
-from squeezebox.memory._search import search
-from squeezebox.memory._sharing import safe_sharing
-from squeezebox.memory._somas import somas
-from squeezebox.memory._spill import Slot, Spill
+from squeezebox.memory._room import free_at_peak, free_bytes, live_bytes
+from squeezebox.memory._spill import BUFFER_BYTES, DiskSpeed, Slot, Spill, disk_speed, offload_record
 from squeezebox.memory._staging import HostSlot, Staging, Streams
 from squeezebox.memory._streams import CudaStreams, is_capturing
 
 __all__ = [
+    "BUFFER_BYTES",
     "HEADROOM",
     "CudaStreams",
+    "DiskFile",
+    "DiskFolder",
+    "DiskSpeed",
     "HostSlot",
     "Packer",
     "Peak",
@@ -32,12 +41,52 @@ __all__ = [
     "Staging",
     "Streams",
     "aligned",
+    "asked_bytes",
+    "disk_folder",
+    "disk_speed",
+    "free_at_peak",
+    "free_bytes",
     "is_capturing",
+    "lacks_memory",
     "layout",
     "layout_csv",
+    "live_bytes",
+    "offload_record",
+    "parts_of",
     "read_buffers",
+    "require_imports",
     "safe_sharing",
     "search",
     "somas",
+    "usual_folder",
     "verify",
+    "within_room",
 ]
+
+if TYPE_CHECKING:
+    from squeezebox.memory._layout import Packer, layout, verify
+    from squeezebox.memory._problem import Problem
+    from squeezebox.memory._search import search
+    from squeezebox.memory._sharing import safe_sharing
+    from squeezebox.memory._somas import somas
+else:
+    # Those that load numba, which takes longer than all the rest of attach().
+    _FILES = {
+        "Packer": "_layout",
+        "Problem": "_problem",
+        "layout": "_layout",
+        "safe_sharing": "_sharing",
+        "search": "_search",
+        "somas": "_somas",
+        "verify": "_layout",
+    }
+
+    def __getattr__(name: str) -> object:
+        """Import the function or class called ``name`` on its first use (PEP 562)."""
+        if name not in _FILES:
+            raise AttributeError(f"module 'squeezebox.memory' has no attribute {name!r}")
+        return getattr(importlib.import_module(f"squeezebox.memory.{_FILES[name]}"), name)
+
+    def __dir__() -> list[str]:
+        """Name everything exported, imported or not: the documentation and completion read this."""
+        return sorted([*globals(), *_FILES])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,26 +16,50 @@ from squeezebox.memory._streams import is_capturing
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """Bytes above what lived when the meter started.
+    """Bytes above what lived when the meter started; of that, only what :meth:`PeakMeter.given` names counts.
 
     ``activation_bytes`` leaves out the tensors named when the meter stopped (gradients, optimizer
     state), from their allocation on. ``split_bytes`` lay idle in parts of a device allocator's blocks, at
-    most: what is left over between tensors of other sizes.
+    most: what is left over between tensors of other sizes. ``left_bytes`` still live when the meter stops.
     """
 
     total_bytes: int
     activation_bytes: int
+    left_bytes: int
     split_bytes: int | None = None
 
 
+class _Profiler(torch.autograd.profiler.profile):
+    """Torch's profiler without its events of operators, which are many times as many as those of memory.
+
+    ``scope`` is what else it sees. Messages between ranks are USER_SCOPE, as ``record_function`` is; those
+    that end after the profiler would write to what it has freed.
+    """
+
+    def __init__(self, scope: Any) -> None:
+        super().__init__(profile_memory=True, use_kineto=True)
+        self._scope = scope
+
+    def _start_trace(self) -> None:
+        torch.autograd.profiler._run_on_profiler_start()
+        self.profiling_start_time_ns = time.perf_counter_ns()
+        profiler: Any = torch._C._autograd  # whose stub does not know of scopes
+        config = super().config(create_trace_id=False)  # type: ignore[no-untyped-call]
+        profiler._enable_profiler(config, self.kineto_activities, {self._scope})
+
+
 class Recording:
-    """Torch's profiler from :meth:`start` to :meth:`close`, for its memory events on one device.
+    """Torch's profiler from :meth:`start` to :meth:`close`, for memory on one device.
+
+    With ``marks`` it also sees each ``record_function``; no messages between ranks may be under way then.
 
     It greets on standard error whenever it starts; unless ``KINETO_LOG_LEVEL`` is set, the first start sets
     it to 9 to keep it quiet.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, marks: bool = True) -> None:
+        scopes = torch._C._profiler.RecordScope
+        self._scope = scopes.USER_SCOPE if marks else scopes.LITE_INTERPRETER  # which nothing here has
         self._device = device
         self._profiler: Any = None
         self._end: weakref.finalize[..., Any] | None = None
@@ -45,7 +70,7 @@ class Recording:
             return False
         os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # there is no other switch
         _free_workspaces(self._device)
-        self._profiler = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
+        self._profiler = _Profiler(self._scope)
         self._profiler.__enter__()
         # A profiler still on when the interpreter ends would crash it.
         self._end = weakref.finalize(self, self._profiler.__exit__, None, None, None)
@@ -110,6 +135,7 @@ class PeakMeter:
         self._on_device = False
         self._baseline = 0
         self._living: dict[int, int] = {}
+        self._given: dict[int, int] = {}
 
     @property
     def running(self) -> bool:
@@ -124,19 +150,29 @@ class PeakMeter:
         """
         if torch.autograd.profiler._is_profiler_enabled:
             return False
+        self._given = {}
         if self._device.type == "cuda":
             _free_workspaces(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
             self._baseline = torch.cuda.memory_allocated(self._device)
             self._on_device = True
             return True
-        recording = Recording(self._device)
+        recording = Recording(self._device, marks=False)
         if not recording.start():
             return False
         self._recording = recording
         storages = (tensor.untyped_storage() for tensor in living)
         self._living = {storage.data_ptr(): storage.nbytes() for storage in storages}
         return True
+
+    def given(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Name tensors that the step works on; those that lived when the meter started count."""
+        storages = (tensor.untyped_storage() for tensor in tensors)
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        if self._on_device:  # its counters know no addresses
+            since = torch.cuda.memory_allocated(self._device) - self._baseline
+            sizes = {address: nbytes for address, nbytes in sizes.items() if nbytes > since}
+        self._given |= sizes
 
     def abandon(self) -> None:
         """End a running measurement without reading it."""
@@ -149,11 +185,20 @@ class PeakMeter:
         recording, self._recording, self._on_device = self._recording, None, False
         if recording is None:
             total = torch.cuda.max_memory_allocated(self._device) - self._baseline
+            left = torch.cuda.memory_allocated(self._device) - self._baseline
             split = torch.cuda.memory_stats(self._device).get("inactive_split_bytes.all.peak")
-            return Peak(total_bytes=total, activation_bytes=total, split_bytes=split)
+            return Peak(
+                total_bytes=total + sum(self._given.values()),
+                activation_bytes=total,
+                left_bytes=left,
+                split_bytes=split,
+            )
         addresses = {tensor.untyped_storage().data_ptr() for tensor in apart}
-        allocations = ((address, nbytes) for _, address, nbytes in recording.events() if nbytes)
-        return _integrate(allocations, self._living, addresses)
+        allocations = [(address, nbytes) for _, address, nbytes in recording.events() if nbytes]
+        made = {address for address, nbytes in allocations if nbytes > 0}
+        given = sum(nbytes for address, nbytes in self._given.items() if address not in made)
+        peak = _integrate(allocations, self._living, addresses)
+        return replace(peak, total_bytes=peak.total_bytes + given)
 
 
 def _integrate(allocations: Iterable[tuple[int, int]], living: dict[int, int], apart: set[int]) -> Peak:
@@ -176,4 +221,4 @@ def _integrate(allocations: Iterable[tuple[int, int]], living: dict[int, int], a
         else:
             total -= before.pop(address, 0)
         highest, highest_activations = max(highest, total), max(highest_activations, activations)
-    return Peak(total_bytes=highest, activation_bytes=highest_activations)
+    return Peak(total_bytes=highest, activation_bytes=highest_activations, left_bytes=total)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from squeezebox.memory._layout import layout
 from squeezebox.schema import ArenaRecord, Buffer
 
 _QUANTILE = 0.95  # of a tensor's last sizes, nearest rank,
@@ -192,6 +191,8 @@ class Reserve:
         self._places |= places
         nbytes = sum(self._places.values())
         if self._lasting:
+            from squeezebox.memory._layout import layout  # here, for it loads numba
+
             self._block = None  # before the next one is made
             buffers = [
                 Buffer(name=key, lower=life.lower, upper=life.upper, nbytes=self._places[key])

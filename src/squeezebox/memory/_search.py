@@ -40,6 +40,7 @@ def search(problem: Problem, seconds: float = 2.0) -> Integers:
     cliques = all_cliques(problem)
     orders = _orders(problem, cliques)
     cases = [_case(problem, cliques, order) for order in orders]
+    loops.fit(cases[0], loops.begin(len(best)), floor, 0, 0)  # the first call on a machine compiles for long
     end = time.monotonic() + seconds
     for share, limit, which in _attempts(len(best), len(orders)):
         if height <= floor or time.monotonic() >= end:

@@ -1,39 +1,69 @@
-"""Tensors in a temporary file that has no name, so that nothing is left of it however the process ends."""
+"""Tensors in a file on a disk, written as the step goes on and fetched before backward wants them."""
 
 from __future__ import annotations
 
-import os
+import functools
+import itertools
 import shutil
-import tempfile
+import statistics
+import time
 import weakref
-from collections.abc import Callable
-from typing import IO
+from collections.abc import Iterator
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from squeezebox.schema import CaptureError
+from squeezebox.memory._chunks import CHUNK_BYTES, CHUNKS, Chunks, sectors
+from squeezebox.memory._disk import DiskFile, DiskFolder, usual_folder
+from squeezebox.schema import CaptureError, OffloadRecord
 
 
 class Slot:
     """A place in the file; it is free again when the slot is gone."""
 
-    __slots__ = ("__weakref__", "before", "nbytes", "offset")
+    __slots__ = ("__weakref__", "nbytes", "number", "offset", "was_read")
 
-    def __init__(self, offset: int, nbytes: int, before: Callable[[], Slot | None]) -> None:
+    def __init__(self, offset: int, nbytes: int, number: int) -> None:
         self.offset = offset
         self.nbytes = nbytes
-        self.before = before  # the slot written before this one, while it lives
+        self.number = number  # of slots before it
+        self.was_read = False
+
+    def parts(self) -> Iterator[tuple[int, int]]:
+        """Begin and end of its chunks, the last first: those are in memory the longest."""
+        starts = range(0, self.nbytes, CHUNK_BYTES)
+        return ((start, min(start + CHUNK_BYTES, self.nbytes)) for start in reversed(starts))
 
 
 class Spill:
-    """Writes flat CPU tensors to a file in the folder for temporary ones (TMPDIR) and reads them back."""
+    """Writes flat CPU tensors to a file without a name, and reads them back.
 
-    def __init__(self) -> None:
-        self._file: IO[bytes] | None = None
+    It goes past the system's cache, through at most 16 MiB of buffers. Writing waits for a buffer and not for
+    the disk. While tensors are read, those written before them are fetched: backward asks in reverse.
+
+    Args:
+        folder: where the file is made when the first tensor comes; see :func:`usual_folder`.
+    """
+
+    def __init__(self, folder: DiskFolder | None = None) -> None:
+        self.folder = folder  # of the next file
+        self._file: DiskFile | None = None
+        self._chunks: Chunks | None = None
         self._end = 0
         self._living = 0
-        self._last: Callable[[], Slot | None] = lambda: None
+        self._is_ending = False
+        self._past: OffloadRecord | None = None  # of the file that is closed
+        self._most_bytes = 0
+        self._slots: list[weakref.ref[Slot]] = []  # in the order in which they were written
         self._free: dict[int, list[int]] = {}  # size -> offsets of that size that nobody uses
+
+    @property
+    def record(self) -> OffloadRecord | None:
+        """Where tensors are, and what that takes; None as long as there was none."""
+        if self.folder is None or self._file is None:
+            return self._past
+        return offload_record(self.folder, self._most_bytes, direct=self._file.direct)
 
     def write(self, flat: torch.Tensor) -> Slot:
         """Store a flat tensor.
@@ -42,23 +72,17 @@ class Spill:
             CaptureError: the file cannot be made, or the disk is full; says how much is missing where.
                 Everything written before can be read all the same.
         """
-        nbytes = flat.nbytes
-        offsets = self._free.get(nbytes)
-        offset = offsets.pop() if offsets else self._end
-        try:
-            if self._file is None:
-                self._file = tempfile.TemporaryFile(buffering=0)
-                weakref.finalize(self, self._file.close)
-            _write(self._file.fileno(), flat, offset)
-        except OSError as error:
-            if offsets is not None and offset < self._end:
-                offsets.append(offset)
-            raise CaptureError(_full(nbytes, self._end, error)) from error
-        self._end = max(self._end, offset + nbytes)
+        if self._living == 0:
+            self._start()
+        offset = self._place(flat.nbytes)
+        slot = Slot(offset, flat.nbytes, len(self._slots))
+        assert self._chunks is not None
+        data = flat.view(torch.uint8).numpy()
+        for start in range(0, flat.nbytes, CHUNK_BYTES):
+            self._chunks.put(offset + start, data[start : start + CHUNK_BYTES])
         self._living += 1
-        slot = Slot(offset, nbytes, self._last)
-        self._last = weakref.ref(slot)
-        weakref.finalize(slot, self._release, offset, nbytes).atexit = False
+        self._slots.append(weakref.ref(slot))
+        weakref.finalize(slot, self._release, offset, flat.nbytes).atexit = False
         return slot
 
     def read(self, slot: Slot, out: torch.Tensor) -> None:
@@ -67,45 +91,167 @@ class Spill:
         Raises:
             CaptureError: the file cannot be read.
         """
-        view, done = out.view(torch.uint8).numpy().data, 0
-        while self._file is not None and done < slot.nbytes:
-            count = os.preadv(self._file.fileno(), [view[done:]], slot.offset + done)
-            if count <= 0:
-                raise CaptureError(
-                    f"the offload file ends {slot.nbytes - done} bytes early; it was truncated."
-                )
-            done += count
-        self._advise(slot.before())
+        slot.was_read = True
+        assert self._chunks is not None  # as long as a slot lives
+        data = out.view(torch.uint8).numpy()
+        try:
+            for start, stop in slot.parts():
+                self._chunks.get(slot.offset + start, data[start:stop])
+                self._fetch_ahead(slot, start)
+        except OSError as error:
+            raise CaptureError(
+                f"{slot.nbytes} bytes offloaded to {self.folder} do not come back: {error}. Look after that "
+                "disk, or make the plan with offload=False."
+            ) from error
 
-    def _advise(self, following: Slot | None) -> None:
-        """Have the system fetch what was written before: backward asks in reverse. Takes no memory here."""
-        if following is not None and self._file is not None and hasattr(os, "posix_fadvise"):
-            place = (following.offset, following.nbytes)
-            os.posix_fadvise(self._file.fileno(), *place, os.POSIX_FADV_WILLNEED)
+    def settle(self) -> None:
+        """Wait until everything is on the disk, from where it is read from now on."""
+        if self._chunks is not None:
+            self._chunks.settle()
+
+    def close(self) -> None:
+        """Give the disk's bytes, threads and buffers back, once nobody needs a tensor that is there."""
+        self._is_ending = True
+        if self._living == 0:
+            self._end_all(wait=True)
+
+    def _end_all(self, *, wait: bool) -> None:
+        """The file is closed when the last thread is done with it."""
+        self._past = self.record
+        if self._chunks is not None:
+            self._chunks.close(wait=wait)
+        self._chunks = self._file = None
+
+    def _start(self) -> None:
+        """Nothing is in the file: begin at its start."""
+        if self._chunks is not None:
+            self._chunks.settle()
+        self._end = 0
+        self._free.clear()
+        self._slots.clear()
+
+    def _place(self, nbytes: int) -> int:
+        """An offset for so many bytes, which are reserved."""
+        offsets = self._free.get(nbytes)
+        if offsets:
+            return offsets.pop()
+        try:
+            file = self._opened()
+            if self._end + sectors(nbytes) > self._most_bytes:
+                file.reserve(self._end, sectors(nbytes))
+        except OSError as error:
+            raise CaptureError(_full(nbytes, self._end, self.folder, error)) from error
+        offset, self._end = self._end, self._end + sectors(nbytes)
+        self._most_bytes = max(self._most_bytes, self._end)
+        return offset
+
+    def _opened(self) -> DiskFile:
+        if self._file is None:
+            self.folder = self.folder or usual_folder()
+            self._file, self._most_bytes = DiskFile(self.folder.path), 0
+            self._chunks = Chunks(self._file)
+        return self._file
+
+    def _fetch_ahead(self, slot: Slot, start: int) -> None:
+        """Fetch what is read next, as far as there are buffers."""
+        assert self._chunks is not None
+        rest = ((slot, part) for part in slot.parts() if part[0] < start)
+        for each, (begin, end) in itertools.chain(rest, self._before(slot)):
+            if not self._chunks.fetch(each.offset + begin, end - begin):
+                return
+
+    def _before(self, slot: Slot) -> Iterator[tuple[Slot, tuple[int, int]]]:
+        """Parts of the slots written before this one that nobody has read."""
+        for number in range(slot.number - 1, -1, -1):
+            earlier = self._slots[number]() if number < len(self._slots) else None
+            if earlier is not None and not earlier.was_read:
+                yield from ((earlier, part) for part in earlier.parts())
 
     def _release(self, offset: int, nbytes: int) -> None:
         self._living -= 1
         self._free.setdefault(nbytes, []).append(offset)
-        if self._living == 0:
-            self._end = 0
-            self._free.clear()
+        if self._is_ending and self._living == 0:
+            self._end_all(wait=False)  # this may be one of those threads
+        if self._chunks is not None:
+            for start in range(0, nbytes, CHUNK_BYTES):
+                self._chunks.drop(offset + start)
 
 
-def _full(nbytes: int, there: int, error: OSError) -> str:
-    """What was wanted, what is left and what helps."""
-    try:
-        folder = tempfile.gettempdir()
-        free = f"has {shutil.disk_usage(folder).free} bytes free"
-    except OSError:
-        folder, free = "the folder for temporary files", "cannot be looked at"
-    return (
-        f"{nbytes} bytes could not be offloaded to {folder}, which {free}; {there} bytes are there already: "
-        f"{error}. Free space there, set TMPDIR to another folder before the program starts, or make a plan "
-        "with a larger budget, which offloads less or nothing."
+BUFFER_BYTES = CHUNKS * CHUNK_BYTES
+
+
+def offload_record(folder: DiskFolder, file_bytes: int, *, direct: bool) -> OffloadRecord:
+    """What so many bytes in a file there take, ``direct``: past the system's cache."""
+    return OffloadRecord(
+        folder=folder.path,
+        filesystem=folder.filesystem,
+        file_bytes=file_bytes,
+        buffer_bytes=BUFFER_BYTES,
+        cache_bytes=0 if direct else BUFFER_BYTES,
     )
 
 
-def _write(descriptor: int, flat: torch.Tensor, offset: int) -> None:
-    view, done = flat.view(torch.uint8).numpy().data, 0
-    while done < len(view):
-        done += os.pwrite(descriptor, view[done:], offset + done)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiskSpeed:
+    """Seconds a byte, sustained: of writing, of reading, and of copying, for which a step waits in any case.
+
+    ``direct``: past the system's cache.
+    """
+
+    writing: float
+    reading: float
+    copying: float
+    direct: bool
+
+
+@functools.cache
+def disk_speed(folder: DiskFolder) -> DiskSpeed:
+    """The median of a few rounds, measured once, in about 0.4 s, with at most 256 MiB moved."""
+    spill, begun = Spill(folder), time.perf_counter()
+    noise = torch.Generator().manual_seed(0)  # some disks write zeros faster than data
+    data = torch.randint(256, (_BLOCK_BYTES,), dtype=torch.uint8, device="cpu", generator=noise)
+    out = torch.empty_like(data)
+    _round(spill, data, out)  # where the disk finds a place for them, which it does once
+    rounds = [_round(spill, data, out)]
+    while len(rounds) < _ROUNDS and time.perf_counter() - begun < _SECONDS:
+        rounds.append(_round(spill, data, out))
+    record = spill.record
+    spill.close()
+    writing, reading, copying = (statistics.median(each) / _BLOCK_BYTES for each in zip(*rounds, strict=True))
+    return DiskSpeed(
+        writing=writing / _BLOCKS,
+        reading=reading / _BLOCKS,
+        copying=copying,
+        direct=record is not None and not record.cache_bytes,
+    )
+
+
+_BLOCK_BYTES, _BLOCKS = 1 << 22, 4
+_ROUNDS, _SECONDS = 6, 0.35
+
+
+def _round(spill: Spill, data: torch.Tensor, out: torch.Tensor) -> list[float]:
+    """Seconds to write some blocks, to read them, and to copy one."""
+    times = [time.perf_counter()]
+    slots = [spill.write(data) for _ in range(_BLOCKS)]
+    spill.settle()
+    times.append(time.perf_counter())
+    while slots:
+        spill.read(slots.pop(), out)
+    times.append(time.perf_counter())
+    np.copyto(out.numpy(), data.numpy())
+    times.append(time.perf_counter())
+    return [after - before for before, after in itertools.pairwise(times)]
+
+
+def _full(nbytes: int, there: int, folder: DiskFolder | None, error: OSError) -> str:
+    """What was wanted, what is left and what helps."""
+    try:
+        free = f"has {shutil.disk_usage(folder.path if folder else '').free} bytes free"
+    except OSError:
+        free = "cannot be looked at"
+    return (
+        f"{nbytes} bytes could not be offloaded to {folder}, which {free}; {there} bytes are there already: "
+        f"{error}. Free space there, set TMPDIR or make the plan with offload='another folder', or with a "
+        "larger budget, which offloads less or nothing."
+    )

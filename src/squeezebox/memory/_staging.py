@@ -72,11 +72,15 @@ class Staging:
     that is read, the one written before it is fetched: backward asks in reverse.
 
     Beyond ``host_bytes`` (half of the machine's memory) the oldest, which backward wants last, go on to a
-    temporary file; the host waits for those. With a ``reserve`` they have their places in its arena.
+    file, the ``spill``; the host waits for those. With a ``reserve`` they have their places in its arena.
     """
 
     def __init__(
-        self, streams: Streams, most_bytes: int = _MOST_BYTES, host_bytes: int | None = None
+        self,
+        streams: Streams,
+        most_bytes: int = _MOST_BYTES,
+        host_bytes: int | None = None,
+        spill: Spill | None = None,
     ) -> None:
         self.reserve: Reserve | None = None
         self._written = 0  # since it was cleared
@@ -85,7 +89,7 @@ class Staging:
         self._host_bytes = _half_of_memory() if host_bytes is None else host_bytes
         self._hosted: list[weakref.ref[HostSlot]] = []  # the oldest first
         self._hosted_bytes = 0  # of those, at most
-        self._spill = Spill()
+        self._spill = Spill() if spill is None else spill
         self._leaving: deque[weakref.ref[HostSlot]] = deque()
         self._last: Before = lambda: None
         self._ahead: tuple[weakref.ref[HostSlot], torch.Tensor, Event] | None = None

@@ -130,9 +130,9 @@ class Health:
         if silent:
             return self._report(rank, f"gives no sign of life and was waited for {self._patience:.0f} s")
         what = after[rank][1] if rank in after else "has never begun"
-        return self._report(
-            rank, f"hangs: it was waited for {self._patience:.0f} s, and {what}" if waited else "is gone"
-        )
+        # Another one's wait that ran out of time closes this one's connections too.
+        how = f"was waited for {self._patience:.0f} s" if waited else "is alive, its connection closed"
+        return self._report(rank, f"hangs: it {how}, and {what}")
 
     def _culprit(self, before: dict[int, Any], after: dict[int, Any]) -> tuple[int, bool]:
         """The rank that all the others wait for in the end, and whether it is silent."""

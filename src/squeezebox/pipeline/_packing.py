@@ -225,7 +225,7 @@ def unpack(message: Tensor, out: Tensor) -> None:
     if not nbytes:
         flat.copy_(message[_COUNT:].view(out.dtype))
         return
-    packed = codecs.loads(message[_COUNT : _COUNT + nbytes].numpy().tobytes())
+    packed = codecs.loads(message[_COUNT : _COUNT + nbytes].numpy().tobytes(), max_bytes=flat.nbytes)
     codecs.get(packed.codec).unpack(packed, flat)
 
 

@@ -6,7 +6,7 @@ May touch: squeezebox.schema, numpy, and scipy for the optimum; no torch.
 """
 
 from squeezebox.planner._batches import at_batch, largest_batch
-from squeezebox.planner._greedy import peak, solve
+from squeezebox.planner._greedy import first_fit, peak, solve
 from squeezebox.planner._milp import optimum
 from squeezebox.planner._pipedream import (
     ReplicatedSplit,
@@ -16,7 +16,8 @@ from squeezebox.planner._pipedream import (
 )
 from squeezebox.planner._pipeline import SYNCHRONOUS, plan_pipeline
 from squeezebox.planner._shortage import planned_peak, shortage
-from squeezebox.planner._smallest import smallest
+from squeezebox.planner._slices import free_slices, in_slices, slicings
+from squeezebox.planner._smallest import floor, smallest
 from squeezebox.planner._stages import stage_memory
 
 __all__ = [
@@ -25,6 +26,10 @@ __all__ = [
     "ReplicatedSplit",
     "ReplicatedStage",
     "at_batch",
+    "first_fit",
+    "floor",
+    "free_slices",
+    "in_slices",
     "largest_batch",
     "optimum",
     "peak",
@@ -32,6 +37,7 @@ __all__ = [
     "pipedream_split",
     "plan_pipeline",
     "shortage",
+    "slicings",
     "smallest",
     "solve",
     "stage_memory",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from squeezebox.schema import Option, Profile, StepProfile, TensorProfile
 
 _LARGEST = 1 << 20
+_LEAST = 0.5
 
 Line = Callable[[float, float], float]
 
@@ -30,7 +31,9 @@ def at_batch(known: Mapping[int, StepProfile], batch: int) -> StepProfile:
         return max(one + (two - one) * (batch - nearest) / (other - nearest), 0.0)
 
     second = known[other]
-    return _step(line, first, second, _between(line, ratio, first.profile, second.profile))
+    found = _step(line, first, second, _between(line, ratio, first.profile, second.profile))
+    least = _LEAST * min(ratio, 1.0) * first.plain_seconds  # clocks err, and lines lead below nothing
+    return replace(found, plain_seconds=max(found.plain_seconds, least))
 
 
 def largest_batch(fits: Callable[[int], bool], start: int = 1) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from squeezebox.planner._table import Floats, Integers, Table, as_chosen, infeasible, tabulate
 from squeezebox.schema import Budget, Option, Plan, Profile
 
-_ROUNDS = 200  # of the ascent
+_ROUNDS = 200  # of the ascent, at most:
+_PATIENCE = 50  # of them without a better one end it
 _KEPT = 24  # rounds that are repaired,
 _POLISHED = 12  # of those, the fastest:
 _MANY = 300  # tensors, from which on there are fewer of both, and more moves at a time
@@ -65,6 +66,20 @@ def solve(profile: Profile, budget: Budget, *, exchange: bool = True) -> Plan:
     return table.plan(_exchanged(table, _limits(table, budget), choice) if exchange else choice)
 
 
+def first_fit(profile: Profile, budget: Budget) -> Plan | None:
+    """Any plan within the budget, fast or not; None if none was found.
+
+    Args:
+        profile: see :func:`solve`.
+        budget: see :func:`solve`.
+    """
+    table = tabulate(profile)
+    limits = _limits(table, budget)
+    repaired = _all_repaired(table, limits, _tried(table, limits))
+    found = next((choice for choice in repaired if choice is not None), None)
+    return None if found is None else table.plan(found)
+
+
 def peak(profile: Profile, choices: Mapping[str, Option]) -> int:
     """The most bytes at any position with these options."""
     usage = as_chosen(profile, choices).usage(np.zeros(len(profile.tensors), np.int64))
@@ -78,12 +93,9 @@ def _limits(table: Table, budget: Budget) -> _Limits:
 
 def _fitting(table: Table, budget: Budget) -> Integers:
     """The fastest of the choices that prices, repair and polish lead to."""
-    limits = _limits(table, budget)
-    quick, effort = _fastest(table), min(1.0, _MANY / max(len(table.valid), 1))
-    tried = [quick, _leanest(table, quiet=True), _leanest(table, quiet=False), *_ascend(table, limits, quick)]
-    tried = tried[: 3 + math.ceil(effort * _KEPT)]
-    repaired = (_repaired(table, limits, choice, frugal=way) for choice in tried for way in (True, False))
-    fitting = [choice for choice in repaired if choice is not None]
+    limits, effort = _limits(table, budget), _effort(table)
+    tried = list(_tried(table, limits))
+    fitting = [choice for choice in _all_repaired(table, limits, tried) if choice is not None]
     if not fitting:
         least = min(tried, key=lambda choice: _worst(table, limits, choice))
         raise infeasible(table, budget, least)
@@ -91,6 +103,21 @@ def _fitting(table: Table, budget: Budget) -> Integers:
     fastest = _unlike(fitting)[: math.ceil(effort * _POLISHED)]
     polished = [_polish(table, limits, choice) for choice in fastest]
     return min(polished, key=lambda choice: table.total(table.seconds, choice))
+
+
+def _effort(table: Table) -> float:
+    return min(1.0, _MANY / max(len(table.valid), 1))
+
+
+def _tried(table: Table, limits: _Limits) -> Iterator[Integers]:
+    """Choices to be made to fit."""
+    quick = _fastest(table)
+    yield from (quick, _leanest(table, quiet=True), _leanest(table, quiet=False))
+    yield from _ascend(table, limits, quick)[: math.ceil(_effort(table) * _KEPT)]
+
+
+def _all_repaired(table: Table, limits: _Limits, tried: Iterable[Integers]) -> Iterator[Integers | None]:
+    return (_repaired(table, limits, choice, frugal=way) for choice in tried for way in (True, False))
 
 
 def _worst(table: Table, limits: _Limits, choice: Integers) -> float:
@@ -124,12 +151,15 @@ def _ascend(table: Table, limits: _Limits, quick: Integers) -> list[Integers]:
     prices, noise_price = np.zeros(len(table.base)), 0.0
     usable = table.valid & ((table.noise <= 0.0) | (limits.noise > 0.0))
     found: list[tuple[float, Integers]] = []
-    choice = quick
+    choice, best, since = quick, math.inf, 0
     for number in range(_ROUNDS):
         bytes_, noise = limits.excess(table, choice)
         passed = max(float(bytes_.max()), noise, 0.0)
         time = table.total(table.seconds, choice) / limits.scale
         found.append((time + 20.0 * passed, choice))
+        best, since = (found[-1][0], 0) if found[-1][0] < best else (best, since + 1)
+        if since == _PATIENCE:
+            break
         norm = float(np.sqrt((np.maximum(bytes_, 0.0) ** 2).sum() + noise**2)) + 1e-9
         step = limits.scale / (norm * (1.0 + 0.1 * number))
         prices = np.maximum(prices + step * bytes_, 0.0)

@@ -121,6 +121,26 @@ class Table:
         np.add.at(bytes_, (children, self.made), self.working[sources, choice[sources]] * earlier)
         return bytes_
 
+    def floor(self, *, quiet: bool) -> int:
+        """Bytes that every choice has at some position: of each tensor at each the least of any option.
+
+        ``quiet``: of those without noise, where there are such.
+        """
+        least = self.base.copy()
+        silent = self.valid & ((self.noise <= 0.0) | (not quiet))
+        for row in range(len(self.valid)):
+            able = silent[row] if silent[row].any() else self.valid[row]
+            begin = int(self.starts[row][able].min())
+            at = np.arange(begin, int(max(self.ends[row][able].max(), self.work_ends[row])))[:, None]
+            there = (at >= self.first_use[row]) & (at < self.work_ends[row])
+            for _, start, end in self.gaps[self.gaps[:, 0] == row]:
+                there[start - begin : end - begin] = False
+            held = np.where((at >= self.starts[row]) & (at < self.ends[row]), self.held[row], 0)
+            bytes_ = held + np.where(there, self.working[row], 0)
+            bytes_ += np.where(at == self.saved[row], self.packing[row], 0)
+            least[begin : begin + len(at)] += bytes_[:, able].min(1)
+        return int(least.max())
+
     def total(self, values: Floats, choice: Integers) -> float:
         """Sum of the chosen options' values."""
         return float(values[np.arange(len(choice)), choice].sum())

@@ -1,11 +1,10 @@
 """Measure what a step really costs on this machine.
 
 In: a running step, or a model and an input's shape. Out: profiles; peaks in bytes, measured or simulated.
-May touch: torch's profiler, allocator counters, fake tensors, what Linux says of free memory, and a folder of
-profiles; never the model.
+May touch: torch's profiler, allocator counters, fake tensors, and a folder of profiles; never the model.
 """
 
-from squeezebox.memory import Peak, PeakMeter
+from squeezebox.memory import Peak, PeakMeter, free_at_peak, free_bytes, live_bytes
 from squeezebox.profiling._cache import load_profile, profile_key, store_profile
 from squeezebox.profiling._chain import PartCosts, measure_parts
 from squeezebox.profiling._clock import now
@@ -16,7 +15,6 @@ from squeezebox.profiling._optimizer import state_bytes, transient_bytes
 from squeezebox.profiling._options import StepProfiler
 from squeezebox.profiling._record import StepMarks, own_casts, record_step
 from squeezebox.profiling._redundancy import check_redundancy
-from squeezebox.profiling._room import free_at_peak, free_bytes, live_bytes
 from squeezebox.profiling._simulate import OPTIMIZERS, Simulation, fake_like, simulate
 
 __all__ = [

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from squeezebox.memory import parts_of
 from squeezebox.profiling._ledgers import RealLedger
 from squeezebox.profiling._reading import Reading
 from squeezebox.profiling._record import StepMarks, states_of
@@ -89,4 +90,5 @@ class _Phases:
 
 
 def _gradients(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    return [part for gradient in gradients for part in parts_of(gradient)]

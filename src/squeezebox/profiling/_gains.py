@@ -69,7 +69,7 @@ class GainProfiler:
         """As capture's Listener: make it again, and compare."""
         found = self._derive[row.key]()
         source = self._rows.get(found.sources[0]) if found is not None and len(found.sources) == 1 else None
-        bound = _TRIED * (1.0 if scale is not None else float(flat.square().mean(dtype=torch.float32).sqrt()))
+        bound = _TRIED * (1.0 if scale is not None else _rms(flat))
         if source is None or not source.bound > 0.0 or not 0.0 < bound < math.inf:
             return
         own = _error(codecs.get(codec).unpack(trial(bound)), flat) / bound**2
@@ -87,7 +87,11 @@ class GainProfiler:
 
 
 def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found - exact).square().mean(dtype=torch.float32))
+    return codecs.energy(found - exact) / exact.numel()
+
+
+def _rms(flat: torch.Tensor) -> float:
+    return math.sqrt(codecs.energy(flat) / max(flat.numel(), 1))
 
 
 def _sign(flat: torch.Tensor) -> tuple[int, float]:

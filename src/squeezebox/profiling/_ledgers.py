@@ -10,7 +10,7 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
-from squeezebox.memory import Recording
+from squeezebox.memory import Recording, parts_of
 from squeezebox.profiling._workspace import as_on_cpu, measured, workspace_of
 from squeezebox.profiling._workspace_rules import Workspace
 from squeezebox.schema import OptionError
@@ -111,8 +111,10 @@ class FakeLedger:
         on_host = any(leaf.device.type == "cpu" for leaf in tree_leaves(out) if _has_storage(leaf))
         if on_host:
             out = as_on_cpu(func, args, out)
-        for leaf in filter(_has_storage, tree_leaves(out)):
-            self._add(leaf.untyped_storage())
+        for leaf in tree_leaves(out):
+            for part in parts_of(leaf) if isinstance(leaf, torch.Tensor) else ():
+                if _has_storage(part):
+                    self._add(part.untyped_storage())
         workspace = workspace_of(func, args, kwargs) if on_host else None
         if workspace is not None:
             self._events.append(workspace)

@@ -27,7 +27,9 @@ class Marks:
     seconds: list[float]
 
 
-def measure_marks(run: Callable[[Mark], None], last: int, device: torch.device, repeats: int) -> Marks:
+def measure_marks(
+    run: Callable[[Mark], None], last: int, device: torch.device, repeats: int, *, warm: bool = False
+) -> Marks:
     """Run once to begin with, once for bytes, and ``repeats`` times for seconds, of which medians count.
 
     Args:
@@ -35,11 +37,13 @@ def measure_marks(run: Callable[[Mark], None], last: int, device: torch.device, 
         last: the last mark.
         device: where the run's tensors are.
         repeats: from 1.
+        warm: the run was made before, and need not be to begin with.
 
     Raises:
         CaptureError: another profiler is running.
     """
-    run(lambda number: None)  # what first calls allocate stays
+    if not warm:
+        run(lambda number: None)  # what first calls allocate stays
     live, highest = (_on_device if device.type == "cuda" else _on_host)(run, device)
     for number in range(1, last + 1):
         live.setdefault(number, live[number - 1])

@@ -7,22 +7,23 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from squeezebox import codecs
-from squeezebox.memory import CudaStreams, Spill, Staging
+from squeezebox.memory import DiskFolder
 from squeezebox.profiling._clock import now
 from squeezebox.profiling._gains import Gain
+from squeezebox.profiling._known import as_known, outlived
 from squeezebox.profiling._timeline import Life, Timeline, Trace
+from squeezebox.profiling._transfer import Transfer, transfer_of
 from squeezebox.schema import Action, Moment, Option, Profile, TensorProfile
 
 # Bounds in the unit of the tensor's rms (its deviation, where zeros carry no meaning) that are tried, and how
 # many are put between two of them.
 _TRIED = (1.0, 0.35, 0.12, 0.03)
 _BETWEEN = 3
-_BLOCK, _BLOCKS = 1 << 24, 4  # bytes, and how many are moved there and back
 _BLOCK_BYTES = 1 << 12  # of 1024 elements, to which the last ones of a tensor are filled up
 _CHEAP = 0.5  # of the time to pack a tensor: made again from a packed one only in less
 _MARGIN = 1.05  # other batches, and bounds between the tried ones, pack a little worse
@@ -90,11 +91,19 @@ class StepProfiler:
     Values are packed at a few bounds beside the one in force; what lies between is interpolated, bytes
     and seconds linearly in the bound's logarithm. Plain steps that it listens to before :meth:`start` time
     operators once more each. With the ``gains`` of tensors that can be made again, they may be so from
-    packed ones too.
+    packed ones too. On the CPU tensors may be moved to ``folder``, unless that is in memory itself. Where
+    options are ``known`` from another profile, only the tensors' lives are seen.
     """
 
-    def __init__(self, device: torch.device, gains: Mapping[str, Gain] | None = None) -> None:
-        self._gains = gains or {}
+    def __init__(
+        self,
+        device: torch.device,
+        gains: Mapping[str, Gain] | None = None,
+        folder: DiskFolder | None = None,
+        known: Mapping[str, tuple[Option, ...]] | None = None,
+    ) -> None:
+        self._gains, self._known = gains or {}, known or {}
+        self._folder = folder
         self._device = device
         self.peak_bytes = 0  # of the step, all trials included
         self._timeline = Timeline(device)
@@ -125,6 +134,7 @@ class StepProfiler:
         sensitivities: Mapping[str, float],
         final_bytes: int,
         gradients: Sequence[torch.Tensor] = (),
+        seconds: float = 0.0,
     ) -> Profile:
         """End, and put together what was seen.
 
@@ -133,14 +143,36 @@ class StepProfiler:
             sensitivities: key -> relative gradient noise for a unit bound; tensors without keep their values.
             final_bytes: held by the optimizer's step on top of ``held``.
             gradients: what the step has left.
+            seconds: of a plain step, in which a disk works beside it.
         """
         trace = self._timeline.stop(held, gradients)
         self.peak_bytes = trace.peak_bytes + self._buffer.nbytes + (self._arena.nbytes if self._arena else 0)
-        largest = max((seen.row.saved_bytes for seen in self._seen.values()), default=0)
-        transfer = _transfer(self._device, largest)
         lives = {seen.row.key: trace.lives[number] for number, seen in self._seen.items()}
+        tensors = self._tensors(lives, trace.call_bytes, sensitivities, seconds)
+        left = sum(gradient.nbytes for gradient in gradients)
+        return Profile(
+            base_bytes=(*trace.base_bytes, held + final_bytes),
+            tensors=tensors,
+            moments=(*self._moments(trace), Moment(phase="optimizer", gradient_bytes=left)),
+        )
+
+    def _tensors(
+        self,
+        lives: Mapping[str, Life],
+        call_bytes: Mapping[int, int],
+        sensitivities: Mapping[str, float],
+        seconds: float,
+    ) -> tuple[TensorProfile, ...]:
+        """Every tensor's life and options, known ones or as measured."""
+        if self._known:
+            return tuple(
+                as_known(key, lives, self._known.get(key) or (_kept(seen.row),))
+                for key, seen in ((seen.row.key, seen) for seen in self._seen.values())
+            )
+        moved = [seen.row.saved_bytes for seen in self._seen.values() if _moves(seen)]
+        transfer = transfer_of(self._device, self._folder, moved, seconds)
         again = {
-            seen.row.key: self._recomputed(seen, lives, trace.call_bytes, sensitivities)
+            seen.row.key: self._recomputed(seen, lives, call_bytes, sensitivities)
             for seen in self._seen.values()
         }
         spreads: dict[str, float] = {}
@@ -150,7 +182,7 @@ class StepProfiler:
                     (source,) = option.sources
                     spread = self._gains[key].square * sensitivities[key]
                     spreads[source] = spreads.get(source, 0.0) + spread
-        tensors = tuple(
+        return tuple(
             _profile(
                 seen,
                 lives[seen.row.key],
@@ -160,12 +192,6 @@ class StepProfiler:
                 spreads.get(seen.row.key),
             )
             for seen in self._seen.values()
-        )
-        left = sum(gradient.nbytes for gradient in gradients)
-        return Profile(
-            base_bytes=(*trace.base_bytes, held + final_bytes),
-            tensors=tensors,
-            moments=(*self._moments(trace), Moment(phase="optimizer", gradient_bytes=left)),
         )
 
     def _moments(self, trace: Trace) -> Iterator[Moment]:
@@ -205,8 +231,10 @@ class StepProfiler:
         again: Callable[[], torch.Tensor],
     ) -> None:
         """As capture's Listener: pack at a few bounds."""
+        if row.key in self._known:
+            return
         begun = now(self._device)
-        unit = 1.0 if scale is not None else _unit(flat, row.dense)
+        unit = 1.0 if scale is not None else codecs.unit(flat, dense=row.dense)
         seen = self._seen[self._numbers[id(row)]]
         lossy = codec.startswith(("entropy", "blocks"))
         bounds = [share * unit for share in _TRIED] if lossy and unit > 0.0 else []
@@ -269,12 +297,7 @@ class StepProfiler:
         """Making the tensor again, if those it comes from outlive it: from all their values, or nearly so."""
         found = seen.derive() if seen.decodes else None
         own = lives[seen.row.key]
-        if found is None or not all(
-            source in lives
-            and lives[source].saved_at <= own.saved_at
-            and own.last_use <= lives[source].last_use
-            for source in found.sources
-        ):
+        if found is None or not outlived(own, found.sources, lives):
             return []
         held = sum(call.state_bytes for call in found.calls)
         working = sum(call_bytes.get(call.number, 0) for call in found.calls)
@@ -303,43 +326,11 @@ class StepProfiler:
         return [exact, near] if cheap else [exact]
 
 
-@dataclass(frozen=True, slots=True)
-class _Transfer:
-    """Where tensors are moved to, and seconds to move a byte there and back."""
-
-    place: str
-    leaving: float
-    returning: float
-
-
-def _transfer(device: torch.device, largest: int) -> _Transfer:
-    """The least of a few blocks: a file's pages and pinned memory are slow to come by, and then kept.
-
-    They are no larger than the ``largest`` tensor, for which there is room.
-    """
-    data = torch.zeros(min(max(largest, _BLOCK_BYTES), _BLOCK), dtype=torch.uint8, device=device)
-    spill, staging = Spill(), Staging(CudaStreams(device)) if device.type != "cpu" else None
-    leaving = returning = math.inf
-    for _ in range(_BLOCKS):
-        begun = now(device)
-        if staging is None:
-            slot = spill.write(data)
-            written = now(device)
-            spill.read(slot, data)
-        else:
-            host = staging.write(data)
-            staging.clear()
-            written = now(device)
-            staging.read(host)
-        leaving, returning = min(leaving, written - begun), min(returning, now(device) - written)
-    return _Transfer("file" if staging is None else "host", leaving / len(data), returning / len(data))
-
-
 def _profile(
     seen: _Seen,
     life: Life,
     sensitivities: Mapping[str, float],
-    transfer: _Transfer,
+    transfer: Transfer | None,
     recomputed: list[Option],
     spread: float | None,
 ) -> TensorProfile:
@@ -349,7 +340,7 @@ def _profile(
     """
     row = seen.row
     decoded = (row.saved_bytes if row.packed else life.decoded_bytes) if seen.decodes else 0
-    keep = Option(action=Action.KEEP, codec="keep", held_bytes=row.saved_bytes, serves=True)
+    keep = _kept(row)
     cost = sensitivities.get(row.key)
     options = [keep]
     again = len(life.gaps)
@@ -366,7 +357,7 @@ def _profile(
         codec = "+".join(row.packed) or "none"
         exact = _exact(codec, _reserved(row.packed), decoded, seen.seconds, row.reads_values)
         options = [*([keep] if row.packed else []), exact]
-    if seen.decodes and row.packed and "keep" not in row.packed:
+    if transfer is not None and _moves(seen):
         options.append(
             Option(
                 action=Action.OFFLOAD,
@@ -394,6 +385,15 @@ def _profile(
         gaps=tuple(life.gaps),
         options=tuple(options),
     )
+
+
+def _moves(seen: _Seen) -> bool:
+    """Whether the tensor could be moved elsewhere."""
+    return seen.decodes and bool(seen.row.packed) and "keep" not in seen.row.packed
+
+
+def _kept(row: Row) -> Option:
+    return Option(action=Action.KEEP, codec="keep", held_bytes=row.saved_bytes, serves=True)
 
 
 def _reserved(packed: Mapping[str, int]) -> int:
@@ -452,10 +452,3 @@ def _between(wide: Option, fine: Option, share: float) -> Option:
         held_bytes=math.ceil(mixed(wide.held_bytes, fine.held_bytes)),
         seconds=mixed(wide.seconds, fine.seconds),
     )
-
-
-def _unit(flat: Any, dense: bool) -> float:
-    if dense:
-        return float(flat.std(correction=0))
-    count = int(torch.count_nonzero(flat))
-    return float(torch.linalg.vector_norm(flat, dtype=torch.float32)) / math.sqrt(count) if count else 0.0

@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from squeezebox.memory import parts_of
 from squeezebox.profiling._ledgers import CALL, END, GONE, KIND, PHASE, FakeLedger, Ledger, RealLedger
 from squeezebox.profiling._reading import Known, Reading, Running
 from squeezebox.schema import Activity, Kind, StepTrace
@@ -266,8 +267,8 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
     for value in values:
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            yield value.untyped_storage()
+        if isinstance(value, torch.Tensor):
+            yield from (part.untyped_storage() for part in parts_of(value) if part.layout is torch.strided)
 
 
 def _device(tensors: Iterable[torch.Tensor]) -> torch.device:

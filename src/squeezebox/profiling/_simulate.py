@@ -6,7 +6,7 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from squeezebox.memory import parts_of
 from squeezebox.profiling._record import record_step, step_counts
 from squeezebox.schema import OptionError, StepTrace
 
@@ -49,6 +50,10 @@ class Simulation:
     trace: StepTrace
 
 
+class _NotOnFakes(OptionError):
+    """Fake tensors cannot take this step; real ones may."""
+
+
 def simulate(
     model: torch.nn.Module | Callable[[], Any],
     *,
@@ -57,8 +62,9 @@ def simulate(
     optimizer: str | torch.optim.Optimizer | MakeOptimizer,
     dtype: torch.dtype | None,
     watch: Watch,
-) -> Simulation:
-    """Run forward, loss, backward and the optimizer's step on fake tensors.
+    values: Callable[[], tuple[Any, Any] | None],
+) -> tuple[Simulation, str]:
+    """Run forward, loss, backward and the optimizer's step on fake tensors, or else on copies of real ones.
 
     Args:
         model: a module, which is left alone, or what makes one; that is built on the
@@ -68,7 +74,12 @@ def simulate(
         optimizer: one of OPTIMIZERS, which have no weight decay but AdamW's; one of the model's own; or what
             makes one of parameters.
         dtype: of parameters and buffers; None leaves them as they are.
-        watch: gives the context in which forward and loss run, from the fake model and its inputs.
+        watch: gives the context in which forward and loss run, from the copied model and its inputs.
+        values: gives inputs and target with their values, if there are any: where fake tensors fail, as those
+            do whose sizes follow from values, the step is taken on these by a copy of the model.
+
+    Returns:
+        The step, and why it was taken on real tensors ("" if it was not).
 
     Raises:
         OptionError: an argument is out of range, or the model does not take such an input.
@@ -76,32 +87,52 @@ def simulate(
     if isinstance(optimizer, str) and optimizer not in _OPTIMIZERS:
         raise OptionError(f"no optimizer '{optimizer}'; there are {', '.join(OPTIMIZERS)}.")
     original = _made(model)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        fake, twins = _fake_copy(original, dtype)
-        inputs, target = sample(fake)
-        taken = _optimizer(optimizer, fake.train(), twins)
-        if taken is not None:
-            _make_state(taken)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            fake, twins = _fake_copy(original, dtype)
+            return _taken(fake, twins, sample(fake), loss_fn, optimizer, watch, fake=True), ""
+    except _NotOnFakes as error:
+        given = values()
+        if given is None:
+            raise
+        with torch.random.fork_rng(devices=[]):
+            real, twins = _real_copy(model, dtype)
+            return _taken(real, twins, given, loss_fn, optimizer, watch, fake=False), str(error.__cause__)
 
-        @contextmanager
-        def around() -> Iterator[None]:
-            with _quiet(), _explained(inputs), watch(fake, _tensors(inputs)):
-                yield
 
-        trace = record_step(
-            fake, sample=(inputs, target), loss_fn=loss_fn or _sum, optimizer=taken, around=around
-        )
-        states = taken.state.values() if taken is not None else ()
-        return Simulation(
-            optimizer=type(taken).__name__ if taken is not None else "none",
-            parameter_bytes=_nbytes(fake.parameters()),
-            buffer_bytes=_nbytes(fake.buffers()),
-            input_bytes=_nbytes(_tensors((inputs, target))),
-            input_shapes=tuple(tuple(tensor.shape) for tensor in _tensors(inputs)),
-            optimizer_bytes=_nbytes(_tensors([list(state.values()) for state in states])),
-            gradient_bytes=_nbytes(p.grad for p in fake.parameters() if p.grad is not None),
-            trace=trace,
-        )
+def _taken(
+    model: torch.nn.Module,
+    twins: Mapping[int, torch.nn.Parameter],
+    sample: tuple[Any, Any],
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None,
+    optimizer: str | torch.optim.Optimizer | MakeOptimizer,
+    watch: Watch,
+    *,
+    fake: bool,
+) -> Simulation:
+    """One step of a copied model."""
+    inputs, _ = sample
+    taken = _optimizer(optimizer, model.train(), twins)
+    if taken is not None:
+        _make_state(taken, fake=fake)
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        with _quiet(), _explained(inputs, fake), watch(model, _tensors(inputs)):
+            yield
+
+    trace = record_step(model, sample=sample, loss_fn=loss_fn or _sum, optimizer=taken, around=around)
+    states = taken.state.values() if taken is not None else ()
+    return Simulation(
+        optimizer=type(taken).__name__ if taken is not None else "none",
+        parameter_bytes=_nbytes(model.parameters()),
+        buffer_bytes=_nbytes(model.buffers()),
+        input_bytes=_nbytes(_tensors(sample)),
+        input_shapes=tuple(tuple(tensor.shape) for tensor in _tensors(inputs)),
+        optimizer_bytes=_nbytes(_tensors([list(state.values()) for state in states])),
+        gradient_bytes=_nbytes(p.grad for p in model.parameters() if p.grad is not None),
+        trace=trace,
+    )
 
 
 def _made(model: torch.nn.Module | Callable[[], Any]) -> torch.nn.Module:
@@ -110,7 +141,11 @@ def _made(model: torch.nn.Module | Callable[[], Any]) -> torch.nn.Module:
     try:
         with torch.device("meta"):
             made = model()
-    except (RuntimeError, TypeError):  # it reads values while it is built: so let it have some
+    except (RuntimeError, TypeError) as error:
+        if "meta" not in str(error).lower():
+            raise
+        made = None  # it reads values while it is built
+    if made is None:
         made = model()
     if isinstance(made, torch.nn.Module):
         return made
@@ -135,6 +170,17 @@ def _fake_copy(
             if isinstance(tensor, torch.Tensor):
                 memo[id(tensor)] = _fake(tensor, dtype)
     return copy.deepcopy(model, memo), twins
+
+
+def _real_copy(
+    model: torch.nn.Module | Callable[[], Any], dtype: torch.dtype | None
+) -> tuple[torch.nn.Module, dict[int, torch.nn.Parameter]]:
+    """As ``_fake_copy``, with values."""
+    original = model if isinstance(model, torch.nn.Module) else model()
+    memo: dict[int, Any] = {}
+    copied = copy.deepcopy(original, memo)
+    twins = {id(parameter): memo[id(parameter)] for parameter in original.parameters()}
+    return (copied if dtype is None else copied.to(dtype)), twins
 
 
 def fake_like(values: Any, dtype: torch.dtype | None) -> Any:
@@ -170,29 +216,38 @@ def _optimizer(
     return made
 
 
-def _make_state(optimizer: torch.optim.Optimizer) -> None:
+def _make_state(optimizer: torch.optim.Optimizer, *, fake: bool) -> None:
     """As a first step does."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    with step_counts():
-        optimizer.step()
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    try:
+        with step_counts() if fake else nullcontext():
+            optimizer.step()
+    except (RuntimeError, TypeError, ValueError, ArithmeticError) as error:
+        raise OptionError(
+            f"{type(optimizer).__name__} cannot step gradients of zeros without a closure, which an "
+            f"estimate needs: {str(error).rstrip('.')}. Leave it out, or name one of as much state, "
+            "such as 'adam'."
+        ) from error
     for parameter in parameters:
         parameter.grad = None
 
 
 @contextmanager
-def _explained(inputs: Any) -> Iterator[None]:
+def _explained(inputs: Any, fake: bool) -> Iterator[None]:
     try:
         yield
     except OptionError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         found = [f"shape {tuple(tensor.shape)} and dtype {tensor.dtype}" for tensor in _tensors(inputs)]
-        raise OptionError(
-            f"the model's forward fails on an input of {', '.join(found)}: {str(error).rstrip('.')}. Check "
-            "the input's shape and dtype; a model or loss that reads tensors' values in Python cannot be "
-            "estimated."
+        what = f"the model's forward fails on an input of {', '.join(found)}: {str(error).rstrip('.')}."
+        if not fake:
+            raise OptionError(f"{what} Check the input's shape and dtype.") from error
+        raise _NotOnFakes(
+            f"{what} Check the input's shape and dtype; where sizes follow from tensors' values, give "
+            "sample=(inputs, target) with values, on which a copy of the model takes the step."
         ) from error
 
 
@@ -224,5 +279,5 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    storages = (tensor.untyped_storage() for tensor in tensors)
+    storages = (part.untyped_storage() for tensor in tensors for part in parts_of(tensor))
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

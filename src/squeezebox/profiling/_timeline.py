@@ -66,7 +66,8 @@ class Timeline:
         """
         if not self._recording.start():
             raise OptionError(
-                "a step cannot be profiled while another profiler is running; end that one first."
+                "a step cannot be profiled while another profiler is running; end that one first. A session "
+                "measures the peaks of some steps: run the backward that it waits for, or detach() it."
             )
 
     def loss(self) -> None:

@@ -17,7 +17,7 @@ from squeezebox.reports._audit import (
     analyse,
 )
 from squeezebox.reports._audit_runs import AuditRecord, load_record, save_record
-from squeezebox.reports._batch import FoundBatch, MaxBatch
+from squeezebox.reports._batch import BatchPoint, FoundBatch, MaxBatch
 from squeezebox.reports._chart import ChartKind, ChartSpan, PipelineChart
 from squeezebox.reports._compiled import CompiledReport, CompiledTensor
 from squeezebox.reports._environment import EnvironmentCheck
@@ -64,6 +64,7 @@ __all__ = [
     "EnvironmentCheck",
     "Equivalence",
     "Estimate",
+    "BatchPoint",
     "FoundBatch",
     "MaxBatch",
     "PipelineChart",

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from squeezebox.reports._plan import StepPlan
 from squeezebox.reports._report import human_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchPoint:
+    """A batch whose fastest plan within a budget has this peak, and this time in plain steps of the batch."""
+
+    batch: int
+    peak_bytes: int
+    time_ratio: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,6 +24,7 @@ class MaxBatch:
 
     ``plain_batch`` is the largest that plain training would hold, 0 if none. ``measured`` says that a step of
     this very batch was profiled; otherwise the plan lies on the line between two batches that were.
+    ``frontier`` are batches from plain training's to this one.
     """
 
     batch: int
@@ -22,6 +32,7 @@ class MaxBatch:
     predicted_peak_bytes: int
     plain_batch: int
     measured: bool
+    frontier: tuple[BatchPoint, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -30,6 +41,7 @@ class MaxBatch:
             "plain_batch": self.plain_batch,
             "predicted_peak_bytes": self.predicted_peak_bytes,
             "measured": self.measured,
+            "frontier": [asdict(point) for point in self.frontier],
             "plan": self.plan.to_dict(),
         }
 
@@ -51,6 +63,7 @@ class FoundBatch:
     ``probes`` are the batches that were run to find it, the last one under the plan.
     ``measured_peak_bytes`` is what that took, or None where the answer had to be smaller. ``microbatches``
     are the sizes whose gradients add up to one update; their losses weigh as much as they have samples.
+    ``frontier`` are batches from plain training's to this one.
     """
 
     batch: int
@@ -62,11 +75,13 @@ class FoundBatch:
     plain_batch: int
     probes: tuple[int, ...]
     microbatches: tuple[int, ...]
+    frontier: tuple[BatchPoint, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        own = {name: getattr(self, name) for name in self.__slots__ if name != "plan"}
-        return {**own, "plan": self.plan.to_dict()}
+        own = {name: getattr(self, name) for name in self.__slots__ if name not in ("plan", "frontier")}
+        points = [asdict(point) for point in self.frontier]
+        return {**own, "frontier": points, "plan": self.plan.to_dict()}
 
     def __str__(self) -> str:
         seen = self.measured_peak_bytes

@@ -22,7 +22,8 @@ class Estimate:
     what a report calls saved: each storage once, without parameters, buffers and the input. ``saved`` splits
     it by role. ``peak_bytes`` counts everything, at the worst moment of a step
     whose optimizer state is there already; ``peak_phase`` says when that is: ``"forward"``, ``"loss"``,
-    ``"backward"`` or ``"optimizer"``. ``peak`` says what is live then, and what is running.
+    ``"backward"`` or ``"optimizer"``. ``peak`` says what is live then, and what is running. ``why_real``: why
+    the step was taken on real tensors, "" where fake ones did.
     """
 
     input_shape: tuple[int, ...]
@@ -38,6 +39,7 @@ class Estimate:
     peak_bytes: int
     peak_phase: str
     peak: Peak
+    why_real: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as written by :meth:`to_json`."""
@@ -68,7 +70,10 @@ class Estimate:
         ]
         width = max(len(label) for label, _ in rows)
         lines = [f"{label:<{width}}  {human_bytes(nbytes):>10}" for label, nbytes in rows]
-        return "\n".join([*lines, f"The peak is in {owner(self.peak.call)}."])
+        lines.append(f"The peak is in {owner(self.peak.call)}.")
+        if self.why_real:
+            lines.append(f"A copy of the model took the step on the sample: {self.why_real}.")
+        return "\n".join(lines)
 
 
 def owner(call: Call | None) -> str:

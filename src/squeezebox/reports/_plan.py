@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from squeezebox.reports._fields import checked, without_duplicates
-from squeezebox.reports._report import human_bytes, write_whole
+from squeezebox.reports._report import human_bytes, offloaded, write_whole
 from squeezebox.reports._shortage import where
-from squeezebox.schema import Action, FormatError, Moment, Option, PlannedPeak, Region, Role
+from squeezebox.schema import Action, FormatError, Moment, OffloadRecord, Option, PlannedPeak, Region, Role
 
 PLAN_VERSION = 2
+_LATER = {"peak": None, "arena": False, "offload": None}  # what files of earlier releases lack
 _OPTION = [item.name for item in dataclasses.fields(Option)]
 
 
@@ -46,7 +47,8 @@ class StepPlan:
     ``late_values`` names tensors of which a later operator reads more than the first one, and its role.
     ``region`` are the first layers, if they are worked in slices of the batch. ``peak`` says where the
     predicted peak lies and what is live then; its parts add up to it (None in files of earlier releases).
-    With ``arena``, packed tensors are counted with their places.
+    With ``arena``, packed tensors are counted with their places. ``offload`` says where tensors are moved to,
+    and which memory that takes beside the peak.
     """
 
     model: str
@@ -62,6 +64,7 @@ class StepPlan:
     region: Region | None = None
     peak: PlannedPeak | None = None
     arena: bool = False
+    offload: OffloadRecord | None = None
 
     @property
     def kept(self) -> frozenset[str]:
@@ -109,7 +112,9 @@ class StepPlan:
         ]
         region = dataclasses.asdict(self.region) if self.region is not None else None
         peak = dataclasses.asdict(self.peak) if self.peak is not None else None
-        return {"version": PLAN_VERSION, **values, "region": region, "peak": peak, "tensors": rows}
+        offload = dataclasses.asdict(self.offload) if self.offload is not None else None
+        nouns = {"region": region, "peak": peak, "offload": offload, "tensors": rows}
+        return {"version": PLAN_VERSION, **values, **nouns}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan whole or not at all; OutputError if the path cannot be written."""
@@ -144,6 +149,7 @@ class StepPlan:
             *(_parts(self.peak) if self.peak is not None else ()),
             f"time   {self.predicted_seconds:>8.3f} s  plain {self.plain_seconds:.3f} s",
             f"noise  {self.predicted_noise:>10.1e}",
+            *([offloaded(self.offload)] if self.offload else []),
             *([f"{self.region} in {self.region.slices} slices of the batch"] if self.region else []),
             "",
         ]
@@ -173,7 +179,7 @@ def _from_dict(values: Any) -> StepPlan:
         raise FormatError(
             f"version is {version!r}; this Squeezebox reads version {PLAN_VERSION}. Upgrade squeezebox"
         )
-    fields = checked(StepPlan, {"peak": None, "arena": False, **values}, "", besides=["version"])
+    fields = checked(StepPlan, {**_LATER, **values}, "", besides=["version"])
     rows, region, peak = fields.pop("tensors"), fields.pop("region"), fields.pop("peak")
     if not isinstance(rows, list):
         raise FormatError(f"tensors is a {type(rows).__name__}, not a list")
@@ -185,7 +191,9 @@ def _from_dict(values: Any) -> StepPlan:
     _check_late_values(fields["late_values"])
     sliced = None if region is None else Region(**checked(Region, region, "region"))
     parts = None if peak is None else PlannedPeak(**checked(PlannedPeak, peak, "peak"))
-    return StepPlan(**fields, tensors=tensors, region=sliced, peak=parts)
+    moved = fields.pop("offload")
+    folder = None if moved is None else OffloadRecord(**checked(OffloadRecord, moved, "offload"))
+    return StepPlan(**fields, tensors=tensors, region=sliced, peak=parts, offload=folder)
 
 
 def _tensor(row: Any, where: str) -> PlannedTensor:

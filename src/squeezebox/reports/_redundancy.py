@@ -17,13 +17,14 @@ _MEANINGS = {
     Waste.CONSTANT: "could be computed once, before training",
     Waste.DEAD: "freed or overwritten before anything read it",
     Waste.COPY: "the original was there as long, and the same",
+    Waste.OVERWRITTEN: "autograd does not see it, as through .data; gradients are wrong",
     Waste.SYNC: "the host waits for the device, and the device then for the host",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class StepCheck:
-    """Repeated operators, dead stores, needless copies and syncs of one step. ``str()`` is a table."""
+    """Repeated operators, dead stores, copies, syncs, overwritten tensors of a step. ``str()`` is a table."""
 
     figures: CheckedStep
 

@@ -14,7 +14,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from squeezebox.schema import ArenaRecord, Check, OptionError, OutputError, SavedTensor, StepRecord
+from squeezebox.schema import (
+    ArenaRecord,
+    Check,
+    OffloadRecord,
+    OptionError,
+    OutputError,
+    SavedTensor,
+    StepRecord,
+)
 
 _ROWS = 24  # the largest tensors that text shows; JSON has all
 
@@ -168,6 +176,8 @@ def _totals(record: StepRecord) -> list[str]:
         lines.append(f"peak of a step that gathers statistics: {human_bytes(record.refresh_peak_bytes)}")
     if record.arena is not None:
         lines.append(_arena(record.arena))
+    if record.offload is not None:
+        lines.append(offloaded(record.offload))
     lines.append(
         f"gradient noise: measured {_figure(record.noise)}, predicted {_figure(record.predicted_noise)}"
     )
@@ -187,6 +197,15 @@ def _arena(arena: ArenaRecord) -> str:
     return (
         f"arena of {human_bytes(arena.nbytes)}: {arena.tensors} packed tensors in it, {arena.spills} "
         f"({human_bytes(arena.spilled_bytes)}) spilled; {arena.total_spills} in all steps"
+    )
+
+
+def offloaded(offload: OffloadRecord) -> str:
+    """Where tensors are moved to, and what memory that takes."""
+    kind = f" ({offload.filesystem})" if offload.filesystem else ""
+    return (
+        f"offloaded to {offload.folder}{kind}: {human_bytes(offload.file_bytes)}; beside the peak at most "
+        f"{human_bytes(offload.buffer_bytes)} of buffers and {human_bytes(offload.cache_bytes)} of page cache"
     )
 
 

@@ -55,3 +55,7 @@ class OutputError(SqueezeboxError, OSError):
 
 class MemoryGrowthWarning(UserWarning):
     """What is held between steps grows; the message says from what to what."""
+
+
+class CaptureWarning(UserWarning):
+    """A session captures nothing; the message says why."""

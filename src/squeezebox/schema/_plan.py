@@ -123,6 +123,20 @@ class Region:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Slicing:
+    """What a region takes in its slices, by itself.
+
+    The most bytes of forward, its result included, and of backward, its gradients included; and the seconds
+    by which both are longer than plainly.
+    """
+
+    region: Region
+    forward_bytes: int
+    backward_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepProfile:
     """A profile and what else a plan needs of the step.
 

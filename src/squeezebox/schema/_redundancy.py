@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 
 class Waste(enum.Enum):
-    """Why work was in vain, or had to wait."""
+    """Why work was in vain, or wrong, or had to wait."""
 
     REPEATED = "repeated operator"
     CONSTANT = "repeated in every step"
     DEAD = "dead store"
     COPY = "needless copy"
     SYNC = "host-device sync"
+    OVERWRITTEN = "overwritten before backward"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

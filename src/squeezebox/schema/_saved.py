@@ -109,7 +109,8 @@ class TensorStatistics:
     zero; ``rms`` is over the non-zero ones, or the deviation where zeros carry no
     meaning; ``mean_abs_loss`` is the mean absolute gradient at the reading
     operator's output, ``batch`` its first dimension, ``positions`` its output positions per sample
-    (all three 0 where no operator of a known law reads the tensor).
+    (all three 0 where no operator of a known law reads the tensor). ``bound`` is what the tensor had, in the
+    controller's unit.
     """
 
     key: str
@@ -121,6 +122,7 @@ class TensorStatistics:
     batch: int = 0
     positions: int = 0
     parameter: str = ""
+    bound: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,13 +130,15 @@ class StepStatistics:
     """Everything a controller sees of one due step.
 
     ``mean_abs_momentum`` maps a parameter's name to the mean absolute momentum (or gradient where the
-    optimizer keeps none).
+    optimizer keeps none). ``noise`` is the squared error of all parameter gradients over their squared norm
+    (None: not known).
     """
 
     nodes: tuple[NodeStatistics, ...]
     tensors: tuple[TensorStatistics, ...]
     mean_abs_momentum: dict[str, float]
     checks: tuple[Check, ...] = ()
+    noise: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,6 +174,21 @@ class ArenaRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadRecord:
+    """Where tensors are moved to, and what memory that takes; sizes are bytes.
+
+    The file in ``folder`` has ``file_bytes``. Whatever is moved, ``buffer_bytes`` of the process and
+    ``cache_bytes`` of the system's page cache are the most it takes, beside the step's peak.
+    """
+
+    folder: str
+    filesystem: str
+    file_bytes: int
+    buffer_bytes: int
+    cache_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
     """One training step as the report shows it; all sizes in bytes.
 
@@ -181,7 +200,7 @@ class StepRecord:
     ``split_bytes`` is the most that lay idle in parts of a CUDA allocator's blocks (fragmentation; None on
     the CPU). ``refresh_peak_bytes`` is the peak of the last measured step that gathered statistics.
     ``budget_bytes``, ``predicted_peak_bytes`` and ``predicted_seconds`` are those of the plan, if any.
-    ``arena`` is there where packed tensors have one.
+    ``arena`` is there where packed tensors have one, ``offload`` where tensors are in a file.
     ``noise`` is the measured squared gradient error relative to the squared gradient norm,
     ``predicted_noise`` what the error law expects of it.
     """
@@ -202,5 +221,6 @@ class StepRecord:
     predicted_peak_bytes: int | None = None
     predicted_seconds: float | None = None
     arena: ArenaRecord | None = None
+    offload: OffloadRecord | None = None
     checks: tuple[Check, ...] = ()
     notes: tuple[str, ...] = ()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from importlib.util import find_spec
+from numbers import Real
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ import torch
 from squeezebox import codecs
 from squeezebox.bounds import Comet, Controller, NoiseBudget
 from squeezebox.reports import StepPlan
-from squeezebox.schema import OptionError
+from squeezebox.schema import AttachError, OptionError
 from squeezebox.session._begin import begin
 from squeezebox.session._places import plan_with_places
 from squeezebox.session._plans import make_plan
@@ -36,6 +38,7 @@ def attach(
     checks_per_refresh: int = 1,
     arena: bool = False,
     codec: str | None = None,
+    checks: bool = False,
 ) -> Session:
     """Hold what training ``model`` saves between forward and backward in fewer bytes.
 
@@ -72,6 +75,10 @@ def attach(
         codec: which of ``squeezebox.codecs`` holds values within their bounds, such as one of your own (see
             :func:`squeezebox.codecs.register`). Where an operator may read a sign that it does not preserve,
             or a bound is in units of each channel's or row's deviation, the usual codec does.
+        checks: look for saved tensors that are overwritten between forward and backward where autograd does
+            not see it, as through ``.data``: checksums of all that are held themselves, parameters included,
+            are taken when they are saved and compared when backward reads them. For finding faults; steps
+            take longer.
 
     Returns:
         The session, with ``report()``, ``step()``, ``measure_noise()``, ``state_dict()``, ``detach()``.
@@ -79,12 +86,17 @@ def attach(
     Raises:
         OptionError: noise not positive and finite, more than one of noise, controller and exact, an unknown
             codec, or one beside a plan, a budget or exact, or COMET's controller without an optimizer.
-        AttachError: the model has a session already.
+        AttachError: the model, a part of it or a whole that it is part of, has a session already; or numba or
+            Blosc2, which packing needs, is not installed.
         BudgetError: no plan fits the budget; later too, from the model's forward, with "replan". Or the
             plan, made without ``arena``, has no room for one.
+        CaptureError: from backward, with ``checks``: a saved tensor was overwritten; names its module,
+            operator and line.
         UnsupportedModelError: the model spans two devices or is compiled; later too, from its forward: the
             plan makes tensors again from parameters that fully_shard has taken away.
     """
+    _require_packages()
+    _check_kinds(model, noise, controller, plan, checks_per_refresh)
     if on_mismatch not in ("refuse", "replan"):
         raise OptionError(f"on_mismatch {on_mismatch!r} is neither 'refuse' nor 'replan'.")
     if codec is not None and (exact or plan is not None or budget is not None):
@@ -120,7 +132,7 @@ def attach(
         sample, loss_fn = check_sample(sample, loss_fn)
         subject = Subject(model=model, sample=sample, loss_fn=loss_fn, optimizer=optimizer, noise=0.0)
         places = rehearsed(subject, chosen)
-    return begin(
+    engine = begin(
         model,
         optimizer,
         chosen,
@@ -130,7 +142,35 @@ def attach(
         arena=arena,
         places=places,
         codec=None if codec is None else codecs.get(codec),
+        checks=checks,
     )
+    return Session(engine)
+
+
+def _check_kinds(model: object, noise: object, controller: object, plan: object, checks: object) -> None:
+    """Refuse what would fail in the first step, or go unnoticed."""
+    if not isinstance(model, torch.nn.Module):
+        raise OptionError(f"model {model!r} is no torch.nn.Module; make one, and pass that.")
+    if noise is not None and (isinstance(noise, bool) or not isinstance(noise, Real)):
+        raise OptionError(f"noise {noise!r} is no number; give one such as 1e-3.")
+    if controller is not None and not hasattr(controller, "due"):
+        raise OptionError(
+            f"controller {controller!r} is none; give an object such as squeezebox.bounds.Comet()."
+        )
+    if plan is not None and not isinstance(plan, StepPlan):
+        raise OptionError(f"plan {plan!r} is none; squeezebox.load_plan(path) reads one from its file.")
+    if not isinstance(checks, int) or checks < 0:
+        raise OptionError(f"checks_per_refresh {checks!r} is no whole number from 0 on.")
+
+
+def _require_packages() -> None:
+    """Refuse at once what the first step would end in; loads nothing."""
+    missing = [name for name in ("blosc2", "numba") if find_spec(name) is None]
+    if missing:
+        raise AttachError(
+            f"squeezebox packs with {' and '.join(missing)}, which Python does not find here; "
+            f"pip install {' '.join(missing)}."
+        )
 
 
 def _replanning(
@@ -153,6 +193,7 @@ def _replanning(
         noise=None if exact else plan.noise,
         exact=exact,
         arena=plan.arena,
+        offload=True if plan.offload is None else plan.offload.folder,
     )
     shapes = shapes_of(sample[0])
     return Replanning(plans={shapes: plan}, sample=shapes, target=sample[1], planner=make)

@@ -155,9 +155,9 @@ def _recomputed(piece: Piece) -> Callable[..., tuple[Any, ...]]:
 def _packed(
     pieces: Sequence[Piece], bounds: Mapping[str, float]
 ) -> Iterator[Callable[[], AbstractContextManager[object]]]:
-    """A session over all pieces with these bounds."""
-    session = begin(together(pieces), None, Planned(bounds=bounds), overlapping=True)
+    """All pieces packed within these bounds."""
+    engine = begin(together(pieces), None, Planned(bounds=bounds), overlapping=True)
     try:
-        yield session.step
+        yield engine.framed
     finally:
-        session.detach()
+        engine.detach()

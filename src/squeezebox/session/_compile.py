@@ -12,7 +12,15 @@ import torch
 
 from squeezebox import planner
 from squeezebox.bounds import NoiseBudget
-from squeezebox.capture import BITS, BitRule, CompiledStep, HalfSteps, check_supported, compiled_part
+from squeezebox.capture import (
+    BITS,
+    BitRule,
+    CompiledStep,
+    HalfSteps,
+    check_supported,
+    compiled_part,
+    refuse_transforms,
+)
 from squeezebox.reports import StepPlan
 from squeezebox.schema import (
     Action,
@@ -26,10 +34,10 @@ from squeezebox.schema import (
 )
 from squeezebox.session._begin import begin
 from squeezebox.session._calibration import within
+from squeezebox.session._engine import attached
 from squeezebox.session._models import gradient_noise, random_states, restored, ungraded
 from squeezebox.session._profiles import STATISTICS_STEPS
 from squeezebox.session._samples import LossFunction
-from squeezebox.session._session import attached
 
 _LAW_BITS = (8, 4)  # with fewer, errors are no longer small, as the law takes them to be
 
@@ -79,6 +87,7 @@ def compile_model(
         UnsupportedModelError: the model spans two devices or is compiled already.
     """
     _check_compile_options(plan, noise, bits, sample, loss_fn)
+    refuse_transforms()
     _refuse_compiled(model)
     check_supported(model)
     _refuse_attached(model)
@@ -148,13 +157,13 @@ def _half_steps(
 ) -> HalfSteps:
     """What each number of bits would mean for each of the plan's tensors, from one eager forward."""
     with restored(model), torch.enable_grad():
-        session = begin(model, None, None, plan=plan)
-        found = session._store.listener = HalfSteps()
+        engine = begin(model, None, None, plan=plan)
+        found = engine.store.listener = HalfSteps()
         try:
             model(*args, **kwargs)
         finally:
-            session._store.listener = None
-            session.detach()
+            engine.store.listener = None
+            engine.detach()
     return found
 
 
@@ -234,17 +243,17 @@ def _fewest_bits(profile: Profile, allowed: float) -> tuple[BitRule, float]:
 def _bit_profile(example: _Example) -> Profile:
     """Bytes and noise of every number of bits for every tensor."""
     with restored(example.model):
-        session = begin(example.model, None, NoiseBudget(noise=1.0))
+        engine = begin(example.model, None, NoiseBudget(noise=1.0))
         try:
             for _ in range(STATISTICS_STEPS):
                 example.gradients(example.model)
-            session._close_step()
-            found = session._store.listener = HalfSteps()
+            engine.close_step()
+            found = engine.store.listener = HalfSteps()
             example.loss(example.model)
-            sensitivities = session._policy.state.sensitivities
+            sensitivities = engine.policy.state.sensitivities
         finally:
-            session._store.listener = None
-            session.detach()
+            engine.store.listener = None
+            engine.detach()
     tensors = tuple(
         TensorProfile(
             key=key,

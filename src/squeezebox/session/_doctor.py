@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from squeezebox.capture import Overwrite, Overwrites
 from squeezebox.profiling import check_redundancy
 from squeezebox.reports import StepCheck
+from squeezebox.schema import Redundancy, Waste
 
 _STEPS = 3  # one to begin with, one that is judged, one that tells what is the same in every step
 
@@ -26,7 +30,8 @@ def check_step(
     the original would have done, and operators for which the host waits for a device. Random operators
     and in-place updates are no repeats. Only what is certain from the operators that ran is named: a step
     with other inputs may take other branches. To the model and the optimizer these are three steps of
-    training like any other.
+    training like any other. In the first, checksums tell of saved tensors that were overwritten before
+    backward read them where autograd does not see it, as through ``.data``: gradients are wrong then.
 
     Args:
         step: takes one training step, with optimizer if that is to be seen.
@@ -54,10 +59,33 @@ def check_step(
             on_progress(number, _STEPS, "steps")
         return result
 
-    run()
+    with Overwrites() as overwrites:
+        run()
     on_device = torch.cuda.is_initialized()
     device = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
-    return StepCheck(check_redundancy(run, device=device, as_device=as_device))
+    checked = check_redundancy(run, device=device, as_device=as_device)
+    return StepCheck(replace(checked, findings=(*checked.findings, *_findings(overwrites.found))))
+
+
+def _findings(overwrites: Iterable[Overwrite]) -> tuple[Redundancy, ...]:
+    """Each line's once."""
+    counts = Counter((each.operator, each.stamp.file, each.stamp.line) for each in overwrites)
+    first = {(each.operator, each.stamp.file, each.stamp.line): each for each in reversed([*overwrites])}
+    return tuple(
+        Redundancy(
+            waste=Waste.OVERWRITTEN,
+            operator=each.operator,
+            file=each.stamp.file,
+            line=each.stamp.line,
+            function=each.stamp.function,
+            modules=(each.stamp.module,) if each.stamp.module else (),
+            phase="forward" if each.stamp.module else "",
+            count=counts[place],
+            seconds=0.0,
+            nbytes=each.nbytes,
+        )
+        for place, each in first.items()
+    )
 
 
 def _arguments(batch: Callable[[], object] | None) -> tuple[Any, ...]:

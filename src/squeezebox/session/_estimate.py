@@ -8,8 +8,9 @@ from numbers import Integral
 from typing import Any, cast
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from squeezebox.capture import Observer
+from squeezebox.capture import Observer, refuse_transforms
 from squeezebox.profiling import Simulation, fake_like, simulate
 from squeezebox.reports import Estimate
 from squeezebox.schema import OptionError
@@ -29,27 +30,33 @@ def estimate(
     optimizer: str | torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] = "sgd-momentum",
     dtype: torch.dtype | str | None = None,
     input_dtype: torch.dtype | str | None = None,
+    run: bool = True,
 ) -> Estimate:
     """Say what a plain training step would hold, without training and without using the memory.
 
-    Forward, loss, backward and the optimizer's step run on fake tensors. Nothing is computed, so models whose
-    control flow reads values cannot be estimated. On a CPU convolutions and their like are run all the same,
-    each on a few samples of zeros, for what they take and give back before they return.
+    Forward, loss, backward and the optimizer's step run on fake tensors, which compute nothing. On a CPU
+    convolutions and their like are run all the same, each on a few samples of zeros, for what they take and
+    give back before they return. Where fake tensors fail, as where sizes follow from values (experts, for
+    one), a copy of the model takes the step on the sample: that uses the memory, and the estimate says so.
 
     Args:
         model: a module (left alone), or a function or class that makes one.
         input_shape: one sample's shape, without the batch (default: 3, 224, 224).
         batch: samples a step (default: 32).
         sample: instead of these: inputs (a tensor, or a tuple of them) and target, of which shapes and dtypes
-            are read; or a function that makes them, without using memory.
+            are read; or a function that makes them, without using memory. With values, on real devices, a
+            step can be taken on it.
         loss_fn: ``loss_fn(output, target)`` is what backward starts from (default: the sum of all outputs).
         optimizer: "sgd", "sgd-momentum", "adam" or "adamw"; the model's own; or what makes one of parameters.
         dtype: of the model and floating-point inputs, such as "bfloat16" (default: as they are).
         input_dtype: of the input, such as "int64" for tokens (default: ``dtype``).
+        run: whether a copy may take that step on the sample; without, an error says what fake tensors cannot.
 
     Raises:
         OptionError: an argument is out of range, or the model does not take such an input.
+        UnsupportedModelError: called inside a transform of torch.func, or where hooks are disabled.
     """
+    refuse_transforms()
     kind, input_kind = _dtype_named(dtype), _dtype_named(input_dtype)
     if sample is not None and (input_shape, batch, input_dtype) != (None, None, None):
         raise OptionError("sample says input_shape, batch and input_dtype already; give it without these.")
@@ -62,6 +69,13 @@ def estimate(
         given, _ = check_sample(sample() if callable(sample) else sample, loss_fn or _no_loss)
         return cast("tuple[Any, Any]", fake_like(given, kind))
 
+    def values() -> tuple[Any, Any] | None:
+        given = None if not run else sample() if callable(sample) else sample
+        tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+        if given is None or any(type(each.data) is not torch.Tensor or each.is_meta for each in tensors):
+            return None
+        return _of_kind(given, kind)
+
     observers: list[Observer] = []
 
     @contextlib.contextmanager
@@ -70,14 +84,20 @@ def estimate(
         with observers[-1]:
             yield
 
-    simulation = simulate(
-        model, sample=make_sample, loss_fn=loss_fn, optimizer=optimizer, dtype=kind, watch=watch
+    simulation, why_real = simulate(
+        model,
+        sample=make_sample,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        dtype=kind,
+        watch=watch,
+        values=values,
     )
     named = optimizer if isinstance(optimizer, str) else simulation.optimizer
-    return _as_estimate(simulation, observers[-1].saved_bytes(), named)
+    return _as_estimate(simulation, observers[-1].saved_bytes(), named, why_real)
 
 
-def _as_estimate(simulation: Simulation, saved: dict[str, int], optimizer: str) -> Estimate:
+def _as_estimate(simulation: Simulation, saved: dict[str, int], optimizer: str, why_real: str) -> Estimate:
     peak = simulation.trace.peak()
     shapes = simulation.input_shapes
     return Estimate(
@@ -94,6 +114,7 @@ def _as_estimate(simulation: Simulation, saved: dict[str, int], optimizer: str) 
         peak_bytes=peak.nbytes,
         peak_phase=peak.call.phase if peak.call is not None else "forward",
         peak=peak,
+        why_real=why_real,
     )
 
 
@@ -118,6 +139,16 @@ def _dtype_named(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if isinstance(found, torch.dtype):
         return found
     raise OptionError(f"'{dtype}' is no dtype of torch; name one such as float32, bfloat16 or int64.")
+
+
+def _of_kind(sample: Any, kind: torch.dtype | None) -> tuple[Any, Any]:
+    """Inputs and target, what is floating-point in that dtype."""
+
+    def cast_to(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(kind) if kind is not None and tensor.is_floating_point() else tensor
+
+    inputs, target = tree_map_only(torch.Tensor, cast_to, sample)
+    return inputs, target
 
 
 def _dtype_of(model: torch.nn.Module) -> torch.dtype:

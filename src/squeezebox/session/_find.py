@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import math
 from typing import Any
 
 import torch
 
 from squeezebox import planner
-from squeezebox.profiling import free_bytes
+from squeezebox.memory import free_bytes, require_imports, within_room
 from squeezebox.reports import FoundBatch, StepPlan, exact_bytes
-from squeezebox.schema import Budget, BudgetError, OptionError, StepProfile
+from squeezebox.schema import (
+    Budget,
+    BudgetError,
+    OptionError,
+    PlanError,
+    StepProfile,
+    UnsupportedModelError,
+)
+from squeezebox.session._batches import Batches
+from squeezebox.session._choices import fits
 from squeezebox.session._estimate import estimate
 from squeezebox.session._models import device_of, held_by, nbytes_of, persistent
-from squeezebox.session._plans import fits_within, plain_peak, plannable, planned, size_named
+from squeezebox.session._plans import plain_peak, plannable, size_named
 from squeezebox.session._profiles import Progress, Subject, measured_peak, profile_step
-from squeezebox.session._samples import LossFunction, batch_of, check_sample, described, resize
+from squeezebox.session._samples import LossFunction, batch_of, check_sample, described
 
 _SAFE = 0.8  # of the budget: what a probe may take by a prediction that is not exact
 _LOSSY = 3.0  # of a step with statistics, at most: what it takes beyond its beginnings over a plain step's
 _UNKNOWN_BATCH = 2  # of the first probe, where fake tensors cannot run the model
 
 
+_VARIES = (
+    "what the model saves changes from one step to the next at the same batch, so find_batch() cannot plan "
+    "for it. attach(noise=...) holds whatever comes; choose the batch by its report."
+)
+
+
+@within_room("the batches that find_batch() measures")
 def find_batch(
     model: torch.nn.Module,
     sample: tuple[Any, Any],
@@ -43,8 +59,12 @@ def find_batch(
     batches that need not fit the machine. Here nothing is run that is not foretold to fit. At most two
     batches are profiled: one that fits by a step on fake tensors (2, if these cannot run the model), with
     ample room for what statistics take besides; and one that fits by what the first one's profile held.
-    The answer is run once, under its plan, and made smaller by what that needed more than foretold. What a
-    profiler takes for itself is not foretold, and may pass a memory of only some tens of MiB.
+    The answer is run once, under its plan, and made smaller by what that needed more than foretold. What
+    finds no room after all is tried with a smaller batch.
+
+    The memory is what tensors take. Beside them the first call of a process takes some hundreds of MiB for
+    what planning imports and compiles, and profilers some tens of MiB for themselves. Without ``memory`` all
+    that is imported and compiled before the free memory is measured.
 
     Args:
         model: see :func:`plan`; so are ``loss_fn``, ``optimizer``, ``noise``, ``exact`` and ``on_progress``.
@@ -65,6 +85,7 @@ def find_batch(
 
     Raises:
         BudgetError: not even a batch of 1 fits, or can be profiled in the memory; says what is missing.
+            Or there is no room for what planning imports and compiles.
         OptionError: as :func:`max_batch`; reserve or effective out of range.
     """
     sample, loss_fn = check_sample(sample, loss_fn)
@@ -74,6 +95,8 @@ def find_batch(
     if batch < 1 or (effective is not None and effective < 1):
         what = f"the sample has {described(sample[0])} as inputs" if batch < 1 else f"effective={effective}"
         raise OptionError(f"{what}, which is no batch.")
+    if memory is None:
+        _load(allowed > 0.0)
     memory_bytes, reserve_bytes = _room(model, optimizer, memory, reserve)
     limit = memory_bytes - reserve_bytes
     subject = Subject(
@@ -86,17 +109,26 @@ def find_batch(
     )
     known = probe(subject, limit)
 
-    def plan_at(size: int, foretold: int) -> StepPlan:
-        return planned(model, planner.at_batch(known, size), foretold, allowed, size)
-
-    answer = max(_largest(known, limit, allowed), 1)
-    plan = plan_at(answer, limit)
-    measured = measured_peak(_of_size(subject, answer), plan)
+    batches = Batches(subject.of_size(min(known)), known, is_run=False)
+    answer, foretold = max(batches.largest(limit, min(known)), 1), limit
+    while True:
+        plan = batches.plan(model, answer, foretold)
+        try:
+            measured = _run_beside(reserve_bytes if memory is None else 0, subject.of_size(answer), plan)
+            break
+        except BudgetError:  # there was less memory than said
+            if answer == 1:
+                raise
+        except PlanError as error:  # what is saved grows faster than the batch
+            if answer <= min(known):
+                raise UnsupportedModelError(_VARIES) from error
+        foretold = int(_SAFE * foretold)
+        answer = _smaller(batches, answer, foretold)
     probes = (*known, answer)
     if measured is not None and measured > limit:
         foretold = limit * plan.predicted_peak_bytes // measured  # what may be, for so much more to fit
-        answer = _smaller(known, answer, foretold, allowed)
-        plan, measured = plan_at(answer, foretold), None
+        answer = _smaller(batches, answer, foretold)
+        plan, measured = batches.plan(model, answer, foretold), None
     return FoundBatch(
         batch=answer,
         plan=plan,
@@ -104,9 +136,10 @@ def find_batch(
         reserve_bytes=reserve_bytes,
         predicted_peak_bytes=plan.predicted_peak_bytes,
         measured_peak_bytes=measured,
-        plain_batch=planner.largest_batch(lambda size: _plain(known, size) <= limit),
+        plain_batch=batches.plain(limit),
         probes=probes,
         microbatches=(answer,) if effective is None else _microbatches(effective, answer),
+        frontier=batches.frontier(model, answer, plan, limit),
     )
 
 
@@ -116,28 +149,67 @@ def probe(subject: Subject, limit: int) -> dict[int, StepProfile]:
     The first is the sample's, or one that fits; the second the largest that is safe and may be asked for.
 
     Raises:
-        BudgetError: not even the least batch is foretold to fit.
+        BudgetError: not even the least batch is foretold to fit; or what is imported for it finds no room.
     """
-    first = _first(subject, limit)
-    known = {first: profile_step(_of_size(subject, first))}
+    require_imports("numba", "torch._dynamo")
+    first, seen = _begun(subject, _first(subject, limit))
+    known = {first: seen}
     safe = planner.largest_batch(lambda size: _held(known[first], first, size) <= _SAFE * limit)
-    second = min(_largest(known, limit, subject.noise), safe)
+    budget = Budget(peak_bytes=limit, noise=subject.noise)
+    largest = planner.largest_batch(lambda size: fits(planner.at_batch(known, size), budget), first)
+    second = min(largest, safe)
     if second in (0, first):
         second = first // 2
     if second > 1:  # batch normalisation refuses a single sample
-        known[second] = profile_step(_of_size(subject, second))
+        with contextlib.suppress(BudgetError):  # there is less memory than said
+            known[second] = profile_step(subject.of_size(second))
     return known
+
+
+def _begun(subject: Subject, size: int) -> tuple[int, StepProfile]:
+    """The profile of this batch, or of half as many, and so on, where there is no room for it."""
+    while True:
+        try:
+            return size, profile_step(subject.of_size(size))
+        except BudgetError:
+            if size == 1:
+                raise
+        size //= 2
+
+
+@functools.cache
+def _load(lossy: bool) -> None:
+    """Import and compile what a search runs, by one for a network of few elements."""
+    with torch.random.fork_rng(devices=[]):
+        layers = torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2)
+    sample = torch.zeros(32, 64), torch.zeros(32, 2)
+    find_batch(
+        torch.nn.Sequential(*layers),
+        sample,
+        loss_fn=torch.nn.functional.mse_loss,
+        memory=1 << 20,
+        noise=1e-3 if lossy else None,
+        exact=not lossy,
+    )
+
+
+def _run_beside(reserve_bytes: int, subject: Subject, plan: StepPlan) -> int | None:
+    """What a step under the plan takes; BudgetError if it does not run with the reserve taken too."""
+    with within_room("a step under the plan, and the reserve"):
+        reserve = torch.empty(reserve_bytes, dtype=torch.uint8, device=device_of(subject.model))
+    measured = measured_peak(subject, plan)
+    del reserve  # not before
+    return measured
+
+
+def _smaller(batches: Batches, batch: int, limit: int) -> int:
+    return max(batches.largest(limit, min(batches.known), below=batch), 1)
 
 
 def _held(seen: StepProfile, batch: int, size: int) -> float:
     """What a profile of ``size`` samples holds at most: parameters and state do not grow with the batch."""
     fixed = seen.profile.parameter_bytes + seen.profile.state_bytes
     return fixed + max(size / batch, 1.0) * (max(seen.peak_bytes, plain_peak(seen)) - fixed)
-
-
-def _of_size(subject: Subject, size: int) -> Subject:
-    sample = resize(subject.sample, batch_of(subject.sample), size)
-    return dataclasses.replace(subject, sample=sample)
 
 
 def _room(
@@ -168,7 +240,7 @@ def _first(subject: Subject, limit: int) -> int:
     tried: list[tuple[int, int]] = []
     with contextlib.suppress(OptionError):  # of what fake tensors cannot run, or a single sample
         for size in (batch >> halved for halved in range(batch.bit_length())):
-            tried.append((size, _foretold(_of_size(subject, size))))
+            tried.append((size, _foretold(subject.of_size(size))))
             if tried[-1][1] <= limit:
                 return size
     if not tried:
@@ -188,24 +260,10 @@ def _foretold(subject: Subject) -> int:
         sample=subject.sample,
         loss_fn=subject.loss_fn,
         optimizer=subject.optimizer or "sgd",
+        run=False,
     )
     held = found.parameter_bytes + found.buffer_bytes + found.optimizer_bytes + found.input_bytes
     return held + math.ceil((_LOSSY if subject.noise else 1.0 / _SAFE) * (found.peak_bytes - held))
-
-
-def _largest(known: dict[int, StepProfile], limit: int, noise: float) -> int:
-    budget = Budget(peak_bytes=limit, noise=noise)
-    return planner.largest_batch(
-        lambda size: fits_within(planner.at_batch(known, size).profile, budget), min(known)
-    )
-
-
-def _smaller(known: dict[int, StepProfile], batch: int, limit: int, noise: float) -> int:
-    return max(min(_largest(known, limit, noise), batch - 1), 1)
-
-
-def _plain(known: dict[int, StepProfile], size: int) -> int:
-    return plain_peak(planner.at_batch(known, size))
 
 
 def _microbatches(effective: int, batch: int) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from squeezebox.schema import EnvironmentFault, Fault
 from squeezebox.session._byte_code import same_code
 
 _METHODS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "backward")
+_GENERATED = "<eval_with_key>"  # by torch.fx, which leaves a copied graph's forward on a class of its own
 _DEPTH = 6  # of wrappers around wrappers
 
 
@@ -74,7 +75,8 @@ def _what_is_wrong(kind: type, name: str, sources: _Sources) -> str:
     if not isinstance(found, FunctionType):
         replaced = source.defines(kind, name) and not source.decorates(kind, name)
         return f"is a {type(found).__name__}" if replaced else ""
-    if source.has(kind, name, found.__code__):
+    generated = found.__code__.co_filename.startswith(_GENERATED)
+    if generated or source.has(kind, name, found.__code__):
         return ""
     wraps = any(source.has(kind, name, each.__code__) for each in _within(found))
     of_base = wraps and found.__code__.co_filename in _files(kind)

@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 
+from squeezebox import codecs
 from squeezebox.capture import is_plain, leaves
+from squeezebox.memory import parts_of
 
 
 @contextlib.contextmanager
 def restored(model: torch.nn.Module, *others: torch.nn.Module) -> Iterator[None]:
     """Put gradients of the model, and buffers of all modules and random states back afterwards."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    gradients = [(each, gradient_of(each)) for each in model.parameters()]
     buffers = [
         (module, name, buffer, buffer.clone())
         for each in (model, *others)
@@ -28,7 +30,8 @@ def restored(model: torch.nn.Module, *others: torch.nn.Module) -> Iterator[None]
         yield
     finally:
         for parameter, gradient in gradients:
-            parameter.grad = gradient
+            if parameter.is_leaf:
+                parameter.grad = gradient
         with torch.no_grad():
             for module, name, buffer, value in buffers:
                 buffer.copy_(value)
@@ -62,8 +65,8 @@ def ungraded(loss: torch.Tensor, model: torch.nn.Module) -> Iterator[None]:
 def gradient_noise(exact: Iterable[torch.Tensor], lossy: Iterable[torch.Tensor]) -> float:
     """Squared error of all gradients over their squared norm; NaN where that norm is zero."""
     pairs = list(zip(exact, lossy, strict=True))
-    energy = sum(_energy(gradient) for gradient, _ in pairs)
-    return sum(_energy(a - b) for a, b in pairs) / energy if energy else math.nan
+    energy = sum(codecs.energy(gradient) for gradient, _ in pairs)
+    return sum(codecs.energy(a - b) for a, b in pairs) / energy if energy else math.nan
 
 
 def mean_momentum(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, float]:
@@ -71,14 +74,15 @@ def mean_momentum(model: torch.nn.Module, optimizer: torch.optim.Optimizer | Non
     found: dict[str, float] = {}
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
-        momentum = state.get("momentum_buffer", state.get("exp_avg", parameter.grad))
+        momentum = state.get("momentum_buffer", state.get("exp_avg", gradient_of(parameter)))
         if isinstance(momentum, torch.Tensor):
-            found[name] = float(momentum.abs().mean())
+            found[name] = codecs.mean_abs(momentum)
     return found
 
 
-def _energy(tensor: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) ** 2
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """None of one that was computed, as in meta-learning: torch warns of those."""
+    return parameter.grad if parameter.is_leaf else None
 
 
 def held_by(model: torch.nn.Module) -> Iterator[torch.Tensor]:
@@ -117,13 +121,15 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 def nbytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the tensors' storages, each once."""
-    storages = (tensor.untyped_storage() for tensor in tensors if is_plain(tensor.data))
+    parts = (part for tensor in tensors for part in parts_of(tensor.data))
+    storages = (part.untyped_storage() for part in parts if is_plain(part))
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def persistent(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
-    """Gradients and optimizer state as they are now; of sharded ones, this rank's part."""
-    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    """Gradients and optimizer state as they are now; of sharded ones this rank's part, of sparse ones all."""
+    gradients = [each for each in map(gradient_of, model.parameters()) if each is not None]
     state = optimizer.state.values() if optimizer is not None else []
     states = tensors_in([list(values.values()) for values in state])
-    return [each.to_local() if hasattr(each, "to_local") else each for each in (*gradients, *states)]
+    local = (each.to_local() if hasattr(each, "to_local") else each for each in (*gradients, *states))
+    return [part for each in local for part in parts_of(each)]

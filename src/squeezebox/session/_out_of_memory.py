@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import re
 import traceback
@@ -15,7 +16,7 @@ import torch
 from squeezebox import planner
 from squeezebox.profiling import free_at_peak, free_bytes
 from squeezebox.reports import exact_bytes
-from squeezebox.schema import BudgetError, OptionError, OutOfMemoryError
+from squeezebox.schema import BudgetError, OptionError, OutOfMemoryError, SqueezeboxError
 from squeezebox.session._find import probe
 from squeezebox.session._models import device_of, held_by, nbytes_of, persistent
 from squeezebox.session._plans import planned
@@ -90,7 +91,7 @@ def explanation(
     free = _free_then(error, model)
     first = str(error).strip().splitlines()[0]
     _let_go(error)
-    optimizer = optimizer if session is None else session._optimizer
+    optimizer = optimizer if session is None else session.engine.optimizer
     if sample is not None and loss_fn is not None:
         subject = Subject(model=model, sample=sample, loss_fn=loss_fn, optimizer=optimizer, noise=noise)
         change = _cheapest(subject, session)
@@ -109,6 +110,16 @@ def _asked_bytes(error: BaseException) -> int | None:
     return _bytes(found)
 
 
+def _is_of_memory(error: BaseException | None) -> bool:
+    """Whether memory is what lacked, to this error or to one that it tells of."""
+    while error is not None:
+        short = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        if short or _asked_bytes(error) is not None:
+            return True
+        error = error.__cause__  # not the context: that is the step that failed
+    return False
+
+
 def _short(missing: int) -> str:
     if missing > 0:
         return f"about {exact_bytes(missing)} short"
@@ -124,7 +135,7 @@ def _where(trace: TracebackType | None, model: torch.nn.Module, session: Session
     module = f"module '{name}'" if name else type(model).__name__
     files = [frame.f_code.co_filename.replace("\\", "/") for frame in frames]
     if any(frame.f_code.co_name == "_engine_run_backward" for frame in frames):
-        read = session._recorder.last_read if session is not None else ""
+        read = session.engine.recorder.last_read if session is not None else ""
         return f"in backward, in {module}" if owners else _in_backward(read)
     if any("/torch/optim/" in file for file in files[inner + 1 :]):  # it may run forward as its closure
         return "in the optimizer's step"
@@ -174,20 +185,18 @@ def _cheapest(subject: Subject, session: Session | None) -> str:
     """A plan for the same batch if there is one, else what BudgetError proposes."""
     model, batch = subject.model, batch_of(subject.sample)
     model.zero_grad(set_to_none=True)
-    attached = session is not None and session._installation is not None
-    with session._aside() if session is not None and attached else contextlib.nullcontext():
+    attached = session is not None and session.engine.installation is not None
+    with session.engine.aside() if session is not None and attached else contextlib.nullcontext():
         free = _free(model)
         if free is None:
             return ""
         limit = free + nbytes_of([*held_by(model), *persistent(model, subject.optimizer)])
         try:
             known = probe(subject, limit // 2)  # room for what is in pieces
-        except (BudgetError, OptionError) as error:
+        except (SqueezeboxError, RuntimeError, OSError, MemoryError) as error:
+            if _is_of_memory(error):  # the trial's own, however it is told
+                return f"Of {exact_bytes(limit)} there was not even enough to try plans on small batches."
             return f"No plan could be tried: {error}"
-        except (RuntimeError, MemoryError) as error:
-            if _asked_bytes(error) is None:
-                raise
-            return f"Of {exact_bytes(limit)} there was not even enough to try plans on small batches."
         try:
             plan = planned(model, planner.at_batch(known, batch), limit, subject.noise, batch)
         except BudgetError as error:
@@ -203,7 +212,8 @@ def _cheapest(subject: Subject, session: Session | None) -> str:
 def _smaller(missing: int, session: Session | None) -> str:
     """The share of the batch that would have fitted, by what the last step held."""
     ask = "Give sample= and loss_fn= to explain_out_of_memory() to have plans tried that hold this batch."
-    record = session._freeze() if session is not None and session._freeze is not None else None
+    latest = session.engine.records.latest if session is not None else None
+    record = latest() if latest is not None else None
     held = 0 if record is None else record.activation_peak_bytes or record.packed_bytes
     if missing <= 0 or missing >= held:
         return ask

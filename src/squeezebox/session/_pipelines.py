@@ -122,7 +122,7 @@ def attach_stages(runner: pipeline.Runner) -> list[Session]:
     """
     plans = runner.plan.stages
     return [
-        begin(stage, None, Planned(bounds=plans[number].bounds), overlapping=True)
+        Session(begin(stage, None, Planned(bounds=plans[number].bounds), overlapping=True))
         for number, stage in runner.stages.items()
         if plans[number].policy == "compress"
     ]

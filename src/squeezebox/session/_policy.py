@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -11,7 +11,7 @@ from squeezebox import codecs
 from squeezebox.bounds import Controller, ControllerState
 from squeezebox.capture import Choice, Rule
 from squeezebox.reports import StepPlan
-from squeezebox.schema import Action, PlanError, Role, UnsupportedModelError
+from squeezebox.schema import Action, PlanError, Role, StepStatistics, UnsupportedModelError
 
 _ON_DEVICES = (torch.float32, torch.bfloat16, torch.float16)  # of which kernels make blocks
 _SPARSE_ROLES = frozenset({Role.RELU_OUTPUT, Role.POOL_INPUT})
@@ -46,9 +46,25 @@ class BoundPolicy:
             return Choice(codec=codec, bound=bound, scaled=rule.scaled)
         return Choice(codec="entropy" if rule.dense else "entropy-sign", bound=bound, scaled=rule.scaled)
 
+    def learn(self, statistics: StepStatistics, notes: dict[str, None]) -> None:
+        """Give the controller a step's statistics; where these are beyond a float, bounds stay, noted."""
+        if self.controller is None:
+            return
+        try:
+            self.state = self.controller.update(self.state, statistics)
+        except ArithmeticError as error:
+            notes[
+                f"bounds stayed as they were after a step of which the statistics are no numbers: {error}"
+            ] = None
+
 
 def admit(
-    model: str, planned: Mapping[str, int], notes: dict[str, None] | None, key: str, nbytes: int
+    model: str,
+    planned: Mapping[str, int],
+    notes: dict[str, None] | None,
+    why_other: Callable[[], str],
+    key: str,
+    nbytes: int,
 ) -> None:
     """Refuse, or note, a tensor that the plan does not know, or not of that size; a smaller one is fine."""
     known = planned.get(key)
@@ -59,9 +75,7 @@ def admit(
     else:
         size = "no such tensor" if known is None else f"{known} bytes"
         raise PlanError(
-            f"'{key}' saves {nbytes} bytes and the plan, made for {model}, knows {size}: it was made "
-            "for another model, input shape or batch, or for one forward before each backward. Make a "
-            "new one with squeezebox.plan()."
+            f"'{key}' saves {nbytes} bytes and the plan, made for {model}, knows {size}: {why_other()}."
         )
 
 
@@ -76,10 +90,12 @@ def refuse_unsound(plan: StepPlan, model: torch.nn.Module) -> None:
 
 
 def _unit(tensor: torch.Tensor, rule: Rule) -> float:
-    """Root mean square of the non-zero elements; the deviation where zeros carry no meaning."""
+    """Root mean square of the non-zero elements; the deviation where zeros carry no meaning.
+
+    In an attention an error's part of the logits counts, by the absolute value, as backward takes their
+    exponentials: where they are wider than one, the unit is as much smaller.
+    """
     if rule.scaled:
         return 1.0
-    if rule.dense:
-        return float(tensor.std(correction=0))
-    count = int(torch.count_nonzero(tensor))
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) / math.sqrt(count) if count else 0.0
+    found = codecs.unit(tensor, dense=rule.dense)
+    return found if rule.logits is None else found / max(1.0, rule.logits())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
@@ -15,7 +14,8 @@ import torch
 
 from squeezebox import __version__
 from squeezebox.bounds import Controller, NoiseBudget
-from squeezebox.capture import Stopwatch, Tracer
+from squeezebox.capture import Row, Stopwatch, Tracer
+from squeezebox.memory import DiskFolder, usual_folder, within_room
 from squeezebox.profiling import (
     Gain,
     GainProfiler,
@@ -41,17 +41,19 @@ from squeezebox.schema import (
     StepProfile,
 )
 from squeezebox.session._begin import begin
+from squeezebox.session._engine import Engine
 from squeezebox.session._models import device_of, nbytes_of, persistent, restored, tensors_in, ungraded
-from squeezebox.session._samples import LossFunction, apart, check_loss, explained
-from squeezebox.session._session import Session
+from squeezebox.session._samples import LossFunction, apart, batch_of, check_loss, explained, resize
 
 Progress = Callable[[int, int, str], None]  # units done, of how many, and what the last one was
 
 
-STATISTICS_STEPS = 4  # of a plan, before it is profiled
+STATISTICS_STEPS = 2  # of a plan, before it is profiled;
+_REHEARSED_STEPS = 4  # of an arena, whose places should be large enough for the bounds that follow
 
 
-_TIMED_STEPS = 3
+_TIMED_STEPS = 3  # for each figure, at most: as many as
+_TIMED_SECONDS = 0.3  # hold, and one of a longer step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,8 +66,14 @@ class Subject:
     optimizer: torch.optim.Optimizer | None
     noise: float
     on_progress: Progress | None = None
+    folder: DiskFolder | None = None  # where tensors may be moved to, instead of the usual one
+
+    def of_size(self, size: int) -> Subject:
+        """The same with another batch."""
+        return dataclasses.replace(self, sample=resize(self.sample, batch_of(self.sample), size))
 
 
+@within_room("the steps that measure what a plan could hold")
 def profile_step(
     subject: Subject,
     budget_bytes: float | None = None,
@@ -74,46 +82,53 @@ def profile_step(
 ) -> StepProfile:
     """A profile of the model as it is; BudgetError if it holds more than ``budget_bytes`` in any case.
 
-    With the ``region`` worked in slices, what statistics say is taken from the ``whole`` step's profile.
+    With the ``region`` worked in slices, one step shows where tensors live; what could be held instead, and
+    all seconds, are the ``whole`` step's.
     The loss is seen too, so that a plan knows what it saves under ``Session.step``; but where that is not
     used it holds its tensors itself, so these are kept either way.
     """
     model, loss_fn = subject.model, subject.loss_fn
     controller = NoiseBudget(noise=subject.noise) if subject.noise else None
     with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
-        session = begin(model, subject.optimizer, controller)
+        engine = begin(model, subject.optimizer, controller)
+        engine.store.spill.folder = subject.folder
         if whole is not None:
-            session._store.late_values = {key: Role(role) for key, role in whole.late_values.items()}
+            engine.store.late_values = {key: Role(role) for key, role in whole.late_values.items()}
         try:
-            return _Profiling(subject, session, whole).run(budget_bytes, region)
+            if whole is not None and region is not None:
+                return _Profiling(subject, engine).sliced(whole, region)
+            return _Profiling(subject, engine).run(budget_bytes)
         finally:
-            session.detach()
+            engine.detach()
 
 
+@within_room("a step under the plan")
 def measured_noise(subject: Subject, plan: StepPlan) -> float | None:
     """Of a step under the plan; None where no gradient is other than zero."""
     model, loss_fn = subject.model, subject.loss_fn
     with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
-        session = begin(model, subject.optimizer, None, plan=plan)
+        engine = begin(model, subject.optimizer, None, plan=plan)
         try:
-            noise = session._noise_of(lambda: _run(subject, session.step()))
+            noise = engine.noise_of(lambda: _run(subject, engine.framed()))
             return None if math.isnan(noise) else noise
         finally:
-            session.detach()
+            engine.detach()
 
 
+@within_room("a step under the plan")
 def measured_peak(subject: Subject, plan: StepPlan) -> int | None:
     """Of a step under the plan, with the state that the optimizer will have; None without a meter."""
     model, loss_fn, optimizer = subject.model, subject.loss_fn, subject.optimizer
     present = sum(state.nbytes for state in tensors_in([*optimizer.state.values()])) if optimizer else 0
     with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
-        session = begin(model, optimizer, None, plan=plan)
+        engine = begin(model, optimizer, None, plan=plan)
         try:
             model.zero_grad(set_to_none=True)
-            _run(subject, session.step())
-            peak = session.report().peak_bytes
+            _run(subject, engine.framed())
+            engine.close_step()
+            peak = engine.records.peak_bytes
         finally:
-            session.detach()
+            engine.detach()
     return None if peak is None else peak + state_bytes(model, optimizer) - present
 
 
@@ -121,15 +136,15 @@ def rehearsed(subject: Subject, controller: Controller | None) -> Mapping[str, i
     """The places that an arena has after a few steps of the sample, with bounds that follow it."""
     model, loss_fn = subject.model, subject.loss_fn
     with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
-        session = begin(model, subject.optimizer, controller, arena=True)
+        engine = begin(model, subject.optimizer, controller, arena=True)
         try:
-            for _ in range(1 if controller is None else STATISTICS_STEPS):
+            for _ in range(1 if controller is None else _REHEARSED_STEPS):
                 model.zero_grad(set_to_none=True)
-                _run(subject, session.step())
-            session._store.start_places(measured=False, guessed=False)
-            return session._store.places
+                _run(subject, engine.framed())
+            engine.store.start_places(measured=False, guessed=False)
+            return engine.store.places
         finally:
-            session.detach()
+            engine.detach()
 
 
 def _run(
@@ -153,86 +168,113 @@ def _run(
 class _Profiling:
     """The steps of one profile."""
 
-    def __init__(self, subject: Subject, session: Session, whole: StepProfile | None) -> None:
-        self._subject, self._session, self._whole = subject, session, whole
+    def __init__(self, subject: Subject, engine: Engine) -> None:
+        self._subject, self._engine = subject, engine
         self._profiler: StepProfiler | None = None
         self._peak_bytes = 0
         self._statistics_steps = STATISTICS_STEPS if subject.noise else 1
-        learning = 0 if whole is not None else 1 + self._statistics_steps
-        kinds = 3 if whole is None else 4  # of timed steps
-        self._done, self._total = 0, learning + kinds * _TIMED_STEPS + 1 + bool(subject.noise)
+        self._timed_steps = _TIMED_STEPS
+        self._gains: dict[str, Gain] = {}
+        self._blocks: dict[str, Row] = {}  # of a squeezed step, those packed into a device's arena
+        self._done = self._total = 0
+        engine.refreshes.sums_errors = False  # the plan's noise will be measured
 
-    def run(self, budget_bytes: float | None, region: Region | None) -> StepProfile:
+    def run(self, budget_bytes: float | None) -> StepProfile:
         """See :func:`profile_step`."""
-        subject, session, store, whole = self._subject, self._session, self._session._store, self._whole
-        learned = self._learn(budget_bytes) if whole is None else _sensitivities(whole.profile)
+        subject, engine, store = self._subject, self._engine, self._engine.store
+        learned = self._learn(budget_bytes)
         store.arena.clear()
-        seconds = self._seconds(region)
+        seconds = self._seconds()
         holding, following = self._overheads()
-        parts = self._parts()
         subject.model.zero_grad(set_to_none=True)
         store.arena.clear()
-        store.lineage = session._recorder.lineage()
-        gains = self._gains() if subject.noise else {}
-        blocks = {row.key: row for row in store.rows if "blocks" in row.packed}.values()
-        profiler = self._profiler = store.listener = StepProfiler(device_of(subject.model), gains)
-        try:
-            for _ in range(_TIMED_STEPS):
-                self._plain("a plain step, operator by operator")
-            subject.model.zero_grad(set_to_none=True)
-            tracer = session._recorder.tracer = Tracer()
-            if store.blocks is not None and blocks:
-                store.blocks.prepare(sum(row.packed["blocks"] for row in blocks))
-            profiler.start(max((row.saved_bytes for row in blocks), default=0))
-            session._replay(self._step, bypass=False)
-            gradients = persistent(session._model, None)
-            saved = {row.key: row.saved_bytes for row in store.rows}
-            final = nbytes_of(gradients) + transient_bytes(gradients, subject.optimizer)
-            profile = profiler.stop(sum(parts.values()), learned, final, gradients)
-            self._tell("every way to hold every tensor")
-        finally:
-            store.listener = store.lineage = session._recorder.tracer = None
-            profiler.close()
+        store.lineage = engine.recorder.lineage()
+        device, tracer = device_of(subject.model), Tracer()
+        profiler = StepProfiler(device, self._gains, subject.folder)
+        profile, saved = self._listened(profiler, tracer, learned, self._timed_steps - 1, seconds)
         exact = not subject.noise  # to the bit, which slices are not
         return StepProfile(
-            profile=_keeping_the_loss(dataclasses.replace(profile, **parts), saved),
+            profile=profile,
             saved_bytes=saved,
             plain_seconds=seconds,
             holding_seconds=holding,
             following_seconds=following,
             late_values={key: role.value for key, role in store.late_values.items()},
-            peak_bytes=max(self._peak_bytes, profiler.peak_bytes),
+            peak_bytes=self._peak_bytes,
+            small_bytes=dict(store.small_keys),
+            regions=() if exact else tuple(tracer.regions()),
+        )
+
+    def sliced(self, whole: StepProfile, region: Region) -> StepProfile:
+        """See :func:`profile_step`."""
+        store, self._total = self._engine.store, 1
+        self._engine.slice(region)
+        store.lineage = self._engine.recorder.lineage()
+        known = {tensor.key: tensor.options for tensor in whole.profile.tensors}
+        profiler = StepProfiler(device_of(self._subject.model), known=known)
+        profile, saved = self._listened(profiler, Tracer(), _sensitivities(whole.profile), 0)
+        return dataclasses.replace(
+            whole,
+            profile=profile,
+            saved_bytes=saved,
+            peak_bytes=max(self._peak_bytes, whole.peak_bytes),
             small_bytes=dict(store.small_keys),
             region=region,
-            regions=() if exact or whole is not None else tuple(tracer.regions()),
+            regions=(),
         )
+
+    def _listened(
+        self,
+        profiler: StepProfiler,
+        tracer: Tracer,
+        learned: Mapping[str, float],
+        timed: int,
+        seconds: float = 0.0,
+    ) -> tuple[Profile, dict[str, int]]:
+        """What the profiler makes of one step, after some that are plain; and bytes by tensor."""
+        subject, engine, store = self._subject, self._engine, self._engine.store
+        parts = self._parts()
+        blocks = self._blocks.values()
+        self._profiler = store.listener = profiler
+        try:
+            for _ in range(timed):
+                self._plain("a plain step, operator by operator")
+            subject.model.zero_grad(set_to_none=True)
+            engine.recorder.tracer = tracer
+            if store.blocks is not None and blocks:
+                store.blocks.prepare(sum(row.packed["blocks"] for row in blocks))
+            profiler.start(max((row.saved_bytes for row in blocks), default=0))
+            engine.replay(self._step, bypass=False)
+            gradients = persistent(engine.model, None)
+            saved = {row.key: row.saved_bytes for row in store.rows}
+            final = nbytes_of(gradients) + transient_bytes(gradients, subject.optimizer)
+            profile = profiler.stop(sum(parts.values()), learned, final, gradients, seconds)
+            self._tell("every way to hold every tensor")
+        finally:
+            store.listener = store.lineage = engine.recorder.tracer = None
+            profiler.close()
+        self._peak_bytes = max(self._peak_bytes, profiler.peak_bytes)
+        return _keeping_the_loss(dataclasses.replace(profile, **parts), saved), saved
 
     def _learn(self, budget_bytes: float | None) -> Mapping[str, float]:
         """Sensitivities, from a few steps with the session's controller."""
-        session, model = self._session, self._subject.model
-        self._plain("a plain step")
+        engine, model = self._engine, self._subject.model
+        begun = now(device_of(model))
+        self._bypassed()
+        seconds = now(device_of(model)) - begun
+        self._timed_steps = max(1, min(_TIMED_STEPS, int(_TIMED_SECONDS / max(seconds, 1e-9))))
+        self._total = self._statistics_steps + 3 * self._timed_steps + 2
+        self._tell("a plain step")
         if budget_bytes is not None:
-            _require_room(int(budget_bytes), self._parts(), nbytes_of(persistent(session._model, None)))
-        for _ in range(self._statistics_steps):
-            model.zero_grad(set_to_none=True)
-            self._metered(self._step)
-            self._tell("statistics")
-        session._close_step()
-        return session._policy.state.sensitivities
+            _require_room(int(budget_bytes), self._parts(), nbytes_of(persistent(engine.model, None)))
+        for number in range(self._statistics_steps):
+            self._statistics(first=number == 0, last=number == self._statistics_steps - 1)
+        engine.close_step()
+        return engine.policy.state.sensitivities
 
-    def _seconds(self, region: Region | None) -> float:
-        """Of a plain step, or of one in slices of the region from now on.
-
-        A machine's speed drifts from one profile to the next, by more than slices cost: the ``whole`` step,
-        whose seconds are the unit, is timed in turn with this one.
-        """
-        if self._whole is None:
-            return min(self._timed(self._bare) for _ in range(_TIMED_STEPS))
-        least = {False: math.inf, True: math.inf}
-        for _, sliced in itertools.product(range(_TIMED_STEPS), least):
-            self._session._slice(region if sliced else None)
-            least[sliced] = min(least[sliced], self._timed(self._bypassed))
-        return least[True] / least[False] * self._whole.plain_seconds
+    def _seconds(self) -> float:
+        """Of a plain step."""
+        return min(self._timed(self._bare) for _ in range(1 + self._timed_steps))
 
     def _timed(self, step: Callable[[], object]) -> float:
         device = device_of(self._subject.model)
@@ -244,29 +286,36 @@ class _Profiling:
 
     def _overheads(self) -> tuple[float, float]:
         """Seconds a step of holding every tensor as it is, and of following how it was made."""
-        session, store = self._session, self._session._store
-        store.keep, store.lineage = _Everything(), session._recorder.lineage()
-        watches = [Stopwatch() for _ in range(_TIMED_STEPS)]
+        engine, store = self._engine, self._engine.store
+        store.keep, store.lineage = _Everything(), engine.recorder.lineage()
+        watches = [Stopwatch() for _ in range(self._timed_steps)]
         try:
             for watch in watches:
-                with watch.running(session._recorder, store.lineage):
-                    session._replay(self._step, bypass=False)
+                with watch.running(engine.recorder, store.lineage):
+                    engine.replay(self._step, bypass=False)
                 self._tell("a step that keeps everything")
         finally:
             store.keep, store.lineage = (), None
         return min(watch.holding for watch in watches), min(watch.following for watch in watches)
 
-    def _gains(self) -> dict[str, Gain]:
-        """What errors of packed tensors would be in those that can be made from them."""
-        found = self._session._store.listener = GainProfiler()
-        try:
-            self._metered(lambda: self._session._replay(self._step, bypass=False))
-        finally:
-            self._session._store.listener = None
-        self._tell("errors of tensors made from others")
+    def _statistics(self, *, first: bool, last: bool) -> None:
+        """A step with the controller.
+
+        ``first``: whose bounds are cautious, so that it holds most. ``last``: also for what errors would be
+        in tensors that are made from others.
+        """
+        engine, store = self._engine, self._engine.store
         self._subject.model.zero_grad(set_to_none=True)
-        self._session._store.arena.clear()
-        return found.gains
+        found = GainProfiler()
+        if last and self._subject.noise:
+            store.listener, store.lineage = found, engine.recorder.lineage()
+        try:
+            self._metered(self._step) if first else self._step()
+        finally:
+            store.listener = store.lineage = None
+        self._gains = found.gains
+        self._blocks = {row.key: row for row in store.rows if "blocks" in row.packed}
+        self._tell("statistics")
 
     def _metered(self, step: Callable[[], object]) -> None:
         """Run a step that holds more than a plain one, and note how much."""
@@ -280,7 +329,7 @@ class _Profiling:
                 self._peak_bytes = max(self._peak_bytes, held)
 
     def _step(self) -> None:
-        _run(self._subject, self._session.step(), self._returned)
+        _run(self._subject, self._engine.framed(), self._returned)
 
     def _returned(self) -> None:
         """The model's forward is over."""
@@ -293,11 +342,11 @@ class _Profiling:
 
     def _bypassed(self) -> None:
         """A step that keeps everything, while the session looks on."""
-        self._session._replay(self._step, bypass=True)
+        self._engine.replay(self._step, bypass=True)
 
     def _bare(self) -> None:
         """A step without the session."""
-        installation = self._session._installation
+        installation = self._engine.installation
         assert installation is not None
         self._subject.model.zero_grad(set_to_none=True)
         with installation.paused():
@@ -344,7 +393,8 @@ def key_of(subject: Subject) -> str:
     loss_fn, optimizer = subject.loss_fn, subject.optimizer
     weights = tensors_in(list(loss_fn.parameters())) if isinstance(loss_fn, torch.nn.Module) else ()
     held = state_bytes(subject.model, optimizer)
-    settings = (__version__, subject.noise, type(optimizer).__name__, held)
+    folder = subject.folder or usual_folder()
+    settings = (__version__, subject.noise, type(optimizer).__name__, held, folder)
     return profile_key(subject.model, [*tensors_in(subject.sample), *weights], loss_fn, *settings)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from squeezebox.memory import lacks_memory
 from squeezebox.schema import OptionError, SqueezeboxError
 from squeezebox.session._models import tensors_in
 
@@ -75,9 +76,11 @@ def explained(inputs: Any, target: Any) -> Iterator[None]:
     """Errors of the model or the loss say what they were given."""
     try:
         yield
-    except (SqueezeboxError, torch.OutOfMemoryError):
+    except SqueezeboxError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        if lacks_memory(error):
+            raise
         raise OptionError(
             f"the model or the loss fails on the sample with inputs {described(inputs)} and target "
             f"{described(target)}: {type(error).__name__}: {error}. Give sample=(inputs, target) as a "

@@ -167,14 +167,14 @@ def measure_stage(
         del passage
         mark(_END)
 
-    session = begin(stage, None, Planned(bounds=bounds), overlapping=True) if policy == "compress" else None
+    engine = begin(stage, None, Planned(bounds=bounds), overlapping=True) if policy == "compress" else None
     try:
         for weight in weights:
             weight.grad = torch.zeros_like(weight)
         marks = profiling.measure_marks(run, _END, device_of(stage), _REPEATS)
     finally:
-        if session is not None:
-            session.detach()
+        if engine is not None:
+            engine.detach()
         for weight, gradient in zip(weights, before, strict=True):
             weight.grad = gradient
     return _holding(policy, marks, is_split)

@@ -14,12 +14,16 @@ STATE_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Where a session was. ``counts`` are its lossy tensors, weighted ones or not."""
+    """Where a session was. ``counts`` are its lossy tensors, weighted ones or not.
+
+    ``regions`` counts what the model's own checkpointing saves in a step.
+    """
 
     controller: ControllerState
     step: int
     late_values: dict[str, Role]
     counts: dict[bool, int]
+    regions: int
 
 
 def read_state(state: Mapping[str, Any]) -> State:
@@ -37,6 +41,7 @@ def read_state(state: Mapping[str, Any]) -> State:
             step=int(state["step"]),
             late_values={str(key): Role(role) for key, role in state["late_values"].items()},
             counts={True: weighted, False: others},
+            regions=int(state.get("regions", 0)),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise FormatError(

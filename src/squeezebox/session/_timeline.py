@@ -7,13 +7,10 @@ import functools
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
-from squeezebox.capture import Row, Store, watching
+from squeezebox.capture import Row
 from squeezebox.profiling import StepMarks, now, record_closure
 from squeezebox.reports import StepPlan
 from squeezebox.schema import (
@@ -29,6 +26,7 @@ from squeezebox.schema import (
     StepTrace,
     TimelineCell,
 )
+from squeezebox.session._engine import Engine
 from squeezebox.session._models import device_of
 
 BEFORE = "before"  # the phase of what was there when the step began
@@ -43,27 +41,10 @@ _SECONDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What a timeline is taken of."""
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer | None
-    store: Store
-    plan: StepPlan | None
-    history: Iterable[BoundRecord]
-    shown: list[Callable[[Iterable[torch.Tensor]], None]]  # who is told of the inputs of every forward
-
-
-def take_timeline(
-    subject: Subject,
-    closure: Callable[[], object],
-    frame: Callable[[], AbstractContextManager[None]],
-    record: Callable[[], Callable[[], StepRecord]],
-) -> StepTimeline:
-    """Run ``closure`` twice in a ``frame``, the second time recorded; ``record()()`` is the last step's."""
-    device = device_of(subject.model)
-    with frame():
+def take_timeline(engine: Engine, closure: Callable[[], object]) -> StepTimeline:
+    """Run ``closure`` twice, without statistics, the second time recorded."""
+    device = device_of(engine.model)
+    with engine.uncounted_step():
         began = now(device)
         closure()
         unprofiled = now(device) - began
@@ -72,22 +53,19 @@ def take_timeline(
     @contextlib.contextmanager
     def around(marks: StepMarks) -> Iterator[None]:
         notes.marks = marks
-        subject.shown.append(functools.partial(marks.note, Kind.INPUT))
+        engine.shown.append(functools.partial(marks.note, Kind.INPUT))
         try:
-            with frame(), watching(subject.store, notes):
+            with engine.uncounted_step():
+                engine.store.watcher = notes
                 yield
         finally:
-            subject.shown.clear()
+            engine.store.watcher = None
+            engine.shown.clear()
 
-    trace = record_closure(subject.model, closure, optimizer=subject.optimizer, around=around)
-    frozen = replace(record()(), peak_bytes=trace.peak().nbytes, activation_peak_bytes=None, split_bytes=None)
-    return _timeline(subject, trace, notes, frozen, unprofiled)
-
-
-def bounds_of(step: int, rows: Iterable[Row]) -> BoundRecord:
-    """The bounds that a step's lossy tensors had."""
-    bounds = {row.key: row.absolute_bound for row in rows if row.absolute_bound > 0.0}
-    return BoundRecord(step=step, bounds=bounds)
+    trace = record_closure(engine.model, closure, optimizer=engine.optimizer, around=around)
+    record = engine.records.now(engine.step, engine.plan)()
+    frozen = replace(record, peak_bytes=trace.peak().nbytes, activation_peak_bytes=None, split_bytes=None)
+    return _timeline(engine, trace, notes, frozen, unprofiled)
 
 
 @dataclass(slots=True)
@@ -116,13 +94,13 @@ class _Notes:
 
 
 def _timeline(
-    subject: Subject, trace: StepTrace, notes: _Notes, record: StepRecord, unprofiled: float
+    engine: Engine, trace: StepTrace, notes: _Notes, record: StepRecord, unprofiled: float
 ) -> StepTimeline:
     spans, samples = _spans(trace), list(_samples(trace))
     lossy = {tensor.key: tensor.bound for tensor in record.tensors if tensor.bound > 0.0}
-    plan = subject.plan
+    plan = engine.plan
     return StepTimeline(
-        model=type(subject.model).__name__,
+        model=type(engine.model).__name__,
         record=record,
         seconds=trace.seconds,
         unprofiled_seconds=unprofiled,
@@ -131,7 +109,7 @@ def _timeline(
         kinds=_KINDS,
         samples=tuple(_thinned(samples)),
         peak=max(samples, key=_total),
-        history=(*subject.history, BoundRecord(step=record.step, bounds=lossy)),
+        history=(*engine.records.history, BoundRecord(step=record.step, bounds=lossy)),
         forecasts=tuple(_forecasts(plan, record, unprofiled)),
         planned_bytes={each.key: each.option.held_bytes for each in plan.tensors} if plan else None,
     )

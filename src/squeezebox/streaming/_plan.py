@@ -19,7 +19,8 @@ class StripPlan:
     """A way over the image: strips of ``height`` rows each, which read ``halo`` more, on both sides together.
 
     ``reduces`` and ``derives`` say whether it goes forward only, back too, or both at once. ``peak_bytes`` is
-    measured, includes gradients and ``kept_bytes``, and is None where the height was given.
+    measured, includes ``kept_bytes``, gradients and other values without rows, and is None where the height
+    was given.
     """
 
     reduces: bool
@@ -34,13 +35,16 @@ class StripPlan:
 class StreamPlan:
     """All ways over an image that a step takes; ``axis`` is the image's streamed dimension.
 
-    ``disk_bytes`` and ``kept_bytes`` are what passes hand on, on disk or in memory.
+    ``disk_bytes`` and ``kept_bytes`` are what passes hand on, on disk or in memory. ``rowless_bytes`` is what
+    has no rows at its highest moment, between passes: gradients, and what is computed of whole images, such
+    as a classifier's head. It is measured, and None where the height was given.
     """
 
     axis: int
     rows: int
     disk_bytes: int
     kept_bytes: int
+    rowless_bytes: int | None
     stages: tuple[StripPlan, ...]
 
     def __str__(self) -> str:
@@ -53,10 +57,14 @@ class StreamPlan:
             lines.append(
                 f"  {kind}: {stage.strips} strips of {stage.height} and a halo of {stage.halo}{peak}"
             )
+        if self.rowless_bytes is not None:
+            lines.append(f"  gradients and values without rows: at most {human_bytes(self.rowless_bytes)}")
         if self.disk_bytes:
             lines.append(f"  stored on disk: {human_bytes(self.disk_bytes)}")
         if self.kept_bytes:
             lines.append(f"  kept in memory from one pass to the next: {human_bytes(self.kept_bytes)}")
+        if self.rowless_bytes is not None:
+            lines.append("The process may grow by twice as much: the C library keeps what is freed.")
         return "\n".join(lines)
 
 
@@ -117,8 +125,19 @@ def _rounded(height: int, unit: int) -> int:
     return height // unit * unit if height >= unit else height
 
 
+def require_rowless(nbytes: int, memory_bytes: int) -> None:
+    """Raise BudgetError where what has no rows needs more than the memory, whatever the strips' height."""
+    if nbytes > memory_bytes:
+        raise BudgetError(
+            "gradients, what passes hand on, and values without rows (such as a classifier's head), need "
+            f"{human_bytes(nbytes)}, more than the {human_bytes(memory_bytes)} of memory=. Give at least "
+            "that and what a strip needs."
+        )
+
+
 def _too_little(strip_bytes: int, held_bytes: int, memory_bytes: int) -> BudgetError:
-    held = f" beside {human_bytes(held_bytes)} of gradients and what passes hand on" if held_bytes else ""
+    what = "gradients, values without rows and what passes hand on"
+    held = f" beside {human_bytes(held_bytes)} of {what}" if held_bytes else ""
     return BudgetError(
         "a strip of one row, with the rows around that it depends on, needs "
         f"{human_bytes(strip_bytes)}{held}, more than the {human_bytes(memory_bytes)} of memory=. Give at "

@@ -34,13 +34,6 @@ class Prepared:
         return self.streamed.rows[self.streamed.program.image].count
 
     @property
-    def gradient_bytes(self) -> int:
-        """Of the parameters."""
-        program = self.streamed.program
-        trained = program.trained.values() if program.loss in self.streamed.differentiable else ()
-        return sum(parameter.nbytes for parameter in trained)
-
-    @property
     def unit(self) -> int:
         """Image rows to a row of the smallest feature map."""
         return max(1, round(self.rows / min(rows.count for rows in self.streamed.rows.values())))

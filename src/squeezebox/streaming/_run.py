@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -170,19 +170,41 @@ class Run:
 
         Parameters have gradients then, as after a first strip, and what is measured adds to them.
         """
-        for leaf in self._leaves.values():
-            leaf.grad = torch.zeros_like(leaf) if leaf.requires_grad else None
-        for node in self.streamed.reductions:
-            if stage.reduces and node in stage.work.ends:
-                continue
+        own = stage.work.ends if stage.reduces else ()
+        self._make_up([node for node in self.streamed.reductions if node not in own])
+        for values in self._reduced.values():
+            for tensor in values:
+                tensor.grad = torch.ones_like(tensor) if tensor.requires_grad else None
+        self.prepare(stage)
+        self._make_gradients()
+        if not stage.reduces:
+            self.strip(replace(stage, reduces=True, derives=False), start, stop)
+
+    def rehearse(self, stages: Sequence[Stage]) -> None:
+        """Go there and back through what has no rows, with values made up, to measure that.
+
+        Ends with all that strips find in memory: values, what autograd saves of them, and gradients.
+        """
+        self._make_up(self.streamed.reductions)
+        self.turn()
+        for stage in stages:
+            self.prepare(stage)
+        self._make_gradients()
+        self._hand_on(above=-1)
+        self._make_gradients()
+
+    def _make_up(self, reduced: Iterable[Node]) -> None:
+        for node in reduced:
             value = node.meta["val"]
             ones = [torch.ones(each.shape, dtype=each.dtype, device=each.device) for each in as_tuple(value)]
             self._set(node, ones[0] if isinstance(value, Tensor) else tuple(ones))
-            for tensor in self._reduced[node]:
-                tensor.grad = torch.ones_like(tensor) if tensor.requires_grad else None
             self._compute()
-        if not stage.reduces:
-            self.strip(replace(stage, reduces=True, derives=False), start, stop)
+
+    def _make_gradients(self) -> None:
+        """Zeros where strips will add, as after a first strip."""
+        for leaf in [*self._leaves.values(), *self._copies.values()]:
+            if leaf.requires_grad and leaf.grad is None:
+                leaf.grad = torch.zeros_like(leaf)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Every leaf that can have a gradient, by a name that stays the same."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -13,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from squeezebox.memory import PeakMeter
+from squeezebox.memory import DiskFolder, Peak, PeakMeter, require_imports, usual_folder, within_room
 from squeezebox.reports import parse_size
-from squeezebox.schema import OptionError
+from squeezebox.schema import OptionError, UnsupportedModelError
 from squeezebox.streaming._graph import Streamed, analyse
-from squeezebox.streaming._plan import StreamPlan, StripPlan, fitting_height
+from squeezebox.streaming._plan import StreamPlan, StripPlan, fitting_height, require_rowless
 from squeezebox.streaming._prepared import Prepared, form_of
 from squeezebox.streaming._progress import Clock, Progress
 from squeezebox.streaming._resume import Position, fingerprint, load, position_of, restore, save
@@ -44,7 +43,9 @@ class StreamedStep:
         model: any module that torch.export can trace, in the mode in which it is to be run.
         loss_fn: ``loss_fn(output, target)``, a module or a function, gives one number.
         memory: bytes that a step may take beside the image, the target and the model, such as "1GiB": strips
-            are as high as fits, by the measured peaks of some.
+            are as high as fits, by the measured peaks of some. They are tensors' bytes. The process may grow
+            by twice as many, as the C library keeps what is freed; and by some 200 MiB where a first step
+            imports torch.export.
         prepare: what the model is given in the image's place, computed strip by strip. By default uint8
             images are scaled to 0..1 in the parameters' precision, and others left as they are.
         axis: the image's dimension that is streamed, -2 or -1; the longer one by default.
@@ -60,12 +61,12 @@ class StreamedStep:
             begins there and not at the image, so that batch normalisation costs little more than without
             strips. By default that is in memory, if half of ``memory`` is enough and there is no checkpoint;
             False keeps nothing. A folder, or True for the system's temporary one, takes it in a nameless
-            file: the folder must be on a disk, as some systems keep their temporary one in memory. ``plan``
-            says how many bytes.
+            file: the folder must be on a disk. Where the temporary one is in memory, as on some systems, True
+            takes another. ``plan`` says how many bytes.
 
     Raises:
-        OptionError: neither or both of memory and height are given, one is out of range, or both spool and
-            checkpoint are given.
+        OptionError: neither or both of memory and height are given, one is out of range, both spool and
+            checkpoint are given, or spool names a folder in memory.
     """
 
     def __init__(
@@ -94,7 +95,12 @@ class StreamedStep:
             raise OptionError(
                 "what spool= stores goes with the process, so checkpoint= could not resume; give one of them."
             )
-        self._folder = Path(tempfile.gettempdir()) if spool is True else Path(spool) if spool else None
+        self._folder = Path(usual_folder().path) if spool is True else Path(spool) if spool else None
+        if spool not in (None, True, False) and DiskFolder(str(self._folder), "").is_in_memory:
+            raise OptionError(
+                f"spool={str(spool)!r} is in memory itself, so nothing would be saved. Name one on a disk, "
+                "or give spool=True."
+            )
         self._memory_bytes = None if memory is None else parse_size("memory", memory)
         is_free = spool is None and checkpoint is None
         self._keepable_bytes = (self._memory_bytes or 0) // 2 if is_free else 0
@@ -106,6 +112,7 @@ class StreamedStep:
         self._known: dict[Any, tuple[Streamed, list[Stage], Layout]] = {}
         self._plans: dict[Any, StreamPlan] = {}
 
+    @within_room("a step in strips")
     def __call__(self, image: Any, target: Any) -> Tensor:
         """One step.
 
@@ -122,7 +129,7 @@ class StreamedStep:
 
         Raises:
             UnsupportedModelError: model or loss cannot be streamed exactly; names the module and why.
-            BudgetError: the smallest strip needs more memory.
+            BudgetError: the smallest strip, or what has no rows, needs more memory; or the process has less.
             FormatError: the checkpoint belongs to another step.
             OutputError: the checkpoint cannot be written, or spool's folder has no room.
         """
@@ -156,6 +163,7 @@ class StreamedStep:
             checkpoint.unlink(missing_ok=True)
         return loss
 
+    @within_room("measuring strips")
     def plan(self, image: Any, target: Any) -> StreamPlan:
         """The passes and strips that a step on images of these shapes takes.
 
@@ -180,6 +188,7 @@ class StreamedStep:
         key = pytree.tree_map_only(Tensor, lambda form: (tuple(form.shape), form.dtype), forms)
         key = repr((repr(key), axis, *self._state()))
         if key not in self._known:
+            require_imports("torch._dynamo")
             # A session leaves forwards without gradient alone, and whatever is within them.
             with torch.no_grad(), self._context() if self._context else nullcontext(), torch.enable_grad():
                 program = trace(self._whole, forms[0], forms[1], self._device)
@@ -214,18 +223,36 @@ class StreamedStep:
 
     def _planned(self, prepared: Prepared) -> StreamPlan:
         if prepared.key not in self._plans:
-            stages = tuple(self._stage_plan(prepared, stage) for stage in prepared.stages)
             nbytes, on_disk = prepared.layout.nbytes, self._folder is not None
+            rowless = None if self._memory_bytes is None else self._rehearsed(prepared, self._memory_bytes)
+            held = 0 if rowless is None else rowless.left_bytes + (0 if on_disk else nbytes)
+            stages = tuple(self._stage_plan(prepared, stage, held) for stage in prepared.stages)
             self._plans[prepared.key] = StreamPlan(
                 axis=prepared.axis,
                 rows=prepared.rows,
                 disk_bytes=nbytes if on_disk else 0,
                 kept_bytes=0 if on_disk else nbytes,
+                rowless_bytes=None if rowless is None else rowless.total_bytes,
                 stages=stages,
             )
         return self._plans[prepared.key]
 
-    def _stage_plan(self, prepared: Prepared, stage: Stage) -> StripPlan:
+    def _rehearsed(self, prepared: Prepared, memory_bytes: int) -> Peak:
+        """What has no rows, at its highest moment and while strips run.
+
+        Raises:
+            BudgetError: it needs more than the memory.
+        """
+        meter = self._meter()
+        try:
+            run = prepared.run(self._context, prepared.blank)
+            run.rehearse(prepared.stages)
+        finally:
+            peak = meter.stop(())
+        require_rowless(peak.total_bytes + (0 if self._folder else prepared.layout.nbytes), memory_bytes)
+        return peak
+
+    def _stage_plan(self, prepared: Prepared, stage: Stage, held_bytes: int) -> StripPlan:
         rows, peak = prepared.rows, None
         if self._memory_bytes is None:
             assert self._height is not None
@@ -236,7 +263,7 @@ class StreamedStep:
                 rows,
                 prepared.unit,
                 self._memory_bytes,
-                prepared.gradient_bytes + (0 if self._folder else prepared.layout.nbytes),
+                held_bytes,
             )
         return StripPlan(
             reduces=stage.reduces,
@@ -256,17 +283,21 @@ class StreamedStep:
         """The peak of one strip, with values made up where they are not known yet."""
         run = prepared.run(self._context, prepared.blank)
         run.pretend(stage, start, start + height)
+        meter = self._meter()
+        try:
+            run.strip(stage, start, start + height, self._recompute)
+        finally:
+            peak = meter.stop(())
+        return peak.total_bytes
+
+    def _meter(self) -> PeakMeter:
+        """A running one."""
         meter = PeakMeter(self._device)
         if not meter.start():
             raise OptionError(
                 "torch's profiler is active, so strips cannot be measured; give height= instead of memory=."
             )
-        try:
-            run.strip(stage, start, start + height, self._recompute)
-        except BaseException:
-            meter.abandon()
-            raise
-        return meter.stop(()).total_bytes
+        return meter
 
     def _strips(self, run: Run, stages: Sequence[Stage], position: Position, rows: int) -> Iterator[Position]:
         """Take every strip from a position on; yields the position after each."""
@@ -297,6 +328,8 @@ def _require_modes(device: torch.device) -> None:
         raise OptionError("a streamed step runs in the model's own precision; leave torch.autocast out.")
     if torch.is_inference_mode_enabled():
         raise OptionError("a streamed step computes gradients; leave torch.inference_mode out.")
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UnsupportedModelError("a streamed step computes gradients; call it outside torch.func.")
 
 
 def _require_image(image: Any) -> None:

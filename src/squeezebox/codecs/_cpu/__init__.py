@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from squeezebox.codecs._cpu import _flag_kernels, _group_kernels, _quantise
+from squeezebox.codecs._cpu import _flag_kernels, _group_kernels, _planes, _quantise
 
 KERNELS: dict[str, Callable[..., Any]] = {
     "pack_zero": _group_kernels.pack_zero,
@@ -26,4 +26,6 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "unpack_offsets": _flag_kernels.unpack_offsets,
     "pack_chunks": _quantise.pack_chunks,
     "unpack_chunks": _quantise.unpack_chunks,
+    "pack_planes": _planes.pack_planes,
+    "unpack_planes": _planes.unpack_planes,
 }

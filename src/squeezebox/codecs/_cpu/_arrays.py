@@ -51,11 +51,16 @@ def floor(dtype: torch.dtype) -> Any:
     return scalar(dtype)(FLOORS[dtype])
 
 
+def largest(dtype: torch.dtype) -> Any:
+    """The largest value of this dtype, in the type the loops compute in."""
+    return scalar(dtype)(torch.finfo(dtype).max)
+
+
 def rounded(value: float, dtype: torch.dtype) -> Any:
     """A scalar as a comparison with a tensor of this dtype sees it, in the type the loops compute in."""
     if not dtype.is_floating_point:
         return np.float32(value)
-    return scalar(dtype)(torch.tensor(value, dtype=dtype, device="cpu").item())
+    return scalar(dtype)(torch.tensor(value, dtype=torch.float64, device="cpu").to(dtype).item())
 
 
 def new_scales(flat: Tensor, count: int) -> Tensor:

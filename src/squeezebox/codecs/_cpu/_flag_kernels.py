@@ -18,12 +18,13 @@ from squeezebox.codecs._cpu._arrays import (
 )
 from squeezebox.codecs._cpu._split import LEAST_GROUPS, new_codes, over_groups
 from squeezebox.codecs._reference import _bits
+from squeezebox.codecs._reference._groups import compute_dtype
 
 
-def pack_nonzero(flat: Tensor, value: float) -> tuple[Tensor, Tensor]:
-    """Bits of ``x == value``, and whether all others are zero."""
+def pack_nonzero(flat: Tensor, value: float, negative: bool) -> tuple[Tensor, Tensor]:
+    """Bits of ``x == value``, and whether all others are zeros of one sign."""
     if flat.dtype not in READABLE:
-        return _bits.pack_nonzero(flat, value)
+        return _bits.pack_nonzero(flat, value, negative)
     from squeezebox.codecs._cpu import _flag_loops
 
     groups = _bits.group_count(flat.numel())
@@ -31,7 +32,8 @@ def pack_nonzero(flat: Tensor, value: float) -> tuple[Tensor, Tensor]:
     source, packed = array(flat), codes.numpy()
 
     def work(first: int, last: int) -> int:
-        others: int = _flag_loops.pack_nonzero(source, wanted, *block(flat.dtype), packed, first, last)
+        scratch = block(flat.dtype)
+        others: int = _flag_loops.pack_nonzero(source, wanted, negative, *scratch, packed, first, last)
         return others
 
     return codes, torch.tensor(sum(over_groups(work, groups)) == 0, device="cpu")
@@ -60,7 +62,8 @@ def pack_between(flat: Tensor, lower: float, upper: float, inclusive: bool) -> T
     from squeezebox.codecs._cpu import _flag_loops
 
     groups = _bits.group_count(flat.numel())
-    codes, edges = new_codes(groups, 1), (rounded(lower, flat.dtype), rounded(upper, flat.dtype))
+    compared = flat.dtype if inclusive else compute_dtype(flat.dtype)
+    codes, edges = new_codes(groups, 1), (rounded(lower, compared), rounded(upper, compared))
     source, packed = array(flat), codes.numpy()
 
     def work(first: int, last: int) -> None:

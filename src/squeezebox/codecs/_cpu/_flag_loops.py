@@ -20,8 +20,8 @@ def _fill(bits, count):
 
 
 @njit(**OPTIONS)
-def pack_nonzero(flat, value, block, integers, packed, first, last):
-    """Bits of ``x == value``; the number of elements that are neither that nor zero."""
+def pack_nonzero(flat, value, negative, block, integers, packed, first, last):
+    """Bits of ``x == value``; the number of elements that are neither that nor a zero of this sign."""
     bits = np.empty(BLOCK, np.uint8)
     zero = block.dtype.type(0)
     others = np.int64(0)
@@ -31,7 +31,8 @@ def pack_nonzero(flat, value, block, integers, packed, first, last):
         strange = np.int32(0)
         for i in range(BLOCK):
             bits[i] = np.uint8(block[i] == value)
-            strange += np.int32((block[i] != value) & (block[i] != zero))
+            other_zero = (block[i] == zero) & ((integers[i] >= 0) != negative)
+            strange += np.int32((block[i] != value) & (not other_zero))
         _fill(bits, source.size)
         pack_lanes(bits, 1, packed[group * 32 : (group + 1) * 32])
         others += strange

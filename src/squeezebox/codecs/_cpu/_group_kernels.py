@@ -6,14 +6,13 @@ inside, so that numba is loaded by the first call and not before.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from squeezebox.codecs._cpu._arrays import (
     array,
     floor,
+    largest,
     new_scales,
-    scalar,
     space,
 )
 from squeezebox.codecs._cpu._split import new_codes, over_groups
@@ -41,10 +40,11 @@ def unpack_zero(codes: Tensor, scales: Tensor, bits: int, stochastic: bool, out:
     from squeezebox.codecs._cpu import _group_loops
 
     packed, scale, target = codes.numpy(), scales.numpy(), array(out)
+    limit = largest(out.dtype)
 
     def work(first: int, last: int) -> None:
         scratch = space(out.dtype)
-        _group_loops.unpack_zero(packed, scale, bits, stochastic, scratch, target, first, last)
+        _group_loops.unpack_zero(packed, scale, bits, stochastic, limit, scratch, target, first, last)
 
     over_groups(work, scales.numel())
 
@@ -70,7 +70,7 @@ def unpack_minmax(codes: Tensor, scales: Tensor, bits: int, out: Tensor) -> None
     from squeezebox.codecs._cpu import _minmax_loops
 
     packed, scale, target = codes.numpy(), scales.numpy(), array(out)
-    limit = scalar(out.dtype)(torch.finfo(out.dtype).max)
+    limit = largest(out.dtype)
 
     def work(first: int, last: int) -> None:
         scratch = space(out.dtype)

@@ -87,24 +87,25 @@ def pack_zero(flat, bits, stochastic, seed, floor, space, packed, scales, first,
 
 
 @njit(**OPTIONS)
-def _one_sided(codes, step, shift, block):
+def _one_sided(codes, step, shift, limit, block):
     zero = block.dtype.type(0)
     for i in range(BLOCK):
-        value = (block.dtype.type(np.int32(codes[i])) - shift) * step
+        value = min((block.dtype.type(np.int32(codes[i])) - shift) * step, limit)
         block[i] = value if codes[i] != np.uint8(0) else zero
 
 
 @njit(**OPTIONS)
-def _two_sided(codes, half, step, shift, block):
+def _two_sided(codes, half, step, shift, limit, block):
     zero = block.dtype.type(0)
     for i in range(BLOCK):
         value = block.dtype.type((np.int32(codes[i]) ^ half) - half)
         inward = shift if value > zero else -shift
-        block[i] = (value - inward) * step if value != zero else zero
+        value = (value - inward) * step if value != zero else zero
+        block[i] = min(max(value, -limit), limit)
 
 
 @njit(**OPTIONS)
-def unpack_zero(packed, scales, bits, stochastic, space, out, first, last):
+def unpack_zero(packed, scales, bits, stochastic, limit, space, out, first, last):
     """Groups ``first`` to ``last`` of ``_reference/_groups.py``'s ``unpack_zero``."""
     block, integers, _, codes = space
     shift = block.dtype.type(0.0 if stochastic else 0.5)
@@ -114,7 +115,7 @@ def unpack_zero(packed, scales, bits, stochastic, space, out, first, last):
         scale = scales[group]
         if scale < 0:
             levels = block.dtype.type((1 << (bits - 1)) - 1)
-            _two_sided(codes, half, -scale / levels, shift, block)
+            _two_sided(codes, half, -scale / levels, shift, limit, block)
         else:
-            _one_sided(codes, scale / block.dtype.type((1 << bits) - 1), shift, block)
+            _one_sided(codes, scale / block.dtype.type((1 << bits) - 1), shift, limit, block)
         store(block, integers, out[group * BLOCK : (group + 1) * BLOCK])

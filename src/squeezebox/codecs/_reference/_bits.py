@@ -59,10 +59,10 @@ def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
     return unpack_lanes(packed.view(-1, 32 * bits), bits).reshape(-1)[:numel]
 
 
-def pack_nonzero(flat: Tensor, value: float) -> tuple[Tensor, Tensor]:
-    """Bits of ``x == value``, and whether every element is 0 or ``value``."""
+def pack_nonzero(flat: Tensor, value: float, negative: bool) -> tuple[Tensor, Tensor]:
+    """Bits of ``x == value``, and whether every element is ``value`` or a zero (-0.0 if ``negative``)."""
     hit = flat == value
-    return pack_codes(hit.to(torch.uint8), 1), (hit | (flat == 0)).all()
+    return pack_codes(hit.to(torch.uint8), 1), (hit | (flat == 0) & (flat.signbit() == negative)).all()
 
 
 def pack_positive(flat: Tensor) -> Tensor:
@@ -72,11 +72,15 @@ def pack_positive(flat: Tensor) -> Tensor:
 
 def pack_between(flat: Tensor, lower: float, upper: float, inclusive: bool) -> Tensor:
     """Bits of ``lower <= x <= upper`` (clamp), or of ``not (x <= lower or x >= upper)`` (hardtanh)."""
+    return pack_codes(between(flat, lower, upper, inclusive).to(torch.uint8), 1)
+
+
+def between(flat: Tensor, lower: float, upper: float, inclusive: bool) -> Tensor:
+    """Whether each element lies in the interval; hardtanh compares halves as float32, clamp as they are."""
     if inclusive:
-        inside = (flat >= lower) & (flat <= upper)
-    else:
-        inside = ((flat <= lower) | (flat >= upper)).logical_not()
-    return pack_codes(inside.to(torch.uint8), 1)
+        return (flat >= lower) & (flat <= upper)
+    wide = flat.double() if flat.dtype == torch.float64 else flat.float()
+    return ((wide <= lower) | (wide >= upper)).logical_not()
 
 
 def unpack_bits(packed: Tensor, zero: float, one: float, out: Tensor) -> None:

@@ -32,6 +32,7 @@ UNIT = 4  # words a block's start is a multiple of
 DENSE, SPARSE, RAW = range(3)
 MOST = 4095  # larger magnitudes are kept as they are
 LEAST_FACTOR = 4
+LARGEST = torch.finfo(torch.float32).max
 # half a unit in the last place, relative, of what is decoded
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float64: math.inf}
 FIRST_TURN = _quantise.FIRST_TURN[True]
@@ -90,7 +91,7 @@ def pack_blocks(
     value = values.float()
     scales = _blocks(_limits(numel, scale, inner, device), 1.0)
     phase = _blocks(_phases(numel, dither, device), 0.0)
-    limit = scales * bound
+    limit = (scales * bound).clamp(max=LARGEST)
     share = (value.abs() / limit * ROUNDING[flat.dtype]).amax(1)
     factor = ((1.0 - share) * 16.0).floor()
     step = scales * unit_step(bound) * (factor / 16.0)[:, None]

@@ -66,7 +66,7 @@ def unpack_zero(codes: Tensor, scales: Tensor, bits: int, stochastic: bool, out:
     step = scales.abs() / _levels(signed, bits, scales.dtype)
     if not stochastic:
         value = value - 0.5 * value.sign()
-    out.copy_((value * step[:, None]).view(-1)[: out.numel()])
+    _put(value * step[:, None], out)
 
 
 def pack_minmax(flat: Tensor, bits: int, stochastic: bool, seed: int) -> tuple[Tensor, Tensor]:
@@ -103,6 +103,10 @@ def unpack_minmax(codes: Tensor, scales: Tensor, bits: int, out: Tensor) -> None
     pinned = step < 0
     origin = torch.where(pinned, offset, float((1 << bits) - 1) * 0.5)[:, None]
     shift = torch.where(pinned, 0.0, offset)[:, None]
-    value = (code - origin) * step.abs()[:, None] + shift
+    _put((code - origin) * step.abs()[:, None] + shift, out)
+
+
+def _put(value: Tensor, out: Tensor) -> None:
+    """Decoded groups into ``out``, no further from zero than its dtype reaches."""
     limit = torch.finfo(out.dtype).max
     out.copy_(value.clamp(-limit, limit).view(-1)[: out.numel()])

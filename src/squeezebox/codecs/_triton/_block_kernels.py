@@ -23,6 +23,7 @@ _FIRST = tl.constexpr(_blocks.FIRST_TURN)
 _NEXT = tl.constexpr(_quantise.NEXT_TURN)
 _MOST = tl.constexpr(_blocks.MOST)
 _LEAST_FACTOR = tl.constexpr(_blocks.LEAST_FACTOR)
+_LARGEST = tl.constexpr(_blocks.LARGEST)
 _SHIFT = tl.constexpr(_quantise.SHIFT)
 
 
@@ -74,7 +75,7 @@ def _pack(
         size = tl.abs(value)
         factors = _scale(scale, index, inside, inner, count, SCALED)
         phase = tl.where(inside, _phase(index, dither, DITHERED), 0.0)
-        limit = factors * bound
+        limit = tl.minimum(factors * bound, _LARGEST)
         shares = tl.div_rn(size, limit) * rounding
         lost = tl.max((shares != shares).to(tl.int32), axis=0) > 0
         factor = tl.floor((1.0 - tl.max(tl.where(shares != shares, 0.0, shares), axis=0)) * 16.0)

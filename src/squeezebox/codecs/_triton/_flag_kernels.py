@@ -15,14 +15,16 @@ from squeezebox.codecs._triton._launch import READABLE, launch, spread
 
 @triton.jit
 def _pack_nonzero(
-    flat, codes, others, numel, groups, value,
+    flat, codes, others, numel, groups, value, negative,
     BITS: tl.constexpr, ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     row = own_rows(ROWS)
     index = elements(row, A, B, C)
     element = tl.load(flat + index, mask=index < numel, other=0).to(tl.float32)
     hit = element == value
-    other = (hit | (element == 0.0)) == 0
+    signed = (element.to(tl.int32, bitcast=True) < 0).to(tl.int32)
+    zero = (element == 0.0) & ((signed == negative) | (index >= numel))
+    other = (hit | zero) == 0
     count = tl.sum(tl.sum(tl.sum(tl.sum(other.to(tl.int32), axis=3), axis=2), axis=1), axis=0)
     if count > 0:
         tl.atomic_max(others, 1)
@@ -115,14 +117,14 @@ def _unpack_offsets(codes, base, places, out, numel, positions, inner, BLOCK: tl
     tl.store(out + index, corner + place, mask=mask)
 
 
-def pack_nonzero(flat: Tensor, value: float) -> tuple[Tensor, Tensor]:
-    """Bits of ``x == value``, and whether all others are zero."""
+def pack_nonzero(flat: Tensor, value: float, negative: bool) -> tuple[Tensor, Tensor]:
+    """Bits of ``x == value``, and whether all others are zeros of one sign."""
     if flat.dtype not in READABLE | {torch.uint8} or flat.numel() == 0:
-        return _bits.pack_nonzero(flat, value)
+        return _bits.pack_nonzero(flat, value, negative)
     groups = group_count(flat.numel())
     codes = flat.new_empty(groups * 32, dtype=torch.uint8)
     others = flat.new_zeros((), dtype=torch.int32)
-    launch(_pack_nonzero, (flat, codes, others, flat.numel(), groups, value), groups, 1)
+    launch(_pack_nonzero, (flat, codes, others, flat.numel(), groups, value, int(negative)), groups, 1)
     return codes, others == 0
 
 
@@ -142,7 +144,10 @@ def pack_between(flat: Tensor, lower: float, upper: float, inclusive: bool) -> T
         return _bits.pack_between(flat, lower, upper, inclusive)
     groups = group_count(flat.numel())
     codes = flat.new_empty(groups * 32, dtype=torch.uint8)
-    edges = (float(torch.tensor(edge, dtype=flat.dtype, device="cpu")) for edge in (lower, upper))
+    compared = flat.dtype if inclusive else torch.float32
+    edges = (
+        float(torch.tensor(edge, dtype=torch.float64, device="cpu").to(compared)) for edge in (lower, upper)
+    )
     launch(_pack_between, (flat, codes, flat.numel(), groups, *edges), groups, 1, INCLUSIVE=inclusive)
     return codes
 

@@ -37,6 +37,12 @@ def _or_nan(value, has_nan):
 
 
 @triton.jit
+def _within(value, limit):
+    value = tl.where(value > limit, limit, value)
+    return tl.where(value < -limit, -limit, value)
+
+
+@triton.jit
 def _load(flat, numel, row, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
     """Elements, the last one repeated to fill the last group, and their indices."""
     index = elements(row, A, B, C)
@@ -73,7 +79,7 @@ def _pack_zero(
 
 @triton.jit
 def _unpack_zero(
-    codes, scales, out, numel, groups,
+    codes, scales, out, numel, groups, limit,
     BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +92,7 @@ def _unpack_zero(
     value = tl.where(signed, (code ^ half) - half, code).to(tl.float32)
     if not STOCHASTIC:
         value = value - tl.where(value > 0.0, 0.5, tl.where(value < 0.0, -0.5, 0.0))
-    value = value * tl.div_rn(tl.abs(scale), levels)
+    value = _within(value * tl.div_rn(tl.abs(scale), levels), limit)
     index = elements(row, A, B, C)
     tl.store(out + index, rounded(value, out.dtype.element_ty), mask=index < numel)
 
@@ -146,8 +152,7 @@ def _unpack_minmax(
     pinned = step < 0.0
     origin = tl.where(pinned, offset, ((1 << BITS) - 1.0) * 0.5)
     value = (code - origin) * tl.abs(step) + tl.where(pinned, 0.0, offset)
-    value = tl.where(value > limit, limit, value)
-    value = tl.where(value < -limit, -limit, value)
+    value = _within(value, limit)
     index = elements(row, A, B, C)
     tl.store(out + index, rounded(value, out.dtype.element_ty), mask=index < numel)
 
@@ -182,8 +187,9 @@ def unpack_zero(codes: Tensor, scales: Tensor, bits: int, stochastic: bool, out:
     """The inverse of ``pack_zero``, into ``out``."""
     if out.dtype not in READABLE or out.numel() == 0:
         return _groups.unpack_zero(codes, scales, bits, stochastic, out)
-    groups = scales.numel()
-    launch(_unpack_zero, (codes, scales, out, out.numel(), groups), groups, bits, STOCHASTIC=stochastic)
+    groups, limit = scales.numel(), torch.finfo(out.dtype).max
+    arguments = (codes, scales, out, out.numel(), groups, limit)
+    launch(_unpack_zero, arguments, groups, bits, STOCHASTIC=stochastic)
 
 
 def unpack_minmax(codes: Tensor, scales: Tensor, bits: int, out: Tensor) -> None:

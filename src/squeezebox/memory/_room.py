@@ -24,7 +24,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
-    known = [free for free in (_available(), _of_group(), _of_address_space()) if free is not None]
+    known = [free for free in (_available(), _of_group(), of_address_space()) if free is not None]
     if not known:
         raise OptionError("this system does not say how much memory is free; give memory=, such as '8GiB'.")
     return max(min(known), 0)
@@ -49,7 +49,8 @@ def _of_group() -> int | None:
     return None if limit == "max" else int(limit) - used + int(parts.get("inactive_file", 0))
 
 
-def _of_address_space(field: str = "VmSize") -> int | None:
+def of_address_space(field: str = "VmSize") -> int | None:
+    """Bytes that ``ulimit -v`` leaves of this process's address space; None without that limit."""
     try:
         import resource
 
@@ -63,7 +64,7 @@ def _of_address_space(field: str = "VmSize") -> int | None:
 
 def free_at_peak() -> int | None:
     """Bytes that ``ulimit -v`` left when this process was largest; None without that limit."""
-    free = _of_address_space("VmPeak")
+    free = of_address_space("VmPeak")
     return None if free is None else max(free, 0)
 
 

@@ -1,0 +1,37 @@
+"""What a store holds tensors with, and what was decided of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
+
+from squeezebox.capture._arena import Arena
+from squeezebox.capture._contracts import Choice, Listener, Policy
+from squeezebox.capture._device import DeviceBlocks
+from squeezebox.capture._entries import Row
+from squeezebox.capture._watch import Watcher
+from squeezebox.memory import Reserve, Spill, Staging
+from squeezebox.schema import Role
+
+
+@dataclass(eq=False)
+class Means:
+    """Shared by a :class:`Store`, which is one, and what packs and unpacks for it."""
+
+    policy: Policy
+    keep: Container[str] = ()  # keys of tensors to hold themselves
+    offload: Container[str] = ()  # and of those to move to a file
+    recompute: Mapping[str, Container[str]] = field(default_factory=dict)  # and to make again, of which
+    signed: Container[str] = ()  # and of those among them whose signs are held
+    late_values: dict[str, Role] = field(default_factory=dict)  # whose values were asked for after their sign
+    refused: dict[str, str] = field(default_factory=dict)  # that were to be packed and are kept, and why
+    unweighed: dict[str, str] = field(default_factory=dict)  # whose errors are beyond a float, from then on
+    spares: Callable[[Row, Choice], bool] | None = None  # whether nothing is to be lost all the same
+    spill: Spill = field(default_factory=Spill)
+    staging: Staging | None = None  # where a device's tensors go instead
+    arena: Arena = field(default_factory=Arena)  # of unpacked tensors
+    reserve: Reserve | None = None  # where packed ones go in the host's memory
+    blocks: DeviceBlocks | None = None  # where a device's blocks go,
+    room: int = 0  # and how many bytes they get, where a plan says so
+    listener: Listener | None = None
+    watcher: Watcher | None = None

@@ -1,0 +1,215 @@
+"""How a saved tensor comes to be held: as itself, packed, moved, or to be made again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from squeezebox import codecs
+from squeezebox.capture._device import table_bytes
+from squeezebox.capture._entries import FLAGS, Entry, Handle
+from squeezebox.capture._layouts import dither_of, flattened, lag_of, scale_of, why_no_interval
+from squeezebox.capture._lineage import Recipe
+from squeezebox.capture._means import Means
+from squeezebox.capture._places import pack_into
+from squeezebox.capture._rules import Rule
+from squeezebox.capture._unpacker import Unpacker
+from squeezebox.capture._watch import spent_on
+from squeezebox.memory import Spill, Staging
+from squeezebox.schema import Activity, CaptureError, CodecError, OptionError, Reads
+
+
+class Packer:
+    """Makes a store's entries serve those that read them."""
+
+    def __init__(self, means: Means, unpacker: Unpacker) -> None:
+        self._means, self._unpacker = means, unpacker
+        self._pooled: set[tuple[str, str]] = set()  # keys and options of pool indices that were verified
+
+    def pack(self, entry: Entry, handle: Handle, rule: Rule, options: Mapping[str, Any]) -> str:
+        """Make sure the entry serves ``rule``; returns the form that the handle reads."""
+        with spent_on(self._means.watcher, Activity.PACKING):
+            try:
+                form = self._packed_as(entry, handle, rule, options)
+            except (
+                CodecError,
+                OptionError,
+                ArithmeticError,
+            ) as error:  # measuring, or a codec
+                form = self._refused(entry, waiting(handle), str(error))
+        if self._means.watcher is not None:
+            self._means.watcher.held(entry.row)
+        return form
+
+    def _packed_as(self, entry: Entry, handle: Handle, rule: Rule, options: Mapping[str, Any]) -> str:
+        tensor = waiting(handle)
+        if entry.kept is not None:
+            return "keep"
+        if tensor._version != handle.version:  # unpack() will refuse it
+            return self.keep(entry, tensor)
+        if tensor.is_neg() or tensor.is_conj():  # the storage holds other values than the tensor
+            return self.keep(entry, tensor)
+        if rule.reads is Reads.SHAPE:
+            return "shape"
+        entry.row.reads_values |= rule.codec is None and rule.reads is not Reads.SIGN
+        planned = self._planned(entry, tensor)
+        if planned is not None:
+            return planned
+        if rule.codec is not None:
+            return self._pack_exact(entry, tensor, rule.codec, options)
+        if rule.reads is Reads.EXACT:
+            entry.row.exact = True
+            return self._hold(entry, tensor)
+        if rule.reads is Reads.SIGN:
+            return self._pack_sign(entry, tensor, rule)
+        if entry.row.key in self._means.unweighed:
+            return self._refused(entry, tensor, self._means.unweighed[entry.row.key])
+        return self._pack_values(entry, tensor, rule, options)
+
+    def _planned(self, entry: Entry, tensor: torch.Tensor) -> str | None:
+        """Hold the tensor as a plan says, where that is not by packing it."""
+        key = entry.row.key
+        if key in self._means.keep:
+            return self.keep(entry, tensor)
+        if key in self._means.offload and self._place(entry) is not None:
+            return self._offload(entry, tensor)
+        return self._derive(entry, tensor) if key in self._means.recompute else None
+
+    def _pack_exact(self, entry: Entry, tensor: torch.Tensor, codec: str, options: Mapping[str, Any]) -> str:
+        form = codec + "".join(f",{name}={value}" for name, value in options.items())
+        waits = codec == "narrow" or (codec == "mask" and tensor.dtype != torch.bool)
+        if self._means.blocks is not None and waits:  # for the device, to see what the values are
+            return self.keep(entry, tensor)
+        if codec == "narrow" and tensor.dtype.itemsize == 1:  # nothing is narrower: an LSTM's workspace, say
+            return self.keep(entry, tensor)
+        if codec == "interval":
+            why = why_no_interval(flattened(tensor, entry.numel), **options)
+            if why:
+                return self._refused(entry, tensor, why)
+        if form not in entry.packed:
+            pooled = codec == "pool-index"
+            whole = tensor if pooled else flattened(tensor, entry.numel)
+            if pooled and self._means.blocks is not None:  # looking again would wait for the device
+                options = {**options, "trusted": (entry.row.key, form) in self._pooled}
+            packed = self._packed(entry, codec, whole, **options)
+            if pooled:
+                self._pooled.add((entry.row.key, form))
+            entry.packed[form] = packed
+            entry.row.packed[codec] = entry.row.packed.get(codec, 0) + packed.nbytes
+        return form
+
+    def _pack_sign(self, entry: Entry, tensor: torch.Tensor, rule: Rule) -> str:
+        """One bit an element, unless the values were asked for too, last time or already now."""
+        if rule.flag in entry.packed:
+            return rule.flag
+        if "values" in entry.packed and entry.keeps_sign:
+            return "values"
+        reader = self._means.late_values.get(entry.row.key)
+        if reader is not None and "values" not in entry.packed:
+            return self._pack_values(entry, tensor, replace(rule, role=reader), {})
+        self._add_sign(entry, tensor, rule.flag)
+        return rule.flag
+
+    def _pack_values(self, entry: Entry, tensor: torch.Tensor, rule: Rule, options: Mapping[str, Any]) -> str:
+        if "values" in entry.packed:
+            return "values"
+        if not FLAGS.isdisjoint(entry.packed):
+            self._means.late_values[entry.row.key] = rule.role
+        scale = scale_of(entry.numel, tensor, options)
+        flat = flattened(tensor, entry.numel)
+        seen = replace(rule, scaled=scale is not None, logits=options.get("logits"))
+        choice = self._means.policy.choose(entry.row.key, seen, flat)
+        if choice.codec == "keep" or (
+            self._means.spares is not None and self._means.spares(entry.row, choice)
+        ):
+            return self._hold(entry, tensor)
+        units = {"scale": scale.factors, "inner": scale.inner} if scale is not None and choice.scaled else {}
+        hints: dict[str, Any] = {"lag": lag_of(tensor), "dither": dither_of(tensor), **units}
+        codec = codecs.get(choice.codec)
+        blocks = self._means.blocks if choice.codec == "blocks" else None
+        if blocks is not None and blocks.device != entry.device:
+            blocks = None
+        arena = blocks.place(flat.nbytes) if blocks is not None else None
+        if arena is not None:
+            hints["arena"] = arena
+        if self._means.listener is not None:
+            trial = functools.partial(codec.pack, flat, **hints)
+            again = functools.partial(self._unpacker.again, entry)
+            self._means.listener.offered(
+                entry.row, choice.codec, flat, scale if choice.scaled else None, trial, again
+            )
+        packed = self._packed(entry, choice.codec, flat, bound=choice.bound, **hints)
+        entry.packed["values"] = packed
+        entry.row.packed[choice.codec] = packed.nbytes if arena is None else table_bytes(packed)
+        if arena is not None:
+            entry.row.slot = int(packed.meta["slot"])
+        elif blocks is not None:
+            blocks.note(packed.nbytes)
+        entry.row.absolute_bound = packed.bound
+        entry.row.bound = (choice.bound or 0.0) if choice.scaled else packed.bound
+        entry.scaled = choice.scaled
+        if entry.keeps_sign:
+            entry.drop_flags()
+        return "values"
+
+    def _add_sign(self, entry: Entry, tensor: torch.Tensor, flag: str = "sign") -> None:
+        packed = self._packed(entry, "sign", flattened(tensor, entry.numel), nan=flag == "sign")
+        entry.packed[flag] = packed
+        entry.row.packed["sign"] = entry.row.packed.get("sign", 0) + packed.nbytes
+
+    def _packed(self, entry: Entry, name: str, tensor: torch.Tensor, **options: Any) -> codecs.Packed:
+        codec = codecs.get(name)
+        if self._means.reserve is None or codec.fixed_size or entry.device.type != "cpu":
+            return codec.pack(tensor, **options)
+        return pack_into(self._means.reserve, entry.row.key, entry, codec, tensor, **options)
+
+    def _hold(self, entry: Entry, tensor: torch.Tensor) -> str:
+        """Keep the tensor; where somebody listens, let it go all the same, to see when it would be free."""
+        moved = self._means.listener is not None and self._place(entry) is not None
+        return self._offload(entry, tensor) if moved else self.keep(entry, tensor)
+
+    def _derive(self, entry: Entry, tensor: torch.Tensor) -> str:
+        if entry.recipe is None and entry.origin is not None:
+            entry.recipe = Recipe(entry.origin, self._means.recompute[entry.row.key])
+            entry.row.packed["recompute"] = 0
+            if entry.row.key in self._means.signed:
+                self._add_sign(entry, tensor)
+        return "recompute"
+
+    def _refused(self, entry: Entry, tensor: torch.Tensor, reason: str) -> str:
+        """Keep what cannot be held in another way, and remember why."""
+        self._means.refused.setdefault(entry.row.key, reason)
+        return self.keep(entry, tensor)
+
+    def keep(self, entry: Entry, tensor: torch.Tensor) -> str:
+        """Hold the tensor itself."""
+        entry.kept = tensor.detach()
+        entry.row.packed["keep"] = entry.row.saved_bytes
+        return "keep"
+
+    def _offload(self, entry: Entry, tensor: torch.Tensor) -> str:
+        if entry.slot is None:
+            place = self._place(entry)
+            assert place is not None
+            whole = tensor.detach().as_strided((entry.numel,), (1,), 0)  # which tells of changes in place
+            with spent_on(self._means.watcher, Activity.WAITING):
+                entry.slot = place.write(whole)
+            entry.row.packed["offload"] = 0
+        return "offload"
+
+    def _place(self, entry: Entry) -> Spill | Staging | None:
+        """Where it can be moved to."""
+        if self._means.staging is not None and entry.device == self._means.staging.device:
+            return self._means.staging
+        return self._means.spill if entry.device.type == "cpu" else None
+
+
+def waiting(handle: Handle) -> torch.Tensor:
+    """The tensor of a handle that is not settled yet."""
+    if handle.tensor is None:
+        raise CaptureError("a saved tensor was settled twice: this is a bug in capture")
+    return handle.tensor

@@ -1,0 +1,314 @@
+"""A model's training steps as they run under Squeezebox.
+
+Reading order: ``Engine.start`` and ``Engine.finish`` frame every forward pass; ``Engine.close_step`` is where
+a due step's statistics become new bounds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from squeezebox.bounds import Planned
+from squeezebox.capture import Installation, Recorder, Slicer, Store, is_innermost
+from squeezebox.memory import PeakMeter, live_bytes
+from squeezebox.reports import StepPlan
+from squeezebox.schema import AttachError, Region, Role
+from squeezebox.session._growth import Growth
+from squeezebox.session._models import (
+    device_of,
+    gradient_noise,
+    held_by,
+    mean_momentum,
+    nbytes_of,
+    persistent,
+    restored,
+    tensors_in,
+)
+from squeezebox.session._offload import make_room
+from squeezebox.session._passes import Passes
+from squeezebox.session._policy import BoundPolicy, admit, refuse_unsound
+from squeezebox.session._records import Records
+from squeezebox.session._refreshes import Refreshes
+from squeezebox.session._replanning import Replanning, shapes_of
+
+attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+class Engine:
+    """What a session, or whoever measures steps, works with.
+
+    Attributes:
+        model: whose forwards are recorded.
+        optimizer: read only.
+        policy: which codec and bound a tensor gets.
+        store: the tensors that the running step holds.
+        recorder: what sees them being saved.
+        refreshes: the steps that gather statistics.
+        records: what is known of the closed steps.
+        plan: in force, if any.
+        notes: for the report, in order.
+        step: the number of the last step, from 0; -1 before it.
+        shown: called with the inputs of every forward.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        policy: BoundPolicy,
+        checks_per_refresh: int = 1,
+        plan: StepPlan | None = None,
+        replanning: Replanning | None = None,
+        overlapping: bool = False,
+        arena: bool = False,
+    ) -> None:
+        self.model, self.optimizer, self.policy = model, optimizer, policy
+        self.store = Store(policy)
+        if not policy.on_host:
+            self.store.use_device(device_of(model))
+        if arena:
+            self.store.use_arena()
+        self.recorder = Recorder(self.store, model)
+        self.notes: dict[str, None] = {}
+        self.refreshes = Refreshes(policy, checks_per_refresh)
+        self.records = Records(store=self.store, policy=policy, notes=self.notes)
+        self.plan: StepPlan | None = None
+        self.step = -1
+        self.shown: list[Callable[[Iterable[torch.Tensor]], None]] = []
+        self._overlapping, self._replanning = overlapping, replanning
+        self._passes = Passes(self.recorder, self.notes)
+        self._growth = Growth(notes=self.notes)
+        if plan is not None:
+            self._use(plan)
+        elif policy.controller is not None:
+            self.store.spares = self.recorder.regions.spares
+        self._meter = PeakMeter(device_of(model))
+        self._baseline_bytes = 0
+        self._open = self._replaying = False
+        framed = Installation(model, self.start, self.finish)
+        self.installation: Installation | None = framed
+        attached.add(model)
+
+    def require_attached(self) -> None:
+        """AttachError after :meth:`detach`."""
+        if self.installation is None:
+            raise AttachError("this session is detached; call squeezebox.attach(model, ...) again.")
+
+    def detach(self) -> None:
+        """See :meth:`Session.detach`."""
+        if self.installation is None:
+            return
+        self.close_step()
+        self.abandon()
+        self.installation.remove()
+        self.installation = None
+        self.store.close()
+        attached.discard(self.model)
+
+    @contextlib.contextmanager
+    def framed(self) -> Iterator[None]:
+        """Around forward and loss; see :meth:`Session.step`."""
+        self.require_attached()
+        failed = True
+        try:
+            self.start(())
+            yield
+            failed = False
+        finally:
+            self.finish(failed)
+
+    def start(self, inputs: Any) -> None:
+        """A forward pass begins: the model's own; or, without inputs, :meth:`framed`."""
+        self._passes.begin(of_step=not inputs)
+        outermost = bool(inputs) and self._passes.outermost
+        if self._replanning is not None and outermost and not self._replaying:
+            self._fit_plan(self._replanning, inputs)
+        if self.recorder.active:
+            self._meter.given(self.recorder.own(tensors_in(inputs)))  # under step(), after the baseline
+        if not self._passes.is_left_alone():
+            if self._overlapping or self.recorder.backward_seen or not self._open or not self.store.in_use:
+                self._open_step()
+            self._enter(inputs)
+        self._passes.count += outermost
+
+    def finish(self, failed: bool) -> None:
+        """A forward pass ended, or raised."""
+        if self._passes.end() and self.recorder.active:
+            self.recorder.path.clear()
+            error = RuntimeError if failed else None
+            self.recorder.__exit__(error, None, None)
+            if self.recorder.slicer is not None and not failed:
+                self.notes[self.recorder.slicer.note] = None
+            if failed:
+                self._meter.abandon()  # nobody else could measure until the next step
+            elif self._passes.was_hidden():
+                self.abandon()
+
+    def close_step(self) -> None:
+        """After a backward: read the meter, turn due statistics into new bounds."""
+        if not self._open or not self.recorder.backward_seen:
+            return
+        self._open = self.recorder.backward_seen = False
+        if self.store.blocks is not None:
+            self.store.blocks.end_step()
+        if self._replaying:
+            return
+        collector = self.refreshes.end(self.recorder)
+        if self._meter.running:
+            peak = self._meter.stop(persistent(self.model, self.optimizer))
+            self.records.note_peak(peak, self._baseline_bytes, of_refresh=collector is not None)
+        if collector is not None and collector.usable:
+            statistics = collector.result(mean_momentum(self.model, self.optimizer))
+            self.refreshes.counts = collector.counts
+            self.policy.learn(statistics, self.notes)
+            self.records.note_statistics(self.step, collector, statistics.checks)
+        self.records.latest = self.records.now(self.step, self.plan)
+
+    def abandon(self) -> None:
+        """Give up a step whose backward was never run, as if it had not begun."""
+        self._meter.abandon()
+        if self._open and not self._replaying:
+            self._open, self.step = False, self.step - 1
+        self.refreshes.end(self.recorder)
+
+    def replay(self, closure: Callable[[], object], *, bypass: bool) -> list[torch.Tensor]:
+        """Gradients of one run of the closure, outside the count of steps; ``bypass`` keeps all."""
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        for parameter in parameters:
+            parameter.grad = None
+        with self._uncounted(bypass=bypass):
+            closure()
+        return [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+
+    @contextlib.contextmanager
+    def uncounted_step(self) -> Iterator[None]:
+        """Around a step that gathers no statistics, and has no number."""
+        with self._uncounted():
+            yield
+            if not self.recorder.backward_seen:
+                raise AttachError(
+                    "timeline() saw no backward: its closure must run forward, the loss and loss.backward()."
+                )
+            self.close_step()
+
+    def noise_of(self, closure: Callable[[], object]) -> float:
+        """Relative gradient noise of a step that is run twice, exact and squeezed; NaN without gradients."""
+        self.require_attached()
+        self.close_step()
+        with restored(self.model):
+            self.slice(None)
+            try:
+                exact = self.replay(closure, bypass=True)
+            finally:
+                self.slice(self.plan.region if self.plan else None)
+        with restored(self.model):
+            return gradient_noise(exact, self.replay(closure, bypass=False))
+
+    def slice(self, region: Region | None) -> None:
+        """Work these first layers in slices from now on."""
+        self.recorder.slicer = None if region is None else Slicer(region, self.recorder)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """The model as if it had no session, and everything back in place afterwards."""
+        active = self.recorder.active
+        if active:
+            self.recorder.__exit__(None, None, None)
+        self.close_step()
+        self._meter.abandon()
+        if self.installation is not None:
+            self.installation.remove()
+        attached.discard(self.model)
+        try:
+            yield
+        finally:
+            attached.add(self.model)
+            self.installation = Installation(self.model, self.start, self.finish)
+            if active:
+                self._enter(())
+
+    def _enter(self, inputs: Any) -> None:
+        own = [*held_by(self.model), *tensors_in(inputs)]
+        for show in self.shown:
+            show(tensors_in(inputs))
+        self.recorder.own(own)
+        if self._meter.running:
+            held_bytes = nbytes_of(own + persistent(self.model, self.optimizer))
+            self._baseline_bytes = max(self._baseline_bytes, held_bytes)
+        self.recorder.__enter__()
+
+    def _use(self, plan: StepPlan) -> None:
+        """Hold tensors as the plan says from now on."""
+        self.plan, self.policy.controller = plan, Planned(bounds=plan.bounds)
+        self.store.keep, self.store.offload = plan.kept, plan.offloaded
+        self.store.recompute, self.store.signed = plan.recomputed, plan.signed
+        self.store.lineage = self.recorder.lineage() if plan.recomputed else None
+        self.store.late_values = {key: Role(role) for key, role in plan.late_values.items()}
+        self.store.room = plan.lasting_bytes
+        make_room(self.store, plan, self.notes)
+        planned = {tensor.key: tensor.saved_bytes for tensor in plan.tensors}
+        planned |= dict.fromkeys(plan.region.keys if plan.region else (), sys.maxsize)  # see Slicer
+        self.slice(plan.region)
+        notes = None if self._replanning is None else self.notes
+        self.store.admit = functools.partial(admit, plan.model, planned, notes, self._passes.why_other)
+
+    def _fit_plan(self, known: Replanning, inputs: Any) -> None:
+        """Before a forward: use the plan that covers its inputs, or make one."""
+        shapes = shapes_of(inputs)
+        plan = known.covering(shapes)
+        if plan is None and known.planner is not None:
+            why = known.failed.get(shapes) or self._why_no_plan(inputs)
+            if not why:
+                with self.aside():
+                    plan, why = known.make(shapes, inputs[0])
+            if why:
+                self.notes[f"some inputs have no plan of their own: {why}"] = None
+        if plan is not None and plan is not self.plan:
+            self._use(plan)
+
+    def _why_no_plan(self, inputs: Any) -> str:
+        if inputs[1]:
+            return "they have keyword arguments"
+        if self._open and self.store.in_use and not self.recorder.backward_seen:
+            return "an earlier forward was waiting for its backward"
+        if self.recorder.active and not is_innermost(self.recorder):
+            return "other function modes or saved-tensor hooks were active"
+        return ""
+
+    def _open_step(self) -> None:
+        if self.plan is not None:
+            refuse_unsound(self.plan, self.model)
+        self.close_step()
+        self.abandon()
+        self.recorder.start_step()
+        self._open = True
+        self._baseline_bytes = self._passes.count = 0
+        if not self._replaying:
+            self.step += 1
+            self._growth.observe(live_bytes(device_of(self.model)))
+        due = self.refreshes.due
+        measured = self._replaying or due(self.step) or due(self.step - 1)
+        guessed = self.step <= 1 and due(0)  # the first step's bounds
+        self.store.start_places(measured=measured, guessed=guessed)
+        if self._replaying:
+            return
+        self.refreshes.begin(self.recorder, self.model, self.step)
+        refreshed = due(self.step - 1) and not due(self.step)
+        has_state = self.step == 1 and self.plan is not None  # the optimizer's, as the plan foretold
+        if (self.step == 0 or refreshed or has_state) and not self._overlapping:
+            self._meter.start(persistent(self.model, self.optimizer))
+
+    @contextlib.contextmanager
+    def _uncounted(self, *, bypass: bool = False) -> Iterator[None]:
+        self._replaying, self.recorder.bypass, self._open = True, bypass, False
+        try:
+            yield
+        finally:
+            self._replaying = self.recorder.bypass = self._open = self.recorder.backward_seen = False

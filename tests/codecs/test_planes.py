@@ -1,0 +1,98 @@
+"""`planes`: the bound, signs and zeros, what is stored for hostile blocks, and channels' own units."""
+
+import pytest
+import torch
+
+from squeezebox import codecs
+from squeezebox.codecs._reference import _planes as reference
+from squeezebox.schema import FormatError
+
+NAMES = ("planes", "planes-sign")
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+KINDS = {
+    "dense": lambda x: x,
+    "sparse": torch.relu,
+    "heavy": lambda x: x**7,
+    "offset": lambda x: x + 10,
+    "hostile": lambda x: x.index_fill(0, torch.arange(0, len(x), 900), float("nan")) * 3e38,
+    "denormal": lambda x: x * 1e-40,
+}
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_loops_equal_the_reference_and_keep_the_bound(name, dtype, kind):
+    codec = codecs.get(name)
+    for numel, bound in ((1, 0.5), (300, 1e-3), (200_001, 0.02), (4096, 0.0), (4096, 1e30)):
+        x = KINDS[kind](torch.randn(numel, generator=torch.Generator().manual_seed(numel))).to(dtype)
+        packed = codec.pack(x, bound)
+        heads, data = reference.pack_planes(x, bound, codec.keep_sign, None, 1)
+        assert torch.equal(packed.payload[0], heads) and torch.equal(packed.payload[1], data)
+        back, again = codec.unpack(packed), torch.empty_like(x)
+        reference.unpack_planes(heads, data, bound, codec.keep_sign, None, 1, again)
+        assert torch.equal(bits(back), bits(again))
+        finite = x.isfinite()
+        assert torch.equal(bits(back[~finite]), bits(x[~finite]))
+        assert ((back.double() - x.double()).abs()[finite] <= bound).all()
+        assert (back[x == 0] == 0).all()
+        if codec.keep_sign:
+            assert torch.equal(back[finite].sign(), x[finite].sign())
+
+
+@pytest.mark.parametrize(("channels", "inner"), ((64, 1), (3, 1), (64, 49), (5, 4096), (1, 7)))
+@pytest.mark.parametrize("name", NAMES)
+def test_a_bound_in_units_of_each_channel(name, channels, inner):
+    codec, generator = codecs.get(name), torch.Generator().manual_seed(channels)
+    x = torch.randn(100_000, generator=generator)
+    x[::9] = 1e-42  # times a small factor it underflows, and keeps its sign all the same
+    scale = 10.0 ** (torch.rand(channels, generator=generator) * 6 - 3)
+    packed = codec.pack(x, 0.1, scale=scale, inner=inner)
+    own = scale[torch.arange(len(x)) // inner % channels].double()
+    back = codec.unpack(packed)
+    assert ((back.double() - x.double()).abs() <= 0.1 * own).all()
+    again = torch.empty_like(x)
+    heads, data = reference.pack_planes(x, 0.1, codec.keep_sign, scale, inner)
+    assert torch.equal(packed.payload[0], heads) and torch.equal(packed.payload[1], data)
+    reference.unpack_planes(heads, data, 0.1, codec.keep_sign, scale, inner, again)
+    assert torch.equal(back, again)
+    if codec.keep_sign:
+        assert torch.equal(back.sign(), x.sign())
+
+
+def test_a_block_takes_the_bits_that_its_range_needs():
+    x = torch.cat(
+        [torch.zeros(256), torch.full((256,), 9.0), torch.linspace(0, 7, 256), torch.ones(256) * 1e9]
+    )
+    packed = codecs.get("planes").pack(x, 0.5)
+    assert (packed.payload[0] & 15).tolist() == [0, 0, 3, 15]
+    assert packed.payload[1].numel() == 0 + 0 + 3 * 32 + 1024
+
+
+def test_errors_of_signed_codes_have_no_mean():
+    x = torch.rand(1 << 20, generator=torch.Generator().manual_seed(0)) * 0.02  # within the first two steps
+    error = codecs.get("planes-sign").unpack(codecs.get("planes-sign").pack(x, 0.1)) - x
+    density = x < 0.789 * 0.2 * (1 - 2**-9)
+    assert density.all()  # one code: its value is where a flat density to the step's end has no mean
+    assert float(error.mean()) == pytest.approx(0.2 * 0.2887 - 0.01, abs=1e-3)
+
+
+def test_damaged_heads_are_refused():
+    packed = codecs.get("planes").pack(torch.randn(1000), 0.1)
+    packed.payload[0][0] = 13
+    with pytest.raises(FormatError, match="damaged"):
+        codecs.loads(codecs.dumps(packed))
+
+
+def test_one_and_several_threads_write_the_same_bytes():
+    x, before = torch.randn(1_000_000), torch.get_num_threads()
+    found = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found.append(codecs.get("planes").pack(x, 0.1).payload)
+    torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -1,0 +1,44 @@
+"""Memory, budgets and exactness are as promised with other instruction sets and numbers of threads."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TESTS = [
+    "tests/capture/test_exact.py",
+    "tests/profiling/test_estimate.py",
+    "tests/profiling/test_workspace.py",
+    "tests/session/test_find_batch.py::test_the_answer_fits_the_memory_less_the_reserve_and_a_tenth_more_does_not",
+    "tests/session/test_find_batch.py::test_profiles_with_noise_fit_the_memory_too",
+    "tests/session/test_find_batch.py::test_tensors_that_are_small_in_the_probes_and_not_in_the_answer_are_planned",
+    "tests/session/test_max_batch.py::test_the_answer_fits_and_little_more_does_not",
+    "tests/session/test_plan.py::test_exact_plans_leave_gradients_to_the_bit",
+    "tests/streaming/test_memory.py",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("onednn", "aten", "threads"),  # aten's two with each of the other two's three
+    [
+        ("SSE41", "default", 1),
+        ("SSE41", "avx2", 2),
+        ("AVX2", "default", 2),
+        ("AVX2", "avx2", 4),
+        (None, "default", 4),
+        (None, "avx2", 1),
+    ],
+)
+def test_promises_hold(onednn, aten, threads):
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": aten, "OMP_NUM_THREADS": str(threads)}
+    environment["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that wait do not take the others' cores
+    environment.pop("ONEDNN_MAX_CPU_ISA", None)
+    if onednn is not None:
+        environment["ONEDNN_MAX_CPU_ISA"] = onednn
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=no", *TESTS]
+    ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout[-10_000:] + ended.stderr[-2_000:]
