@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import squeezebox
 
 _SEED = 1
-_AGAIN = 16  # plain steps that are compared before a difference is blamed on the session
-_COPIES = 4  # pieces of garbage of each size
+_AGAIN = 4  # plain steps of each kind that are compared before a difference is blamed on the session
+_M_PERTURB = -6  # of glibc's malloc.h
 _PLAIN_FAILS = (RuntimeError, AssertionError)  # it has no second derivative, or none for such inputs
 
 
@@ -169,15 +171,26 @@ def _as_finite(plain: Tensor | None, noisy: Tensor | None) -> bool:
 
 
 def _differs_by_itself(model: Sample, plain: Step, second: bool) -> bool:
-    """Whether one of a few plain steps, in memory with other garbage, differs from the first one.
+    """Whether plain steps differ from run to run, or with what is in memory that nobody has written.
 
-    Half of the garbage is zero: lstsq's driver gelsy reads pivots that nobody has written, each as zero or not.
+    Such as ``linalg.lstsq`` of driver gelsy, which reads pivots there that are zero or not.
     """
-    generator = torch.Generator().manual_seed(_SEED)
-    for _ in range(_AGAIN):
-        sizes = [1 << size for size in range(16) for _ in range(_COPIES)]
-        garbage = [torch.randint(2, (size,), dtype=torch.int32, generator=generator) for size in sizes]
-        del garbage
-        if not plain.equals(stepped(model, second=second)):
-            return True
+    for byte in (0x00, 0x01, 0xFF, None):
+        with _new_memory_of(byte):
+            if any(not plain.equals(stepped(model, second=second)) for _ in range(_AGAIN)):
+                return True
     return False
+
+
+@contextmanager
+def _new_memory_of(byte: int | None) -> Iterator[None]:
+    """Within it the C library's memory is new with this byte everywhere; glibc can, others leave it."""
+    perturb = getattr(ctypes.CDLL(None), "mallopt", None)
+    if perturb is None or byte is None:
+        yield
+        return
+    perturb(_M_PERTURB, (byte ^ 0xFF) or 0x100)  # it takes the complement, and 0 for leaving it
+    try:
+        yield
+    finally:
+        perturb(_M_PERTURB, 0)
