@@ -72,6 +72,9 @@ def first_fit(profile: Profile, budget: Budget) -> Plan | None:
     Args:
         profile: see :func:`solve`.
         budget: see :func:`solve`.
+
+    Raises:
+        OptionError: the profile contradicts itself.
     """
     table = tabulate(profile)
     limits = _limits(table, budget)

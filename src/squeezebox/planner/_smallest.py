@@ -39,7 +39,7 @@ def smallest(profile: Profile, noise: float, seconds: float = math.inf) -> Plan:
 
 
 def floor(profile: Profile, noise: float) -> int:
-    """What no plan of so much noise can hold less than."""
+    """Bytes at the peak that no plan of so much noise can be below, ``noise`` as in :class:`Budget`."""
     return tabulate(profile).floor(quiet=noise <= 0.0)
 
 

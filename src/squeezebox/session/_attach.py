@@ -84,8 +84,9 @@ def attach(
         The session, with ``report()``, ``step()``, ``measure_noise()``, ``state_dict()``, ``detach()``.
 
     Raises:
-        OptionError: noise not positive and finite, more than one of noise, controller and exact, an unknown
-            codec, or one beside a plan, a budget or exact, or COMET's controller without an optimizer.
+        OptionError: an argument of another kind; noise not positive and finite, more than one of noise,
+            controller and exact, an unknown codec, or one beside a plan, a budget or exact, or COMET's
+            controller without an optimizer.
         AttachError: the model, a part of it or a whole that it is part of, has a session already; or numba or
             Blosc2, which packing needs, is not installed.
         BudgetError: no plan fits the budget; later too, from the model's forward, with "replan". Or the

@@ -92,8 +92,7 @@ class Engine:
         self._meter = PeakMeter(device_of(model))
         self._baseline_bytes = 0
         self._open = self._replaying = False
-        framed = Installation(model, self.start, self.finish)
-        self.installation: Installation | None = framed
+        self.installation: Installation | None = Installation(model, self.start, self.finish)
         attached.add(model)
 
     def require_attached(self) -> None:

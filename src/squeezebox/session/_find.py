@@ -34,7 +34,7 @@ _UNKNOWN_BATCH = 2  # of the first probe, where fake tensors cannot run the mode
 
 
 _VARIES = (
-    "what the model saves changes from one step to the next at the same batch, so find_batch() cannot plan "
+    "what the model saves at batch {} changes from one step to the next, so find_batch() cannot plan "
     "for it. attach(noise=...) holds whatever comes; choose the batch by its report."
 )
 
@@ -121,7 +121,7 @@ def find_batch(
                 raise
         except PlanError as error:  # what is saved grows faster than the batch
             if answer <= min(known):
-                raise UnsupportedModelError(_VARIES) from error
+                raise UnsupportedModelError(_VARIES.format(answer)) from error
         foretold = int(_SAFE * foretold)
         answer = _smaller(batches, answer, foretold)
     probes = (*known, answer)
