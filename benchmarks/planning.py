@@ -52,6 +52,18 @@ def mixtures():
     return nn.Sequential(nn.Linear(64, 128), *[Mixture(128, 8) for _ in range(4)], nn.Linear(128, 10))
 
 
+class Recurrent(nn.Module):
+    """Tensors by the thousand: each layer saves some of every step in both directions."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(200, 64), nn.Linear(192, 10)
+        self.layers = nn.GRU(64, 96, num_layers=2, bidirectional=True, batch_first=True)
+
+    def forward(self, x):
+        return self.head(self.layers(self.words(x))[0].mean(1))
+
+
 def images(batch, side):
     return torch.randn(batch, 3, side, side), torch.randint(10, (batch,))
 
@@ -61,6 +73,10 @@ NETWORKS = {
     "four layers of eight experts": (
         mixtures,
         lambda: (torch.randn(2048, 64), torch.randint(10, (2048,))),
+    ),
+    "two GRU layers of 40 steps": (
+        Recurrent,
+        lambda: (torch.randint(200, (16, 40)), torch.randint(10, (16,))),
     ),
     "ResNet-18": (lambda: models.build("resnet18", num_classes=10), lambda: images(8, 96)),
     "ViT": (lambda: models.build("vit", num_classes=10), lambda: images(8, 224)),

@@ -99,7 +99,7 @@ def costly():
 @pytest.mark.parametrize("memory", [500_000, 2_000_000])
 def test_profiles_with_noise_fit_the_memory_too(memory, monkeypatch):
     seen, own = [], _find.profile_step
-    monkeypatch.setattr(_find, "profile_step", lambda subject: seen.append(own(subject)) or seen[-1])
+    monkeypatch.setattr(_find, "profile_step", lambda *a, **k: seen.append(own(*a, **k)) or seen[-1])
     model = costly()
     found = squeezebox.find_batch(model, batch(64), loss_fn=F.cross_entropy, memory=memory, noise=1e-3)
     assert len(seen) == len(found.probes) - 1

@@ -89,13 +89,16 @@ class Recording:
         """The same, each after its nanoseconds on the profiler's clock."""
         self.close()
         found: list[tuple[int, str, int, int]] = []
+        alone = (
+            not torch.accelerator.is_available()
+        )  # events are many, and their fields take a microsecond each
         stack = list(self._profiler.kineto_results.experimental_event_tree())
         while stack:
             event = stack.pop()
             stack.extend(event.children)
-            if event.tag == torch._C._profiler._EventType.Allocation:
-                fields = event.extra_fields
-                if _is_same(fields.device, self._device):
+            fields = event.extra_fields
+            if type(fields) is torch._C._profiler._ExtraFields_Allocation:
+                if alone or _is_same(fields.device, self._device):
                     found.append((event.start_time_ns, "", fields.ptr, fields.alloc_size))
             else:
                 found.append((event.start_time_ns, event.name, 0, 0))

@@ -21,9 +21,10 @@ from squeezebox.profiling._transfer import Transfer, transfer_of
 from squeezebox.schema import Action, Moment, Option, Profile, TensorProfile
 
 # Bounds in the unit of the tensor's rms (its deviation, where zeros carry no meaning) that are tried, and how
-# many are put between two of them.
+# many are put between two of them; of a tensor of so few bytes every other one is tried.
 _TRIED = (1.0, 0.35, 0.12, 0.03)
 _BETWEEN = 3
+_FEW_BYTES = 1 << 14
 _BLOCK_BYTES = 1 << 12  # of 1024 elements, to which the last ones of a tensor are filled up
 _CHEAP = 0.5  # of the time to pack a tensor: made again from a packed one only in less
 _MARGIN = 1.05  # other batches, and bounds between the tried ones, pack a little worse
@@ -237,7 +238,8 @@ class StepProfiler:
         unit = 1.0 if scale is not None else codecs.unit(flat, dense=row.dense)
         seen = self._seen[self._numbers[id(row)]]
         lossy = codec.startswith(("entropy", "blocks"))
-        bounds = [share * unit for share in _TRIED] if lossy and unit > 0.0 else []
+        shares = _TRIED if row.saved_bytes > _FEW_BYTES else _TRIED[::2]
+        bounds = [share * unit for share in shares] if lossy and unit > 0.0 else []
         tries = [self._try(codec, bound, trial) for bound in bounds]
         seen.tried, seen.unpacking = [each[0] for each in tries], [each[1] for each in tries]
         seen.apart = now(self._device) - begun

@@ -83,6 +83,7 @@ class Engine:
         self.step = -1
         self.shown: list[Callable[[Iterable[torch.Tensor]], None]] = []
         self._overlapping, self._replanning = overlapping, replanning
+        self.measures_peaks = not overlapping
         self._passes = Passes(self.recorder, self.notes)
         self._growth = Growth(notes=self.notes)
         if plan is not None:
@@ -301,7 +302,7 @@ class Engine:
         self.refreshes.begin(self.recorder, self.model, self.step)
         refreshed = due(self.step - 1) and not due(self.step)
         has_state = self.step == 1 and self.plan is not None  # the optimizer's, as the plan foretold
-        if (self.step == 0 or refreshed or has_state) and not self._overlapping:
+        if (self.step == 0 or refreshed or has_state) and self.measures_peaks:
             self._meter.start(persistent(self.model, self.optimizer))
 
     @contextlib.contextmanager

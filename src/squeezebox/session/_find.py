@@ -162,7 +162,7 @@ def probe(subject: Subject, limit: int) -> dict[int, StepProfile]:
         second = first // 2
     if second > 1:  # batch normalisation refuses a single sample
         with contextlib.suppress(BudgetError):  # there is less memory than said
-            known[second] = profile_step(subject.of_size(second))
+            known[second] = profile_step(subject.of_size(second), metered=True)
     return known
 
 
@@ -170,7 +170,7 @@ def _begun(subject: Subject, size: int) -> tuple[int, StepProfile]:
     """The profile of this batch, or of half as many, and so on, where there is no room for it."""
     while True:
         try:
-            return size, profile_step(subject.of_size(size))
+            return size, profile_step(subject.of_size(size), metered=True)
         except BudgetError:
             if size == 1:
                 raise

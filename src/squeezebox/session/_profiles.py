@@ -79,9 +79,12 @@ def profile_step(
     budget_bytes: float | None = None,
     whole: StepProfile | None = None,
     region: Region | None = None,
+    *,
+    metered: bool = False,
 ) -> StepProfile:
     """A profile of the model as it is; BudgetError if it holds more than ``budget_bytes`` in any case.
 
+    ``metered``: its ``peak_bytes`` are those of the steps that gather statistics too, which hold most.
     With the ``region`` worked in slices, one step shows where tensors live; what could be held instead, and
     all seconds, are the ``whole`` step's.
     The loss is seen too, so that a plan knows what it saves under ``Session.step``; but where that is not
@@ -97,7 +100,7 @@ def profile_step(
         try:
             if whole is not None and region is not None:
                 return _Profiling(subject, engine).sliced(whole, region)
-            return _Profiling(subject, engine).run(budget_bytes)
+            return _Profiling(subject, engine, metered).run(budget_bytes)
         finally:
             engine.detach()
 
@@ -168,8 +171,8 @@ def _run(
 class _Profiling:
     """The steps of one profile."""
 
-    def __init__(self, subject: Subject, engine: Engine) -> None:
-        self._subject, self._engine = subject, engine
+    def __init__(self, subject: Subject, engine: Engine, metered: bool = False) -> None:
+        self._subject, self._engine, self._is_metered = subject, engine, metered
         self._profiler: StepProfiler | None = None
         self._peak_bytes = 0
         self._statistics_steps = STATISTICS_STEPS if subject.noise else 1
@@ -177,7 +180,7 @@ class _Profiling:
         self._gains: dict[str, Gain] = {}
         self._blocks: dict[str, Row] = {}  # of a squeezed step, those packed into a device's arena
         self._done = self._total = 0
-        engine.refreshes.sums_errors = False  # the plan's noise will be measured
+        engine.refreshes.sums_errors = engine.measures_peaks = False  # the plan's will be measured
 
     def run(self, budget_bytes: float | None) -> StepProfile:
         """See :func:`profile_step`."""
@@ -310,7 +313,7 @@ class _Profiling:
         if last and self._subject.noise:
             store.listener, store.lineage = found, engine.recorder.lineage()
         try:
-            self._metered(self._step) if first else self._step()
+            self._metered(self._step) if first and self._is_metered else self._step()
         finally:
             store.listener = store.lineage = None
         self._gains = found.gains

@@ -51,4 +51,4 @@ class Refreshes:
         """Whether the lossy tensor of this running number is checked now; turns cover all evenly."""
         count = max(self.counts[weighted], 1)
         first = int(self._policy.state.updates * _GOLDEN % 1.0 * count)
-        return (number - first) % count < self._checks_per_refresh
+        return number < count and (number - first) % count < self._checks_per_refresh
