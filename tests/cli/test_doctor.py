@@ -66,6 +66,12 @@ def test_a_tampered_package_is_named_beside_a_step_with_status_1(steps, planted,
     assert "1 thing wrong with planted" in err and "Traceback" not in err
 
 
+def test_a_step_that_raises_is_said_with_its_line(steps, capfd):
+    code, out, err = run(capfd, "my_steps:wrong")
+    assert code == 1 and not out and "Traceback" not in err
+    assert "'my_steps:wrong' raised NameError: name 'missing' is not defined" in err and "line 17" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -149,6 +149,7 @@ def test_what_cannot_be():
         ({"effective": "512"}, "effective='512' is no whole number"),
         ({"memory": "abc"}, "memory 'abc' is no size"),
         ({"reserve": "abc"}, "reserve 'abc' is no size"),
+        ({"reserve": 0.5}, "reserve 0.5 is less than a byte; write '50%'"),
     ],
 )
 def test_what_is_refused_names_the_argument_before_anything_is_run(wrong, message, monkeypatch):

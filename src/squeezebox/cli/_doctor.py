@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import squeezebox
-from squeezebox.cli._estimate import load_factory
+from squeezebox.cli._estimate import call_factory, load_factory
 from squeezebox.cli._progress import progress
 from squeezebox.reports import EnvironmentCheck, StepCheck
 from squeezebox.schema import SqueezeboxError
@@ -18,11 +19,16 @@ def examine_step(name: str, batch: str | None, as_device: bool) -> StepCheck:
 
     Raises:
         OptionError: a name says nothing that can be called like this.
+        SqueezeboxError: the step or its batch raised something.
     """
     with progress("checking") as on_progress:
         make = None if batch is None else load_factory(batch)
         step = load_factory(name, arguments=0 if batch is None else _ANY)
-        return squeezebox.check_step(step, batch=make, as_device=as_device, on_progress=on_progress)
+        check = functools.partial(
+            squeezebox.check_step, step, batch=make, as_device=as_device, on_progress=on_progress
+        )
+        found: StepCheck = call_factory(name, check)
+        return found
 
 
 def examine_environment(packages: str | None, byte_code: bool) -> EnvironmentCheck:

@@ -91,7 +91,7 @@ def random_inputs(model: torch.nn.Module, shape: tuple[int, ...], dtype: str | N
     """Random inputs: tokens for a model that embeds them, where asked for or for a shape like 128.
 
     Raises:
-        OptionError: torch has no such dtype.
+        OptionError: torch has no such dtype, or none that it can fill.
     """
     wanted = getattr(torch, dtype or "float32", None)
     if not isinstance(wanted, torch.dtype):
@@ -100,7 +100,10 @@ def random_inputs(model: torch.nn.Module, shape: tuple[int, ...], dtype: str | N
     if embeddings and (len(shape) == 2 if dtype is None else not wanted.is_floating_point):
         tokens = torch.randint(0, embeddings[0].num_embeddings, shape)
         return tokens if dtype is None else tokens.to(wanted)
-    return torch.randn(shape).to(wanted) if wanted.is_floating_point else torch.zeros(shape, dtype=wanted)
+    try:
+        return torch.randn(shape).to(wanted) if wanted.is_floating_point else torch.zeros(shape, dtype=wanted)
+    except (NotImplementedError, RuntimeError) as error:
+        raise OptionError(f"--input-dtype {dtype}: torch cannot fill such a tensor: {error}") from error
 
 
 def optimizer_named(name: str) -> Callable[[Any], torch.optim.Optimizer]:

@@ -91,7 +91,7 @@ class Recording:
         found: list[tuple[int, str, int, int]] = []
         alone = (
             not torch.accelerator.is_available()
-        )  # events are many, and their fields take a microsecond each
+        )  # reading a field takes up to a microsecond
         stack = list(self._profiler.kineto_results.experimental_event_tree())
         while stack:
             event = stack.pop()

@@ -83,7 +83,7 @@ def explained(inputs: Any, target: Any) -> Iterator[None]:
             raise
         raise OptionError(
             f"the model or the loss fails on the sample with inputs {described(inputs)} and target "
-            f"{described(target)}: {type(error).__name__}: {error}. Give sample=(inputs, target) as a "
+            f"{described(target)}: {type(error).__name__}: {str(error).rstrip('.')}. Give sample=(inputs, target) as a "
             "training step gets them; several inputs are a tuple."
         ) from error
 
