@@ -89,9 +89,7 @@ class Recording:
         """The same, each after its nanoseconds on the profiler's clock."""
         self.close()
         found: list[tuple[int, str, int, int]] = []
-        alone = (
-            not torch.accelerator.is_available()
-        )  # reading a field takes up to a microsecond
+        alone = not torch.accelerator.is_available()  # reading a field takes up to a microsecond
         stack = list(self._profiler.kineto_results.experimental_event_tree())
         while stack:
             event = stack.pop()

@@ -177,7 +177,7 @@ def _from_dict(values: Any) -> StepPlan:
     if not isinstance(values, dict) or "version" not in values:
         raise FormatError("it has no version, as every plan has")
     if values["version"] != PLAN_VERSION:
-        raise FormatError(f"version is {values['version']!r}, and this Squeezebox reads version {PLAN_VERSION}")
+        raise FormatError(f"version is {values['version']!r}, and this Squeezebox reads {PLAN_VERSION}")
     fields = checked(StepPlan, {**_LATER, **values}, "", besides=["version"])
     rows, region, peak = fields.pop("tensors"), fields.pop("region"), fields.pop("peak")
     if not isinstance(rows, list):

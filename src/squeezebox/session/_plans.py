@@ -244,5 +244,6 @@ def size_named(size: int | str, name: str = "budget") -> tuple[float, bool]:
     if not found or (unit and unit != "%" and unit not in BYTE_UNITS) or not float(found[1]) > 0:
         raise OptionError(f"{name} {size!r} is no size; give bytes, '2GiB', '800MB' or '50%'.")
     if not unit and float(found[1]) < 1:
-        raise OptionError(f"{name} {size} is less than a byte; write '{float(found[1]):.0%}' for such a share.")
+        share = f"{float(found[1]):.0%}"
+        raise OptionError(f"{name} {size} is less than a byte; write '{share}' for such a share.")
     return float(found[1]) * (0.01 if unit == "%" else BYTE_UNITS[unit or "B"]), unit == "%"

@@ -81,9 +81,10 @@ def explained(inputs: Any, target: Any) -> Iterator[None]:
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         if lacks_memory(error):
             raise
+        why = str(error).rstrip(".")
         raise OptionError(
             f"the model or the loss fails on the sample with inputs {described(inputs)} and target "
-            f"{described(target)}: {type(error).__name__}: {str(error).rstrip('.')}. Give sample=(inputs, target) as a "
+            f"{described(target)}: {type(error).__name__}: {why}. Give sample=(inputs, target) as a "
             "training step gets them; several inputs are a tuple."
         ) from error
 
