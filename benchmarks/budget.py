@@ -39,10 +39,11 @@ import squeezebox
 from benchmarks import _budget_tables, _deeper, _report, checkpointing, packed, tasks
 from benchmarks.tasks import SETUPS, Setup, Task
 from squeezebox import planner
+from squeezebox.planning import _plans, _slicing
+from squeezebox.planning._profiles import Subject, without
 from squeezebox.reports import StepPlan
 from squeezebox.schema import Action, Budget, BudgetError, Option, OptionError, Profile, Region, StepProfile
-from squeezebox.session import Session, _plans, _slicing
-from squeezebox.session._profiles import Subject, without
+from squeezebox.session import Session
 
 QUICK = {
     "networks": ["resnet18", "gpt"],

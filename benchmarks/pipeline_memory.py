@@ -22,9 +22,9 @@ import torch
 from benchmarks import _ranks, _report, models, text
 from benchmarks.training import classification_loss
 from squeezebox.pipeline import Runner
+from squeezebox.planning import attach_stages, plan_pipeline
 from squeezebox.profiling import PeakMeter
 from squeezebox.schema import Link, PipelinePlan
-from squeezebox.session import attach_stages, plan_pipeline
 
 LINK = Link(bytes_per_second=1e9)  # no matter for bytes
 ARMS = (

@@ -25,9 +25,8 @@ from squeezebox.schema import (
     PlanError,
     SqueezeboxError,
     UnsupportedModelError,
+    __version__,
 )
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AttachError",
@@ -69,49 +68,50 @@ __all__ = [
     "streaming",
 ]
 
-_OF_SESSION = (
-    "attach",
-    "attach_stages",
-    "audit",
-    "check_environment",
-    "check_step",
-    "compile",
-    "estimate",
-    "explain_out_of_memory",
-    "find_batch",
-    "max_batch",
-    "plan",
-    "plan_pipeline",
-)
-
 if TYPE_CHECKING:
     from squeezebox import bounds, codecs, memory, pipeline, schedules, schema, streaming
-    from squeezebox.reports import load_pipeline_plan, load_plan
-    from squeezebox.session import (
+    from squeezebox.auditing import audit
+    from squeezebox.compiling import compile_model as compile
+    from squeezebox.doctor import check_environment, check_step
+    from squeezebox.planning import (
         attach,
         attach_stages,
-        audit,
-        check_environment,
-        check_step,
         estimate,
         explain_out_of_memory,
         find_batch,
         max_batch,
         plan_pipeline,
     )
-    from squeezebox.session import compile_model as compile
-    from squeezebox.session import make_plan as plan
+    from squeezebox.planning import make_plan as plan
+    from squeezebox.reports import load_pipeline_plan, load_plan
 else:
+    _ROOMS = ("bounds", "codecs", "memory", "pipeline", "schedules", "schema", "streaming")
+    _FUNCTIONS = {
+        "attach": "planning",
+        "attach_stages": "planning",
+        "audit": "auditing",
+        "check_environment": "doctor",
+        "check_step": "doctor",
+        "compile": "compiling",
+        "estimate": "planning",
+        "explain_out_of_memory": "planning",
+        "find_batch": "planning",
+        "load_pipeline_plan": "reports",
+        "load_plan": "reports",
+        "max_batch": "planning",
+        "plan": "planning",
+        "plan_pipeline": "planning",
+    }
+    _OWN_NAMES = {"compile": "compile_model", "plan": "make_plan"}
+
     # Hidden from type checkers, who would take any name for an attribute.
     def __getattr__(name: str) -> object:
         """Import the room or the function called ``name`` on its first use (PEP 562)."""
-        if name in ("bounds", "codecs", "memory", "pipeline", "schedules", "schema", "streaming"):
+        if name in _ROOMS:
             return importlib.import_module(f"squeezebox.{name}")
-        if name in _OF_SESSION:
-            own = {"compile": "compile_model", "plan": "make_plan"}.get(name, name)
-            return getattr(importlib.import_module("squeezebox.session"), own)
-        if name in ("load_pipeline_plan", "load_plan"):
-            return getattr(importlib.import_module("squeezebox.reports"), name)
+        if name in _FUNCTIONS:
+            room = importlib.import_module(f"squeezebox.{_FUNCTIONS[name]}")
+            return getattr(room, _OWN_NAMES.get(name, name))
         raise AttributeError(f"module 'squeezebox' has no attribute {name!r}")
 
 

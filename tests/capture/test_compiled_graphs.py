@@ -1,6 +1,6 @@
 """The graphs of a compiled step, run operator by operator: what is saved, and what gradients come of it.
 
-No code is generated here, so that many networks can be looked at; tests/session/test_compile.py compiles.
+No code is generated here, so that many networks can be looked at; tests/compiling/test_compile.py compiles.
 """
 
 import copy

@@ -6,7 +6,7 @@ import pytest
 
 from squeezebox.cli import main
 
-TRAIN = "tests.session.audited:train"
+TRAIN = "tests.auditing.audited:train"
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_findings_come_as_text_and_as_json_and_trainings_are_kept(capfd, folder,
 def test_a_control_that_is_not_zero_is_an_error_after_the_findings(capfd, tmp_path):
     options = ("--arms", "plain", "--seeds", "3", "--factors", "none", "--steps", "1", "--threads", "1")
     code, out, err = run(
-        capfd, "tests.session.audited:train_with_numpy", *options, "--out", str(tmp_path / "broken")
+        capfd, "tests.auditing.audited:train_with_numpy", *options, "--out", str(tmp_path / "broken")
     )
     assert code == 1 and "NOT equal" in out and "aten.add.Tensor" in out
     assert "not equal to the bit (plain)" in err and "Traceback" not in err
@@ -52,9 +52,9 @@ def test_a_control_that_is_not_zero_is_an_error_after_the_findings(capfd, tmp_pa
         ((TRAIN, "--arms", "plain,plain"), "plain is there twice"),
         ((TRAIN, "--seeds", "1"), "seeds 1"),
         ((TRAIN, "--factors", "weather"), "weather"),
-        (("tests.session.audited:nothing",), "nothing"),
-        (("tests.session.audited:images",), "images is called with run, but: too many positional arguments"),
-        (("tests.session.audited:STEPS",), "cannot be called; name a function or class."),
+        (("tests.auditing.audited:nothing",), "nothing"),
+        (("tests.auditing.audited:images",), "images is called with run, but: too many positional arguments"),
+        (("tests.auditing.audited:STEPS",), "cannot be called; name a function or class."),
     ],
 )
 def test_errors_have_no_traceback(capfd, tmp_path, arguments, words):

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from squeezebox.cli import main
-from tests.session.test_doctor_environment import planted
+from tests.doctor.test_environment import planted
 
 __all__ = ["planted"]
 

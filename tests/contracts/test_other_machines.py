@@ -12,11 +12,11 @@ TESTS = [
     "tests/capture/test_exact.py",
     "tests/profiling/test_estimate.py",
     "tests/profiling/test_workspace.py",
-    "tests/session/test_find_batch.py::test_the_answer_fits_the_memory_less_the_reserve_and_a_tenth_more_does_not",
-    "tests/session/test_find_batch.py::test_profiles_with_noise_fit_the_memory_too",
-    "tests/session/test_find_batch.py::test_tensors_that_are_small_in_the_probes_and_not_in_the_answer_are_planned",
-    "tests/session/test_max_batch.py::test_the_answer_fits_and_little_more_does_not",
-    "tests/session/test_plan.py::test_exact_plans_leave_gradients_to_the_bit",
+    "tests/planning/test_find_batch.py::test_the_answer_fits_the_memory_less_the_reserve_and_a_tenth_more_does_not",
+    "tests/planning/test_find_batch.py::test_profiles_with_noise_fit_the_memory_too",
+    "tests/planning/test_find_batch.py::test_tensors_that_are_small_in_the_probes_and_not_in_the_answer_are_planned",
+    "tests/planning/test_max_batch.py::test_the_answer_fits_and_little_more_does_not",
+    "tests/planning/test_plan.py::test_exact_plans_leave_gradients_to_the_bit",
     "tests/streaming/test_memory.py",
 ]
 

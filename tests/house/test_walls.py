@@ -46,7 +46,7 @@ def test_the_door_loads_nothing_heavy():
 
 def test_attaching_loads_no_compiler_and_no_other_product():
     attach = "import torch, squeezebox; squeezebox.attach(torch.nn.Linear(2, 2)).detach()"
-    others = {"squeezebox.pipeline", "squeezebox.streaming", "squeezebox.cli", "squeezebox.session._audit"}
+    others = {"squeezebox.pipeline", "squeezebox.streaming", "squeezebox.cli", "squeezebox.auditing._audit"}
     assert loaded_by(attach).isdisjoint({"torch._dynamo", "numba", *others})
 
 

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import squeezebox
 from squeezebox.schema import OptionError
-from tests.session.test_max_batch import batch, network
+from tests.planning.test_max_batch import batch, network
 
 
 class Weighted(nn.Module):

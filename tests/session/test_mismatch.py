@@ -8,8 +8,8 @@ from torch.nn import functional as F
 import squeezebox
 from squeezebox.profiling import PeakMeter
 from squeezebox.schema import BudgetError, OptionError, PlanError
-from tests.session.test_max_batch import batch, network
-from tests.session.test_plan import measured_peak
+from tests.planning.test_max_batch import batch, network
+from tests.planning.test_plan import measured_peak
 
 
 class Counted(nn.Module):

@@ -12,9 +12,9 @@ from torch import nn
 from squeezebox.cli._estimate import load_loss, parse_shape, require_step
 from squeezebox.cli._plan import load_model, load_sample, optimizer_named, random_inputs, stand_in
 from squeezebox.cli._progress import progress
+from squeezebox.planning import plan_pipeline
 from squeezebox.reports import parse_size, require_writable, save_pipeline_plan
 from squeezebox.schema import Link, OptionError, PipelinePlan
-from squeezebox.session import plan_pipeline
 
 _NAMES = {
     "1f1b": "one_f_one_b",

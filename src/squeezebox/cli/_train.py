@@ -17,9 +17,9 @@ from squeezebox import pipeline
 from squeezebox.cli._estimate import load_factory, load_loss, needed_arguments
 from squeezebox.cli._pipeline_plan import optimizer_of
 from squeezebox.cli._plan import load_model
+from squeezebox.planning import attach_stages, peak_meter
 from squeezebox.reports import human_bytes, load_pipeline_plan
 from squeezebox.schema import OptionError, PipelinePlan
-from squeezebox.session import attach_stages, peak_meter
 
 _MEASURED = 3  # batches in which memory is measured; the ones after it are timed
 

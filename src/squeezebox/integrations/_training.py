@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from squeezebox.planning import attach, explanation
 from squeezebox.reports import Report
 from squeezebox.schema import AttachError, OptionError
-from squeezebox.session import Session, attach, explanation
+from squeezebox.session import Session
 
 
 class Training:

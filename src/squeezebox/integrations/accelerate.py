@@ -10,7 +10,8 @@ import torch
 from accelerate import Accelerator
 
 from squeezebox.integrations._training import Training
-from squeezebox.session import Session, explain_out_of_memory
+from squeezebox.planning import explain_out_of_memory
+from squeezebox.session import Session
 
 
 @contextlib.contextmanager

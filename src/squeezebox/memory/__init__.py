@@ -7,7 +7,6 @@ to it, one temporary file.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 from squeezebox.memory._csv import layout_csv, read_buffers
@@ -20,6 +19,7 @@ from squeezebox.memory._room import free_at_peak, free_bytes, live_bytes
 from squeezebox.memory._spill import BUFFER_BYTES, DiskSpeed, Slot, Spill, disk_speed, offload_record
 from squeezebox.memory._staging import HostSlot, Staging, Streams
 from squeezebox.memory._streams import CudaStreams, is_capturing
+from squeezebox.schema import door
 
 __all__ = [
     "BUFFER_BYTES",
@@ -80,12 +80,7 @@ else:
         "somas": "_somas",
         "verify": "_layout",
     }
-
-    def __getattr__(name: str) -> object:
-        """Import the function or class called ``name`` on its first use (PEP 562)."""
-        if name not in _FILES:
-            raise AttributeError(f"module 'squeezebox.memory' has no attribute {name!r}")
-        return getattr(importlib.import_module(f"squeezebox.memory.{_FILES[name]}"), name)
+    __getattr__ = door(__name__, _FILES)
 
     def __dir__() -> list[str]:
         """Name everything exported, imported or not: the documentation and completion read this."""

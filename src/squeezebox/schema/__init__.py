@@ -4,6 +4,7 @@ In: plain Python values. Out: the same values, named and checked.
 May touch: the standard library only; no tensor math, no torch.
 """
 
+from squeezebox.schema._doors import door
 from squeezebox.schema._environment import CheckedEnvironment, CheckedPackage, EnvironmentFault, Fault
 from squeezebox.schema._errors import (
     AttachError,
@@ -64,6 +65,7 @@ from squeezebox.schema._saved import (
 )
 from squeezebox.schema._timeline import BoundRecord, Forecast, LiveSample, Span, StepTimeline, TimelineCell
 from squeezebox.schema._trace import Activity, Call, Kind, Peak, StepTrace, Storage
+from squeezebox.schema._version import __version__
 
 __all__ = [
     "Action",
@@ -135,4 +137,6 @@ __all__ = [
     "TimelineCell",
     "UnsupportedModelError",
     "Waste",
+    "__version__",
+    "door",
 ]

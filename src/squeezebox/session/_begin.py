@@ -14,9 +14,9 @@ from squeezebox.memory import HEADROOM
 from squeezebox.reports import StepPlan
 from squeezebox.schema import AttachError, OptionError
 from squeezebox.session._engine import Engine, attached
-from squeezebox.session._models import device_of
 from squeezebox.session._policy import BoundPolicy
 from squeezebox.session._replanning import Replanning
+from squeezebox.steps import device_of
 
 
 def begin(

@@ -21,7 +21,13 @@ from squeezebox.memory import PeakMeter, live_bytes
 from squeezebox.reports import StepPlan
 from squeezebox.schema import AttachError, Region, Role
 from squeezebox.session._growth import Growth
-from squeezebox.session._models import (
+from squeezebox.session._offload import make_room
+from squeezebox.session._passes import Passes
+from squeezebox.session._policy import BoundPolicy, admit, refuse_unsound
+from squeezebox.session._records import Records
+from squeezebox.session._refreshes import Refreshes
+from squeezebox.session._replanning import Replanning, shapes_of
+from squeezebox.steps import (
     device_of,
     gradient_noise,
     held_by,
@@ -31,12 +37,6 @@ from squeezebox.session._models import (
     restored,
     tensors_in,
 )
-from squeezebox.session._offload import make_room
-from squeezebox.session._passes import Passes
-from squeezebox.session._policy import BoundPolicy, admit, refuse_unsound
-from squeezebox.session._records import Records
-from squeezebox.session._refreshes import Refreshes
-from squeezebox.session._replanning import Replanning, shapes_of
 
 attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 

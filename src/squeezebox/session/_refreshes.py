@@ -7,8 +7,8 @@ import math
 import torch
 
 from squeezebox.capture import Collector, Recorder
-from squeezebox.session._models import names_of
 from squeezebox.session._policy import BoundPolicy
+from squeezebox.steps import names_of
 
 _UNKNOWN_COUNT = 64  # lossy tensors of a model, before the first step has counted them
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # multiples of it spread evenly over the unit interval

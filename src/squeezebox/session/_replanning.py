@@ -11,8 +11,7 @@ import torch
 
 from squeezebox.reports import StepPlan
 from squeezebox.schema import OptionError
-from squeezebox.session._models import tensors_in
-from squeezebox.session._samples import mapped
+from squeezebox.steps import mapped, tensors_in
 
 Shapes = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 

@@ -27,7 +27,7 @@ from squeezebox.schema import (
     TimelineCell,
 )
 from squeezebox.session._engine import Engine
-from squeezebox.session._models import device_of
+from squeezebox.steps import device_of
 
 BEFORE = "before"  # the phase of what was there when the step began
 _BUCKETS = 240  # of a step's samples, of which two each are kept

@@ -1,0 +1,280 @@
+"""The same choices for torch.compile: bits for every value of a compiled step."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from squeezebox import planner
+from squeezebox.bounds import NoiseBudget
+from squeezebox.capture import (
+    BITS,
+    BitRule,
+    CompiledStep,
+    HalfSteps,
+    check_supported,
+    compiled_part,
+    refuse_transforms,
+)
+from squeezebox.planning import STATISTICS_STEPS, within
+from squeezebox.reports import StepPlan
+from squeezebox.schema import (
+    Action,
+    AttachError,
+    Option,
+    OptionError,
+    PlanError,
+    Profile,
+    TensorProfile,
+    UnsupportedModelError,
+)
+from squeezebox.session import attached, begin
+from squeezebox.steps import LossFunction, gradient_noise, random_states, restored, ungraded
+
+_LAW_BITS = (8, 4)  # with fewer, errors are no longer small, as the law takes them to be
+
+
+def compile_model(
+    model: torch.nn.Module,
+    *,
+    plan: StepPlan | None = None,
+    noise: float | None = None,
+    bits: int | None = None,
+    sample: tuple[Any, Any] | None = None,
+    loss_fn: LossFunction | None = None,
+    fullgraph: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> CompiledStep:
+    """Compile ``model`` as torch.compile does, with the activations that it saves in fewer bits.
+
+    Large saved values are held in 8, 4 or 2 bits an element and masks in one. Each row of elements (a channel
+    of a sample, a token) has its own step, measured when it is packed, and every element comes back within
+    half a step of its row: at most the row's range / (2^bits - 2) / 2 off, plus the rounding of its dtype.
+    Zeros stay zero and signs stay; masks and indices are those that forward computed. Cheap operators are
+    computed again in backward rather than saved. Of a row with NaN or infinity nothing finite comes back.
+
+    Args:
+        model: an eager module, on one device, not attached. It is left as it is.
+        plan: from :func:`plan`. What it keeps is kept; what it packs gets the fewest bits that stay within
+            the bound, in the mean square over the first batch, or is kept where 8 do not; what it would move
+            to a file or make again gets 8 bits, or is kept where the plan loses nothing.
+        noise: allowed relative gradient noise on ``sample``: values get 8 or 4 bits or are kept, by the error
+            law after a few eager steps. The step is compiled at once and its noise measured; where there is
+            more than the law foretold (backward may compute several operators' inputs again from one
+            tensor), it is compiled anew with less, up to 4 times, and at last with every value kept.
+        sample: goes with noise: inputs and target, as :func:`plan` takes them.
+        loss_fn: goes with noise: see :func:`plan`.
+        bits: 8, 4 or 2 for every value (default 8, without plan and noise).
+        fullgraph: refuse models with graph breaks.
+        options: of Inductor, as for torch.compile.
+
+    Returns:
+        Call it as the model. ``report()`` says what is saved, and the noise measured. The model's own
+        parameters are trained.
+
+    Raises:
+        OptionError: an argument is out of range or missing, or more than one of plan, noise and bits.
+        AttachError: the model is attached; also when called while it is.
+        PlanError: the plan was made for another model.
+        UnsupportedModelError: the model spans two devices or is compiled already.
+    """
+    _check_compile_options(plan, noise, bits, sample, loss_fn)
+    refuse_transforms()
+    _refuse_compiled(model)
+    check_supported(model)
+    _refuse_attached(model)
+    check = functools.partial(_refuse_attached, model)
+
+    def compiled(choose: Callable[..., BitRule]) -> CompiledStep:
+        return CompiledStep(model, choose, check, fullgraph=fullgraph, options=options)
+
+    if noise is not None and sample is not None and loss_fn is not None:
+        return _within(noise, _Example(model, sample, loss_fn), compiled)
+    if plan is None:
+        return compiled(lambda args, kwargs: BitRule(default=bits or 8))
+    _check_places(model, plan)
+    return compiled(lambda args, kwargs: _planned_bits(plan, _half_steps(model, plan, args, kwargs)))
+
+
+def _check_compile_options(
+    plan: StepPlan | None,
+    noise: float | None,
+    bits: int | None,
+    sample: tuple[Any, Any] | None,
+    loss_fn: LossFunction | None,
+) -> None:
+    given = [name for name, value in (("plan", plan), ("noise", noise), ("bits", bits)) if value is not None]
+    if len(given) > 1:
+        raise OptionError(f"{' and '.join(given)} exclude each other; give one of them.")
+    if bits is not None and bits not in BITS:
+        raise OptionError(f"bits is {bits!r}; values are packed in {', '.join(map(str, BITS))} bits.")
+    if noise is not None and not 0.0 < noise < math.inf:
+        raise OptionError(f"noise is {noise!r}; give a positive share of the gradient, such as 1e-2.")
+    if len({noise is None, sample is None, loss_fn is None}) > 1:
+        raise OptionError("noise, sample=(inputs, target) and loss_fn= go together; give all three or none.")
+
+
+def _refuse_compiled(model: torch.nn.Module) -> None:
+    part = compiled_part(model)
+    if part is not None:
+        raise UnsupportedModelError(
+            f"module '{part}' is compiled by torch.compile already, and its graphs are made without packing. "
+            "Pass the eager model to squeezebox.compile(), which compiles it as torch.compile does."
+        )
+
+
+def _refuse_attached(model: torch.nn.Module) -> None:
+    if model in attached:
+        raise AttachError(
+            f"{type(model).__name__} is attached: its hooks cannot be compiled. Call detach() on its session "
+            "before compiling it, or before the compiled step is called."
+        )
+
+
+def _check_places(model: torch.nn.Module, plan: StepPlan) -> None:
+    """Every module that the plan names is one of the model's."""
+    modules = dict(model.named_modules())
+    for tensor in plan.tensors:
+        path = tensor.key.rpartition(":")[0]
+        if path not in modules:
+            raise PlanError(
+                f"the plan, made for {plan.model}, has a tensor '{tensor.key}', and this "
+                f"{type(model).__name__} has no module '{path}': it was made for another model. Make a new "
+                "one with squeezebox.plan()."
+            )
+
+
+def _half_steps(
+    model: torch.nn.Module, plan: StepPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> HalfSteps:
+    """What each number of bits would mean for each of the plan's tensors, from one eager forward."""
+    with restored(model), torch.enable_grad():
+        engine = begin(model, None, None, plan=plan)
+        found = engine.store.listener = HalfSteps()
+        try:
+            model(*args, **kwargs)
+        finally:
+            engine.store.listener = None
+            engine.detach()
+    return found
+
+
+def _planned_bits(plan: StepPlan, half_steps: HalfSteps) -> BitRule:
+    """The fewest bits within each bound; None where the tensor is kept."""
+    chosen: dict[str, int | None] = {}
+    for tensor in plan.tensors:
+        option, known = tensor.option, half_steps.by_key.get(tensor.key, {})
+        if option.action in (Action.OFFLOAD, Action.RECOMPUTE, Action.REGENERATE):
+            chosen[tensor.key] = 8 if plan.noise > 0.0 else None
+        elif option.bound > 0.0:
+            chosen[tensor.key] = min((bits for bits in known if known[bits] <= option.bound), default=None)
+        elif option.action is Action.KEEP or option.codec == "lossless":
+            chosen[tensor.key] = None
+    return BitRule(default=None, by_key=chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class _Example:
+    """A model, and a batch to measure on."""
+
+    model: torch.nn.Module
+    sample: tuple[Any, Any]
+    loss_fn: LossFunction
+
+    def loss(self, call: Callable[..., Any]) -> torch.Tensor:
+        inputs, target = self.sample
+        return self.loss_fn(call(*(inputs if isinstance(inputs, tuple) else (inputs,))), target)
+
+    def gradients(self, call: Callable[..., Any]) -> list[torch.Tensor]:
+        """Of the model's parameters, ``call`` being the model; nothing of it stays."""
+        with restored(self.model):
+            self.model.zero_grad(set_to_none=True)
+            loss = self.loss(call)
+            with ungraded(loss, self.model):
+                loss.backward()
+            return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+
+    def is_random(self) -> bool:
+        """Whether forward draws random numbers: a compiled step draws others."""
+        before = random_states(self.model)
+        with restored(self.model):
+            self.loss(self.model)
+            return not all(map(torch.equal, before, random_states(self.model)))
+
+
+def _within(
+    noise: float, example: _Example, compiled: Callable[[Callable[..., BitRule]], CompiledStep]
+) -> CompiledStep:
+    """A compiled step whose noise on the example, measured, is not above ``noise``."""
+    profile = _bit_profile(example)
+    kept = compiled(lambda args, kwargs: BitRule(default=None))
+    exact = example.gradients(kept if example.is_random() else example.model)
+
+    def attempt(limit: float) -> tuple[CompiledStep, float, float]:
+        rule, foretold = _fewest_bits(profile, limit)
+        step = compiled(lambda args, kwargs: rule)
+        step.noise = gradient_noise(exact, example.gradients(step))
+        return step, foretold, step.noise
+
+    step = within(noise, attempt)
+    if step is not None:
+        return step
+    kept.noise = gradient_noise(exact, example.gradients(kept))
+    return kept
+
+
+def _fewest_bits(profile: Profile, allowed: float) -> tuple[BitRule, float]:
+    """The choice that holds least at no more noise by the error law, and its noise."""
+    if not profile.tensors:
+        return BitRule(default=None), 0.0
+    chosen = planner.smallest(profile, allowed).choices
+    by_key = {key: int(option.codec) if option.codec else None for key, option in chosen.items()}
+    return BitRule(default=None, by_key=by_key), sum(option.noise for option in chosen.values())
+
+
+def _bit_profile(example: _Example) -> Profile:
+    """Bytes and noise of every number of bits for every tensor."""
+    with restored(example.model):
+        engine = begin(example.model, None, NoiseBudget(noise=1.0))
+        try:
+            for _ in range(STATISTICS_STEPS):
+                example.gradients(example.model)
+            engine.close_step()
+            found = engine.store.listener = HalfSteps()
+            example.loss(example.model)
+            sensitivities = engine.policy.state.sensitivities
+        finally:
+            engine.store.listener = None
+            engine.detach()
+    tensors = tuple(
+        TensorProfile(
+            key=key,
+            saved_at=0,
+            first_use=1,
+            last_use=1,
+            options=_bit_options(found, key, sensitivities[key]),
+        )
+        for key in found.by_key
+        if key in sensitivities
+    )
+    return Profile(base_bytes=(0, 0), tensors=tensors)
+
+
+def _bit_options(half_steps: HalfSteps, key: str, sensitivity: float) -> tuple[Option, ...]:
+    numel = half_steps.numel[key]
+    keep = Option(action=Action.KEEP, held_bytes=half_steps.saved_bytes[key])
+    return keep, *(
+        Option(
+            action=Action.COMPRESS,
+            codec=str(bits),
+            held_bytes=numel * bits // 8,
+            noise=sensitivity * half_step**2,
+        )
+        for bits, half_step in half_steps.by_key[key].items()
+        if bits in _LAW_BITS
+    )

@@ -1,0 +1,56 @@
+"""From a sample and a budget to a plan: attach, plan, estimate, the largest batch, out of memory, pipelines.
+
+In: models, samples and options. Out: plans, what they would take, and sessions under them.
+May touch: the model while it is measured, and a folder that profiles are kept in if one is named.
+The door exports lazily: attaching loads none of the others.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from squeezebox.schema import door
+
+__all__ = [
+    "STATISTICS_STEPS",
+    "attach",
+    "attach_stages",
+    "estimate",
+    "explain_out_of_memory",
+    "explanation",
+    "find_batch",
+    "make_plan",
+    "max_batch",
+    "peak_meter",
+    "plan_pipeline",
+    "within",
+]
+
+if TYPE_CHECKING:
+    from squeezebox.planning._attach import attach
+    from squeezebox.planning._calibration import within
+    from squeezebox.planning._estimate import estimate
+    from squeezebox.planning._find import find_batch
+    from squeezebox.planning._max_batch import max_batch
+    from squeezebox.planning._out_of_memory import explain_out_of_memory, explanation
+    from squeezebox.planning._pipelines import attach_stages, peak_meter, plan_pipeline
+    from squeezebox.planning._plans import make_plan
+    from squeezebox.planning._profiles import STATISTICS_STEPS
+else:  # hidden from type checkers, who would take any name for an attribute
+    __getattr__ = door(
+        __name__,
+        {
+            "attach": "_attach",
+            "within": "_calibration",
+            "estimate": "_estimate",
+            "find_batch": "_find",
+            "max_batch": "_max_batch",
+            "explain_out_of_memory": "_out_of_memory",
+            "explanation": "_out_of_memory",
+            "attach_stages": "_pipelines",
+            "peak_meter": "_pipelines",
+            "plan_pipeline": "_pipelines",
+            "make_plan": "_plans",
+            "STATISTICS_STEPS": "_profiles",
+        },
+    )

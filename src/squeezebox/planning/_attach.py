@@ -1,0 +1,215 @@
+"""From a caller's options to a session."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from importlib.util import find_spec
+from numbers import Real
+from typing import Any
+
+import torch
+
+from squeezebox import codecs
+from squeezebox.bounds import Comet, Controller, NoiseBudget
+from squeezebox.planning._plans import make_plan
+from squeezebox.planning._profiles import Subject, rehearsed
+from squeezebox.reports import StepPlan
+from squeezebox.schema import AttachError, OptionError
+from squeezebox.session import Replanning, Session, begin, plan_with_places, shapes_of
+from squeezebox.steps import LossFunction, check_sample
+
+
+def attach(
+    model: torch.nn.Module,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    noise: float | None = None,
+    controller: Controller | None = None,
+    exact: bool = False,
+    budget: int | str | None = None,
+    sample: tuple[Any, Any] | None = None,
+    loss_fn: LossFunction | None = None,
+    plan: StepPlan | None = None,
+    on_mismatch: str = "refuse",
+    checks_per_refresh: int = 1,
+    arena: bool = False,
+    codec: str | None = None,
+    checks: bool = False,
+) -> Session:
+    """Hold what training ``model`` saves between forward and backward in fewer bytes.
+
+    The training loop stays as it is. Every tensor that autograd saves in ``model``'s forward is packed
+    when it is saved and unpacked when backward asks for it: losslessly where backward reads only a sign,
+    a mask or an index, within an elementwise error bound where it reads values.
+
+    Args:
+        model: any module, on one device. DistributedDataParallel and FSDP2 modules too.
+        optimizer: read for its momentum (COMET) and its state's size; never changed.
+        noise: allowed relative gradient noise, the squared error of all parameter gradients over their
+            squared norm (default 1e-3).
+        controller: any bound controller instead of ``noise``, such as ``squeezebox.bounds.Comet()``.
+        exact: only lossless savings; losses and gradients equal plain PyTorch's to the bit.
+        budget: bytes that the step's peak stays under, in the least time: see :func:`plan`.
+        sample: see :func:`plan`.
+        loss_fn: see :func:`plan`.
+        plan: such a plan made before; goes without noise, controller, exact and budget.
+        on_mismatch: what a forward does whose inputs are larger than the plan's, or not of its kind. "refuse"
+            raises PlanError at the first tensor that the plan does not know. "replan" makes a plan for these
+            inputs before it runs them, within the same bytes and noise, with the sample's target cut or
+            repeated to their sizes; plans are kept, and a forward takes the first that covers it. Where none
+            can be made (no sample and loss_fn, keyword arguments, an earlier forward waiting for its
+            backward, a loss that the target does not fit), tensors that the plan does not know are held
+            exactly, and the report's notes say so.
+        checks_per_refresh: how many weighted layers, and how many other tensors, are compared with their
+            exact values at each refresh; each holds its exact tensor and a second gradient for that step.
+        arena: packed tensors whose size varies have places that are as large in every step, so that all
+            steps take the same bytes; results are the same. Sizes are the plan's, whose peak counts them; or
+            those of a few steps on ``sample`` with ``loss_fn``, after which the model is as before; or
+            else those of the first step, with ``noise`` of the first two. What does not fit is left in memory
+            of its own, counted in the report, and has a larger place from the next step on. On a device an
+            arena is there anyway; there, tensors moved to the host have their places in one block.
+        codec: which of ``squeezebox.codecs`` holds values within their bounds, such as one of your own (see
+            :func:`squeezebox.codecs.register`). Where an operator may read a sign that it does not preserve,
+            or a bound is in units of each channel's or row's deviation, the usual codec does.
+        checks: look for saved tensors that are overwritten between forward and backward where autograd does
+            not see it, as through ``.data``: checksums of all that are held themselves, parameters included,
+            are taken when they are saved and compared when backward reads them. For finding faults; steps
+            take longer.
+
+    Returns:
+        The session, with ``report()``, ``step()``, ``measure_noise()``, ``state_dict()``, ``detach()``.
+
+    Raises:
+        OptionError: an argument of another kind; noise not positive and finite, more than one of noise,
+            controller and exact, an unknown codec, or one beside a plan, a budget or exact, or COMET's
+            controller without an optimizer.
+        AttachError: the model, a part of it or a whole that it is part of, has a session already; or numba or
+            Blosc2, which packing needs, is not installed.
+        BudgetError: no plan fits the budget; later too, from the model's forward, with "replan". Or the
+            plan, made without ``arena``, has no room for one.
+        CaptureError: from backward, with ``checks``: a saved tensor was overwritten; names its module,
+            operator and line.
+        UnsupportedModelError: the model spans two devices or is compiled; later too, from its forward: the
+            plan makes tensors again from parameters that fully_shard has taken away.
+    """
+    _require_packages()
+    _check_kinds(model, noise, controller, plan, checks_per_refresh)
+    if on_mismatch not in ("refuse", "replan"):
+        raise OptionError(f"on_mismatch {on_mismatch!r} is neither 'refuse' nor 'replan'.")
+    if codec is not None and (exact or plan is not None or budget is not None):
+        raise OptionError("codec is for noise or a controller; give it without plan, budget and exact.")
+    replan = on_mismatch == "replan"
+    if replan and plan is None and budget is None:
+        raise OptionError("on_mismatch='replan' is for a plan or a budget; give one of them.")
+    rehearse = arena and plan is None and budget is None
+    if budget is None and not replan and not rehearse and (sample is not None or loss_fn is not None):
+        raise OptionError("sample and loss_fn are for a budget; give budget too, or call squeezebox.plan().")
+    if budget is not None:
+        if plan is not None or controller is not None:
+            raise OptionError("budget makes a plan of its own; give it without plan and controller.")
+        plan = make_plan(
+            model,
+            sample=sample,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            budget=budget,
+            noise=noise,
+            exact=exact,
+            arena=arena,
+        )
+        noise, exact = None, False
+    if plan is not None and (noise is not None or controller is not None or exact):
+        raise OptionError("plan says what is lost already; give it without noise, controller and exact.")
+    if plan is not None and arena and not plan.arena:
+        plan = plan_with_places(plan)
+    chosen = None if plan is not None else _controller(noise, controller, exact, optimizer is not None)
+    replanning = _replanning(model, plan, sample, loss_fn, optimizer) if plan and replan else None
+    places: Mapping[str, int] = {}
+    if rehearse and (sample is not None or loss_fn is not None):
+        sample, loss_fn = check_sample(sample, loss_fn)
+        subject = Subject(model=model, sample=sample, loss_fn=loss_fn, optimizer=optimizer, noise=0.0)
+        places = rehearsed(subject, chosen)
+    engine = begin(
+        model,
+        optimizer,
+        chosen,
+        plan=plan,
+        replanning=replanning,
+        checks_per_refresh=checks_per_refresh,
+        arena=arena,
+        places=places,
+        codec=None if codec is None else codecs.get(codec),
+        checks=checks,
+    )
+    return Session(engine)
+
+
+def _check_kinds(model: object, noise: object, controller: object, plan: object, checks: object) -> None:
+    """Refuse what would fail in the first step, or go unnoticed."""
+    if not isinstance(model, torch.nn.Module):
+        raise OptionError(f"model {model!r} is no torch.nn.Module; make one, and pass that.")
+    if noise is not None and (isinstance(noise, bool) or not isinstance(noise, Real)):
+        raise OptionError(f"noise {noise!r} is no number; give one such as 1e-3.")
+    if controller is not None and not hasattr(controller, "due"):
+        raise OptionError(
+            f"controller {controller!r} is none; give an object such as squeezebox.bounds.Comet()."
+        )
+    if plan is not None and not isinstance(plan, StepPlan):
+        raise OptionError(f"plan {plan!r} is none; squeezebox.load_plan(path) reads one from its file.")
+    if not isinstance(checks, int) or checks < 0:
+        raise OptionError(f"checks_per_refresh {checks!r} is no whole number from 0 on.")
+
+
+def _require_packages() -> None:
+    """Refuse at once what the first step would end in; loads nothing."""
+    missing = [name for name in ("blosc2", "numba") if find_spec(name) is None]
+    if missing:
+        raise AttachError(
+            f"squeezebox packs with {' and '.join(missing)}, which Python does not find here; "
+            f"pip install {' '.join(missing)}."
+        )
+
+
+def _replanning(
+    model: torch.nn.Module,
+    plan: StepPlan,
+    sample: tuple[Any, Any] | None,
+    loss_fn: LossFunction | None,
+    optimizer: torch.optim.Optimizer | None,
+) -> Replanning:
+    """Holds the sample's shapes and target, not its inputs; cannot plan without sample and loss."""
+    if sample is None or loss_fn is None:
+        return Replanning(plans={})
+    exact = plan.noise == 0.0
+    make = functools.partial(
+        make_plan,
+        model,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        budget=plan.budget_bytes,
+        noise=None if exact else plan.noise,
+        exact=exact,
+        arena=plan.arena,
+        offload=True if plan.offload is None else plan.offload.folder,
+    )
+    shapes = shapes_of(sample[0])
+    return Replanning(plans={shapes: plan}, sample=shapes, target=sample[1], planner=make)
+
+
+def _controller(
+    noise: float | None, controller: Controller | None, exact: bool, has_optimizer: bool
+) -> Controller | None:
+    given = [name for name, value in (("noise", noise), ("controller", controller)) if value is not None]
+    if exact:
+        given.append("exact")
+    if len(given) > 1:
+        raise OptionError(f"{' and '.join(given)} exclude each other; give one of them.")
+    if exact:
+        return None
+    if isinstance(controller, Comet) and not has_optimizer:
+        raise OptionError(
+            "COMET's rule accepts a share of the optimizer's momentum, and no optimizer was given; "
+            "pass optimizer=, or noise= instead of the controller."
+        )
+    return controller if controller is not None else NoiseBudget(noise=1e-3 if noise is None else noise)

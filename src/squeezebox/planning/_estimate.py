@@ -1,0 +1,155 @@
+"""What a plain step would hold, on fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from numbers import Integral
+from typing import Any, cast
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from squeezebox.capture import Observer, refuse_transforms
+from squeezebox.profiling import Simulation, fake_like, simulate
+from squeezebox.reports import Estimate
+from squeezebox.schema import OptionError
+from squeezebox.steps import LossFunction, check_sample
+
+_INPUT_SHAPE = (3, 224, 224)
+_BATCH = 32
+
+
+def estimate(
+    model: torch.nn.Module | Callable[[], torch.nn.Module],
+    *,
+    input_shape: Sequence[int] | None = None,
+    batch: int | None = None,
+    sample: tuple[Any, Any] | Callable[[], tuple[Any, Any]] | None = None,
+    loss_fn: LossFunction | None = None,
+    optimizer: str | torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] = "sgd-momentum",
+    dtype: torch.dtype | str | None = None,
+    input_dtype: torch.dtype | str | None = None,
+    run: bool = True,
+) -> Estimate:
+    """Say what a plain training step would hold, without training and without using the memory.
+
+    Forward, loss, backward and the optimizer's step run on fake tensors, which compute nothing. On a CPU
+    convolutions and their like are run all the same, each on a few samples of zeros, for what they take and
+    give back before they return. Where fake tensors fail, as where sizes follow from values (experts, for
+    one), a copy of the model takes the step on the sample: that uses the memory, and the estimate says so.
+
+    Args:
+        model: a module (left alone), or a function or class that makes one.
+        input_shape: one sample's shape, without the batch (default: 3, 224, 224).
+        batch: samples a step (default: 32).
+        sample: instead of these: inputs (a tensor, or a tuple of them) and target, of which shapes and dtypes
+            are read; or a function that makes them, without using memory. With values, on real devices, a
+            step can be taken on it.
+        loss_fn: ``loss_fn(output, target)`` is what backward starts from (default: the sum of all outputs).
+        optimizer: "sgd", "sgd-momentum", "adam" or "adamw"; the model's own; or what makes one of parameters.
+        dtype: of the model and floating-point inputs, such as "bfloat16" (default: as they are).
+        input_dtype: of the input, such as "int64" for tokens (default: ``dtype``).
+        run: whether a copy may take that step on the sample; without, an error says what fake tensors cannot.
+
+    Raises:
+        OptionError: an argument is out of range, or the model does not take such an input.
+        UnsupportedModelError: called inside a transform of torch.func, or where hooks are disabled.
+    """
+    refuse_transforms()
+    kind, input_kind = _dtype_named(dtype), _dtype_named(input_dtype)
+    if sample is not None and (input_shape, batch, input_dtype) != (None, None, None):
+        raise OptionError("sample says input_shape, batch and input_dtype already; give it without these.")
+    shape = (_BATCH if batch is None else batch, *(_INPUT_SHAPE if input_shape is None else input_shape))
+    _check(shape)
+
+    def make_sample(fake: torch.nn.Module) -> tuple[Any, Any]:
+        if sample is None:
+            return torch.zeros(shape, dtype=input_kind or kind or _dtype_of(fake)), None
+        given, _ = check_sample(sample() if callable(sample) else sample, loss_fn or _no_loss)
+        return cast("tuple[Any, Any]", fake_like(given, kind))
+
+    def values() -> tuple[Any, Any] | None:
+        given = None if not run else sample() if callable(sample) else sample
+        tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+        if given is None or any(type(each.data) is not torch.Tensor or each.is_meta for each in tensors):
+            return None
+        return _of_kind(given, kind)
+
+    observers: list[Observer] = []
+
+    @contextlib.contextmanager
+    def watch(fake: torch.nn.Module, inputs: list[torch.Tensor]) -> Iterator[None]:
+        observers.append(Observer(fake, inputs))
+        with observers[-1]:
+            yield
+
+    simulation, why_real = simulate(
+        model,
+        sample=make_sample,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        dtype=kind,
+        watch=watch,
+        values=values,
+    )
+    named = optimizer if isinstance(optimizer, str) else simulation.optimizer
+    return _as_estimate(simulation, observers[-1].saved_bytes(), named, why_real)
+
+
+def _as_estimate(simulation: Simulation, saved: dict[str, int], optimizer: str, why_real: str) -> Estimate:
+    peak = simulation.trace.peak()
+    shapes = simulation.input_shapes
+    return Estimate(
+        input_shape=shapes[0][1:] if shapes else (),
+        batch=shapes[0][0] if shapes and shapes[0] else 0,
+        optimizer=optimizer,
+        parameter_bytes=simulation.parameter_bytes,
+        gradient_bytes=simulation.gradient_bytes,
+        buffer_bytes=simulation.buffer_bytes,
+        optimizer_bytes=simulation.optimizer_bytes,
+        input_bytes=simulation.input_bytes,
+        saved_bytes=sum(saved.values()),
+        saved=saved,
+        peak_bytes=peak.nbytes,
+        peak_phase=peak.call.phase if peak.call is not None else "forward",
+        peak=peak,
+        why_real=why_real,
+    )
+
+
+def _no_loss(output: Any, target: Any) -> torch.Tensor:
+    """Stands for the sum of all outputs where a sample is checked."""
+    raise NotImplementedError
+
+
+def _check(shape: tuple[int, ...]) -> None:
+    if not all(isinstance(size, Integral) for size in shape):
+        raise OptionError(f"batch and input shape are no whole numbers: {', '.join(map(repr, shape))}.")
+    if shape[0] < 1:
+        raise OptionError(f"batch {shape[0]} is below 1: a step needs at least one sample.")
+    if any(size < 1 for size in shape):
+        raise OptionError(f"input shape {shape[1:]} has a size below 1; give sizes such as (3, 224, 224).")
+
+
+def _dtype_named(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if not isinstance(dtype, str):
+        return dtype
+    found = getattr(torch, dtype, None)
+    if isinstance(found, torch.dtype):
+        return found
+    raise OptionError(f"'{dtype}' is no dtype of torch; name one such as float32, bfloat16 or int64.")
+
+
+def _of_kind(sample: Any, kind: torch.dtype | None) -> tuple[Any, Any]:
+    """Inputs and target, what is floating-point in that dtype."""
+
+    def cast_to(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(kind) if kind is not None and tensor.is_floating_point() else tensor
+
+    inputs, target = tree_map_only(torch.Tensor, cast_to, sample)
+    return inputs, target
+
+
+def _dtype_of(model: torch.nn.Module) -> torch.dtype:
+    return next((parameter.dtype for parameter in model.parameters()), torch.get_default_dtype())

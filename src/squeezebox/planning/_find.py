@@ -1,0 +1,281 @@
+"""The largest batch for the memory there is: foretold from two small probes, then tried once."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from typing import Any
+
+import torch
+
+from squeezebox import planner
+from squeezebox.memory import free_bytes, require_imports, within_room
+from squeezebox.planning._batches import Batches
+from squeezebox.planning._choices import fits
+from squeezebox.planning._estimate import estimate
+from squeezebox.planning._plans import plain_peak, plannable, size_named
+from squeezebox.planning._profiles import Progress, Subject, measured_peak, profile_step
+from squeezebox.reports import FoundBatch, StepPlan, exact_bytes
+from squeezebox.schema import (
+    Budget,
+    BudgetError,
+    OptionError,
+    PlanError,
+    StepProfile,
+    UnsupportedModelError,
+)
+from squeezebox.steps import (
+    LossFunction,
+    batch_of,
+    check_sample,
+    described,
+    device_of,
+    held_by,
+    nbytes_of,
+    persistent,
+)
+
+_SAFE = 0.8  # of the budget: what a probe may take by a prediction that is not exact
+_LOSSY = 3.0  # of a step with statistics, at most: what it takes beyond its beginnings over a plain step's
+_UNKNOWN_BATCH = 2  # of the first probe, where fake tensors cannot run the model
+
+
+_VARIES = (
+    "what the model saves at batch {} changes from one step to the next, so find_batch() cannot plan "
+    "for it. attach(noise=...) holds whatever comes; choose the batch by its report."
+)
+
+
+@within_room("the batches that find_batch() measures")
+def find_batch(
+    model: torch.nn.Module,
+    sample: tuple[Any, Any],
+    *,
+    loss_fn: LossFunction,
+    memory: int | str | None = None,
+    reserve: int | str = "10%",
+    optimizer: torch.optim.Optimizer | None = None,
+    noise: float | None = None,
+    exact: bool = False,
+    effective: int | None = None,
+    on_progress: Progress | None = None,
+) -> FoundBatch:
+    """The largest batch that trains in ``memory`` with a reserve, found by runs that are foretold to fit.
+
+    The budget is the memory less the reserve. :func:`max_batch` answers the same for a budget, but profiles
+    batches that need not fit the machine. Here nothing is run that is not foretold to fit. At most two
+    batches are profiled: one that fits by a step on fake tensors (2, if these cannot run the model), with
+    ample room for what statistics take besides; and one that fits by what the first one's profile held.
+    The answer is run once, under its plan, and made smaller by what that needed more than foretold. What
+    finds no room after all is tried with a smaller batch.
+
+    The memory is what tensors take. Beside them the first call of a process takes some hundreds of MiB for
+    what planning imports and compiles, and profilers some tens of MiB for themselves. Without ``memory`` all
+    that is imported and compiled before the free memory is measured.
+
+    Args:
+        model: see :func:`plan`; so are ``loss_fn``, ``optimizer``, ``noise``, ``exact`` and ``on_progress``.
+        sample: inputs and target of any batch; others repeat or cut it, as :func:`max_batch` does.
+        loss_fn: see above.
+        memory: what the step may take, parameters, gradients and optimizer state included: bytes or "8GiB";
+            None: what is free on the model's device, and what the model holds already.
+        reserve: bytes to leave free, or a share of the memory, such as "10%".
+        optimizer: see above.
+        noise: see above.
+        exact: see above.
+        effective: samples of one update: they are divided into microbatches that fit, as alike as can be,
+            whose gradients add up. Batch normalisation then sees the microbatches.
+        on_progress: see above.
+
+    Returns:
+        Batch, plan and microbatches; attach the plan.
+
+    Raises:
+        BudgetError: not even a batch of 1 fits, or can be profiled in the memory; says what is missing.
+            Or there is no room for what planning imports and compiles.
+        OptionError: as :func:`max_batch`; reserve or effective out of range.
+    """
+    sample, loss_fn = check_sample(sample, loss_fn)
+    allowed, batch = plannable(model, noise, exact), batch_of(sample)
+    if effective is not None and not hasattr(effective, "__index__"):
+        raise OptionError(f"effective={effective!r} is no whole number; give the samples of one update.")
+    if batch < 1 or (effective is not None and effective < 1):
+        what = f"the sample has {described(sample[0])} as inputs" if batch < 1 else f"effective={effective}"
+        raise OptionError(f"{what}, which is no batch.")
+    if memory is None:
+        _load(allowed > 0.0)
+    memory_bytes, reserve_bytes = _room(model, optimizer, memory, reserve)
+    limit = memory_bytes - reserve_bytes
+    subject = Subject(
+        model=model,
+        sample=sample,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        noise=allowed,
+        on_progress=on_progress,
+    )
+    known = probe(subject, limit)
+
+    batches = Batches(subject.of_size(min(known)), known, is_run=False)
+    answer, foretold = max(batches.largest(limit, min(known)), 1), limit
+    while True:
+        plan = batches.plan(model, answer, foretold)
+        try:
+            measured = _run_beside(reserve_bytes if memory is None else 0, subject.of_size(answer), plan)
+            break
+        except BudgetError:  # there was less memory than said
+            if answer == 1:
+                raise
+        except PlanError as error:  # what is saved grows faster than the batch
+            if answer <= min(known):
+                raise UnsupportedModelError(_VARIES.format(answer)) from error
+        foretold = int(_SAFE * foretold)
+        answer = _smaller(batches, answer, foretold)
+    probes = (*known, answer)
+    if measured is not None and measured > limit:
+        foretold = limit * plan.predicted_peak_bytes // measured  # what may be, for so much more to fit
+        answer = _smaller(batches, answer, foretold)
+        plan, measured = batches.plan(model, answer, foretold), None
+    return FoundBatch(
+        batch=answer,
+        plan=plan,
+        memory_bytes=memory_bytes,
+        reserve_bytes=reserve_bytes,
+        predicted_peak_bytes=plan.predicted_peak_bytes,
+        measured_peak_bytes=measured,
+        plain_batch=batches.plain(limit),
+        probes=probes,
+        microbatches=(answer,) if effective is None else _microbatches(effective, answer),
+        frontier=batches.frontier(model, answer, plan, limit),
+    )
+
+
+def probe(subject: Subject, limit: int) -> dict[int, StepProfile]:
+    """Profiles of at most two batches of the subject's sample, made within ``limit`` bytes.
+
+    The first is the sample's, or one that fits; the second the largest that is safe and may be asked for.
+
+    Raises:
+        BudgetError: not even the least batch is foretold to fit; or what is imported for it finds no room.
+    """
+    require_imports("numba", "torch._dynamo")
+    first, seen = _begun(subject, _first(subject, limit))
+    known = {first: seen}
+    safe = planner.largest_batch(lambda size: _held(known[first], first, size) <= _SAFE * limit)
+    budget = Budget(peak_bytes=limit, noise=subject.noise)
+    largest = planner.largest_batch(lambda size: fits(planner.at_batch(known, size), budget), first)
+    second = min(largest, safe)
+    if second in (0, first):
+        second = first // 2
+    if second > 1:  # batch normalisation refuses a single sample
+        with contextlib.suppress(BudgetError):  # there is less memory than said
+            known[second] = profile_step(subject.of_size(second), metered=True)
+    return known
+
+
+def _begun(subject: Subject, size: int) -> tuple[int, StepProfile]:
+    """The profile of this batch, or of half as many, and so on, where there is no room for it."""
+    while True:
+        try:
+            return size, profile_step(subject.of_size(size), metered=True)
+        except BudgetError:
+            if size == 1:
+                raise
+        size //= 2
+
+
+@functools.cache
+def _load(lossy: bool) -> None:
+    """Import and compile what a search runs, by one for a network of few elements."""
+    with torch.random.fork_rng(devices=[]):
+        layers = torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2)
+    sample = torch.zeros(32, 64), torch.zeros(32, 2)
+    find_batch(
+        torch.nn.Sequential(*layers),
+        sample,
+        loss_fn=torch.nn.functional.mse_loss,
+        memory=1 << 20,
+        noise=1e-3 if lossy else None,
+        exact=not lossy,
+    )
+
+
+def _run_beside(reserve_bytes: int, subject: Subject, plan: StepPlan) -> int | None:
+    """What a step under the plan takes; BudgetError if it does not run with the reserve taken too."""
+    with within_room("a step under the plan, and the reserve"):
+        reserve = torch.empty(reserve_bytes, dtype=torch.uint8, device=device_of(subject.model))
+    measured = measured_peak(subject, plan)
+    del reserve  # not before
+    return measured
+
+
+def _smaller(batches: Batches, batch: int, limit: int) -> int:
+    return max(batches.largest(limit, min(batches.known), below=batch), 1)
+
+
+def _held(seen: StepProfile, batch: int, size: int) -> float:
+    """What a profile of ``size`` samples holds at most: parameters and state do not grow with the batch."""
+    fixed = seen.profile.parameter_bytes + seen.profile.state_bytes
+    return fixed + max(size / batch, 1.0) * (max(seen.peak_bytes, plain_peak(seen)) - fixed)
+
+
+def _room(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    memory: int | str | None,
+    reserve: int | str,
+) -> tuple[int, int]:
+    """Bytes to train in, and of them those to leave free."""
+    if memory is None:
+        memory_bytes = free_bytes(device_of(model))
+        memory_bytes += nbytes_of([*held_by(model), *persistent(model, optimizer)])
+    else:
+        size, is_share = size_named(memory, "memory")
+        if is_share:
+            raise OptionError(f"memory {memory!r} is a share of nothing known; give bytes or '8GiB'.")
+        memory_bytes = int(size)
+    size, is_share = (0.0, False) if reserve in (0, "0", "0%") else size_named(reserve, "reserve")
+    reserve_bytes = int(size * memory_bytes if is_share else size)
+    if reserve_bytes >= memory_bytes:
+        raise OptionError(f"reserve {reserve!r} leaves nothing of {memory_bytes} bytes of memory.")
+    return memory_bytes, reserve_bytes
+
+
+def _first(subject: Subject, limit: int) -> int:
+    """A batch to begin with whose profile is foretold to fit."""
+    batch = batch_of(subject.sample)
+    tried: list[tuple[int, int]] = []
+    with contextlib.suppress(OptionError):  # of what fake tensors cannot run, or a single sample
+        for size in (batch >> halved for halved in range(batch.bit_length())):
+            tried.append((size, _foretold(subject.of_size(size))))
+            if tried[-1][1] <= limit:
+                return size
+    if not tried:
+        return min(batch, _UNKNOWN_BATCH)
+    size, needed = tried[-1]
+    raise BudgetError(
+        f"not even a batch of {size} can be profiled: that may take {exact_bytes(needed)}, "
+        f"{exact_bytes(needed - limit)} more than the {exact_bytes(limit)} there are without the reserve. "
+        "Give more memory, or have squeezebox.max_batch(budget=...) plan for this much where there is more."
+    )
+
+
+def _foretold(subject: Subject) -> int:
+    """What a profile of the subject's sample may hold, by a plain step on fake tensors."""
+    found = estimate(
+        subject.model,
+        sample=subject.sample,
+        loss_fn=subject.loss_fn,
+        optimizer=subject.optimizer or "sgd",
+        run=False,
+    )
+    held = found.parameter_bytes + found.buffer_bytes + found.optimizer_bytes + found.input_bytes
+    return held + math.ceil((_LOSSY if subject.noise else 1.0 / _SAFE) * (found.peak_bytes - held))
+
+
+def _microbatches(effective: int, batch: int) -> tuple[int, ...]:
+    """As few as hold ``effective`` samples, of sizes that differ by one at most."""
+    count = math.ceil(effective / batch)
+    small, larger = divmod(effective, count)
+    return (small + 1,) * larger + (small,) * (count - larger)

@@ -1,0 +1,27 @@
+"""Where tensors are moved to: a folder that is named, or a usual one on a disk."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from squeezebox.memory import DiskFolder, disk_folder, disk_speed, offload_record, usual_folder
+from squeezebox.reports import StepPlan
+from squeezebox.schema import Action
+
+
+def named_folder(offload: bool | str | os.PathLike[str]) -> DiskFolder:
+    """That of squeezebox.plan()'s argument.
+
+    Raises:
+        OptionError: it is in memory, missing or not writable.
+    """
+    return usual_folder() if isinstance(offload, bool) else disk_folder(offload)
+
+
+def with_folder(plan: StepPlan, folder: DiskFolder) -> StepPlan:
+    """The plan, saying where it moves tensors to, if any, and what that takes."""
+    moved = sum(each.saved_bytes for each in plan.tensors if each.option.action is Action.OFFLOAD)
+    if not moved or not any(each.option.codec == "file" for each in plan.tensors):
+        return plan
+    return replace(plan, offload=offload_record(folder, moved, direct=disk_speed(folder).direct))

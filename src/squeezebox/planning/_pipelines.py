@@ -1,0 +1,174 @@
+"""Plans for several ranks: what every block of a model costs, and which of them make a stage."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from squeezebox import pipeline, planner, profiling
+from squeezebox.bounds import Planned
+from squeezebox.pipeline import Piece
+from squeezebox.planning._blocks import Microbatch, bounds_of, measure_blocks, state_share
+from squeezebox.planning._stages import Stages
+from squeezebox.schema import BudgetError, InputForm, Link, OptionError, PipelinePlan
+from squeezebox.session import Session, begin
+from squeezebox.steps import LossFunction, batch_of, check_sample, device_of, resize, restored
+
+_BEST = 12  # plans whose stages are measured, of those that are fastest by their blocks
+_SEARCHES = 4
+_SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "breadth_first", "zero_bubble")
+DEFAULT_NOISE = 1e-3
+
+
+def plan_pipeline(
+    model: torch.nn.Module,
+    *,
+    sample: tuple[Any, Any],
+    loss_fn: LossFunction,
+    ranks: int,
+    memory_bytes: int,
+    optimizer: torch.optim.Optimizer | None = None,
+    microbatches: Sequence[int] | None = None,
+    schedules: Sequence[str] = _SCHEDULES,
+    policies: Sequence[str] = ("keep", "recompute"),
+    noise: float = DEFAULT_NOISE,
+    depths: Sequence[int] | None = None,
+    link: Link | None = None,
+    on_progress: Callable[[int, int, str], None] | None = None,
+) -> list[PipelinePlan]:
+    """Measure a model's blocks here, and say how a batch would go through so many ranks the fastest.
+
+    Runs a few microbatches of each size, in this process and with all of its threads.
+
+    Args:
+        model: any module that ``squeezebox.pipeline.cut`` can part.
+        sample: (inputs, target) of a whole batch; inputs are a tensor or a tuple of them, batch first.
+        loss_fn: called with output and target.
+        ranks: of all replicas together.
+        memory_bytes: what one rank may hold.
+        optimizer: for the size of its state.
+        microbatches: sizes to try (default: powers of two, up to a batch parted once for each rank).
+        schedules: names of functions of squeezebox.schedules. "two_bw" and "pipedream" only if named, as they
+            train with gradients of earlier weights.
+        policies: of "keep", "recompute" and "compress"; the last one only if named, as it loses accuracy.
+        noise: what "compress" allows if all stages do, measured on the sample as in ``attach``.
+        depths: ranks of one pipeline to try (default: all divisors of ``ranks``).
+        link: between ranks (default: measured between two processes here).
+        on_progress: called with (done, total, note).
+
+    Returns:
+        The best plans that fit, the fastest first.
+
+    Raises:
+        OptionError: an argument is out of range.
+        BudgetError: nothing fits; names the least memory that something would.
+        UnsupportedModelError: the model cannot be cut.
+    """
+    (inputs, target), loss_fn = check_sample(sample, loss_fn)
+    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+    batch = batch_of((inputs, target))
+    sizes = _sizes(microbatches, batch, ranks)
+    stages, pieces, share = dict[int, Stages](), list[Piece](), state_share(model, optimizer)
+    with restored(model):
+        for done, size in enumerate(sizes):
+            if on_progress is not None:
+                on_progress(done, len(sizes) + 1, f"microbatches of {size}")
+            part = resize((inputs, target), batch, size)
+            pieces = pipeline.cut(model, part[0])
+            microbatch = Microbatch(inputs=part[0], target=part[1], loss_fn=loss_fn)
+            bounds = bounds_of(pieces, microbatch, noise) if "compress" in policies else {}
+            profile = measure_blocks(
+                pieces, microbatch, size=size, state_share=share, policies=policies, bounds=bounds
+            )
+            made = Stages(
+                profile=profile, pieces=pieces, microbatch=microbatch, bounds=bounds, state_share=share
+            )
+            stages[size] = made.with_pending() if "zero_bubble" in schedules else made
+        if on_progress is not None:
+            on_progress(len(sizes), len(sizes) + 1, "the best plans' stages")
+        search = functools.partial(
+            planner.plan_pipeline,
+            [each.profile for each in stages.values()],
+            batch=batch,
+            ranks=ranks,
+            schedules=schedules,
+            policies=policies,
+            depths=depths,
+        )
+        plans = _best(search, stages, memory_bytes, link or pipeline.measure_link())
+    about: dict[str, Any] = {
+        "inputs": tuple(
+            InputForm(shape=tuple(each.shape[1:]), dtype=str(each.dtype).removeprefix("torch."))
+            for each in inputs
+        ),
+        "noise": noise if "compress" in policies else 0.0,
+        "fingerprint": pipeline.fingerprint(pieces),
+        "blocks": tuple(piece.name for piece in pieces),
+    }
+    return [dataclasses.replace(plan, **about) for plan in plans]
+
+
+def attach_stages(runner: pipeline.Runner) -> list[Session]:
+    """Attach to those of a rank's stages that the plan wants compressed, with its bounds for them.
+
+    These stay as they are, so that memory stays what was planned; ``squeezebox.attach`` on a stage, with
+    ``noise=``, adapts them.
+    """
+    plans = runner.plan.stages
+    return [
+        Session(begin(stage, None, Planned(bounds=plans[number].bounds), overlapping=True))
+        for number, stage in runner.stages.items()
+        if plans[number].policy == "compress"
+    ]
+
+
+def peak_meter(stages: Iterable[torch.nn.Module]) -> profiling.PeakMeter:
+    """A meter for the memory of a rank's stages."""
+    return profiling.PeakMeter(device_of(next(iter(stages))))
+
+
+def _sizes(microbatches: Sequence[int] | None, batch: int, ranks: int) -> list[int]:
+    if batch < 1:
+        raise OptionError("the sample's inputs have no rows; give a whole batch, batch first.")
+    if microbatches is None:
+        most = max(batch // max(ranks, 1), 1)
+        microbatches = [
+            size for size in (2**power for power in range(most.bit_length())) if batch % size == 0
+        ]
+    wrong = [size for size in microbatches if not 1 <= size <= batch]
+    if wrong or not microbatches:
+        raise OptionError(f"microbatches {list(microbatches)}: give sizes from 1 to the batch of {batch}.")
+    return list(microbatches)
+
+
+def _best(
+    search: Callable[..., list[PipelinePlan]], stages: Mapping[int, Stages], memory_bytes: int, link: Link
+) -> list[PipelinePlan]:
+    """The fastest that fit when their stages are measured as wholes; if none does, among smaller ones.
+
+    Raises:
+        BudgetError: there are none.
+    """
+    limit, least = memory_bytes, 0
+    for _ in range(_SEARCHES):
+        try:
+            found = search(memory_bytes=limit, link=link)[:_BEST]
+        except BudgetError:
+            if not least:
+                raise
+            break
+        plans = [stages[plan.microbatch].measured(plan, link) for plan in found]
+        fitting = [plan for plan in plans if max(plan.rank_peak_bytes) <= memory_bytes]
+        if fitting:
+            return sorted(fitting, key=lambda plan: plan.seconds)
+        least = min(max(plan.rank_peak_bytes) for plan in plans)
+        limit = limit * memory_bytes // least
+    raise BudgetError(
+        f"no pipeline was found that fits {memory_bytes} bytes a rank: the smallest of those whose stages "
+        f"were measured holds {least}. Allow that much, or give more ranks, smaller microbatches, or "
+        "policies that hold less."
+    )

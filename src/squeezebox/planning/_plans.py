@@ -1,0 +1,248 @@
+"""From a sample to a plan: profile, solve, slice where that is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from squeezebox import planner
+from squeezebox.bounds import NoiseBudget
+from squeezebox.capture import SMALL_BYTES, foreign_hooks, refuse_transforms
+from squeezebox.memory import require_imports, within_room
+from squeezebox.planning._calibration import plan_within
+from squeezebox.planning._choices import Choice, fastest, leanest, solved
+from squeezebox.planning._offload import named_folder, with_folder
+from squeezebox.planning._profiles import (
+    Progress,
+    Subject,
+    cached,
+    keeping,
+    key_of,
+    measured_noise,
+    profile_step,
+    without,
+)
+from squeezebox.planning._slicing import Slices
+from squeezebox.reports import BYTE_UNITS, PlannedTensor, StepPlan, explain
+from squeezebox.schema import (
+    Action,
+    Budget,
+    BudgetError,
+    OptionError,
+    StepProfile,
+)
+from squeezebox.session import profile_with_places
+from squeezebox.steps import LossFunction, batch_of, check_sample, device_of
+
+
+@within_room("planning this sample's step; squeezebox.max_batch() plans it from smaller ones")
+def make_plan(
+    model: torch.nn.Module,
+    *,
+    sample: tuple[Any, Any] | None,
+    loss_fn: LossFunction | None,
+    optimizer: torch.optim.Optimizer | None = None,
+    budget: int | str | None = None,
+    noise: float | None = None,
+    exact: bool = False,
+    offload: bool | str | os.PathLike[str] = True,
+    recompute: bool = True,
+    time_limit: float | None = None,
+    arena: bool = False,
+    cache: str | os.PathLike[str] | None = None,
+    on_progress: Progress | None = None,
+) -> StepPlan:
+    """Choose for every saved tensor how to hold it, so that the step's peak stays under ``budget``.
+
+    Runs a few steps on ``sample`` (parameters, gradients, buffers and random states are as before):
+    statistics, then one in which every way to hold every tensor is timed and weighed. Then the least time
+    within the bytes at every position of forward and backward and within the noise is looked for, with the
+    first layers in slices of the batch where that is faster, or the only way. At last the plan's noise is
+    measured on the sample, and the plan made anew where that is more than allowed.
+
+    Where training runs under torch.autocast, call this within it: so do forward and loss here, then.
+
+    Args:
+        model: any module that :func:`attach` takes.
+        sample: inputs (a tensor, or a tuple of them) and target, as a training step gets them.
+        loss_fn: ``loss_fn(output, target)`` is what backward starts from.
+        optimizer: its state counts towards the peak, also where it is not there yet.
+        budget: bytes, or "2GiB", or a share of the plain step's peak, "50%"; None: as little as possible.
+        noise: allowed relative gradient noise (default 1e-3).
+        exact: nothing is lost.
+        offload: whether tensors may be moved to a file, or the folder for it, which must be on a disk. The
+            file is written and read past the system's page cache, and priced at the disk's own speed. The
+            usual folder is the one for temporary files; where that is in memory (tmpfs), ``/var/tmp``,
+            ``~/.cache/squeezebox`` or the working directory. The plan says which.
+        recompute: whether tensors may be made again by repeating operators.
+        time_limit: of a step, as a multiple of the plain step's time, such as 1.3; instead of a budget: as
+            little memory as fits the time.
+        arena: the peak counts the places of :func:`attach`'s arena.
+        cache: a folder in which profiles are kept and found again; it may be deleted at any time. One is used
+            again for the same model, weights, sample, loss, noise, optimizer, versions and machine; a change
+            in what the loss or a module's forward calls is not noticed.
+        on_progress: called with (done, total, what was done) while the sample's steps run.
+
+    Returns:
+        The plan; print it, ``save()`` it, pass it to :func:`attach`. Sizes are bytes, times seconds a step.
+
+    Raises:
+        BudgetError: no plan fits; says how much the smallest needs, what holds it, and what would fit.
+            Or none takes so little time; or the plain step, which is measured, does not fit the machine.
+        OptionError: an argument is missing or out of range, ``offload`` names a folder in memory, the model
+            is wrapped for several ranks or on neither CPU nor CUDA, or a profiler is running.
+        OutputError: the cache's folder cannot be written.
+    """
+    sample, loss_fn = check_sample(sample, loss_fn)
+    allowed = plannable(model, noise, exact)
+    _check_time_limit(time_limit, budget)
+    factor, share = (0.0, False) if budget is None else size_named(budget)
+    budget_bytes = factor if factor and not share else None
+    folder = named_folder(offload)
+    subject = Subject(
+        model=model,
+        sample=sample,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        noise=allowed,
+        on_progress=on_progress,
+        folder=folder,
+    )
+    profiled = functools.partial(profile_step, subject, budget_bytes)
+    seen = profiled() if cache is None else cached(Path(cache), key_of(subject), profiled)
+    allowed_actions = {Action.OFFLOAD: offload is not False, Action.RECOMPUTE: recompute}
+    barred = [action for action, is_allowed in allowed_actions.items() if not is_allowed]
+    seen = without(seen, barred)
+    limit = None if budget is None else int(factor * plain_peak(seen) if share else factor)
+    held = profile_with_places if arena else lambda seen: seen
+    seen = held(seen)
+    seconds = math.inf if time_limit is None else _seconds_left(seen, time_limit)
+
+    slices = Slices(subject, lambda seen: held(without(seen, barred)))
+
+    def plan_for(lawful: float) -> StepPlan:
+        plan = planned(model, seen, limit, lawful, batch_of(sample), seconds, slices)
+        return with_folder(dataclasses.replace(plan, noise=allowed, arena=arena), folder)
+
+    return plan_within(allowed, plan_for, functools.partial(measured_noise, subject))
+
+
+def plannable(model: torch.nn.Module, noise: float | None, exact: bool) -> float:
+    """The noise allowed; OptionError where no plan can be made, BudgetError where numba finds no room."""
+    if exact and noise is not None:
+        raise OptionError("noise and exact exclude each other; give one of them.")
+    if noise is not None:
+        NoiseBudget(noise=noise)  # refuses what is out of range
+    refuse_transforms()
+    if foreign_hooks():
+        raise OptionError("a plan cannot be made inside other saved-tensor hooks; leave their context first.")
+    wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    if wrapped or any(hasattr(parameter, "to_local") for parameter in model.parameters()):
+        raise OptionError(
+            "the model exchanges gradients with other ranks, and every rank would choose for itself how many "
+            "steps to profile. Make the plan from the module before it is wrapped or sharded."
+        )
+    if device_of(model).type not in ("cpu", "cuda"):
+        raise OptionError(f"plans are for the CPU and for CUDA; the model is on {device_of(model)}.")
+    require_imports("numba")
+    return 0.0 if exact else 1e-3 if noise is None else noise
+
+
+def _seconds_left(seen: StepProfile, time_limit: float) -> float:
+    """Seconds that a plan's choices may take; BudgetError if there are none."""
+    overhead = seen.holding_seconds + seen.following_seconds
+    seconds = (time_limit - 1.0) * seen.plain_seconds - overhead
+    if seconds < 0.0:
+        raise BudgetError(
+            f"a step of this model takes {seen.plain_seconds:.3g} s, and {overhead:.3g} s more under any "
+            f"plan: time_limit {time_limit:g} leaves no time. Allow at least "
+            f"{1 + overhead / seen.plain_seconds:.2f}, or give a larger batch, on which that weighs less."
+        )
+    return seconds
+
+
+def _check_time_limit(time_limit: float | None, budget: object) -> None:
+    if time_limit is None:
+        return
+    if budget is not None:
+        raise OptionError("a plan for a budget takes the least time already; give budget or time_limit.")
+    if not 1.0 <= time_limit < math.inf:
+        raise OptionError(
+            f"time_limit {time_limit:g} is below 1 or not finite; it is a multiple of the plain step's time, "
+            "such as 1.3."
+        )
+
+
+def plain_peak(seen: StepProfile) -> int:
+    """The peak with every tensor kept."""
+    return planner.peak(seen.profile, {key: keeping(nbytes) for key, nbytes in seen.saved_bytes.items()})
+
+
+def planned(
+    model: torch.nn.Module,
+    seen: StepProfile,
+    limit: int | None,
+    noise: float,
+    batch: int,
+    seconds: float = math.inf,
+    slices: Slices | None = None,
+) -> StepPlan:
+    """The fastest plan within ``limit`` bytes; without one, the smallest within ``seconds`` beyond plain."""
+    choice = _chosen(seen, limit, noise, batch, seconds, slices)
+    used, chosen = choice.seen, choice.plan
+    sizes = used.saved_bytes | used.small_bytes
+    grown = {key: keeping(nbytes) for key, nbytes in used.small_bytes.items() if nbytes >= SMALL_BYTES}
+    return StepPlan(
+        model=type(model).__name__,
+        budget_bytes=limit,
+        noise=noise,
+        plain_peak_bytes=plain_peak(seen),
+        plain_seconds=seen.plain_seconds,
+        predicted_peak_bytes=chosen.predicted_peak_bytes,
+        predicted_seconds=choice.seconds,
+        predicted_noise=chosen.predicted_noise,
+        late_values=seen.late_values,
+        region=used.region,
+        peak=planner.planned_peak(used.profile, chosen) if used.profile.moments else None,
+        tensors=tuple(
+            PlannedTensor(key=key, saved_bytes=sizes[key], option=option)
+            for key, option in (*chosen.choices.items(), *grown.items())
+        ),
+    )
+
+
+def _chosen(
+    seen: StepProfile, limit: int | None, noise: float, batch: int, seconds: float, slices: Slices | None
+) -> Choice:
+    """The fastest way that fits, or the leanest; BudgetError with what would fit."""
+    if limit is not None:
+        found = fastest(seen, Budget(peak_bytes=limit, noise=noise), batch, slices)
+        if found is not None:
+            return found
+    least = leanest(seen, noise, batch, slices, seconds)
+    lowest = least.plan.predicted_peak_bytes
+    budget = Budget(peak_bytes=lowest if limit is None else limit, noise=noise)
+    if lowest > budget.peak_bytes:
+        raise BudgetError(explain(planner.shortage(least.seen.profile, budget, least.plan, batch)))
+    faster = solved(least.seen, budget)
+    return faster if faster is not None and faster.seconds < least.seconds else least
+
+
+def size_named(size: int | str, name: str = "budget") -> tuple[float, bool]:
+    """(bytes, False) of a number or "2GiB"; (share, True) of "50%"; ``name`` is the argument's."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*|%)", str(size).strip())
+    unit = found[2].upper() if found else ""
+    if not found or (unit and unit != "%" and unit not in BYTE_UNITS) or not float(found[1]) > 0:
+        raise OptionError(f"{name} {size!r} is no size; give bytes, '2GiB', '800MB' or '50%'.")
+    if not unit and float(found[1]) < 1:
+        share = f"{float(found[1]):.0%}"
+        raise OptionError(f"{name} {size} is less than a byte; write '{share}' for such a share.")
+    return float(found[1]) * (0.01 if unit == "%" else BYTE_UNITS[unit or "B"]), unit == "%"

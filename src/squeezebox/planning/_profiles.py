@@ -1,0 +1,458 @@
+"""Measure what a training step could hold instead of what it saves."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Container, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from squeezebox.bounds import Controller, NoiseBudget
+from squeezebox.capture import Row, Stopwatch, Tracer
+from squeezebox.memory import DiskFolder, usual_folder, within_room
+from squeezebox.profiling import (
+    Gain,
+    GainProfiler,
+    PeakMeter,
+    StepProfiler,
+    load_profile,
+    now,
+    own_casts,
+    profile_key,
+    state_bytes,
+    store_profile,
+    transient_bytes,
+)
+from squeezebox.reports import StepPlan, explain_floor, require_writable
+from squeezebox.schema import (
+    Action,
+    BudgetError,
+    Option,
+    OutputError,
+    Profile,
+    Region,
+    Role,
+    StepProfile,
+    __version__,
+)
+from squeezebox.session import Engine, begin
+from squeezebox.steps import (
+    LossFunction,
+    apart,
+    batch_of,
+    check_loss,
+    device_of,
+    explained,
+    nbytes_of,
+    persistent,
+    resize,
+    restored,
+    tensors_in,
+    ungraded,
+)
+
+Progress = Callable[[int, int, str], None]  # units done, of how many, and what the last one was
+
+
+STATISTICS_STEPS = 2  # of a plan, before it is profiled;
+_REHEARSED_STEPS = 4  # of an arena, whose places should be large enough for the bounds that follow
+
+
+_TIMED_STEPS = 3  # for each figure, at most: as many as
+_TIMED_SECONDS = 0.3  # hold, and one of a longer step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """What is planned for: a training step as its user runs it, and the noise allowed (0: none)."""
+
+    model: torch.nn.Module
+    sample: tuple[Any, Any]
+    loss_fn: LossFunction
+    optimizer: torch.optim.Optimizer | None
+    noise: float
+    on_progress: Progress | None = None
+    folder: DiskFolder | None = None  # where tensors may be moved to, instead of the usual one
+
+    def of_size(self, size: int) -> Subject:
+        """The same with another batch."""
+        return dataclasses.replace(self, sample=resize(self.sample, batch_of(self.sample), size))
+
+
+@within_room("the steps that measure what a plan could hold")
+def profile_step(
+    subject: Subject,
+    budget_bytes: float | None = None,
+    whole: StepProfile | None = None,
+    region: Region | None = None,
+    *,
+    metered: bool = False,
+) -> StepProfile:
+    """A profile of the model as it is; BudgetError if it holds more than ``budget_bytes`` in any case.
+
+    ``metered``: its ``peak_bytes`` are those of the steps that gather statistics too, which hold most.
+    With the ``region`` worked in slices, one step shows where tensors live; what could be held instead, and
+    all seconds, are the ``whole`` step's.
+    The loss is seen too, so that a plan knows what it saves under ``Session.step``; but where that is not
+    used it holds its tensors itself, so these are kept either way.
+    """
+    model, loss_fn = subject.model, subject.loss_fn
+    controller = NoiseBudget(noise=subject.noise) if subject.noise else None
+    with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
+        engine = begin(model, subject.optimizer, controller)
+        engine.store.spill.folder = subject.folder
+        if whole is not None:
+            engine.store.late_values = {key: Role(role) for key, role in whole.late_values.items()}
+        try:
+            if whole is not None and region is not None:
+                return _Profiling(subject, engine).sliced(whole, region)
+            return _Profiling(subject, engine, metered).run(budget_bytes)
+        finally:
+            engine.detach()
+
+
+@within_room("a step under the plan")
+def measured_noise(subject: Subject, plan: StepPlan) -> float | None:
+    """Of a step under the plan; None where no gradient is other than zero."""
+    model, loss_fn = subject.model, subject.loss_fn
+    with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
+        engine = begin(model, subject.optimizer, None, plan=plan)
+        try:
+            noise = engine.noise_of(lambda: _run(subject, engine.framed()))
+            return None if math.isnan(noise) else noise
+        finally:
+            engine.detach()
+
+
+@within_room("a step under the plan")
+def measured_peak(subject: Subject, plan: StepPlan) -> int | None:
+    """Of a step under the plan, with the state that the optimizer will have; None without a meter."""
+    model, loss_fn, optimizer = subject.model, subject.loss_fn, subject.optimizer
+    present = sum(state.nbytes for state in tensors_in([*optimizer.state.values()])) if optimizer else 0
+    with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
+        engine = begin(model, optimizer, None, plan=plan)
+        try:
+            model.zero_grad(set_to_none=True)
+            _run(subject, engine.framed())
+            engine.close_step()
+            peak = engine.records.peak_bytes
+        finally:
+            engine.detach()
+    return None if peak is None else peak + state_bytes(model, optimizer) - present
+
+
+def rehearsed(subject: Subject, controller: Controller | None) -> Mapping[str, int]:
+    """The places that an arena has after a few steps of the sample, with bounds that follow it."""
+    model, loss_fn = subject.model, subject.loss_fn
+    with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
+        engine = begin(model, subject.optimizer, controller, arena=True)
+        try:
+            for _ in range(1 if controller is None else _REHEARSED_STEPS):
+                model.zero_grad(set_to_none=True)
+                _run(subject, engine.framed())
+            engine.store.start_places(measured=False, guessed=False)
+            return engine.store.places
+        finally:
+            engine.detach()
+
+
+def _run(
+    subject: Subject, around: AbstractContextManager[None], returned: Callable[[], None] = lambda: None
+) -> None:
+    """Forward and loss in a step of a session, and backward; nobody holds the output through that."""
+    inputs, target = (apart(values) for values in subject.sample)
+
+    def forward() -> Any:
+        output = subject.model(*inputs if isinstance(inputs, tuple) else (inputs,))
+        returned()
+        return output
+
+    with own_casts(), around, explained(*subject.sample):
+        loss = subject.loss_fn(forward(), target)
+    check_loss(loss)
+    with ungraded(loss, subject.model), torch.autocast(loss.device.type, enabled=False):
+        loss.backward()
+
+
+class _Profiling:
+    """The steps of one profile."""
+
+    def __init__(self, subject: Subject, engine: Engine, metered: bool = False) -> None:
+        self._subject, self._engine, self._is_metered = subject, engine, metered
+        self._profiler: StepProfiler | None = None
+        self._peak_bytes = 0
+        self._statistics_steps = STATISTICS_STEPS if subject.noise else 1
+        self._timed_steps = _TIMED_STEPS
+        self._gains: dict[str, Gain] = {}
+        self._blocks: dict[str, Row] = {}  # of a squeezed step, those packed into a device's arena
+        self._done = self._total = 0
+        engine.refreshes.sums_errors = engine.measures_peaks = False  # the plan's will be measured
+
+    def run(self, budget_bytes: float | None) -> StepProfile:
+        """See :func:`profile_step`."""
+        subject, engine, store = self._subject, self._engine, self._engine.store
+        learned = self._learn(budget_bytes)
+        store.arena.clear()
+        seconds = self._seconds()
+        holding, following = self._overheads()
+        subject.model.zero_grad(set_to_none=True)
+        store.arena.clear()
+        store.lineage = engine.recorder.lineage()
+        device, tracer = device_of(subject.model), Tracer()
+        profiler = StepProfiler(device, self._gains, subject.folder)
+        profile, saved = self._listened(profiler, tracer, learned, self._timed_steps - 1, seconds)
+        exact = not subject.noise  # to the bit, which slices are not
+        return StepProfile(
+            profile=profile,
+            saved_bytes=saved,
+            plain_seconds=seconds,
+            holding_seconds=holding,
+            following_seconds=following,
+            late_values={key: role.value for key, role in store.late_values.items()},
+            peak_bytes=self._peak_bytes,
+            small_bytes=dict(store.small_keys),
+            regions=() if exact else tuple(tracer.regions()),
+        )
+
+    def sliced(self, whole: StepProfile, region: Region) -> StepProfile:
+        """See :func:`profile_step`."""
+        store, self._total = self._engine.store, 1
+        self._engine.slice(region)
+        store.lineage = self._engine.recorder.lineage()
+        known = {tensor.key: tensor.options for tensor in whole.profile.tensors}
+        profiler = StepProfiler(device_of(self._subject.model), known=known)
+        profile, saved = self._listened(profiler, Tracer(), _sensitivities(whole.profile), 0)
+        return dataclasses.replace(
+            whole,
+            profile=profile,
+            saved_bytes=saved,
+            peak_bytes=max(self._peak_bytes, whole.peak_bytes),
+            small_bytes=dict(store.small_keys),
+            region=region,
+            regions=(),
+        )
+
+    def _listened(
+        self,
+        profiler: StepProfiler,
+        tracer: Tracer,
+        learned: Mapping[str, float],
+        timed: int,
+        seconds: float = 0.0,
+    ) -> tuple[Profile, dict[str, int]]:
+        """What the profiler makes of one step, after some that are plain; and bytes by tensor."""
+        subject, engine, store = self._subject, self._engine, self._engine.store
+        parts = self._parts()
+        blocks = self._blocks.values()
+        self._profiler = store.listener = profiler
+        try:
+            for _ in range(timed):
+                self._plain("a plain step, operator by operator")
+            subject.model.zero_grad(set_to_none=True)
+            engine.recorder.tracer = tracer
+            if store.blocks is not None and blocks:
+                store.blocks.prepare(sum(row.packed["blocks"] for row in blocks))
+            profiler.start(max((row.saved_bytes for row in blocks), default=0))
+            engine.replay(self._step, bypass=False)
+            gradients = persistent(engine.model, None)
+            saved = {row.key: row.saved_bytes for row in store.rows}
+            final = nbytes_of(gradients) + transient_bytes(gradients, subject.optimizer)
+            profile = profiler.stop(sum(parts.values()), learned, final, gradients, seconds)
+            self._tell("every way to hold every tensor")
+        finally:
+            store.listener = store.lineage = engine.recorder.tracer = None
+            profiler.close()
+        self._peak_bytes = max(self._peak_bytes, profiler.peak_bytes)
+        return _keeping_the_loss(dataclasses.replace(profile, **parts), saved), saved
+
+    def _learn(self, budget_bytes: float | None) -> Mapping[str, float]:
+        """Sensitivities, from a few steps with the session's controller."""
+        engine, model = self._engine, self._subject.model
+        begun = now(device_of(model))
+        self._bypassed()
+        seconds = now(device_of(model)) - begun
+        self._timed_steps = max(1, min(_TIMED_STEPS, int(_TIMED_SECONDS / max(seconds, 1e-9))))
+        self._total = self._statistics_steps + 3 * self._timed_steps + 2
+        self._tell("a plain step")
+        if budget_bytes is not None:
+            _require_room(int(budget_bytes), self._parts(), nbytes_of(persistent(engine.model, None)))
+        for number in range(self._statistics_steps):
+            self._statistics(first=number == 0, last=number == self._statistics_steps - 1)
+        engine.close_step()
+        return engine.policy.state.sensitivities
+
+    def _seconds(self) -> float:
+        """Of a plain step."""
+        return min(self._timed(self._bare) for _ in range(1 + self._timed_steps))
+
+    def _timed(self, step: Callable[[], object]) -> float:
+        device = device_of(self._subject.model)
+        begun = now(device)
+        step()
+        seconds = now(device) - begun
+        self._tell("a plain step, timed")
+        return seconds
+
+    def _overheads(self) -> tuple[float, float]:
+        """Seconds a step of holding every tensor as it is, and of following how it was made."""
+        engine, store = self._engine, self._engine.store
+        store.keep, store.lineage = _Everything(), engine.recorder.lineage()
+        watches = [Stopwatch() for _ in range(self._timed_steps)]
+        try:
+            for watch in watches:
+                with watch.running(engine.recorder, store.lineage):
+                    engine.replay(self._step, bypass=False)
+                self._tell("a step that keeps everything")
+        finally:
+            store.keep, store.lineage = (), None
+        return min(watch.holding for watch in watches), min(watch.following for watch in watches)
+
+    def _statistics(self, *, first: bool, last: bool) -> None:
+        """A step with the controller.
+
+        ``first``: whose bounds are cautious, so that it holds most. ``last``: also for what errors would be
+        in tensors that are made from others.
+        """
+        engine, store = self._engine, self._engine.store
+        self._subject.model.zero_grad(set_to_none=True)
+        found = GainProfiler()
+        if last and self._subject.noise:
+            store.listener, store.lineage = found, engine.recorder.lineage()
+        try:
+            self._metered(self._step) if first and self._is_metered else self._step()
+        finally:
+            store.listener = store.lineage = None
+        self._gains = found.gains
+        self._blocks = {row.key: row for row in store.rows if "blocks" in row.packed}
+        self._tell("statistics")
+
+    def _metered(self, step: Callable[[], object]) -> None:
+        """Run a step that holds more than a plain one, and note how much."""
+        meter = PeakMeter(device_of(self._subject.model))
+        metered = meter.start()
+        try:
+            step()
+        finally:
+            if metered:
+                held = sum(self._parts().values()) + meter.stop(()).total_bytes
+                self._peak_bytes = max(self._peak_bytes, held)
+
+    def _step(self) -> None:
+        _run(self._subject, self._engine.framed(), self._returned)
+
+    def _returned(self) -> None:
+        """The model's forward is over."""
+        if self._profiler is not None:
+            self._profiler.loss()
+
+    def _plain(self, what: str) -> None:
+        self._bypassed()
+        self._tell(what)
+
+    def _bypassed(self) -> None:
+        """A step that keeps everything, while the session looks on."""
+        self._engine.replay(self._step, bypass=True)
+
+    def _bare(self) -> None:
+        """A step without the session."""
+        installation = self._engine.installation
+        assert installation is not None
+        self._subject.model.zero_grad(set_to_none=True)
+        with installation.paused():
+            _run(self._subject, contextlib.nullcontext())
+
+    def _tell(self, what: str) -> None:
+        self._done += 1
+        if self._subject.on_progress is not None:
+            self._subject.on_progress(self._done, self._total, what)
+
+    def _parts(self) -> dict[str, Any]:
+        """Bytes that are there in any case."""
+        model = self._subject.model
+        return {
+            "parameter_bytes": nbytes_of([*model.parameters(), *model.buffers()]),
+            "input_bytes": nbytes_of(tensors_in(list(self._subject.sample))),
+            "state_bytes": state_bytes(model, self._subject.optimizer),
+        }
+
+
+class _Everything(Container[str]):
+    """Contains every key."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
+def cached(folder: Path, key: str, make: Callable[[], StepProfile]) -> StepProfile:
+    """The profile of that key in the folder; made and put there if it is missing or damaged."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot make the cache {folder}: {error}. Choose another one, or none.") from error
+    require_writable(folder / key)
+    seen = load_profile(folder, key)
+    if seen is None:
+        seen = make()
+        store_profile(folder, key, seen)
+    return seen
+
+
+def key_of(subject: Subject) -> str:
+    """What a profile depends on, as a file's name."""
+    loss_fn, optimizer = subject.loss_fn, subject.optimizer
+    weights = tensors_in(list(loss_fn.parameters())) if isinstance(loss_fn, torch.nn.Module) else ()
+    held = state_bytes(subject.model, optimizer)
+    folder = subject.folder or usual_folder()
+    settings = (__version__, subject.noise, type(optimizer).__name__, held, folder)
+    return profile_key(subject.model, [*tensors_in(subject.sample), *weights], loss_fn, *settings)
+
+
+def without(seen: StepProfile, actions: Container[Action]) -> StepProfile:
+    """The step if nothing may be done to a tensor that these name."""
+    tensors = tuple(
+        dataclasses.replace(tensor, options=tuple(o for o in tensor.options if o.action not in actions))
+        for tensor in seen.profile.tensors
+    )
+    return dataclasses.replace(seen, profile=dataclasses.replace(seen.profile, tensors=tensors))
+
+
+def _sensitivities(profile: Profile) -> dict[str, float]:
+    """Key -> relative gradient noise for a unit bound, as the options that serve no other have it."""
+    return {
+        tensor.key: option.noise / option.bound**2
+        for tensor in profile.tensors
+        for option in tensor.options
+        if option.bound > 0.0 and not option.approximates
+    }
+
+
+def _require_room(budget_bytes: int, parts: Mapping[str, int], gradient_bytes: int) -> None:
+    """Refuse a budget below what no plan can change."""
+    if budget_bytes < sum(parts.values()) + gradient_bytes:
+        names = {
+            "parameters and buffers": parts["parameter_bytes"],
+            "the sample": parts["input_bytes"],
+            "gradients": gradient_bytes,
+            "optimizer state": parts["state_bytes"],
+        }
+        raise BudgetError(explain_floor(budget_bytes, names))
+
+
+def _keeping_the_loss(profile: Profile, saved: Mapping[str, int]) -> Profile:
+    """The profile with no choice for what the loss saves."""
+    keys = {each.key for each in profile.moments if each.phase == "loss" and each.event == "save"}
+    tensors = tuple(
+        dataclasses.replace(tensor, options=(keeping(saved[tensor.key]),)) if tensor.key in keys else tensor
+        for tensor in profile.tensors
+    )
+    return dataclasses.replace(profile, tensors=tensors)
+
+
+def keeping(nbytes: int) -> Option:
+    """Held as it is."""
+    return Option(action=Action.KEEP, codec="keep", held_bytes=nbytes)

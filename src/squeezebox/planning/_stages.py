@@ -1,0 +1,222 @@
+"""What a plan's stages cost as wholes, measured as a rank runs them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from squeezebox import pipeline, planner, profiling
+from squeezebox.bounds import Planned
+from squeezebox.pipeline import Passage, Piece, Stage
+from squeezebox.planning._blocks import Microbatch, block_of
+from squeezebox.schedules import Costs, simulate
+from squeezebox.schema import Block, Holding, Link, PipelinePlan, PipelineProfile
+from squeezebox.session import begin
+from squeezebox.steps import device_of
+
+_FORWARD, _BACKWARD, _WEIGHTS, _END = range(4)
+_REPEATS = 3
+_UNLIMITED = 2**62
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Stages:
+    """Measures plans' stages with microbatches of one size, each only once.
+
+    Bytes of blocks do not add up to a stage's where these hold less than they were given (what is packed, or
+    made again), nor where backward is in two parts; so the best plans of the blocks are measured anew.
+    """
+
+    profile: PipelineProfile
+    pieces: Sequence[Piece]
+    microbatch: Microbatch
+    bounds: Mapping[str, float]
+    state_share: float
+    _known: dict[Any, Holding] = field(default_factory=dict)
+    _given: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def measured(self, plan: PipelinePlan, link: Link) -> PipelinePlan:
+        """The plan with its stages' own seconds and bytes, and the bounds of those that compress."""
+        is_split = plan.schedule == "zero_bubble"
+        blocks = [
+            block_of(
+                self.state_share,
+                self.pieces[stage.first : stage.end],
+                self.profile.blocks[stage.end - 1].output_bytes,
+                (self._measure(stage.first, stage.end, stage.policy, is_split=is_split),),
+            )
+            for stage in plan.stages
+        ]
+        (found,) = planner.plan_pipeline(
+            [PipelineProfile(microbatch=plan.microbatch, blocks=tuple(blocks))],
+            batch=plan.replicas * plan.microbatches * plan.microbatch,
+            ranks=plan.replicas * plan.ranks,
+            memory_bytes=_UNLIMITED,
+            link=link,
+            schedules=[plan.schedule],
+            policies=sorted({stage.policy for stage in plan.stages}),
+            depths=[plan.ranks],
+            loops=[len(plan.stages) // plan.ranks],
+        )
+        timed = _simulated(found, blocks, link)
+        stages = [
+            dataclasses.replace(
+                new,
+                first=old.first,
+                end=old.end,
+                bounds=self._bounds(old.first, old.end) if old.policy == "compress" else {},
+            )
+            for new, old in zip(found.stages, plan.stages, strict=True)
+        ]
+        return dataclasses.replace(timed, stages=tuple(stages))
+
+    def with_pending(self) -> Stages:
+        """The same, where blocks know what they hold between two parts of backward."""
+        blocks = []
+        for number, block in enumerate(self.profile.blocks):
+            each = [self._measure(number, number + 1, own.policy, is_split=True) for own in block.holdings]
+            holdings = tuple(
+                dataclasses.replace(own, pending_bytes=found.pending_bytes)
+                for own, found in zip(block.holdings, each, strict=True)
+            )
+            blocks.append(dataclasses.replace(block, holdings=holdings))
+        return dataclasses.replace(self, profile=dataclasses.replace(self.profile, blocks=tuple(blocks)))
+
+    def _measure(self, first: int, end: int, policy: str, *, is_split: bool) -> Holding:
+        key = first, end, policy, is_split
+        if key not in self._known:
+            self._known[key] = measure_stage(
+                self.pieces[first:end],
+                self._inputs()[first],
+                policy=policy,
+                loss_of=self.microbatch.loss_of if end == len(self.pieces) else None,
+                bounds=self._bounds(first, end) if policy == "compress" else {},
+                is_split=is_split,
+            )
+        return self._known[key]
+
+    def _inputs(self) -> list[tuple[Any, ...]]:
+        """Of every piece, without a graph."""
+        values = self.microbatch.inputs
+        while len(self._given) < len(self.pieces):
+            self._given.append(values)
+            outputs = self.pieces[len(self._given) - 1].module(*values)
+            values = tuple(map(_apart, outputs))
+        return self._given
+
+    def _bounds(self, first: int, end: int) -> Mapping[str, float]:
+        """Those of a stage's blocks, or of the loss, by their keys in a session of the stage alone."""
+        own = {}
+        for key, bound in self.bounds.items():
+            block, rest = re.fullmatch(r"(\d*)(.*)", key, re.DOTALL).groups()  # type: ignore[union-attr]
+            if not block:
+                own[key] = bound
+            elif first <= int(block) < end:
+                own[f"pieces.{int(block) - first}{rest}"] = bound
+        return own
+
+
+def measure_stage(
+    pieces: Sequence[Piece],
+    inputs: tuple[Any, ...],
+    *,
+    policy: str,
+    loss_of: Callable[..., Tensor] | None,
+    bounds: Mapping[str, float],
+    is_split: bool,
+) -> Holding:
+    """Take a microbatch through a stage and back, again and again.
+
+    Args:
+        pieces: of the stage.
+        inputs: what the stage before hands on, without a graph; those that have gradients say so.
+        policy: "keep", "compress" or "recompute".
+        loss_of: makes the loss of what the model's last stage returns.
+        bounds: of "compress", by tensor.
+        is_split: whether backward is taken in two parts.
+
+    Raises:
+        CaptureError: another profiler is running.
+    """
+    stage = Stage(pieces, recompute=policy == "recompute")
+    weights = [each for each in stage.parameters() if each.requires_grad]
+    before = [each.grad for each in weights]
+    received: list[Tensor] = []
+
+    def run(mark: Callable[[int], None]) -> None:
+        mark(_FORWARD)
+        leaves = [*map(_apart, inputs)]
+        outputs = [each for each in stage(*leaves, loss_of=loss_of) if each.requires_grad]
+        mark(_BACKWARD)
+        if not received:  # as a rank has them, in buffers that stay
+            received.extend(map(torch.ones_like, outputs))
+        passage = Passage(0, [], leaves, outputs, received if loss_of is None else None)
+        del leaves, outputs
+        if is_split:
+            passage.backward_to_inputs(weights)
+            mark(_WEIGHTS)
+            passage.backward_to_weights(weights)
+        else:
+            passage.backward()
+        del passage
+        mark(_END)
+
+    engine = begin(stage, None, Planned(bounds=bounds), overlapping=True) if policy == "compress" else None
+    try:
+        for weight in weights:
+            weight.grad = torch.zeros_like(weight)
+        marks = profiling.measure_marks(run, _END, device_of(stage), _REPEATS)
+    finally:
+        if engine is not None:
+            engine.detach()
+        for weight, gradient in zip(weights, before, strict=True):
+            weight.grad = gradient
+    return _holding(policy, marks, is_split)
+
+
+def _holding(policy: str, marks: profiling.Marks, is_split: bool) -> Holding:
+    start, held, pending, _ = marks.live
+    pending = pending if is_split else held
+    after = (held, max(held, pending), pending)  # forward, backward, and the second part of that
+    most = max(highest - own for highest, own in zip(marks.highest, after, strict=False))
+    return Holding(
+        policy=policy,
+        saved_bytes=held - start,
+        working_bytes=max(most, 0),
+        forward_seconds=marks.seconds[_FORWARD],
+        backward_seconds=sum(marks.seconds[_BACKWARD:]),
+        pending_bytes=pending - held,
+    )
+
+
+def _apart(value: Any) -> Any:
+    """The same values without their graph."""
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _simulated(plan: PipelinePlan, blocks: Sequence[Block], link: Link) -> PipelinePlan:
+    """The plan with the seconds of its schedule run on paper, its uneven stages included.
+
+    Schedules without a flush keep theirs, which are those of the slowest stage.
+
+    Args:
+        plan: of stages with a block each.
+        blocks: these.
+        link: between ranks.
+    """
+    if plan.schedule in pipeline.FLOWING:
+        return plan
+    costs = Costs(
+        forward=tuple(stage.forward_seconds for stage in plan.stages),
+        backward=tuple(stage.backward_seconds for stage in plan.stages),
+        transfer=max((link.seconds(block.output_bytes) for block in blocks[:-1]), default=0.0),
+    )
+    seconds = simulate(pipeline.schedule_of(plan), costs).seconds
+    most = max(block.parameter_bytes for block in blocks)
+    return dataclasses.replace(plan, seconds=seconds + planner.all_reduce_seconds(most, plan.replicas, link))

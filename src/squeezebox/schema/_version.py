@@ -1,0 +1,3 @@
+"""The version of this Squeezebox."""
+
+__version__ = "0.1.0"

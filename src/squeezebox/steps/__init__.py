@@ -1,0 +1,53 @@
+"""A training step as its user has it: model, sample and loss; what they hold, and leaving them as they were.
+
+In: models, samples, losses. Out: their tensors, devices and sizes, other samples, errors that explain.
+May touch: the model's gradients, buffers and random states, which come back as they were.
+"""
+
+from squeezebox.steps._models import (
+    device_of,
+    gradient_noise,
+    held_by,
+    mean_momentum,
+    names_of,
+    nbytes_of,
+    persistent,
+    random_states,
+    restored,
+    tensors_in,
+    ungraded,
+)
+from squeezebox.steps._samples import (
+    LossFunction,
+    apart,
+    batch_of,
+    check_loss,
+    check_sample,
+    described,
+    explained,
+    mapped,
+    resize,
+)
+
+__all__ = [
+    "LossFunction",
+    "apart",
+    "batch_of",
+    "check_loss",
+    "check_sample",
+    "described",
+    "device_of",
+    "explained",
+    "gradient_noise",
+    "held_by",
+    "mapped",
+    "mean_momentum",
+    "names_of",
+    "nbytes_of",
+    "persistent",
+    "random_states",
+    "resize",
+    "restored",
+    "tensors_in",
+    "ungraded",
+]

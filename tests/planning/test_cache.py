@@ -1,0 +1,127 @@
+"""Profiles kept on disk are used for the very same step only, and damaged ones never."""
+
+import json
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import squeezebox
+from squeezebox.schema import OutputError
+from tests.planning.test_max_batch import batch, network
+
+
+class Counted(nn.Module):
+    """A network that counts its forward passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.calls = network(), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.body(x)
+
+
+def plan(model, folder, sample=None, **options):
+    """(the plan, forward passes that it took)."""
+    before = model.calls
+    made = squeezebox.plan(
+        model,
+        sample=sample or batch(8),
+        loss_fn=options.pop("loss_fn", F.cross_entropy),
+        cache=folder,
+        **options,
+    )
+    return made, model.calls - before
+
+
+def test_the_same_step_is_profiled_once(tmp_path):
+    model = Counted()
+    first, calls = plan(model, tmp_path / "new" / "folder")
+    assert calls > 0
+    again, calls = plan(model, tmp_path / "new" / "folder")
+    assert calls == 0 and again == first
+    limited, calls = plan(model, str(tmp_path / "new" / "folder"), budget="80%")
+    assert calls == 0 and limited.predicted_peak_bytes <= limited.budget_bytes
+    assert len(os.listdir(tmp_path / "new" / "folder")) == 1
+
+
+def another_weight(model):
+    with torch.no_grad():
+        model.body[0].weight[0, 0, 0, 0] += 1e-3
+
+
+def another_layout(model):
+    model.body[0].weight.data = model.body[0].weight.data.to(memory_format=torch.channels_last)
+
+
+def another_setting(model):
+    model.body[0].padding_mode = "reflect"
+    model.body[0]._reversed_padding_repeated_twice = [1, 1, 1, 1]
+
+
+def evaluation(model):
+    model.body[2].eval()
+
+
+@pytest.mark.parametrize("change", (another_weight, another_layout, another_setting, evaluation))
+def test_any_change_of_the_model_is_another_step(change, tmp_path):
+    model = Counted()
+    plan(model, tmp_path, exact=True)
+    change(model)
+    assert plan(model, tmp_path, exact=True)[1] > 0
+    assert plan(model, tmp_path, exact=True)[1] == 0
+
+
+def test_another_sample_loss_noise_or_optimizer_is_another_step(tmp_path):
+    model = Counted()
+    x, y = batch(8)
+    adam = torch.optim.Adam(model.parameters())
+    for options in (
+        {"exact": True},
+        {"noise": 1e-2},
+        {"exact": True, "sample": (x[:4].clone(), y[:4])},
+        {"exact": True, "sample": (x, y.flip(0))},
+        {"exact": True, "loss_fn": lambda out, target: F.cross_entropy(out, target) * 2},
+        {"exact": True, "loss_fn": lambda out, target: F.cross_entropy(out, target) * 3},
+        {"exact": True, "optimizer": adam},
+    ):
+        assert plan(model, tmp_path, **options)[1] > 0
+        assert plan(model, tmp_path, **options)[1] == 0
+
+
+@pytest.mark.parametrize(
+    "damage", ("", "{", "[]", "null", '{"checksum": "", "step": "{}"}', "figure", "half")
+)
+def test_damaged_entries_are_made_anew(damage, tmp_path):
+    model = Counted()
+    plan(model, tmp_path, exact=True)
+    (entry,) = tmp_path.iterdir()
+    whole = entry.read_text()
+    bad = {"half": whole[: len(whole) // 2], "figure": whole.replace("held_bytes", "held_bites", 1)}
+    entry.write_text(bad.get(damage, damage))
+    assert plan(model, tmp_path, exact=True)[1] > 0
+    assert json.loads(entry.read_text()).keys() == json.loads(whole).keys()
+    assert plan(model, tmp_path, exact=True)[1] == 0
+    assert list(tmp_path.iterdir()) == [entry]
+
+
+def test_a_folder_that_cannot_be_is_refused_before_anything_runs(tmp_path):
+    model = Counted()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cache"):
+        plan(model, tmp_path / "file" / "folder")
+    assert model.calls == 0
+
+
+def test_progress_is_told_step_by_step():
+    told = []
+    squeezebox.plan(
+        network(), sample=batch(4), loss_fn=F.cross_entropy, on_progress=lambda *words: told.append(words)
+    )
+    assert [done for done, _, _ in told] == list(range(1, len(told) + 1))
+    assert {total for _, total, _ in told} == {len(told)}
+    assert all(isinstance(what, str) and what for _, _, what in told)
