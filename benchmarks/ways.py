@@ -179,8 +179,8 @@ def _rows(samples: Sequence[LiveSample], seconds: float) -> list[str]:
     ]
 
 
-_NOTE = f"""Checkpointing repeats every block. save_on_cpu moves nothing, as the step is on the CPU already: how far
-its time is from 1 tells how far other work on the machine bent the times.
+_NOTE = f"""Checkpointing repeats every block. save_on_cpu moves nothing, as the step is on the CPU already: how
+far its time is from 1 tells how far other work on the machine bent all times.
 Inductor's activation_memory_budget is {COMPILED_BUDGET}. Squeezebox's plan has no budget of bytes and allows
 a noise of {NOISE}; its first step includes planning. Ratios are medians (and ranges) over the rounds.
 
