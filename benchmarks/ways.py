@@ -179,7 +179,7 @@ def _rows(samples: Sequence[LiveSample], seconds: float) -> list[str]:
     ]
 
 
-_NOTE = f"""Checkpointing repeats every block. save_on_cpu moves nothing, as the step is on the CPU already: how
+_NOTE = f"""Checkpointing repeats every block. save_on_cpu moves nothing, as the step is on the CPU: how
 far its time is from 1 tells how far other work on the machine bent all times.
 Inductor's activation_memory_budget is {COMPILED_BUDGET}. Squeezebox's plan has no budget of bytes and allows
 a noise of {NOISE}; its first step includes planning. Ratios are medians (and ranges) over the rounds.
