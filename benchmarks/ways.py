@@ -1,7 +1,7 @@
 """Five ways to hold a training step in memory, on four networks, each network in one run.
 
 Goes in: nothing; networks of benchmarks/tasks.py, briefly trained on photographs or text. Comes out:
-benchmarks/reports/ways-<date>.json and .md: the README's table, and the step that docs/step.svg draws.
+benchmarks/reports/ways-<date>.json and .md, with the step that docs/step.svg draws for the README.
 
 The ways are plain PyTorch, gradient checkpointing of every block, torch's save_on_cpu, Inductor under
 activation_memory_budget, and Squeezebox's plan without a budget. A step is zero_grad, forward, loss,
