@@ -1,4 +1,4 @@
-"""Every command has --json, and ends with the status that the README gives it."""
+"""Every command has --json, and ends with the status that docs/cli.md gives it."""
 
 import json
 from pathlib import Path
