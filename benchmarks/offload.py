@@ -190,7 +190,7 @@ def trained(arguments: argparse.Namespace) -> dict[str, Any]:
         plan = moving_all(plan)
         plan.save(path)
         arms = {arm: _process(arm, path) for arm in ARMS}
-    moved = sum(each.saved_bytes for each in plan.tensors if each.key in plan.offloaded)
+    moved = sum(each.saved_bytes for each in plan.tensors if each.option.action is Action.OFFLOAD)
     digests = {row["digest"] for row in arms.values()}
     return {
         "arms": arms,
@@ -205,9 +205,9 @@ def trained(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def moving_all(plan: StepPlan) -> StepPlan:
     """The plan with every tensor moved that it keeps, at the price of those that it moves."""
-    known = [each for each in plan.tensors if each.key in plan.offloaded]
+    known = [each for each in plan.tensors if each.option.action is Action.OFFLOAD]
     price = sum(each.option.seconds for each in known) / sum(each.saved_bytes for each in known)
-    kept = [each for each in plan.tensors if each.key in plan.kept and each.saved_bytes >= _LEAST]
+    kept = [t for t in plan.tensors if t.option.action is Action.KEEP and t.saved_bytes >= _LEAST]
     more = {
         each.key: Option(
             action=Action.OFFLOAD,

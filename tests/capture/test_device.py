@@ -6,6 +6,7 @@ import torch
 import squeezebox
 from squeezebox.capture import DeviceBlocks
 from squeezebox.memory import Staging
+from squeezebox.schema import Action, Option
 from tests.capture.nets import images, loss_of, resnet
 from tests.memory.test_staging import Threads
 
@@ -97,11 +98,9 @@ def test_two_forwards_before_their_backwards_have_arenas_of_their_own(session):
         torch.testing.assert_close(parameter.grad, gradient)
 
 
-class Everything:
-    """Contains every key."""
-
-    def __contains__(self, key):
-        return True
+def moved(key):
+    """A plan that moves every tensor."""
+    return Option(action=Action.OFFLOAD, held_bytes=0)
 
 
 @pytest.mark.parametrize("lazy", (False, True))
@@ -113,7 +112,7 @@ def test_what_is_moved_to_the_host_comes_back_to_the_bit(lazy, room):
     first = step(plain, x)
     plain.detach()
     session = squeezebox.attach(model, exact=True)
-    session.engine.store.offload = Everything()
+    session.engine.store.planned = moved
     session.engine.store.staging = Staging(Threads(lazy), most_bytes=room)
     for _ in range(2):
         found = step(session, x)
@@ -137,7 +136,7 @@ def test_a_tensor_changed_while_it_is_moved_is_an_error():
 
     model = Late()
     session = squeezebox.attach(model, exact=True)
-    session.engine.store.offload = Everything()
+    session.engine.store.planned = moved
     session.engine.store.staging = Staging(Threads(lazy=True))
     with pytest.raises(squeezebox.CaptureError, match="was changed in place while it was being moved"):
         model(torch.randn(64, 64)).sum().backward()
@@ -305,7 +304,7 @@ def test_tensors_of_another_device_are_moved_to_the_file_or_kept():
 def exact_steps(model, x, staging):
     """Gradients with every tensor moved."""
     session = squeezebox.attach(model, exact=True)
-    session.engine.store.offload, session.engine.store.staging = Everything(), staging
+    session.engine.store.planned, session.engine.store.staging = moved, staging
     found = step(session, x)
     session.detach()
     return found

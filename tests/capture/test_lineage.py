@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import squeezebox
-from squeezebox.schema import CaptureError, PlanError
+from squeezebox.schema import Action, CaptureError, Option, PlanError
 
 
 class Residual(nn.Module):
@@ -188,6 +188,13 @@ def session_of(model, x, y, autocast=False):
     return session, found
 
 
+def recomputed(sources):
+    """A plan that makes the tensors of these keys again, of the others."""
+    pairs = ((key, tuple(each)) for key, each in sources.items())
+    options = {key: Option(action=Action.RECOMPUTE, held_bytes=0, sources=each) for key, each in pairs}
+    return options.get
+
+
 @pytest.mark.parametrize("autocast", (False, True))
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_tensor_alone_and_all_together(name, autocast):
@@ -197,7 +204,7 @@ def test_every_tensor_alone_and_all_together(name, autocast):
     session, found = session_of(model, x, y, autocast)
     assert len(found) >= 6
     for plan in ({}, found, *({key: sources} for key, sources in found.items())):
-        session.engine.store.recompute = plan
+        session.engine.store.planned = recomputed(plan)
         results = gradients(model, x, y, autocast)
         assert all(torch.equal(a, b) for a, b in zip(expected, results, strict=True)), plan
         rows = {row.key: row for row in session.report().record.tensors}
@@ -213,7 +220,7 @@ def test_code_that_invites_mistakes(function):
     expected = gradients(model, x, y)
     session, found = session_of(model, x, y)
     for plan in (found, *({key: sources} for key, sources in found.items())):
-        session.engine.store.recompute = plan
+        session.engine.store.planned = recomputed(plan)
         results = gradients(model, x, y)
         assert all(torch.equal(a, b) for a, b in zip(expected, results, strict=True)), plan
     session.detach()
@@ -222,7 +229,7 @@ def test_code_that_invites_mistakes(function):
 def test_nothing_is_held_for_what_is_made_again():
     model, x, y = in_place(), torch.randn(4, 3, 24, 24), torch.randint(5, (4,))
     session, found = session_of(model, x, y)
-    session.engine.store.recompute = found
+    session.engine.store.planned = recomputed(found)
     loss = F.cross_entropy(model(x), y)
     held = [entry for entry in session.engine.store._entries.values() if entry.row.key in found]
     assert held
@@ -237,7 +244,7 @@ def test_a_tensor_made_otherwise_is_refused():
     model, x, y = Residual(), torch.randn(4, 3, 24, 24), torch.randint(5, (4,))
     session, found = session_of(model, x, y)
     key = next(key for key in found if "Gelu" in key)
-    session.engine.store.recompute = {key: found[key]}
+    session.engine.store.planned = recomputed({key: found[key]})
     model.conv3.forward = lambda x: torch.cumsum(nn.Conv2d.forward(model.conv3, x), 0)
     with pytest.raises(PlanError, match="another way"):
         model(x)
@@ -247,7 +254,7 @@ def test_a_tensor_made_otherwise_is_refused():
 def test_a_parameter_changed_too_early_is_noticed():
     model, x, y = Residual(), torch.randn(4, 3, 24, 24), torch.randint(5, (4,))
     session, found = session_of(model, x, y)
-    session.engine.store.recompute = found
+    session.engine.store.planned = recomputed(found)
     loss = F.cross_entropy(model(x), y)
     with torch.no_grad():
         model.norm1.weight.mul_(2.0)

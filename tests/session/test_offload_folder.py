@@ -49,7 +49,7 @@ def planned(model, **options):
     plan = squeezebox.plan(
         model, sample=sample(), loss_fn=F.cross_entropy, exact=True, recompute=False, **options
     )
-    assert plan.offloaded
+    assert plan.keys(Action.OFFLOAD)
     return plan
 
 
@@ -99,7 +99,7 @@ def test_nothing_is_moved_where_no_folder_is_on_a_disk(monkeypatch):
     monkeypatch.setattr("squeezebox.memory._disk._usual", lambda: iter([str(IN_MEMORY)]))
     model = network()
     plan = squeezebox.plan(model, sample=sample(), loss_fn=F.cross_entropy, exact=True)
-    assert not plan.offloaded and plan.offload is None
+    assert not plan.keys(Action.OFFLOAD) and plan.offload is None
     monkeypatch.undo()
     moving = planned(model)
     monkeypatch.setattr("squeezebox.memory._disk._usual", lambda: iter([str(IN_MEMORY)]))

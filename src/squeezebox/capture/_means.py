@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from squeezebox.capture._arena import Arena
@@ -11,7 +11,11 @@ from squeezebox.capture._device import DeviceBlocks
 from squeezebox.capture._entries import Row
 from squeezebox.capture._watch import Watcher
 from squeezebox.memory import Reserve, Spill, Staging
-from squeezebox.schema import Role
+from squeezebox.schema import Option, Role
+
+
+def _no_plan(key: str) -> Option | None:
+    return None
 
 
 @dataclass(eq=False)
@@ -19,10 +23,7 @@ class Means:
     """Shared by a :class:`Store`, which is one, and what packs and unpacks for it."""
 
     policy: Policy
-    keep: Container[str] = ()  # keys of tensors to hold themselves
-    offload: Container[str] = ()  # and of those to move to a file
-    recompute: Mapping[str, Container[str]] = field(default_factory=dict)  # and to make again, of which
-    signed: Container[str] = ()  # and of those among them whose signs are held
+    planned: Callable[[str], Option | None] = _no_plan  # how a plan holds the tensor of a key
     late_values: dict[str, Role] = field(default_factory=dict)  # whose values were asked for after their sign
     refused: dict[str, str] = field(default_factory=dict)  # that were to be packed and are kept, and why
     unweighed: dict[str, str] = field(default_factory=dict)  # whose errors are beyond a float, from then on

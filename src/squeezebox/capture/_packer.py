@@ -20,7 +20,7 @@ from squeezebox.capture._rules import Rule
 from squeezebox.capture._unpacker import Unpacker
 from squeezebox.capture._watch import spent_on
 from squeezebox.memory import Spill, Staging
-from squeezebox.schema import Activity, CaptureError, CodecError, OptionError, Reads
+from squeezebox.schema import Action, Activity, CaptureError, CodecError, Option, OptionError, Reads
 
 
 class Packer:
@@ -72,12 +72,14 @@ class Packer:
 
     def _planned(self, entry: Entry, tensor: torch.Tensor) -> str | None:
         """Hold the tensor as a plan says, where that is not by packing it."""
-        key = entry.row.key
-        if key in self._means.keep:
+        option = self._means.planned(entry.row.key)
+        if option is None or option.action is Action.COMPRESS:
+            return None
+        if option.action is Action.KEEP:
             return self.keep(entry, tensor)
-        if key in self._means.offload and self._place(entry) is not None:
-            return self._offload(entry, tensor)
-        return self._derive(entry, tensor) if key in self._means.recompute else None
+        if option.action is Action.OFFLOAD:
+            return None if self._place(entry) is None else self._offload(entry, tensor)
+        return self._derive(entry, tensor, option)
 
     def _pack_exact(self, entry: Entry, tensor: torch.Tensor, codec: str, options: Mapping[str, Any]) -> str:
         form = codec + "".join(f",{name}={value}" for name, value in options.items())
@@ -172,11 +174,11 @@ class Packer:
         moved = self._means.listener is not None and self._place(entry) is not None
         return self._offload(entry, tensor) if moved else self.keep(entry, tensor)
 
-    def _derive(self, entry: Entry, tensor: torch.Tensor) -> str:
+    def _derive(self, entry: Entry, tensor: torch.Tensor, option: Option) -> str:
         if entry.recipe is None and entry.origin is not None:
-            entry.recipe = Recipe(entry.origin, self._means.recompute[entry.row.key])
+            entry.recipe = Recipe(entry.origin, option.sources)
             entry.row.packed["recompute"] = 0
-            if entry.row.key in self._means.signed:
+            if option.codec == "sign":
                 self._add_sign(entry, tensor)
         return "recompute"
 

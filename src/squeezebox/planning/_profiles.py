@@ -301,7 +301,8 @@ class _Profiling:
     def _overheads(self) -> tuple[float, float]:
         """Seconds a step of holding every tensor as it is, and of following how it was made."""
         engine, store = self._engine, self._engine.store
-        store.keep, store.lineage = _Everything(), engine.recorder.lineage()
+        unplanned = store.planned
+        store.planned, store.lineage = _kept, engine.recorder.lineage()
         watches = [Stopwatch() for _ in range(self._timed_steps)]
         try:
             for watch in watches:
@@ -309,7 +310,7 @@ class _Profiling:
                     engine.replay(self._step, bypass=False)
                 self._tell("a step that keeps everything")
         finally:
-            store.keep, store.lineage = (), None
+            store.planned, store.lineage = unplanned, None
         return min(watch.holding for watch in watches), min(watch.following for watch in watches)
 
     def _statistics(self, *, first: bool, last: bool) -> None:
@@ -381,11 +382,8 @@ class _Profiling:
         }
 
 
-class _Everything(Container[str]):
-    """Contains every key."""
-
-    def __contains__(self, key: object) -> bool:
-        return True
+def _kept(key: str) -> Option:
+    return Option(action=Action.KEEP, held_bytes=0)
 
 
 def cached(folder: Path, key: str, make: Callable[[], StepProfile]) -> StepProfile:

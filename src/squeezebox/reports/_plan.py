@@ -66,28 +66,18 @@ class StepPlan:
     arena: bool = False
     offload: OffloadRecord | None = None
 
-    @property
-    def kept(self) -> frozenset[str]:
-        """Keys of the tensors that are held themselves."""
-        return frozenset(tensor.key for tensor in self.tensors if tensor.option.action is Action.KEEP)
+    def __getitem__(self, key: str) -> Option:
+        """How the tensor of that key is held."""
+        return self.options[key]
 
     @property
-    def offloaded(self) -> frozenset[str]:
-        """Keys of the tensors that are moved to a file."""
-        return frozenset(tensor.key for tensor in self.tensors if tensor.option.action is Action.OFFLOAD)
+    def options(self) -> dict[str, Option]:
+        """How each tensor is held, by its key."""
+        return {tensor.key: tensor.option for tensor in self.tensors}
 
-    @property
-    def recomputed(self) -> dict[str, tuple[str, ...]]:
-        """Keys of the tensors that are made again, and of those they are made from."""
-        again = (Action.RECOMPUTE, Action.REGENERATE)
-        return {tensor.key: tensor.option.sources for tensor in self.tensors if tensor.option.action in again}
-
-    @property
-    def signed(self) -> frozenset[str]:
-        """Keys of those among them whose signs are held."""
-        return frozenset(
-            tensor.key for tensor in self.tensors if tensor.option.sources and tensor.option.codec == "sign"
-        )
+    def keys(self, *actions: Action) -> frozenset[str]:
+        """Of the tensors that are held in one of these ways."""
+        return frozenset(tensor.key for tensor in self.tensors if tensor.option.action in actions)
 
     @property
     def lasting_bytes(self) -> int:

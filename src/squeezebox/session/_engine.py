@@ -19,7 +19,7 @@ from squeezebox.bounds import Planned
 from squeezebox.capture import Installation, Recorder, Slicer, Store, is_innermost
 from squeezebox.memory import PeakMeter, live_bytes
 from squeezebox.reports import StepPlan
-from squeezebox.schema import AttachError, Region, Role
+from squeezebox.schema import Action, AttachError, Region, Role
 from squeezebox.session._growth import Growth
 from squeezebox.session._offload import make_room
 from squeezebox.session._passes import Passes
@@ -247,9 +247,9 @@ class Engine:
     def _use(self, plan: StepPlan) -> None:
         """Hold tensors as the plan says from now on."""
         self.plan, self.policy.controller = plan, Planned(bounds=plan.bounds)
-        self.store.keep, self.store.offload = plan.kept, plan.offloaded
-        self.store.recompute, self.store.signed = plan.recomputed, plan.signed
-        self.store.lineage = self.recorder.lineage() if plan.recomputed else None
+        self.store.planned = plan.options.get
+        again = plan.keys(Action.RECOMPUTE, Action.REGENERATE)
+        self.store.lineage = self.recorder.lineage() if again else None
         self.store.late_values = {key: Role(role) for key, role in plan.late_values.items()}
         self.store.room = plan.lasting_bytes
         make_room(self.store, plan, self.notes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from squeezebox.capture import Store
 from squeezebox.memory import DiskFolder, disk_folder
 from squeezebox.reports import StepPlan
-from squeezebox.schema import OptionError
+from squeezebox.schema import Action, OptionError
 from squeezebox.session._places import places_of
 
 
@@ -16,7 +16,7 @@ def make_room(store: Store, plan: StepPlan, notes: dict[str, None]) -> None:
         OptionError: tensors are moved, and there is no folder on a disk.
     """
     store.plan_arena(*places_of(plan))
-    if plan.offloaded and store.staging is None:
+    if plan.keys(Action.OFFLOAD) and store.staging is None:
         store.spill.folder = _folder_of(plan, notes)
 
 
