@@ -15,12 +15,12 @@ from torch import nn
 import squeezebox
 from squeezebox.compiling._compile import (
     _bit_profile,
-    _Example,
     _fewest_bits,
     _half_steps,
     _planned_bits,
 )
 from squeezebox.schema import Action, AttachError, Option, OptionError, PlanError, UnsupportedModelError
+from squeezebox.steps import TrainingStep
 
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")),
@@ -163,7 +163,7 @@ def test_noise_and_plans_choose_the_bits_and_are_not_mistaken_for_each_other():
 def test_where_the_law_promises_too_little_noise_the_step_is_compiled_with_less():
     torch.manual_seed(0)
     model, x = Perceptron(), torch.randn(256, 64)
-    example = _Example(model, (x, labels(x)), F.cross_entropy)
+    example = TrainingStep(model=model, sample=(x, labels(x)), loss_fn=F.cross_entropy)
     first, _ = _fewest_bits(_bit_profile(example), 1e-2)
     assert 4 in first.by_key.values()  # and with it, the step has more noise than that
     step = squeezebox.compile(model, noise=1e-2, sample=example.sample, loss_fn=F.cross_entropy)

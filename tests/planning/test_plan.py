@@ -11,9 +11,10 @@ from torch.nn import functional as F
 
 import squeezebox
 from squeezebox.planning._plans import planned
-from squeezebox.planning._profiles import Subject, profile_step
+from squeezebox.planning._profiles import profile_step
 from squeezebox.profiling import PeakMeter
 from squeezebox.schema import Action, BudgetError, FormatError, OptionError, PlanError
+from squeezebox.steps import TrainingStep
 
 
 class Block(nn.Module):
@@ -341,8 +342,8 @@ def test_what_is_neither_kept_nor_moved_is_made_again(task):
     plan = squeezebox.plan(
         model, sample=sample, loss_fn=F.cross_entropy, optimizer=optimizer, exact=True, offload=False
     )
-    assert plan.recomputed
-    assert not plan.offloaded
+    assert plan.keys(Action.RECOMPUTE, Action.REGENERATE)
+    assert not plan.keys(Action.OFFLOAD)
     assert plan.predicted_peak_bytes < 0.6 * plan.plain_peak_bytes
     for attached in (False, True):
         model.load_state_dict(before)
@@ -375,7 +376,7 @@ def test_made_again_from_a_packed_tensor_signs_are_exact_and_noise_is_foretold(t
         return [parameter.grad.clone() for parameter in model.parameters()]
 
     monkeypatch.setattr("squeezebox.profiling._options._CHEAP", math.inf)
-    subject = Subject(model=model, sample=sample, loss_fn=loss_fn, optimizer=None, noise=1e-2)
+    subject = TrainingStep(model=model, sample=sample, loss_fn=loss_fn, optimizer=None, noise=1e-2)
     seen = profile_step(subject)
     again = next(t for t in seen.profile.tensors if any(option.tolerates for option in t.options))
     near = next(option for option in again.options if option.tolerates)
@@ -431,7 +432,7 @@ def test_between_uses_far_apart_a_tensor_has_no_buffer():
     task = model, optimizer, sample
     step(*task)
     seen = profile_step(
-        Subject(model=model, sample=sample, loss_fn=F.cross_entropy, optimizer=optimizer, noise=0.0)
+        TrainingStep(model=model, sample=sample, loss_fn=F.cross_entropy, optimizer=optimizer, noise=0.0)
     )
     assert [len(tensor.gaps) for tensor in seen.profile.tensors if tensor.gaps] == [1]
     moved = tuple(

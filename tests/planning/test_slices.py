@@ -8,8 +8,9 @@ from torch.nn import functional as F
 import squeezebox
 from squeezebox.planning import _profiles
 from squeezebox.planning._plans import plain_peak, planned
-from squeezebox.planning._profiles import Subject, profile_step
+from squeezebox.planning._profiles import profile_step
 from squeezebox.planning._slicing import Slices
+from squeezebox.steps import TrainingStep
 
 
 def network(width=16, norm=nn.BatchNorm2d, act=nn.ReLU, pool=4):
@@ -41,8 +42,8 @@ def built(name, size=16):
 @pytest.mark.parametrize("name", NETWORKS)
 def test_time_never_rises_with_the_budget(name):
     model, batch = built(name)
-    subject = Subject(model=model, sample=batch, loss_fn=F.cross_entropy, optimizer=None, noise=1e-2)
-    seen, slices = profile_step(subject), Slices(subject)
+    step = TrainingStep(model=model, sample=batch, loss_fn=F.cross_entropy, optimizer=None, noise=1e-2)
+    seen, slices = profile_step(step), Slices(step)
     whole = plain_peak(seen)
     times, sliced = [], 0
     for share in range(100, 20, -5):

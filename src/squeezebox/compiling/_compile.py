@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from squeezebox.schema import (
     UnsupportedModelError,
 )
 from squeezebox.session import attached, begin
-from squeezebox.steps import LossFunction, gradient_noise, random_states, restored, ungraded
+from squeezebox.steps import LossFunction, TrainingStep, gradient_noise, restored
 
 _LAW_BITS = (8, 4)  # with fewer, errors are no longer small, as the law takes them to be
 
@@ -94,7 +93,7 @@ def compile_model(
         return CompiledStep(model, choose, check, fullgraph=fullgraph, options=options)
 
     if noise is not None and sample is not None and loss_fn is not None:
-        return _within(noise, _Example(model, sample, loss_fn), compiled)
+        return _within(noise, TrainingStep(model=model, sample=sample, loss_fn=loss_fn), compiled)
     if plan is None:
         return compiled(lambda args, kwargs: BitRule(default=bits or 8))
     _check_places(model, plan)
@@ -178,37 +177,8 @@ def _planned_bits(plan: StepPlan, half_steps: HalfSteps) -> BitRule:
     return BitRule(default=None, by_key=chosen)
 
 
-@dataclass(frozen=True, slots=True)
-class _Example:
-    """A model, and a batch to measure on."""
-
-    model: torch.nn.Module
-    sample: tuple[Any, Any]
-    loss_fn: LossFunction
-
-    def loss(self, call: Callable[..., Any]) -> torch.Tensor:
-        inputs, target = self.sample
-        return self.loss_fn(call(*(inputs if isinstance(inputs, tuple) else (inputs,))), target)
-
-    def gradients(self, call: Callable[..., Any]) -> list[torch.Tensor]:
-        """Of the model's parameters, ``call`` being the model; nothing of it stays."""
-        with restored(self.model):
-            self.model.zero_grad(set_to_none=True)
-            loss = self.loss(call)
-            with ungraded(loss, self.model):
-                loss.backward()
-            return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-
-    def is_random(self) -> bool:
-        """Whether forward draws random numbers: a compiled step draws others."""
-        before = random_states(self.model)
-        with restored(self.model):
-            self.loss(self.model)
-            return not all(map(torch.equal, before, random_states(self.model)))
-
-
 def _within(
-    noise: float, example: _Example, compiled: Callable[[Callable[..., BitRule]], CompiledStep]
+    noise: float, example: TrainingStep, compiled: Callable[[Callable[..., BitRule]], CompiledStep]
 ) -> CompiledStep:
     """A compiled step whose noise on the example, measured, is not above ``noise``."""
     profile = _bit_profile(example)
@@ -237,7 +207,7 @@ def _fewest_bits(profile: Profile, allowed: float) -> tuple[BitRule, float]:
     return BitRule(default=None, by_key=by_key), sum(option.noise for option in chosen.values())
 
 
-def _bit_profile(example: _Example) -> Profile:
+def _bit_profile(example: TrainingStep) -> Profile:
     """Bytes and noise of every number of bits for every tensor."""
     with restored(example.model):
         engine = begin(example.model, None, NoiseBudget(noise=1.0))

@@ -13,11 +13,11 @@ import torch
 from squeezebox import codecs
 from squeezebox.bounds import Comet, Controller, NoiseBudget
 from squeezebox.planning._plans import make_plan
-from squeezebox.planning._profiles import Subject, rehearsed
+from squeezebox.planning._profiles import rehearsed
 from squeezebox.reports import StepPlan
 from squeezebox.schema import AttachError, OptionError
 from squeezebox.session import Replanning, Session, begin, plan_with_places, shapes_of
-from squeezebox.steps import LossFunction, check_sample
+from squeezebox.steps import LossFunction, TrainingStep, check_sample
 
 
 def attach(
@@ -128,8 +128,8 @@ def attach(
     places: Mapping[str, int] = {}
     if rehearse and (sample is not None or loss_fn is not None):
         sample, loss_fn = check_sample(sample, loss_fn)
-        subject = Subject(model=model, sample=sample, loss_fn=loss_fn, optimizer=optimizer, noise=0.0)
-        places = rehearsed(subject, chosen)
+        step = TrainingStep(model=model, sample=sample, loss_fn=loss_fn, optimizer=optimizer, noise=0.0)
+        places = rehearsed(step, chosen)
     engine = begin(
         model,
         optimizer,

@@ -9,26 +9,26 @@ import torch
 from squeezebox import planner
 from squeezebox.planning._choices import fits
 from squeezebox.planning._plans import plain_peak, planned
-from squeezebox.planning._profiles import Subject
 from squeezebox.planning._slicing import Slices
 from squeezebox.reports import BatchPoint, StepPlan
 from squeezebox.schema import Budget, BudgetError, StepProfile
+from squeezebox.steps import TrainingStep
 
 _POINTS = 4  # of the frontier, beside the answer
 
 
 class Batches:
-    """A subject's step at any batch: whole or in slices, as at the batches that are ``known``.
+    """A step's step at any batch: whole or in slices, as at the batches that are ``known``.
 
     Args:
-        subject: of a batch that plain training can hold: there, slices are measured.
+        step: of a batch that plain training can hold: there, slices are measured.
         known: profiles by batch; more may be added.
         is_run: see :class:`Slices`.
     """
 
-    def __init__(self, subject: Subject, known: dict[int, StepProfile], *, is_run: bool) -> None:
+    def __init__(self, step: TrainingStep, known: dict[int, StepProfile], *, is_run: bool) -> None:
         self.known = known
-        self._noise, self._slices = subject.noise, Slices(subject, is_run=is_run)
+        self._noise, self._slices = step.noise, Slices(step, is_run=is_run)
 
     def fits(self, size: int, limit: int) -> bool:
         """Whether any plan for that batch does."""

@@ -6,7 +6,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,28 +17,15 @@ from squeezebox.pipeline import Piece
 from squeezebox.planning._attach import attach
 from squeezebox.schema import Block, Holding, PipelineProfile
 from squeezebox.session import begin
-from squeezebox.steps import LossFunction, device_of
+from squeezebox.steps import TrainingStep, device_of
 
 _SETTLING = 24  # steps after which bounds have followed what they measured
 _CALIBRATIONS = 4
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Microbatch:
-    """One microbatch of the sample, and how to make the loss of what the model's last piece returns."""
-
-    inputs: tuple[Any, ...]
-    target: Any
-    loss_fn: LossFunction
-
-    def loss_of(self, *outputs: Any) -> torch.Tensor:
-        """The microbatch's loss."""
-        return self.loss_fn(outputs[0] if len(outputs) == 1 else outputs, self.target)
-
-
 def measure_blocks(
     pieces: Sequence[Piece],
-    microbatch: Microbatch,
+    microbatch: TrainingStep,
     *,
     size: int,
     state_share: float,
@@ -100,7 +86,7 @@ def state_share(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None)
     return profiling.state_bytes(model, optimizer) / trained if trained else 0.0
 
 
-def bounds_of(pieces: Sequence[Piece], microbatch: Microbatch, noise: float) -> Mapping[str, float]:
+def bounds_of(pieces: Sequence[Piece], microbatch: TrainingStep, noise: float) -> Mapping[str, float]:
     """Bounds of what all pieces save, by tensor, that keep the microbatch's gradients within the noise.
 
     A session over all pieces weighs them against one another, whatever the stages will be.

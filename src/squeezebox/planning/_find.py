@@ -15,7 +15,7 @@ from squeezebox.planning._batches import Batches
 from squeezebox.planning._choices import fits
 from squeezebox.planning._estimate import estimate
 from squeezebox.planning._plans import plain_peak, plannable, size_named
-from squeezebox.planning._profiles import Progress, Subject, measured_peak, profile_step
+from squeezebox.planning._profiles import measured_peak, profile_step
 from squeezebox.reports import FoundBatch, StepPlan, exact_bytes
 from squeezebox.schema import (
     Budget,
@@ -27,6 +27,8 @@ from squeezebox.schema import (
 )
 from squeezebox.steps import (
     LossFunction,
+    Progress,
+    TrainingStep,
     batch_of,
     check_sample,
     described,
@@ -107,7 +109,7 @@ def find_batch(
         _load(allowed > 0.0)
     memory_bytes, reserve_bytes = _room(model, optimizer, memory, reserve)
     limit = memory_bytes - reserve_bytes
-    subject = Subject(
+    step = TrainingStep(
         model=model,
         sample=sample,
         loss_fn=loss_fn,
@@ -115,14 +117,14 @@ def find_batch(
         noise=allowed,
         on_progress=on_progress,
     )
-    known = probe(subject, limit)
+    known = probe(step, limit)
 
-    batches = Batches(subject.of_size(min(known)), known, is_run=False)
+    batches = Batches(step.of_size(min(known)), known, is_run=False)
     answer, foretold = max(batches.largest(limit, min(known)), 1), limit
     while True:
         plan = batches.plan(model, answer, foretold)
         try:
-            measured = _run_beside(reserve_bytes if memory is None else 0, subject.of_size(answer), plan)
+            measured = _run_beside(reserve_bytes if memory is None else 0, step.of_size(answer), plan)
             break
         except BudgetError:  # there was less memory than said
             if answer == 1:
@@ -151,8 +153,8 @@ def find_batch(
     )
 
 
-def probe(subject: Subject, limit: int) -> dict[int, StepProfile]:
-    """Profiles of at most two batches of the subject's sample, made within ``limit`` bytes.
+def probe(step: TrainingStep, limit: int) -> dict[int, StepProfile]:
+    """Profiles of at most two batches of the step's sample, made within ``limit`` bytes.
 
     The first is the sample's, or one that fits; the second the largest that is safe and may be asked for.
 
@@ -160,25 +162,25 @@ def probe(subject: Subject, limit: int) -> dict[int, StepProfile]:
         BudgetError: not even the least batch is foretold to fit; or what is imported for it finds no room.
     """
     require_imports("numba", "torch._dynamo")
-    first, seen = _begun(subject, _first(subject, limit))
+    first, seen = _begun(step, _first(step, limit))
     known = {first: seen}
     safe = planner.largest_batch(lambda size: _held(known[first], first, size) <= _SAFE * limit)
-    budget = Budget(peak_bytes=limit, noise=subject.noise)
+    budget = Budget(peak_bytes=limit, noise=step.noise)
     largest = planner.largest_batch(lambda size: fits(planner.at_batch(known, size), budget), first)
     second = min(largest, safe)
     if second in (0, first):
         second = first // 2
     if second > 1:  # batch normalisation refuses a single sample
         with contextlib.suppress(BudgetError):  # there is less memory than said
-            known[second] = profile_step(subject.of_size(second), metered=True)
+            known[second] = profile_step(step.of_size(second), metered=True)
     return known
 
 
-def _begun(subject: Subject, size: int) -> tuple[int, StepProfile]:
+def _begun(step: TrainingStep, size: int) -> tuple[int, StepProfile]:
     """The profile of this batch, or of half as many, and so on, where there is no room for it."""
     while True:
         try:
-            return size, profile_step(subject.of_size(size), metered=True)
+            return size, profile_step(step.of_size(size), metered=True)
         except BudgetError:
             if size == 1:
                 raise
@@ -201,11 +203,11 @@ def _load(lossy: bool) -> None:
     )
 
 
-def _run_beside(reserve_bytes: int, subject: Subject, plan: StepPlan) -> int | None:
+def _run_beside(reserve_bytes: int, step: TrainingStep, plan: StepPlan) -> int | None:
     """What a step under the plan takes; BudgetError if it does not run with the reserve taken too."""
     with within_room("a step under the plan, and the reserve"):
-        reserve = torch.empty(reserve_bytes, dtype=torch.uint8, device=device_of(subject.model))
-    measured = measured_peak(subject, plan)
+        reserve = torch.empty(reserve_bytes, dtype=torch.uint8, device=device_of(step.model))
+    measured = measured_peak(step, plan)
     del reserve  # not before
     return measured
 
@@ -242,13 +244,13 @@ def _room(
     return memory_bytes, reserve_bytes
 
 
-def _first(subject: Subject, limit: int) -> int:
+def _first(step: TrainingStep, limit: int) -> int:
     """A batch to begin with whose profile is foretold to fit."""
-    batch = batch_of(subject.sample)
+    batch = step.batch
     tried: list[tuple[int, int]] = []
     with contextlib.suppress(OptionError):  # of what fake tensors cannot run, or a single sample
         for size in (batch >> halved for halved in range(batch.bit_length())):
-            tried.append((size, _foretold(subject.of_size(size))))
+            tried.append((size, _foretold(step.of_size(size))))
             if tried[-1][1] <= limit:
                 return size
     if not tried:
@@ -261,17 +263,17 @@ def _first(subject: Subject, limit: int) -> int:
     )
 
 
-def _foretold(subject: Subject) -> int:
-    """What a profile of the subject's sample may hold, by a plain step on fake tensors."""
+def _foretold(step: TrainingStep) -> int:
+    """What a profile of the step's sample may hold, by a plain step on fake tensors."""
     found = estimate(
-        subject.model,
-        sample=subject.sample,
-        loss_fn=subject.loss_fn,
-        optimizer=subject.optimizer or "sgd",
+        step.model,
+        sample=step.sample,
+        loss_fn=step.loss_fn,
+        optimizer=step.optimizer or "sgd",
         run=False,
     )
     held = found.parameter_bytes + found.buffer_bytes + found.optimizer_bytes + found.input_bytes
-    return held + math.ceil((_LOSSY if subject.noise else 1.0 / _SAFE) * (found.peak_bytes - held))
+    return held + math.ceil((_LOSSY if step.noise else 1.0 / _SAFE) * (found.peak_bytes - held))
 
 
 def _microbatches(effective: int, batch: int) -> tuple[int, ...]:

@@ -10,10 +10,18 @@ import torch
 from squeezebox.memory import free_bytes, within_room
 from squeezebox.planning._batches import Batches
 from squeezebox.planning._plans import plain_peak, plannable, size_named
-from squeezebox.planning._profiles import Progress, Subject, profile_step
+from squeezebox.planning._profiles import profile_step
 from squeezebox.reports import MaxBatch, StepPlan
 from squeezebox.schema import BudgetError, OptionError
-from squeezebox.steps import LossFunction, batch_of, check_sample, described, device_of
+from squeezebox.steps import (
+    LossFunction,
+    Progress,
+    TrainingStep,
+    batch_of,
+    check_sample,
+    described,
+    device_of,
+)
 
 _LESS = 24  # of 25 samples, where slices take more than was foretold
 
@@ -67,7 +75,7 @@ def max_batch(
             f"the sample has {described(sample[0])} as inputs, which is no batch to make larger."
         )
 
-    subject = Subject(
+    step = TrainingStep(
         model=model,
         sample=sample,
         loss_fn=loss_fn,
@@ -75,19 +83,19 @@ def max_batch(
         noise=allowed,
         on_progress=on_progress,
     )
-    first = profile_step(subject)
+    first = profile_step(step)
     limit = int(factor * plain_peak(first) if share else factor)
-    batches = Batches(subject, {batch: first}, is_run=True)
+    batches = Batches(step, {batch: first}, is_run=True)
     known = batches.known
     grows = batches.fits(batch, limit) or batch <= 2  # batch normalisation refuses a single one
     other = 2 * batch if grows else batch // 2
     with contextlib.suppress(BudgetError):  # there is no memory to measure it
-        known[other] = profile_step(subject.of_size(other))
+        known[other] = profile_step(step.of_size(other))
     answer = batches.largest(limit, batch)
     room = free_bytes(device_of(model))
     if answer and answer not in known and batches.plain_peak(answer) <= max(room, limit):
         with contextlib.suppress(BudgetError):  # plain, it is too large to be measured
-            known[answer] = profile_step(subject.of_size(answer))
+            known[answer] = profile_step(step.of_size(answer))
         if not batches.fits(answer, limit):
             answer = batches.largest(limit, 1, below=answer)
     answer, plan = _planned(batches, model, max(answer, 1), limit)

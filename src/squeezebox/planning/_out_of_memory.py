@@ -16,12 +16,19 @@ import torch
 from squeezebox import planner
 from squeezebox.planning._find import probe
 from squeezebox.planning._plans import planned
-from squeezebox.planning._profiles import Subject
 from squeezebox.profiling import free_at_peak, free_bytes
 from squeezebox.reports import exact_bytes
 from squeezebox.schema import BudgetError, OptionError, OutOfMemoryError, SqueezeboxError
 from squeezebox.session import Session
-from squeezebox.steps import LossFunction, batch_of, check_sample, device_of, held_by, nbytes_of, persistent
+from squeezebox.steps import (
+    LossFunction,
+    TrainingStep,
+    check_sample,
+    device_of,
+    held_by,
+    nbytes_of,
+    persistent,
+)
 
 # Of torch's allocators for hosts and for CUDA devices, and of numpy's.
 _ASKED = re.compile(r"(?:tried to allocate|Unable to allocate) ([\d.]+) ?(bytes|[KMGTP]iB)", re.IGNORECASE)
@@ -92,8 +99,8 @@ def explanation(
     _let_go(error)
     optimizer = optimizer if session is None else session.engine.optimizer
     if sample is not None and loss_fn is not None:
-        subject = Subject(model=model, sample=sample, loss_fn=loss_fn, optimizer=optimizer, noise=noise)
-        change = _cheapest(subject, session)
+        step = TrainingStep(model=model, sample=sample, loss_fn=loss_fn, optimizer=optimizer, noise=noise)
+        change = _cheapest(step, session)
     else:
         change = _smaller(asked - (free or 0), session)
     known = "" if free is None else f", {exact_bytes(free)} were free: {_short(asked - free)}"
@@ -180,30 +187,30 @@ def _let_go(error: BaseException) -> None:
                 frame.f_locals  # noqa: B018 - before Python 3.13 a copy, which this brings up to date
 
 
-def _cheapest(subject: Subject, session: Session | None) -> str:
+def _cheapest(step: TrainingStep, session: Session | None) -> str:
     """A plan for the same batch if there is one, else what BudgetError proposes."""
-    model, batch = subject.model, batch_of(subject.sample)
+    model, batch = step.model, step.batch
     model.zero_grad(set_to_none=True)
     attached = session is not None and session.engine.installation is not None
     with session.engine.aside() if session is not None and attached else contextlib.nullcontext():
         free = _free(model)
         if free is None:
             return ""
-        limit = free + nbytes_of([*held_by(model), *persistent(model, subject.optimizer)])
+        limit = free + nbytes_of([*held_by(model), *persistent(model, step.optimizer)])
         try:
-            known = probe(subject, limit // 2)  # room for what is in pieces
+            known = probe(step, limit // 2)  # room for what is in pieces
         except (SqueezeboxError, RuntimeError, OSError, MemoryError) as error:
             if _is_of_memory(error):  # the trial's own, however it is told
                 return f"Of {exact_bytes(limit)} there was not even enough to try plans on small batches."
             return f"No plan could be tried: {error}"
         try:
-            plan = planned(model, planner.at_batch(known, batch), limit, subject.noise, batch)
+            plan = planned(model, planner.at_batch(known, batch), limit, step.noise, batch)
         except BudgetError as error:
             return f"No plan holds this batch in what there is. {error}"
     slower = plan.predicted_seconds / plan.plain_seconds
     return (
         f"The cheapest change that fits: the same batch of {batch} with attach(..., budget={limit}, "
-        f"noise={subject.noise:g}), whose peak of {exact_bytes(plan.predicted_peak_bytes)} takes "
+        f"noise={step.noise:g}), whose peak of {exact_bytes(plan.predicted_peak_bytes)} takes "
         f"{slower:.2f} times the plain step's time."
     )
 

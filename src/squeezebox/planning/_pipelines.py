@@ -12,11 +12,11 @@ import torch
 from squeezebox import pipeline, planner, profiling
 from squeezebox.bounds import Planned
 from squeezebox.pipeline import Piece
-from squeezebox.planning._blocks import Microbatch, bounds_of, measure_blocks, state_share
+from squeezebox.planning._blocks import bounds_of, measure_blocks, state_share
 from squeezebox.planning._stages import Stages
 from squeezebox.schema import BudgetError, InputForm, Link, OptionError, PipelinePlan
 from squeezebox.session import Session, begin
-from squeezebox.steps import LossFunction, batch_of, check_sample, device_of, resize, restored
+from squeezebox.steps import LossFunction, TrainingStep, batch_of, check_sample, device_of, resize, restored
 
 _BEST = 12  # plans whose stages are measured, of those that are fastest by their blocks
 _SEARCHES = 4
@@ -79,7 +79,7 @@ def plan_pipeline(
                 on_progress(done, len(sizes) + 1, f"microbatches of {size}")
             part = resize((inputs, target), batch, size)
             pieces = pipeline.cut(model, part[0])
-            microbatch = Microbatch(inputs=part[0], target=part[1], loss_fn=loss_fn)
+            microbatch = TrainingStep(model=model, sample=part, loss_fn=loss_fn)
             bounds = bounds_of(pieces, microbatch, noise) if "compress" in policies else {}
             profile = measure_blocks(
                 pieces, microbatch, size=size, state_share=share, policies=policies, bounds=bounds

@@ -21,8 +21,6 @@ from squeezebox.planning._calibration import plan_within
 from squeezebox.planning._choices import Choice, fastest, leanest, solved
 from squeezebox.planning._offload import named_folder, with_folder
 from squeezebox.planning._profiles import (
-    Progress,
-    Subject,
     cached,
     keeping,
     key_of,
@@ -40,7 +38,7 @@ from squeezebox.schema import (
     StepProfile,
 )
 from squeezebox.session import profile_with_places
-from squeezebox.steps import LossFunction, batch_of, check_sample, device_of
+from squeezebox.steps import LossFunction, Progress, TrainingStep, batch_of, check_sample, device_of
 
 
 @within_room("planning this sample's step; squeezebox.max_batch() plans it from smaller ones")
@@ -107,7 +105,7 @@ def make_plan(
     factor, share = (0.0, False) if budget is None else size_named(budget)
     budget_bytes = factor if factor and not share else None
     folder = named_folder(offload)
-    subject = Subject(
+    step = TrainingStep(
         model=model,
         sample=sample,
         loss_fn=loss_fn,
@@ -116,8 +114,8 @@ def make_plan(
         on_progress=on_progress,
         folder=folder,
     )
-    profiled = functools.partial(profile_step, subject, budget_bytes)
-    seen = profiled() if cache is None else cached(Path(cache), key_of(subject), profiled)
+    profiled = functools.partial(profile_step, step, budget_bytes)
+    seen = profiled() if cache is None else cached(Path(cache), key_of(step), profiled)
     allowed_actions = {Action.OFFLOAD: offload is not False, Action.RECOMPUTE: recompute}
     barred = [action for action, is_allowed in allowed_actions.items() if not is_allowed]
     seen = without(seen, barred)
@@ -126,13 +124,13 @@ def make_plan(
     seen = held(seen)
     seconds = math.inf if time_limit is None else _seconds_left(seen, time_limit)
 
-    slices = Slices(subject, lambda seen: held(without(seen, barred)))
+    slices = Slices(step, lambda seen: held(without(seen, barred)))
 
     def plan_for(lawful: float) -> StepPlan:
         plan = planned(model, seen, limit, lawful, batch_of(sample), seconds, slices)
         return with_folder(dataclasses.replace(plan, noise=allowed, arena=arena), folder)
 
-    return plan_within(allowed, plan_for, functools.partial(measured_noise, subject))
+    return plan_within(allowed, plan_for, functools.partial(measured_noise, step))
 
 
 def plannable(model: torch.nn.Module, noise: float | None, exact: bool) -> float:

@@ -14,7 +14,7 @@ import torch
 
 from squeezebox.bounds import Controller, NoiseBudget
 from squeezebox.capture import Row, Stopwatch, Tracer
-from squeezebox.memory import DiskFolder, usual_folder, within_room
+from squeezebox.memory import usual_folder, within_room
 from squeezebox.profiling import (
     Gain,
     GainProfiler,
@@ -42,22 +42,17 @@ from squeezebox.schema import (
 )
 from squeezebox.session import Engine, begin
 from squeezebox.steps import (
-    LossFunction,
+    TrainingStep,
     apart,
-    batch_of,
     check_loss,
     device_of,
     explained,
     nbytes_of,
     persistent,
-    resize,
     restored,
     tensors_in,
     ungraded,
 )
-
-Progress = Callable[[int, int, str], None]  # units done, of how many, and what the last one was
-
 
 STATISTICS_STEPS = 2  # of a plan, before it is profiled;
 _REHEARSED_STEPS = 4  # of an arena, whose places should be large enough for the bounds that follow
@@ -67,26 +62,9 @@ _TIMED_STEPS = 3  # for each figure, at most: as many as
 _TIMED_SECONDS = 0.3  # hold, and one of a longer step
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Subject:
-    """What is planned for: a training step as its user runs it, and the noise allowed (0: none)."""
-
-    model: torch.nn.Module
-    sample: tuple[Any, Any]
-    loss_fn: LossFunction
-    optimizer: torch.optim.Optimizer | None
-    noise: float
-    on_progress: Progress | None = None
-    folder: DiskFolder | None = None  # where tensors may be moved to, instead of the usual one
-
-    def of_size(self, size: int) -> Subject:
-        """The same with another batch."""
-        return dataclasses.replace(self, sample=resize(self.sample, batch_of(self.sample), size))
-
-
 @within_room("the steps that measure what a plan could hold")
 def profile_step(
-    subject: Subject,
+    step: TrainingStep,
     budget_bytes: float | None = None,
     whole: StepProfile | None = None,
     region: Region | None = None,
@@ -101,44 +79,44 @@ def profile_step(
     The loss is seen too, so that a plan knows what it saves under ``Session.step``; but where that is not
     used it holds its tensors itself, so these are kept either way.
     """
-    model, loss_fn = subject.model, subject.loss_fn
-    controller = NoiseBudget(noise=subject.noise) if subject.noise else None
+    model, loss_fn = step.model, step.loss_fn
+    controller = NoiseBudget(noise=step.noise) if step.noise else None
     with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
-        engine = begin(model, subject.optimizer, controller)
-        engine.store.spill.folder = subject.folder
+        engine = begin(model, step.optimizer, controller)
+        engine.store.spill.folder = step.folder
         if whole is not None:
             engine.store.late_values = {key: Role(role) for key, role in whole.late_values.items()}
         try:
             if whole is not None and region is not None:
-                return _Profiling(subject, engine).sliced(whole, region)
-            return _Profiling(subject, engine, metered).run(budget_bytes)
+                return _Profiling(step, engine).sliced(whole, region)
+            return _Profiling(step, engine, metered).run(budget_bytes)
         finally:
             engine.detach()
 
 
 @within_room("a step under the plan")
-def measured_noise(subject: Subject, plan: StepPlan) -> float | None:
+def measured_noise(step: TrainingStep, plan: StepPlan) -> float | None:
     """Of a step under the plan; None where no gradient is other than zero."""
-    model, loss_fn = subject.model, subject.loss_fn
+    model, loss_fn = step.model, step.loss_fn
     with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
-        engine = begin(model, subject.optimizer, None, plan=plan)
+        engine = begin(model, step.optimizer, None, plan=plan)
         try:
-            noise = engine.noise_of(lambda: _run(subject, engine.framed()))
+            noise = engine.noise_of(lambda: _run(step, engine.framed()))
             return None if math.isnan(noise) else noise
         finally:
             engine.detach()
 
 
 @within_room("a step under the plan")
-def measured_peak(subject: Subject, plan: StepPlan) -> int | None:
+def measured_peak(step: TrainingStep, plan: StepPlan) -> int | None:
     """Of a step under the plan, with the state that the optimizer will have; None without a meter."""
-    model, loss_fn, optimizer = subject.model, subject.loss_fn, subject.optimizer
+    model, loss_fn, optimizer = step.model, step.loss_fn, step.optimizer
     present = sum(state.nbytes for state in tensors_in([*optimizer.state.values()])) if optimizer else 0
     with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
         engine = begin(model, optimizer, None, plan=plan)
         try:
             model.zero_grad(set_to_none=True)
-            _run(subject, engine.framed())
+            _run(step, engine.framed())
             engine.close_step()
             peak = engine.records.peak_bytes
         finally:
@@ -146,15 +124,15 @@ def measured_peak(subject: Subject, plan: StepPlan) -> int | None:
     return None if peak is None else peak + state_bytes(model, optimizer) - present
 
 
-def rehearsed(subject: Subject, controller: Controller | None) -> Mapping[str, int]:
+def rehearsed(step: TrainingStep, controller: Controller | None) -> Mapping[str, int]:
     """The places that an arena has after a few steps of the sample, with bounds that follow it."""
-    model, loss_fn = subject.model, subject.loss_fn
+    model, loss_fn = step.model, step.loss_fn
     with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
-        engine = begin(model, subject.optimizer, controller, arena=True)
+        engine = begin(model, step.optimizer, controller, arena=True)
         try:
             for _ in range(1 if controller is None else _REHEARSED_STEPS):
                 model.zero_grad(set_to_none=True)
-                _run(subject, engine.framed())
+                _run(step, engine.framed())
             engine.store.start_places(measured=False, guessed=False)
             return engine.store.places
         finally:
@@ -162,31 +140,32 @@ def rehearsed(subject: Subject, controller: Controller | None) -> Mapping[str, i
 
 
 def _run(
-    subject: Subject, around: AbstractContextManager[None], returned: Callable[[], None] = lambda: None
+    step: TrainingStep, around: AbstractContextManager[None], returned: Callable[[], None] = lambda: None
 ) -> None:
     """Forward and loss in a step of a session, and backward; nobody holds the output through that."""
-    inputs, target = (apart(values) for values in subject.sample)
+    inputs, target = map(apart, step.sample)
+    own = dataclasses.replace(step, sample=(inputs, target))
 
-    def forward() -> Any:
-        output = subject.model(*inputs if isinstance(inputs, tuple) else (inputs,))
+    def forward(*inputs: Any) -> Any:
+        output = step.model(*inputs)
         returned()
         return output
 
-    with own_casts(), around, explained(*subject.sample):
-        loss = subject.loss_fn(forward(), target)
+    with own_casts(), around, explained(*step.sample):
+        loss = own.loss(forward)
     check_loss(loss)
-    with ungraded(loss, subject.model), torch.autocast(loss.device.type, enabled=False):
+    with ungraded(loss, step.model), torch.autocast(loss.device.type, enabled=False):
         loss.backward()
 
 
 class _Profiling:
     """The steps of one profile."""
 
-    def __init__(self, subject: Subject, engine: Engine, metered: bool = False) -> None:
-        self._subject, self._engine, self._is_metered = subject, engine, metered
+    def __init__(self, step: TrainingStep, engine: Engine, metered: bool = False) -> None:
+        self._training, self._engine, self._is_metered = step, engine, metered
         self._profiler: StepProfiler | None = None
         self._peak_bytes = 0
-        self._statistics_steps = STATISTICS_STEPS if subject.noise else 1
+        self._statistics_steps = STATISTICS_STEPS if step.noise else 1
         self._timed_steps = _TIMED_STEPS
         self._gains: dict[str, Gain] = {}
         self._blocks: dict[str, Row] = {}  # of a squeezed step, those packed into a device's arena
@@ -195,18 +174,18 @@ class _Profiling:
 
     def run(self, budget_bytes: float | None) -> StepProfile:
         """See :func:`profile_step`."""
-        subject, engine, store = self._subject, self._engine, self._engine.store
+        step, engine, store = self._training, self._engine, self._engine.store
         learned = self._learn(budget_bytes)
         store.arena.clear()
         seconds = self._seconds()
         holding, following = self._overheads()
-        subject.model.zero_grad(set_to_none=True)
+        step.model.zero_grad(set_to_none=True)
         store.arena.clear()
         store.lineage = engine.recorder.lineage()
-        device, tracer = device_of(subject.model), Tracer()
-        profiler = StepProfiler(device, self._gains, subject.folder)
+        device, tracer = device_of(step.model), Tracer()
+        profiler = StepProfiler(device, self._gains, step.folder)
         profile, saved = self._listened(profiler, tracer, learned, self._timed_steps - 1, seconds)
-        exact = not subject.noise  # to the bit, which slices are not
+        exact = not step.noise  # to the bit, which slices are not
         return StepProfile(
             profile=profile,
             saved_bytes=saved,
@@ -225,7 +204,7 @@ class _Profiling:
         self._engine.slice(region)
         store.lineage = self._engine.recorder.lineage()
         known = {tensor.key: tensor.options for tensor in whole.profile.tensors}
-        profiler = StepProfiler(device_of(self._subject.model), known=known)
+        profiler = StepProfiler(device_of(self._training.model), known=known)
         profile, saved = self._listened(profiler, Tracer(), _sensitivities(whole.profile), 0)
         return dataclasses.replace(
             whole,
@@ -246,14 +225,14 @@ class _Profiling:
         seconds: float = 0.0,
     ) -> tuple[Profile, dict[str, int]]:
         """What the profiler makes of one step, after some that are plain; and bytes by tensor."""
-        subject, engine, store = self._subject, self._engine, self._engine.store
+        step, engine, store = self._training, self._engine, self._engine.store
         parts = self._parts()
         blocks = self._blocks.values()
         self._profiler = store.listener = profiler
         try:
             for _ in range(timed):
                 self._plain("a plain step, operator by operator")
-            subject.model.zero_grad(set_to_none=True)
+            step.model.zero_grad(set_to_none=True)
             engine.recorder.tracer = tracer
             if store.blocks is not None and blocks:
                 store.blocks.prepare(sum(row.packed["blocks"] for row in blocks))
@@ -261,7 +240,7 @@ class _Profiling:
             engine.replay(self._step, bypass=False)
             gradients = persistent(engine.model, None)
             saved = {row.key: row.saved_bytes for row in store.rows}
-            final = nbytes_of(gradients) + transient_bytes(gradients, subject.optimizer)
+            final = nbytes_of(gradients) + transient_bytes(gradients, step.optimizer)
             profile = profiler.stop(sum(parts.values()), learned, final, gradients, seconds)
             self._tell("every way to hold every tensor")
         finally:
@@ -272,7 +251,7 @@ class _Profiling:
 
     def _learn(self, budget_bytes: float | None) -> Mapping[str, float]:
         """Sensitivities, from a few steps with the session's controller."""
-        engine, model = self._engine, self._subject.model
+        engine, model = self._engine, self._training.model
         begun = now(device_of(model))
         self._bypassed()
         seconds = now(device_of(model)) - begun
@@ -291,7 +270,7 @@ class _Profiling:
         return min(self._timed(self._bare) for _ in range(1 + self._timed_steps))
 
     def _timed(self, step: Callable[[], object]) -> float:
-        device = device_of(self._subject.model)
+        device = device_of(self._training.model)
         begun = now(device)
         step()
         seconds = now(device) - begun
@@ -320,9 +299,9 @@ class _Profiling:
         in tensors that are made from others.
         """
         engine, store = self._engine, self._engine.store
-        self._subject.model.zero_grad(set_to_none=True)
+        self._training.model.zero_grad(set_to_none=True)
         found = GainProfiler()
-        if last and self._subject.noise:
+        if last and self._training.noise:
             store.listener, store.lineage = found, engine.recorder.lineage()
         try:
             self._metered(self._step) if first and self._is_metered else self._step()
@@ -334,7 +313,7 @@ class _Profiling:
 
     def _metered(self, step: Callable[[], object]) -> None:
         """Run a step that holds more than a plain one, and note how much."""
-        meter = PeakMeter(device_of(self._subject.model))
+        meter = PeakMeter(device_of(self._training.model))
         metered = meter.start()
         try:
             step()
@@ -344,7 +323,7 @@ class _Profiling:
                 self._peak_bytes = max(self._peak_bytes, held)
 
     def _step(self) -> None:
-        _run(self._subject, self._engine.framed(), self._returned)
+        _run(self._training, self._engine.framed(), self._returned)
 
     def _returned(self) -> None:
         """The model's forward is over."""
@@ -363,22 +342,22 @@ class _Profiling:
         """A step without the session."""
         installation = self._engine.installation
         assert installation is not None
-        self._subject.model.zero_grad(set_to_none=True)
+        self._training.model.zero_grad(set_to_none=True)
         with installation.paused():
-            _run(self._subject, contextlib.nullcontext())
+            _run(self._training, contextlib.nullcontext())
 
     def _tell(self, what: str) -> None:
         self._done += 1
-        if self._subject.on_progress is not None:
-            self._subject.on_progress(self._done, self._total, what)
+        if self._training.on_progress is not None:
+            self._training.on_progress(self._done, self._total, what)
 
     def _parts(self) -> dict[str, Any]:
         """Bytes that are there in any case."""
-        model = self._subject.model
+        model = self._training.model
         return {
             "parameter_bytes": nbytes_of([*model.parameters(), *model.buffers()]),
-            "input_bytes": nbytes_of(tensors_in(list(self._subject.sample))),
-            "state_bytes": state_bytes(model, self._subject.optimizer),
+            "input_bytes": nbytes_of(tensors_in(list(self._training.sample))),
+            "state_bytes": state_bytes(model, self._training.optimizer),
         }
 
 
@@ -400,14 +379,14 @@ def cached(folder: Path, key: str, make: Callable[[], StepProfile]) -> StepProfi
     return seen
 
 
-def key_of(subject: Subject) -> str:
+def key_of(step: TrainingStep) -> str:
     """What a profile depends on, as a file's name."""
-    loss_fn, optimizer = subject.loss_fn, subject.optimizer
+    loss_fn, optimizer = step.loss_fn, step.optimizer
     weights = tensors_in(list(loss_fn.parameters())) if isinstance(loss_fn, torch.nn.Module) else ()
-    held = state_bytes(subject.model, optimizer)
-    folder = subject.folder or usual_folder()
-    settings = (__version__, subject.noise, type(optimizer).__name__, held, folder)
-    return profile_key(subject.model, [*tensors_in(subject.sample), *weights], loss_fn, *settings)
+    held = state_bytes(step.model, optimizer)
+    folder = step.folder or usual_folder()
+    settings = (__version__, step.noise, type(optimizer).__name__, held, folder)
+    return profile_key(step.model, [*tensors_in(step.sample), *weights], loss_fn, *settings)
 
 
 def without(seen: StepProfile, actions: Container[Action]) -> StepProfile:

@@ -12,37 +12,37 @@ from torch.utils._pytree import tree_leaves
 
 from squeezebox import planner
 from squeezebox.capture import Work, work_of
-from squeezebox.planning._profiles import Subject, profile_step
+from squeezebox.planning._profiles import profile_step
 from squeezebox.profiling import measure_marks, now, own_casts
 from squeezebox.schema import Region, Slicing, StepProfile
-from squeezebox.steps import apart, batch_of, device_of, restored
+from squeezebox.steps import TrainingStep, apart, device_of, restored
 
 _MANY, _FEWER = 16, 4  # slices, and as many times fewer, of which two are measured; others lie on a line
 
 
 class Slices:
-    """What a subject's step could be with regions in slices. Each is measured once, when it is asked for.
+    """What a step's step could be with regions in slices. Each is measured once, when it is asked for.
 
     Args:
-        subject: whose sample has the batch at which the layers are measured.
+        step: whose sample has the batch at which the layers are measured.
         adapt: makes of a profile what is planned with.
         is_run: whether :meth:`profiled` may run a step of the batch that it is asked for.
     """
 
     def __init__(
         self,
-        subject: Subject,
+        step: TrainingStep,
         adapt: Callable[[StepProfile], StepProfile] = lambda seen: seen,
         *,
         is_run: bool = True,
     ) -> None:
-        self._subject, self._adapt, self._is_run = subject, adapt, is_run
+        self._training, self._adapt, self._is_run = step, adapt, is_run
         self._measured: dict[tuple[str, ...], list[Slicing]] = {}
         self._profiled: dict[tuple[int, Region], StepProfile] = {}
 
     def foretelling(self) -> Slices:
         """The same, with nothing profiled that is not yet."""
-        other = Slices(self._subject, self._adapt, is_run=False)
+        other = Slices(self._training, self._adapt, is_run=False)
         other._measured = self._measured
         return other
 
@@ -53,7 +53,7 @@ class Slices:
         measured = self._measured[region.functions]
         if not measured:
             return []
-        own = max(batch_of(self._subject.sample), 1)
+        own = max(self._training.batch, 1)
         return [planner.in_slices(whole, each) for each in planner.slicings(measured, own, batch)]
 
     def profiled(self, whole: StepProfile, foretold: StepProfile, batch: int) -> StepProfile:
@@ -62,26 +62,26 @@ class Slices:
         if region is None or not self._is_run:
             return foretold
         if (batch, region) not in self._profiled:
-            subject = self._subject.of_size(batch)
-            seen = profile_step(subject, whole=whole, region=region)
+            step = self._training.of_size(batch)
+            seen = profile_step(step, whole=whole, region=region)
             self._profiled[batch, region] = self._adapt(seen)
         timed = self._profiled[batch, region]
         return dataclasses.replace(timed, plain_seconds=foretold.plain_seconds)
 
     def _measure(self, region: Region) -> list[Slicing]:
-        with restored(self._subject.model), torch.enable_grad():
+        with restored(self._training.model), torch.enable_grad():
             work = self._work
             functions = tuple(call.function.__name__ for call in work.calls) if work is not None else ()
             if work is None or functions[: len(region.functions)] != region.functions:
                 return []
-            return _measured(work.first(len(region.functions)), region, device_of(self._subject.model))
+            return _measured(work.first(len(region.functions)), region, device_of(self._training.model))
 
     @functools.cached_property
     def _work(self) -> Work | None:
-        inputs = apart(self._subject.sample[0])
+        inputs = apart(self._training.sample[0])
 
         def forward() -> None:
-            self._subject.model(*inputs if isinstance(inputs, tuple) else (inputs,))
+            self._training.model(*inputs if isinstance(inputs, tuple) else (inputs,))
 
         with own_casts():
             return work_of(forward)

@@ -14,11 +14,11 @@ from torch import Tensor
 from squeezebox import pipeline, planner, profiling
 from squeezebox.bounds import Planned
 from squeezebox.pipeline import Passage, Piece, Stage
-from squeezebox.planning._blocks import Microbatch, block_of
+from squeezebox.planning._blocks import block_of
 from squeezebox.schedules import Costs, simulate
 from squeezebox.schema import Block, Holding, Link, PipelinePlan, PipelineProfile
 from squeezebox.session import begin
-from squeezebox.steps import device_of
+from squeezebox.steps import TrainingStep, device_of
 
 _FORWARD, _BACKWARD, _WEIGHTS, _END = range(4)
 _REPEATS = 3
@@ -35,7 +35,7 @@ class Stages:
 
     profile: PipelineProfile
     pieces: Sequence[Piece]
-    microbatch: Microbatch
+    microbatch: TrainingStep
     bounds: Mapping[str, float]
     state_share: float
     _known: dict[Any, Holding] = field(default_factory=dict)

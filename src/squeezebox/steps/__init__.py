@@ -28,9 +28,12 @@ from squeezebox.steps._samples import (
     mapped,
     resize,
 )
+from squeezebox.steps._step import Progress, TrainingStep
 
 __all__ = [
     "LossFunction",
+    "Progress",
+    "TrainingStep",
     "apart",
     "batch_of",
     "check_loss",
