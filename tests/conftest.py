@@ -1,8 +1,10 @@
 """Settings for every test: examples of a property, kernels without a device, no word from torch."""
 
+import gc
 import os
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command line does; read once, by torch
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the cores to the other tests
 
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
@@ -21,3 +23,9 @@ settings.register_profile(
 )
 settings.register_profile("deep", settings.get_profile("default"), max_examples=2000, derandomize=False)
 settings.load_profile("default")
+
+
+def pytest_collection_finish() -> None:
+    """Nothing collects or looks through the modules and the tests themselves: that takes half a second a time."""
+    gc.collect()
+    gc.freeze()

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 
 def run(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -17,6 +19,7 @@ def test_numba_and_blosc2_wait_for_their_first_use() -> None:
     )
 
 
+@pytest.mark.slow
 def test_without_numba_the_reference_serves() -> None:
     script = (
         "import sys, importlib.util as u; found = u.find_spec\n"

@@ -69,7 +69,9 @@ def test_exact_training_is_plain_training_and_covers_the_loss(tmp_path):
     squeezebox.attach(other).detach()
 
 
-@pytest.mark.parametrize("restores", [False, True], ids=["", "restoring callbacks"])
+@pytest.mark.parametrize(
+    "restores", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "restoring callbacks"]
+)
 def test_a_training_that_goes_on_from_a_checkpoint_equals_one_without_a_break(tmp_path, restores):
     options = {"save_strategy": "steps", "save_steps": 3, "steps": 6}
     whole, resumed = gpt2(), gpt2()
@@ -151,7 +153,7 @@ def loop(steps, folder=None, *, load=None, mixed="no", **options):
     return module.state_dict(), session
 
 
-@pytest.mark.parametrize("mixed", ["no", "bf16"])
+@pytest.mark.parametrize("mixed", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_an_accelerate_loop_goes_on_to_the_bit(tmp_path, mixed):
     whole, uninterrupted = loop(range(8), tmp_path / "state", noise=1e-2, mixed=mixed)
     rest, resumed = loop(range(4, 8), load=tmp_path / "state", noise=1e-2, mixed=mixed)

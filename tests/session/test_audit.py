@@ -246,6 +246,7 @@ def test_trainings_that_hold_out_other_samples_are_refused_at_once(tmp_path, hel
     assert len(files(tmp_path)) == 2
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_told(tmp_path):
     with pytest.raises(squeezebox.OptionError, match="was killed, .* 2 at a time.* fewer workers"):
         squeezebox.audit(audited.quick_or_killed, out=tmp_path, seeds=3, factors=(), threads=1, workers=2)

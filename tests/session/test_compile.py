@@ -130,6 +130,7 @@ def test_nothing_is_left_patched(compiled):
     assert torch._functorch.config.enable_autograd_cache
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_noise_and_plans_choose_the_bits_and_are_not_mistaken_for_each_other():
     """Both compile the same graph with the same cache."""
@@ -159,6 +160,7 @@ def test_noise_and_plans_choose_the_bits_and_are_not_mistaken_for_each_other():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_where_the_law_promises_too_little_noise_the_step_is_compiled_with_less():
     torch.manual_seed(0)
@@ -175,6 +177,7 @@ def test_where_the_law_promises_too_little_noise_the_step_is_compiled_with_less(
     assert step.report().noise < 1e-2
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_noise_is_measured_against_a_compiled_step_where_forward_is_random():
     """Compiled dropout draws other numbers than eager dropout, a difference that is no noise of packing."""
