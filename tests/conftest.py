@@ -26,6 +26,6 @@ settings.load_profile("default")
 
 
 def pytest_collection_finish() -> None:
-    """Nothing collects or looks through the modules and the tests themselves: that takes half a second a time."""
+    """Collecting skips the modules and the tests themselves, which takes half a second a time."""
     gc.collect()
     gc.freeze()
