@@ -465,8 +465,14 @@ def test_refusals_name_the_commands_own_options(users, capfd, arguments, message
     assert message in said and "=(" not in said and "loss_fn" not in said and calls == 0
 
 
-@pytest.mark.parametrize("command", (("plan", "--no-cache"), ("max-batch", "--budget", "1GiB")))
-@pytest.mark.parametrize("dtype", ((), pytest.param(("--input-dtype", "int64"), marks=pytest.mark.slow)))
+@pytest.mark.parametrize(
+    "command",
+    (
+        ("plan", "--no-cache"),
+        pytest.param(("max-batch", "--budget", "1GiB"), marks=pytest.mark.slow),
+    ),
+)
+@pytest.mark.parametrize("dtype", ((), ("--input-dtype", "int64")))
 def test_token_inputs(users, capfd, command, dtype):
     code, out, error = run(
         capfd, *command, "my_models:tokens", "--input", "12", "--batch", "2", "--exact", "--json", *dtype

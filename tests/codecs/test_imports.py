@@ -33,6 +33,7 @@ def test_without_numba_the_reference_serves() -> None:
     assert hidden == run(script.format("u.find_spec = found\n"))
 
 
+@pytest.mark.slow
 def test_without_blosc2_the_error_says_what_to_install() -> None:
     run(
         "import sys; sys.modules['blosc2'] = None\n"

@@ -102,6 +102,7 @@ def test_a_callback_that_the_checkpoint_cannot_make_anew_says_so(tmp_path):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_from_before_the_callback(tmp_path):
     options = {"save_strategy": "steps", "save_steps": 1}
     trainer_of(gpt2(), tmp_path, steps=1, **options).train()

@@ -100,6 +100,7 @@ SAMPLED = """
 """
 
 
+@pytest.mark.slow
 def test_where_no_plan_holds_the_batch_it_names_one_that_would():
     text = run(SAMPLED.format(limit=300))
     assert "No plan holds this batch" in text

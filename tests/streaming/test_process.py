@@ -32,10 +32,9 @@ PROGRAM = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux counts the peak")
-@pytest.mark.parametrize(
-    ("threshold", "factor"), [(None, 2.0), pytest.param("131072", 1.1, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("threshold", "factor"), [(None, 2.0), ("131072", 1.1)])
 def test_the_process_grows_by_what_is_said(threshold, factor):
     environment = dict(os.environ)
     environment.pop("MALLOC_MMAP_THRESHOLD_", None)
