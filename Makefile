@@ -7,11 +7,15 @@ BENCHMARKS ?= architectures codecs step_time comet_table budget packed compiled 
 	pipeline_paper pipeline_memory pipeline_schedules pipeline_training pipeline_wire streaming gigapixel torch_databases
 export VENV PYTHON
 
-.PHONY: demo test check docs bench clean
+.PHONY: demo tiny test check docs bench clean
 
 demo:  ## train the same network plain and squeezed, side by side
 	@scripts/install
 	@$(VENV)/bin/squeezebox demo
+
+tiny:  ## a glance at each part, at every save
+	@scripts/install test
+	@scripts/test tests/tiny --quiet
 
 test: check  ## the checks, the package built and tried, and the tests; .ci/run adds the slow ones
 	@scripts/smoke --reuse

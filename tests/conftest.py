@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command line does; read once, by torch
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the cores to the other tests
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
@@ -25,7 +26,13 @@ settings.register_profile("deep", settings.get_profile("default"), max_examples=
 settings.load_profile("default")
 
 
-def pytest_collection_finish() -> None:
-    """Collecting skips the modules and the tests themselves, which takes half a second a time."""
+@pytest.fixture(scope="module", autouse=True)
+def collecting_quickly() -> None:
+    """Collecting skips what is there before a file's tests: modules and tests take half a second."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Libraries that count what is left as the process ends find nothing."""
+    gc.unfreeze()
