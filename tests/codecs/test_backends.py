@@ -14,11 +14,13 @@ from squeezebox.codecs._ops import OPERATORS
 from squeezebox.codecs._reference import _blocks
 
 REFERENCE: dict[str, Callable[..., Any]] = {name: kernel for name, _, kernel, _ in OPERATORS}
-# A dtype is compiled for by itself: the slow tests have the other two.
+# Each is compiled for by itself: the slow tests have all but one.
 FLOATS = (
     torch.float32,
-    torch.bfloat16,
-    *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float16, torch.float64)),
+    *(
+        pytest.param(dtype, marks=pytest.mark.slow)
+        for dtype in (torch.bfloat16, torch.float16, torch.float64)
+    ),
 )
 
 

@@ -116,5 +116,5 @@ def compile_kernels():
 @pytest.mark.parametrize("wrappings", WRAPPINGS)
 def test_gradients_are_those_without_a_session(wrappings):
     compile_kernels()
-    for found in ranks.run(check_all, RANKS):
+    for found in ranks.run(check_all, RANKS, wrappings):
         assert found == "equal", found

@@ -162,6 +162,7 @@ def files(folder):
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.npz")}
 
 
+@pytest.mark.slow
 def test_a_killed_audit_goes_on_where_it_was(tmp_path):
     out, program = tmp_path / "out", tmp_path / "program.py"
     program.write_text(PROGRAM.format(out=str(out)))

@@ -93,6 +93,7 @@ def compiled():
     return found
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_gradients_are_close_at_a_quarter_of_the_bytes(compiled):
     _, _, exact, plain_bytes = compiled["plain"]
@@ -101,6 +102,7 @@ def test_gradients_are_close_at_a_quarter_of_the_bytes(compiled):
     assert 3.8 * held_bytes <= plain_bytes
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_the_report_says_what_autograd_holds(compiled):
     report = compiled["packed"][1].report()
@@ -112,6 +114,7 @@ def test_the_report_says_what_autograd_holds(compiled):
     assert report.to_dict()["tensors"][0]["module"] == report.tensors[0].module
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_masks_and_buffers_are_those_of_plain_compilation(compiled):
     plain, packed = compiled["plain"], compiled["packed"]
@@ -121,6 +124,7 @@ def test_masks_and_buffers_are_those_of_plain_compilation(compiled):
     torch.testing.assert_close(packed[0].norm.bias.grad, plain[0].norm.bias.grad)  # masked gradients alone
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_nothing_is_left_patched(compiled):
     assert compiled["plain again"][3] == compiled["plain"][3]
