@@ -7,19 +7,28 @@ BENCHMARKS ?= architectures codecs step_time comet_table budget ways packed comp
 	pipeline_paper pipeline_memory pipeline_schedules pipeline_training pipeline_wire streaming gigapixel torch_databases
 export VENV PYTHON
 
-.PHONY: demo test check docs bench clean
+.PHONY: demo tiny test check smoke docs bench clean
 
 demo:  ## train the same network plain and squeezed, side by side
 	@scripts/install
 	@$(VENV)/bin/squeezebox demo
 
-test: check  ## the checks, the package built and tried, and the tests; .ci/run adds the slow ones
-	@scripts/smoke --reuse
+tiny:  ## a glance at each part, at every save
+	@scripts/install test
+	@scripts/test tests/tiny --quiet
+
+test:  ## the checks, the package built and tried, and the tests; .ci/run adds the slow ones
+	@scripts/install test
+	@$(MAKE) --no-print-directory --jobs 2 check smoke
 	@scripts/test --numprocesses 2 --dist worksteal --durations 10
 
 check:  ## style, types, walls and the documentation
 	@scripts/install test
 	@scripts/check
+
+smoke:  ## the package built, installed and tried, with what .venv has
+	@scripts/install test
+	@scripts/smoke --reuse
 
 docs:  ## the site, in site/; its first page is site/index.html
 	@scripts/install docs

@@ -1,9 +1,12 @@
 """Settings for every test: examples of a property, kernels without a device, no word from torch."""
 
+import gc
 import os
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command line does; read once, by torch
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the cores to the other tests
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
@@ -21,3 +24,15 @@ settings.register_profile(
 )
 settings.register_profile("deep", settings.get_profile("default"), max_examples=2000, derandomize=False)
 settings.load_profile("default")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collecting_quickly() -> None:
+    """Collecting skips what is there before a file's tests: modules and tests take half a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Libraries that count what is left as the process ends find nothing."""
+    gc.unfreeze()

@@ -45,12 +45,14 @@ def comparison(found, arm):
     return next(each for each in found.comparisons if each.arm == arm)
 
 
+@pytest.mark.slow
 def test_controls_are_zero_to_the_bit(planted):
     assert [control.arm for control in planted.controls] == list(PLANTED)
     assert planted.sound
     assert all(control.churn == control.distance == 0.0 for control in planted.controls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", ["same", "exact"])
 def test_arms_that_are_the_same_differ_in_nothing(planted, arm):
     found = comparison(planted, arm)
@@ -59,6 +61,7 @@ def test_arms_that_are_the_same_differ_in_nothing(planted, arm):
     assert all(part.adjusted_p == 1.0 for part in (*found.classes, *found.groups))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", ["noisy labels", "coarse"])
 def test_planted_effects_are_found(planted, arm):
     found = comparison(planted, arm)
@@ -69,6 +72,7 @@ def test_planted_effects_are_found(planted, arm):
     assert found.churn.low > 2 * comparison(planted, "squeezed").churn.value
 
 
+@pytest.mark.slow
 def test_every_factor_varies_alone_and_tooling_least(planted):
     plain = {each.varied: each for each in planted.series if each.arm == "plain"}
     assert set(plain) == {"everything", "initialisation", "order", "augmentation", "implementation"}
@@ -81,6 +85,7 @@ def test_every_factor_varies_alone_and_tooling_least(planted):
     assert planted.factor_shares["implementation"] < 0.1
 
 
+@pytest.mark.slow
 def test_the_ledger_has_the_operators_and_their_seconds(planted):
     rows = {row.name: row for row in planted.operators}
     convolution = rows["aten.convolution.default"]
@@ -89,6 +94,7 @@ def test_the_ledger_has_the_operators_and_their_seconds(planted):
     assert planted.cost.steps == 3 and planted.cost.seconds > 0.0
 
 
+@pytest.mark.slow
 def test_text_and_json_say_the_same(planted):
     text, values = str(planted), json.loads(json.dumps(planted.to_dict()))
     for found in values["comparisons"]:
@@ -156,6 +162,7 @@ def files(folder):
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.npz")}
 
 
+@pytest.mark.slow
 def test_a_killed_audit_goes_on_where_it_was(tmp_path):
     out, program = tmp_path / "out", tmp_path / "program.py"
     program.write_text(PROGRAM.format(out=str(out)))
@@ -246,6 +253,7 @@ def test_trainings_that_hold_out_other_samples_are_refused_at_once(tmp_path, hel
     assert len(files(tmp_path)) == 2
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_told(tmp_path):
     with pytest.raises(squeezebox.OptionError, match="was killed, .* 2 at a time.* fewer workers"):
         squeezebox.audit(audited.quick_or_killed, out=tmp_path, seeds=3, factors=(), threads=1, workers=2)

@@ -10,7 +10,8 @@ SIZES: dict[str, dict[str, int]] = {
     "vit": {"image": 32, "width": 24, "depth": 3},
     "gpt": {"width": 16, "depth": 3, "heads": 2, "context": 8},
 }
-NETWORKS = ("vgg16", "resnet18", "efficientnet_b0", *SIZES)
+NETWORKS = ("resnet18", *SIZES)
+LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("vgg16", "efficientnet_b0")]
 
 
 def _gradients(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
@@ -21,7 +22,7 @@ def _gradients(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> 
 
 
 @pytest.mark.parametrize("together", [1, 2])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [*NETWORKS, *LARGE])
 def test_every_part_is_run_again_and_gradients_stay_the_same(name: str, together: int) -> None:
     torch.manual_seed(0)
     model = models.build(name, 5, **SIZES.get(name, {}))

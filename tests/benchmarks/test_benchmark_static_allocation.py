@@ -11,6 +11,7 @@ from squeezebox.schema import Layout, Operator
 SMALL = {"num_classes": 16, "width": 16, "depth": 2, "heads": 2, "context": 8}
 
 
+@pytest.mark.slow
 def test_the_instances_are_the_published_ones():
     paths = sorted(static_allocation.INSTANCES.glob("*.csv"))
     assert [path.stem for path in paths] == list("ABCDEFGHIJK")

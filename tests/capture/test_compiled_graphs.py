@@ -58,7 +58,11 @@ def all_in(bits):
 
 @pytest.mark.parametrize(
     ("name", "at_most", "less"),
-    [("resnet", 0.02, 3.4), ("pools", 0.01, 2.5), ("attention", 0.03, 3.0)],
+    [
+        ("resnet", 0.02, 3.4),
+        ("pools", 0.01, 2.5),
+        pytest.param("attention", 0.03, 3.0, marks=pytest.mark.slow),
+    ],
 )
 def test_eight_bits(name, at_most, less):
     torch.manual_seed(0)

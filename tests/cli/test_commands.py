@@ -392,28 +392,37 @@ def loss(output, target):
 def users(tmp_path, monkeypatch):
     (tmp_path / "my_models.py").write_text(USERS)
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    sys.modules.pop("my_models", None)
 
 
-def refused(folder, *arguments):
-    """What the real command says on standard error, and how often it called the factory."""
-    done = subprocess.run(
-        [sys.executable, "-m", "squeezebox.cli", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(Path(squeezebox.__file__).parents[1])},
-    )
-    assert done.returncode in (1, 2) and "Traceback" not in done.stderr, done.stderr
-    (said,) = [line for line in done.stderr.splitlines() if line.startswith("squeezebox: ")]
-    return said, (done.stdout + done.stderr).count("called\n")
+def refused(code, out, error):
+    """What the command says on standard error, and how often it called the factory."""
+    assert code in (1, 2) and "Traceback" not in error, error
+    (said,) = [line for line in error.splitlines() if line.startswith("squeezebox: ")]
+    return said, (out + error).count("called\n")
+
+
+def assert_said_once(said, calls):
+    assert "'my_models:broken' raised RuntimeError: no weights in this folder (" in said
+    assert "my_models.py, line 9)" in said and calls == 1
 
 
 @pytest.mark.parametrize("command", (("estimate",), ("plan", "--no-cache")))
-def test_what_a_factory_raises_is_said_once(users, command):
-    said, calls = refused(users, *command, "my_models:broken", "--input", "8")
-    assert "'my_models:broken' raised RuntimeError: no weights in this folder (" in said
-    assert "my_models.py, line 9)" in said and calls == 1
+def test_what_a_factory_raises_is_said_once(users, capfd, command):
+    assert_said_once(*refused(*run(capfd, *command, "my_models:broken", "--input", "8")))
+
+
+def test_a_process_of_its_own_says_so_too(users):
+    done = subprocess.run(
+        [sys.executable, "-m", "squeezebox.cli", "estimate", "my_models:broken", "--input", "8"],
+        capture_output=True,
+        text=True,
+        cwd=users,
+        env={**os.environ, "PYTHONPATH": str(Path(squeezebox.__file__).parents[1])},
+    )
+    assert_said_once(*refused(done.returncode, done.stdout, done.stderr))
 
 
 @pytest.mark.parametrize(
@@ -451,12 +460,18 @@ def test_what_a_factory_raises_is_said_once(users, command):
         (("plan", "my_models:flat", "--input", "9", "--no-cache"), "Give --sample module:callable"),
     ),
 )
-def test_refusals_name_the_commands_own_options(users, arguments, message):
-    said, calls = refused(users, *arguments)
+def test_refusals_name_the_commands_own_options(users, capfd, arguments, message):
+    said, calls = refused(*run(capfd, *arguments))
     assert message in said and "=(" not in said and "loss_fn" not in said and calls == 0
 
 
-@pytest.mark.parametrize("command", (("plan", "--no-cache"), ("max-batch", "--budget", "1GiB")))
+@pytest.mark.parametrize(
+    "command",
+    (
+        ("plan", "--no-cache"),
+        pytest.param(("max-batch", "--budget", "1GiB"), marks=pytest.mark.slow),
+    ),
+)
 @pytest.mark.parametrize("dtype", ((), ("--input-dtype", "int64")))
 def test_token_inputs(users, capfd, command, dtype):
     code, out, error = run(

@@ -74,6 +74,7 @@ def test_errors_have_no_traceback(capfd, file, arguments, status, words):
     assert code == status and words in err and "Traceback" not in err
 
 
+@pytest.mark.slow  # compiles twice
 def test_the_first_run_on_a_machine_finds_what_the_second_does(tmp_path):
     """Compiling is not on the search's clock."""
     turn, rows = random.Random(6), []

@@ -1,5 +1,7 @@
-"""``squeezebox pipeline plan`` and ``train``, from outside, with torchrun."""
+"""``squeezebox pipeline plan`` and ``train``, here and from outside, with torchrun."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -7,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from squeezebox.cli import main
 
 MODULE = """
 import torch
@@ -49,12 +53,26 @@ def batches():
 
 
 def squeezebox(folder, *arguments, ranks=None):
-    command = [sys.executable, "-m"]
-    if ranks:
-        command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    """The command here, or by torchrun on so many ranks."""
+    return _started(folder, arguments, ranks) if ranks else _called(folder, arguments)
+
+
+def _called(folder, arguments):
+    out, error = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", list(sys.path))
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+            main(arguments)
+    sys.modules.pop("mine", None)
+    return subprocess.CompletedProcess(arguments, ended.value.code, out.getvalue(), error.getvalue())
+
+
+def _started(folder, arguments, ranks):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     source = str(Path(__file__).parents[2] / "src")
     return subprocess.run(
-        [*command, "squeezebox.cli", *arguments],
+        [*command, "-m", "squeezebox.cli", *arguments],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -83,6 +101,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_training_by_a_plan_and_going_on(folder):
     plan = json.loads((folder / "plan.json").read_text())
     assert plan["model"] == "mine:net" and plan["ranks"] == 2
@@ -117,8 +136,15 @@ def test_training_by_a_plan_and_going_on(folder):
     [
         (("--data", "mine:batches", "--loss", "mine:loss"), None, "was not started by torchrun"),
         (("--data", "mine:batches"), None, "names no loss; give --loss"),
-        (("--data", "mine:none", "--loss", "mine:loss"), 2, "has no 'none'"),
-        (("--data", "mine:batches", "--loss", "mine:loss", "--lr", "-1"), 2, "give a learning rate above 0"),
+        pytest.param(
+            ("--data", "mine:none", "--loss", "mine:loss"), 2, "has no 'none'", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("--data", "mine:batches", "--loss", "mine:loss", "--lr", "-1"),
+            2,
+            "give a learning rate above 0",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_bad_arguments(folder, arguments, ranks, message):

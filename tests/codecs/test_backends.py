@@ -14,7 +14,14 @@ from squeezebox.codecs._ops import OPERATORS
 from squeezebox.codecs._reference import _blocks
 
 REFERENCE: dict[str, Callable[..., Any]] = {name: kernel for name, _, kernel, _ in OPERATORS}
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Each is compiled for by itself: the slow tests have all but one.
+FLOATS = (
+    torch.float32,
+    *(
+        pytest.param(dtype, marks=pytest.mark.slow)
+        for dtype in (torch.bfloat16, torch.float16, torch.float64)
+    ),
+)
 
 
 # numpy, under the interpreter, warns of what kernels mean to happen.
@@ -201,7 +208,7 @@ def test_huffman_coded_chunks(loops: Backend, spread: float, numel: int) -> None
     assert decoded_alike(loops, "unpack_chunks", packed, (True, 1, None, 1, 0), x)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("dtype", FLOATS[:-1])
 def test_masks_of_either_zero(ours: Backend, dtype: torch.dtype) -> None:
     for zero, value, other in ((0.0, 1.0, 1.0), (-0.0, 1.0, 1.0), (0.0, -2.0, -0.0), (-0.0, -2.0, 0.0)):
         x = torch.tensor([zero, value, zero] * 100 + [other], dtype=dtype, device=ours.device)

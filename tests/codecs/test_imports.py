@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 
 def run(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -17,6 +19,7 @@ def test_numba_and_blosc2_wait_for_their_first_use() -> None:
     )
 
 
+@pytest.mark.slow
 def test_without_numba_the_reference_serves() -> None:
     script = (
         "import sys, importlib.util as u; found = u.find_spec\n"
@@ -30,6 +33,7 @@ def test_without_numba_the_reference_serves() -> None:
     assert hidden == run(script.format("u.find_spec = found\n"))
 
 
+@pytest.mark.slow
 def test_without_blosc2_the_error_says_what_to_install() -> None:
     run(
         "import sys; sys.modules['blosc2'] = None\n"

@@ -8,7 +8,11 @@ from squeezebox.codecs._reference import _planes as reference
 from squeezebox.schema import FormatError
 
 NAMES = ("planes", "planes-sign")
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float64, torch.float16)),
+)
 KINDS = {
     "dense": lambda x: x,
     "sparse": torch.relu,

@@ -93,6 +93,7 @@ def compiled():
     return found
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_gradients_are_close_at_a_quarter_of_the_bytes(compiled):
     _, _, exact, plain_bytes = compiled["plain"]
@@ -101,6 +102,7 @@ def test_gradients_are_close_at_a_quarter_of_the_bytes(compiled):
     assert 3.8 * held_bytes <= plain_bytes
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_the_report_says_what_autograd_holds(compiled):
     report = compiled["packed"][1].report()
@@ -112,6 +114,7 @@ def test_the_report_says_what_autograd_holds(compiled):
     assert report.to_dict()["tensors"][0]["module"] == report.tensors[0].module
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_masks_and_buffers_are_those_of_plain_compilation(compiled):
     plain, packed = compiled["plain"], compiled["packed"]
@@ -121,6 +124,7 @@ def test_masks_and_buffers_are_those_of_plain_compilation(compiled):
     torch.testing.assert_close(packed[0].norm.bias.grad, plain[0].norm.bias.grad)  # masked gradients alone
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_nothing_is_left_patched(compiled):
     assert compiled["plain again"][3] == compiled["plain"][3]
@@ -130,6 +134,7 @@ def test_nothing_is_left_patched(compiled):
     assert torch._functorch.config.enable_autograd_cache
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_noise_and_plans_choose_the_bits_and_are_not_mistaken_for_each_other():
     """Both compile the same graph with the same cache."""
@@ -159,6 +164,7 @@ def test_noise_and_plans_choose_the_bits_and_are_not_mistaken_for_each_other():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_where_the_law_promises_too_little_noise_the_step_is_compiled_with_less():
     torch.manual_seed(0)
@@ -175,6 +181,7 @@ def test_where_the_law_promises_too_little_noise_the_step_is_compiled_with_less(
     assert step.report().noise < 1e-2
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_noise_is_measured_against_a_compiled_step_where_forward_is_random():
     """Compiled dropout draws other numbers than eager dropout, a difference that is no noise of packing."""

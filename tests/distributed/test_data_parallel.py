@@ -15,7 +15,10 @@ from tests.pipeline import ranks
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 RANKS, STEPS = 2, 3
 SHAPE = (4, 3, 18, 18)
-WRAPPINGS = ("ddp", "fsdp", "ddp, checkpointed", "fsdp, checkpointed")
+WRAPPINGS = [
+    pytest.param(("ddp", "fsdp"), id="wrapped"),
+    pytest.param(("ddp, checkpointed", "fsdp, checkpointed"), id="checkpointed", marks=pytest.mark.slow),
+]
 
 
 def wrap(model, wrapping):
@@ -98,8 +101,8 @@ def check_plans(wrapping, reference):
         least_plan(wrap(net(wrapping), wrapping), True)
 
 
-def check_all(rank):
-    for wrapping in WRAPPINGS:
+def check_all(rank, wrappings):
+    for wrapping in wrappings:
         check(wrapping)
     return "equal"
 
@@ -111,7 +114,8 @@ def compile_kernels():
         train(resnet(8, 1), images, **options)
 
 
-def test_gradients_are_those_without_a_session():
+@pytest.mark.parametrize("wrappings", WRAPPINGS)
+def test_gradients_are_those_without_a_session(wrappings):
     compile_kernels()
-    for found in ranks.run(check_all, RANKS):
+    for found in ranks.run(check_all, RANKS, wrappings):
         assert found == "equal", found

@@ -1,4 +1,4 @@
-"""The documentation's code blocks run, one test each; a page's share names and a folder, so run pages whole.
+"""The documentation's code blocks run, a page in one test: its blocks share names and a folder.
 
 Python blocks, hidden ones in comments (`<!--- invisible-code-block: python ... --->`), and the lines of
 console blocks that begin with `$ squeezebox`. What cannot run has `<!--- skip: next "reason" --->` before it.
@@ -34,16 +34,6 @@ def command(example):
 
 PARSERS = [PythonCodeBlockParser(), CodeBlockParser("console", command), SkipParser()]
 DOCUMENTS = [Sybil(PARSERS, path=str(ROOT)).parse(page) for page in PAGES]
-EXAMPLES = [
-    pytest.param(example, id=f"{Path(document.path).relative_to(ROOT)}:{example.line}")
-    for document in DOCUMENTS
-    for example in document.examples()
-]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return {document.path: tmp_path_factory.mktemp("page") for document in DOCUMENTS}
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")  # Lightning's: the data are there already
@@ -51,17 +41,33 @@ def folders(tmp_path_factory):
 @pytest.mark.filterwarnings(
     "ignore:'pin_memory' argument is set as true"
 )  # transformers': there is no device
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_block_runs(example, folders, monkeypatch):
-    monkeypatch.chdir(folders[example.path])
-    monkeypatch.syspath_prepend(folders[example.path])
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folders[example.path] / "cache"))
-    example.namespace["installed"] = lambda name: importlib.util.find_spec(name) is not None
+@pytest.mark.parametrize(
+    "document",
+    [
+        pytest.param(document, id=str(Path(document.path).relative_to(ROOT)))
+        for document in DOCUMENTS
+        if list(document.examples())
+    ],
+)
+def test_blocks_run(document, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # small networks: threads that wait for each other take longer
     try:
-        example.evaluate()
-    except SkipTest as reason:  # so that pytest names this test beside it
-        pytest.skip(str(reason))
+        skipped = [reason for example in document.examples() if (reason := why_skipped(example))]
     finally:
         torch.set_num_threads(threads)
+    for reason in skipped:
+        print(reason)
+
+
+def why_skipped(example):
+    """Run a block; the reason, with its line, where it was skipped."""
+    example.namespace["installed"] = lambda name: importlib.util.find_spec(name) is not None
+    try:
+        example.evaluate()
+    except SkipTest as reason:
+        return f"line {example.line}: {reason}"
+    return ""

@@ -11,7 +11,12 @@ import torch.distributed as dist
 FOLDER = Path(__file__).parents[2] / "examples"
 OF_COMMANDS = {"audit_digits"}  # trained by `squeezebox audit`, as benchmarks/audit.py does
 EVERY = sorted(FOLDER.glob("*.py"))
-EXAMPLES = [path for path in EVERY if path.stem not in OF_COMMANDS]
+QUICK = {"plain_pytorch"}
+EXAMPLES = [
+    pytest.param(path, id=path.stem, marks=[] if path.stem in QUICK else [pytest.mark.slow])
+    for path in EVERY
+    if path.stem not in OF_COMMANDS
+]
 NEEDS = {
     "accelerate_loop": "accelerate",
     "hugging_face_trainer": "transformers",
@@ -25,7 +30,7 @@ def test_an_example_has_at_most_40_lines(path):
     assert len(path.read_text().splitlines()) <= 40
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", EXAMPLES)
 def test_an_example_runs_and_reports(path, tmp_path):
     needed = NEEDS.get(path.stem)
     if needed is not None:  # timm is there but raises ImportError where torchvision is not
@@ -45,6 +50,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_timm_with_torchvision_beside_it(tmp_path):
     """In a folder of their own: beside a CPU build of torch, torchvision breaks what asks for it."""
     packages = ["pillow==13.0.0", "timm==1.0.31", "torchvision==0.28.0"]

@@ -69,7 +69,9 @@ def test_exact_training_is_plain_training_and_covers_the_loss(tmp_path):
     squeezebox.attach(other).detach()
 
 
-@pytest.mark.parametrize("restores", [False, True], ids=["", "restoring callbacks"])
+@pytest.mark.parametrize(
+    "restores", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "restoring callbacks"]
+)
 def test_a_training_that_goes_on_from_a_checkpoint_equals_one_without_a_break(tmp_path, restores):
     options = {"save_strategy": "steps", "save_steps": 3, "steps": 6}
     whole, resumed = gpt2(), gpt2()
@@ -100,6 +102,7 @@ def test_a_callback_that_the_checkpoint_cannot_make_anew_says_so(tmp_path):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_from_before_the_callback(tmp_path):
     options = {"save_strategy": "steps", "save_steps": 1}
     trainer_of(gpt2(), tmp_path, steps=1, **options).train()
@@ -151,7 +154,7 @@ def loop(steps, folder=None, *, load=None, mixed="no", **options):
     return module.state_dict(), session
 
 
-@pytest.mark.parametrize("mixed", ["no", "bf16"])
+@pytest.mark.parametrize("mixed", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_an_accelerate_loop_goes_on_to_the_bit(tmp_path, mixed):
     whole, uninterrupted = loop(range(8), tmp_path / "state", noise=1e-2, mixed=mixed)
     rest, resumed = loop(range(4, 8), load=tmp_path / "state", noise=1e-2, mixed=mixed)

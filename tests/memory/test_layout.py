@@ -154,6 +154,7 @@ def test_the_search_beats_the_heuristics_where_these_leave_gaps():
     assert quick.nbytes > searched.nbytes >= searched.lower_bound_bytes == fullest(found)
 
 
+@pytest.mark.slow
 def test_of_many_buffers_the_largest_are_searched():
     hard = memory.read_buffers("benchmarks/minimalloc/C.csv")
     step = max(each.upper for each in hard) // 2000

@@ -24,6 +24,8 @@ NETWORKS = {
     ),
 }
 
+LARGE = ("vgg16", "resnet18")
+
 
 def through(pieces, inputs):
     values = (inputs,)
@@ -33,7 +35,9 @@ def through(pieces, inputs):
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LARGE else []) for name in NETWORKS]
+)
 def test_pieces_are_the_model(name, training):
     make, draw, least = NETWORKS[name]
     torch.manual_seed(0)

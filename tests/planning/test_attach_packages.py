@@ -6,7 +6,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("package", ("numba", "blosc2"))
+@pytest.mark.parametrize("package", ("numba", pytest.param("blosc2", marks=pytest.mark.slow)))
 def test_a_missing_package_is_named_at_once(package):
     script = f"""
 import sys

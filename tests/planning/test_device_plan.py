@@ -82,6 +82,7 @@ def test_exact_plans_that_move_tensors_leave_gradients_to_the_bit(task):
     assert all(torch.equal(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_the_profiled_step_packs_into_arenas_as_any_other(task, monkeypatch):
     """Its trials too: memory of their own, as large as the tensor, and waiting would be no part of a step."""
     running, alone = [False], []

@@ -67,6 +67,7 @@ def test_in_forward_it_names_the_module_and_the_bytes():
     assert "can't allocate memory" in text and "Give sample= and loss_fn=" in text
 
 
+@pytest.mark.slow
 def test_in_backward_it_names_the_tensor_that_was_read_and_the_plan_that_fits_trains():
     text = run("""
         session = squeezebox.attach(model, exact=True)
@@ -100,6 +101,7 @@ SAMPLED = """
 """
 
 
+@pytest.mark.slow
 def test_where_no_plan_holds_the_batch_it_names_one_that_would():
     text = run(SAMPLED.format(limit=300))
     assert "No plan holds this batch" in text

@@ -76,6 +76,7 @@ def test_batches_are_looked_for_in_slices_too():
     assert found.to_dict()["frontier"][-1]["batch"] == found.batch
 
 
+@pytest.mark.slow
 def test_found_batches_are_looked_for_in_slices_too():
     model, batch = built("wide", 8)
     found = squeezebox.find_batch(model, batch, loss_fn=F.cross_entropy, noise=1e-2, memory="8MiB", reserve=0)

@@ -1,5 +1,6 @@
 """What a step does in vain: planted ones are found, and whatever is found is true."""
 
+import gc
 import inspect
 from functools import partial
 
@@ -15,6 +16,12 @@ from squeezebox.profiling import check_redundancy
 from squeezebox.profiling._redundancy_operators import facts_of, waited_bytes
 from squeezebox.schema import Waste
 from tests.profiling.sabotage import CPU, findings_hold
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_frozen(collecting_quickly):
+    """As in a program: a recording freezes what is there by itself."""
+    gc.unfreeze()
 
 
 def check(step, **options):

@@ -134,6 +134,7 @@ def test_merged_colours_have_the_area_of_their_seconds_and_are_few(monkeypatch):
             assert areas[kind.name.lower()] == pytest.approx(22.0 * seconds * scale, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_drawing_of_many_ranks_stays_small():
     timeline = simulate(one_f_one_b(300, 20, batches=15), Costs.even(300, forward=0.0123, backward=0.0321))
     text = draw_svg(chart_of(timeline))

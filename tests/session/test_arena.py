@@ -105,7 +105,7 @@ def test_results_are_equal_to_the_bit(case, options):
 @pytest.mark.parametrize(
     ("options", "steps"), [({"exact": True}, 1), ({"noise": 1e-3}, 33)], ids=["exact", "noise"]
 )
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["convolutions", pytest.param("gpt", marks=pytest.mark.slow)])
 def test_a_later_step_takes_the_bytes_of_the_first(case, options, steps):
     training = Training(case, **options)
     for _ in range(steps):  # the first sixteen refresh the bounds
@@ -119,6 +119,7 @@ def test_a_later_step_takes_the_bytes_of_the_first(case, options, steps):
     assert all(len(equal) == 1 for equal in peaks.values()), peaks
 
 
+@pytest.mark.slow
 def test_without_an_arena_they_differ():
     training = Training(arena=False)
     for _ in range(18):
@@ -258,7 +259,9 @@ def planned():
     return model, options, squeezebox.plan(model, recompute=False, offload=False, **options)
 
 
-@pytest.mark.parametrize("within", [False, True], ids=["plan", "budget"])
+@pytest.mark.parametrize(
+    "within", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plan", "budget"]
+)
 def test_under_a_plan_the_first_step_takes_what_all_take_and_the_budget_holds(planned, within):
     model, options, plan = planned
     budget = (plan.predicted_peak_bytes + plan.plain_peak_bytes) // 2

@@ -59,6 +59,7 @@ print(session.report())
 """
 
 
+@pytest.mark.slow
 def test_a_training_that_keeps_tensors_is_told():  # in a process of its own: another's free heap hides growth
     told = subprocess.run([sys.executable, "-c", LEAKING], capture_output=True, text=True, check=True)
     assert "MemoryGrowthWarning: memory held between steps grew from" in told.stderr

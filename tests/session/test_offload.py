@@ -96,6 +96,7 @@ def environment(folder):
     return {**os.environ, "TMPDIR": str(folder), "KINETO_LOG_LEVEL": "9", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files as Linux does")
 def test_a_full_disk_is_explained_and_the_session_goes_on(folder):
     result = subprocess.run(

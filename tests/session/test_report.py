@@ -160,6 +160,7 @@ def test_measured_noise_is_near_the_predicted(budget):
     assert measured < 2 * budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [0.04, 6.0])
 def test_calibration_brings_the_noise_to_what_is_allowed_and_it_stays_there(wrong):
     model = NETS["resnet"][0]()

@@ -32,6 +32,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux counts the peak")
 @pytest.mark.parametrize(("threshold", "factor"), [(None, 2.0), ("131072", 1.1)])
 def test_the_process_grows_by_what_is_said(threshold, factor):

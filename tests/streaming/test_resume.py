@@ -54,7 +54,11 @@ def killed_after(strips, path):
     assert process.wait() == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("strips", [4, 13, 22])  # gathering moments, deriving, deriving through the moments
+SLOW = pytest.mark.slow
+
+
+# gathering moments, deriving, deriving through the moments
+@pytest.mark.parametrize("strips", [pytest.param(4, marks=SLOW), 13, pytest.param(22, marks=SLOW)])
 def test_a_killed_step_goes_on_to_the_bit(tmp_path, strips):
     path = tmp_path / "step"
     killed_after(strips, path)

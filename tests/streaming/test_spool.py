@@ -92,6 +92,7 @@ def test_bytes_and_operators(tmp_path, recompute):
         assert counted.rows < 3.4 * 60  # each of the three once, and halos of two
 
 
+@pytest.mark.slow
 def test_kept_in_memory_where_half_of_it_is_enough(tmp_path):
     model, image, classes = residual()
     options = {"model": model, "loss_fn": nn.CrossEntropyLoss(), "memory": 2 * 188_160}
