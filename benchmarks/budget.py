@@ -40,10 +40,11 @@ from benchmarks import _budget_tables, _deeper, _report, checkpointing, packed, 
 from benchmarks.tasks import SETUPS, Setup, Task
 from squeezebox import planner
 from squeezebox.planning import _plans, _slicing
-from squeezebox.planning._profiles import Subject, without
+from squeezebox.planning._profiles import without
 from squeezebox.reports import StepPlan
 from squeezebox.schema import Action, Budget, BudgetError, Option, OptionError, Profile, Region, StepProfile
 from squeezebox.session import Session
+from squeezebox.steps import TrainingStep
 
 QUICK = {
     "networks": ["resnet18", "gpt"],
@@ -170,11 +171,11 @@ def _shared_profiles(stay: bool) -> Iterator[dict[tuple[float, Region | None], P
     """Plans made within it share profiled steps, by noise and layers in slices; ``stay``: none moves."""
     own, made = _plans.profile_step, {}
 
-    def once(subject: Subject, *others: Any, region: Region | None = None, **named: Any) -> StepProfile:
-        kind = (subject.noise, region)
+    def once(step: TrainingStep, *others: Any, region: Region | None = None, **named: Any) -> StepProfile:
+        kind = (step.noise, region)
         if kind not in made:
             begun = time.perf_counter()
-            seen = own(subject, *others, region=region, **named)
+            seen = own(step, *others, region=region, **named)
             seen = without(seen, [Action.OFFLOAD]) if stay else seen
             made[kind] = Profiled(seen, time.perf_counter() - begun)
         return made[kind].step
