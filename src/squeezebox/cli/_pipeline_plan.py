@@ -16,13 +16,6 @@ from squeezebox.reports import parse_size, require_writable, save_pipeline_plan
 from squeezebox.schema import Link, OptionError, PipelinePlan
 from squeezebox.session import plan_pipeline
 
-_NAMES = {
-    "1f1b": "one_f_one_b",
-    "breadth-first": "breadth_first",
-    "zb-h1": "zero_bubble",
-    "2bw": "two_bw",
-}
-
 
 @dataclass(frozen=True)
 class Request:
@@ -75,7 +68,7 @@ def make(request: Request, out: Path) -> list[PipelinePlan]:
             memory_bytes=parse_size("--memory", request.memory),
             optimizer=optimizer_of(request.optimizer, model, None),
             microbatches=None if request.microbatches is None else _integers(request.microbatches),
-            schedules=[_NAMES.get(name, name) for name in request.schedules.split(",")],
+            schedules=request.schedules.split(","),
             policies=request.policies.split(","),
             noise=request.noise,
             depths=None if request.depth is None else [request.depth],

@@ -56,7 +56,7 @@ class Runner:
     (they keep their shape, and are NaN), and the optimizer has only this rank's.
 
     Schedules that flush give the gradients of the same microbatches accumulated in a single process, to
-    the bit where one rank holds each parameter. "two_bw" is W(t+1) = W(t) - lr * g(W(t-1)), in which the
+    the bit where one rank holds each parameter. "2bw" is W(t+1) = W(t) - lr * g(W(t-1)), in which the
     optimizer gets gradients that are one batch late (arXiv:2006.09503); what "pipedream" reads,
     ``squeezebox.schedules.pipedream`` says.
 
@@ -67,8 +67,8 @@ class Runner:
         loss_fn: called with a microbatch's output and target; its mean over microbatches is minimised.
         clip: bound of the norm of all ranks' gradients together.
         skip_overflow: with an infinite or NaN gradient anywhere, a batch changes nothing.
-        correction: of the delay of gradients in two_bw (arXiv:2606.30634), for one more buffer of weights.
-        warmup: batches at the start that two_bw and pipedream flush, reading the newest weights.
+        correction: of the delay of gradients in 2bw (arXiv:2606.30634), for one more buffer of weights.
+        warmup: batches at the start that 2bw and pipedream flush, reading the newest weights.
         schedule: of your own, instead of the one that the plan names: for its ranks, stages and microbatches,
             and with a flush after each batch. What the plan foretells is not of it.
         wire: what activations and their gradients may lose on their way between ranks, to go in fewer bytes
@@ -121,7 +121,7 @@ class Runner:
         own, tied = shared(plan, pieces, self._place.rank, placement)
         if plan.schedule == "pipedream" and tied:
             raise OptionError(
-                "weights are tied over stages, and PipeDream's stages update each on its own. Take two_bw."
+                "weights are tied over stages, and PipeDream's stages update each on its own. Take 2bw."
             )
         self._groups = groups_of(self._place, tied, own)
         self._weights = Weights(own)
