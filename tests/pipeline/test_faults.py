@@ -88,10 +88,10 @@ def test_others_stop_and_name_it(schedule, trouble):
 def test_a_connection_may_break_before_anything_is_waited_for():
     store = HashStore()
     store.set("beat/1", json.dumps([3, "works at F0", None]))  # and never again
-    health = Health(store, 0, ["stage 0", "stage 1"], PATIENCE)
+    health = Health(store, 0, ["stage 0", "stage 1"], PATIENCE, [])
     with (
         pytest.raises(PipelineError, match=r"^rank 1 \(stage 1\) is gone"),
-        health.guard([], lambda: None),
+        health.guard(),
     ):
         health.works("works at B1")
         raise RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:4711")
