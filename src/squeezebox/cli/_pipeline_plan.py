@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from squeezebox.cli._estimate import load_loss, parse_shape, require_step
-from squeezebox.cli._plan import load_model, load_sample, optimizer_named, random_inputs, stand_in
+from squeezebox.cli._plan import load_model, load_sample, random_inputs, stand_in
 from squeezebox.cli._progress import progress
+from squeezebox.profiling import optimizer_named
 from squeezebox.reports import parse_size, require_writable, save_pipeline_plan
 from squeezebox.schema import Link, OptionError, PipelinePlan
 from squeezebox.session import plan_pipeline
