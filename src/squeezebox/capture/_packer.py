@@ -136,7 +136,7 @@ class Packer:
         arena = blocks.place(flat.nbytes) if blocks is not None else None
         hints = _hints(tensor, scale if choice.scaled else None, arena)
         if self._means.listener is not None:
-            trial = functools.partial(codec.pack, flat, hints=hints)
+            trial = functools.partial(_tried, codec, flat, hints)
             again = functools.partial(self._unpacker.again, entry)
             self._means.listener.offered(
                 entry.row, choice.codec, flat, scale if choice.scaled else None, trial, again
@@ -218,6 +218,17 @@ class Packer:
 def _hints(tensor: torch.Tensor, scale: Scale | None, arena: codecs.Arena | None) -> codecs.Hints:
     known = codecs.Hints(lag=lag_of(tensor), dither=dither_of(tensor), arena=arena)
     return known if scale is None else replace(known, scale=scale.factors, inner=scale.inner)
+
+
+def _tried(
+    codec: codecs.Codec,
+    flat: torch.Tensor,
+    hints: codecs.Hints,
+    bound: float,
+    arena: codecs.Arena | None = None,
+) -> codecs.Packed:
+    """Packed by the way, in an arena of the caller's if that is given."""
+    return codec.pack(flat, bound, hints if arena is None else replace(hints, arena=arena))
 
 
 def waiting(handle: Handle) -> torch.Tensor:
