@@ -58,7 +58,7 @@ Trial = Callable[[Tensor, float], tuple[Tensor, float]]
 
 def ours(name: str, lag: int) -> Trial:
     def trial(x: Tensor, bound: float) -> tuple[Tensor, float]:
-        packed = codecs.get(name).pack(x, bound, lag=lag)
+        packed = codecs.get(name).pack(x, bound, codecs.Hints(lag=lag))
         return codecs.get(name).unpack(packed), 8 * packed.nbytes / x.numel()
 
     return trial
@@ -162,11 +162,11 @@ def speed_row(name: str, x: Tensor, lag: int = 0) -> dict[str, Any]:
     codec, target = codecs.get(name), torch.empty_like(x)
     source = (x > 0).float() if name == "mask" else x
     bound = BOUND * float(x.std()) if name.startswith("entropy") else None
-    packed = codec.pack(source, bound, lag=lag)
+    packed = codec.pack(source, bound, codecs.Hints(lag=lag))
     timed = _report.interleaved(
         {
             "copy": lambda: target.copy_(x),
-            "pack": lambda: codec.pack(source, bound, lag=lag),
+            "pack": lambda: codec.pack(source, bound, codecs.Hints(lag=lag)),
             "unpack": lambda: codec.unpack(packed, out=target),
         },
         REPEATS,
@@ -185,14 +185,14 @@ def against_sz3(x: Tensor) -> dict[str, Any]:
     bound, flat = BOUND * float(x.std()), x.reshape(-1)
     target = torch.empty_like(flat)
     codec = codecs.get("entropy-sign")
-    packed = codec.pack(flat, bound, lag=0)
+    packed = codec.pack(flat, bound, codecs.Hints(lag=0))
     config = szConfig()
     config.errorBoundMode, config.absErrorBound = szErrorBoundMode.ABS, bound
     data = flat.numpy()
     theirs, _ = sz.compress(data, config)
     timed = _report.interleaved(
         {
-            "pack": lambda: codec.pack(flat, bound, lag=0),
+            "pack": lambda: codec.pack(flat, bound, codecs.Hints(lag=0)),
             "unpack": lambda: codec.unpack(packed, out=target),
             "SZ3 compress": lambda: sz.compress(data, config),
             "SZ3 decompress": lambda: sz.decompress(theirs, data.dtype, data.shape),

@@ -265,7 +265,7 @@ def rivals(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]]) -> dict[s
         config = szConfig()
         config.errorBoundMode, config.absErrorBound = szErrorBoundMode.ABS, bound
         nbytes["saved"] += x.nbytes
-        nbytes["ours"] += squeezebox.codecs.get("entropy-sign").pack(x, bound, lag=-1).nbytes
+        nbytes["ours"] += squeezebox.codecs.get("entropy-sign").pack(x, bound).nbytes
         nbytes["SZ3"] += sz.compress(x.contiguous().numpy(), config)[0].nbytes
         nbytes["zfp"] += len(zfpy.compress_numpy(x.contiguous().numpy(), tolerance=bound))
 

@@ -122,21 +122,20 @@ def _codec_speed(name: str, x: Tensor, arguments: argparse.Namespace) -> dict[st
     codec, other = codecs.get(name), torch.empty_like(x)
     times = 1 if arguments.quick else max(1, MOVED_BYTES // x.nbytes)
     bound = BOUND * float(x.float().std()) if name == "blocks" else None
-    options: dict[str, Any] = {}
-    if name == "blocks":
-        options["arena"] = codecs.Arena(2 * x.nbytes, x.device, tensors=8)
+    arena = codecs.Arena(2 * x.nbytes, x.device, tensors=8) if name == "blocks" else None
     source = x > 0 if name == "mask" else x
     whole = torch.empty_like(source)
-    packed = codec.pack(source, bound, **options)
+    packed = codec.pack(source, bound, codecs.Hints(arena=arena))
     held = packed.nbytes
-    if "arena" in options:
-        held = packed.payload[2].nbytes + codecs.ArenaUse.of(options["arena"].counters).nbytes
-        options["arena"] = codecs.Arena(2 * x.nbytes, x.device, tensors=8)  # the first one is unpacked from
+    if arena is not None:
+        held = packed.payload[2].nbytes + codecs.ArenaUse.of(arena.counters).nbytes
+        arena = codecs.Arena(2 * x.nbytes, x.device, tensors=8)  # the first one is unpacked from
+    hints = codecs.Hints(arena=arena)
 
     def pack() -> None:
-        if "arena" in options:
-            options["arena"].reset()
-        codec.pack(source, bound, **options)
+        if hints.arena is not None:
+            hints.arena.reset()
+        codec.pack(source, bound, hints)
 
     def often(work: Callable[[], object]) -> Callable[[], None]:
         def repeated() -> None:

@@ -29,14 +29,14 @@ from squeezebox.schema import Link, PipelinePlan
 LINK = Link(bytes_per_second=1e9)  # no matter for bytes
 ARMS = (
     ("gpipe", "keep"),
-    ("one_f_one_b", "keep"),
-    ("one_f_one_b", "recompute"),
-    ("one_f_one_b", "compress"),
-    ("interleaved", "keep"),
-    ("zero_bubble", "keep"),
-    ("zero_bubble", "recompute"),
-    ("two_bw", "keep"),
-    ("two_bw", "compress"),
+    ("1f1b", "keep"),
+    ("1f1b", "recompute"),
+    ("1f1b", "compress"),
+    ("interleaved-1f1b", "keep"),
+    ("zb-h1", "keep"),
+    ("zb-h1", "recompute"),
+    ("2bw", "keep"),
+    ("2bw", "compress"),
 )
 
 
@@ -137,8 +137,8 @@ def network(arguments: argparse.Namespace) -> torch.nn.Module:
 
 def extras(ranks: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """What 2BW holds over 1F1B on each rank, with the same stages."""
-    flushed = planned("one_f_one_b", "keep", ranks, arguments)
-    plans = flushed, dataclasses.replace(flushed, schedule="two_bw")
+    flushed = planned("1f1b", "keep", ranks, arguments)
+    plans = flushed, dataclasses.replace(flushed, schedule="2bw")
     before, after = (_ranks.run(train, ranks, plan, arguments) for plan in plans)
     return [
         {"ranks": ranks, "rank": rank, "extra_bytes": more - less, "weights_bytes": weights}

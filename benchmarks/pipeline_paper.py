@@ -342,7 +342,7 @@ def held_gib(layers: int, state: int) -> tuple[float, float]:
         ranks=STAGES,
         memory_bytes=2**50,
         link=Link(bytes_per_second=1.25e9),
-        schedules=["two_bw"],
+        schedules=["2bw"],
         depths=[STAGES],
     )[0]
     memory = stage_memory(profile, plan, 0)
@@ -373,10 +373,9 @@ def stage_block(layers: int, state: int) -> Block:
 
 def at_scale() -> Iterator[Row]:
     """Seconds to make and simulate large schedules; the published ones are limits, not measurements."""
-    for schedule, limit in (("one_f_one_b", 10.0), ("two_bw", 10.0)):
-        several = {"batches": 1} if schedule == "two_bw" else {}
+    for schedule, limit in (("1f1b", 10.0), ("2bw", 10.0)):
         start = time.perf_counter()
-        simulate(getattr(schedules, schedule)(128, 512, **several), Costs.even(128))
+        simulate(schedules.make(schedule, 128, 512), Costs.even(128))
         yield Row(
             source="our own limit",
             figure=f"seconds to simulate {schedule}, 128 ranks, 512 microbatches",

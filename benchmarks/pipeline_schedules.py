@@ -64,7 +64,7 @@ class Case:
 
     @property
     def loops(self) -> int:
-        return 2 if self.schedule in ("interleaved", "breadth_first") else 1
+        return 2 if schedules.PUBLISHED[self.schedule].loops else 1
 
     @property
     def of_batch(self) -> int:
@@ -77,11 +77,7 @@ class Case:
 
     def order(self) -> Schedule:
         """All that is done, from the first batch to the last."""
-        make = getattr(schedules, self.schedule)
-        counts = {} if self.schedule == "pipedream" else {"microbatches": self.microbatches}
-        loops = {"loops": self.loops} if self.loops > 1 else {}
-        made: Schedule = make(self.ranks, batches=self.steps, **counts, **loops)
-        return made
+        return schedules.make(self.schedule, self.ranks, self.of_batch, loops=self.loops, batches=self.steps)
 
     def costs(self) -> Costs:
         """The simulator's, of sleeps as asked for."""
@@ -181,8 +177,7 @@ def main() -> None:
 
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
-    names = ["gpipe", "one_f_one_b", "interleaved", "breadth_first", "zero_bubble", "two_bw", "pipedream"]
-    wanted = arguments.schedules or names
+    wanted = arguments.schedules or [*schedules.FLOWS]
     return [
         Case(
             schedule=name,
@@ -195,7 +190,7 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         for ranks in arguments.ranks
         for microbatches in arguments.microbatches
         for name in wanted
-        for clip in ((None, 1.0) if name == "two_bw" else (None,))
+        for clip in ((None, 1.0) if name == "2bw" else (None,))
     ]
 
 
@@ -349,9 +344,7 @@ def goals(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What was aimed at: the largest error, and 2BW's seconds over no bubble and over 1F1B's."""
     seconds = {(each["schedule"], each["ranks"], each["microbatches"]): each["measured"] for each in rows}
     ideal = {
-        (each["ranks"], each["microbatches"]): each["simulated"]
-        for each in rows
-        if each["schedule"] == "two_bw"
+        (each["ranks"], each["microbatches"]): each["simulated"] for each in rows if each["schedule"] == "2bw"
     }
     return {
         "missed": [
@@ -360,13 +353,13 @@ def goals(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             if abs(each["error"]) > GOAL
         ],
         "two_bw_over_bubble_free": {
-            f"p = {ranks}, m = {microbatches}": seconds["two_bw", ranks, microbatches] / least
+            f"p = {ranks}, m = {microbatches}": seconds["2bw", ranks, microbatches] / least
             for (ranks, microbatches), least in ideal.items()
         },
         "two_bw_throughput_over_1f1b": {
-            f"p = {ranks}, m = {microbatches}": flushed / seconds["two_bw", ranks, microbatches]
+            f"p = {ranks}, m = {microbatches}": flushed / seconds["2bw", ranks, microbatches]
             for (schedule, ranks, microbatches), flushed in seconds.items()
-            if schedule == "one_f_one_b" and ("two_bw", ranks, microbatches) in seconds
+            if schedule == "1f1b" and ("2bw", ranks, microbatches) in seconds
         },
     }
 

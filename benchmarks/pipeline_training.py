@@ -47,10 +47,10 @@ class Arm:
 
 
 ARMS: Mapping[str, Arm] = {
-    "1F1B": Arm(schedule="one_f_one_b"),
-    "2BW": Arm(schedule="two_bw"),
-    "2BW, corrected": Arm(schedule="two_bw", correction=True),
-    "2BW, a quarter flushed at first": Arm(schedule="two_bw", warmup=0.25),
+    "1F1B": Arm(schedule="1f1b"),
+    "2BW": Arm(schedule="2bw"),
+    "2BW, corrected": Arm(schedule="2bw", correction=True),
+    "2BW, a quarter flushed at first": Arm(schedule="2bw", warmup=0.25),
 }
 
 

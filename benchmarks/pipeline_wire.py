@@ -83,7 +83,7 @@ def rank(number: int, wire: Wire | None, setup: Setup, seed: int) -> dict[str, A
     plan = _ranks.plan(
         len(pieces),
         RANKS,
-        "one_f_one_b",
+        "1f1b",
         setup.microbatches,
         microbatch=setup.microbatch,
         inputs=(InputForm(shape=(setup.length,), dtype="int64"),),

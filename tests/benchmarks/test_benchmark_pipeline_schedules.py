@@ -39,7 +39,7 @@ def test_sleeps_as_simulated_are_as_simulated(case):
 
 
 def test_batches_without_wait_take_all_work_of_a_rank():
-    case = next(case for case in CASES if case.name == "two_bw")
+    case = next(case for case in CASES if case.name == "2bw")
     began = benchmark.starts(simulate(case.order(), case.costs()).spans[0])
     assert statistics.median(benchmark.periods(case, began)) == pytest.approx(8 * 3 * 0.03)
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import squeezebox
+from squeezebox import codecs
 
 ROWS = 64  # of 64 elements: large enough to be packed
 
@@ -147,3 +148,32 @@ def test_what_is_held_exactly_is_noted_once_with_the_reason():
     (note,) = session.report().record.notes
     session.detach()
     assert "':Hardtanh.self'" in note and "held exactly" in note and "NaN" in note
+
+
+class Trying:
+    """Packs all that is offered, into an arena of its own."""
+
+    def __init__(self):
+        self.errors = []
+
+    def offered(self, row, codec, flat, scale, trial, again):
+        arena = codecs.Arena(2 * flat.nbytes, flat.device)
+        packed = trial(0.1, arena=arena)
+        assert packed.payload[0] is arena.words
+        self.errors.append(float((codecs.get(codec).unpack(packed) - flat).abs().max()))
+
+    def _nothing(self, *_):
+        pass
+
+    calling = called = saving = saved = using = used = released = _nothing
+
+
+def test_trials_may_have_an_arena_of_their_own():
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
+    session = squeezebox.attach(model, noise=1e-3, codec="blocks")
+    for _ in range(3):
+        model(torch.randn(512, 16)).square().mean().backward()
+    session.engine.store.listener = trying = Trying()
+    model(torch.randn(512, 16)).square().mean().backward()
+    session.detach()
+    assert trying.errors and max(trying.errors) <= 0.1

@@ -9,28 +9,10 @@ from xml.etree import ElementTree
 import pytest
 
 from squeezebox.cli import main
-from squeezebox.schedules import (
-    Costs,
-    breadth_first,
-    gathers,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    pipedream,
-    simulate,
-    two_bw,
-    zero_bubble,
-)
+from squeezebox.schedules import PUBLISHED, Costs, gathers, make, simulate
 
 SCHEDULES = {
-    "gpipe": gpipe(4, 8, batches=2),
-    "1f1b": one_f_one_b(4, 8, batches=2),
-    "interleaved": interleaved(4, 8, loops=2, batches=2),
-    "breadth-first": breadth_first(4, 8, loops=2, batches=2),
-    "zb-h1": zero_bubble(4, 8, batches=2),
-    "zb-h2": zero_bubble(4, 8, doubled=True, batches=2),
-    "pipedream": pipedream(4, batches=16),
-    "2bw": two_bw(4, 8, batches=2),
+    name: make(name, 4, 8, loops=2 if row.loops else 1, batches=2) for name, row in PUBLISHED.items()
 }
 
 
@@ -116,17 +98,17 @@ def test_of_hundreds_of_ranks_a_few_are_shown(capfd):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gpip"], "no schedule 'gpip'; there are gpipe, 1f1b, interleaved, breadth-first, zb-h1, zb-h2"),
+        (["gpip"], f"there is no schedule 'gpip'; take one of {', '.join(PUBLISHED)}."),
         (["gpipe", "--ranks", "0"], "--ranks 0 is below 1"),
         (["gpipe", "--microbatches", "-1"], "--microbatches -1 is below 1"),
-        (["interleaved", "--loops", "0"], "--loops 0 is below 1"),
-        (["gpipe", "--loops", "2"], "--loops 2: gpipe has one stage a rank"),
+        (["interleaved-1f1b", "--loops", "0"], "--loops 0 is below 1"),
+        (["gpipe", "--loops", "2"], "loops is 2, and gpipe has one stage a rank"),
         (["gpipe", "--batches", "0"], "--batches 0 is below 1"),
         (["gpipe", "--ranks", "10000", "--microbatches", "10000"], "200000000 actions"),
-        (["interleaved", "--microbatches", "6"], "groups of 4"),
+        (["interleaved-1f1b", "--microbatches", "6"], "groups of 4"),
         (["2bw", "--microbatches", "2"], "2BW with 4 stages"),
         (["gpipe", "--forward", "1,2"], "--forward 1,2 has 2 values for 4 stages"),
-        (["interleaved", "--backward", "1,2,3,4"], "4 values for 8 stages"),
+        (["interleaved-1f1b", "--backward", "1,2,3,4"], "4 values for 8 stages"),
         (["gpipe", "--forward", "fast"], "--forward fast is no number of seconds"),
         (["gpipe", "--forward", ""], "--forward nothing is no number of seconds"),
         (["gpipe", "--backward", "nan"], "--backward nan is no number"),
@@ -144,6 +126,11 @@ def test_wrong_arguments(folder, capfd, arguments, message):
     assert message in " ".join(err.replace("│", " ").split())
     assert "Traceback" not in err
     assert not list(folder.iterdir())
+
+
+def test_help_names_every_published_schedule(capfd):
+    _, out, _ = run(capfd, "simulate", "--help")
+    assert f"{', '.join([*PUBLISHED][:-1])} or {[*PUBLISHED][-1]}" in " ".join(out.replace("│", " ").split())
 
 
 @pytest.mark.parametrize("option", ("--out", "--trace"))

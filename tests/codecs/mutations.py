@@ -71,8 +71,11 @@ def seeds() -> list[bytes]:
     scale = torch.rand(5, generator=generator) + 0.1
     for name in ("entropy", "entropy-sign", "blocks", "planes", "planes-sign"):
         codec = codecs.get(name)
-        packed += [codec.pack(long[:9000] * 9, 0.3, lag=1, dither=100), codec.pack(long[:9000] * 0, 0.3)]
-        packed += [codec.pack(long[:9000], 0.3, scale=scale, inner=7)]
+        packed += [
+            codec.pack(long[:9000] * 9, 0.3, codecs.Hints(lag=1, dither=100)),
+            codec.pack(long[:9000] * 0, 0.3),
+        ]
+        packed += [codec.pack(long[:9000], 0.3, codecs.Hints(scale=scale, inner=7))]
     packed += [codecs.get("entropy").pack(long, 0.5), codecs.get("lossless").pack(index)]
     return [codecs.dumps(each) for each in packed]
 

@@ -43,7 +43,7 @@ def test_packing_notes_its_stream(monkeypatch):
     noted = []
     monkeypatch.setattr(codecs.Arena, "note_stream", lambda arena: noted.append(arena))
     arena = codecs.Arena(1 << 13, CPU)
-    codecs.get("blocks").pack(torch.randn(1000), 0.1, arena=arena)
+    codecs.get("blocks").pack(torch.randn(1000), 0.1, codecs.Hints(arena=arena))
     assert noted == [arena]
 
 

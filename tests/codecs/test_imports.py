@@ -27,7 +27,8 @@ def test_without_numba_the_reference_serves() -> None:
         "{}import torch, squeezebox.codecs as c\n"
         "x = torch.randn(5000, generator=torch.Generator().manual_seed(0))\n"
         "for n in ('zero3', 'minmax4', 'sign'): print(c.dumps(c.get(n).pack(x)).hex())\n"
-        "p = c.get('entropy').pack(x, 0.1, lag=1); print(c.dumps(p).hex(), c.get('entropy').unpack(p).sum())"
+        "p = c.get('entropy').pack(x, 0.1, c.Hints(lag=1))\n"
+        "print(c.dumps(p).hex(), c.get('entropy').unpack(p).sum())"
     )
     hidden = run(script.format("sys.modules['numba'] = None\n"))
     assert hidden == run(script.format("u.find_spec = found\n"))

@@ -55,7 +55,7 @@ def test_a_bound_in_units_of_each_channel(name, channels, inner):
     x = torch.randn(100_000, generator=generator)
     x[::9] = 1e-42  # times a small factor it underflows, and keeps its sign all the same
     scale = 10.0 ** (torch.rand(channels, generator=generator) * 6 - 3)
-    packed = codec.pack(x, 0.1, scale=scale, inner=inner)
+    packed = codec.pack(x, 0.1, codecs.Hints(scale=scale, inner=inner))
     own = scale[torch.arange(len(x)) // inner % channels].double()
     back = codec.unpack(packed)
     assert ((back.double() - x.double()).abs() <= 0.1 * own).all()

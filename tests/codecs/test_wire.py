@@ -97,7 +97,7 @@ def test_headers_that_lie_are_refused(change: dict[str, Any]) -> None:
 def test_damage_below_the_checksum_never_crashes(noise: bytes, at: int, kind: str) -> None:
     x = torch.randn(5000, generator=torch.Generator().manual_seed(0))
     codec = codecs.get("entropy" if kind == "huffman" else kind)
-    packed = codec.pack(x, 0.1, lag=int(kind == "huffman"))
+    packed = codec.pack(x, 0.1, codecs.Hints(lag=int(kind == "huffman")))
     blob = packed.payload[0]
     at = min(at, blob.numel() - len(noise))
     blob[at : at + len(noise)] = torch.tensor(list(noise), dtype=torch.uint8)

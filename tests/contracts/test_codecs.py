@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from squeezebox import codecs
-from squeezebox.schema import CodecError
+from squeezebox.schema import CodecError, OptionError
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # These keep values within a bound; mask, sign, interval, narrow and pool-index have tests of their own.
@@ -91,7 +91,9 @@ def assert_contract(codec: codecs.Codec, x: Tensor, packed: codecs.Packed, back:
 @example(x=torch.ones(2, dtype=torch.float16), bound=1e30, lag=0, dither=0)
 def test_error_stays_within_the_bound(name: str, x: Tensor, bound: float, lag: int, dither: int) -> None:
     codec = codecs.get(name)
-    packed = codec.pack(x, bound, lag=lag, dither=dither) if name in NEEDS_BOUND else codec.pack(x)
+    packed = (
+        codec.pack(x, bound, codecs.Hints(lag=lag, dither=dither)) if name in NEEDS_BOUND else codec.pack(x)
+    )
     assert_contract(codec, x, packed, codec.unpack(packed))
     assert_contract(codec, x, packed, codec.unpack(codecs.loads(codecs.dumps(packed))))
 
@@ -130,8 +132,16 @@ def test_bounds_whose_product_with_a_scale_overflows_are_kept(x: Tensor, bound: 
             continue
         codec = codecs.get(name)
         x = x.nan_to_num(1.0)
-        packed = codec.pack(x, bound, scale=torch.tensor([factor, 1.0]), inner=7)  # type: ignore[call-arg]
+        packed = codec.pack(x, bound, codecs.Hints(scale=torch.tensor([factor, 1.0]), inner=7))
         assert_contract(codec, x, packed, codec.unpack(packed))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in VALUED if not codecs.get(name).exact and name not in NEEDS_BOUND]
+)
+def test_a_scale_is_never_ignored(name: str) -> None:
+    with pytest.raises(OptionError, match="takes no scale"):
+        codecs.get(name).pack(torch.ones(4), 1.0, codecs.Hints(scale=torch.ones(2)))
 
 
 def _between(x: Tensor, lower: float, upper: float) -> Tensor:
@@ -226,10 +236,10 @@ def test_stochastic_rounding_is_unbiased_and_repeatable(name: str) -> None:
     codec = codecs.get(name)
     x = torch.randn(256) * torch.rand(256)
     x[:20] = 0
-    draws = torch.stack([codec.unpack(codec.pack(x, seed=seed)) for seed in range(400)])
+    draws = torch.stack([codec.unpack(codec.pack(x, hints=codecs.Hints(seed=seed))) for seed in range(400)])
     tolerance = 5 * codec.pack(x).bound / math.sqrt(400)
     assert float((draws.mean(0) - x).abs().max()) < tolerance
-    assert torch.equal(draws[3], codec.unpack(codec.pack(x, seed=3)))
+    assert torch.equal(draws[3], codec.unpack(codec.pack(x, hints=codecs.Hints(seed=3))))
 
 
 @pytest.mark.parametrize("name", ("zero4", "minmax2", "bf16", "fp8-e4m3"))

@@ -71,7 +71,7 @@ def _delayed(plan, name, batch, options):
     warmup = options.get("warmup", 0)
     if batch < warmup:
         return batch
-    if plan.schedule == "two_bw":
+    if plan.schedule == "2bw":
         return max(batch - 1, warmup)
     if plan.schedule == "pipedream":
         block = int(name.split(".")[0])
@@ -83,17 +83,17 @@ def _delayed(plan, name, batch, options):
 def _cases(world):
     synchronous = [
         ("adamw", ranks.plan(8, world, "gpipe", 4), (), {}),
-        ("momentum", ranks.plan(8, world, "one_f_one_b", 4), (), {}),
-        ("adamw", ranks.plan(8, world, "one_f_one_b", 4, policy="recompute"), (), {}),
-        ("adamw", ranks.plan(8, world, "one_f_one_b", 2), (), {}),
-        ("adamw", ranks.plan(8, world, "zero_bubble", 4), (), {}),
-        ("adamw", ranks.plan(8, world, "zero_bubble", 4, policy="recompute"), (), {}),
-        ("adamw", ranks.plan(8, world, "breadth_first", 4, loops=2), (), {}),
-        ("adamw", ranks.plan(8, world, "interleaved", 4, loops=2), (), {}),
+        ("momentum", ranks.plan(8, world, "1f1b", 4), (), {}),
+        ("adamw", ranks.plan(8, world, "1f1b", 4, policy="recompute"), (), {}),
+        ("adamw", ranks.plan(8, world, "1f1b", 2), (), {}),
+        ("adamw", ranks.plan(8, world, "zb-h1", 4), (), {}),
+        ("adamw", ranks.plan(8, world, "zb-h1", 4, policy="recompute"), (), {}),
+        ("adamw", ranks.plan(8, world, "breadth-first", 4, loops=2), (), {}),
+        ("adamw", ranks.plan(8, world, "interleaved-1f1b", 4, loops=2), (), {}),
     ]
     delayed = [
         (name, ranks.plan(8, world, schedule, microbatches, policy=policy), drains, options)
-        for schedule, microbatches in (("two_bw", 4), ("pipedream", 1))
+        for schedule, microbatches in (("2bw", 4), ("pipedream", 1))
         for name, policy, drains, options in (
             ("sgd", "keep", (), {}),
             ("momentum", "keep", (), {}),
@@ -102,9 +102,9 @@ def _cases(world):
             ("adamw", "keep", (), {"warmup": 2}),
             ("adamw", "keep", (1,), {"correction": True}),
         )
-        if schedule == "two_bw" or not options.get("correction")
+        if schedule == "2bw" or not options.get("correction")
     ]
-    return synchronous + [("adamw", ranks.plan(8, world, "two_bw", 6), (), {}), *delayed]
+    return synchronous + [("adamw", ranks.plan(8, world, "2bw", 6), (), {}), *delayed]
 
 
 def test_two_ranks_equal_one_process_to_the_bit():
@@ -119,7 +119,7 @@ def test_four_ranks_equal_one_process_to_the_bit():
 
 
 def test_correction_follows_its_formula():
-    corrected = [case for case in _cases(2) if case[3].get("correction") and case[1].schedule == "two_bw"]
+    corrected = [case for case in _cases(2) if case[3].get("correction") and case[1].schedule == "2bw"]
     _check(corrected, ranks.run(_chains, 2, corrected), _delayed, tolerance=1e-12)
 
 
@@ -144,9 +144,9 @@ def test_a_schedule_of_ones_own_is_carried_out():
     _check(cases, ranks.run(_chains, 2, cases), _delayed, tolerance=1e-12)  # added up in another order
 
 
-@pytest.mark.parametrize("named", ["one_f_one_b", "two_bw"])
+@pytest.mark.parametrize("named", ["1f1b", "2bw"])
 def test_a_schedule_of_ones_own_goes_with_the_plan(named):
-    plan, own = ranks.plan(8, 2, named, 4), _last_first(2, 6 if named == "one_f_one_b" else 4)
+    plan, own = ranks.plan(8, 2, named, 4), _last_first(2, 6 if named == "1f1b" else 4)
     with pytest.raises(OptionError, match=f"'last-first' is for 2 ranks, 2 stages and .*by {named}"):
         schedule_of(plan, own=own)
 
@@ -159,8 +159,8 @@ def _tied(rank, cases):
 
 
 def test_clipping_and_tied_weights():
-    plan = ranks.plan(5, 2, "two_bw", 4, inputs=TOKENS)
-    flushing = ranks.plan(5, 2, "one_f_one_b", 4, inputs=TOKENS)
+    plan = ranks.plan(5, 2, "2bw", 4, inputs=TOKENS)
+    flushing = ranks.plan(5, 2, "1f1b", 4, inputs=TOKENS)
     cases = [
         ("adamw", flushing, (), {}),
         ("adamw", plan, (), {}),
@@ -173,6 +173,6 @@ def test_clipping_and_tied_weights():
 def test_two_pipelines_of_two():
     cases = [
         ("adamw", ranks.plan(5, 2, schedule, 4, inputs=TOKENS, replicas=2), (), {"clip": 0.3})
-        for schedule in ("one_f_one_b", "two_bw")
+        for schedule in ("1f1b", "2bw")
     ]
     _check(cases, ranks.run(_tied, 4, cases), _delayed, 1e-12, ranks.tied, ranks.words, ranks.entropy)

@@ -61,7 +61,7 @@ def _train(rank, schedule, trouble):
     return "nothing happened"
 
 
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "two_bw"])
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 @pytest.mark.parametrize("trouble", ["dies", "raises", "hangs"])
 def test_others_stop_and_name_it(schedule, trouble):
     processes, results = ranks.start(_train, 4, schedule, trouble)
@@ -88,10 +88,10 @@ def test_others_stop_and_name_it(schedule, trouble):
 def test_a_connection_may_break_before_anything_is_waited_for():
     store = HashStore()
     store.set("beat/1", json.dumps([3, "works at F0", None]))  # and never again
-    health = Health(store, 0, ["stage 0", "stage 1"], PATIENCE)
+    health = Health(store, 0, ["stage 0", "stage 1"], PATIENCE, [])
     with (
         pytest.raises(PipelineError, match=r"^rank 1 \(stage 1\) is gone"),
-        health.guard([], lambda: None),
+        health.guard(),
     ):
         health.works("works at B1")
         raise RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:4711")
@@ -110,7 +110,7 @@ def _made(rank, plans, seeds, patience, own=(None, None)):
 
 
 def test_what_does_not_agree_is_refused_before_the_first_step():
-    gpipe, flushing = (ranks.plan(4, 2, name, 4) for name in ("gpipe", "one_f_one_b"))
+    gpipe, flushing = (ranks.plan(4, 2, name, 4) for name in ("gpipe", "1f1b"))
     for message in ranks.run(_made, 2, [gpipe, flushing], [0, 0], 20.0):
         assert "PipelineError: rank" in message
         assert "has another plan than rank" in message
@@ -142,10 +142,10 @@ def _with(rank, plan, options):
     [
         ("pipedream", {"clip": 1.0}, "update each on its own"),
         ("pipedream", {"correction": True}, "correction=True is for gradients that are one batch late"),
-        ("one_f_one_b", {"correction": True}, "those of 'one_f_one_b' are not"),
-        ("one_f_one_b", {"warmup": 2}, "flushes after each batch anyway"),
-        ("two_bw", {"clip": 0.0}, "clip=0.0"),
-        ("two_bw", {"patience": 0.0}, "patience=0.0"),
+        ("1f1b", {"correction": True}, "those of '1f1b' are not"),
+        ("1f1b", {"warmup": 2}, "flushes after each batch anyway"),
+        ("2bw", {"clip": 0.0}, "clip=0.0"),
+        ("2bw", {"patience": 0.0}, "patience=0.0"),
         ("sideways", {}, "there is no schedule 'sideways'"),
     ],
 )

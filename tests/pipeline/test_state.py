@@ -45,7 +45,7 @@ def _noisy(seed=0):
 
 @pytest.mark.parametrize(
     ("schedule", "microbatches", "options"),
-    [("one_f_one_b", 4, {}), ("two_bw", 4, {"correction": True, "clip": 1.0}), ("pipedream", 1, {})],
+    [("1f1b", 4, {}), ("2bw", 4, {"correction": True, "clip": 1.0}), ("pipedream", 1, {})],
 )
 def test_a_resume_goes_on_to_the_bit(schedule, microbatches, options, tmp_path):
     plan = ranks.plan(12, 2, schedule, microbatches)
@@ -81,7 +81,7 @@ def _full_disk(*_):
 
 
 def test_an_interrupted_checkpoint_leaves_the_one_before(tmp_path):
-    first, second = ranks.run(_interrupted, 2, ranks.plan(8, 2, "two_bw", 4), tmp_path)
+    first, second = ranks.run(_interrupted, 2, ranks.plan(8, 2, "2bw", 4), tmp_path)
     assert first[0][0] == "PipelineError", first
     assert "rank 1 (stage 1) raised OutputError" in first[0][1]
     assert second[0][0] == OutputError.__name__
@@ -119,7 +119,7 @@ def _evaluated(rank, plan):
     return loss, again, weights, after
 
 
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "two_bw"])
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_evaluation_is_of_the_newest_weights(schedule):
     results = ranks.run(_evaluated, 2, ranks.plan(12, 2, schedule, 4))
     weights = results[0][2] | results[1][2]
@@ -145,7 +145,7 @@ def _trained(rank, plans):
     return found
 
 
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "two_bw"])
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_computing_again_changes_no_statistics_and_draws_the_same_numbers(schedule):
     plans = [ranks.plan(12, 2, schedule, 4, policy=policy) for policy in ("keep", "recompute")]
     for result in ranks.run(_trained, 2, plans):
@@ -170,7 +170,7 @@ def _scheduled(rank, plan):
     return weights, sum(storage.nbytes() for storage in storages.values())
 
 
-@pytest.mark.parametrize(("schedule", "delay"), [("one_f_one_b", 0), ("two_bw", 1)])
+@pytest.mark.parametrize(("schedule", "delay"), [("1f1b", 0), ("2bw", 1)])
 def test_each_batch_has_the_learning_rate_of_its_own_step(schedule, delay):
     results = ranks.run(_scheduled, 2, ranks.plan(8, 2, schedule, 4))
     model = ranks.chain()
@@ -219,7 +219,7 @@ def _evaluated_between(rank, plan):
     return found
 
 
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "two_bw"])
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_evaluation_leaves_training_as_it_was(schedule):
     for result in ranks.run(_evaluated_between, 2, ranks.plan(12, 2, schedule, 4)):
         assert not isinstance(result, str), result
@@ -240,7 +240,7 @@ def _loaded_midway(rank, plan, directory):
     return wanted, again
 
 
-@pytest.mark.parametrize(("schedule", "microbatches"), [("two_bw", 4), ("pipedream", 1)])
+@pytest.mark.parametrize(("schedule", "microbatches"), [("2bw", 4), ("pipedream", 1)])
 def test_loading_in_the_middle_forgets_what_was_under_way(schedule, microbatches, tmp_path):
     for result in ranks.run(_loaded_midway, 3, ranks.plan(8, 3, schedule, microbatches), tmp_path):
         assert not isinstance(result, str), result
@@ -266,7 +266,7 @@ def _frozen(rank, plan, directory):
 
 
 def test_a_stage_with_nothing_to_train(tmp_path):
-    results = ranks.run(_frozen, 2, ranks.plan(8, 2, "one_f_one_b", 4), tmp_path)
+    results = ranks.run(_frozen, 2, ranks.plan(8, 2, "1f1b", 4), tmp_path)
     for result in results:
         assert isinstance(result, tuple), result
         assert result[1] == 8  # the other stage's, frozen or not, are gone
@@ -301,7 +301,7 @@ def _frozen_first(rank, plan):
     return losses
 
 
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "two_bw", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "zb-h1"])
 def test_a_first_stage_with_nothing_to_train(schedule):
     results = ranks.run(_frozen_first, 2, ranks.plan(8, 2, schedule, 4))
     assert not any(isinstance(result, str) for result in results), results

@@ -61,7 +61,7 @@ def _chain():
     return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
 
 
-def _plan(blocks, schedule="one_f_one_b", microbatches=4, **options):
+def _plan(blocks, schedule="1f1b", microbatches=4, **options):
     return ranks.plan(blocks, 2, schedule, microbatches, inputs=INPUTS, **options)
 
 
@@ -162,10 +162,10 @@ def test_losses_are_nearly_the_same_under_every_schedule_for_fewer_bytes():
     plans = [
         _plan(8, "gpipe"),
         _plan(8, policy="recompute"),
-        _plan(8, "zero_bubble"),
-        _plan(8, "interleaved", loops=2),
-        _plan(8, "breadth_first", loops=2),
-        _plan(8, "two_bw"),
+        _plan(8, "zb-h1"),
+        _plan(8, "interleaved-1f1b", loops=2),
+        _plan(8, "breadth-first", loops=2),
+        _plan(8, "2bw"),
         _plan(8, "pipedream", 1),
     ]
     wires = (None, Wire(feedback=False), Wire(activation_error=0.1, gradient_error=0.1, feedback=True))
@@ -218,7 +218,7 @@ def _resumed(rank, plan, wire, directory):
     return (3, after, weights), again, resumed
 
 
-@pytest.mark.parametrize(("schedule", "microbatches"), [("one_f_one_b", 4), ("two_bw", 4), ("pipedream", 1)])
+@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 4), ("2bw", 4), ("pipedream", 1)])
 def test_a_resume_goes_on_to_the_bit(schedule, microbatches, tmp_path):
     plan = _plan(8, schedule, microbatches)
     wire = Wire(activation_error=0.1, gradient_error=0.3, feedback=True)

@@ -6,13 +6,12 @@ from itertools import combinations, pairwise, product
 
 import pytest
 
-from squeezebox import schedules
-from squeezebox.planner import SYNCHRONOUS, plan_pipeline, stage_memory
-from squeezebox.schedules import Costs, simulate
+from squeezebox.planner import plan_pipeline, stage_memory
+from squeezebox.schedules import SYNCHRONOUS, Costs, make, simulate
 from squeezebox.schema import Block, BudgetError, Holding, Link, OptionError, PipelineProfile
 
 POLICIES = ("keep", "compress", "recompute")
-ALL = (*SYNCHRONOUS, "two_bw", "pipedream")
+ALL = (*SYNCHRONOUS, "2bw", "pipedream")
 FAST = Link(bytes_per_second=1e9)
 
 
@@ -74,9 +73,9 @@ def places(schedule, ranks, microbatches):
     most = min(microbatches, ranks)
     return {
         "gpipe": [(microbatches, 0, 1, 1)] * ranks,
-        "one_f_one_b": down,
-        "zero_bubble": [(most, min(stage + 1, most), 1, 1) for stage in range(ranks)],
-        "two_bw": [(ranks - stage, 0, 2 - (stage == ranks - 1), 2) for stage in range(ranks)],
+        "1f1b": down,
+        "zb-h1": [(most, min(stage + 1, most), 1, 1) for stage in range(ranks)],
+        "2bw": [(ranks - stage, 0, 2 - (stage == ranks - 1), 2) for stage in range(ranks)],
         "pipedream": [(ranks - stage, 0, ranks - stage, 1) for stage in range(ranks)],
     }[schedule]
 
@@ -113,8 +112,8 @@ def test_no_split_and_policies_are_faster(seed):
     ranks, microbatches = draw.randint(1, min(3, len(known.blocks))), draw.choice((1, 2, 4))
     link = Link(bytes_per_second=draw.choice((20.0, 1e9)))
     memory_bytes = draw.randint(400, 2500)
-    names = ("gpipe", "one_f_one_b", "zero_bubble", "two_bw", "pipedream")
-    limits = {"two_bw": microbatches >= ranks, "pipedream": microbatches == 1}
+    names = ("gpipe", "1f1b", "zb-h1", "2bw", "pipedream")
+    limits = {"2bw": microbatches >= ranks, "pipedream": microbatches == 1}
     best = {
         name: fastest(known, name, ranks, microbatches, memory_bytes, link)
         for name in names
@@ -155,15 +154,14 @@ def test_no_split_and_policies_are_faster(seed):
 def rank_bytes(known, plan):
     """Of each rank, with what lives together as the schedule is run on paper."""
     loops = len(plan.stages) // plan.ranks
-    function = getattr(schedules, plan.schedule)
-    several = {"loops": loops} if loops > 1 else {}
+    schedule = make(plan.schedule, plan.ranks, plan.microbatches, loops=loops)
     saved = [
         sum(each.holding(stage.policy).saved_bytes for each in known.blocks[stage.first : stage.end])
         + (known.blocks[stage.first - 1].output_bytes if stage.first else 0)
         for stage in plan.stages
     ]
     costs = replace(Costs.even(len(saved)), activation_bytes=tuple(saved))
-    timeline = simulate(function(plan.ranks, plan.microbatches, **several), costs)
+    timeline = simulate(schedule, costs)
     parts = [stage_memory(known, plan, number) for number in range(len(plan.stages))]
     for rank in range(plan.ranks):
         own = parts[rank :: plan.ranks]
@@ -176,7 +174,7 @@ def test_a_ranks_stages_fit_together(seed):
     draw = random.Random(seed)
     known = profile(seed, draw.randint(6, 10))
     memory_bytes = draw.randint(1500, 6000)
-    arguments = {"batch": 6, "ranks": 2, "link": FAST, "schedules": ("interleaved", "breadth_first")}
+    arguments = {"batch": 6, "ranks": 2, "link": FAST, "schedules": ("interleaved-1f1b", "breadth-first")}
     try:
         plans = plan_pipeline([known], memory_bytes=memory_bytes, depths=[2], loops=(2, 3), **arguments)
     except BudgetError:
@@ -187,7 +185,7 @@ def test_a_ranks_stages_fit_together(seed):
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("names", (SYNCHRONOUS, ("interleaved", "breadth_first"), ("two_bw",)))
+@pytest.mark.parametrize("names", (SYNCHRONOUS, ("interleaved-1f1b", "breadth-first"), ("2bw",)))
 def test_the_least_that_fits_does_and_a_byte_less_does_not(seed, names):
     known = [profile(seed, 8, microbatch) for microbatch in (1, 2)]
     arguments = {"batch": 16, "ranks": 4, "link": FAST, "schedules": names}
@@ -216,9 +214,8 @@ def test_plans_are_sorted_and_cover_widths_depths_and_microbatches():
 def test_predictions_are_near_what_is_simulated():
     known = profile(1, 12)
     for plan in plan_pipeline([known], batch=12, ranks=3, memory_bytes=10**6, link=FAST, depths=[3]):
-        function = getattr(schedules, plan.schedule)
         loops = len(plan.stages) // plan.ranks
-        schedule = function(plan.ranks, plan.microbatches, **({"loops": loops} if loops > 1 else {}))
+        schedule = make(plan.schedule, plan.ranks, plan.microbatches, loops=loops)
         costs = Costs(
             forward=tuple(stage.forward_seconds for stage in plan.stages),
             backward=tuple(stage.backward_seconds for stage in plan.stages),
@@ -231,20 +228,20 @@ def test_the_all_reduce_is_hidden_without_a_flush():
     known = profile(0, 2)
     nbytes = sum(each.parameter_bytes for each in known.blocks)
     arguments = {"batch": 8, "memory_bytes": 10**6, "policies": ("keep",), "depths": [1]}
-    arguments["schedules"] = ("one_f_one_b", "two_bw")
+    arguments["schedules"] = ("1f1b", "2bw")
     alone = plan_pipeline([known], ranks=1, link=FAST, **arguments)
     shared = plan_pipeline([known], ranks=2, link=Link(bytes_per_second=float(nbytes)), **arguments)
     assert alone[0].seconds == alone[1].seconds
     seconds = {plan.schedule: plan.seconds for plan in shared}
-    assert seconds["two_bw"] == pytest.approx(alone[0].seconds / 2)
-    assert seconds["one_f_one_b"] == pytest.approx(alone[0].seconds / 2 + 1.0)
+    assert seconds["2bw"] == pytest.approx(alone[0].seconds / 2)
+    assert seconds["1f1b"] == pytest.approx(alone[0].seconds / 2 + 1.0)
     slow = plan_pipeline([known], ranks=2, link=Link(bytes_per_second=nbytes / 1e3), **arguments)
     assert slow[0].seconds == pytest.approx(1e3)
 
 
 def test_less_memory_takes_more_time():
     known = profile(5, 6)
-    arguments = {"batch": 4, "ranks": 2, "link": FAST, "schedules": ("one_f_one_b",), "depths": [2]}
+    arguments = {"batch": 4, "ranks": 2, "link": FAST, "schedules": ("1f1b",), "depths": [2]}
     found = []
     for memory_bytes in range(900, 4000, 50):
         try:
@@ -266,7 +263,7 @@ def test_less_memory_takes_more_time():
         ({"batch": -1}, "batch is -1"),
         ({"memory_bytes": 0}, "memory_bytes is 0"),
         ({"batch": 7, "depths": [2]}, "a batch of 7 cannot be divided over 4 ranks in pipelines 2 deep"),
-        ({"batch": 2, "depths": [4], "schedules": ["two_bw"]}, "two_bw at least as many as its depth"),
+        ({"batch": 2, "depths": [4], "schedules": ["2bw"]}, "2bw at least as many as its depth"),
         ({"schedules": ["pipe"]}, r"schedules \['pipe'\] are none or unknown; known are gpipe"),
         ({"schedules": []}, "none or unknown"),
         ({"policies": ["offload"]}, r"\['offload'\] were not measured; profiles have \['compress', 'keep'"),

@@ -72,8 +72,8 @@ def test_planning_leaves_the_model_as_it_was():
 
 
 def test_less_memory_costs_time_and_too_little_is_refused():
-    full = planned(schedules=["one_f_one_b"])[0]
-    tight = planned(schedules=["one_f_one_b"], memory_bytes=int(0.93 * max(full.rank_peak_bytes)))[0]
+    full = planned(schedules=["1f1b"])[0]
+    tight = planned(schedules=["1f1b"], memory_bytes=int(0.93 * max(full.rank_peak_bytes)))[0]
     assert max(tight.rank_peak_bytes) <= 0.93 * max(full.rank_peak_bytes)
     assert "recompute" in {stage.policy for stage in tight.stages}
     with pytest.raises(BudgetError, match="MiB|KiB"):
@@ -103,14 +103,14 @@ def _peak(rank, plan):
 @pytest.mark.parametrize(
     ("schedule", "policy"),
     [
-        ("one_f_one_b", "keep"),
-        ("one_f_one_b", "recompute"),
-        ("one_f_one_b", "compress"),
-        ("two_bw", "keep"),
-        ("two_bw", "compress"),
+        ("1f1b", "keep"),
+        ("1f1b", "recompute"),
+        ("1f1b", "compress"),
+        ("2bw", "keep"),
+        ("2bw", "compress"),
         ("gpipe", "keep"),
-        ("zero_bubble", "keep"),
-        ("zero_bubble", "recompute"),
+        ("zb-h1", "keep"),
+        ("zb-h1", "recompute"),
     ],
 )
 def test_peaks_are_as_planned(schedule, policy):
@@ -121,10 +121,10 @@ def test_peaks_are_as_planned(schedule, policy):
 
 
 def test_two_bw_holds_a_version_and_a_gradient_more():
-    flushing = planned(schedules=["one_f_one_b"], policies=["keep"])[0]
+    flushing = planned(schedules=["1f1b"], policies=["keep"])[0]
     weights = _weights(flushing)
     before = ranks.run(_peak, 2, flushing)
-    after = ranks.run(_peak, 2, dataclasses.replace(flushing, schedule="two_bw"))
+    after = ranks.run(_peak, 2, dataclasses.replace(flushing, schedule="2bw"))
     extra = [more - less for more, less in zip(after, before, strict=True)]
     assert extra[0] == pytest.approx(2 * weights[0], rel=0.05)
     assert extra[1] == pytest.approx(weights[1], rel=0.05)  # the last rank reads one version only
@@ -144,8 +144,8 @@ def _weights(plan):
 
 
 def test_compression_is_planned_and_carried_out():
-    plan = planned(schedules=["one_f_one_b"], policies=["compress"], noise=1e-2)[0]
-    kept = planned(schedules=["one_f_one_b"], policies=["keep"])[0]
+    plan = planned(schedules=["1f1b"], policies=["compress"], noise=1e-2)[0]
+    kept = planned(schedules=["1f1b"], policies=["keep"])[0]
     assert plan.noise == 1e-2
     assert max(plan.rank_peak_bytes) < max(kept.rank_peak_bytes)
     for packed in ranks.run(_packed, 2, plan):

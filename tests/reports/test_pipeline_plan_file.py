@@ -27,7 +27,7 @@ def plan():
         for first in (0, 2)
     )
     return PipelinePlan(
-        schedule="two_bw",
+        schedule="2bw",
         ranks=2,
         replicas=1,
         microbatch=4,
@@ -51,7 +51,7 @@ def test_round_trip(tmp_path):
     ("change", "message"),
     [
         (lambda values: values.pop("ranks"), "ranks is missing"),
-        (lambda values: values.update(version=1), "its version is 1, and this Squeezebox reads 2"),
+        (lambda values: values.update(version=2), "its version is 2, and this Squeezebox reads 3"),
         (lambda values: values.update(microbatch=-1), "microbatch is -1, not a whole number from 0"),
         (lambda values: values["stages"][1].pop("policy"), r"stages\[1\].policy is missing"),
         (lambda values: values["stages"][0].update(colour=1), r"stages\[0\].colour is unknown"),
@@ -78,6 +78,6 @@ def test_missing_and_half_written_files(tmp_path):
 
 def test_text():
     text = pipeline_plan_text(plan())
-    assert "two_bw, 2 ranks, 8 microbatches of 4 samples: 6 s a batch" in text
+    assert "2bw, 2 ranks, 8 microbatches of 4 samples: 6 s a batch" in text
     assert "c .. d (2)" in text
     assert "3.00 MiB" in pipeline_plan_line(plan())

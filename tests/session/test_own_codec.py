@@ -16,7 +16,7 @@ from tests.capture.nets import images, plain_step, resnet
 class Doubles(codecs.Codec):
     """Holds every element exactly, in float64: easily told from the usual codecs."""
 
-    def pack(self, tensor, bound=None, *, lag=0, dither=0):
+    def pack(self, tensor, bound=None, hints=None):
         flat = tensor.detach().contiguous()
         return codecs.Packed(
             codec=self.name,

@@ -12,7 +12,7 @@ import torch
 from squeezebox import codecs
 from squeezebox.capture._device import table_bytes
 from squeezebox.capture._entries import FLAGS, Entry, Handle
-from squeezebox.capture._layouts import dither_of, flattened, lag_of, scale_of, why_no_interval
+from squeezebox.capture._layouts import Scale, dither_of, flattened, lag_of, scale_of, why_no_interval
 from squeezebox.capture._lineage import Recipe
 from squeezebox.capture._means import Means
 from squeezebox.capture._places import pack_into
@@ -21,6 +21,8 @@ from squeezebox.capture._unpacker import Unpacker
 from squeezebox.capture._watch import spent_on
 from squeezebox.memory import Spill, Staging
 from squeezebox.schema import Action, Activity, CaptureError, CodecError, Option, OptionError, Reads
+
+_NO_HINTS = codecs.Hints()
 
 
 class Packer:
@@ -129,22 +131,19 @@ class Packer:
             self._means.spares is not None and self._means.spares(entry.row, choice)
         ):
             return self._hold(entry, tensor)
-        units = {"scale": scale.factors, "inner": scale.inner} if scale is not None and choice.scaled else {}
-        hints: dict[str, Any] = {"lag": lag_of(tensor), "dither": dither_of(tensor), **units}
         codec = codecs.get(choice.codec)
         blocks = self._means.blocks if choice.codec == "blocks" else None
         if blocks is not None and blocks.device != entry.device:
             blocks = None
         arena = blocks.place(flat.nbytes) if blocks is not None else None
-        if arena is not None:
-            hints["arena"] = arena
+        hints = _hints(tensor, scale if choice.scaled else None, arena)
         if self._means.listener is not None:
-            trial = functools.partial(codec.pack, flat, **hints)
+            trial = functools.partial(_tried, codec, flat, hints)
             again = functools.partial(self._unpacker.again, entry)
             self._means.listener.offered(
                 entry.row, choice.codec, flat, scale if choice.scaled else None, trial, again
             )
-        packed = self._packed(entry, choice.codec, flat, bound=choice.bound, **hints)
+        packed = self._packed(entry, choice.codec, flat, choice.bound, hints)
         entry.packed["values"] = packed
         entry.row.packed[choice.codec] = packed.nbytes if arena is None else table_bytes(packed)
         if arena is not None:
@@ -163,11 +162,19 @@ class Packer:
         entry.packed[flag] = packed
         entry.row.packed["sign"] = entry.row.packed.get("sign", 0) + packed.nbytes
 
-    def _packed(self, entry: Entry, name: str, tensor: torch.Tensor, **options: Any) -> codecs.Packed:
+    def _packed(
+        self,
+        entry: Entry,
+        name: str,
+        tensor: torch.Tensor,
+        bound: float | None = None,
+        hints: codecs.Hints = _NO_HINTS,
+        **options: Any,
+    ) -> codecs.Packed:
         codec = codecs.get(name)
         if self._means.reserve is None or codec.fixed_size or entry.device.type != "cpu":
-            return codec.pack(tensor, **options)
-        return pack_into(self._means.reserve, entry.row.key, entry, codec, tensor, **options)
+            return codec.pack(tensor, bound, hints, **options)
+        return pack_into(self._means.reserve, entry.row.key, entry, codec, tensor, bound, hints, **options)
 
     def _hold(self, entry: Entry, tensor: torch.Tensor) -> str:
         """Keep the tensor; where somebody listens, let it go all the same, to see when it would be free."""
@@ -208,6 +215,22 @@ class Packer:
         if self._means.staging is not None and entry.device == self._means.staging.device:
             return self._means.staging
         return self._means.spill if entry.device.type == "cpu" else None
+
+
+def _hints(tensor: torch.Tensor, scale: Scale | None, arena: codecs.Arena | None) -> codecs.Hints:
+    known = codecs.Hints(lag=lag_of(tensor), dither=dither_of(tensor), arena=arena)
+    return known if scale is None else replace(known, scale=scale.factors, inner=scale.inner)
+
+
+def _tried(
+    codec: codecs.Codec,
+    flat: torch.Tensor,
+    hints: codecs.Hints,
+    bound: float,
+    arena: codecs.Arena | None = None,
+) -> codecs.Packed:
+    """Packed by the way, in an arena of the caller's if that is given."""
+    return codec.pack(flat, bound, hints if arena is None else replace(hints, arena=arena))
 
 
 def waiting(handle: Handle) -> torch.Tensor:

@@ -143,11 +143,10 @@ def _rest(entry: Entry, tensor: torch.Tensor) -> codecs.Packed:
     """What packing lost of a tensor, packed."""
     packed = entry.packed["values"]
     rest = codecs.get(packed.codec).unpack(packed).view(-1).neg_().add_(flattened(tensor, entry.numel))
-    units: dict[str, Any] = (
-        {} if entry.scale is None else {"scale": entry.scale.factors, "inner": entry.scale.inner}
-    )
+    scale = entry.scale
+    hints = codecs.Hints() if scale is None else codecs.Hints(scale=scale.factors, inner=scale.inner)
     codec = codecs.get("blocks" if packed.codec == "blocks" else "entropy")
-    return codec.pack(rest, bound=entry.row.bound / _FINER, **units)
+    return codec.pack(rest, entry.row.bound / _FINER, hints)
 
 
 def repeat(node: Any, gradients: Gradients, instead: Instead = MappingProxyType({})) -> Gradients:

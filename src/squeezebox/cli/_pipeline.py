@@ -38,7 +38,7 @@ def plan(
     ] = None,
     schedules: Annotated[
         str, typer.Option(help="Also zb-h1, 2bw and pipedream. These two use gradients of earlier weights.")
-    ] = "gpipe,1f1b,interleaved,breadth-first",
+    ] = "gpipe,1f1b,interleaved-1f1b,breadth-first",
     policies: Annotated[
         str, typer.Option(help="Of keep, recompute and compress; the last only if named: it is lossy.")
     ] = "keep,recompute",
@@ -159,14 +159,14 @@ def simulate(
         str,
         typer.Argument(
             metavar="SCHEDULE",
-            help="gpipe, 1f1b, interleaved, breadth-first, zb-h1, zb-h2, pipedream or 2bw.",
+            help="gpipe, 1f1b, interleaved-1f1b, breadth-first, zb-h1, zb-h2, pipedream or 2bw.",
         ),
     ],
     ranks: Annotated[int, typer.Option(help="How many work together.")] = 4,
     microbatches: Annotated[int, typer.Option(help="Of a batch. PipeDream updates after each.")] = 8,
     loops: Annotated[
         int | None,
-        typer.Option(help="Stages a rank, of interleaved and breadth-first.", show_default="2 for those"),
+        typer.Option(help="Stages a rank; of interleaved-1f1b, breadth-first.", show_default="2 for those"),
     ] = None,
     batches: Annotated[int, typer.Option(help="One after the other.")] = 1,
     forward: Annotated[

@@ -10,18 +10,12 @@ import torch
 from torch import nn
 
 from squeezebox.cli._estimate import load_loss, parse_shape, require_step
-from squeezebox.cli._plan import load_model, load_sample, optimizer_named, random_inputs, stand_in
+from squeezebox.cli._plan import load_model, load_sample, random_inputs, stand_in
 from squeezebox.cli._progress import progress
 from squeezebox.planning import plan_pipeline
+from squeezebox.profiling import optimizer_named
 from squeezebox.reports import parse_size, require_writable, save_pipeline_plan
 from squeezebox.schema import Link, OptionError, PipelinePlan
-
-_NAMES = {
-    "1f1b": "one_f_one_b",
-    "breadth-first": "breadth_first",
-    "zb-h1": "zero_bubble",
-    "2bw": "two_bw",
-}
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,7 @@ def make(request: Request, out: Path) -> list[PipelinePlan]:
             memory_bytes=parse_size("--memory", request.memory),
             optimizer=optimizer_of(request.optimizer, model, None),
             microbatches=None if request.microbatches is None else _integers(request.microbatches),
-            schedules=[_NAMES.get(name, name) for name in request.schedules.split(",")],
+            schedules=request.schedules.split(","),
             policies=request.policies.split(","),
             noise=request.noise,
             depths=None if request.depth is None else [request.depth],

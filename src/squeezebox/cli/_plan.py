@@ -16,15 +16,9 @@ from torch.utils._pytree import tree_leaves
 import squeezebox
 from squeezebox.cli._estimate import call_factory, load_factory, load_loss, parse_shape, require_step
 from squeezebox.cli._progress import progress
+from squeezebox.profiling import optimizer_named
 from squeezebox.reports import FoundBatch, MaxBatch, StepPlan, require_writable
 from squeezebox.schema import OptionError
-
-_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-}
 
 
 @dataclass(frozen=True)
@@ -104,17 +98,6 @@ def random_inputs(model: torch.nn.Module, shape: tuple[int, ...], dtype: str | N
         return torch.randn(shape).to(wanted) if wanted.is_floating_point else torch.zeros(shape, dtype=wanted)
     except (NotImplementedError, RuntimeError) as error:
         raise OptionError(f"--input-dtype {dtype}: torch cannot fill such a tensor: {error}") from error
-
-
-def optimizer_named(name: str) -> Callable[[Any], torch.optim.Optimizer]:
-    """What makes such an optimizer of parameters.
-
-    Raises:
-        OptionError: there is none of that name.
-    """
-    if name not in _OPTIMIZERS:
-        raise OptionError(f"no optimizer '{name}'; there are {', '.join(_OPTIMIZERS)}.")
-    return _OPTIMIZERS[name]
 
 
 def make(step: Step, *, cache: bool, out: str, **options: Any) -> StepPlan:

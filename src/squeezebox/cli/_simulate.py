@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,15 +25,10 @@ from squeezebox.schedules import (
     Schedule,
     Span,
     Timeline,
-    breadth_first,
     gathers,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    pipedream,
+    make,
+    published,
     simulate,
-    two_bw,
-    zero_bubble,
 )
 from squeezebox.schema import OptionError
 
@@ -57,23 +51,12 @@ class Request:
         Raises:
             OptionError: there is none of that name or for those numbers.
         """
-        if self.schedule not in _SCHEDULES:
-            raise OptionError(f"no schedule '{self.schedule}'; there are {', '.join(_SCHEDULES)}.")
-        self._require_size()
-        if self.schedule not in _LOOPED and self.loops not in (None, 1):
-            raise OptionError(
-                f"--loops {self.loops}: {self.schedule} has one stage a rank; leave --loops out, or take "
-                f"{' or '.join(_LOOPED)}."
-            )
-        return _SCHEDULES[self.schedule](self)
+        loops = self.loops if self.loops is not None else 2 if published(self.schedule).loops else 1
+        self._require_size(loops)
+        return make(self.schedule, self.ranks, self.microbatches, loops=loops, batches=self.batches)
 
-    @property
-    def stages_per_rank(self) -> int:
-        """2 unless told otherwise, where a rank has several at all."""
-        return (2 if self.loops is None else self.loops) if self.schedule in _LOOPED else 1
-
-    def _require_size(self) -> None:
-        counts = (self.ranks, self.microbatches, self.stages_per_rank, self.batches)
+    def _require_size(self, loops: int) -> None:
+        counts = (self.ranks, self.microbatches, loops, self.batches)
         for name, count in zip(("--ranks", "--microbatches", "--loops", "--batches"), counts, strict=True):
             if count < 1:
                 raise OptionError(f"{name} {count} is below 1; give at least 1.")
@@ -84,23 +67,6 @@ class Request:
                 f"{counts[2]} times, in {counts[3]} batches) are more than the {_ACTIONS} of a run; "
                 "take fewer microbatches or batches."
             )
-
-
-_LOOPED = ("interleaved", "breadth-first")
-_SCHEDULES: dict[str, Callable[[Request], Schedule]] = {
-    "gpipe": lambda its: gpipe(its.ranks, its.microbatches, batches=its.batches),
-    "1f1b": lambda its: one_f_one_b(its.ranks, its.microbatches, batches=its.batches),
-    "interleaved": lambda its: interleaved(
-        its.ranks, its.microbatches, loops=its.stages_per_rank, batches=its.batches
-    ),
-    "breadth-first": lambda its: breadth_first(
-        its.ranks, its.microbatches, loops=its.stages_per_rank, batches=its.batches
-    ),
-    "zb-h1": lambda its: zero_bubble(its.ranks, its.microbatches, batches=its.batches),
-    "zb-h2": lambda its: zero_bubble(its.ranks, its.microbatches, doubled=True, batches=its.batches),
-    "pipedream": lambda its: pipedream(its.ranks, batches=its.batches * its.microbatches),
-    "2bw": lambda its: two_bw(its.ranks, its.microbatches, batches=its.batches),
-}
 
 
 def run(

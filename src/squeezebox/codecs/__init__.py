@@ -6,6 +6,7 @@ May touch: squeezebox.schema, torch, numpy; numba and Blosc2 on first use; a few
 
 from squeezebox.codecs._blocks import Arena, ArenaUse
 from squeezebox.codecs._codec import Codec, kind_of
+from squeezebox.codecs._hints import Hints
 from squeezebox.codecs._packed import Packed
 from squeezebox.codecs._registry import available, get, register
 from squeezebox.codecs._sums import energy, mean, mean_abs, unit
@@ -15,6 +16,7 @@ __all__ = [
     "Arena",
     "ArenaUse",
     "Codec",
+    "Hints",
     "Packed",
     "available",
     "dumps",

@@ -15,6 +15,7 @@ from squeezebox.codecs._codec import (
     require_own,
     require_scale,
 )
+from squeezebox.codecs._hints import NO_HINTS, Hints
 from squeezebox.codecs._layout import buffer_for, flatten, restore
 from squeezebox.codecs._packed import Packed
 from squeezebox.codecs._reference._blocks import BLOCK, COUNTERS, UNIT, block_count, is_sound
@@ -118,23 +119,14 @@ class Blocks(Codec):
     way; with an arena nothing waits for the device.
     """
 
-    def pack(
-        self,
-        tensor: Tensor,
-        bound: float | None = None,
-        *,
-        lag: int = 0,
-        scale: Tensor | None = None,
-        inner: int = 1,
-        dither: int = 0,
-        arena: Arena | None = None,
-    ) -> Packed:
-        """Pack; ``scale``, ``inner`` and ``dither`` as in :meth:`Entropy.pack`, for three float dtypes.
+    def pack(self, tensor: Tensor, bound: float | None = None, hints: Hints = NO_HINTS) -> Packed:
+        """Pack; a scale for all dtypes but float64.
 
-        With an ``arena`` the blocks go there and stay there, and where it is full they are lost and counted;
+        With an arena the blocks go there and stay there, and where it is full they are lost and counted;
         nothing is checked that would wait for the device, and the bound given back is in units of the scale.
         """
         require_float(self.name, tensor)
+        scale, inner, dither, arena = hints.scale, hints.inner, hints.dither, hints.arena
         limit = require_bound(self.name, bound)
         flat = flatten(tensor)
         if scale is not None and arena is None:

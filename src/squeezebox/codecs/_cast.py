@@ -12,11 +12,13 @@ from squeezebox.codecs._codec import (
     Codec,
     expect_parts,
     make_packed,
+    refuse_scale,
     require_float,
     require_own,
     within,
 )
-from squeezebox.codecs._groups import MOST, _refuse_nonfinite, _rounding
+from squeezebox.codecs._groups import MOST, refuse_nonfinite, rounding
+from squeezebox.codecs._hints import NO_HINTS, Hints
 from squeezebox.codecs._layout import buffer_for, flatten, restore
 from squeezebox.codecs._packed import Packed
 from squeezebox.codecs._reference._groups import compute_dtype
@@ -35,12 +37,13 @@ class Cast(Codec):
     target: torch.dtype
     scaled: bool
 
-    def pack(self, tensor: Tensor, bound: float | None = None, *, lag: int = 0, dither: int = 0) -> Packed:
+    def pack(self, tensor: Tensor, bound: float | None = None, hints: Hints = NO_HINTS) -> Packed:
         require_float(self.name, tensor)
+        refuse_scale(self.name, hints)
         flat = flatten(tensor)
         peak = float(flat.abs().amax()) if flat.numel() else 0.0
         if not math.isfinite(peak):
-            _refuse_nonfinite(self.name, flat)
+            refuse_nonfinite(self.name, flat)
         limit = torch.finfo(self.target).max
         exponent = self._exponent(flat.dtype, peak) if self.scaled and peak else 0
         scale = 2.0**exponent
@@ -61,7 +64,7 @@ class Cast(Codec):
         facts = torch.finfo(self.target)
         largest = max(2.0 ** (math.frexp(peak)[1] - 1), facts.smallest_normal / scale)
         clipped = peak - facts.max / scale
-        reached = max(largest * facts.eps * 0.5 * (1 + 2.0**-11), clipped) + _rounding(dtype, peak)
+        reached = max(largest * facts.eps * 0.5 * (1 + 2.0**-11), clipped) + rounding(dtype, peak)
         return min(reached, MOST)
 
     def unpack(self, packed: Packed, out: Tensor | None = None) -> Tensor:

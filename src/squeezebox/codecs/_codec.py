@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from squeezebox.codecs._hints import NO_HINTS, Hints
 from squeezebox.codecs._layout import layout_of
 from squeezebox.codecs._packed import Packed
 from squeezebox.schema import CodecError, FormatError, OptionError
@@ -24,28 +25,23 @@ class Codec(ABC):
     """Tensor to packed bytes and back: ``|x - unpack(pack(x))| <= packed.bound``, elementwise.
 
     Zeros come back as zeros. ``exact``: to the bit. ``preserves_sign``: positives stay positive and
-    negatives negative. ``fixed_size``: the packed size follows from the shape alone. ``takes_room``: ``pack``
-    has an argument ``room``, flat bytes of the host that the result is made in where it fits.
+    negatives negative. ``fixed_size``: the packed size follows from the shape alone.
     """
 
     name: str
     exact: bool
     preserves_sign: bool
     fixed_size: bool
-    takes_room: bool = False
     version: int = 1
 
     @abstractmethod
-    def pack(self, tensor: Tensor, bound: float | None = None, *, lag: int = 0, dither: int = 0) -> Packed:
+    def pack(self, tensor: Tensor, bound: float | None = None, hints: Hints = NO_HINTS) -> Packed:
         """Pack a tensor.
 
         Args:
             tensor: any shape and strides.
             bound: largest absolute error allowed for any element; None where the codec needs none.
-            lag: distance, in elements of memory order, for integer prediction; only the variable-size
-                codecs use it (0: none, -1, their default: choose by a trial).
-            dither: elements in memory order that share a phase of their rounding (0: all do); only the
-                variable-size codecs use it.
+            hints: what helps, if anything is known.
 
         Raises:
             CodecError: the format cannot hold this tensor within this bound.
@@ -91,6 +87,12 @@ def require_bound(codec: str, bound: float | None) -> float:
     if bound is None or not math.isfinite(bound) or bound < 0:
         raise OptionError(f"codec '{codec}' needs a finite bound >= 0, got {bound!r}.")
     return float(bound)
+
+
+def refuse_scale(codec: str, hints: Hints) -> None:
+    """OptionError if the bound is in units of a scale."""
+    if hints.scale is not None:
+        raise OptionError(f"codec '{codec}' takes no scale; use 'entropy', 'planes' or 'blocks'.")
 
 
 def require_scale(codec: str, scale: Tensor, inner: int) -> None:

@@ -16,6 +16,7 @@ from squeezebox.codecs._codec import (
     require_own,
     require_scale,
 )
+from squeezebox.codecs._hints import NO_HINTS, Hints
 from squeezebox.codecs._layout import buffer_for, flatten, restore
 from squeezebox.codecs._packed import Packed
 from squeezebox.codecs._ranges import FARTHEST
@@ -55,31 +56,14 @@ class Entropy(Codec):
 
     keep_sign: bool
 
-    def pack(
-        self,
-        tensor: Tensor,
-        bound: float | None = None,
-        *,
-        lag: int = -1,
-        scale: Tensor | None = None,
-        inner: int = 1,
-        dither: int = 0,
-        room: Tensor | None = None,
-    ) -> Packed:
-        """Pack; with ``scale`` (float32, one positive number a channel) the bound is in its units.
+    def pack(self, tensor: Tensor, bound: float | None = None, hints: Hints = NO_HINTS) -> Packed:
+        """Pack; only float32 tensors take a scale or dither, and a lag of -1 tries a few on a sample.
 
-        ``inner`` elements next to each other in memory share a channel, and the channels repeat: the
-        number of pixels of an NCHW map, 1 for channels_last. Only float32 tensors take a scale. ``lag=-1``
-        tries a few lags on a sample.
-
-        ``dither`` > 0 moves the steps by another phase for every so many elements (float32 only), so that
-        equal values do not have equal errors: subtractive dither (Gray and Stockham, 1993, IEEE Trans.
-        Inform. Theory 39), constant within a run so that neighbours' codes stay alike. A chunk of `entropy`
-        that has an exact zero goes without.
-
-        ``room``, flat bytes of the host, takes the codes where they fit.
+        The dither is subtractive (Gray and Stockham, 1993, IEEE Trans. Inform. Theory 39), constant within a
+        run so that neighbours' codes stay alike. A chunk of `entropy` that has an exact zero goes without.
         """
         require_float(self.name, tensor)
+        lag, scale, inner, dither, room = hints.lag, hints.scale, hints.inner, hints.dither, hints.room
         limit = require_bound(self.name, bound)
         if not (-1 <= lag < FARTHEST and 0 <= dither < FARTHEST):
             raise OptionError(
@@ -132,18 +116,9 @@ class Entropy(Codec):
 class Lossless(Codec):
     """Exact for every dtype, NaN payloads included: byte shuffle and zstd."""
 
-    def pack(
-        self,
-        tensor: Tensor,
-        bound: float | None = None,
-        *,
-        lag: int = 0,
-        dither: int = 0,
-        room: Tensor | None = None,
-    ) -> Packed:
-        """Pack; ``room`` as in :meth:`Entropy.pack`."""
-        blob, table = _chunks.pack_exact(flatten(tensor), room)
-        return make_packed(self, tensor, 0.0, (_chunks.blob_of(blob, table, room), table))
+    def pack(self, tensor: Tensor, bound: float | None = None, hints: Hints = NO_HINTS) -> Packed:
+        blob, table = _chunks.pack_exact(flatten(tensor), hints.room)
+        return make_packed(self, tensor, 0.0, (_chunks.blob_of(blob, table, hints.room), table))
 
     def unpack(self, packed: Packed, out: Tensor | None = None) -> Tensor:
         require_own(self, packed)

@@ -16,6 +16,7 @@ from squeezebox.codecs._codec import (
     require_float,
     require_own,
 )
+from squeezebox.codecs._hints import NO_HINTS, Hints
 from squeezebox.codecs._layout import buffer_for, flatten, restore
 from squeezebox.codecs._packed import Packed
 from squeezebox.codecs._reference._bits import between
@@ -60,7 +61,7 @@ class Mask(Codec):
     The zeros may all be -0.0; both signs of zero in one tensor are refused.
     """
 
-    def pack(self, tensor: Tensor, bound: float | None = None, *, lag: int = 0, dither: int = 0) -> Packed:
+    def pack(self, tensor: Tensor, bound: float | None = None, hints: Hints = NO_HINTS) -> Packed:
         flat = flatten(tensor)
         if flat.dtype == torch.bool:  # nothing to find out, or to wait for
             bits, _ = torch.ops.squeezebox.pack_nonzero(flat.view(torch.uint8), 1.0, False)
@@ -90,13 +91,7 @@ class Sign(Codec):
     """
 
     def pack(
-        self,
-        tensor: Tensor,
-        bound: float | None = None,
-        *,
-        lag: int = 0,
-        dither: int = 0,
-        nan: bool = True,
+        self, tensor: Tensor, bound: float | None = None, hints: Hints = NO_HINTS, *, nan: bool = True
     ) -> Packed:
         require_float(self.name, tensor)
         flat = flatten(tensor)
@@ -126,9 +121,8 @@ class Interval(Codec):
         self,
         tensor: Tensor,
         bound: float | None = None,
+        hints: Hints = NO_HINTS,
         *,
-        lag: int = 0,
-        dither: int = 0,
         lower: float = -1.0,
         upper: float = 1.0,
         inclusive: bool = False,

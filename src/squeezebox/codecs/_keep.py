@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from squeezebox.codecs._codec import Codec, expect_parts, make_packed, require_own
+from squeezebox.codecs._hints import NO_HINTS, Hints
 from squeezebox.codecs._layout import buffer_for, flatten, restore
 from squeezebox.codecs._packed import Packed
 
@@ -15,7 +16,7 @@ from squeezebox.codecs._packed import Packed
 class Keep(Codec):
     """Exact for every dtype: a private copy in memory order, safe from later in-place changes."""
 
-    def pack(self, tensor: Tensor, bound: float | None = None, *, lag: int = 0, dither: int = 0) -> Packed:
+    def pack(self, tensor: Tensor, bound: float | None = None, hints: Hints = NO_HINTS) -> Packed:
         return make_packed(self, tensor, 0.0, (flatten(tensor).clone(),))
 
     def unpack(self, packed: Packed, out: Tensor | None = None) -> Tensor:

@@ -15,6 +15,7 @@ from squeezebox.codecs._codec import (
     make_packed,
     require_own,
 )
+from squeezebox.codecs._hints import NO_HINTS, Hints
 from squeezebox.codecs._layout import buffer_for, flatten, restore
 from squeezebox.codecs._packed import Packed
 from squeezebox.schema import CodecError, FormatError
@@ -24,7 +25,7 @@ from squeezebox.schema import CodecError, FormatError
 class Narrow(Codec):
     """Exact for integers: ``x - offset`` as int8, int16, int32 or int64, whichever just holds it."""
 
-    def pack(self, tensor: Tensor, bound: float | None = None, *, lag: int = 0, dither: int = 0) -> Packed:
+    def pack(self, tensor: Tensor, bound: float | None = None, hints: Hints = NO_HINTS) -> Packed:
         if tensor.dtype not in INTEGERS:
             raise CodecError(f"codec 'narrow' packs integer tensors, not {tensor.dtype}; use 'keep'.")
         flat = flatten(tensor)

@@ -15,6 +15,7 @@ from squeezebox.codecs._codec import (
     require_own,
     require_scale,
 )
+from squeezebox.codecs._hints import NO_HINTS, Hints
 from squeezebox.codecs._layout import buffer_for, flatten, restore
 from squeezebox.codecs._packed import Packed
 from squeezebox.codecs._reference._planes import BLOCK, RAW, data_bytes
@@ -32,18 +33,9 @@ class Planes(Codec):
 
     keep_sign: bool
 
-    def pack(
-        self,
-        tensor: Tensor,
-        bound: float | None = None,
-        *,
-        lag: int = 0,
-        scale: Tensor | None = None,
-        inner: int = 1,
-        dither: int = 0,
-    ) -> Packed:
-        """Pack; ``scale`` and ``inner`` as in :meth:`Entropy.pack`; ``lag`` and ``dither`` change nothing."""
+    def pack(self, tensor: Tensor, bound: float | None = None, hints: Hints = NO_HINTS) -> Packed:
         require_float(self.name, tensor)
+        scale, inner = hints.scale, hints.inner
         limit = require_bound(self.name, bound)
         flat = flatten(tensor)
         if scale is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from squeezebox.codecs._codec import Codec, expect_parts, make_packed, require_own
+from squeezebox.codecs._hints import NO_HINTS, Hints
 from squeezebox.codecs._layout import buffer_for, flatten, restore
 from squeezebox.codecs._packed import Packed
 from squeezebox.schema import CodecError, FormatError, OptionError
@@ -39,9 +40,8 @@ class PoolIndex(Codec):
         self,
         tensor: Tensor,
         bound: float | None = None,
+        hints: Hints = NO_HINTS,
         *,
-        lag: int = 0,
-        dither: int = 0,
         kernel_size: Pair = 2,
         stride: Pair | None = None,
         padding: Pair = 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import product
 
 import torch
 
@@ -13,7 +14,7 @@ from squeezebox.codecs._cast import Cast
 from squeezebox.codecs._codec import Codec
 from squeezebox.codecs._entropy import Entropy, Lossless
 from squeezebox.codecs._flags import Interval, Mask, Sign
-from squeezebox.codecs._groups import MinMaxGroups, ZeroGroups
+from squeezebox.codecs._groups import MINMAX, ZERO, Groups
 from squeezebox.codecs._keep import Keep
 from squeezebox.codecs._narrow import Narrow
 from squeezebox.codecs._planes import Planes
@@ -26,7 +27,7 @@ def _exact() -> Iterator[Codec]:
     yield Mask(name="mask", exact=True, preserves_sign=True, fixed_size=True)
     yield Narrow(name="narrow", exact=True, preserves_sign=True, fixed_size=False)
     yield PoolIndex(name="pool-index", exact=True, preserves_sign=True, fixed_size=True)
-    yield Lossless(name="lossless", exact=True, preserves_sign=True, fixed_size=False, takes_room=True)
+    yield Lossless(name="lossless", exact=True, preserves_sign=True, fixed_size=False)
 
 
 def _flags() -> Iterator[Codec]:
@@ -35,19 +36,17 @@ def _flags() -> Iterator[Codec]:
 
 
 def _groups() -> Iterator[Codec]:
-    for bits in (8, 4, 3, 2):
-        yield ZeroGroups(name=f"zero{bits}", exact=False, preserves_sign=True, fixed_size=True, bits=bits)
-        yield MinMaxGroups(
-            name=f"minmax{bits}", exact=False, preserves_sign=False, fixed_size=True, bits=bits
-        )
-        for family, kind in (("zero", ZeroGroups), ("minmax", MinMaxGroups)):
-            yield kind(
-                name=f"{family}{bits}-stochastic",
+    families = (("zero", ZERO, True), ("minmax", MINMAX, False))
+    for bits, (family, levels, signs) in product((8, 4, 3, 2), families):
+        for suffix, stochastic in (("", False), ("-stochastic", True)):
+            yield Groups(
+                name=f"{family}{bits}{suffix}",
                 exact=False,
-                preserves_sign=False,
+                preserves_sign=signs and not stochastic,
                 fixed_size=True,
+                levels=levels,
                 bits=bits,
-                stochastic=True,
+                stochastic=stochastic,
             )
 
 
@@ -73,7 +72,6 @@ def _variable() -> Iterator[Codec]:
             exact=False,
             preserves_sign=keeps,
             fixed_size=False,
-            takes_room=True,
             keep_sign=keeps,
         )
 

@@ -8,9 +8,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from torch.distributed.distributed_c10d import Store
 
 from squeezebox.schema import PipelineError
 
+T = TypeVar("T")
 _BEAT = 1.0  # seconds between two signs of life
 _STALE = 3.0 * _BEAT
 _FAILURE = "failure"
@@ -33,11 +36,20 @@ class Health:
     into the store and closes the runner's connections, which wakes all that wait for a message; each of them
     raises an error that names the rank which failed first.
 
-    ``names`` says what each rank holds, such as "stage 2"; ``patience`` is in seconds.
+    ``names`` says what each rank holds, such as "stage 2"; ``patience`` is in seconds; ``groups`` have the
+    connections.
     """
 
-    def __init__(self, store: Store, rank: int, names: Sequence[str], patience: float) -> None:
-        self._store = store
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        names: Sequence[str],
+        patience: float,
+        groups: Sequence[dist.ProcessGroup],
+    ) -> None:
+        self._store, self._groups = store, groups
+        self.failed = False
         self._rank, self._names, self._patience = rank, names, patience
         self._work = _IDLE
         self._doing: tuple[str, int | None, float] = (_IDLE, None, time.monotonic())
@@ -77,18 +89,38 @@ class Health:
         self.resumes()
         return self._store.get(key)
 
+    def await_outcome(self, outcome: Future[T]) -> T:
+        """What the ranks tell each other meanwhile.
+
+        Raises:
+            TimeoutError: it took too long.
+        """
+        self.waits("waits for the other ranks' gradients", self._rank)
+        try:
+            result = outcome.result(self._patience)
+        except FutureTimeout as error:  # another class than TimeoutError in Python 3.10
+            raise TimeoutError(f"nothing came within {self._patience:.0f} s") from error
+        self.resumes()
+        return result
+
     def stop(self) -> None:
         """End the thread."""
         self._stopped.set()
         self._thread.join()
 
     @contextlib.contextmanager
-    def guard(self, groups: Sequence[dist.ProcessGroup], succeed: Callable[[], None]) -> Iterator[None]:
-        """Around all that a rank does: an error here stops the other ranks too.
+    def guard(self) -> Iterator[None]:
+        """Around all that a rank does: an error here stops the other ranks too, and there is no going on.
 
         Raises:
-            PipelineError: another rank failed; the message names it.
+            PipelineError: another rank failed; the message names it. Or this one has failed before.
         """
+        if self.failed:
+            raise PipelineError(
+                "this runner has failed and cannot go on. Start all ranks anew from the last checkpoint."
+            )
+        self.failed = True  # until the guard is left without an error
+        self.works("begins")
         try:
             yield
         except BaseException as error:
@@ -98,12 +130,12 @@ class Health:
             failure = self._why(error) if lost else self._report(self._rank, f"raised {_short(error)}")
             self.works(_IDLE)
             self._stopped.set()
-            for group in groups:
+            for group in self._groups:
                 _close(group)
             if not lost:
                 raise
             self._raise(failure, error)
-        succeed()
+        self.failed = False
         self.works(_IDLE)
 
     def _raise(self, failure: dict[str, Any], error: BaseException) -> NoReturn:

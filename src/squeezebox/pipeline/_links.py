@@ -23,16 +23,14 @@ from squeezebox.schema import OptionError
 _TAGS = 64  # a boundary's, each way: one for each tensor of a message
 
 
-class Links:
-    """A rank's connections: between stages of two ranks over the wire, within a rank by hand.
+class Wires:
+    """Makes the ends of wires between a rank and its neighbours.
 
-    Boundary b lies between the stages b and b + 1. What crosses it has the same form for every microbatch;
-    the sender puts that into the store when it sends the first one. ``wire``: how it is packed, if it is.
+    ``wire``: how what crosses is packed, if it is. Wires of another ``purpose`` never meet.
     """
 
     def __init__(
         self,
-        store: Store,
         place: Place,
         schedule: Schedule,
         groups: Groups,
@@ -42,11 +40,78 @@ class Links:
         wire: Wire | None = None,
         purpose: str = "training",
     ) -> None:
-        self._store, self._place, self._schedule = store, place, schedule
-        self._groups, self._health, self._patience = groups, health, patience
-        self._device = device
-        self._wire, self._purpose = wire, purpose
+        self._place, self._schedule, self._groups = place, schedule, groups
+        self._health, self._patience, self._device = health, patience, device
+        self._wire, self.purpose = wire, purpose
         self._packers: dict[tuple[int, bool], Packer] = {}
+
+    def plain(self, purpose: str) -> Wires:
+        """The like, over which all goes as it is."""
+        options = self._groups, self._health, self._patience, self._device, None, purpose
+        return Wires(self._place, self._schedule, *options)
+
+    def sender(
+        self, boundary: int, other: int, forms: Sequence[Form], most: int, *, back: bool
+    ) -> Sender | PackedSender:
+        """To the rank of stage ``other``, with at most so many messages on their way."""
+        sender = Sender(self.peer(boundary, other, back=back), most)
+        packer = self._packer(boundary, back=back)
+        return sender if packer is None else PackedSender(sender, packer, forms)
+
+    def receiver(
+        self, boundary: int, other: int, forms: Sequence[Form], slots: int, *, back: bool
+    ) -> Receiver | PackedReceiver:
+        """From the rank of stage ``other``, with room for so many messages."""
+        is_plain = self._wire is None or self._wire.error(back=back) is None
+        made = Receiver if is_plain else PackedReceiver
+        return made(self.peer(boundary, other, back=back), forms, slots)
+
+    def peer(self, boundary: int, other: int, *, back: bool) -> Peer:
+        """The rank of stage ``other`` at a boundary."""
+        group: dist.ProcessGroup | None = self._groups.backward if back else self._groups.forward
+        assert group is not None
+        return Peer(
+            rank=self._place.of(self._schedule.placement[other]),
+            tag=(4 * boundary + 2 * (self.purpose != "training") + back) * _TAGS,
+            group=group,
+            device=self._device,
+            patience=self._patience,
+            waiting=self._health.waits,
+            resumed=self._health.resumes,
+        )
+
+    def state(self) -> dict[tuple[int, bool], dict[str, Any]]:
+        """What a resume needs of this rank's packers, by boundary and direction."""
+        return {key: packer.state() for key, packer in self._packers.items()}
+
+    def restore(self, state: Mapping[tuple[int, bool], Mapping[str, Any]]) -> None:
+        """Go on where :meth:`state` was taken, as far as this wire packs."""
+        for boundary, back in {*state, *self._packers}:
+            packer = self._packer(boundary, back=back)
+            if packer is not None:
+                packer.restore(state.get((boundary, back), {}))
+
+    def _packer(self, boundary: int, *, back: bool) -> Packer | None:
+        """The one of a boundary and direction: it may owe something before the first message."""
+        key, wire = (boundary, back), self._wire
+        error = None if wire is None else wire.error(back=back)
+        if wire is None or error is None:
+            return None
+        if key not in self._packers:
+            self._packers[key] = Packer(error, wire.codec, wire.feedback and back)
+        return self._packers[key]
+
+
+class Links:
+    """A rank's connections: between stages of two ranks over the wire, within a rank by hand.
+
+    Boundary b lies between the stages b and b + 1. What crosses it has the same form for every microbatch;
+    the sender puts that into the store when it sends the first one.
+    """
+
+    def __init__(self, store: Store, place: Place, schedule: Schedule, health: Health, wires: Wires) -> None:
+        self._store, self._place, self._schedule, self._health = store, place, schedule, health
+        self.wires = wires
         self._in_flight = _at_once(schedule, Kind.FORWARD)
         self._returned = _at_once(schedule, Kind.INPUT)
         self._senders: dict[int, Sender | PackedSender] = {}
@@ -59,10 +124,9 @@ class Links:
         self._awaited: Counter[int] = Counter()  # gradients, by stage
         self._by_hand: dict[tuple[bool, int, int], list[Tensor]] = {}
 
-    def again(self, purpose: str) -> Links:
+    def plain(self, purpose: str) -> Links:
         """Connections of their own between the same ranks, over which all goes as it is."""
-        options = self._schedule, self._groups, self._health, self._patience, self._device, None, purpose
-        return Links(self._store, self._place, *options)
+        return Links(self._store, self._place, self._schedule, self._health, self.wires.plain(purpose))
 
     def expect(self, microbatches: int) -> None:
         """So many more microbatches will come to each of this rank's stages."""
@@ -149,18 +213,6 @@ class Links:
         ]
         return (*forward, *back)
 
-    def state(self) -> dict[tuple[int, bool], dict[str, Any]]:
-        """What a resume needs of this rank's packers, by boundary and direction."""
-        return {key: packer.state() for key, packer in self._packers.items()}
-
-    def restore(self, state: Mapping[tuple[int, bool], Mapping[str, Any]]) -> None:
-        """Go on where :meth:`state` was taken, as far as this wire packs."""
-        for boundary, back in {*state, *self._packers}:
-            error = None if self._wire is None else self._wire.error(back=back)
-            if self._wire is not None and error is not None:
-                packer = self._packer(boundary, self._wire, error, back=back)
-                packer.restore(state.get((boundary, back), {}))
-
     def _is_own(self, stage: int) -> bool:
         return self._schedule.placement[stage] == self._place.rank
 
@@ -169,22 +221,22 @@ class Links:
         forms = [Form(tuple(each.shape), each.dtype, each.requires_grad) for each in outputs]
         self._told[stage] = forms
         self._store.set(self._key(stage), pickle.dumps(forms))  # type: ignore[arg-type]
-        self._senders[stage] = self._sender(stage, stage + 1, forms, self._in_flight[stage], back=False)
+        self._senders[stage] = self.wires.sender(stage, stage + 1, forms, self._in_flight[stage], back=False)
         returned = [form for form in forms if form.requires_grad]
         slots = self._returned[stage] + 1
-        self._gradient_receivers[stage] = self._receiver(stage, stage + 1, returned, slots, back=True)
+        self._gradient_receivers[stage] = self.wires.receiver(stage, stage + 1, returned, slots, back=True)
 
     def _await(self, stage: int) -> None:
         """Learn what will come from the stage before, and make this end of the wires."""
-        peer = self._peer(stage - 1, stage - 1, back=False)
+        peer = self.wires.peer(stage - 1, stage - 1, back=False)
         told = self._health.await_key(self._key(stage - 1), f"waits for rank {peer.rank} to send", peer.rank)
         self._forms[stage] = forms = pickle.loads(told)
         slots = self._in_flight[stage] + 1
-        receiver = self._receiver(stage - 1, stage - 1, forms, slots, back=False)
+        receiver = self.wires.receiver(stage - 1, stage - 1, forms, slots, back=False)
         receiver.expect(self._expected.pop(stage))
         self._receivers[stage] = receiver
         returned = [form for form in forms if form.requires_grad]
-        self._gradient_senders[stage] = self._sender(
+        self._gradient_senders[stage] = self.wires.sender(
             stage - 1, stage - 1, returned, self._most_returned(stage), back=True
         )
 
@@ -197,44 +249,8 @@ class Links:
         looped = self._schedule.num_stages > self._schedule.num_ranks
         return self._in_flight[stage - 1] if looped else 1
 
-    def _sender(
-        self, boundary: int, other: int, forms: Sequence[Form], most: int, *, back: bool
-    ) -> Sender | PackedSender:
-        sender = Sender(self._peer(boundary, other, back=back), most)
-        error = None if self._wire is None else self._wire.error(back=back)
-        if self._wire is None or error is None:
-            return sender
-        return PackedSender(sender, self._packer(boundary, self._wire, error, back=back), forms)
-
-    def _receiver(
-        self, boundary: int, other: int, forms: Sequence[Form], slots: int, *, back: bool
-    ) -> Receiver | PackedReceiver:
-        is_plain = self._wire is None or self._wire.error(back=back) is None
-        made = Receiver if is_plain else PackedReceiver
-        return made(self._peer(boundary, other, back=back), forms, slots)
-
-    def _packer(self, boundary: int, wire: Wire, error: float, *, back: bool) -> Packer:
-        """The one of a boundary and direction: it may owe something before the first message."""
-        key = boundary, back
-        if key not in self._packers:
-            self._packers[key] = Packer(error, wire.codec, wire.feedback and back)
-        return self._packers[key]
-
     def _key(self, boundary: int) -> str:
-        return f"form/{self._purpose}/{self._place.replica}/{boundary}"
-
-    def _peer(self, boundary: int, other: int, *, back: bool) -> Peer:
-        group: dist.ProcessGroup | None = self._groups.backward if back else self._groups.forward
-        assert group is not None
-        return Peer(
-            rank=self._place.of(self._schedule.placement[other]),
-            tag=(4 * boundary + 2 * (self._purpose != "training") + back) * _TAGS,
-            group=group,
-            device=self._device,
-            patience=self._patience,
-            waiting=self._health.waits,
-            resumed=self._health.resumes,
-        )
+        return f"form/{self.wires.purpose}/{self._place.replica}/{boundary}"
 
 
 def _at_once(schedule: Schedule, first: Kind) -> list[int]:

@@ -129,7 +129,7 @@ class Packer:
 
     def _packed(self, place: int, wanted: Tensor, bound: float) -> codecs.Packed | None:
         try:
-            packed = self._codec.pack(wanted, bound, lag=self._lags.get(place, -1))
+            packed = self._codec.pack(wanted, bound, codecs.Hints(lag=self._lags.get(place, -1)))
         except CodecError:
             if not self._codec.fixed_size:
                 raise

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -22,30 +21,6 @@ from squeezebox.pipeline._updates import Tie
 from squeezebox.schedules import Schedule
 from squeezebox.schema import OptionError, PipelineError, PipelinePlan
 
-# From the plan, its loops, and the batches to flush at first.
-_Maker = Callable[[PipelinePlan, int, int], Schedule]
-
-_SCHEDULES: Mapping[str, _Maker] = MappingProxyType(
-    {
-        "gpipe": lambda plan, _, __: schedules.gpipe(plan.ranks, plan.microbatches),
-        "one_f_one_b": lambda plan, _, __: schedules.one_f_one_b(plan.ranks, plan.microbatches),
-        "interleaved": lambda plan, loops, _: schedules.interleaved(
-            plan.ranks, plan.microbatches, loops=loops
-        ),
-        "breadth_first": lambda plan, loops, _: schedules.breadth_first(
-            plan.ranks, plan.microbatches, loops=loops
-        ),
-        "zero_bubble": lambda plan, _, __: schedules.zero_bubble(plan.ranks, plan.microbatches),
-        "pipedream": lambda plan, _, warmup: schedules.pipedream(
-            plan.ranks, warmup=warmup, batches=warmup + plan.ranks
-        ),
-        "two_bw": lambda plan, _, warmup: schedules.two_bw(
-            plan.ranks, plan.microbatches, warmup=warmup, batches=warmup + 2
-        ),
-    }
-)
-FLOWING = ("pipedream", "two_bw")
-
 
 def schedule_of(plan: PipelinePlan, warmup: int = 0, own: Schedule | None = None) -> Schedule:
     """The schedule that a plan names, with batches enough to fill the pipeline; or one of the caller's own.
@@ -56,33 +31,28 @@ def schedule_of(plan: PipelinePlan, warmup: int = 0, own: Schedule | None = None
     """
     if own is not None:
         return _own_schedule(plan, own)
-    if plan.schedule not in _SCHEDULES:
-        raise OptionError(
-            f"there is no schedule '{plan.schedule}'; take one of {', '.join(sorted(_SCHEDULES))}."
-        )
+    row = schedules.published(plan.schedule)
     loops, rest = divmod(len(plan.stages), plan.ranks)
-    if rest or (loops > 1 and plan.schedule not in ("interleaved", "breadth_first")):
+    if rest or (loops > 1 and not row.loops):
         raise OptionError(
             f"the plan has {len(plan.stages)} stages for {plan.ranks} ranks: '{plan.schedule}' takes "
             f"{'a multiple of the ranks' if rest and loops else 'one for each rank'}. Cut the model so."
         )
-    if warmup and plan.schedule not in FLOWING:
-        raise OptionError(
-            f"warmup={warmup}: '{plan.schedule}' flushes after each batch anyway. Leave it out, or take "
-            "two_bw."
-        )
     if plan.schedule == "pipedream" and plan.microbatches != 1:
         raise OptionError(
             f"PipeDream updates after every microbatch, and the plan has {plan.microbatches} in a batch. "
-            "Give it one, or take two_bw, which updates once a batch."
+            "Give it one, or take 2bw, which updates once a batch."
         )
-    return _SCHEDULES[plan.schedule](plan, loops, warmup)
+    batches = 1 if row.flushes else plan.ranks
+    return schedules.make(
+        plan.schedule, plan.ranks, plan.microbatches, loops=loops, batches=warmup + batches, warmup=warmup
+    )
 
 
 def _own_schedule(plan: PipelinePlan, own: Schedule) -> Schedule:
     found = own.num_ranks, own.num_stages, own.microbatches
     wanted = plan.ranks, len(plan.stages), plan.microbatches
-    if found != wanted or plan.schedule in FLOWING:
+    if found != wanted or not schedules.published(plan.schedule).flushes:
         raise OptionError(
             f"schedule '{own.name}' is for {found[0]} ranks, {found[1]} stages and {found[2]} microbatches, "
             f"and the plan for {wanted[0]}, {wanted[1]} and {wanted[2]}, by {plan.schedule}. Both need the "
@@ -108,17 +78,17 @@ def check_options(
     if plan.schedule == "pipedream" and (clip is not None or skip_overflow):
         raise OptionError(
             "PipeDream's stages update each on its own, so clip= and skip_overflow= cannot be exact with it. "
-            "Take two_bw, or leave them out."
+            "Take 2bw, or leave them out."
         )
     if len(plan.stages) > plan.ranks > 1 and dist.get_backend() == "nccl":
         raise OptionError(
             "several stages a rank need messages told apart, which nccl does not do. Take a schedule of one "
-            "stage a rank, such as one_f_one_b, or gloo."
+            "stage a rank, such as 1f1b, or gloo."
         )
-    if correction and plan.schedule != "two_bw":
+    if correction and plan.schedule != "2bw":
         raise OptionError(
             f"correction=True is for gradients that are one batch late, and those of '{plan.schedule}' are "
-            "not. Leave it out, or take two_bw."
+            "not. Leave it out, or take 2bw."
         )
 
 

@@ -2,7 +2,7 @@
 
 In: a Profile (positions, tensors, measured options) and a Budget, or PipelineProfiles, ranks, their memory
 and their Link. Out: a Plan, or PipelinePlans, or why there is none.
-May touch: squeezebox.schema, numpy, and scipy for the optimum; no torch.
+May touch: squeezebox.schedules, squeezebox.schema, numpy, and scipy for the optimum; no torch.
 """
 
 from squeezebox.planner._batches import at_batch, largest_batch
@@ -14,7 +14,7 @@ from squeezebox.planner._pipedream import (
     all_reduce_seconds,
     pipedream_split,
 )
-from squeezebox.planner._pipeline import SYNCHRONOUS, plan_pipeline
+from squeezebox.planner._pipeline import plan_pipeline
 from squeezebox.planner._shortage import planned_peak, shortage
 from squeezebox.planner._slices import free_slices, in_slices, slicings
 from squeezebox.planner._smallest import floor, smallest
@@ -22,7 +22,6 @@ from squeezebox.planner._stages import stage_memory
 
 __all__ = [
     "all_reduce_seconds",
-    "SYNCHRONOUS",
     "ReplicatedSplit",
     "ReplicatedStage",
     "at_batch",

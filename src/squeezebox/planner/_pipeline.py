@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from squeezebox.planner._flows import FLOWS, Pipe
 from squeezebox.planner._pipeline_shortage import too_little
 from squeezebox.planner._split import Shape, fastest
 from squeezebox.planner._stages import runs
+from squeezebox.schedules import FLOWS, SYNCHRONOUS, Pipe
 from squeezebox.schema import Link, OptionError, PipelinePlan, PipelineProfile
-
-SYNCHRONOUS = ("gpipe", "one_f_one_b", "interleaved", "breadth_first", "zero_bubble")
-"""Schedules that train as one rank would; in "two_bw" and "pipedream" gradients are of earlier weights."""
 
 
 def plan_pipeline(
@@ -41,7 +38,7 @@ def plan_pipeline(
         ranks: of all replicas together.
         memory_bytes: what one rank may hold.
         link: between ranks.
-        schedules: names of functions of squeezebox.schedules. "two_bw" and "pipedream" train with gradients
+        schedules: names of squeezebox.schedules.FLOWS. "2bw" and "pipedream" train with gradients
             of earlier weights; the latter updates after each microbatch, so its batch is one a replica.
         policies: how stages may hold what they save.
         depths: ranks of one pipeline to try; None: all divisors of ``ranks`` that there are blocks for.
@@ -129,7 +126,8 @@ def _indivisible(
     deep = ", ".join(map(str, depths))
     return OptionError(
         f"a batch of {batch} cannot be divided over {ranks} ranks in pipelines {deep} deep with microbatches "
-        f"of {sizes} for {', '.join(schedules)}: each replica must get a whole number of them; interleaved "
-        "needs multiples of its depth and a block for each of its stages, as does breadth_first, two_bw at "
-        "least as many as its depth, pipedream exactly one. Change the batch, the microbatches or schedules."
+        f"of {sizes} for {', '.join(schedules)}: each replica must get a whole number of them; "
+        "interleaved-1f1b needs multiples of its depth and a block for each of its stages, as does "
+        "breadth-first, 2bw at least as many as its depth, pipedream exactly one. Change the batch, the "
+        "microbatches or schedules."
     )

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from squeezebox.planner._flows import FLOWS, Passes, Pipe
 from squeezebox.planner._pipedream import all_reduce_seconds
 from squeezebox.planner._stages import Place, Runs, held_by, memory
 from squeezebox.planner._table import Floats
+from squeezebox.schedules import FLOWS, PUBLISHED, Passes, Pipe
 from squeezebox.schema import Link, PipelinePlan, StagePlan
 
 
@@ -192,4 +192,4 @@ def _batch_seconds(runs: Runs, shape: Shape, stages: Sequence[StagePlan], link: 
     reduced = all_reduce_seconds(
         max(sum(parameters[rank::ranks]) for rank in range(ranks)), shape.replicas, link
     )
-    return seconds + reduced if flow.flushes else max(seconds, reduced)
+    return seconds + reduced if PUBLISHED[shape.schedule].flushes else max(seconds, reduced)

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from squeezebox.planner._flows import FLOWS, Flow, Pipe
 from squeezebox.planner._table import Floats, Integers
+from squeezebox.schedules import FLOWS, Flow, Pipe
 from squeezebox.schema import Block, Holding, Link, OptionError, PipelinePlan, PipelineProfile, StageMemory
 
 

@@ -14,13 +14,13 @@ from squeezebox.bounds import Planned
 from squeezebox.pipeline import Piece
 from squeezebox.planning._blocks import bounds_of, measure_blocks, state_share
 from squeezebox.planning._stages import Stages
+from squeezebox.schedules import PUBLISHED, SYNCHRONOUS
 from squeezebox.schema import BudgetError, InputForm, Link, OptionError, PipelinePlan
 from squeezebox.session import Session, begin
 from squeezebox.steps import LossFunction, TrainingStep, batch_of, check_sample, device_of, resize, restored
 
 _BEST = 12  # plans whose stages are measured, of those that are fastest by their blocks
 _SEARCHES = 4
-_SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "breadth_first", "zero_bubble")
 DEFAULT_NOISE = 1e-3
 
 
@@ -33,7 +33,7 @@ def plan_pipeline(
     memory_bytes: int,
     optimizer: torch.optim.Optimizer | None = None,
     microbatches: Sequence[int] | None = None,
-    schedules: Sequence[str] = _SCHEDULES,
+    schedules: Sequence[str] = SYNCHRONOUS,
     policies: Sequence[str] = ("keep", "recompute"),
     noise: float = DEFAULT_NOISE,
     depths: Sequence[int] | None = None,
@@ -52,7 +52,7 @@ def plan_pipeline(
         memory_bytes: what one rank may hold.
         optimizer: for the size of its state.
         microbatches: sizes to try (default: powers of two, up to a batch parted once for each rank).
-        schedules: names of functions of squeezebox.schedules. "two_bw" and "pipedream" only if named, as they
+        schedules: names of squeezebox.schedules.FLOWS. "2bw" and "pipedream" only if named, as they
             train with gradients of earlier weights.
         policies: of "keep", "recompute" and "compress"; the last one only if named, as it loses accuracy.
         noise: what "compress" allows if all stages do, measured on the sample as in ``attach``.
@@ -72,6 +72,7 @@ def plan_pipeline(
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
     batch = batch_of((inputs, target))
     sizes = _sizes(microbatches, batch, ranks)
+    splitting = {row.name for row in PUBLISHED.values() if row.splits}
     stages, pieces, share = dict[int, Stages](), list[Piece](), state_share(model, optimizer)
     with restored(model):
         for done, size in enumerate(sizes):
@@ -87,7 +88,7 @@ def plan_pipeline(
             made = Stages(
                 profile=profile, pieces=pieces, microbatch=microbatch, bounds=bounds, state_share=share
             )
-            stages[size] = made.with_pending() if "zero_bubble" in schedules else made
+            stages[size] = made.with_pending() if splitting.intersection(schedules) else made
         if on_progress is not None:
             on_progress(len(sizes), len(sizes) + 1, "the best plans' stages")
         search = functools.partial(

@@ -15,7 +15,7 @@ from squeezebox import pipeline, planner, profiling
 from squeezebox.bounds import Planned
 from squeezebox.pipeline import Passage, Piece, Stage
 from squeezebox.planning._blocks import block_of
-from squeezebox.schedules import Costs, simulate
+from squeezebox.schedules import PUBLISHED, Costs, simulate
 from squeezebox.schema import Block, Holding, Link, PipelinePlan, PipelineProfile
 from squeezebox.session import begin
 from squeezebox.steps import TrainingStep, device_of
@@ -43,7 +43,7 @@ class Stages:
 
     def measured(self, plan: PipelinePlan, link: Link) -> PipelinePlan:
         """The plan with its stages' own seconds and bytes, and the bounds of those that compress."""
-        is_split = plan.schedule == "zero_bubble"
+        is_split = PUBLISHED[plan.schedule].splits
         blocks = [
             block_of(
                 self.state_share,
@@ -210,7 +210,7 @@ def _simulated(plan: PipelinePlan, blocks: Sequence[Block], link: Link) -> Pipel
         blocks: these.
         link: between ranks.
     """
-    if plan.schedule in pipeline.FLOWING:
+    if not PUBLISHED[plan.schedule].flushes:
         return plan
     costs = Costs(
         forward=tuple(stage.forward_seconds for stage in plan.stages),

@@ -11,14 +11,13 @@ from squeezebox.profiling._clock import now
 from squeezebox.profiling._closure import record_closure
 from squeezebox.profiling._gains import Gain, GainProfiler
 from squeezebox.profiling._marks import Marks, measure_marks
-from squeezebox.profiling._optimizer import state_bytes, transient_bytes
+from squeezebox.profiling._optimizer import optimizer_named, state_bytes, transient_bytes
 from squeezebox.profiling._options import StepProfiler
 from squeezebox.profiling._record import StepMarks, own_casts, record_step
 from squeezebox.profiling._redundancy import check_redundancy
-from squeezebox.profiling._simulate import OPTIMIZERS, Simulation, fake_like, simulate
+from squeezebox.profiling._simulate import Simulation, fake_like, simulate
 
 __all__ = [
-    "OPTIMIZERS",
     "Gain",
     "GainProfiler",
     "Marks",
@@ -37,6 +36,7 @@ __all__ = [
     "measure_marks",
     "measure_parts",
     "now",
+    "optimizer_named",
     "own_casts",
     "profile_key",
     "record_closure",

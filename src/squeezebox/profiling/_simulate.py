@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,19 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from squeezebox.memory import parts_of
+from squeezebox.profiling._optimizer import MakeOptimizer, optimizer_named
 from squeezebox.profiling._record import record_step, step_counts
 from squeezebox.schema import OptionError, StepTrace
 
-MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
-_OPTIMIZERS: Mapping[str, MakeOptimizer] = MappingProxyType(
-    {
-        "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-        "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
-        "adam": torch.optim.Adam,
-        "adamw": torch.optim.AdamW,
-    }
-)
-OPTIMIZERS = tuple(_OPTIMIZERS)
 Watch = Callable[[torch.nn.Module, list[torch.Tensor]], AbstractContextManager[object]]
 
 
@@ -71,7 +61,7 @@ def simulate(
             meta device where it can be, so that it uses no memory either.
         sample: makes inputs (a tensor, or a tuple of them) and target of fake tensors, from the fake model.
         loss_fn: of output and target; None: the sum of all outputs.
-        optimizer: one of OPTIMIZERS, which have no weight decay but AdamW's; one of the model's own; or what
+        optimizer: a name of :func:`optimizer_named`; one of the model's own; or what
             makes one of parameters.
         dtype: of parameters and buffers; None leaves them as they are.
         watch: gives the context in which forward and loss run, from the copied model and its inputs.
@@ -84,20 +74,19 @@ def simulate(
     Raises:
         OptionError: an argument is out of range, or the model does not take such an input.
     """
-    if isinstance(optimizer, str) and optimizer not in _OPTIMIZERS:
-        raise OptionError(f"no optimizer '{optimizer}'; there are {', '.join(OPTIMIZERS)}.")
+    wanted = optimizer_named(optimizer) if isinstance(optimizer, str) else optimizer
     original = _made(model)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             fake, twins = _fake_copy(original, dtype)
-            return _taken(fake, twins, sample(fake), loss_fn, optimizer, watch, fake=True), ""
+            return _taken(fake, twins, sample(fake), loss_fn, wanted, watch, fake=True), ""
     except _NotOnFakes as error:
         given = values()
         if given is None:
             raise
         with torch.random.fork_rng(devices=[]):
             real, twins = _real_copy(model, dtype)
-            return _taken(real, twins, given, loss_fn, optimizer, watch, fake=False), str(error.__cause__)
+            return _taken(real, twins, given, loss_fn, wanted, watch, fake=False), str(error.__cause__)
 
 
 def _taken(
@@ -105,7 +94,7 @@ def _taken(
     twins: Mapping[int, torch.nn.Parameter],
     sample: tuple[Any, Any],
     loss_fn: Callable[[Any, Any], torch.Tensor] | None,
-    optimizer: str | torch.optim.Optimizer | MakeOptimizer,
+    optimizer: torch.optim.Optimizer | MakeOptimizer,
     watch: Watch,
     *,
     fake: bool,
@@ -197,7 +186,7 @@ def _fake(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _optimizer(
-    wanted: str | torch.optim.Optimizer | MakeOptimizer,
+    wanted: torch.optim.Optimizer | MakeOptimizer,
     model: torch.nn.Module,
     twins: Mapping[int, torch.nn.Parameter],
 ) -> torch.optim.Optimizer | None:
@@ -206,7 +195,7 @@ def _optimizer(
     if not trained:
         return None
     if not isinstance(wanted, torch.optim.Optimizer):
-        return (_OPTIMIZERS[wanted] if isinstance(wanted, str) else wanted)(trained)
+        return wanted(trained)
     groups = [
         {**group, "params": [twins[id(parameter)] for parameter in group["params"] if id(parameter) in twins]}
         for group in wanted.param_groups

@@ -12,7 +12,7 @@ from squeezebox.reports._fields import checked, without_duplicates
 from squeezebox.reports._report import human_bytes, write_whole
 from squeezebox.schema import FormatError, InputForm, PipelinePlan, StageMemory, StagePlan
 
-_VERSION = 2
+_VERSION = 3
 
 
 def save_pipeline_plan(plan: PipelinePlan, path: str | os.PathLike[str]) -> None:

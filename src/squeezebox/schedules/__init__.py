@@ -1,10 +1,11 @@
 """Pipeline schedules as plain lists of actions: made, checked and run on paper.
 
 In: numbers of ranks, stages and microbatches, and what every stage costs. Out: a Schedule, and its Timeline.
-May touch: squeezebox.schema and the standard library; no torch, no ranks.
+May touch: squeezebox.schema and numpy; no torch, no ranks.
 """
 
 from squeezebox.schedules._action import Action, Kind, Schedule
+from squeezebox.schedules._flows import Flow, Passes, Pipe
 from squeezebox.schedules._orders import (
     breadth_first,
     gpipe,
@@ -16,12 +17,20 @@ from squeezebox.schedules._orders import (
     zero_bubble,
 )
 from squeezebox.schedules._simulate import Costs, Span, Timeline, gathers, simulate
+from squeezebox.schedules._table import FLOWS, PUBLISHED, SYNCHRONOUS, Published, make, published
 from squeezebox.schedules._validate import validate
 
 __all__ = [
+    "FLOWS",
+    "PUBLISHED",
+    "SYNCHRONOUS",
     "Action",
     "Costs",
+    "Flow",
     "Kind",
+    "Passes",
+    "Pipe",
+    "Published",
     "Schedule",
     "Span",
     "Timeline",
@@ -29,8 +38,10 @@ __all__ = [
     "gathers",
     "gpipe",
     "interleaved",
+    "make",
     "one_f_one_b",
     "pipedream",
+    "published",
     "repeated",
     "simulate",
     "two_bw",

@@ -74,7 +74,7 @@ def interleaved(ranks: int, microbatches: int, *, loops: int, batches: int = 1) 
         for kind, number in _staggered({Kind.FORWARD: 0, Kind.BACKWARD: ahead}, total):
             yield kind, *nth(rank, number, backward=kind is Kind.BACKWARD)
 
-    return _flushing("interleaved 1f1b", [*range(ranks)] * loops, microbatches, batches, passes)
+    return _flushing("interleaved-1f1b", [*range(ranks)] * loops, microbatches, batches, passes)
 
 
 def zero_bubble(ranks: int, microbatches: int, *, doubled: bool = False, batches: int = 1) -> Schedule:

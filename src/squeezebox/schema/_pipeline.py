@@ -95,10 +95,10 @@ class PipelinePlan:
 
     Stage s is at rank ``s % ranks`` of each of ``replicas`` equal pipelines, so a microbatch passes a rank
     ``len(stages) // ranks`` times. A batch is ``replicas * microbatches`` microbatches of ``microbatch``
-    samples each, ``inputs`` are the forms of these. ``schedule`` names a function of
-    ``squeezebox.schedules``; ``seconds`` is a batch's, ``rank_peak_bytes`` are each rank's. ``noise`` is what
-    the bounds of all blocks allow together. ``fingerprint`` and ``blocks`` (their names) are the model's;
-    ``model`` and ``loss`` say, as MODULE:CALLABLE, where it came from, if that is known.
+    samples each, ``inputs`` are the forms of these. ``schedule`` is a name in
+    ``squeezebox.schedules.PUBLISHED``; ``seconds`` is a batch's, ``rank_peak_bytes`` are each rank's.
+    ``noise`` is what the bounds of all blocks allow together. ``fingerprint`` and ``blocks`` (their names)
+    are the model's; ``model`` and ``loss`` say, as MODULE:CALLABLE, where it came from, if that is known.
     """
 
     schedule: str

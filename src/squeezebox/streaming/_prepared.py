@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from squeezebox.streaming._graph import Streamed
-from squeezebox.streaming._run import Context, Run, Stage
+from squeezebox.streaming._run import Context, Run
 from squeezebox.streaming._spool import Blank, Layout, Store
+from squeezebox.streaming._stages import Stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

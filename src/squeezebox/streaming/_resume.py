@@ -16,7 +16,8 @@ from torch import Tensor
 
 from squeezebox.schema import FormatError, OutputError
 from squeezebox.streaming._graph import Streamed
-from squeezebox.streaming._run import Run, Stage
+from squeezebox.streaming._run import Run
+from squeezebox.streaming._stages import Stage
 from squeezebox.streaming._strip import Read
 
 _FORMAT = 1
@@ -62,7 +63,7 @@ def save(path: Path, mark: str, position: Position, run: Run) -> None:
         "fingerprint": mark,
         "position": (position.stage, position.strip, list(position.heights)),
         "states": {node.name: list(state) for node, state in run.states.items()},
-        "gradients": {name: leaf.grad for name, leaf in run.gradients() if leaf.grad is not None},
+        "gradients": {name: leaf.grad for name, leaf in run.values.gradients() if leaf.grad is not None},
     }
     temporary = ""
     try:
@@ -122,6 +123,6 @@ def restore(content: dict[str, Any], run: Run, stages: Sequence[Stage], position
             run.reduce(stage)
     for stage in stages[: position.stage + 1]:
         if stage.derives:
-            run.prepare(stage)
-    for name, leaf in run.gradients():
+            run.values.for_strips(stage)
+    for name, leaf in run.values.gradients():
         leaf.grad = content["gradients"].get(name)

@@ -20,8 +20,9 @@ from squeezebox.streaming._plan import StreamPlan, StripPlan, fitting_height, re
 from squeezebox.streaming._prepared import Prepared, form_of
 from squeezebox.streaming._progress import Clock, Progress
 from squeezebox.streaming._resume import Position, fingerprint, load, position_of, restore, save
-from squeezebox.streaming._run import Context, Run, Stage, stages_of
+from squeezebox.streaming._run import Context, Run
 from squeezebox.streaming._spool import Blank, Layout, Spool, Store, layout
+from squeezebox.streaming._stages import Stage, stages_of
 from squeezebox.streaming._trace import Whole, trace
 
 
@@ -158,7 +159,7 @@ class StreamedStep:
             if checkpoint and time.monotonic() - written >= self._checkpoint_seconds:
                 save(checkpoint, mark, done, run)
                 written = time.monotonic()
-        loss = run.finish()
+        loss = run.values.finish()
         if checkpoint:
             checkpoint.unlink(missing_ok=True)
         return loss
@@ -246,7 +247,7 @@ class StreamedStep:
         meter = self._meter()
         try:
             run = prepared.run(self._context, prepared.blank)
-            run.rehearse(prepared.stages)
+            run.values.rehearse(prepared.stages)
         finally:
             peak = meter.stop(())
         require_rowless(peak.total_bytes + (0 if self._folder else prepared.layout.nbytes), memory_bytes)
@@ -307,7 +308,7 @@ class StreamedStep:
         clock.start(position)
         last_ahead = max((number for number, stage in enumerate(stages) if stage.reduces), default=-1)
         if last_ahead < 0:
-            run.turn()
+            run.values.turn()
         for number, stage in enumerate(stages):
             if number < position.stage:
                 continue

@@ -6,22 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from squeezebox import schedules
-from squeezebox.planner._flows import FLOWS, Passes, Pipe
-from squeezebox.schedules import Costs, simulate
+from squeezebox.schedules import FLOWS, PUBLISHED, Costs, Passes, Pipe, make, simulate
 
 counts = st.integers(1, 6)
 
 
 def made(name, pipe, batches=1):
     """The schedule, by the same name; of several batches where they go on without a flush."""
-    function = getattr(schedules, name)
-    if name == "pipedream":
-        return function(pipe.ranks, batches=2 * pipe.ranks + batches)
-    if name == "two_bw":
-        return function(pipe.ranks, pipe.microbatches, batches=3 + batches)
-    several = {"loops": pipe.loops} if name in ("interleaved", "breadth_first") else {}
-    return function(pipe.ranks, pipe.microbatches, **several, batches=batches)
+    filled = 0 if PUBLISHED[name].flushes else 2 * pipe.ranks + 3
+    return make(name, pipe.ranks, pipe.microbatches, loops=pipe.loops, batches=filled + batches)
 
 
 def suited(ranks, microbatches, loops):
@@ -41,7 +34,7 @@ def seconds_of(name, flow, pipe, forward, backward, transfer):
     costs = Costs(forward=tuple(forward), backward=tuple(backward), transfer=transfer)
     passes = Passes(forward=forward, backward=backward, transfers=[transfer] * (len(forward) - 1))
     simulated = simulate(made(name, pipe), costs).seconds
-    if not flow.flushes:
+    if not PUBLISHED[name].flushes:
         later = 5 * pipe.ranks  # over which the unevenness of one batch averages out
         simulated = (simulate(made(name, pipe, 1 + later), costs).seconds - simulated) / later
     return flow.seconds(pipe, passes), simulated
@@ -79,7 +72,7 @@ def test_even_stages_take_the_closed_forms(ranks, microbatches, loops):
 @pytest.mark.parametrize("name", FLOWS)
 def test_others_are_estimated(name, transfer, spread, tolerance):
     """Transfers of a thirtieth of a stage's seconds or a tenth; stages uneven by as much as ``spread``."""
-    exact = name in ("gpipe", "breadth_first")
+    exact = name in ("gpipe", "breadth-first")
     for seed in range(30):
         draw = random.Random(seed)
         ranks, microbatches = draw.randint(2, 6), draw.randint(1, 12)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from squeezebox.planner._table import Integers
+Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +42,7 @@ class Flow:
     microbatches each of the rank's stages holds; ``pending``, row by row, how many of them have gradients of
     weights to come and no others. ``seconds`` is a batch's, without its all-reduce.
     ``versions`` counts a rank's weights, ``gradients`` its sets of gradients. Where ``waits``, a transfer
-    keeps the stages on both sides from their next microbatch; where ``flushes``, so does the all-reduce at
-    the batch's end.
+    keeps the stages on both sides from their next microbatch.
     """
 
     in_flight: Callable[[Pipe, int], Integers]
@@ -52,7 +52,6 @@ class Flow:
     versions: Callable[[Pipe, int], int] = lambda pipe, rank: 1
     gradients: int = 1
     waits: bool = True
-    flushes: bool = True
 
 
 def _whole_batch(pipe: Pipe, rank: int) -> Integers:
@@ -184,37 +183,30 @@ def _zero_bubble(pipe: Pipe, passes: Passes) -> float:
     )
 
 
-FLOWS: Mapping[str, Flow] = {
-    "gpipe": Flow(in_flight=_whole_batch, seconds=_there_and_back, waits=False),
-    "one_f_one_b": Flow(in_flight=_down_to_one, seconds=_flushed),
-    "interleaved": Flow(
-        in_flight=_in_turns,
-        seconds=_interleaved,
-        suits=lambda pipe: pipe.loops > 1 and pipe.microbatches % pipe.ranks == 0,
-        waits=False,
-    ),
-    "breadth_first": Flow(
-        in_flight=_whole_batch, seconds=_there_and_back, suits=lambda pipe: pipe.loops > 1, waits=False
-    ),
-    "zero_bubble": Flow(
-        in_flight=lambda pipe, rank: _put_off(pipe, rank)[:, :1],
-        pending=lambda pipe, rank: _put_off(pipe, rank)[:, 1:],
-        seconds=_zero_bubble,
-    ),
-    "two_bw": Flow(
-        in_flight=_always_all,
-        seconds=_endless,
-        suits=lambda pipe: pipe.loops == 1 and pipe.microbatches >= pipe.ranks,
-        versions=lambda pipe, rank: 1 if rank == pipe.ranks - 1 else 2,
-        gradients=2,
-        flushes=False,
-    ),
-    "pipedream": Flow(
-        in_flight=_always_all,
-        seconds=_endless,
-        suits=lambda pipe: pipe.loops == 1 and pipe.microbatches == 1,
-        versions=lambda pipe, rank: pipe.ranks - rank,
-        flushes=False,
-    ),
-}
-"""By the names of the functions of squeezebox.schedules."""
+GPIPE = Flow(in_flight=_whole_batch, seconds=_there_and_back, waits=False)
+ONE_F_ONE_B = Flow(in_flight=_down_to_one, seconds=_flushed)
+INTERLEAVED = Flow(
+    in_flight=_in_turns,
+    seconds=_interleaved,
+    suits=lambda pipe: pipe.loops > 1 and pipe.microbatches % pipe.ranks == 0,
+    waits=False,
+)
+BREADTH_FIRST = replace(GPIPE, suits=lambda pipe: pipe.loops > 1)
+ZERO_BUBBLE = Flow(
+    in_flight=lambda pipe, rank: _put_off(pipe, rank)[:, :1],
+    pending=lambda pipe, rank: _put_off(pipe, rank)[:, 1:],
+    seconds=_zero_bubble,
+)
+TWO_BW = Flow(
+    in_flight=_always_all,
+    seconds=_endless,
+    suits=lambda pipe: pipe.loops == 1 and pipe.microbatches >= pipe.ranks,
+    versions=lambda pipe, rank: 1 if rank == pipe.ranks - 1 else 2,
+    gradients=2,
+)
+PIPEDREAM = Flow(
+    in_flight=_always_all,
+    seconds=_endless,
+    suits=lambda pipe: pipe.loops == 1 and pipe.microbatches == 1,
+    versions=lambda pipe, rank: pipe.ranks - rank,
+)

@@ -1,0 +1,153 @@
+"""A rank's part of training, action by action."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from squeezebox.pipeline._forwards import Forwards
+from squeezebox.pipeline._health import Health
+from squeezebox.pipeline._stage import Passage
+from squeezebox.pipeline._updates import Settings, Updates
+from squeezebox.pipeline._weights import Flat, Weights
+from squeezebox.pipeline._wire import apart
+from squeezebox.schedules import Action, Kind, Schedule
+
+
+class Turns:
+    """A rank's actions in order, from batch to batch, of which it may look at the next one."""
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        self._schedule, self._rank = schedule, rank
+        self.restart(0)
+
+    def restart(self, batch: int) -> None:
+        """Go on with this batch, in empty pipelines."""
+        assert self._schedule.turns is not None
+        self._actions = self._schedule.turns(self._rank, batch)
+        self._ahead: Action | None = None
+
+    def ahead(self) -> Action:
+        """The next one, without taking it."""
+        self._ahead = self._ahead or next(self._actions)
+        return self._ahead
+
+    def take(self) -> Action:
+        """The next one."""
+        action, self._ahead = self.ahead(), None
+        return action
+
+    def until(self, batch: int) -> Iterator[Action]:
+        """Those before the first one of a later batch."""
+        while self.batch_of(self.ahead()) <= batch:
+            yield self.take()
+
+    def batch_of(self, action: Action) -> int:
+        """The batch that an action is for."""
+        return self._schedule.batch_of(action)
+
+
+class Training:
+    """What a rank does to train, and what lasts from action to action and from batch to batch.
+
+    Batches before ``late_from`` have gradients of the newest weights, those after it of earlier ones, for
+    which ``updates`` may correct.
+    """
+
+    def __init__(
+        self,
+        turns: Turns,
+        forwards: Forwards,
+        weights: Weights,
+        updates: Updates,
+        health: Health,
+        late_from: int | None,
+    ) -> None:
+        self._turns, self._forwards, self._health = turns, forwards, health
+        self._weights, self._updates, self._late_from = weights, updates, late_from
+        self._links, self._stages = forwards.links, forwards.stages
+        self.batch = 0
+        """Batches begun so far."""
+        self._ended_stages = 0
+        self._flights: dict[tuple[int, int], Passage] = {}
+        self._losses: list[Tensor] = []
+        self._gradients: Flat | None = None
+        self._settings: dict[int, Settings] = {}
+
+    def step(self) -> Tensor | None:
+        """Do all up to the first action of the next batch: the batch's mean loss on the last rank."""
+        self._settings[self.batch] = self._updates.settings()
+        self._links.expect(self._forwards.plan.microbatches)
+        for action in self._turns.until(self.batch):
+            self._do(action)
+        version = self._turns.ahead().version
+        self._reach(version, version)
+        self.batch += 1
+        losses, self._losses = self._losses, []
+        return torch.stack(losses).sum() if losses else None
+
+    def drain(self) -> None:
+        """Finish all microbatches and updates under way."""
+        while self._ended_stages < self.batch * len(self._stages):
+            action = self._turns.take()
+            if self._turns.batch_of(action) < self.batch:
+                self._do(action)
+        self._turns.restart(self.batch)
+        self._reach(self.batch, self._turns.ahead().version)
+        self._links.settle()
+
+    def restart(self, batch: int) -> None:
+        """Go on after so many batches, with nothing under way."""
+        self.batch, self._ended_stages = batch, batch * len(self._stages)
+        self._turns.restart(batch)
+
+    def _do(self, action: Action) -> None:
+        self._health.works(f"works at {action}")
+        key = action.stage, action.microbatch
+        if action.kind is Kind.UPDATE:
+            self._end_stage(action.microbatch)
+        elif action.kind is Kind.FORWARD:
+            self._reach(action.version, action.version)
+            self._weights.select(action.version)
+            self._flights[key] = passage = self._forwards.run(action)
+            if self._forwards.is_loss(action.stage):
+                self._losses += (loss.detach() for loss in passage.outputs)
+        else:
+            self._backward(action, self._flights[key])
+            if action.kind is not Kind.INPUT:
+                passage = self._flights.pop(key)
+                self._links.release(action.stage, passage.received, passage.gradients)
+
+    def _backward(self, action: Action, passage: Passage) -> None:
+        if action.kind is not Kind.WEIGHT and not self._forwards.is_loss(action.stage):
+            passage.gradients = self._links.receive_gradients(action.stage, action.microbatch)
+        self._weights.select(action.version)  # autograd noted the parameters, not their values
+        if self._gradients is None:
+            self._gradients = self._updates.gradients()
+            self._weights.accumulate_into(self._gradients)
+        weights = [each for each in self._stages[action.stage].parameters() if each.requires_grad]
+        if action.kind is Kind.WEIGHT:
+            passage.backward_to_weights(weights)
+            return
+        is_whole = action.kind is Kind.BACKWARD
+        results = passage.backward() if is_whole else passage.backward_to_inputs(weights)
+        if action.stage:
+            returned = apart(results, passage.gradients or [])
+            self._links.send_gradients(action.stage, action.microbatch, returned)
+
+    def _end_stage(self, batch: int) -> None:
+        """A stage's gradients of a batch are complete; with those of all stages, its update is queued."""
+        self._ended_stages += 1
+        if self._ended_stages % len(self._stages) == 0:
+            assert self._gradients is not None
+            late = self._late_from is not None and batch >= self._late_from
+            self._updates.queue(self._gradients, self._settings.pop(batch), late=late)
+            self._gradients = None
+
+    def _reach(self, version: int, oldest: int) -> None:
+        """Have this version made; from ``oldest`` on they stay, and those that are still to be read."""
+        if self._weights.newest < version:
+            oldest = min(version, oldest, *(each.version for each in self._flights.values()))
+            self._updates.reach(version, oldest, self._health.await_outcome)

@@ -1,0 +1,175 @@
+"""What of a step has no rows: parameters, what is reduced, the loss, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from squeezebox.streaming._graph import Streamed
+from squeezebox.streaming._rows import run_node
+from squeezebox.streaming._stages import Stage
+from squeezebox.streaming._strip import as_tuple, inputs_of
+from squeezebox.streaming._trace import DETACHED
+
+Seeds = dict[Node, tuple[Tensor | None, ...]]  # the loss's derivatives by what is reduced
+
+
+class Values:
+    """Values without rows, and gradients so far.
+
+    Values that strips read are leaves of autograd. Those that were computed from others get copies, whose
+    gradients are handed on to what they were computed from before the pass that this is needed in. Nothing of
+    the model is touched before :meth:`finish`.
+    """
+
+    def __init__(self, streamed: Streamed, targets: Mapping[Node, Any]) -> None:
+        self._streamed = streamed
+        self._leaves = {
+            node: tensor.detach().requires_grad_(node in streamed.program.trained)
+            for node, tensor in streamed.program.held.items()
+        }
+        self._copies: dict[Node, Tensor] = {}
+        self.known: dict[Node, Any] = {**self._leaves, **targets}
+        self._reduced: dict[Node, tuple[Tensor, ...]] = {}
+        self._read_by: tuple[Stage, dict[Node, Any]] | None = None
+        self.compute()
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss, once all passes ahead are done."""
+        value: Tensor = self.known[self._streamed.program.loss]
+        return value
+
+    def turn(self) -> None:
+        """The loss is known: on with its gradient, to what was reduced and to parameters."""
+        if self.loss.requires_grad:
+            self.loss.backward(retain_graph=True)
+
+    def finish(self) -> Tensor:
+        """Add the gradients to the parameters' and set the buffers; gives the loss."""
+        self.hand_on(above=-1)
+        for node, parameter in self._streamed.program.trained.items():
+            gradient = self._leaves[node].grad
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        with torch.no_grad():
+            for node, buffer in self._streamed.program.mutations.items():
+                buffer.copy_(self.known[node])
+        return self.loss.detach()
+
+    def set(self, node: Node, value: Any) -> None:
+        """Take over what was reduced."""
+        trained = node in self._streamed.differentiable
+        leaves = tuple(each.detach().requires_grad_(trained) for each in as_tuple(value))
+        self._reduced[node] = leaves
+        self.known[node] = leaves[0] if isinstance(value, Tensor) else leaves
+
+    def compute(self) -> None:
+        """Compute whatever can be computed by now."""
+        self._fill(self.known)
+
+    def for_strips(self, stage: Stage) -> dict[Node, Any]:
+        """What the stage's strips read that has no rows."""
+        if self._read_by is None or self._read_by[0] is not stage:
+            self._read_by = stage, {node: self._for_strip(node) for node in inputs_of(stage.work)}
+        return self._read_by[1]
+
+    def hand_on(self, above: int) -> None:
+        """Hand the copies' gradients on to what they were computed from, from the highest level down."""
+        ready = [node for node in self._copies if self._streamed.level[node] > above]
+        for node in sorted(ready, key=lambda node: -self._streamed.level[node]):
+            copy = self._copies[node]
+            if copy.grad is not None:
+                torch.autograd.backward([self.known[node]], [copy.grad], retain_graph=True)
+                copy.grad = None
+
+    def seeds(self, stage: Stage) -> Seeds:
+        """The loss's derivatives by what the stage's pass reduces."""
+        if not stage.reduces:
+            return {node: tuple(value.grad for value in self._reduced[node]) for node in stage.work.reduced}
+        guess = self._at_zero(stage)
+        wanted = [node for node in stage.work.reduced if node in self._streamed.differentiable]
+        zeros = [guess[node] for node in wanted]
+        found = torch.autograd.grad(
+            guess[self._streamed.program.loss], zeros, allow_unused=True, retain_graph=True
+        )
+        return {node: (seed,) for node, seed in zip(wanted, found, strict=True)}
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Every leaf that can have a gradient, by a name that stays the same."""
+        for node, leaf in [*self._leaves.items(), *self._copies.items()]:
+            if leaf.requires_grad:
+                yield node.name, leaf
+        for node, values in self._reduced.items():
+            for number, value in enumerate(values):
+                if value.requires_grad:
+                    yield f"{node.name}.{number}", value
+
+    def pretend(self, stage: Stage, reduced: Iterable[Node]) -> None:
+        """Make up all that a strip of the stage reads, gradients among it."""
+        self._make_up(reduced)
+        for values in self._reduced.values():
+            for tensor in values:
+                tensor.grad = torch.ones_like(tensor) if tensor.requires_grad else None
+        self.for_strips(stage)
+        self._make_gradients()
+
+    def rehearse(self, stages: Sequence[Stage]) -> None:
+        """Go there and back through what has no rows, with values made up, to measure that.
+
+        Ends with all that strips find in memory: values, what autograd saves of them, and gradients.
+        """
+        self._make_up(self._streamed.reductions)
+        self.turn()
+        for stage in stages:
+            self.for_strips(stage)
+        self._make_gradients()
+        self.hand_on(above=-1)
+        self._make_gradients()
+
+    def _make_up(self, reduced: Iterable[Node]) -> None:
+        """Make up what would be reduced, and what follows from it."""
+        for node in reduced:
+            value = node.meta["val"]
+            ones = [torch.ones(each.shape, dtype=each.dtype, device=each.device) for each in as_tuple(value)]
+            self.set(node, ones[0] if isinstance(value, Tensor) else tuple(ones))
+            self.compute()
+
+    def _make_gradients(self) -> None:
+        """Zeros where strips will add, as after a first strip."""
+        for leaf in [*self._leaves.values(), *self._copies.values()]:
+            if leaf.requires_grad and leaf.grad is None:
+                leaf.grad = torch.zeros_like(leaf)
+
+    def _at_zero(self, stage: Stage) -> dict[Node, Any]:
+        """Values as if the pass had reduced all to zero: a linear loss has the same derivatives anywhere."""
+        values = dict(self.known)
+        for node in stage.work.reduced:
+            val = node.meta["val"]
+            values[node] = torch.zeros(
+                val.shape, dtype=val.dtype, device=val.device, requires_grad=val.is_floating_point()
+            )
+        self._fill(values)
+        return values
+
+    def _fill(self, values: dict[Node, Any]) -> None:
+        """Compute whatever has no rows and can be computed."""
+        with torch.enable_grad():
+            for node in self._streamed.single:
+                if node not in values and all(each in values for each in node.all_input_nodes):
+                    arguments, keywords = (
+                        map_arg(each, lambda inner: values[inner]) for each in (node.args, node.kwargs)
+                    )
+                    value = run_node(node, arguments, keywords)
+                    values[node] = value.detach() if node.target is DETACHED else value
+
+    def _for_strip(self, node: Node) -> Any:
+        value = self.known[node]
+        if isinstance(value, Tensor) and not value.is_leaf:
+            value = self._copies.setdefault(node, value.detach().requires_grad_())
+        return value
