@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=7, help="timed rounds, one step of each arm in each")
     parser.add_argument("--noise", type=float, default=1e-2)
+    parser.add_argument("--speed", choices=("small", "fast"), default="small", help="as of squeezebox.attach")
     parser.add_argument("--train-steps", type=int, default=40, help="of batch 16 at 112x112, before all")
     parser.add_argument("--refreshes", type=int, default=6, help="first squeezed steps, which set the bounds")
     parser.add_argument("--apart", type=int, default=3, help="refresh steps timed apart")
@@ -73,7 +74,8 @@ def main() -> None:
         "settings": vars(arguments),
         "allocator": {name: value for name, value in os.environ.items() if name.startswith(_ALLOCATOR)},
     }
-    for path in _report.write("step_time", payload, table(results)):
+    title = "step_time" if arguments.speed == "small" else f"step_time_{arguments.speed}"
+    for path in _report.write(title, payload, table(results)):
         print(path)
 
 
@@ -162,7 +164,9 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     schedule = _Schedule(budget, arguments.refreshes, apart)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_checkpointed(recomputing.model))
-        session = squeezebox.attach(squeezed.model, optimizer=squeezed.optimizer, controller=schedule)
+        session = squeezebox.attach(
+            squeezed.model, optimizer=squeezed.optimizer, controller=schedule, speed=arguments.speed
+        )
         stack.callback(session.detach)
         result = {"peak_bytes": {"plain": peak(plain), "checkpointing": peak(recomputing)}}
         for _ in range(first):

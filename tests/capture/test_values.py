@@ -158,7 +158,7 @@ class Trying:
 
     def offered(self, row, codec, flat, scale, trial, again):
         arena = codecs.Arena(2 * flat.nbytes, flat.device)
-        packed = trial(0.1, arena=arena)
+        packed = trial("blocks", 0.1, arena=arena)
         assert packed.payload[0] is arena.words
         self.errors.append(float((codecs.get(codec).unpack(packed) - flat).abs().max()))
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -449,3 +450,36 @@ def test_between_uses_far_apart_a_tensor_has_no_buffer():
     filled = tuple(dataclasses.replace(tensor, gaps=()) for tensor in moved)
     whole = dataclasses.replace(seen, profile=dataclasses.replace(seen.profile, tensors=filled))
     assert planned(model, whole, None, 0.0, 8).predicted_peak_bytes > 1.02 * plan.predicted_peak_bytes
+
+
+def test_a_tensor_is_packed_by_the_codec_that_the_plan_names():
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(128, 128), nn.GELU())]
+    model = nn.Sequential(*layers, nn.Linear(128, 10))
+    x, y = torch.randn(1024, 128), torch.randint(10, (1024,))
+    options = {"sample": (x, y), "loss_fn": F.cross_entropy, "offload": False, "recompute": False}
+    plan = squeezebox.plan(model, budget="60%", noise=1e-2, **options)
+    packed = {tensor.key: tensor.option.codec for tensor in plan.tensors if tensor.option.bound > 0.0}
+    other = {key: codec.replace("entropy", "planes") for key, codec in packed.items()}
+    for codecs in (packed, other):
+        named = [
+            replace(tensor, option=replace(tensor.option, codec=codecs.get(tensor.key, tensor.option.codec)))
+            for tensor in plan.tensors
+        ]
+        session = squeezebox.attach(model, plan=replace(plan, tensors=tuple(named)))
+        F.cross_entropy(model(x), y).backward()
+        rows = {row.key: row.codec for row in session.report().tensors}
+        session.detach()
+        assert len(codecs) > 2 and codecs.items() <= rows.items()
+
+
+def test_every_packed_tensor_has_a_small_and_a_fast_way(task):
+    model, optimizer, sample = task
+    seen = profile_step(
+        TrainingStep(model=model, sample=sample, loss_fn=F.cross_entropy, optimizer=optimizer, noise=1e-2)
+    )
+    codecs = [
+        {option.codec for option in tensor.options if option.bound > 0.0} for tensor in seen.profile.tensors
+    ]
+    ways = [{codec.partition("-")[0] for codec in each} for each in codecs if each]
+    assert ways and all(each == {"entropy", "planes"} for each in ways)

@@ -9,7 +9,7 @@ from torch import nn
 import squeezebox
 from squeezebox import codecs
 from squeezebox.codecs import _registry
-from tests.capture.nets import images, plain_step, resnet
+from tests.capture.nets import images, loss_of, plain_step, resnet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,3 +96,30 @@ def test_it_does_not_go_with_a_plan_or_nothing_to_lose(options, registered):
 def test_an_unknown_codec_is_refused():
     with pytest.raises(squeezebox.OptionError, match="no codec 'doubles'"):
         squeezebox.attach(resnet(), codec="doubles")
+
+
+def test_speed_holds_values_in_planes():
+    held = {}
+    for speed in ("small", "fast"):
+        torch.manual_seed(0)
+        model, x = resnet(), images()
+        session = squeezebox.attach(model, noise=1e-2, speed=speed)
+        for _ in range(2):
+            loss_of(model(x)).backward()
+        record = session.report()
+        session.detach()
+        held[speed] = {row.codec.partition("-")[0] for row in record.tensors if row.bound > 0.0}
+    assert held == {"small": {"entropy"}, "fast": {"planes"}}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speed": "quick"}, "speed 'quick' is neither 'small' nor 'fast'"),
+        ({"speed": "fast", "exact": True}, "speed is for noise or a controller"),
+        ({"speed": "fast", "codec": "bf16"}, "each name a codec"),
+    ],
+)
+def test_a_speed_that_says_nothing_is_refused(options, message):
+    with pytest.raises(squeezebox.OptionError, match=message):
+        squeezebox.attach(resnet(), **options)

@@ -31,7 +31,7 @@ class Policy(Protocol):
         """The codec for a flat tensor; ``Choice(codec="keep")`` holds the tensor itself."""
 
 
-Trial = Callable[[float | None], codecs.Packed]
+Trial = Callable[..., codecs.Packed]
 
 
 class Listener(Protocol):
@@ -55,7 +55,9 @@ class Listener(Protocol):
         trial: Trial,
         again: Callable[[], torch.Tensor],
     ) -> None:
-        """Its values may be packed; ``trial(bound)``, in units of ``scale``, does so and keeps nothing.
+        """Its values may be packed by ``codec``.
+
+        ``trial(codec, bound)``, in units of ``scale``, packs them by any that serves and keeps nothing.
 
         ``again()`` makes it again as ``derive()`` says, from what is held of the others.
         """

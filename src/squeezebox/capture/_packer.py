@@ -131,14 +131,13 @@ class Packer:
             self._means.spares is not None and self._means.spares(entry.row, choice)
         ):
             return self._hold(entry, tensor)
-        codec = codecs.get(choice.codec)
         blocks = self._means.blocks if choice.codec == "blocks" else None
         if blocks is not None and blocks.device != entry.device:
             blocks = None
         arena = blocks.place(flat.nbytes) if blocks is not None else None
         hints = _hints(tensor, scale if choice.scaled else None, arena)
         if self._means.listener is not None:
-            trial = functools.partial(_tried, codec, flat, hints)
+            trial = functools.partial(_tried, flat, hints)
             again = functools.partial(self._unpacker.again, entry)
             self._means.listener.offered(
                 entry.row, choice.codec, flat, scale if choice.scaled else None, trial, again
@@ -223,14 +222,14 @@ def _hints(tensor: torch.Tensor, scale: Scale | None, arena: codecs.Arena | None
 
 
 def _tried(
-    codec: codecs.Codec,
     flat: torch.Tensor,
     hints: codecs.Hints,
+    codec: str,
     bound: float,
     arena: codecs.Arena | None = None,
 ) -> codecs.Packed:
     """Packed by the way, in an arena of the caller's if that is given."""
-    return codec.pack(flat, bound, hints if arena is None else replace(hints, arena=arena))
+    return codecs.get(codec).pack(flat, bound, hints if arena is None else replace(hints, arena=arena))
 
 
 def waiting(handle: Handle) -> torch.Tensor:

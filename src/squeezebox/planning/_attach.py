@@ -19,6 +19,8 @@ from squeezebox.schema import AttachError, OptionError
 from squeezebox.session import Replanning, Session, begin, plan_with_places, shapes_of
 from squeezebox.steps import LossFunction, TrainingStep, check_sample
 
+_FAMILIES = {"small": "entropy", "fast": "planes"}  # of codecs
+
 
 def attach(
     model: torch.nn.Module,
@@ -35,6 +37,7 @@ def attach(
     checks_per_refresh: int = 1,
     arena: bool = False,
     codec: str | None = None,
+    speed: str = "small",
     checks: bool = False,
 ) -> Session:
     """Hold what training ``model`` saves between forward and backward in fewer bytes.
@@ -72,6 +75,9 @@ def attach(
         codec: which of ``squeezebox.codecs`` holds values within their bounds, such as one of your own (see
             :func:`squeezebox.codecs.register`). Where an operator may read a sign that it does not preserve,
             or a bound is in units of each channel's or row's deviation, the usual codec does.
+        speed: how values are packed on a CPU. "small" codes them by entropy. "fast" lays them out in planes:
+            about one bit an element more, packed and unpacked in a fraction of the time. A plan takes what
+            pays, tensor by tensor.
         checks: look for saved tensors that are overwritten between forward and backward where autograd does
             not see it, as through ``.data``: checksums of all that are held themselves, parameters included,
             are taken when they are saved and compared when backward reads them. For finding faults; steps
@@ -97,8 +103,7 @@ def attach(
     _check_kinds(model, noise, controller, plan, checks_per_refresh)
     if on_mismatch not in ("refuse", "replan"):
         raise OptionError(f"on_mismatch {on_mismatch!r} is neither 'refuse' nor 'replan'.")
-    if codec is not None and (exact or plan is not None or budget is not None):
-        raise OptionError("codec is for noise or a controller; give it without plan, budget and exact.")
+    _check_codec(codec, speed, chosen_elsewhere=exact or plan is not None or budget is not None)
     replan = on_mismatch == "replan"
     if replan and plan is None and budget is None:
         raise OptionError("on_mismatch='replan' is for a plan or a budget; give one of them.")
@@ -140,6 +145,7 @@ def attach(
         arena=arena,
         places=places,
         codec=None if codec is None else codecs.get(codec),
+        family=_FAMILIES[speed],
         checks=checks,
     )
     return Session(engine)
@@ -159,6 +165,17 @@ def _check_kinds(model: object, noise: object, controller: object, plan: object,
         raise OptionError(f"plan {plan!r} is none; squeezebox.load_plan(path) reads one from its file.")
     if not isinstance(checks, int) or checks < 0:
         raise OptionError(f"checks_per_refresh {checks!r} is no whole number from 0 on.")
+
+
+def _check_codec(codec: str | None, speed: str, *, chosen_elsewhere: bool) -> None:
+    """Refuse a codec where a plan names them or nothing is lost, and two ways of naming one."""
+    if speed not in _FAMILIES:
+        raise OptionError(f"speed {speed!r} is neither 'small' nor 'fast'.")
+    if codec is not None and speed != "small":
+        raise OptionError("codec and speed='fast' each name a codec; give one of them.")
+    for name, given in (("codec", codec is not None), ("speed", speed != "small")):
+        if given and chosen_elsewhere:
+            raise OptionError(f"{name} is for noise or a controller; give it without plan, budget and exact.")
 
 
 def _require_packages() -> None:

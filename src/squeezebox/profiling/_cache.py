@@ -15,7 +15,7 @@ import torch
 from squeezebox.reports import write_whole
 from squeezebox.schema import Action, Moment, Option, Profile, Region, StepProfile, TensorProfile
 
-_VERSION = 4
+_VERSION = 5
 
 
 def profile_key(

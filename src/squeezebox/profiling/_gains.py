@@ -63,7 +63,7 @@ class GainProfiler:
         codec: str,
         flat: torch.Tensor,
         scale: object | None,
-        trial: Callable[[float], codecs.Packed],
+        trial: Callable[..., codecs.Packed],
         again: Callable[[], torch.Tensor],
     ) -> None:
         """As capture's Listener: make it again, and compare."""
@@ -72,7 +72,7 @@ class GainProfiler:
         bound = _TRIED * (1.0 if scale is not None else _rms(flat))
         if source is None or not source.bound > 0.0 or not 0.0 < bound < math.inf:
             return
-        own = _error(codecs.get(codec).unpack(trial(bound)), flat) / bound**2
+        own = _error(codecs.get(codec).unpack(trial(codec, bound)), flat) / bound**2
         if own > 0.0:
             square = _error(again(), flat) / source.bound**2 / own
             nbytes, seconds = _sign(flat)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -28,6 +27,8 @@ _FEW_BYTES = 1 << 14
 _BLOCK_BYTES = 1 << 12  # of 1024 elements, to which the last ones of a tensor are filled up
 _CHEAP = 0.5  # of the time to pack a tensor: made again from a packed one only in less
 _MARGIN = 1.05  # other batches, and bounds between the tried ones, pack a little worse
+
+_Tries = list[tuple[Option, float]]  # of one codec, each with the seconds of unpacking
 
 
 class Row(Protocol):
@@ -81,8 +82,7 @@ class _Seen:
     derive: Callable[[], Derivation | None]
     seconds: float = 0.0  # of packing and unpacking as it was done in this step
     apart: float = 0.0  # of trials, which are no part of packing
-    tried: list[Option] = field(default_factory=list)
-    unpacking: list[float] = field(default_factory=list)  # seconds of those, for each time
+    tried: list[_Tries] = field(default_factory=list)  # codec by codec
     decodes: bool = False
 
 
@@ -237,21 +237,19 @@ class StepProfiler:
         begun = now(self._device)
         unit = 1.0 if scale is not None else codecs.unit(flat, dense=row.dense)
         seen = self._seen[self._numbers[id(row)]]
-        lossy = codec.startswith(("entropy", "blocks"))
         shares = _TRIED if row.saved_bytes > _FEW_BYTES else _TRIED[::2]
-        bounds = [share * unit for share in shares] if lossy and unit > 0.0 else []
-        tries = [self._try(codec, bound, trial) for bound in bounds]
-        seen.tried, seen.unpacking = [each[0] for each in tries], [each[1] for each in tries]
+        bounds = [share * unit for share in shares] if unit > 0.0 else []
+        seen.tried = [[self._try(each, bound, trial) for bound in bounds] for each in _ways(codec) if bounds]
         seen.apart = now(self._device) - begun
 
     def _try(self, codec: str, bound: float, trial: Callable[..., codecs.Packed]) -> tuple[Option, float]:
         """Packed and unpacked once, and the seconds of unpacking."""
         if self._arena is None or codec != "blocks":
-            return self._timed(codec, bound, functools.partial(trial, bound))
+            return self._timed(codec, bound, functools.partial(trial, codec, bound))
         self._arena.reset()
-        option, seconds = self._timed(codec, bound, functools.partial(trial, bound, arena=self._arena))
+        option, seconds = self._timed(codec, bound, functools.partial(trial, codec, bound, arena=self._arena))
         taken = codecs.ArenaUse.of(self._arena.counters).nbytes
-        return dataclasses.replace(option, held_bytes=option.held_bytes - self._arena.nbytes + taken), seconds
+        return replace(option, held_bytes=option.held_bytes - self._arena.nbytes + taken), seconds
 
     def _timed(self, codec: str, bound: float, pack: Callable[[], codecs.Packed]) -> tuple[Option, float]:
         begun = now(self._device)
@@ -316,15 +314,15 @@ class StepProfiler:
         known = gain is not None and (gain.source,) == found.sources and seen.row.key in sensitivities
         if gain is None or not known or not seen.tried:
             return [exact]
-        near = dataclasses.replace(exact, serves=False, tolerates=True)
+        near = replace(exact, serves=False, tolerates=True)
         if seen.row.reads_sign:
-            near = dataclasses.replace(
+            near = replace(
                 near,
                 codec="sign",
                 held_bytes=near.held_bytes + gain.sign_bytes,
                 seconds=near.seconds + gain.sign_seconds,
             )
-        cheap = near.seconds < _CHEAP * min(option.seconds for option in seen.tried)
+        cheap = near.seconds < _CHEAP * min(option.seconds for tried in seen.tried for option, _ in tried)
         return [exact, near] if cheap else [exact]
 
 
@@ -346,12 +344,11 @@ def _profile(
     cost = sensitivities.get(row.key)
     options = [keep]
     again = len(life.gaps)
+    packed: list[Option] = []
     if seen.tried and cost is not None:
-        tried = [
-            dataclasses.replace(option, seconds=option.seconds + again * seconds)
-            for option, seconds in zip(seen.tried, seen.unpacking, strict=True)
-        ]
-        packed = [_costed(option, cost, decoded) for option in _interpolated(tried)]
+        for tries in seen.tried:
+            tried = [replace(option, seconds=option.seconds + again * seconds) for option, seconds in tries]
+            packed += [_costed(option, cost, decoded) for option in _interpolated(tried)]
         options += packed
         if spread is not None:
             options += [_approximating(option, spread) for option in packed]
@@ -371,9 +368,7 @@ def _profile(
             )
         )
     options = [
-        dataclasses.replace(option, packing_bytes=life.packing_bytes)
-        if option.action is Action.COMPRESS
-        else option
+        replace(option, packing_bytes=life.packing_bytes) if option.action is Action.COMPRESS else option
         for option in options
     ]
     options += recomputed
@@ -387,6 +382,13 @@ def _profile(
         gaps=tuple(life.gaps),
         options=tuple(options),
     )
+
+
+def _ways(codec: str) -> tuple[str, ...]:
+    """The codecs that could hold what this one does: entropy coding is small, planes are quick."""
+    if codec.startswith("entropy"):
+        return codec, codec.replace("entropy", "planes")
+    return (codec,) if codec == "blocks" else ()
 
 
 def _moves(seen: _Seen) -> bool:
@@ -430,7 +432,7 @@ def _costed(option: Option, cost: float, decoded: int) -> Option:
 
 def _approximating(option: Option, spread: float) -> Option:
     """The option, and others made again from what it holds."""
-    return dataclasses.replace(option, noise=option.noise + spread * option.bound**2, approximates=True)
+    return replace(option, noise=option.noise + spread * option.bound**2, approximates=True)
 
 
 def _interpolated(tried: list[Option]) -> list[Option]:

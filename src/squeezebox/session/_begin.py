@@ -31,6 +31,7 @@ def begin(
     arena: bool = False,
     places: Mapping[str, int] = MappingProxyType({}),
     codec: Codec | None = None,
+    family: str = "entropy",
     checks: bool = False,
 ) -> Engine:
     """For a model that has none and can have one; without controller and plan nothing is lost.
@@ -51,7 +52,7 @@ def begin(
             f"optimizer is {optimizer!r}, not a torch.optim.Optimizer. Give the one that steps the model's "
             "parameters, such as torch.optim.SGD(model.parameters(), lr=0.1), or leave it out."
         )
-    policy = BoundPolicy(controller, device_of(model).type == "cpu", codec)
+    policy = BoundPolicy(controller, device_of(model).type == "cpu", codec, family)
     engine = Engine(model, optimizer, policy, checks_per_refresh, plan, replanning, overlapping, arena)
     if engine.store.reserve is not None and places:
         engine.store.reserve.plan(places, HEADROOM)

@@ -247,7 +247,7 @@ class Engine:
     def _use(self, plan: StepPlan) -> None:
         """Hold tensors as the plan says from now on."""
         self.plan, self.policy.controller = plan, Planned(bounds=plan.bounds)
-        self.store.planned = plan.options.get
+        self.store.planned = self.policy.planned = plan.options.get
         again = plan.keys(Action.RECOMPUTE, Action.REGENERATE)
         self.store.lineage = self.recorder.lineage() if again else None
         self.store.late_values = {key: Role(role) for key, role in plan.late_values.items()}

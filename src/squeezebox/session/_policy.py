@@ -11,7 +11,7 @@ from squeezebox import codecs
 from squeezebox.bounds import Controller, ControllerState
 from squeezebox.capture import Choice, Rule
 from squeezebox.reports import StepPlan
-from squeezebox.schema import Action, PlanError, Role, StepStatistics, UnsupportedModelError
+from squeezebox.schema import Action, Option, PlanError, Role, StepStatistics, UnsupportedModelError
 
 _ON_DEVICES = (torch.float32, torch.bfloat16, torch.float16)  # of which kernels make blocks
 _SPARSE_ROLES = frozenset({Role.RELU_OUTPUT, Role.POOL_INPUT})
@@ -20,13 +20,17 @@ _SPARSE_ROLES = frozenset({Role.RELU_OUTPUT, Role.POOL_INPUT})
 class BoundPolicy:
     """Turns the controller's bounds into codecs; without a controller nothing is lost.
 
-    ``codec`` is taken instead of the usual ones wherever it serves.
+    ``codec`` is taken instead of the usual ones wherever it serves; those are of the ``family`` "entropy" or
+    "planes", each with one that preserves signs.
     """
 
-    def __init__(self, controller: Controller | None, on_host: bool, codec: codecs.Codec | None) -> None:
+    def __init__(
+        self, controller: Controller | None, on_host: bool, codec: codecs.Codec | None, family: str
+    ) -> None:
         self.controller = controller
         self.state = ControllerState()
-        self.codec = codec
+        self.codec, self.family = codec, family
+        self.planned: Callable[[str], Option | None] = lambda key: None  # a plan's, whose codec is taken
         self.on_host = on_host  # where entropy coding is quick; elsewhere nothing may wait for a device
 
     def choose(self, key: str, rule: Rule, tensor: torch.Tensor) -> Choice:
@@ -44,7 +48,10 @@ class BoundPolicy:
         if not on_host:
             codec = "blocks" if tensor.dtype in _ON_DEVICES else "keep"
             return Choice(codec=codec, bound=bound, scaled=rule.scaled)
-        return Choice(codec="entropy" if rule.dense else "entropy-sign", bound=bound, scaled=rule.scaled)
+        planned = self.planned(key)
+        fast = self.family == "planes" if planned is None else planned.codec.startswith("planes")
+        family = "planes" if fast else "entropy"
+        return Choice(codec=family if rule.dense else f"{family}-sign", bound=bound, scaled=rule.scaled)
 
     def learn(self, statistics: StepStatistics, notes: dict[str, None]) -> None:
         """Give the controller a step's statistics; where these are beyond a float, bounds stay, noted."""
