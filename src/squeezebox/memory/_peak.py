@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,17 +93,30 @@ class Recording:
         found: list[tuple[int, str, int, int]] = []
         alone = not torch.accelerator.is_available()  # reading a field takes up to a microsecond
         stack = list(self._profiler.kineto_results.experimental_event_tree())
-        while stack:
-            event = stack.pop()
-            stack.extend(event.children)
-            fields = event.extra_fields
-            if type(fields) is torch._C._profiler._ExtraFields_Allocation:
-                if alone or _is_same(fields.device, self._device):
-                    found.append((event.start_time_ns, "", fields.ptr, fields.alloc_size))
-            else:
-                found.append((event.start_time_ns, event.name, 0, 0))
+        with _uncollected():
+            while stack:
+                event = stack.pop()
+                stack.extend(event.children)
+                fields = event.extra_fields
+                if type(fields) is torch._C._profiler._ExtraFields_Allocation:
+                    if alone or _is_same(fields.device, self._device):
+                        found.append((event.start_time_ns, "", fields.ptr, fields.alloc_size))
+                else:
+                    found.append((event.start_time_ns, event.name, 0, 0))
         found.sort(key=lambda event: event[0])
         return found
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Many objects are made that all stay: looking for garbage among them would take as long again."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _is_same(found: torch.device, device: torch.device) -> bool:

@@ -130,15 +130,19 @@ class Table:
         silent = self.valid & ((self.noise <= 0.0) | (not quiet))
         for row in range(len(self.valid)):
             able = silent[row] if silent[row].any() else self.valid[row]
-            begin = int(self.starts[row][able].min())
-            at = np.arange(begin, int(max(self.ends[row][able].max(), self.work_ends[row])))[:, None]
-            there = (at >= self.first_use[row]) & (at < self.work_ends[row])
-            for _, start, end in self.gaps[self.gaps[:, 0] == row]:
-                there[start - begin : end - begin] = False
+            works_until = int(self.work_ends[row])
+            begin, end = int(self.starts[row][able].min()), int(max(self.ends[row][able].max(), works_until))
+            gaps = self.gaps[self.gaps[:, 0] == row][:, 1:]
+            moments = (self.first_use[row], works_until, self.saved[row], self.saved[row] + 1)
+            changes = np.concatenate([self.starts[row], self.ends[row], gaps.ravel(), moments])
+            first = np.unique(np.clip(changes, begin, end))[:-1]  # of positions that are alike
+            at = first[:, None]
+            there = (at >= self.first_use[row]) & (at < works_until)
+            there &= ~((at >= gaps[:, 0]) & (at < gaps[:, 1])).any(1, keepdims=True)
             held = np.where((at >= self.starts[row]) & (at < self.ends[row]), self.held[row], 0)
             bytes_ = held + np.where(there, self.working[row], 0)
             bytes_ += np.where(at == self.saved[row], self.packing[row], 0)
-            least[begin : begin + len(at)] += bytes_[:, able].min(1)
+            least[begin:end] += np.repeat(bytes_[:, able].min(1), np.diff(first, append=end))
         return int(least.max())
 
     def total(self, values: Floats, choice: Integers) -> float:

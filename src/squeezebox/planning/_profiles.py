@@ -361,8 +361,11 @@ class _Profiling:
         }
 
 
+_KEPT = Option(action=Action.KEEP, held_bytes=0)
+
+
 def _kept(key: str) -> Option:
-    return Option(action=Action.KEEP, held_bytes=0)
+    return _KEPT
 
 
 def cached(folder: Path, key: str, make: Callable[[], StepProfile]) -> StepProfile:

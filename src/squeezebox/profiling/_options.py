@@ -20,7 +20,8 @@ from squeezebox.profiling._transfer import Transfer, transfer_of
 from squeezebox.schema import Action, Moment, Option, Profile, TensorProfile
 
 # Bounds in the unit of the tensor's rms (its deviation, where zeros carry no meaning) that are tried, and how
-# many are put between two of them; of a tensor of so few bytes every other one is tried.
+# many are put between two of them; of a tensor of so few bytes every other one is tried, in planes
+# alone: there may be thousands, and what a call of the other codec costs is not paid back.
 _TRIED = (1.0, 0.35, 0.12, 0.03)
 _BETWEEN = 3
 _FEW_BYTES = 1 << 14
@@ -237,9 +238,10 @@ class StepProfiler:
         begun = now(self._device)
         unit = 1.0 if scale is not None else codecs.unit(flat, dense=row.dense)
         seen = self._seen[self._numbers[id(row)]]
-        shares = _TRIED if row.saved_bytes > _FEW_BYTES else _TRIED[::2]
-        bounds = [share * unit for share in shares] if unit > 0.0 else []
-        seen.tried = [[self._try(each, bound, trial) for bound in bounds] for each in _ways(codec) if bounds]
+        few = row.saved_bytes <= _FEW_BYTES
+        bounds = [share * unit for share in (_TRIED[::2] if few else _TRIED)] if unit > 0.0 else []
+        ways = _ways(codec)[-1:] if few else _ways(codec)
+        seen.tried = [[self._try(each, bound, trial) for bound in bounds] for each in ways if bounds]
         seen.apart = now(self._device) - begun
 
     def _try(self, codec: str, bound: float, trial: Callable[..., codecs.Packed]) -> tuple[Option, float]:
