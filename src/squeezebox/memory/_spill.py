@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import shutil
 import statistics
+import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -17,6 +19,9 @@ import torch
 from squeezebox.memory._chunks import CHUNK_BYTES, CHUNKS, Chunks, sectors
 from squeezebox.memory._disk import DiskFile, DiskFolder, usual_folder
 from squeezebox.schema import CaptureError, OffloadRecord
+
+_KEPT_BYTES = 1 << 25  # moved between two returns of freed memory to the system; one takes a few ms
+_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None  # glibc's
 
 
 class Slot:
@@ -55,6 +60,7 @@ class Spill:
         self._is_ending = False
         self._past: OffloadRecord | None = None  # of the file that is closed
         self._most_bytes = 0
+        self._moved = 0  # bytes, since freed memory was given back
         self._slots: list[weakref.ref[Slot]] = []  # in the order in which they were written
         self._free: dict[int, list[int]] = {}  # size -> offsets of that size that nobody uses
 
@@ -83,6 +89,7 @@ class Spill:
         self._living += 1
         self._slots.append(weakref.ref(slot))
         weakref.finalize(slot, self._release, offset, flat.nbytes).atexit = False
+        self._give_back(flat.nbytes)
         return slot
 
     def read(self, slot: Slot, out: torch.Tensor) -> None:
@@ -103,6 +110,17 @@ class Spill:
                 f"{slot.nbytes} bytes offloaded to {self.folder} do not come back: {error}. Look after that "
                 "disk, or make the plan with offload=False."
             ) from error
+        self._give_back(slot.nbytes)
+
+    def _give_back(self, nbytes: int) -> None:
+        """So many bytes more were moved: now and then the C library returns what it keeps of freed tensors.
+
+        Blocks below its threshold, which grows to 32 MiB, stay in the process otherwise.
+        """
+        self._moved += nbytes
+        if self._moved >= _KEPT_BYTES and _TRIM is not None:
+            self._moved = 0
+            _TRIM(0)
 
     def settle(self) -> None:
         """Wait until everything is on the disk, from where it is read from now on."""
