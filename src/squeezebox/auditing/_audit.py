@@ -12,7 +12,7 @@ import os
 import pickle
 import statistics
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,8 @@ from squeezebox.reports import (
     save_record,
 )
 from squeezebox.schema import OptionError
+from squeezebox.steps import Progress
 
-Progress = Callable[[int, int, str], None]
 FACTORS = tuple(each.value for each in Factor)
 _ROUNDS = 3  # of timed steps, deterministic and not in turn
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from squeezebox.doctor._forwards import check_forwards, loaded_modules
-from squeezebox.doctor._packages import Installed, Progress, check_byte_code, check_files, installed
+from squeezebox.doctor._packages import Installed, check_byte_code, check_files, installed
 from squeezebox.profiling import free_bytes
 from squeezebox.reports import EnvironmentCheck, human_bytes
 from squeezebox.schema import (
@@ -26,6 +26,7 @@ from squeezebox.schema import (
     Fault,
     OptionError,
 )
+from squeezebox.steps import Progress
 
 MODEL_PACKAGES = (
     *("torch", "torchvision", "torchaudio", "triton", "timm", "transformers", "tokenizers", "safetensors"),

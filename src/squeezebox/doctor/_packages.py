@@ -21,8 +21,7 @@ from typing import IO
 
 from squeezebox.doctor import _byte_code
 from squeezebox.schema import EnvironmentFault, Fault
-
-Progress = Callable[[int, int, str], None]
+from squeezebox.steps import Progress
 
 _IMPORTABLE = (".py", ".so", ".pyd", ".pyc")
 _OPTIMISATIONS = {"": 0, "1": 1, "2": 2}  # as byte code files are named, and as the compiler knows them
