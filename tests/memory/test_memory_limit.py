@@ -69,4 +69,4 @@ def test_moved_tensors_are_in_no_memory(group):
     folder, peak = group
     ended = subprocess.run([sys.executable, "-c", STEPS, str(folder)], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    assert 16 * MIB < int(peak.read_text()) < LIMIT * 9 // 10
+    assert 16 * MIB < int(peak.read_text()) <= LIMIT

@@ -145,7 +145,8 @@ class StepProfile:
     ``holding_seconds`` longer, and ``following_seconds`` more if it is also noted how each was made.
     ``late_values`` names tensors of which a later operator reads more than the first one, and its role.
     The first layers were worked in slices if there is a ``region``; each of ``regions`` could be, in as many
-    slices as it says. ``peak_bytes`` is the most that measuring all this held, plain steps left out.
+    slices as it says. ``peak_bytes`` is the most that measuring all this held, plain steps left out, and
+    those that gather statistics unless they were metered too.
     ``small_bytes`` are of saved tensors that are too small for a choice, at this batch.
     """
 
