@@ -72,14 +72,23 @@ def test_planning_leaves_the_model_as_it_was():
 
 
 def test_less_memory_costs_time_and_too_little_is_refused():
-    full = planned(schedules=["1f1b"])[0]
-    tight = planned(schedules=["1f1b"], memory_bytes=int(0.93 * max(full.rank_peak_bytes)))[0]
-    assert max(tight.rank_peak_bytes) <= 0.93 * max(full.rank_peak_bytes)
+    memory_bytes = max(planned(schedules=["1f1b"])[0].rank_peak_bytes)
+    while _is_kept_in(memory_bytes):  # where the cut lies, and so what it holds, depends on the times measured
+        memory_bytes = int(0.97 * memory_bytes)
+    tight = planned(schedules=["1f1b"], memory_bytes=memory_bytes)[0]
+    assert max(tight.rank_peak_bytes) <= memory_bytes
     assert "recompute" in {stage.policy for stage in tight.stages}
     with pytest.raises(BudgetError, match="MiB|KiB"):
         planned(memory_bytes=1000)
     with pytest.raises(OptionError, match="microbatches"):
         planned(microbatches=[17])
+
+
+def _is_kept_in(memory_bytes):
+    try:
+        return bool(planned(schedules=["1f1b"], policies=["keep"], memory_bytes=memory_bytes))
+    except BudgetError:
+        return False
 
 
 def _peak(rank, plan):
