@@ -1,7 +1,8 @@
 """Any nn.Module: exactness to the bit, and the noise that is measured where a noise was allowed.
 
-Goes in: nothing; small networks of many architectures (benchmarks/_architectures.py, needs squeezebox[hf])
-and random batches. Comes out: benchmarks/reports/architectures-<date>.json and .md.
+Goes in: nothing; small networks of many architectures (benchmarks/_architectures.py, needs squeezebox[hf];
+with --timm those of benchmarks/_timm.py, needs timm) and random batches. Comes out:
+benchmarks/reports/architectures-<date>.json and .md.
 
 Each network trains three steps plainly, with attach(exact=True), and under the exact plan of least peak:
 losses and last gradients must be equal to the bit. Then it trains with noise=0.01, and after 16, 32 and 64
@@ -20,8 +21,8 @@ from typing import Any
 import torch
 
 import squeezebox
-from benchmarks import _report
-from benchmarks._architectures import ARCHITECTURES, Batch
+from benchmarks import _report, _timm
+from benchmarks._architectures import ARCHITECTURES, Batch, Made
 from squeezebox.session import Session
 
 NOISE = 1e-2
@@ -47,21 +48,23 @@ Attach = Callable[[Loss, torch.optim.Optimizer], Session]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("networks", nargs="*", default=list(ARCHITECTURES), metavar="network")
+    parser.add_argument("networks", nargs="*", metavar="network")
+    parser.add_argument("--timm", action="store_true", help="timm's networks instead of transformers'")
     parser.add_argument("--name", default="architectures", help="of the report")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    networks = _timm.NETWORKS if arguments.timm else ARCHITECTURES
     rows = []
-    for name in arguments.networks:
-        rows.append(measure(name))
+    for name in arguments.networks or networks:
+        rows.append(measure(name, networks[name]))
         print(*rows[-1].values(), file=sys.stderr, flush=True)
     print(*_report.write(arguments.name, {"noise": NOISE, "rows": rows}, render(rows)), file=sys.stderr)
 
 
-def measure(name: str) -> dict[str, Any]:
+def measure(name: str, make: Callable[[], Made]) -> dict[str, Any]:
     """One network's equalities and noises."""
     torch.manual_seed(0)
-    made, draw = ARCHITECTURES[name]()
+    made, draw = make()
     model = Loss(made).train()
     batch = draw()
 
