@@ -167,3 +167,12 @@ def test_rows_of_one_element_are_held_exactly():
         each for each in run.session.report().record.tensors if each.key.endswith("NativeLayerNorm.input")
     ]
     assert norm.codec == "keep"
+
+
+def test_a_query_that_grows_between_refreshes_does_not_explode():
+    """Backward takes exponentials of logits: bounds for narrow ones would cost without limit in wide ones."""
+    run = language().steps(33)
+    with torch.no_grad():
+        for block in run.model.blocks:
+            block.inner.weight[: block.inner.in_features] *= 10.0  # of queries
+    assert run.median() < 10.0 * NOISE

@@ -52,10 +52,11 @@ class Listener(Protocol):
         codec: str,
         flat: torch.Tensor,
         scale: Scale | None,
+        highest: float,
         trial: Trial,
         again: Callable[[], torch.Tensor],
     ) -> None:
-        """Its values may be packed by ``codec``.
+        """Its values may be packed by ``codec``, at bounds up to ``highest``.
 
         ``trial(codec, bound)``, in units of ``scale``, packs them by any that serves and keeps nothing.
 

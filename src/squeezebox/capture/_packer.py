@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -125,7 +126,9 @@ class Packer:
             self._means.late_values[entry.row.key] = rule.role
         scale = scale_of(entry.numel, tensor, options)
         flat = flattened(tensor, entry.numel)
-        seen = replace(rule, scaled=scale is not None, logits=options.get("logits"))
+        seen = replace(
+            rule, scaled=scale is not None, logits=options.get("logits"), highest=options.get("highest")
+        )
         choice = self._means.policy.choose(entry.row.key, seen, flat)
         if choice.codec == "keep" or (
             self._means.spares is not None and self._means.spares(entry.row, choice)
@@ -139,8 +142,9 @@ class Packer:
         if self._means.listener is not None:
             trial = functools.partial(_tried, flat, hints)
             again = functools.partial(self._unpacker.again, entry)
+            highest = math.inf if seen.highest is None else seen.highest()
             self._means.listener.offered(
-                entry.row, choice.codec, flat, scale if choice.scaled else None, trial, again
+                entry.row, choice.codec, flat, scale if choice.scaled else None, highest, trial, again
             )
         packed = self._packed(entry, choice.codec, flat, choice.bound, hints)
         entry.packed["values"] = packed

@@ -225,7 +225,10 @@ class Recorder(TorchFunctionMode):
             readers = self._readers(node) if mine and not is_custom(node) else []
             rules = [_rule(operator, attribute, function, handle) for attribute, handle in readers]
             rules = [OTHER if _is_lone(rule, node, readers) else rule for rule in rules]
-            options = [_options(rule, node, readers) for rule in rules]
+            options = [
+                _options(rule, attribute, node, readers)
+                for (attribute, _), rule in zip(readers, rules, strict=True)
+            ]
             paired = list(zip(readers, rules, strict=True))
             if self.collector is not None:
                 repeatable = (mine or not saved_attributes(node)) and not is_custom(node)
@@ -318,7 +321,7 @@ def _rule(operator: str, attribute: str, function: str, handle: Handle) -> Rule:
 _INVERSE = {Role.BATCH_NORM_INPUT: "inverse_by_channel", Role.NORM_INPUT: "inverse_by_row"}
 
 
-def _options(rule: Rule, node: Any, readers: list[tuple[str, Handle]]) -> dict[str, Any]:
+def _options(rule: Rule, attribute: str, node: Any, readers: list[tuple[str, Handle]]) -> dict[str, Any]:
     """What a codec, or who chooses its bound, must know of the operator."""
     if rule.codec == "interval":
         return {"lower": float(node._saved_min_val), "upper": float(node._saved_max_val)}
@@ -327,7 +330,11 @@ def _options(rule: Rule, node: Any, readers: list[tuple[str, Handle]]) -> dict[s
         return {} if inverse is None else {_INVERSE[rule.role]: inverse}
     if rule.role is Role.ATTENTION:
         found = dict(readers)
-        return {"logits": functools.partial(_logits, node, found["query"].tensor, found["key"].tensor)}
+        query, key = found["query"].tensor, found["key"].tensor
+        measures = {"logits": functools.partial(_logits, node, query, key)}
+        if attribute in ("query", "key"):
+            measures["highest"] = functools.partial(_highest, node, query, key)
+        return measures
     if rule.codec != "pool-index":
         return {}
     names = ("kernel_size", "stride", "padding", "dilation")
@@ -359,8 +366,32 @@ def _logits(node: Any, query: torch.Tensor | None, key: torch.Tensor | None) -> 
     """Root mean square that the logits of an attention have where query and key are unrelated."""
     if query is None or key is None:
         return 1.0
-    scale = node._saved_scale if node._saved_scale is not None else query.shape[-1] ** -0.5
-    return float(scale * query.shape[-1] ** 0.5 * _root_mean_square(query) * _root_mean_square(key))
+    width = math.sqrt(query.shape[-1]) * _root_mean_square(query) * _root_mean_square(key)
+    return _scale(node, query) * width
+
+
+_LOGIT_ERROR = 0.5  # where rows are longest; evenly spread errors then deviate by 0.29
+
+
+def _highest(node: Any, query: torch.Tensor | None, key: torch.Tensor | None) -> float:
+    """The bound at which errors of query and key move no logit far; 0 where the two are not there.
+
+    Backward takes exponentials of logits ``scale * q . k``, so what an error beyond this costs has no limit.
+    Deviations of e in the elements of k deviate a logit by ``scale * |q| * e``.
+    """
+    if query is None or key is None:
+        return 0.0
+    longest = math.hypot(*(_longest_row(each) for each in (query, key)))
+    return _LOGIT_ERROR / (_scale(node, query) * longest) if longest > 0.0 else math.inf
+
+
+def _longest_row(tensor: torch.Tensor) -> float:
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    return float(torch.linalg.vector_norm(tensor, dim=-1, dtype=dtype).max())
+
+
+def _scale(node: Any, query: torch.Tensor) -> float:
+    return float(node._saved_scale if node._saved_scale is not None else query.shape[-1] ** -0.5)
 
 
 def _root_mean_square(tensor: torch.Tensor) -> float:

@@ -17,7 +17,8 @@ class Rule:
     ``reads``). ``dense`` says that zeros carry no meaning and no backward reads the sign, so a
     predictor pays. ``scaled`` says that the bound is in units of each channel's or row's standard deviation.
     ``nan`` says that backward, reading a sign, takes NaN for positive.
-    ``logits`` measures how wide the logits are that an attention makes of the tensor.
+    ``logits`` measures how wide the logits are that an attention makes of the tensor, ``highest`` up to which
+    bound backward's exponentials of them stay near what they are.
     """
 
     role: Role
@@ -26,6 +27,7 @@ class Rule:
     dense: bool = False
     scaled: bool = False
     logits: Callable[[], float] | None = None
+    highest: Callable[[], float] | None = None
     nan: bool = True
 
     @property

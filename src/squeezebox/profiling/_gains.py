@@ -63,6 +63,7 @@ class GainProfiler:
         codec: str,
         flat: torch.Tensor,
         scale: object | None,
+        highest: float,
         trial: Callable[..., codecs.Packed],
         again: Callable[[], torch.Tensor],
     ) -> None:

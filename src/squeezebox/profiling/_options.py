@@ -26,6 +26,7 @@ _TRIED = (1.0, 0.35, 0.12, 0.03)
 _BETWEEN = 3
 _FEW_BYTES = 1 << 14
 _BLOCK_BYTES = 1 << 12  # of 1024 elements, to which the last ones of a tensor are filled up
+_STEADY = 0.7  # of the highest bound: in other batches it may be lower
 _CHEAP = 0.5  # of the time to pack a tensor: made again from a packed one only in less
 _MARGIN = 1.05  # other batches, and bounds between the tried ones, pack a little worse
 
@@ -229,6 +230,7 @@ class StepProfiler:
         codec: str,
         flat: torch.Tensor,
         scale: object | None,
+        highest: float,
         trial: Callable[..., codecs.Packed],
         again: Callable[[], torch.Tensor],
     ) -> None:
@@ -236,7 +238,7 @@ class StepProfiler:
         if row.key in self._known:
             return
         begun = now(self._device)
-        unit = 1.0 if scale is not None else codecs.unit(flat, dense=row.dense)
+        unit = min(1.0 if scale is not None else codecs.unit(flat, dense=row.dense), _STEADY * highest)
         seen = self._seen[self._numbers[id(row)]]
         few = row.saved_bytes <= _FEW_BYTES
         bounds = [share * unit for share in (_TRIED[::2] if few else _TRIED)] if unit > 0.0 else []

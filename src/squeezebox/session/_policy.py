@@ -41,6 +41,8 @@ class BoundPolicy:
         bound = controller.bound(self.state, key, rule.role, lambda: _unit(tensor, rule))
         if bound is None:
             return Choice(codec="keep")
+        if rule.highest is not None:
+            bound = min(bound, rule.highest())
         if not 0.0 < bound < math.inf:  # all zero, or NaN and infinities within
             return Choice(codec="lossless" if on_host else "keep")
         if self.codec is not None and not rule.scaled and (rule.dense or self.codec.preserves_sign):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -133,10 +134,14 @@ class HalfSteps:
             self._geometry[row.key] = (tensor.size(), tensor.stride())
             self._measure(row, tensor, None)
 
-    def offered(self, row: Any, codec: str, flat: Any, scale: Scale | None, *_: object) -> None:
-        """Measure those again whose bound is in other units."""
+    def offered(
+        self, row: Any, codec: str, flat: Any, scale: Scale | None, highest: float, *_: object
+    ) -> None:
+        """Measure those again whose bound is in other units; leave out what would be beyond the highest."""
         if scale is not None:
             self._measure(row, flat.as_strided(*self._geometry[row.key]), scale)
+        known = self.by_key[row.key].items()
+        self.by_key[row.key] = {bits: rms for bits, rms in known if math.sqrt(3.0) * rms <= highest}
 
     def _measure(self, row: Any, tensor: Any, scale: Scale | None) -> None:
         self.by_key[row.key] = {bits: _rms_half_step(tensor, row.rule, scale, bits) for bits in BITS}
