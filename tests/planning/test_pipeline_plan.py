@@ -73,7 +73,7 @@ def test_planning_leaves_the_model_as_it_was():
 
 def test_less_memory_costs_time_and_too_little_is_refused():
     memory_bytes = max(planned(schedules=["1f1b"])[0].rank_peak_bytes)
-    while _is_kept_in(memory_bytes):  # where the cut lies, and so what it holds, depends on the times measured
+    while _is_kept_in(memory_bytes):  # where it is cut depends on the times measured
         memory_bytes = int(0.97 * memory_bytes)
     tight = planned(schedules=["1f1b"], memory_bytes=memory_bytes)[0]
     assert max(tight.rank_peak_bytes) <= memory_bytes
