@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from squeezebox.memory._absent import Absent
 from squeezebox.memory._csv import layout_csv, read_buffers
 from squeezebox.memory._disk import DiskFile, DiskFolder, disk_folder, usual_folder
 from squeezebox.memory._lack import asked_bytes, lacks_memory, require_imports, within_room
@@ -19,19 +20,23 @@ from squeezebox.memory._room import free_at_peak, free_bytes, live_bytes
 from squeezebox.memory._spill import BUFFER_BYTES, DiskSpeed, Slot, Spill, disk_speed, offload_record
 from squeezebox.memory._staging import HostSlot, Staging, Streams
 from squeezebox.memory._streams import CudaStreams, is_capturing
+from squeezebox.memory._tensor_file import FileTensor, Place, TensorFile
 from squeezebox.schema import door
 
 __all__ = [
     "BUFFER_BYTES",
     "HEADROOM",
+    "Absent",
     "CudaStreams",
     "DiskFile",
     "DiskFolder",
     "DiskSpeed",
+    "FileTensor",
     "HostSlot",
     "Packer",
     "Peak",
     "PeakMeter",
+    "Place",
     "Problem",
     "Recording",
     "Reserve",
@@ -40,6 +45,7 @@ __all__ = [
     "Spill",
     "Staging",
     "Streams",
+    "TensorFile",
     "aligned",
     "asked_bytes",
     "disk_folder",

@@ -7,11 +7,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from squeezebox.memory._absent import Absent
+
 _BY_ROWS, _BY_COLUMNS = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
 
 
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor itself; of a sparse one its indices and values."""
+    """The tensor itself; of a sparse one its indices and values; nothing of one that is not in memory."""
+    if isinstance(tensor, Absent):
+        return
     if tensor.layout == torch.sparse_coo:
         yield tensor._indices()
         yield tensor._values()

@@ -60,7 +60,6 @@ class Spill:
         self._is_ending = False
         self._past: OffloadRecord | None = None  # of the file that is closed
         self._most_bytes = 0
-        self._moved = 0  # bytes, since freed memory was given back
         self._slots: list[weakref.ref[Slot]] = []  # in the order in which they were written
         self._free: dict[int, list[int]] = {}  # size -> offsets of that size that nobody uses
 
@@ -89,7 +88,7 @@ class Spill:
         self._living += 1
         self._slots.append(weakref.ref(slot))
         weakref.finalize(slot, self._release, offset, flat.nbytes).atexit = False
-        self._give_back(flat.nbytes)
+        give_back(flat.nbytes)
         return slot
 
     def read(self, slot: Slot, out: torch.Tensor) -> None:
@@ -110,17 +109,7 @@ class Spill:
                 f"{slot.nbytes} bytes offloaded to {self.folder} do not come back: {error}. Look after that "
                 "disk, or make the plan with offload=False."
             ) from error
-        self._give_back(slot.nbytes)
-
-    def _give_back(self, nbytes: int) -> None:
-        """So many bytes more were moved: now and then the C library returns what it keeps of freed tensors.
-
-        Blocks below its threshold, which grows to 32 MiB, stay in the process otherwise.
-        """
-        self._moved += nbytes
-        if self._moved >= _KEPT_BYTES and _TRIM is not None:
-            self._moved = 0
-            _TRIM(0)
+        give_back(slot.nbytes)
 
     def settle(self) -> None:
         """Wait until everything is on the disk, from where it is read from now on."""
@@ -158,7 +147,7 @@ class Spill:
             if self._end + sectors(nbytes) > self._most_bytes:
                 file.reserve(self._end, sectors(nbytes))
         except OSError as error:
-            raise CaptureError(_full(nbytes, self._end, self.folder, error)) from error
+            raise CaptureError(full(nbytes, self._end, self.folder, error)) from error
         offset, self._end = self._end, self._end + sectors(nbytes)
         self._most_bytes = max(self._most_bytes, self._end)
         return offset
@@ -194,6 +183,19 @@ class Spill:
             for start in range(0, nbytes, CHUNK_BYTES):
                 self._chunks.drop(offset + start)
 
+
+def give_back(nbytes: int) -> None:
+    """So many bytes more were moved: now and then the C library returns what it keeps of freed tensors.
+
+    Blocks below its threshold, which grows to 32 MiB, stay in the process otherwise.
+    """
+    _moved[0] += nbytes
+    if _moved[0] >= _KEPT_BYTES and _TRIM is not None:
+        _moved[0] = 0
+        _TRIM(0)
+
+
+_moved = [0]  # bytes of this process, since freed memory was given back
 
 BUFFER_BYTES = CHUNKS * CHUNK_BYTES
 
@@ -262,7 +264,7 @@ def _round(spill: Spill, data: torch.Tensor, out: torch.Tensor) -> list[float]:
     return [after - before for before, after in itertools.pairwise(times)]
 
 
-def _full(nbytes: int, there: int, folder: DiskFolder | None, error: OSError) -> str:
+def full(nbytes: int, there: int, folder: DiskFolder | None, error: OSError) -> str:
     """What was wanted, what is left and what helps."""
     try:
         free = f"has {shutil.disk_usage(folder.path if folder else '').free} bytes free"

@@ -1,0 +1,216 @@
+"""Tensors that live in a file and are read whenever torch computes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from squeezebox.memory._absent import Absent
+from squeezebox.memory._chunks import CHUNK_BYTES, Chunks, sectors
+from squeezebox.memory._disk import DiskFile, DiskFolder
+from squeezebox.memory._spill import full, give_back, offload_record
+from squeezebox.schema import CaptureError, OffloadRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Bytes of a file that belong to one tensor."""
+
+    offset: int
+    nbytes: int
+
+    def parts(self) -> Iterable[tuple[int, int]]:
+        """Begin and end of its chunks."""
+        starts = range(0, self.nbytes, CHUNK_BYTES)
+        return ((start, min(start + CHUNK_BYTES, self.nbytes)) for start in starts)
+
+
+class TensorFile:
+    """A file of flat CPU tensors, each at a place of its own for as long as the file lives.
+
+    It goes past the system's cache, as :class:`Spill` does, through the same few buffers. Places that are
+    named as the next ones are read ahead as far as there are buffers.
+    """
+
+    def __init__(self, folder: DiskFolder) -> None:
+        self.folder = folder
+        self._file = DiskFile(folder.path)
+        self._chunks = Chunks(self._file)
+        self._end = 0
+
+    @property
+    def record(self) -> OffloadRecord:
+        """Where the file is, and what it takes."""
+        return offload_record(self.folder, self._end, direct=self._file.direct)
+
+    def place(self, nbytes: int) -> Place:
+        """Room for so many bytes; CaptureError if the disk is full."""
+        try:
+            self._file.reserve(self._end, sectors(nbytes))
+        except OSError as error:
+            raise CaptureError(full(nbytes, self._end, self.folder, error)) from error
+        found = Place(self._end, nbytes)
+        self._end += sectors(nbytes)
+        return found
+
+    def write(self, place: Place, tensor: torch.Tensor) -> None:
+        """Store a dense tensor; waits for buffers, not for the disk."""
+        data = tensor.reshape(-1).view(torch.uint8).numpy()
+        for start, stop in place.parts():
+            self._chunks.put(place.offset + start, data[start:stop])
+            self._chunks.drop(place.offset + start)
+        give_back(place.nbytes)
+
+    def read(self, place: Place, out: torch.Tensor, following: Iterable[Place] = ()) -> None:
+        """Fill a contiguous tensor; CaptureError if the disk does not give the bytes.
+
+        ``following``: what is read next.
+        """
+        data = out.view(-1).view(torch.uint8).numpy()
+        ahead = [(place.offset + start, stop - start) for start, stop in place.parts()]
+        ahead += [(each.offset + start, stop - start) for each in following for start, stop in each.parts()]
+        try:
+            for number, (start, stop) in enumerate(place.parts()):
+                self._chunks.get(place.offset + start, data[start:stop])
+                self._fetch(ahead[number + 1 :])
+        except OSError as error:
+            raise CaptureError(
+                f"{place.nbytes} bytes of optimizer state or gradients in {self.folder} do not come back: "
+                f"{error}. Look after that disk, or make the plan with offload=False."
+            ) from error
+        give_back(place.nbytes)
+
+    def fetch(self, places: Iterable[Place]) -> None:
+        """Read these ahead, as far as there are buffers."""
+        self._fetch((each.offset + start, stop - start) for each in places for start, stop in each.parts())
+
+    def close(self) -> None:
+        """End the threads and give the disk's bytes back; nothing can be read any more."""
+        self._chunks.close(wait=True)
+        self._file.close()
+
+    def _fetch(self, parts: Iterable[tuple[int, int]]) -> None:
+        for offset, nbytes in parts:
+            if not self._chunks.fetch(offset, nbytes):
+                return
+
+
+class FileTensor(Absent):
+    """A tensor in a :class:`TensorFile`: every operator reads it, and one that works in place writes it back.
+
+    To multiply it in place by a number is put off to the next reading, and a norm that is known is not
+    computed again. Results are those of a tensor in memory, to the bit.
+
+    Args:
+        like: dense; its shape, layout and elements are taken.
+        file: where the elements go.
+        norm: their Euclidean norm, if somebody will ask for it.
+    """
+
+    def __init__(self, like: torch.Tensor, file: TensorFile, norm: torch.Tensor | None = None) -> None:
+        self.file = file
+        self.place = file.place(like.numel() * like.element_size())
+        self.store(like, norm)
+
+    def store(self, value: torch.Tensor, norm: torch.Tensor | None = None) -> None:
+        """Take these elements; ``norm`` as for a new one."""
+        self._factors: list[Any] = []
+        self._norm = norm
+        if value.stride() != self.stride():
+            value = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype).copy_(value)
+        self.file.write(self.place, value.as_strided((self.numel(),), (1,)))
+
+    def load(self, following: Iterable[Place] = ()) -> torch.Tensor:
+        """The elements, in memory of their own; ``following`` as in :meth:`TensorFile.read`."""
+        flat = torch.empty(self.numel(), dtype=self.dtype, device="cpu")
+        self.file.read(self.place, flat, following)
+        value = flat.as_strided(self.shape, self.stride())
+        for factor in self._factors:
+            value.mul_(factor)
+        return value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.load()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.load().__reduce_ex__(protocol)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A copy of the elements."""
+        return self.load().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The elements as Python's numbers."""
+        return self.load().tolist()
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, (list, tuple)) and len(first) > 1 and "foreach" in func.__name__:
+            return _one_by_one(func, args, kwargs)
+        if isinstance(first, FileTensor) and func in _DETACH:
+            return first
+        if isinstance(first, FileTensor) and func in _MULTIPLY and _is_number(args[1]):
+            first._factors.append(args[1].clone() if isinstance(args[1], torch.Tensor) else args[1])
+            first._norm = None
+            return first
+        if func is _NORM and isinstance(first, FileTensor) and args[1:] in ((), (2,), (2.0,)) and not kwargs:
+            if first._norm is not None:
+                return first._norm.clone()
+        return _loaded(func, args, kwargs)
+
+
+_aten = torch.ops.aten
+_DETACH = (_aten.detach.default, _aten.alias.default)
+_MULTIPLY = (_aten.mul_.Tensor, _aten.mul_.Scalar)
+_NORM = _aten.linalg_vector_norm.default
+
+
+def _is_number(value: object) -> bool:
+    return not isinstance(value, Absent) and (not isinstance(value, torch.Tensor) or value.dim() == 0)
+
+
+def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """An operator on lists, once for each of their members, so that no two are in memory at once."""
+    count = len(args[0])
+
+    def of(number: int, value: Any) -> Any:
+        return (
+            value[number : number + 1] if isinstance(value, (list, tuple)) and len(value) == count else value
+        )
+
+    found = [func(*(of(number, arg) for arg in args), **kwargs) for number in range(count)]
+    return None if found[0] is None else [each for results in found for each in results]
+
+
+def _loaded(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The operator on the elements; those that it changes go back to the file."""
+    schema = func._schema
+    if any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns):
+        raise CaptureError(
+            f"{func} would make a view of a tensor in a file (optimizer state, or a gradient, under a "
+            "plan with states=True), and what is done to the view would not reach it. Take .clone() first."
+        )
+    there: dict[int, torch.Tensor] = {}
+
+    def load(value: Any) -> Any:
+        if isinstance(value, FileTensor) and id(value) not in there:
+            there[id(value)] = value.load()
+        return there.get(id(value), value)
+
+    result = func(*tree_map(load, args), **tree_map(load, dict(kwargs)))
+    for given, value in zip(schema.arguments, args, strict=False):
+        if given.alias_info is not None and given.alias_info.is_write:
+            for each in tree_leaves(value):
+                if isinstance(each, FileTensor):
+                    each.store(there[id(each)])
+    if func._schema.is_mutable and isinstance(args[0], FileTensor) and isinstance(result, torch.Tensor):
+        return args[0]
+    return result

@@ -1,0 +1,38 @@
+"""One parameter's part of an optimizer's step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from squeezebox.schema import OptionError
+
+# Those of torch.optim whose step treats every parameter by itself, and whose needs profiling knows.
+_ONE_BY_ONE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad")
+
+
+def refuse_unknown(optimizer: object) -> None:
+    """OptionError for an optimizer that cannot be stepped parameter by parameter with the same result."""
+    kind = type(optimizer)
+    own = next((each for each in kind.__mro__ if "step" in vars(each)), kind)
+    if own.__module__.startswith("torch.optim.") and own.__name__ in _ONE_BY_ONE:
+        if not any(group.get("differentiable") for group in getattr(optimizer, "param_groups", ())):
+            return
+    raise OptionError(
+        f"states=True steps an optimizer parameter by parameter, and {kind.__name__} is none that is known to "
+        f"give the same so: torch.optim's {', '.join(_ONE_BY_ONE)}, not differentiable. Use one of these, or "
+        "leave states=True out."
+    )
+
+
+def step_one(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
+    """Update one parameter of ``group`` as the optimizer's own step would; its hooks are not called."""
+    step: Any = type(optimizer).step
+    bare = step.__wrapped__ if getattr(step, "hooked", False) else step
+    groups = optimizer.param_groups
+    optimizer.param_groups = [{**group, "params": [parameter]}]
+    try:
+        bare(optimizer)
+    finally:
+        optimizer.param_groups = groups

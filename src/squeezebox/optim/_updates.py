@@ -1,0 +1,292 @@
+"""An optimizer's updates, one parameter at a time, with what they need held elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+
+from squeezebox.memory import BUFFER_BYTES, Absent, DiskFolder, FileTensor, Place, TensorFile
+from squeezebox.optim._single import refuse_unknown, step_one
+from squeezebox.optim._spent import SpentGradient
+from squeezebox.schema import AttachError, OffloadRecord, UnsupportedModelError
+
+_MOVED_BYTES = 1 << 12  # smaller tensors of a state, such as its count of steps, stay in memory
+
+
+class Updates:
+    """Steps parameters one by one: in backward as soon as a gradient is there, or in ``optimizer.step()``.
+
+    Results are the optimizer's own, to the bit. Its object, its ``state_dict()`` and schedulers stay as they are:
+    states that were moved are read from the file by whoever asks for them.
+
+    Args:
+        model: whose parameters' names are used in messages.
+        optimizer: one that :func:`refuse_unknown` lets pass.
+        in_backward: update each parameter in backward; its gradient is gone then.
+        states: names of the parameters whose optimizer state lives in the file between two updates.
+        gradients: names of those whose gradient goes there until the update; for all others it is kept.
+        folder: where the file is made.
+
+    Raises:
+        OptionError: the optimizer's step is not parameter by parameter.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        in_backward: bool,
+        states: Collection[str],
+        gradients: Collection[str],
+        folder: DiskFolder | None,
+    ) -> None:
+        refuse_unknown(optimizer)
+        self._optimizer, self._in_backward = optimizer, in_backward
+        named = dict(model.named_parameters())
+        self._names = {id(parameter): name for name, parameter in named.items()}
+        self._states = {id(named[name]) for name in states}
+        self._gradients = {id(named[name]) for name in gradients}
+        self._file = TensorFile(folder) if folder is not None and (states or gradients) else None
+        self._filed: dict[tuple[int, str], FileTensor] = {}  # by parameter and what it is
+        self._places: dict[int, list[Place]] = {}  # of each parameter's state, in the order of reading
+        self._order: list[int] = []  # in which this step updates parameters,
+        self._past: list[int] = []  # and in which the last one did
+        self._position: dict[int, int] = {}  # of each in that
+        self._updated: dict[int, dict[str, Any]] = {}  # since the last step(): with these settings
+        self._hidden: list[tuple[dict[str, Any], list[Any]]] = []
+        self._is_paused = False
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._accumulated)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad and (in_backward or id(parameter) in self._gradients)
+        ]
+        self._hooks += [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_load_state_dict_post_hook(self._loaded),
+        ]
+        self._move_all()
+
+    @property
+    def record(self) -> OffloadRecord | None:
+        """Where states and gradients are, if any were moved."""
+        return None if self._file is None else self._file.record
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around a backward of which the gradients are looked at and no parameter is updated."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def check_forward(self) -> None:
+        """Refuse what would be wrong before it is: gradients that somebody will scale back."""
+        scaled = any(
+            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16
+            for kind in ("cpu", "cuda")
+        )
+        if self._in_backward and scaled and not self._is_paused:
+            raise UnsupportedModelError(
+                "torch.autocast to float16 goes with GradScaler, which divides gradients before the update, and "
+                "under this plan backward has updated by then. Make the plan with clip=True, which leaves "
+                "gradients to optimizer.step(), or autocast to bfloat16, which needs no scaling."
+            )
+
+    def close(self) -> None:
+        """Leave the optimizer as it would be without: states in memory, gradients too."""
+        for hook in self._hooks:
+            hook.remove()
+        self._show()
+        for parameter in self._parameters():
+            state = self._optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, FileTensor):
+                    state[key] = value.load()
+            if isinstance(parameter.grad, FileTensor):
+                parameter.grad = parameter.grad.load()
+            elif isinstance(parameter.grad, SpentGradient):
+                parameter.grad = None
+        self._filed.clear()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+
+    def _name(self, parameter: torch.nn.Parameter) -> str:
+        return self._names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
+
+    def _group(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
+        return next(
+            group
+            for group in self._optimizer.param_groups
+            if any(each is parameter for each in group["params"])
+        )
+
+    def _accumulated(self, parameter: torch.nn.Parameter) -> None:
+        """Backward has all of a parameter's gradient."""
+        if self._is_paused or parameter.grad is None:
+            return
+        self._show()
+        if self._in_backward:
+            self._update_now(parameter)
+        elif not isinstance(parameter.grad, Absent):
+            self._file_gradient(parameter)
+
+    def _update_now(self, parameter: torch.nn.Parameter) -> None:
+        if id(parameter) in self._updated:
+            raise AttachError(
+                f"backward has a second gradient of '{self._name(parameter)}' with no optimizer.step() since the "
+                "first, which has updated it already. Call optimizer.step() after every backward; or make the "
+                "plan with accumulate=, where several backward passes add up to one step, or without states=True."
+            )
+        gradient, group = parameter.grad, self._group(parameter)
+        assert gradient is not None
+        self._update(parameter, group)
+        self._updated[id(parameter)] = _settings(group)
+        parameter.grad = SpentGradient(gradient, self._name(parameter)) if not gradient.is_sparse else None
+
+    def _update(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        """With its state in memory, and back to the file afterwards."""
+        state = self._optimizer.state[parameter]
+        filed = [(key, value) for key, value in state.items() if isinstance(value, FileTensor)]
+        for number, (key, value) in enumerate(filed, 1):
+            rest = [each.place for _, each in filed[number:]]
+            state[key] = value.load(itertools.chain(rest, self._following(parameter)))
+        step_one(self._optimizer, parameter, group)
+        self._order.append(id(parameter))
+        if id(parameter) in self._states:
+            self._move(parameter)
+        if self._file is not None:
+            self._file.fetch(self._following(parameter))
+
+    def _following(self, parameter: torch.nn.Parameter | None) -> Iterator[Place]:
+        """What the last step read next: other tensors of the file, as many as buffers take."""
+        start, nbytes = self._position.get(id(parameter), -1) + 1, 0  # None: the first
+        for key in itertools.islice(self._past, start, None):
+            for each in self._places.get(key, ()):
+                yield each
+                nbytes += each.nbytes
+            if nbytes >= BUFFER_BYTES:
+                return
+
+    def _move(self, parameter: torch.nn.Parameter) -> None:
+        """The state's tensors to the file."""
+        assert self._file is not None
+        state = self._optimizer.state[parameter]
+        for key, value in state.items():
+            if (
+                isinstance(value, torch.Tensor)
+                and not isinstance(value, Absent)
+                and value.nbytes >= _MOVED_BYTES
+            ):
+                state[key] = self._in_file((id(parameter), key), value)
+        self._places[id(parameter)] = [each.place for each in state.values() if isinstance(each, FileTensor)]
+
+    def _in_file(
+        self, key: tuple[int, str], value: torch.Tensor, norm: torch.Tensor | None = None
+    ) -> FileTensor:
+        """The tensor of that key, with these elements from now on."""
+        assert self._file is not None
+        known = self._filed.get(key)
+        if known is None or known.shape != value.shape or known.dtype != value.dtype:
+            known = self._filed[key] = FileTensor(value, self._file, norm)
+        else:
+            known.store(value, norm)
+        return known
+
+    def _file_gradient(self, parameter: torch.nn.Parameter) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse or gradient.nbytes < _MOVED_BYTES:
+            return
+        norm = torch.linalg.vector_norm(gradient)
+        parameter.grad = self._in_file((id(parameter), "gradient"), gradient, norm)
+
+    def _move_all(self) -> None:
+        """States that are there already, or were loaded."""
+        for parameter in self._parameters():
+            if id(parameter) in self._states and parameter in self._optimizer.state:
+                self._move(parameter)
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Update what backward has not, and leave nothing for the optimizer's own step to do."""
+        own, *given = args  # the optimizer itself comes first
+        closure = given[0] if given else kwargs.get("closure")
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            args = (own, lambda: loss, *given[1:])
+            kwargs = {key: value for key, value in kwargs.items() if key != "closure"}
+        self._check_settings()
+        for group in optimizer.param_groups:
+            for parameter in sorted(group["params"], key=lambda each: -each.numel()):
+                self._update_late(parameter, group)
+        self._hide()
+        return args, kwargs
+
+    def _update_late(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        filed = parameter.grad
+        if filed is None or isinstance(filed, SpentGradient):
+            return
+        if isinstance(filed, FileTensor):
+            parameter.grad = filed.load()
+        self._update(parameter, group)
+        parameter.grad = filed
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._show()
+        self._updated.clear()
+        self._past, self._order = self._order, []
+        self._position = {key: number for number, key in enumerate(self._past)}
+        if self._file is not None:
+            self._file.fetch(self._following(parameter=None))
+
+    def _check_settings(self) -> None:
+        """The learning rate and its like must be those that backward has used."""
+        for group in self._optimizer.param_groups:
+            now = _settings(group)
+            for parameter in group["params"]:
+                used = self._updated.get(id(parameter), now)
+                other = next((key for key in now if used.get(key) != now[key]), None)
+                if other is not None:
+                    raise AttachError(
+                        f"'{other}' was {used.get(other)} when backward updated '{self._name(parameter)}' and is "
+                        f"{now[other]} at optimizer.step(): under this plan updates are made in backward. Set it "
+                        "before backward, or make the plan with clip=True, which updates in optimizer.step()."
+                    )
+
+    def _hide(self) -> None:
+        self._show()
+        self._hidden = [(group, group["params"]) for group in self._optimizer.param_groups]
+        for group in self._optimizer.param_groups:
+            group["params"] = []
+
+    def _show(self) -> None:
+        """The optimizer's parameters are its own again."""
+        for group, parameters in self._hidden:
+            group["params"] = parameters
+        self._hidden = []
+
+    def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """After ``load_state_dict``: new tensors, to be moved."""
+        self._move_all()
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """What a group says beside its parameters, as plain values."""
+    return {
+        key: value.item() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
