@@ -1,7 +1,7 @@
-"""Steps an optimizer parameter by parameter, in backward or in its own step, with states and gradients in a file.
+"""Steps an optimizer parameter by parameter, in backward or in its own step, out of a file.
 
-In: an optimizer of torch's, and which parameters' states and gradients are moved. Out: the same updates, to the bit.
-May touch: that optimizer through its public hooks, its parameters' gradients, a file through squeezebox.memory.
+In: an optimizer of torch's, and whose states and gradients are moved. Out: the same updates, to the bit.
+May touch: that optimizer through its public hooks, gradients of its parameters, a file of squeezebox.memory.
 """
 
 from squeezebox.optim._single import refuse_unknown, step_one

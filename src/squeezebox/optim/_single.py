@@ -20,9 +20,9 @@ def refuse_unknown(optimizer: object) -> None:
         if not any(group.get("differentiable") for group in getattr(optimizer, "param_groups", ())):
             return
     raise OptionError(
-        f"states=True steps an optimizer parameter by parameter, and {kind.__name__} is none that is known to "
-        f"give the same so: torch.optim's {', '.join(_ONE_BY_ONE)}, not differentiable. Use one of these, or "
-        "leave states=True out."
+        f"states=True steps an optimizer parameter by parameter, and {kind.__name__} is not known to give "
+        f"the same result so. Use torch.optim's {', '.join(_ONE_BY_ONE)} (not differentiable), or leave "
+        "states=True out."
     )
 
 

@@ -12,13 +12,13 @@ from squeezebox.schema import CaptureError
 
 
 class SpentGradient(Absent):
-    """The gradient of a parameter that was updated in backward: whoever asks for it is told so by name."""
+    """The gradient of a parameter that was updated in backward: what asks for it is refused by name."""
 
     def __init__(self, like: torch.Tensor, name: str) -> None:
         self.parameter = name
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         first = args[0]
@@ -30,10 +30,10 @@ class SpentGradient(Absent):
         if func is torch.ops.aten.detach.default:
             return spent
         raise CaptureError(
-            f"{func} asks for the gradient of '{spent.parameter}', which backward used up: under this plan every "
-            "parameter is updated as soon as its gradient is there. Clipping, GradScaler, an average over ranks, "
-            "gradients of several backward passes and zero_grad(set_to_none=False) all need it. Make the plan "
-            "with clip=True where you clip or scale, with accumulate= where you add up, or without states=True."
+            f"{func} asks for the gradient of '{spent.parameter}', which backward used up: under this plan "
+            "it updates every parameter as soon as its gradient is there. Clipping, GradScaler, an average over "
+            "ranks, gradients that add up and zero_grad(set_to_none=False) need it. Make the plan with "
+            "clip=True where you clip or scale, with accumulate= where you add up, or without states=True."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:

@@ -20,8 +20,8 @@ _MOVED_BYTES = 1 << 12  # smaller tensors of a state, such as its count of steps
 class Updates:
     """Steps parameters one by one: in backward as soon as a gradient is there, or in ``optimizer.step()``.
 
-    Results are the optimizer's own, to the bit. Its object, its ``state_dict()`` and schedulers stay as they are:
-    states that were moved are read from the file by whoever asks for them.
+    Results are the optimizer's own, to the bit. Its object, its ``state_dict()`` and schedulers stay as they
+    are: states that were moved are :class:`FileTensor` there.
 
     Args:
         model: whose parameters' names are used in messages.
@@ -95,7 +95,7 @@ class Updates:
         )
         if self._in_backward and scaled and not self._is_paused:
             raise UnsupportedModelError(
-                "torch.autocast to float16 goes with GradScaler, which divides gradients before the update, and "
+                "torch.autocast to float16 goes with GradScaler, which divides gradients before the update; "
                 "under this plan backward has updated by then. Make the plan with clip=True, which leaves "
                 "gradients to optimizer.step(), or autocast to bfloat16, which needs no scaling."
             )
@@ -146,9 +146,9 @@ class Updates:
     def _update_now(self, parameter: torch.nn.Parameter) -> None:
         if id(parameter) in self._updated:
             raise AttachError(
-                f"backward has a second gradient of '{self._name(parameter)}' with no optimizer.step() since the "
-                "first, which has updated it already. Call optimizer.step() after every backward; or make the "
-                "plan with accumulate=, where several backward passes add up to one step, or without states=True."
+                f"backward has a second gradient of '{self._name(parameter)}' and no optimizer.step() came "
+                "after the first, which has updated it already. Call optimizer.step() after every backward; or make "
+                "the plan with accumulate=, where several add up to one step, or without states=True."
             )
         gradient, group = parameter.grad, self._group(parameter)
         assert gradient is not None
@@ -261,8 +261,8 @@ class Updates:
                 other = next((key for key in now if used.get(key) != now[key]), None)
                 if other is not None:
                     raise AttachError(
-                        f"'{other}' was {used.get(other)} when backward updated '{self._name(parameter)}' and is "
-                        f"{now[other]} at optimizer.step(): under this plan updates are made in backward. Set it "
+                        f"'{other}' was {used.get(other)} when backward updated '{self._name(parameter)}' "
+                        f"and is {now[other]} at optimizer.step(): under this plan backward updates. Set it "
                         "before backward, or make the plan with clip=True, which updates in optimizer.step()."
                     )
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from squeezebox.planner._greedy import solve
 from squeezebox.planner._table import Integers, Table, as_chosen
-from squeezebox.schema import Budget, BudgetError, Plan, PlannedPeak, Profile, Shortage
+from squeezebox.schema import Budget, BudgetError, Part, Plan, PlannedPeak, Profile, Shortage
 
 _MORE_NOISE = 10.0
 
@@ -54,23 +54,26 @@ def _taken_apart(profile: Profile, table: Table, usage: Integers) -> PlannedPeak
     position = int(usage.argmax())
     moment = profile.moments[position]
     owned = profile.parameter_bytes + profile.input_bytes + profile.state_bytes + moment.gradient_bytes
-    saved = _saved(table, position)
+    saved, gradients, states = (
+        _held(table, position, part) for part in (Part.SAVED, Part.GRADIENT, Part.STATE)
+    )
     return PlannedPeak(
         phase=moment.phase,
         event=moment.event,
         key=moment.key,
         parameter_bytes=profile.parameter_bytes,
         input_bytes=profile.input_bytes,
-        gradient_bytes=moment.gradient_bytes,
-        state_bytes=profile.state_bytes,
+        gradient_bytes=moment.gradient_bytes + gradients,
+        state_bytes=profile.state_bytes + states,
         saved_bytes=saved,
-        temporary_bytes=int(usage[position]) - owned - saved,
+        temporary_bytes=int(usage[position]) - owned - saved - gradients - states,
     )
 
 
-def _saved(table: Table, position: int) -> int:
-    """Bytes of what is held for saved tensors, without what they are unpacked to."""
-    living = (table.starts[:, 0] <= position) & (position < table.ends[:, 0])
+def _held(table: Table, position: int, part: Part) -> int:
+    """Bytes held of this part of the step, without what is unpacked or read."""
+    of_part = np.array([tensor.part is part for tensor in table.profile.tensors], bool)
+    living = of_part & (table.starts[:, 0] <= position) & (position < table.ends[:, 0])
     return int(table.held[living, 0].sum())
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from squeezebox.memory import DiskFolder, disk_folder, disk_speed, offload_record, usual_folder
 from squeezebox.reports import StepPlan
-from squeezebox.schema import Action
 
 
 def named_folder(offload: bool | str | os.PathLike[str]) -> DiskFolder:
@@ -21,7 +20,8 @@ def named_folder(offload: bool | str | os.PathLike[str]) -> DiskFolder:
 
 def with_folder(plan: StepPlan, folder: DiskFolder) -> StepPlan:
     """The plan, saying where it moves tensors to, if any, and what that takes."""
-    moved = sum(each.saved_bytes for each in plan.tensors if each.option.action is Action.OFFLOAD)
-    if not moved or not any(each.option.codec == "file" for each in plan.tensors):
+    files = [each.saved_bytes for each in plan.tensors if each.option.codec == "file"]
+    moved = sum(files) + (plan.optimizer.moved_bytes if plan.optimizer is not None else 0)
+    if not moved:
         return plan
     return replace(plan, offload=offload_record(folder, moved, direct=disk_speed(folder).direct))

@@ -29,12 +29,14 @@ from squeezebox.planning._profiles import (
     without,
 )
 from squeezebox.planning._slicing import Slices
+from squeezebox.planning._states import check_states, optimizer_plan, with_states
 from squeezebox.reports import BYTE_UNITS, PlannedTensor, StepPlan, explain
 from squeezebox.schema import (
     Action,
     Budget,
     BudgetError,
     OptionError,
+    Part,
     StepProfile,
 )
 from squeezebox.session import profile_with_places
@@ -55,6 +57,9 @@ def make_plan(
     recompute: bool = True,
     time_limit: float | None = None,
     arena: bool = False,
+    states: bool = False,
+    clip: float | bool | None = None,
+    accumulate: int = 1,
     cache: str | os.PathLike[str] | None = None,
     on_progress: Progress | None = None,
 ) -> StepPlan:
@@ -84,6 +89,13 @@ def make_plan(
         time_limit: of a step, as a multiple of the plain step's time, such as 1.3; instead of a budget: as
             little memory as fits the time.
         arena: the peak counts the places of :func:`attach`'s arena.
+        states: whether gradients and the optimizer's state may be elsewhere too, exactly. Each parameter is
+            then updated by itself: in backward, as soon as its gradient is there, or in ``optimizer.step()``
+            where ``clip`` or ``accumulate`` say that gradients are wanted until then. State, and gradients that
+            wait, may be moved to the file. For SGD, Adam, AdamW, NAdam, RAdam, Adamax, RMSprop and Adagrad.
+        clip: the norm that the loop clips gradients to, by torch's ``clip_grad_norm_`` or a trainer's option,
+            or True: gradients wait for ``optimizer.step()``. GradScaler needs that too.
+        accumulate: so many backward passes add up to one ``optimizer.step()``.
         cache: a folder in which profiles are kept and found again; it may be deleted at any time. One is used
             again for the same model, weights, sample, loss, noise, optimizer, versions and machine; a change
             in what the loss or a module's forward calls is not noticed.
@@ -114,20 +126,28 @@ def make_plan(
         on_progress=on_progress,
         folder=folder,
     )
-    profiled = functools.partial(profile_step, step, budget_bytes)
+    if states:
+        check_states(step, clip, accumulate)
+    profiled = functools.partial(profile_step, step, None if states else budget_bytes)
     seen = profiled() if cache is None else cached(Path(cache), key_of(step), profiled)
     allowed_actions = {Action.OFFLOAD: offload is not False, Action.RECOMPUTE: recompute}
     barred = [action for action, is_allowed in allowed_actions.items() if not is_allowed]
-    seen = without(seen, barred)
-    limit = None if budget is None else int(factor * plain_peak(seen) if share else factor)
-    held = profile_with_places if arena else lambda seen: seen
+    whole_peak = plain_peak(seen)
+    limit = None if budget is None else int(factor * whole_peak if share else factor)
+
+    def held(seen: StepProfile) -> StepProfile:
+        if states:
+            clips = bool(clip)
+            seen = with_states(seen, step, whole_peak, clip=clips, accumulate=accumulate)
+        seen = without(seen, barred)
+        return profile_with_places(seen) if arena else seen
+
     seen = held(seen)
     seconds = math.inf if time_limit is None else _seconds_left(seen, time_limit)
-
-    slices = Slices(step, lambda seen: held(without(seen, barred)))
+    slices = Slices(step, held)
 
     def plan_for(lawful: float) -> StepPlan:
-        plan = planned(model, seen, limit, lawful, batch_of(sample), seconds, slices)
+        plan = planned(model, seen, limit, lawful, batch_of(sample), seconds, slices, optimizer)
         return with_folder(dataclasses.replace(plan, noise=allowed, arena=arena), folder)
 
     return plan_within(allowed, plan_for, functools.partial(measured_noise, step))
@@ -181,6 +201,8 @@ def _check_time_limit(time_limit: float | None, budget: object) -> None:
 
 def plain_peak(seen: StepProfile) -> int:
     """The peak with every tensor kept."""
+    if seen.plain_peak_bytes is not None:
+        return seen.plain_peak_bytes
     return planner.peak(seen.profile, {key: keeping(nbytes) for key, nbytes in seen.saved_bytes.items()})
 
 
@@ -192,11 +214,13 @@ def planned(
     batch: int,
     seconds: float = math.inf,
     slices: Slices | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> StepPlan:
     """The fastest plan within ``limit`` bytes; without one, the smallest within ``seconds`` beyond plain."""
     choice = _chosen(seen, limit, noise, batch, seconds, slices)
     used, chosen = choice.seen, choice.plan
     sizes = used.saved_bytes | used.small_bytes
+    rows = {row.key for row in used.profile.tensors if row.part is not Part.SAVED}
     grown = {key: keeping(nbytes) for key, nbytes in used.small_bytes.items() if nbytes >= SMALL_BYTES}
     return StepPlan(
         model=type(model).__name__,
@@ -213,7 +237,11 @@ def planned(
         tensors=tuple(
             PlannedTensor(key=key, saved_bytes=sizes[key], option=option)
             for key, option in (*chosen.choices.items(), *grown.items())
+            if key not in rows
         ),
+        optimizer=None
+        if used.plain_peak_bytes is None or optimizer is None
+        else optimizer_plan(used, chosen, model, optimizer),
     )
 
 

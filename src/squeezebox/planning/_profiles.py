@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -237,7 +238,8 @@ class _Profiling:
             if store.blocks is not None and blocks:
                 store.blocks.prepare(sum(row.packed["blocks"] for row in blocks))
             profiler.start(max((row.saved_bytes for row in blocks), default=0))
-            engine.replay(self._step, bypass=False)
+            with _marked(step.model, profiler):
+                engine.replay(self._step, bypass=False)
             gradients = persistent(engine.model, None)
             saved = {row.key: row.saved_bytes for row in store.rows}
             final = nbytes_of(gradients) + transient_bytes(gradients, step.optimizer)
@@ -359,6 +361,25 @@ class _Profiling:
             "input_bytes": nbytes_of(tensors_in(list(self._training.sample))),
             "state_bytes": state_bytes(model, self._training.optimizer),
         }
+
+
+@contextlib.contextmanager
+def _marked(model: torch.nn.Module, profiler: StepProfiler) -> Iterator[None]:
+    """Note where each parameter's gradient is complete."""
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(functools.partial(_mark, profiler, name))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.is_leaf
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _mark(profiler: StepProfiler, name: str, parameter: torch.Tensor) -> None:
+    profiler.gradient(name)
 
 
 _KEPT = Option(action=Action.KEEP, held_bytes=0)

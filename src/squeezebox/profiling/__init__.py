@@ -11,16 +11,24 @@ from squeezebox.profiling._clock import now
 from squeezebox.profiling._closure import record_closure
 from squeezebox.profiling._gains import Gain, GainProfiler
 from squeezebox.profiling._marks import Marks, measure_marks
-from squeezebox.profiling._optimizer import optimizer_named, state_bytes, transient_bytes
+from squeezebox.profiling._optimizer import (
+    ParameterNeeds,
+    optimizer_named,
+    parameter_needs,
+    state_bytes,
+    transient_bytes,
+)
 from squeezebox.profiling._options import StepProfiler
 from squeezebox.profiling._record import StepMarks, own_casts, record_step
 from squeezebox.profiling._redundancy import check_redundancy
 from squeezebox.profiling._simulate import Simulation, fake_like, simulate
+from squeezebox.profiling._transfer import transfer_of
 
 __all__ = [
     "Gain",
     "GainProfiler",
     "Marks",
+    "ParameterNeeds",
     "PartCosts",
     "Peak",
     "PeakMeter",
@@ -38,11 +46,13 @@ __all__ = [
     "now",
     "optimizer_named",
     "own_casts",
+    "parameter_needs",
     "profile_key",
     "record_closure",
     "record_step",
     "simulate",
     "state_bytes",
     "store_profile",
+    "transfer_of",
     "transient_bytes",
 ]

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from squeezebox.reports import write_whole
-from squeezebox.schema import Action, Moment, Option, Profile, Region, StepProfile, TensorProfile
+from squeezebox.schema import Action, Moment, Option, Part, Profile, Region, StepProfile, TensorProfile
 
-_VERSION = 5
+_VERSION = 6
 
 
 def profile_key(
@@ -120,7 +120,8 @@ def _region(values: dict[str, Any]) -> Region:
 def _tensor(values: dict[str, Any]) -> TensorProfile:
     options = tuple(_option(option) for option in values.pop("options"))
     gaps = tuple((first, last) for first, last in values.pop("gaps"))
-    return TensorProfile(options=options, gaps=gaps, **values)
+    part = Part(values.pop("part"))
+    return TensorProfile(options=options, gaps=gaps, part=part, **values)
 
 
 def _option(values: dict[str, Any]) -> Option:

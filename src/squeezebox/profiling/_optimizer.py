@@ -67,10 +67,43 @@ def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None)
     tensors = [value for value in states if isinstance(value, torch.Tensor)]
     if tensors:
         return sum(part.nbytes for tensor in tensors for part in parts_of(tensor))
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    return sum(
+        _states(type(optimizer).__name__, group) * parameter.nbytes
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) in trained
+    )
+
+
+class ParameterNeeds(NamedTuple):
+    """Bytes that one parameter's update needs: its state between steps, and what the update takes on top."""
+
+    state_bytes: int
+    update_bytes: int
+
+
+def parameter_needs(optimizer: torch.optim.Optimizer) -> dict[int, ParameterNeeds]:
+    """Of every parameter that is trained, by its identity, were it updated by itself."""
     name = type(optimizer).__name__
-    plain = name == "SGD" and all(group["momentum"] == 0.0 for group in optimizer.param_groups)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return 0 if plain else _KNOWN.get(name, _UNKNOWN).states * sum(parameter.nbytes for parameter in trained)
+    return {
+        id(parameter): ParameterNeeds(
+            _states(name, group) * parameter.nbytes, _alone(name, group) * parameter.nbytes
+        )
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    }
+
+
+def _states(name: str, group: Mapping[str, Any]) -> int:
+    """Tensors of a parameter's size that live from one step to the next."""
+    if name == "SGD":
+        return int(group["momentum"] != 0.0)
+    more = bool(group.get("amsgrad"))
+    if name == "RMSprop":
+        more = bool(group["centered"]) + (group["momentum"] > 0.0)
+    return _KNOWN.get(name, _UNKNOWN).states + more
 
 
 def transient_bytes(gradients: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer | None) -> int:
@@ -93,11 +126,29 @@ def _of_group(name: str, group: Mapping[str, Any], stepped: Container[int]) -> i
     sizes: list[int] = [each.nbytes for each in found if each.untyped_storage().data_ptr() in stepped]
     if group.get("fused") or not sizes:
         return 0
-    known = _KNOWN.get(name, _UNKNOWN)
-    decays = bool(group.get("weight_decay")) and name != "AdamW" and not group.get("decoupled_weight_decay")
-    copied = decays or bool(group.get("maximize"))
-    on_device = any(each.is_cuda for each in found)
-    if group.get("foreach") or (on_device and group.get("foreach") is None):
-        return (known.together + (copied and not known.reuses)) * sum(sizes)
-    more = name == "SGD" and (bool(group.get("nesterov")) or (decays and bool(group.get("maximize"))))
-    return (known.one_by_one + copied + more) * max(sizes)
+    if group.get("foreach") or (any(each.is_cuda for each in found) and group.get("foreach") is None):
+        return _alone(name, {**group, "foreach": True}) * sum(sizes)
+    return _alone(name, group) * max(sizes)
+
+
+def _alone(name: str, group: Mapping[str, Any]) -> int:
+    """Tensors of a parameter's size that its update takes where it is updated by itself."""
+    if group.get("fused"):
+        return 0
+    known, copied = _KNOWN.get(name, _UNKNOWN), _copies(name, group)
+    if group.get("foreach"):
+        return known.together + (copied and not known.reuses)
+    more = name == "SGD" and (
+        bool(group.get("nesterov")) or (_decays(name, group) and bool(group["maximize"]))
+    )
+    return known.one_by_one + copied + more
+
+
+def _copies(name: str, group: Mapping[str, Any]) -> bool:
+    """Whether the gradient is not used as it is."""
+    return _decays(name, group) or bool(group.get("maximize"))
+
+
+def _decays(name: str, group: Mapping[str, Any]) -> bool:
+    """Whether weight decay goes into the gradient."""
+    return bool(group.get("weight_decay")) and name != "AdamW" and not group.get("decoupled_weight_decay")

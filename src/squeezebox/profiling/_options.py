@@ -112,6 +112,7 @@ class StepProfiler:
         self._timeline = Timeline(device)
         self._seen: dict[int, _Seen] = {}
         self._numbers: dict[int, int] = {}
+        self._parameters: dict[str, int] = {}  # name -> number
         self._calls: dict[int, float] = {}  # seconds, the least seen
         self._started = 0.0
         self._arena: codecs.Arena | None = None  # of trials that pack blocks,
@@ -157,6 +158,11 @@ class StepProfiler:
             base_bytes=(*trace.base_bytes, held + final_bytes),
             tensors=tensors,
             moments=(*self._moments(trace), Moment(phase="optimizer", gradient_bytes=left)),
+            gradients_at={
+                name: trace.gradients_at[number]
+                for name, number in self._parameters.items()
+                if number in trace.gradients_at
+            },
         )
 
     def _tensors(
@@ -201,6 +207,10 @@ class StepProfiler:
         for (phase, event, number), nbytes in zip(trace.moments, trace.gradient_bytes, strict=True):
             key = self._seen[number].row.key if number >= 0 else ""
             yield Moment(phase=phase, event=event, key=key, gradient_bytes=nbytes)
+
+    def gradient(self, name: str) -> None:
+        """Backward has all of this parameter's gradient."""
+        self._timeline.gradient(self._parameters.setdefault(name, len(self._parameters)))
 
     def close(self) -> None:
         """End without a result; nothing happens after :meth:`stop`."""

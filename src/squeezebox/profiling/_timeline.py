@@ -15,6 +15,7 @@ _PREFIX = "squeezebox "
 _SAVE, _SAVED, _USE, _USED, _RELEASE = "save", "saved", "use", "used", "release"
 _CALL, _CALLED = "call", "called"
 _LOSS, _FREED = "loss", "freed"
+_GRADIENT, _UPDATED = "gradient", "updated"
 
 
 @dataclass(slots=True)
@@ -44,6 +45,9 @@ class Trace:
     gradient_bytes: tuple[int, ...]
     moments: tuple[tuple[str, str, int], ...]
     lives: dict[int, Life]
+    gradients_at: dict[
+        int, int
+    ]  # where each parameter's gradient is complete, which is a position of its own
     call_bytes: dict[int, int]  # the most that an operator held, its result included, beyond what there was
     peak_bytes: int
 
@@ -102,6 +106,11 @@ class Timeline:
         """It has ended."""
         self._mark(_CALLED, number)
 
+    def gradient(self, number: int) -> None:
+        """Backward has all of a parameter's gradient; parameters have numbers of their own."""
+        self._mark(_GRADIENT, number)
+        self._mark(_UPDATED, number)
+
     def stop(self, held: int, gradients: Iterable[torch.Tensor] = ()) -> Trace:
         """End; ``held`` bytes lived before and go on living, ``gradients`` are what the step has left."""
         reading = _Reading(base=[held], now=held)
@@ -119,6 +128,7 @@ class Timeline:
             gradient_bytes=tuple(reading.gradients),
             moments=tuple(reading.moments),
             lives=reading.lives,
+            gradients_at=reading.gradients_at,
             call_bytes=reading.calls,
             peak_bytes=held + reading.most,
         )
@@ -141,6 +151,7 @@ class _Reading:
     gradients: list[int] = field(default_factory=lambda: [0])
     moments: list[tuple[str, str, int]] = field(default_factory=lambda: [("forward", "", -1)])
     lives: dict[int, Life] = field(default_factory=dict)
+    gradients_at: dict[int, int] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)
     most: int = 0  # bytes of all blocks
     _all: int = 0
@@ -165,6 +176,11 @@ class _Reading:
         kind, number = words[0], int(words[1])
         if kind in (_CALL, _CALLED):
             self._call = (number if kind == _CALL else -1, self.now)
+            return
+        if kind in (_GRADIENT, _UPDATED):
+            self._turn(kind, -1)
+            if kind == _GRADIENT:
+                self.gradients_at[number] = len(self.base) - 1
             return
         self._enter(kind, number)
         self._turn(kind, number)

@@ -13,10 +13,25 @@ from typing import Any
 from squeezebox.reports._fields import checked, without_duplicates
 from squeezebox.reports._report import human_bytes, offloaded, write_whole
 from squeezebox.reports._shortage import where
-from squeezebox.schema import Action, FormatError, Moment, OffloadRecord, Option, PlannedPeak, Region, Role
+from squeezebox.schema import (
+    Action,
+    FormatError,
+    Moment,
+    OffloadRecord,
+    OptimizerPlan,
+    Option,
+    PlannedPeak,
+    Region,
+    Role,
+)
 
 PLAN_VERSION = 2
-_LATER = {"peak": None, "arena": False, "offload": None}  # what files of earlier releases lack
+_LATER = {
+    "peak": None,
+    "arena": False,
+    "offload": None,
+    "optimizer": None,
+}  # what files of earlier releases lack
 _OPTION = [item.name for item in dataclasses.fields(Option)]
 
 
@@ -48,7 +63,8 @@ class StepPlan:
     ``region`` are the first layers, if they are worked in slices of the batch. ``peak`` says where the
     predicted peak lies and what is live then; its parts add up to it (None in files of earlier releases).
     With ``arena``, packed tensors are counted with their places. ``offload`` says where tensors are moved to,
-    and which memory that takes beside the peak.
+    and which memory that takes beside the peak. ``optimizer`` says what becomes of gradients and of the
+    optimizer's state, where the plan was made with ``states=True``.
     """
 
     model: str
@@ -65,6 +81,7 @@ class StepPlan:
     peak: PlannedPeak | None = None
     arena: bool = False
     offload: OffloadRecord | None = None
+    optimizer: OptimizerPlan | None = None
 
     def __getitem__(self, key: str) -> Option:
         """How the tensor of that key is held."""
@@ -103,7 +120,8 @@ class StepPlan:
         region = dataclasses.asdict(self.region) if self.region is not None else None
         peak = dataclasses.asdict(self.peak) if self.peak is not None else None
         offload = dataclasses.asdict(self.offload) if self.offload is not None else None
-        nouns = {"region": region, "peak": peak, "offload": offload, "tensors": rows}
+        updates = dataclasses.asdict(self.optimizer) if self.optimizer is not None else None
+        nouns = {"region": region, "peak": peak, "offload": offload, "optimizer": updates, "tensors": rows}
         return {"version": PLAN_VERSION, **values, **nouns}
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -139,6 +157,7 @@ class StepPlan:
             *(_parts(self.peak) if self.peak is not None else ()),
             f"time   {self.predicted_seconds:>8.3f} s  plain {self.plain_seconds:.3f} s",
             f"noise  {self.predicted_noise:>10.1e}",
+            *(_updates(self.optimizer) if self.optimizer is not None else ()),
             *([offloaded(self.offload)] if self.offload else []),
             *([f"{self.region} in {self.region.slices} slices of the batch"] if self.region else []),
             "",
@@ -182,7 +201,9 @@ def _from_dict(values: Any) -> StepPlan:
     parts = None if peak is None else PlannedPeak(**checked(PlannedPeak, peak, "peak"))
     moved = fields.pop("offload")
     folder = None if moved is None else OffloadRecord(**checked(OffloadRecord, moved, "offload"))
-    return StepPlan(**fields, tensors=tensors, region=sliced, peak=parts, offload=folder)
+    given = fields.pop("optimizer")
+    updates = None if given is None else OptimizerPlan(**checked(OptimizerPlan, given, "optimizer"))
+    return StepPlan(**fields, tensors=tensors, region=sliced, peak=parts, offload=folder, optimizer=updates)
 
 
 def _tensor(row: Any, where: str) -> PlannedTensor:
@@ -212,6 +233,18 @@ def _parts(peak: PlannedPeak) -> Iterator[str]:
     }
     width = max(map(len, parts))
     yield from (f"  {name:<{width}}  {human_bytes(nbytes):>10}" for name, nbytes in parts.items())
+
+
+def _updates(plan: OptimizerPlan) -> Iterator[str]:
+    """What becomes of gradients and state."""
+    where = "backward, as soon as its gradient is there" if plan.in_backward else "optimizer.step()"
+    yield f"each parameter is updated by itself, in {where}"
+    if plan.moved_bytes:
+        total = human_bytes(plan.state_bytes + plan.gradient_bytes * (not plan.in_backward))
+        yield (
+            f"{human_bytes(plan.moved_bytes)} of {total} of optimizer state"
+            f"{'' if plan.in_backward else ' and gradients'} in a file, {1e3 * plan.seconds:.1f} ms a step"
+        )
 
 
 def _plain(option: Option) -> dict[str, Any]:

@@ -14,6 +14,8 @@ _EVENTS = {
     "use": "while '{}' is unpacked",
     "used": "in the operator that reads '{}'",
     "release": "after '{}' was read",
+    "gradient": "where a parameter is updated",
+    "updated": "after a parameter was updated",
 }
 
 

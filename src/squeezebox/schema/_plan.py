@@ -49,9 +49,17 @@ class Option:
     tolerates: bool = False
 
 
+class Part(Enum):
+    """What a tensor is to a training step."""
+
+    SAVED = "saved"  # by autograd, between forward and backward
+    GRADIENT = "gradient"
+    STATE = "state"  # an optimizer's, of one parameter
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorProfile:
-    """A saved tensor's life, in positions of the step, and its options.
+    """A tensor's life, in positions of the step, and its options.
 
     It is held from position ``saved_at`` to ``last_use``, and used from ``first_use`` on; all inclusive.
     What it works in is there until ``idle_until``, if that is later: its buffer is freed by the next request.
@@ -61,6 +69,7 @@ class TensorProfile:
     """
 
     key: str
+    part: Part = Part.SAVED
     saved_at: int
     dropped_at: int = -1
     idle_until: int = -1
@@ -91,7 +100,8 @@ class Profile:
 
     Positions number the operators of forward, then of backward, then the optimizer's step.
     ``base_bytes`` has one entry a position: parameters, gradients so far, optimizer state, temporaries.
-    ``moments``, if there, has one too. Of every position's base, ``parameter_bytes`` are parameters and
+    ``moments``, if there, has one too; ``gradients_at`` are the positions at which a parameter's gradient is
+    complete, by its name. Of every position's base, ``parameter_bytes`` are parameters and
     buffers, ``input_bytes`` the sample and ``state_bytes`` the optimizer's state.
     """
 
@@ -101,6 +111,7 @@ class Profile:
     parameter_bytes: int = 0
     input_bytes: int = 0
     state_bytes: int = 0
+    gradients_at: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +159,8 @@ class StepProfile:
     slices as it says. ``peak_bytes`` is the most that measuring all this held, plain steps left out, and
     those that gather statistics unless they were metered too.
     ``small_bytes`` are of saved tensors that are too small for a choice, at this batch.
+    ``plain_peak_bytes`` is the plain step's peak, where the profile does not tell: it has rows of gradients or of
+    optimizer state. ``in_backward``: it is that of a step whose backward updates the parameters.
     """
 
     profile: Profile
@@ -160,6 +173,28 @@ class StepProfile:
     regions: tuple[Region, ...] = ()
     peak_bytes: int = 0
     small_bytes: dict[str, int] = field(default_factory=dict)
+    plain_peak_bytes: int | None = None
+    in_backward: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerPlan:
+    """What a plan does with gradients and the optimizer's state. Sizes are bytes, names those of parameters.
+
+    ``in_backward``: each parameter is updated as soon as its gradient is there, which is then gone; else all
+    are updated in ``optimizer.step()``, one by one. ``states`` names those whose optimizer state lives in a
+    file between two updates, ``gradients`` those whose gradient waits there for its own. ``state_bytes`` and
+    ``gradient_bytes`` are all that the optimizer has, ``moved_bytes`` what the file holds of them, and
+    ``seconds`` what moving them takes in a step.
+    """
+
+    in_backward: bool
+    states: tuple[str, ...]
+    gradients: tuple[str, ...]
+    state_bytes: int
+    gradient_bytes: int
+    moved_bytes: int
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,10 +18,11 @@ import torch
 from squeezebox.bounds import Planned
 from squeezebox.capture import Installation, Recorder, Slicer, Store, is_innermost
 from squeezebox.memory import PeakMeter, live_bytes
+from squeezebox.optim import Updates
 from squeezebox.reports import StepPlan
 from squeezebox.schema import Action, AttachError, Region, Role
 from squeezebox.session._growth import Growth
-from squeezebox.session._offload import make_room
+from squeezebox.session._offload import make_room, updates_of
 from squeezebox.session._passes import Passes
 from squeezebox.session._policy import BoundPolicy, admit, refuse_unsound
 from squeezebox.session._records import Records
@@ -51,6 +52,7 @@ class Engine:
         store: the tensors that the running step holds.
         recorder: what sees them being saved.
         refreshes: the steps that gather statistics.
+        updates: those of the optimizer, where the plan makes them one by one.
         records: what is known of the closed steps.
         plan: in force, if any.
         notes: for the report, in order.
@@ -86,8 +88,10 @@ class Engine:
         self.measures_peaks = not overlapping
         self._passes = Passes(self.recorder, self.notes)
         self._growth = Growth(notes=self.notes)
+        self.updates: Updates | None = None
         if plan is not None:
             self._use(plan)
+            self.updates = updates_of(plan, model, optimizer)
         elif policy.controller is not None:
             self.store.spares = self.recorder.regions.spares
         self._meter = PeakMeter(device_of(model))
@@ -110,6 +114,8 @@ class Engine:
         self.installation.remove()
         self.installation = None
         self.store.close()
+        if self.updates is not None:
+            self.updates.close()
         attached.discard(self.model)
 
     @contextlib.contextmanager
@@ -126,6 +132,8 @@ class Engine:
 
     def start(self, inputs: Any) -> None:
         """A forward pass begins: the model's own; or, without inputs, :meth:`framed`."""
+        if self.updates is not None:
+            self.updates.check_forward()
         self._passes.begin(of_step=not inputs)
         outermost = bool(inputs) and self._passes.outermost
         if self._replanning is not None and outermost and not self._replaying:
@@ -308,7 +316,9 @@ class Engine:
     @contextlib.contextmanager
     def _uncounted(self, *, bypass: bool = False) -> Iterator[None]:
         self._replaying, self.recorder.bypass, self._open = True, bypass, False
+        paused = contextlib.nullcontext() if self.updates is None else self.updates.paused()
         try:
-            yield
+            with paused:
+                yield
         finally:
             self._replaying = self.recorder.bypass = self._open = self.recorder.backward_seen = False

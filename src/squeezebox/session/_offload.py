@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+
 from squeezebox.capture import Store
 from squeezebox.memory import DiskFolder, disk_folder
+from squeezebox.optim import Updates
 from squeezebox.reports import StepPlan
-from squeezebox.schema import Action, OptionError
+from squeezebox.schema import Action, OptionError, PlanError
 from squeezebox.session._places import places_of
 
 
@@ -18,6 +21,40 @@ def make_room(store: Store, plan: StepPlan, notes: dict[str, None]) -> None:
     store.plan_arena(*places_of(plan))
     if plan.keys(Action.OFFLOAD) and store.staging is None:
         store.spill.folder = _folder_of(plan, notes)
+
+
+def updates_of(
+    plan: StepPlan, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
+) -> Updates | None:
+    """The optimizer's updates as the plan says; None where they stay as they are.
+
+    Raises:
+        OptionError: there is no optimizer, its step is not parameter by parameter, or the model has no parameters
+            of the plan's names.
+    """
+    if plan.optimizer is None:
+        return None
+    if optimizer is None:
+        raise OptionError(
+            "the plan was made with states=True, for an optimizer's updates, and none was given; pass it as "
+            "attach(model, optimizer=optimizer, plan=plan)."
+        )
+    names = (*plan.optimizer.states, *plan.optimizer.gradients)
+    known = dict(model.named_parameters())
+    missing = next((name for name in names if name not in known), None)
+    if missing is not None:
+        raise PlanError(
+            f"the plan, made for {plan.model}, has the parameter '{missing}', and this {type(model).__name__} "
+            "has none of that name. Make a plan for this model with squeezebox.plan()."
+        )
+    return Updates(
+        model,
+        optimizer,
+        in_backward=plan.optimizer.in_backward,
+        states=plan.optimizer.states,
+        gradients=plan.optimizer.gradients,
+        folder=_folder_of(plan, {}) if names else None,
+    )
 
 
 def _folder_of(plan: StepPlan, notes: dict[str, None]) -> DiskFolder:

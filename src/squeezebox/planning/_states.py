@@ -1,0 +1,244 @@
+"""Gradients and optimizer state as rows of a step's profile."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from squeezebox.optim import refuse_unknown
+from squeezebox.profiling import ParameterNeeds, parameter_needs, transfer_of
+from squeezebox.schema import (
+    Action,
+    Moment,
+    OptimizerPlan,
+    Option,
+    OptionError,
+    Part,
+    Plan,
+    Profile,
+    StepProfile,
+    TensorProfile,
+)
+from squeezebox.steps import TrainingStep, device_of
+
+_ROW_BYTES = 1 << 16  # smaller gradients and states are kept
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Parameter:
+    """What a parameter has in a step: where its gradient is complete, and the bytes of that and of its update."""
+
+    name: str
+    position: int
+    gradient_bytes: int
+    needs: ParameterNeeds
+
+    @property
+    def state_key(self) -> str:
+        return f"state of {self.name}"
+
+    @property
+    def gradient_key(self) -> str:
+        return f"gradient of {self.name}"
+
+    @property
+    def has_state_row(self) -> bool:
+        return self.needs.state_bytes >= _ROW_BYTES
+
+    @property
+    def has_gradient_row(self) -> bool:
+        return self.gradient_bytes >= _ROW_BYTES
+
+
+def check_states(step: TrainingStep, clip: float | bool | None, accumulate: int) -> None:
+    """OptionError where updates cannot be made one by one."""
+    if step.optimizer is None:
+        raise OptionError("states=True is about an optimizer's updates, and none was given; pass optimizer=.")
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise OptionError(f"accumulate {accumulate!r} is no number of backward passes; give 1, 2, ...")
+    if clip is not None and not isinstance(clip, bool) and not clip > 0.0:
+        raise OptionError(f"clip {clip!r} is no norm; give the one that the loop clips to, or True.")
+    refuse_unknown(step.optimizer)
+
+
+def with_states(
+    seen: StepProfile, step: TrainingStep, plain_peak_bytes: int, *, clip: bool, accumulate: int
+) -> StepProfile:
+    """The step with a row for every gradient and every state that could be elsewhere.
+
+    With neither ``clip`` nor ``accumulate`` beyond 1 each parameter is updated in backward, and no gradient
+    outlives that. Else the optimizer's step has a position for each parameter, the largest first.
+    """
+    assert step.optimizer is not None
+    found = _parameters(seen.profile, step.model, step.optimizer)
+    late = clip or accumulate > 1
+    rows = [each for each in found if each.has_state_row]
+    state_bytes = sum(each.needs.state_bytes for each in found)
+    profile = dataclasses.replace(
+        seen.profile,
+        state_bytes=seen.profile.state_bytes - sum(each.needs.state_bytes for each in rows),
+        base_bytes=tuple(nbytes - seen.profile.state_bytes for nbytes in seen.profile.base_bytes),
+    )
+    kept = profile.state_bytes
+    profile = dataclasses.replace(profile, base_bytes=tuple(nbytes + kept for nbytes in profile.base_bytes))
+    moved = sum(each.gradient_bytes for each in found) * late + state_bytes
+    seconds = _seconds_a_byte(seen, step, moved)
+    made = _late(profile, found, seconds, accumulate) if late else _in_backward(profile, found, seconds)
+    sizes = {each.state_key: each.needs.state_bytes for each in rows}
+    if late:
+        sizes |= {each.gradient_key: each.gradient_bytes for each in found if each.has_gradient_row}
+    return dataclasses.replace(
+        seen,
+        profile=made,
+        saved_bytes={**seen.saved_bytes, **sizes},
+        plain_peak_bytes=plain_peak_bytes,
+        in_backward=not late,
+    )
+
+
+def optimizer_plan(
+    seen: StepProfile, chosen: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> OptimizerPlan:
+    """What the chosen options mean for the optimizer."""
+    found = _parameters(seen.profile, model, optimizer)
+
+    def moved(keys: Iterator[tuple[str, str]]) -> tuple[str, ...]:
+        return tuple(
+            name
+            for key, name in keys
+            if key in chosen.choices and chosen.choices[key].action is Action.OFFLOAD
+        )
+
+    states = moved((each.state_key, each.name) for each in found)
+    gradients = moved((each.gradient_key, each.name) for each in found)
+    keys = [f"state of {name}" for name in states] + [f"gradient of {name}" for name in gradients]
+    return OptimizerPlan(
+        in_backward=seen.in_backward,
+        states=states,
+        gradients=gradients,
+        state_bytes=sum(each.needs.state_bytes for each in found),
+        gradient_bytes=sum(each.gradient_bytes for each in found),
+        moved_bytes=sum(seen.saved_bytes[key] for key in keys),
+        seconds=sum(chosen.choices[key].seconds for key in keys),
+    )
+
+
+def _parameters(
+    profile: Profile, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> list[_Parameter]:
+    """Those that have a gradient and are the optimizer's, in the order in which gradients come."""
+    needs = parameter_needs(optimizer)
+    named = dict(model.named_parameters())
+    found = [
+        _Parameter(name, position, named[name].nbytes, needs[id(named[name])])
+        for name, position in profile.gradients_at.items()
+        if id(named[name]) in needs
+    ]
+    return sorted(found, key=lambda each: each.position)
+
+
+def _seconds_a_byte(seen: StepProfile, step: TrainingStep, moved: int) -> float:
+    """Of moving a byte to the file and back, beside a step in which saved tensors may be moved too."""
+    if device_of(step.model).type != "cpu":
+        return math.inf
+    total = moved + sum(seen.saved_bytes.values())
+    transfer = transfer_of(torch.device("cpu"), step.folder, [total], seen.plain_seconds)
+    return math.inf if transfer is None else transfer.leaving + transfer.returning
+
+
+def _in_backward(profile: Profile, found: Sequence[_Parameter], seconds: float) -> Profile:
+    """Every gradient is there at one position only, with what its update takes."""
+    base, gradients = list(profile.base_bytes), [moment.gradient_bytes for moment in profile.moments]
+    for each in found:
+        base[each.position] += each.needs.update_bytes
+        for later in range(each.position + 1, len(base)):
+            base[later] -= each.gradient_bytes
+            gradients[later] -= each.gradient_bytes
+    owned = profile.parameter_bytes + profile.input_bytes + profile.state_bytes
+    base[-1] = owned + gradients[-1]  # nothing is left for the optimizer's own step
+    rows = [_state_row(each, each.position, seconds) for each in found if each.has_state_row]
+    return _replaced(profile, base, gradients, profile.moments, rows)
+
+
+def _late(profile: Profile, found: Sequence[_Parameter], seconds: float, accumulate: int) -> Profile:
+    """Gradients wait for the optimizer's step, in which each parameter has a position."""
+    base, gradients = list(profile.base_bytes), [moment.gradient_bytes for moment in profile.moments]
+    for each in found:
+        positions = range(each.position + 1, len(base)) if each.has_gradient_row else range(0)
+        for later in positions:
+            base[later] -= each.gradient_bytes
+            gradients[later] -= each.gradient_bytes
+        if accumulate > 1 and not each.has_gradient_row:  # there from the backward pass before
+            for earlier in range(each.position + 1):
+                base[earlier] += each.gradient_bytes
+    ordered = sorted(found, key=lambda each: -each.gradient_bytes)
+    owned = profile.parameter_bytes + profile.input_bytes + profile.state_bytes + gradients[-1]
+    first, moment = len(base) - 1, Moment(phase="optimizer", gradient_bytes=gradients[-1])
+    base[first:] = [owned + each.needs.update_bytes for each in ordered] or [owned]
+    gradients[first:] = [gradients[-1]] * max(len(ordered), 1)
+    rows: list[TensorProfile] = []
+    for number, each in enumerate(ordered):
+        if each.has_state_row:
+            rows.append(_state_row(each, first + number, seconds))
+        if each.has_gradient_row:
+            rows.append(_gradient_row(each, first + number, seconds, accumulate))
+    moments = (*profile.moments[:first], *[moment] * max(len(ordered), 1))
+    return _replaced(profile, base, gradients, moments, rows)
+
+
+def _replaced(
+    profile: Profile,
+    base: Sequence[int],
+    gradients: Sequence[int],
+    moments: Sequence[Moment],
+    rows: Sequence[TensorProfile],
+) -> Profile:
+    pairs = zip(moments, gradients, strict=True)
+    return dataclasses.replace(
+        profile,
+        base_bytes=tuple(base),
+        moments=tuple(dataclasses.replace(moment, gradient_bytes=nbytes) for moment, nbytes in pairs),
+        tensors=(*profile.tensors, *rows),
+    )
+
+
+def _state_row(each: _Parameter, position: int, seconds: float) -> TensorProfile:
+    nbytes = each.needs.state_bytes
+    keep = Option(action=Action.KEEP, codec="keep", held_bytes=nbytes, lasting=True)
+    moved = _moved(nbytes, seconds * nbytes)
+    return TensorProfile(
+        key=each.state_key,
+        part=Part.STATE,
+        saved_at=0,
+        first_use=position,
+        last_use=position,
+        options=(keep, moved) if math.isfinite(seconds) else (keep,),
+    )
+
+
+def _gradient_row(each: _Parameter, position: int, seconds: float, accumulate: int) -> TensorProfile:
+    """Kept from where it is complete; where several add up, through all of the step.
+
+    In the file it is read for its update, and before, wherever something is added to it.
+    """
+    nbytes, adds = each.gradient_bytes, accumulate > 1
+    start = each.position if adds else min(each.position + 1, position)
+    keep = Option(action=Action.KEEP, codec="keep", held_bytes=nbytes, lasting=adds)
+    apart = adds and each.position + 1 < position
+    moved = _moved(nbytes, seconds * nbytes * accumulate)
+    return TensorProfile(
+        key=each.gradient_key,
+        part=Part.GRADIENT,
+        saved_at=start,
+        first_use=each.position if adds else position,
+        last_use=position,
+        gaps=((each.position + 1, position - 1),) if apart else (),
+        options=(keep, moved) if math.isfinite(seconds) else (keep,),
+    )
+
+
+def _moved(nbytes: int, seconds: float) -> Option:
+    return Option(action=Action.OFFLOAD, codec="file", held_bytes=0, working_bytes=nbytes, seconds=seconds)
