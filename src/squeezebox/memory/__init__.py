@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from squeezebox.memory._absent import Absent
+from squeezebox.memory._chunks import CHUNK_BYTES
 from squeezebox.memory._csv import layout_csv, read_buffers
 from squeezebox.memory._disk import DiskFile, DiskFolder, disk_folder, usual_folder
 from squeezebox.memory._lack import asked_bytes, lacks_memory, require_imports, within_room
@@ -20,11 +21,12 @@ from squeezebox.memory._room import free_at_peak, free_bytes, live_bytes
 from squeezebox.memory._spill import BUFFER_BYTES, DiskSpeed, Slot, Spill, disk_speed, offload_record
 from squeezebox.memory._staging import HostSlot, Staging, Streams
 from squeezebox.memory._streams import CudaStreams, is_capturing
-from squeezebox.memory._tensor_file import FileTensor, Place, TensorFile
+from squeezebox.memory._tensor_file import FileTensor, TensorFile
 from squeezebox.schema import door
 
 __all__ = [
     "BUFFER_BYTES",
+    "CHUNK_BYTES",
     "HEADROOM",
     "Absent",
     "CudaStreams",
@@ -36,7 +38,6 @@ __all__ = [
     "Packer",
     "Peak",
     "PeakMeter",
-    "Place",
     "Problem",
     "Recording",
     "Reserve",

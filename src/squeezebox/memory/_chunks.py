@@ -25,6 +25,7 @@ class _Chunk:
     offset: int = -1
     written: bool = False  # into the file, rather than filled from it
     wanted: bool = False  # by somebody who may still ask for what is in it
+    lent: bool = False  # to somebody who works in it
     done: Future[None] | None = None
 
     @property
@@ -79,6 +80,32 @@ class Chunks:
             chunk.done.result()
         np.copyto(out, chunk.data(len(out)))
 
+    def lend(self, offset: int, nbytes: int, *, filled: bool) -> Bytes:
+        """The buffer of these bytes itself, ``filled`` from the file or to be filled, until it is given back.
+
+        Raises OSError as :meth:`get`.
+        """
+        if offset in self._lost:
+            raise self._lost[offset]
+        chunk = self._used.get(offset)
+        if chunk is None or not filled:
+            chunk = self._take(offset)
+            if filled:
+                self._start(chunk, nbytes, written=False)
+        if chunk.done is not None and (chunk.written or filled):
+            chunk.done.result()
+        chunk.wanted = chunk.lent = True
+        return chunk.data(nbytes)
+
+    def give_back(self, offset: int, nbytes: int, *, changed: bool) -> None:
+        """End of :meth:`lend`: have the bytes written if they are to stay as they are now, or forget them."""
+        chunk = self._used[offset]
+        chunk.wanted = chunk.lent = False
+        if changed:
+            self._start(chunk, nbytes, written=True)
+        else:
+            self._free.append(self._used.pop(offset))
+
     def drop(self, offset: int) -> None:
         """Nobody wants these bytes from their buffer."""
         chunk = self._used.get(offset)
@@ -112,7 +139,7 @@ class Chunks:
         if chunk is None and len(self._used) < CHUNKS:
             chunk = _Chunk()
         if chunk is None:
-            chunk = self._used.pop(next(iter(self._used)))
+            chunk = self._used.pop(next(key for key, each in self._used.items() if not each.lent))
         self._wait(chunk)
         chunk.offset, chunk.wanted = offset, True
         self._used[offset] = chunk

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from squeezebox.memory._absent import Absent
-from squeezebox.memory._chunks import CHUNK_BYTES, Chunks, sectors
+from squeezebox.memory._chunks import CHUNK_BYTES, CHUNKS, Chunks, sectors
 from squeezebox.memory._disk import DiskFile, DiskFolder
 from squeezebox.memory._spill import full, give_back, offload_record
 from squeezebox.schema import CaptureError, OffloadRecord
@@ -32,8 +33,8 @@ class Place:
 class TensorFile:
     """A file of flat CPU tensors, each at a place of its own for as long as the file lives.
 
-    It goes past the system's cache, as :class:`Spill` does, through the same few buffers. Places that are
-    named as the next ones are read ahead as far as there are buffers.
+    It goes past the system's cache, as :class:`Spill` does, through as many buffers.
+
     """
 
     def __init__(self, folder: DiskFolder) -> None:
@@ -41,6 +42,10 @@ class TensorFile:
         self._file = DiskFile(folder.path)
         self._chunks = Chunks(self._file)
         self._end = 0
+        self._round: dict[int, int] = {}  # offset -> bytes of what was lent, in that order, in this round;
+        self._past: list[tuple[int, int]] = []  # and in the last one,
+        self._order: dict[int, int] = {}  # of which these are the numbers
+        self._after = -1  # the number of what was lent last
 
     @property
     def record(self) -> OffloadRecord:
@@ -65,38 +70,60 @@ class TensorFile:
             self._chunks.drop(place.offset + start)
         give_back(place.nbytes)
 
-    def read(self, place: Place, out: torch.Tensor, following: Iterable[Place] = ()) -> None:
-        """Fill a contiguous tensor; CaptureError if the disk does not give the bytes.
-
-        ``following``: what is read next.
-        """
+    def read(self, place: Place, out: torch.Tensor) -> None:
+        """Fill a contiguous tensor; CaptureError if the disk does not give the bytes."""
         data = out.view(-1).view(torch.uint8).numpy()
-        ahead = [(place.offset + start, stop - start) for start, stop in place.parts()]
-        ahead += [(each.offset + start, stop - start) for each in following for start, stop in each.parts()]
-        try:
-            for number, (start, stop) in enumerate(place.parts()):
+        with self._explained(place):
+            for start, stop in place.parts():
                 self._chunks.get(place.offset + start, data[start:stop])
-                self._fetch(ahead[number + 1 :])
+        give_back(place.nbytes)
+
+    def lend(self, place: Place, start: int, stop: int, dtype: torch.dtype, *, filled: bool) -> torch.Tensor:
+        """The buffer itself of one of the place's chunks, as a flat tensor, until :meth:`give_back`.
+
+        ``filled``: with what is in the file; else it is to be filled. What was lent next in the last round is
+        read ahead.
+        """
+        offset = place.offset + start
+        with self._explained(place):
+            data = self._chunks.lend(offset, stop - start, filled=filled)
+        if filled:
+            self._round[offset] = stop - start
+        self._after = self._order.get(offset, self._after)
+        self.fetch()
+        return torch.from_numpy(data).view(dtype)
+
+    def give_back(self, place: Place, start: int, stop: int, *, changed: bool) -> None:
+        """End of :meth:`lend`; what was changed goes to the file."""
+        self._chunks.give_back(place.offset + start, stop - start, changed=changed)
+
+    def fetch(self) -> None:
+        """Read what is lent next ahead, as far as there are buffers."""
+        for offset, nbytes in self._past[self._after + 1 : self._after + 1 + CHUNKS]:
+            if not self._chunks.fetch(offset, nbytes):
+                return
+
+    def end_round(self) -> None:
+        """A step is over: the next one will want the same in the same order."""
+        self._past, self._round = list(self._round.items()), {}
+        self._order = {offset: number for number, (offset, _) in enumerate(self._past)}
+        self._after = -1
+        self.fetch()
+
+    @contextlib.contextmanager
+    def _explained(self, place: Place) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise CaptureError(
                 f"{place.nbytes} bytes of optimizer state or gradients in {self.folder} do not come back: "
                 f"{error}. Look after that disk, or make the plan with offload=False."
             ) from error
-        give_back(place.nbytes)
-
-    def fetch(self, places: Iterable[Place]) -> None:
-        """Read these ahead, as far as there are buffers."""
-        self._fetch((each.offset + start, stop - start) for each in places for start, stop in each.parts())
 
     def close(self) -> None:
         """End the threads and give the disk's bytes back; nothing can be read any more."""
         self._chunks.close(wait=True)
         self._file.close()
-
-    def _fetch(self, parts: Iterable[tuple[int, int]]) -> None:
-        for offset, nbytes in parts:
-            if not self._chunks.fetch(offset, nbytes):
-                return
 
 
 class FileTensor(Absent):
@@ -106,32 +133,47 @@ class FileTensor(Absent):
     computed again. Results are those of a tensor in memory, to the bit.
 
     Args:
-        like: dense; its shape, layout and elements are taken.
-        file: where the elements go.
-        norm: their Euclidean norm, if somebody will ask for it.
+        like: dense; its shape and layout are taken. There are no elements before :meth:`store`.
+        file: where they go.
     """
 
-    def __init__(self, like: torch.Tensor, file: TensorFile, norm: torch.Tensor | None = None) -> None:
+    def __init__(self, like: torch.Tensor, file: TensorFile) -> None:
         self.file = file
         self.place = file.place(like.numel() * like.element_size())
-        self.store(like, norm)
+        self._factors: list[Any] = []
+        self._norm: torch.Tensor | None = None
 
     def store(self, value: torch.Tensor, norm: torch.Tensor | None = None) -> None:
-        """Take these elements; ``norm`` as for a new one."""
-        self._factors: list[Any] = []
-        self._norm = norm
+        """Take these elements; ``norm``: their Euclidean one, if somebody will ask for it."""
+        self._factors, self._norm = [], norm
         if value.stride() != self.stride():
             value = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype).copy_(value)
         self.file.write(self.place, value.as_strided((self.numel(),), (1,)))
 
-    def load(self, following: Iterable[Place] = ()) -> torch.Tensor:
-        """The elements, in memory of their own; ``following`` as in :meth:`TensorFile.read`."""
+    def load(self) -> torch.Tensor:
+        """The elements, in memory of their own."""
         flat = torch.empty(self.numel(), dtype=self.dtype, device="cpu")
-        self.file.read(self.place, flat, following)
-        value = flat.as_strided(self.shape, self.stride())
+        self.file.read(self.place, flat)
+        return self._scaled(flat.as_strided(self.shape, self.stride()))
+
+    def lend(self, start: int, stop: int, *, filled: bool = True) -> torch.Tensor:
+        """Elements of one chunk, in the file's buffer, until :meth:`give_back`; ``filled``: as they are."""
+        size = self.element_size()
+        piece = self.file.lend(self.place, start * size, stop * size, self.dtype, filled=filled)
+        return self._scaled(piece) if filled else piece
+
+    def give_back(self, start: int, stop: int, *, changed: bool) -> None:
+        """End of :meth:`lend`; where one chunk was ``changed``, all are, the last one at last."""
+        size = self.element_size()
+        self.file.give_back(self.place, start * size, stop * size, changed=changed)
+        if changed and stop == self.numel():
+            self._factors, self._norm = [], None
+
+    def _scaled(self, elements: torch.Tensor) -> torch.Tensor:
+        """Multiplied in place by what was put off."""
         for factor in self._factors:
-            value.mul_(factor)
-        return value
+            elements.mul_(factor)
+        return elements
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.load()

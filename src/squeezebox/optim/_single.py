@@ -26,7 +26,7 @@ def refuse_unknown(optimizer: object) -> None:
     )
 
 
-def step_one(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
+def step_one(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, group: dict[str, Any]) -> None:
     """Update one parameter of ``group`` as the optimizer's own step would; its hooks are not called."""
     step: Any = type(optimizer).step
     bare = step.__wrapped__ if getattr(step, "hooked", False) else step

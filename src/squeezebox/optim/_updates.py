@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import functools
 from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 
-from squeezebox.memory import BUFFER_BYTES, Absent, DiskFolder, FileTensor, Place, TensorFile
+from squeezebox.memory import Absent, DiskFolder, FileTensor, TensorFile
+from squeezebox.optim._pieces import is_divisible, update_in_pieces
 from squeezebox.optim._single import refuse_unknown, step_one
 from squeezebox.optim._spent import SpentGradient
 from squeezebox.schema import AttachError, OffloadRecord, UnsupportedModelError
@@ -53,10 +54,6 @@ class Updates:
         self._gradients = {id(named[name]) for name in gradients}
         self._file = TensorFile(folder) if folder is not None and (states or gradients) else None
         self._filed: dict[tuple[int, str], FileTensor] = {}  # by parameter and what it is
-        self._places: dict[int, list[Place]] = {}  # of each parameter's state, in the order of reading
-        self._order: list[int] = []  # in which this step updates parameters,
-        self._past: list[int] = []  # and in which the last one did
-        self._position: dict[int, int] = {}  # of each in that
         self._updated: dict[int, dict[str, Any]] = {}  # since the last step(): with these settings
         self._hidden: list[tuple[dict[str, Any], list[Any]]] = []
         self._is_paused = False
@@ -93,6 +90,8 @@ class Updates:
             torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16
             for kind in ("cpu", "cuda")
         )
+        if self._file is not None:
+            self._file.fetch()
         if self._in_backward and scaled and not self._is_paused:
             raise UnsupportedModelError(
                 "torch.autocast to float16 goes with GradScaler, which divides gradients before the update; "
@@ -147,8 +146,8 @@ class Updates:
         if id(parameter) in self._updated:
             raise AttachError(
                 f"backward has a second gradient of '{self._name(parameter)}' and no optimizer.step() came "
-                "after the first, which has updated it already. Call optimizer.step() after every backward; or make "
-                "the plan with accumulate=, where several add up to one step, or without states=True."
+                "after the first, which has updated it already. Call optimizer.step() after each one, or "
+                "make the plan with accumulate=, where several add up to one step, or without states=True."
             )
         gradient, group = parameter.grad, self._group(parameter)
         assert gradient is not None
@@ -157,28 +156,31 @@ class Updates:
         parameter.grad = SpentGradient(gradient, self._name(parameter)) if not gradient.is_sparse else None
 
     def _update(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
-        """With its state in memory, and back to the file afterwards."""
-        state = self._optimizer.state[parameter]
-        filed = [(key, value) for key, value in state.items() if isinstance(value, FileTensor)]
-        for number, (key, value) in enumerate(filed, 1):
-            rest = [each.place for _, each in filed[number:]]
-            state[key] = value.load(itertools.chain(rest, self._following(parameter)))
+        state = self._optimizer.state.get(parameter, {})
+        if is_divisible(parameter, state):
+            make = functools.partial(self._new_state, parameter)
+            update_in_pieces(self._optimizer, parameter, group, make)
+        else:
+            self._update_whole(parameter, group)
+
+    def _new_state(self, parameter: torch.nn.Parameter, key: str) -> torch.Tensor:
+        """Room for what the first update makes."""
+        if id(parameter) in self._states:
+            return self._in_file((id(parameter), key), parameter)
+        return torch.empty_like(parameter, requires_grad=False)
+
+    def _update_whole(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        """Of a parameter or a gradient that has no flat memory."""
+        filed, state = parameter.grad, self._optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            if isinstance(value, FileTensor):
+                state[key] = value.load()
+        if isinstance(filed, FileTensor):
+            parameter.grad = filed.load()
         step_one(self._optimizer, parameter, group)
-        self._order.append(id(parameter))
+        parameter.grad = filed
         if id(parameter) in self._states:
             self._move(parameter)
-        if self._file is not None:
-            self._file.fetch(self._following(parameter))
-
-    def _following(self, parameter: torch.nn.Parameter | None) -> Iterator[Place]:
-        """What the last step read next: other tensors of the file, as many as buffers take."""
-        start, nbytes = self._position.get(id(parameter), -1) + 1, 0  # None: the first
-        for key in itertools.islice(self._past, start, None):
-            for each in self._places.get(key, ()):
-                yield each
-                nbytes += each.nbytes
-            if nbytes >= BUFFER_BYTES:
-                return
 
     def _move(self, parameter: torch.nn.Parameter) -> None:
         """The state's tensors to the file."""
@@ -191,18 +193,14 @@ class Updates:
                 and value.nbytes >= _MOVED_BYTES
             ):
                 state[key] = self._in_file((id(parameter), key), value)
-        self._places[id(parameter)] = [each.place for each in state.values() if isinstance(each, FileTensor)]
+                state[key].store(value)
 
-    def _in_file(
-        self, key: tuple[int, str], value: torch.Tensor, norm: torch.Tensor | None = None
-    ) -> FileTensor:
-        """The tensor of that key, with these elements from now on."""
+    def _in_file(self, key: tuple[int, str], like: torch.Tensor) -> FileTensor:
+        """The tensor of that key, without its elements."""
         assert self._file is not None
         known = self._filed.get(key)
-        if known is None or known.shape != value.shape or known.dtype != value.dtype:
-            known = self._filed[key] = FileTensor(value, self._file, norm)
-        else:
-            known.store(value, norm)
+        if known is None or known.shape != like.shape or known.dtype != like.dtype:
+            known = self._filed[key] = FileTensor(like, self._file)
         return known
 
     def _file_gradient(self, parameter: torch.nn.Parameter) -> None:
@@ -210,8 +208,9 @@ class Updates:
         assert gradient is not None
         if gradient.is_sparse or gradient.nbytes < _MOVED_BYTES:
             return
-        norm = torch.linalg.vector_norm(gradient)
-        parameter.grad = self._in_file((id(parameter), "gradient"), gradient, norm)
+        filed = self._in_file((id(parameter), "gradient"), gradient)
+        filed.store(gradient, torch.linalg.vector_norm(gradient))
+        parameter.grad = filed
 
     def _move_all(self) -> None:
         """States that are there already, or were loaded."""
@@ -239,18 +238,13 @@ class Updates:
         filed = parameter.grad
         if filed is None or isinstance(filed, SpentGradient):
             return
-        if isinstance(filed, FileTensor):
-            parameter.grad = filed.load()
         self._update(parameter, group)
-        parameter.grad = filed
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._show()
         self._updated.clear()
-        self._past, self._order = self._order, []
-        self._position = {key: number for number, key in enumerate(self._past)}
         if self._file is not None:
-            self._file.fetch(self._following(parameter=None))
+            self._file.end_round()
 
     def _check_settings(self) -> None:
         """The learning rate and its like must be those that backward has used."""

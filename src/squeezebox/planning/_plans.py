@@ -91,8 +91,9 @@ def make_plan(
         arena: the peak counts the places of :func:`attach`'s arena.
         states: whether gradients and the optimizer's state may be elsewhere too, exactly. Each parameter is
             then updated by itself: in backward, as soon as its gradient is there, or in ``optimizer.step()``
-            where ``clip`` or ``accumulate`` say that gradients are wanted until then. State, and gradients that
-            wait, may be moved to the file. For SGD, Adam, AdamW, NAdam, RAdam, Adamax, RMSprop and Adagrad.
+            where ``clip`` or ``accumulate`` say that gradients are wanted until then. State, and gradients
+            that wait, may be moved to the file. For torch's SGD, Adam, AdamW, NAdam, RAdam, Adamax, RMSprop
+            and Adagrad.
         clip: the norm that the loop clips gradients to, by torch's ``clip_grad_norm_`` or a trainer's option,
             or True: gradients wait for ``optimizer.step()``. GradScaler needs that too.
         accumulate: so many backward passes add up to one ``optimizer.step()``.

@@ -379,7 +379,8 @@ def _marked(model: torch.nn.Module, profiler: StepProfiler) -> Iterator[None]:
 
 
 def _mark(profiler: StepProfiler, name: str, parameter: torch.Tensor) -> None:
-    profiler.gradient(name)
+    if parameter.grad is not None and parameter.grad.layout is torch.strided:
+        profiler.gradient(name)
 
 
 _KEPT = Option(action=Action.KEEP, held_bytes=0)

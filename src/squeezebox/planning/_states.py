@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from squeezebox.memory import CHUNK_BYTES
 from squeezebox.optim import refuse_unknown
 from squeezebox.profiling import ParameterNeeds, parameter_needs, transfer_of
 from squeezebox.schema import (
@@ -29,7 +30,7 @@ _ROW_BYTES = 1 << 16  # smaller gradients and states are kept
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Parameter:
-    """What a parameter has in a step: where its gradient is complete, and the bytes of that and of its update."""
+    """What a parameter has in a step: where its gradient is complete, the bytes of that and of its update."""
 
     name: str
     position: int
@@ -43,6 +44,12 @@ class _Parameter:
     @property
     def gradient_key(self) -> str:
         return f"gradient of {self.name}"
+
+    @property
+    def update_bytes(self) -> int:
+        """Beyond gradient and state, and of these what the first update makes in pieces."""
+        share = min(1.0, CHUNK_BYTES / max(self.gradient_bytes, 1))
+        return math.ceil(share * sum(self.needs))
 
     @property
     def has_state_row(self) -> bool:
@@ -153,7 +160,7 @@ def _in_backward(profile: Profile, found: Sequence[_Parameter], seconds: float) 
     """Every gradient is there at one position only, with what its update takes."""
     base, gradients = list(profile.base_bytes), [moment.gradient_bytes for moment in profile.moments]
     for each in found:
-        base[each.position] += each.needs.update_bytes
+        base[each.position] += each.update_bytes
         for later in range(each.position + 1, len(base)):
             base[later] -= each.gradient_bytes
             gradients[later] -= each.gradient_bytes
@@ -177,7 +184,7 @@ def _late(profile: Profile, found: Sequence[_Parameter], seconds: float, accumul
     ordered = sorted(found, key=lambda each: -each.gradient_bytes)
     owned = profile.parameter_bytes + profile.input_bytes + profile.state_bytes + gradients[-1]
     first, moment = len(base) - 1, Moment(phase="optimizer", gradient_bytes=gradients[-1])
-    base[first:] = [owned + each.needs.update_bytes for each in ordered] or [owned]
+    base[first:] = [owned + each.update_bytes for each in ordered] or [owned]
     gradients[first:] = [gradients[-1]] * max(len(ordered), 1)
     rows: list[TensorProfile] = []
     for number, each in enumerate(ordered):
@@ -208,7 +215,7 @@ def _replaced(
 def _state_row(each: _Parameter, position: int, seconds: float) -> TensorProfile:
     nbytes = each.needs.state_bytes
     keep = Option(action=Action.KEEP, codec="keep", held_bytes=nbytes, lasting=True)
-    moved = _moved(nbytes, seconds * nbytes)
+    moved = _moved(seconds * nbytes)
     return TensorProfile(
         key=each.state_key,
         part=Part.STATE,
@@ -228,7 +235,8 @@ def _gradient_row(each: _Parameter, position: int, seconds: float, accumulate: i
     start = each.position if adds else min(each.position + 1, position)
     keep = Option(action=Action.KEEP, codec="keep", held_bytes=nbytes, lasting=adds)
     apart = adds and each.position + 1 < position
-    moved = _moved(nbytes, seconds * nbytes * accumulate)
+    moved = _moved(seconds * nbytes * accumulate)
+    moved = dataclasses.replace(moved, working_bytes=nbytes if adds else 0)  # where something is added to it
     return TensorProfile(
         key=each.gradient_key,
         part=Part.GRADIENT,
@@ -240,5 +248,6 @@ def _gradient_row(each: _Parameter, position: int, seconds: float, accumulate: i
     )
 
 
-def _moved(nbytes: int, seconds: float) -> Option:
-    return Option(action=Action.OFFLOAD, codec="file", held_bytes=0, working_bytes=nbytes, seconds=seconds)
+def _moved(seconds: float) -> Option:
+    """Worked in the file's own buffers."""
+    return Option(action=Action.OFFLOAD, codec="file", held_bytes=0, seconds=seconds)

@@ -176,12 +176,14 @@ class _Reading:
         kind, number = words[0], int(words[1])
         if kind in (_CALL, _CALLED):
             self._call = (number if kind == _CALL else -1, self.now)
-            return
-        if kind in (_GRADIENT, _UPDATED):
+        elif kind in (_GRADIENT, _UPDATED):
             self._turn(kind, -1)
-            if kind == _GRADIENT:
-                self.gradients_at[number] = len(self.base) - 1
-            return
+            self.gradients_at.setdefault(number, len(self.base) - 1)
+        else:
+            self._tensor(kind, number, words)
+
+    def _tensor(self, kind: str, number: int, words: Sequence[str]) -> None:
+        """A mark of a saved tensor's."""
         self._enter(kind, number)
         self._turn(kind, number)
         position = len(self.base) - 1

@@ -159,8 +159,8 @@ class StepProfile:
     slices as it says. ``peak_bytes`` is the most that measuring all this held, plain steps left out, and
     those that gather statistics unless they were metered too.
     ``small_bytes`` are of saved tensors that are too small for a choice, at this batch.
-    ``plain_peak_bytes`` is the plain step's peak, where the profile does not tell: it has rows of gradients or of
-    optimizer state. ``in_backward``: it is that of a step whose backward updates the parameters.
+    ``plain_peak_bytes`` is the plain step's peak where the profile, with rows of gradients or of optimizer
+    state, does not tell. ``in_backward``: it is that of a step whose backward updates the parameters.
     """
 
     profile: Profile

@@ -29,8 +29,8 @@ def updates_of(
     """The optimizer's updates as the plan says; None where they stay as they are.
 
     Raises:
-        OptionError: there is no optimizer, its step is not parameter by parameter, or the model has no parameters
-            of the plan's names.
+        OptionError: there is no optimizer, or its step is not parameter by parameter.
+        PlanError: the model has no parameter of a name in the plan.
     """
     if plan.optimizer is None:
         return None
@@ -44,8 +44,8 @@ def updates_of(
     missing = next((name for name in names if name not in known), None)
     if missing is not None:
         raise PlanError(
-            f"the plan, made for {plan.model}, has the parameter '{missing}', and this {type(model).__name__} "
-            "has none of that name. Make a plan for this model with squeezebox.plan()."
+            f"the plan, made for {plan.model}, has the parameter '{missing}', and this "
+            f"{type(model).__name__} has none of that name. Make a plan for it with squeezebox.plan()."
         )
     return Updates(
         model,

@@ -1,0 +1,91 @@
+"""A parameter's update in pieces, each as large as a buffer of the file that its state is in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from squeezebox.memory import CHUNK_BYTES, FileTensor
+from squeezebox.optim._single import step_one
+
+MakeState = Callable[[str], torch.Tensor]  # of the parameter's shape, for what the first update makes
+
+
+def is_divisible(parameter: torch.Tensor, state: Mapping[str, Any]) -> bool:
+    """Whether parameter, gradient and state are ranges of memory in one order, to be cut alike."""
+    gradient = parameter.grad
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    alike = [value for value in (gradient, *tensors) if value is not None and value.shape == parameter.shape]
+    return (
+        parameter.numel() > 1
+        and all(each.layout is torch.strided for each in (parameter, *alike))
+        and all(each.dtype == parameter.dtype and each.stride() == parameter.stride() for each in alike)
+        and _is_range(parameter)
+    )
+
+
+def _is_range(tensor: torch.Tensor) -> bool:
+    strides = tensor.stride()
+    return tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim])).is_contiguous()
+
+
+def update_in_pieces(
+    optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, group: dict[str, Any], make: MakeState
+) -> None:
+    """As :func:`step_one` to the bit, for an optimizer that treats every element by itself.
+
+    Gradient and state may be in a file: then a piece is worked in the file's own buffer.
+    """
+    gradient, state = parameter.grad, optimizer.state.get(parameter, {})
+    assert gradient is not None
+    whole = {key: value for key, value in state.items() if _is_whole(value, parameter)}
+    others = {key: value for key, value in state.items() if key not in whole}
+    flat, size = _flat(parameter.detach()), CHUNK_BYTES // parameter.element_size()
+    for start in range(0, len(flat), size):
+        stop = min(start + size, len(flat))
+        piece = flat[start:stop]
+        with contextlib.ExitStack() as lent:
+            piece.grad = lent.enter_context(_lent(gradient, start, stop, changed=False))
+            if state:
+                own = {key: lent.enter_context(_lent(value, start, stop)) for key, value in whole.items()}
+                optimizer.state[piece] = {key: _copied(value) for key, value in others.items()} | own
+            step_one(optimizer, piece, group)
+            left = optimizer.state.pop(piece, {})
+            for key in () if state else [key for key in left if _is_whole(left[key], piece)]:
+                if start == 0:
+                    whole[key] = make(key)
+                with _lent(whole[key], start, stop, filled=False) as new:
+                    new.copy_(left[key])
+    if left:
+        optimizer.state[parameter] = {key: whole.get(key, value) for key, value in left.items()}
+
+
+def _is_whole(value: object, parameter: torch.Tensor) -> bool:
+    """Whether it has an element for each of the parameter's."""
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+@contextlib.contextmanager
+def _lent(
+    tensor: torch.Tensor, start: int, stop: int, *, changed: bool = True, filled: bool = True
+) -> Iterator[torch.Tensor]:
+    """Some elements of a tensor, in memory or in a file, to be worked in place."""
+    if not isinstance(tensor, FileTensor):
+        yield _flat(tensor)[start:stop]
+        return
+    piece = tensor.lend(start, stop, filled=filled)
+    try:
+        yield piece
+    finally:
+        tensor.give_back(start, stop, changed=changed)
