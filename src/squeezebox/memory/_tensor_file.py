@@ -248,11 +248,13 @@ def _loaded(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return there.get(id(value), value)
 
     result = func(*tree_map(load, args), **tree_map(load, dict(kwargs)))
-    for given, value in zip(schema.arguments, args, strict=False):
-        if given.alias_info is not None and given.alias_info.is_write:
-            for each in tree_leaves(value):
-                if isinstance(each, FileTensor):
-                    each.store(there[id(each)])
-    if func._schema.is_mutable and isinstance(args[0], FileTensor) and isinstance(result, torch.Tensor):
-        return args[0]
-    return result
+    changed = [
+        each
+        for number, given in enumerate(schema.arguments)
+        if given.alias_info is not None and given.alias_info.is_write
+        for each in tree_leaves(args[number] if number < len(args) else kwargs.get(given.name))
+        if isinstance(each, FileTensor)
+    ]
+    for each in changed:
+        each.store(there[id(each)])
+    return changed[0] if changed and isinstance(result, torch.Tensor) else result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ _ONE_BY_ONE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "A
 
 def refuse_unknown(optimizer: object) -> None:
     """OptionError for an optimizer that cannot be stepped parameter by parameter with the same result."""
-    kind = type(optimizer)
-    own = next((each for each in kind.__mro__ if "step" in vars(each)), kind)
-    if own.__module__.startswith("torch.optim.") and own.__name__ in _ONE_BY_ONE:
-        if not any(group.get("differentiable") for group in getattr(optimizer, "param_groups", ())):
-            return
+    kind: Any = type(optimizer)
+    step = inspect.unwrap(kind.step)
+    known = step.__module__.startswith("torch.optim.") and step.__qualname__.split(".")[0] in _ONE_BY_ONE
+    if known and not any(group.get("differentiable") for group in getattr(optimizer, "param_groups", ())):
+        return
     raise OptionError(
         f"states=True steps an optimizer parameter by parameter, and {kind.__name__} is not known to give "
         f"the same result so. Use torch.optim's {', '.join(_ONE_BY_ONE)} (not differentiable), or leave "

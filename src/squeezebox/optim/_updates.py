@@ -187,11 +187,7 @@ class Updates:
         assert self._file is not None
         state = self._optimizer.state[parameter]
         for key, value in state.items():
-            if (
-                isinstance(value, torch.Tensor)
-                and not isinstance(value, Absent)
-                and value.nbytes >= _MOVED_BYTES
-            ):
+            if _is_movable(value):
                 state[key] = self._in_file((id(parameter), key), value)
                 state[key].store(value)
 
@@ -206,7 +202,7 @@ class Updates:
     def _file_gradient(self, parameter: torch.nn.Parameter) -> None:
         gradient = parameter.grad
         assert gradient is not None
-        if gradient.is_sparse or gradient.nbytes < _MOVED_BYTES:
+        if not _is_movable(gradient):
             return
         filed = self._in_file((id(parameter), "gradient"), gradient)
         filed.store(gradient, torch.linalg.vector_norm(gradient))
@@ -284,3 +280,10 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
         for key, value in group.items()
         if key != "params"
     }
+
+
+def _is_movable(value: object) -> bool:
+    """Whether it is a dense tensor in memory, and not a few numbers."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, Absent) or value.layout is not torch.strided:
+        return False
+    return value.nbytes >= _MOVED_BYTES

@@ -1,0 +1,308 @@
+"""Updates one parameter at a time are the optimizer's own, to the bit; what would not be is refused."""
+
+import copy
+import functools
+import gc
+import io
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from squeezebox.memory import Absent, FileTensor, disk_folder
+from squeezebox.optim import Updates
+from squeezebox.schema import AttachError, CaptureError, OptionError, UnsupportedModelError
+
+OPTIMIZERS = {
+    "SGD": torch.optim.SGD,
+    "nesterov": functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "Adam": functools.partial(torch.optim.Adam, weight_decay=0.1, maximize=True),
+    "AdamW amsgrad": functools.partial(torch.optim.AdamW, amsgrad=True),
+    "AdamW foreach": functools.partial(torch.optim.AdamW, foreach=True),
+    "AdamW fused": functools.partial(torch.optim.AdamW, fused=True),
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "Adamax": torch.optim.Adamax,
+    "RMSprop": functools.partial(torch.optim.RMSprop, centered=True, momentum=0.5),
+    "Adagrad": torch.optim.Adagrad,
+}
+WAYS = {
+    "in backward": {"in_backward": True, "states": False, "gradients": False},
+    "in backward, states in a file": {"in_backward": True, "states": True, "gradients": False},
+    "in the step": {"in_backward": False, "states": False, "gradients": False},
+    "in the step, all in a file": {"in_backward": False, "states": True, "gradients": True},
+}
+
+
+class Network(nn.Module):
+    """Several layouts, a parameter that is shared, one that is frozen, one without a gradient, a large one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(2, 24, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(24)
+        self.wide = nn.Linear(24, 700, bias=False)
+        self.back = nn.Linear(700, 900)
+        self.tied = nn.Linear(900, 700, bias=False)
+        self.tied.weight = nn.Parameter(self.back.weight.detach().t().clone())
+        self.frozen, self.unused = nn.Linear(700, 4), nn.Linear(5, 5)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        x = self.norm(self.first(x)).relu().mean((2, 3))
+        x = self.tied(self.back(self.wide(x)))
+        return self.frozen(x + x @ (self.wide.weight @ self.wide.weight.t()))
+
+
+def network():
+    torch.manual_seed(0)
+    return Network()
+
+
+def held(model, optimizer, folder, *, in_backward, states=False, gradients=False):
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return Updates(
+        model,
+        optimizer,
+        in_backward=in_backward,
+        states=names if states else (),
+        gradients=names if gradients else (),
+        folder=disk_folder(folder),
+    )
+
+
+def train(optimizer, model, steps=4, *, clip=None, accumulate=1, closure=False):
+    torch.manual_seed(1)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+
+    def backward():
+        optimizer.zero_grad()
+        for _ in range(accumulate):
+            loss = model(torch.randn(3, 2, 8, 8)).square().mean()
+            loss.backward()
+        if clip is not None:
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip))
+        return loss
+
+    norms = []
+    for _ in range(steps):
+        if closure:
+            norms.append(optimizer.step(backward).detach())
+        else:
+            backward()
+            optimizer.step()
+        schedule.step()
+    return norms
+
+
+def assert_same(one, other):
+    """Weights and states, by their index."""
+    (model, optimizer), (plain, plain_optimizer) = one, other
+    for (name, value), wanted in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.equal(value, wanted), name
+    state, wanted = optimizer.state_dict(), plain_optimizer.state_dict()
+    assert state["param_groups"] == wanted["param_groups"]
+    assert state["state"].keys() == wanted["state"].keys()
+    for index, values in wanted["state"].items():
+        for key, value in values.items():
+            assert torch.equal(torch.as_tensor(state["state"][index][key]), torch.as_tensor(value)), key
+
+
+def both(make, **options):
+    """A model trained plainly, with its optimizer, and what is the same before training."""
+    plain, model = network(), network()
+    pair = plain, make(plain.parameters(), lr=1e-2)
+    train(*reversed(pair), **options)
+    return pair, (model, make(model.parameters(), lr=1e-2))
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_training_is_the_same_to_the_bit(make, way, tmp_path):
+    plain, (model, optimizer) = both(make)
+    updates = held(model, optimizer, tmp_path, **way)
+    train(optimizer, model)
+    assert_same((model, optimizer), plain)
+    updates.close()
+    assert_same((model, optimizer), plain)
+    assert not any(isinstance(each, FileTensor) for s in optimizer.state.values() for each in s.values())
+
+
+@pytest.mark.parametrize(
+    "way", [WAYS["in the step"], WAYS["in the step, all in a file"]], ids=["kept", "file"]
+)
+@pytest.mark.parametrize(
+    "options", [{"clip": 0.01}, {"accumulate": 3}, {"clip": 0.01, "accumulate": 2, "closure": True}], ids=str
+)
+def test_clipping_and_adding_up_are_the_same_to_the_bit(options, way, tmp_path):
+    plain, (model, optimizer) = both(torch.optim.AdamW, **options)
+    updates = held(model, optimizer, tmp_path, **way)
+    train(optimizer, model, **options)
+    assert_same((model, optimizer), plain)
+    updates.close()
+
+
+def test_a_closure_gives_its_loss(tmp_path):
+    make = OPTIMIZERS["AdamW foreach"]
+    plain, model = network(), network()
+    wanted = train(make(plain.parameters()), plain, closure=True)
+    optimizer = make(model.parameters())
+    updates = held(model, optimizer, tmp_path, in_backward=True, states=True)
+    assert train(optimizer, model, closure=True) == wanted
+    updates.close()
+
+
+def test_what_backward_updated_has_no_gradient_and_says_so(tmp_path):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    updates = held(model, optimizer, tmp_path, in_backward=True)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def loss():
+        return scaler.scale(model(torch.ones(3, 2, 8, 8)).square().mean())
+
+    loss().backward()
+    with pytest.raises(CaptureError, match=r"gradient of 'first\.weight'.*clip=True"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(CaptureError, match="GradScaler"):
+        scaler.unscale_(optimizer)
+    with pytest.raises(CaptureError, match="set_to_none"):
+        optimizer.zero_grad(set_to_none=False)
+    with pytest.raises((CaptureError, AttachError), match="accumulate"):
+        loss().backward()
+    optimizer.zero_grad()
+    with pytest.raises(AttachError, match=r"no optimizer\.step\(\)"):
+        loss().backward()
+    updates.close()
+    assert not any(isinstance(parameter.grad, Absent) for parameter in model.parameters())
+
+
+def test_a_learning_rate_set_between_backward_and_step_is_refused(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    updates = held(model, optimizer, tmp_path, in_backward=True)
+    model(torch.ones(3, 2, 8, 8)).mean().backward()
+    optimizer.param_groups[0]["lr"] = 0.2
+    with pytest.raises(AttachError, match=r"'lr' was 0\.1 .* is 0\.2"):
+        optimizer.step()
+    updates.close()
+
+
+def test_float16_is_refused_before_the_first_update(tmp_path):
+    model = network()
+    updates = held(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path, in_backward=True)
+    with torch.autocast("cpu", torch.float16), pytest.raises(UnsupportedModelError, match="GradScaler"):
+        updates.check_forward()
+    with torch.autocast("cpu", torch.bfloat16):
+        updates.check_forward()
+    updates.close()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.LBFGS,
+        torch.optim.Adadelta,
+        functools.partial(torch.optim.Adam, differentiable=True),
+        type("Own", (torch.optim.SGD,), {"step": lambda self, closure=None: None}),
+    ],
+    ids=["LBFGS", "Adadelta", "differentiable", "an own step"],
+)
+def test_other_optimizers_are_refused_by_name(make, tmp_path):
+    model = nn.Linear(3, 3)
+    with pytest.raises(OptionError, match="parameter by parameter"):
+        held(model, make(model.parameters()), tmp_path, in_backward=True)
+
+
+def test_a_subclass_with_torch_s_own_step_is_taken(tmp_path):
+    model = nn.Linear(3, 3)
+    optimizer = type("Named", (torch.optim.SGD,), {})(model.parameters(), lr=0.1)
+    held(model, optimizer, tmp_path, in_backward=True).close()
+
+
+@pytest.mark.parametrize("way", [WAYS["in backward, states in a file"], WAYS["in the step, all in a file"]])
+def test_checkpoints_are_complete_and_plain_torch_s(way, tmp_path):
+    plain, (model, optimizer) = both(torch.optim.AdamW, steps=2)
+    updates = held(model, optimizer, tmp_path, **way)
+    train(optimizer, model, steps=2)
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    file.seek(0)
+    weights, state = torch.load(file)
+    assert all(type(each) is torch.Tensor for values in state["state"].values() for each in values.values())
+    fresh = network()
+    fresh_optimizer = torch.optim.AdamW(fresh.parameters())
+    fresh.load_state_dict(weights)
+    fresh_optimizer.load_state_dict(copy.deepcopy(state))  # which torch shares
+    assert_same((fresh, fresh_optimizer), plain)
+    train(optimizer, model, steps=3)  # and back: what was loaded goes to the file
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    moved = [each for values in optimizer.state.values() for each in values.values() if each.numel() > 2000]
+    assert moved and all(isinstance(each, FileTensor) for each in moved)
+    train(fresh_optimizer, fresh, steps=2)
+    train(optimizer, model, steps=2)
+    assert_same((model, optimizer), (fresh, fresh_optimizer))
+    assert_same((model, copy.deepcopy(optimizer)), (fresh, fresh_optimizer))
+    updates.close()
+
+
+def test_closing_leaves_nothing_open(tmp_path):
+    def open_files():
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+
+    before = None
+    for _ in range(3):
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters())
+        updates = held(model, optimizer, tmp_path, in_backward=True, states=True)
+        train(optimizer, model, steps=2)
+        updates.close()
+        before = open_files() if before is None else before
+        assert open_files() <= before
+    hooks = [parameter._post_accumulate_grad_hooks for parameter in model.parameters()]
+    assert not any(hooks) and not optimizer._optimizer_step_pre_hooks
+
+
+def test_an_error_in_a_hook_of_the_user_s_loses_no_parameter(tmp_path):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    updates = held(model, optimizer, tmp_path, in_backward=True)
+    handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    model(torch.ones(3, 2, 8, 8)).mean().backward()
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    handle.remove()
+    updates.close()
+    assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
+
+
+def test_paused_backward_leaves_gradients(tmp_path):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    updates = held(model, optimizer, tmp_path, in_backward=True)
+    before = [parameter.clone() for parameter in model.parameters()]
+    with updates.paused():
+        model(torch.ones(3, 2, 8, 8)).mean().backward()
+    assert all(map(torch.equal, before, model.parameters()))
+    assert type(model.first.weight.grad) is torch.Tensor
+    updates.close()
+
+
+def test_sparse_gradients_are_updated_whole(tmp_path):
+    def trained(with_updates):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(1000, 8, sparse=True), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        updates = held(model, optimizer, tmp_path, in_backward=True, states=True) if with_updates else None
+        for number in range(3):
+            optimizer.zero_grad()
+            model(torch.tensor([number, 7])).square().sum().backward()
+            optimizer.step()
+        if updates is not None:
+            updates.close()
+        return model
+
+    assert all(map(torch.equal, trained(True).parameters(), trained(False).parameters()))
