@@ -144,7 +144,7 @@ class NoiseBudget:
         return known if known is not None else self.first_share * math.sqrt(self.noise) * rms()
 
     def update(self, state: ControllerState, statistics: StepStatistics) -> ControllerState:
-        """Allocate the budget anew from the running sensitivities."""
+        """Allocate the budget again, from the running sensitivities."""
         seen = _observed(state, statistics)
         bounds = allocate(
             self.noise, statistics.tensors, seen.sensitivities, highest_share=self.highest_share

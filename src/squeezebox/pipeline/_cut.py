@@ -133,7 +133,7 @@ def _graphs(traced: GraphModule) -> Iterator[tuple[str, Graph]]:
 def _varying(inputs: list[Node], nodes: list[Node]) -> set[Node]:
     """What depends on the inputs, and what changes something in place or draws random numbers; in order.
 
-    All other nodes are constants, made again in each piece that needs them.
+    All other nodes are constants, computed again in each piece that needs them.
     """
     varying = set(inputs)
     for node in nodes:

@@ -13,7 +13,7 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pipe:
-    """So many ranks with ``loops`` stages each, and the microbatches of one batch."""
+    """``ranks`` ranks with ``loops`` stages each, and the microbatches of one batch."""
 
     ranks: int
     loops: int

@@ -232,7 +232,7 @@ def _flowing(
 
 
 def _ended(name: str, placement: tuple[int, ...], microbatches: int, batches: int, turns: Turns) -> Schedule:
-    """What has no end, up to the last update of so many batches."""
+    """A schedule without end, up to the last update of ``batches`` batches."""
 
     def order(rank: int) -> Iterator[Action]:
         updates = batches * placement.count(rank)

@@ -92,7 +92,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Run the schedule on paper: every rank in its order, each action as soon as what it needs is there.
 
     Raises:
-        PlanError: ranks wait for each other for ever, or a stage has no costs.
+        PlanError: ranks wait for each other without end, or a stage has no costs.
     """
     if len(costs.forward) != schedule.num_stages or len(costs.backward) != schedule.num_stages:
         raise PlanError(
@@ -198,7 +198,7 @@ def versions(schedule: Schedule) -> tuple[int, ...]:
 
 
 def gathers(schedule: Schedule, rank: int, unsharded: int = 1) -> int:
-    """How often a rank gathers a stage's weights if those of so many stages are whole at a time (FSDP)."""
+    """How often a rank gathers a stage's weights if ``unsharded`` stages are whole at a time (FSDP)."""
     whole: list[int] = []
     count = 0
     for action in schedule.orders[rank]:
