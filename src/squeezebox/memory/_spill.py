@@ -185,7 +185,7 @@ class Spill:
 
 
 def give_back(nbytes: int) -> None:
-    """So many bytes more were moved: now and then the C library returns what it keeps of freed tensors.
+    """``nbytes`` more were moved: now and then the C library returns what it keeps of freed tensors.
 
     Blocks below its threshold, which grows to 32 MiB, stay in the process otherwise.
     """

@@ -95,7 +95,7 @@ def make_plan(
             wait, may be moved to the file. For SGD, Adam, AdamW, NAdam, RAdam, Adamax, RMSprop and Adagrad.
         clip: the norm that the loop clips gradients to, by torch's ``clip_grad_norm_`` or a trainer's option,
             or True: gradients wait for ``optimizer.step()``. GradScaler needs that too.
-        accumulate: so many backward passes add up to one ``optimizer.step()``.
+        accumulate: how many backward passes add up to one ``optimizer.step()``.
         cache: a folder in which profiles are kept and found again; it may be deleted at any time. One is used
             again for the same model, weights, sample, loss, noise, optimizer, versions and machine; a change
             in what the loss or a module's forward calls is not noticed.
