@@ -89,6 +89,7 @@ def refresh_due(step: int, interval: int) -> bool:
     Training moves fastest at its start.
     """
     if step < interval:
+        # Four times between two powers of two.
         return step < _FIRST_STEPS or step % (1 << (step.bit_length() - 3)) == 0
     return step % interval == 0
 

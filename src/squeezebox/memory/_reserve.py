@@ -71,6 +71,7 @@ class _Block:
         in_use = list(self.occupied.values())  # of which some may end meanwhile
         if not nbytes or any(lower < end and start < upper for lower, upper in in_use):
             return None
+        # An array's view ends when the last tensor on it does; a slice of the tensor would share its storage.
         view = self.memory.numpy()[start:end]
         self.occupied[id(view)] = (start, end)
         weakref.finalize(view, self.occupied.pop, id(view)).atexit = False
@@ -122,6 +123,7 @@ class Reserve:
         ``headroom``: over its sizes, for a place that turns out too small; 1: none, as nobody has counted it.
         """
         self._headroom = headroom
+        # Lifetimes nest, as backward needs tensors in the opposite order.
         for number, (key, nbytes) in enumerate(sizes.items()):
             self._known[key] = _Life(nbytes, number, 2 * len(sizes) - number)
         places = {key: aligned(nbytes) for key, nbytes in sizes.items()}

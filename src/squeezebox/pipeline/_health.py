@@ -182,6 +182,7 @@ class Health:
             if following is None:
                 return rank, False
             rank = following
+        # It waits for nobody, or ranks wait in a circle: then one that works and does not wait is named.
         working = [each for each in after if after[each][2] is None and each != self._rank]
         return (working or [self._rank if rank is None else rank])[0], False
 

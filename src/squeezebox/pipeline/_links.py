@@ -261,6 +261,7 @@ def _at_once(schedule: Schedule, first: Kind) -> list[int]:
         for action in order:
             now[action.stage] += action.kind is first
             most[action.stage] = max(most[action.stage], now[action.stage])
+            # Whole backwards leave nothing between their two parts, so they end only what a forward began.
             if action.kind is Kind.WEIGHT or (action.kind is Kind.BACKWARD and first is Kind.FORWARD):
                 now[action.stage] -= 1
     return most

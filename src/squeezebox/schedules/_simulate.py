@@ -122,6 +122,7 @@ def run(schedule: Schedule, seconds: Callable[[Action], float], transfer: float 
         rank = ready.popleft()
         own, order = spans[rank], schedule.orders[rank]
         now = own[-1].end if own else 0.0
+        # As far as it comes; the rank that is waited for puts it back into ``ready``.
         for action in order[len(own) :]:
             arrived = events.arrival(action, rank)
             if arrived is None:
@@ -186,6 +187,7 @@ def versions(schedule: Schedule) -> tuple[int, ...]:
         passes = [action for action in order if action.kind is not Kind.UPDATE]
         oldest: dict[int, int] = {}  # version that a stage still reads
         needed = []
+        # From the end, so that ``oldest`` is what the stage reads from here on.
         for action in reversed(passes):
             oldest[action.stage] = min(oldest.get(action.stage, action.version), action.version)
             needed.append(oldest[action.stage])
