@@ -61,7 +61,7 @@ def test_a_first_probe_that_would_not_fit_is_not_run():
     assert max(found.probes[:-1]) <= found.plain_batch < 512
 
 
-def test_an_answer_that_needs_more_than_foretold_is_made_smaller(monkeypatch):
+def test_an_answer_that_needs_more_than_predicted_is_made_smaller(monkeypatch):
     _, fitting = found_for(1_000_000)
     own = _find.measured_peak
     monkeypatch.setattr(_find, "measured_peak", lambda *of: int(1.3 * own(*of)))
@@ -71,7 +71,7 @@ def test_an_answer_that_needs_more_than_foretold_is_made_smaller(monkeypatch):
     assert found.predicted_peak_bytes <= found.plan.budget_bytes < 900_000 / 1.2
 
 
-def test_several_inputs_are_foretold_too():
+def test_several_inputs_are_predicted_too():
     model = Sequence()
     sample = (({"tokens": torch.randint(50, (32, 32))}, torch.ones(64)), torch.randint(50, (32 * 32,)))
     found = squeezebox.find_batch(model, sample, loss_fn=F.cross_entropy, memory=2_000_000, exact=True)

@@ -124,9 +124,9 @@ def _peak(rank, plan):
 )
 def test_peaks_are_as_planned(schedule, policy):
     plan = planned(schedules=[schedule], policies=[policy])[0]
-    for peak, foretold in zip(ranks.run(_peak, 2, plan), plan.rank_peak_bytes, strict=True):
+    for peak, predicted in zip(ranks.run(_peak, 2, plan), plan.rank_peak_bytes, strict=True):
         assert not isinstance(peak, str), peak
-        assert peak == pytest.approx(foretold, rel=0.05)
+        assert peak == pytest.approx(predicted, rel=0.05)
 
 
 def test_two_bw_holds_a_version_and_a_gradient_more():

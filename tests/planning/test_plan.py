@@ -77,7 +77,7 @@ def regular(session, model, optimizer, sample):
     return measured_peak(model, optimizer, sample)
 
 
-def test_the_peak_stays_under_every_budget_and_is_foretold(task):
+def test_the_peak_stays_under_every_budget_and_is_predicted(task):
     model, optimizer, sample = task
     step(*task)
     plain = measured_peak(*task)
@@ -359,7 +359,7 @@ def test_what_is_neither_kept_nor_moved_is_made_again(task):
     assert peak == pytest.approx(plan.predicted_peak_bytes, rel=0.03)
 
 
-def test_made_again_from_a_packed_tensor_signs_are_exact_and_noise_is_foretold(tmp_path, monkeypatch):
+def test_made_again_from_a_packed_tensor_signs_are_exact_and_noise_is_predicted(tmp_path, monkeypatch):
     """One tensor for convolution, BatchNorm and ReLU: only BatchNorm's input and the signs are held."""
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -74,13 +74,13 @@ def inputs_of(shape, dtype):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", CASES)
-def test_the_peak_is_foretold(case, optimizer):
+def test_the_peak_is_predicted(case, optimizer):
     factory, shape, dtype = CASES[case]
-    foretold = squeezebox.estimate(
+    predicted = squeezebox.estimate(
         factory, input_shape=shape, batch=8, optimizer=optimizer, input_dtype=dtype
     )
     measured = measured_peak(factory(), inputs_of(shape, dtype), OPTIMIZERS[optimizer])
-    assert foretold.peak_bytes == pytest.approx(measured, rel=0.03)
+    assert predicted.peak_bytes == pytest.approx(measured, rel=0.03)
 
 
 class InBfloat16(nn.Module):
@@ -110,8 +110,8 @@ def test_one_autocast_around_the_estimate_is_as_one_in_every_step(case):
     for _ in range(2):  # the first makes threads and caches
         measured = record_step(InBfloat16(model), optimizer=optimizer, **step).peak().nbytes
     with torch.autocast("cpu", torch.bfloat16):
-        foretold = squeezebox.estimate(model, optimizer=optimizer, **step)
-    assert foretold.peak_bytes == pytest.approx(measured, rel=0.002)
+        predicted = squeezebox.estimate(model, optimizer=optimizer, **step)
+    assert predicted.peak_bytes == pytest.approx(measured, rel=0.002)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -122,26 +122,26 @@ def test_saved_bytes_are_those_of_a_report(case):
     model(inputs_of(shape, dtype)).sum().backward()
     reported = session.report().saved_bytes
     session.detach()
-    foretold = squeezebox.estimate(model, input_shape=shape, batch=8, input_dtype=dtype)
-    assert foretold.saved_bytes == sum(foretold.saved.values()) == reported
+    predicted = squeezebox.estimate(model, input_shape=shape, batch=8, input_dtype=dtype)
+    assert predicted.saved_bytes == sum(predicted.saved.values()) == reported
 
 
 def test_the_parts_are_counted():
     model = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU())
     model[0].weight.requires_grad_(False)
-    foretold = squeezebox.estimate(model, input_shape=(1, 8, 8), batch=2, optimizer="adam")
-    assert foretold.parameter_bytes == 4 * (36 + 8)
-    assert foretold.gradient_bytes == 4 * 8
-    assert foretold.optimizer_bytes == 2 * 4 * 8 + 2 * 4
-    assert foretold.buffer_bytes == 4 * 8 + 8
-    assert foretold.input_bytes == 4 * 2 * 64
+    predicted = squeezebox.estimate(model, input_shape=(1, 8, 8), batch=2, optimizer="adam")
+    assert predicted.parameter_bytes == 4 * (36 + 8)
+    assert predicted.gradient_bytes == 4 * 8
+    assert predicted.optimizer_bytes == 2 * 4 * 8 + 2 * 4
+    assert predicted.buffer_bytes == 4 * 8 + 8
+    assert predicted.input_bytes == 4 * 2 * 64
     assert model[0].weight.device.type == "cpu"
     assert not model[0]._forward_pre_hooks
 
 
 def test_a_model_far_larger_than_memory():
-    foretold = squeezebox.estimate(lambda: nn.Linear(1 << 20, 1 << 20), input_shape=(1 << 20,), batch=1)
-    assert foretold.parameter_bytes > 4 << 40
+    predicted = squeezebox.estimate(lambda: nn.Linear(1 << 20, 1 << 20), input_shape=(1 << 20,), batch=1)
+    assert predicted.parameter_bytes > 4 << 40
 
 
 class Pair(nn.Module):
@@ -161,35 +161,35 @@ def test_several_inputs_a_loss_and_the_models_own_optimizer():
     model, (inputs, target) = Pair(), pairs()
     frozen, trained = model.left.parameters(), model.right.parameters()
     optimizer = torch.optim.RMSprop([{"params": trained, "momentum": 0.9}, {"params": frozen}])
-    foretold = squeezebox.estimate(
+    predicted = squeezebox.estimate(
         model, sample=(inputs, target), loss_fn=functional.cross_entropy, optimizer=optimizer
     )
     functional.cross_entropy(model(*inputs), target).backward()
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values()]
-    assert foretold.optimizer_bytes == sum(state.nbytes for state in states)
-    assert foretold.input_bytes == 4 * 24 * (32 + 16) + 8 * 24
-    assert foretold.optimizer == "RMSprop"
-    assert (foretold.batch, foretold.input_shape) == (24, (32,))
+    assert predicted.optimizer_bytes == sum(state.nbytes for state in states)
+    assert predicted.input_bytes == 4 * 24 * (32 + 16) + 8 * 24
+    assert predicted.optimizer == "RMSprop"
+    assert (predicted.batch, predicted.input_shape) == (24, (32,))
 
 
 def test_a_sample_may_be_made_in_no_memory():
     def sample():
         return torch.zeros(1 << 30, 64), torch.zeros(1 << 30, dtype=torch.int64)
 
-    foretold = squeezebox.estimate(lambda: nn.Linear(64, 8), sample=sample, loss_fn=functional.cross_entropy)
-    assert foretold.input_bytes == (1 << 30) * (4 * 64 + 8)
+    predicted = squeezebox.estimate(lambda: nn.Linear(64, 8), sample=sample, loss_fn=functional.cross_entropy)
+    assert predicted.input_bytes == (1 << 30) * (4 * 64 + 8)
 
 
 def test_the_peak_is_taken_apart():
-    foretold = squeezebox.estimate(convolutions, input_shape=(3, 32, 32), batch=8)
-    peak = foretold.peak
-    assert sum(peak.by_kind.values()) == peak.nbytes == foretold.peak_bytes
-    assert peak.by_kind[Kind.PARAMETER] == foretold.parameter_bytes
-    assert peak.by_kind[Kind.STATE] == foretold.optimizer_bytes
-    assert 0 < peak.by_kind[Kind.SAVED] <= foretold.saved_bytes + 8 * 10 * 8
-    assert peak.call.phase == foretold.peak_phase
-    assert f"'{peak.call.module}'" in str(foretold)
+    predicted = squeezebox.estimate(convolutions, input_shape=(3, 32, 32), batch=8)
+    peak = predicted.peak
+    assert sum(peak.by_kind.values()) == peak.nbytes == predicted.peak_bytes
+    assert peak.by_kind[Kind.PARAMETER] == predicted.parameter_bytes
+    assert peak.by_kind[Kind.STATE] == predicted.optimizer_bytes
+    assert 0 < peak.by_kind[Kind.SAVED] <= predicted.saved_bytes + 8 * 10 * 8
+    assert peak.call.phase == predicted.peak_phase
+    assert f"'{peak.call.module}'" in str(predicted)
 
 
 def test_a_sample_goes_without_a_shape():

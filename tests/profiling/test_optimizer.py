@@ -35,6 +35,6 @@ def test_what_a_step_takes_for_a_moment(name, way):
         assert meter.start()
         optimizer.step()
         taken = meter.stop(()).total_bytes
-        foretold = transient_bytes([parameter.grad for parameter in parameters], optimizer)
+        predicted = transient_bytes([parameter.grad for parameter in parameters], optimizer)
         largest = max(parameter.nbytes for parameter in parameters)
-        assert taken - largest // 4 <= foretold <= taken + 1.01 * largest, settings
+        assert taken - largest // 4 <= predicted <= taken + 1.01 * largest, settings

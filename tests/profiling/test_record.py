@@ -95,7 +95,7 @@ OPERATORS = {
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_what_operators_take_and_give_back_is_foretold(name):
+def test_what_operators_take_and_give_back_is_predicted(name):
     make, shape = OPERATORS[name]
 
     def loss_fn(output, _):

@@ -1,4 +1,4 @@
-"""What operators take on a CPU beyond their results: foretold peaks against those of recorded steps."""
+"""What operators take on a CPU beyond their results: predicted peaks against those of recorded steps."""
 
 import pytest
 import torch
@@ -64,8 +64,8 @@ def test_the_peak_is_that_of_a_recorded_step(case):
     options = {"sample": (inputs, None), "loss_fn": mean_square}
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     measured = record_step(model, optimizer=optimizer, **options).peak()
-    foretold = squeezebox.estimate(model, optimizer="sgd", **options)
-    assert foretold.peak_bytes == pytest.approx(measured.nbytes, rel=0.01)
+    predicted = squeezebox.estimate(model, optimizer="sgd", **options)
+    assert predicted.peak_bytes == pytest.approx(measured.nbytes, rel=0.01)
 
 
 def test_what_a_recurrent_layer_keeps_is_saved():
@@ -73,5 +73,5 @@ def test_what_a_recurrent_layer_keeps_is_saved():
     sample = (torch.randn(shape), None)
     trace = record_step(model, sample=sample, loss_fn=mean_square)
     saved = [storage.nbytes for storage in trace.storages if storage.kind is Kind.SAVED]
-    foretold = squeezebox.estimate(model, sample=sample, loss_fn=mean_square, optimizer="sgd")
-    assert foretold.saved_bytes == pytest.approx(sum(saved), rel=0.02)
+    predicted = squeezebox.estimate(model, sample=sample, loss_fn=mean_square, optimizer="sgd")
+    assert predicted.saved_bytes == pytest.approx(sum(saved), rel=0.02)

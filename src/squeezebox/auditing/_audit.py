@@ -69,12 +69,12 @@ def audit(
         train: a whole training. It is given an :class:`AuditRun`, makes its model within
             ``run.initialising()``, orders its data by ``run.order``, trains within
             ``run.attach(model, optimizer)``, and returns ``run.finish(model, outputs, targets)``.
-        out: a folder for finished trainings. Those that are there are not made again.
+        out: a folder for finished trainings. Those found there are not trained again.
         arms: options of :func:`squeezebox.attach` by the arm's name, None for plain training. The first arm
             is the one that the others are compared with. Default: plain, and squeezed with ``noise=1e-3``.
         seeds: trainings of every series, at least 3.
         factors: those of "initialisation", "order", "augmentation" and "implementation" to vary alone.
-        margin: a mean difference within so many standard deviations of the first arm's score between seeds
+        margin: in standard deviations of the first arm's score between seeds; a smaller mean difference
             counts as none.
         workers: processes that train at the same time. With more than one, ``train`` and the arms' options
             must be importable or plain, as for ``multiprocessing``.
@@ -147,7 +147,7 @@ def _keys(arms: Sequence[str], seeds: int, factors: Sequence[str], threads: int)
     keys = [RunKey(arm=arm, series=EVERYTHING, seed=seed) for seed in range(seeds) for arm in arms]
     keys += [RunKey(arm=arm, series=CONTROL, seed=0) for arm in arms]
     for name in factors:
-        # a host has so many variants; more trainings would repeat them. A device's kernels differ each time
+        # a host has no more variants; more trainings would repeat them. A device's kernels differ each time
         repeat = name == Factor.IMPLEMENTATION.value and not torch.cuda.is_available()
         # seed 0 of a factor alone is seed 0 of everything
         later = range(1, min(seeds, 2 * threads) if repeat else seeds)
@@ -230,7 +230,7 @@ def _trained(
 
 
 def _end_with_parent() -> None:
-    """A worker whose parent was killed would wait for its next training for ever."""
+    """A worker whose parent was killed would wait for its next training without end."""
     parent = multiprocessing.parent_process()
 
     def watch() -> None:
@@ -258,7 +258,7 @@ def _require_picklable(train: TrainFunction, arms: Arms) -> None:
 
 
 def _file_name(key: RunKey) -> str:
-    """The arm's name made safe for files, and told apart from others that would become the same."""
+    """The arm's name made safe for files, and unlike others that would become the same."""
     safe = "".join(letter if letter.isalnum() or letter in "-_=." else "_" for letter in key.arm)
     short = hashlib.sha256(key.arm.encode()).hexdigest()[:6]
     return f"{safe[:60]}-{short}-{key.series}-{key.seed}"
@@ -289,7 +289,7 @@ def _with_operators(found: Audit, train: TrainFunction, arms: Arms, threads: int
 def _step_cost(
     train: TrainFunction, key: RunKey, options: Mapping[str, Any] | None, threads: int, steps: int
 ) -> StepCost | None:
-    """Steps in turn with deterministic algorithms and without; None where no optimizer told of its steps.
+    """Steps in turn with deterministic algorithms and without; None where no optimizer reported its steps.
 
     The first step of each round, which includes loading what is loaded late, is not counted.
     """

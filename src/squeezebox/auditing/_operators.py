@@ -1,4 +1,4 @@
-"""Which operators break bitwise equality, and what determinism costs each: calls made again on the spot."""
+"""Which operators break bitwise equality, and what determinism costs each: calls are repeated on the spot."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One training of an audit: what the training function is given, and what it gives back.
 
-Every factor has random numbers of its own. Initialisation and data order draw from where the function is told
-to; everything else that draws from a global generator of torch, numpy or Python is augmentation.
+Every factor has random numbers of its own. Initialisation and data order draw from the run's generators;
+everything else that draws from a global generator of torch, numpy or Python is augmentation.
 """
 
 from __future__ import annotations

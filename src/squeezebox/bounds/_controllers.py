@@ -89,6 +89,7 @@ def refresh_due(step: int, interval: int) -> bool:
     Training moves fastest at its start.
     """
     if step < interval:
+        # Four times between two powers of two.
         return step < _FIRST_STEPS or step % (1 << (step.bit_length() - 3)) == 0
     return step % interval == 0
 
@@ -144,7 +145,7 @@ class NoiseBudget:
         return known if known is not None else self.first_share * math.sqrt(self.noise) * rms()
 
     def update(self, state: ControllerState, statistics: StepStatistics) -> ControllerState:
-        """Allocate the budget anew from the running sensitivities."""
+        """Allocate the budget again, from the running sensitivities."""
         seen = _observed(state, statistics)
         bounds = allocate(
             self.noise, statistics.tensors, seen.sensitivities, highest_share=self.highest_share

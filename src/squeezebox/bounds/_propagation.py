@@ -84,6 +84,7 @@ def gradient_energy(nodes: Iterable[NodeStatistics]) -> float:
 def _reach(nodes: Iterable[NodeStatistics]) -> dict[int, float]:
     """Node number -> squared error in all parameters per unit of squared noise in its output gradient."""
     reach: dict[int, float] = {}
+    # A node's number is above those it leads to, so ``reach`` knows these already.
     for node in sorted(nodes, key=lambda node: node.number):
         total = 0.0
         for edge in node.edges:

@@ -34,7 +34,7 @@ class Regions:
         return self._count or self.known
 
     def start_step(self) -> None:
-        """Count anew; a step in which no region saved anything tells nothing."""
+        """Start counting again; a step in which no region saved anything says nothing."""
         self.known = self.latest
         self._count = 0
         self._made = self._largest = self._spared = 0

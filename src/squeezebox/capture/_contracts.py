@@ -1,4 +1,4 @@
-"""Who decides how a tensor is held, and who is told of it."""
+"""Who decides how a tensor is held, and who hears of it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Trial = Callable[..., codecs.Packed]
 
 
 class Listener(Protocol):
-    """Is told of every saved tensor's way through one step."""
+    """Hears what becomes of every saved tensor in one step."""
 
     def calling(self, call: Call) -> None:
         """An operator that can be repeated begins."""
@@ -60,7 +60,7 @@ class Listener(Protocol):
 
         ``trial(codec, bound)``, in units of ``scale``, packs them by any that serves and keeps nothing.
 
-        ``again()`` makes it again as ``derive()`` says, from what is held of the others.
+        ``again()`` recomputes it as ``derive()`` says, from what is held of the others.
         """
 
     def saved(self, row: Row) -> None:

@@ -98,7 +98,7 @@ class DeviceBlocks:
         self.arena = self._kept
 
     def place(self, nbytes: int) -> codecs.Arena | None:
-        """The arena for blocks of a tensor of so many bytes; None: they need memory of their own."""
+        """The arena for blocks of a tensor of ``nbytes``; None: they need memory of their own."""
         slot = self._sizes.next(nbytes)
         if self.arena is None:
             return None
@@ -154,7 +154,7 @@ class DeviceBlocks:
         return codecs.Arena(room, self.device, spill_bytes=self._wanted_spill(room), tensors=_TENSORS)
 
     def _wanted_spill(self, room: int) -> int:
-        """Bytes of pinned memory beside an arena of ``room``: as much again, until a step has been seen."""
+        """Bytes of pinned memory for an arena of ``room``: as much again, until a step has been seen."""
         return min(room, max(int(_SPILL_SHARE * room), self._spilled())) if self._rates else room
 
     def _spilled(self) -> int:
@@ -193,5 +193,5 @@ class DeviceBlocks:
 
 
 def table_bytes(packed: codecs.Packed) -> int:
-    """What lies beside an arena's words and their overflow."""
+    """Bytes of a packed tensor that are neither an arena's words nor their overflow."""
     return sum(part.nbytes for part in packed.payload[2:])

@@ -105,7 +105,7 @@ class Entry:
         self.slot: Slot | HostSlot | None = None
         self.origin: Origin | None = None
         self.recipe: Recipe | None = None
-        self.ready: torch.Tensor | None = None  # flat; made again, or wanted by a recipe before its own use
+        self.ready: torch.Tensor | None = None  # flat; recomputed, or wanted by a recipe before its own use
         self.device = tensor.device
         self.scaled = False  # whether the bound of its values is in units of the
         self.row = row
@@ -158,7 +158,7 @@ class Handle:
         self.rule = OTHER
         self.form = "borrowed"
         self.entry: Entry | None = None
-        self.exact: torch.Tensor | None = None  # kept beside the packed form where a check is due
+        self.exact: torch.Tensor | None = None  # kept with the packed form where a check is due
         self.stamp: Stamp | None = None  # where overwriting is looked for
         self.override: torch.Tensor | None = None  # what a check or a probe wants backward to read
 

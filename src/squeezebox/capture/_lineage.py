@@ -1,4 +1,4 @@
-"""Which operator made each tensor from which others, so that it can be made again."""
+"""Which operator made each tensor from which others, so that it can be recomputed."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class Lineage:
         )
 
     def end(self, call: Call, args: Any, kwargs: Any, out: Any) -> None:
-        """To be told after it: what it returned is its result, also what it changed in place."""
+        """To be called after it: what it returned is its result, also what it changed in place."""
         given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs)) if self._is_plain(t)}
         before = {id(origin): origin for origin in call.inputs}
         for number, tensor in enumerate(_tensors(out)):
@@ -285,7 +285,7 @@ class Recipe:
         self._calls = sorted(calls.values(), key=lambda call: call.number)
 
     def follow(self, values: Callable[[Any], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """The tensor's storage made again, flat; ``values(entry)`` gives an entry's, which stays as it is."""
+        """The tensor's storage recomputed, flat; ``values(entry)`` gives an entry's, which stays as it is."""
         made: dict[int, list[torch.Tensor]] = {}
 
         def whole(origin: Origin) -> torch.Tensor:
@@ -346,7 +346,7 @@ def _literal(leaf: Any) -> Any:
 
 
 def _switches() -> tuple[bool, ...]:
-    """What chooses kernels beside the arguments."""
+    """The settings that choose kernels, in addition to the arguments."""
     attention = (torch._C._get_flash_sdp_enabled(), torch._C._get_math_sdp_enabled())
     return (*attention, torch._C._get_mem_efficient_sdp_enabled(), torch._C._get_mkldnn_enabled())
 

@@ -51,7 +51,7 @@ class _Keeper(Packer):
 class Observer(Recorder):
     """A context around a model's forward that only looks.
 
-    Storages, owners and roles are told as in a session, so :meth:`saved_bytes` is what a report would
+    Storages, owners and roles are identified as in a session, so :meth:`saved_bytes` is what a report would
     call saved. Fake tensors count as plain ones: their storages have sizes and identities too.
     """
 

@@ -1,4 +1,4 @@
-"""How a saved tensor comes to be held: as itself, packed, moved, or to be made again."""
+"""How a saved tensor comes to be held: as itself, packed, moved, or to be recomputed."""
 
 from __future__ import annotations
 

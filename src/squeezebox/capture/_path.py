@@ -1,4 +1,4 @@
-"""Which module is running, told by torch's hooks for all modules: none is put on the model's own."""
+"""Which module is running, followed by torch's hooks for all modules: none is put on the model's own."""
 
 from __future__ import annotations
 

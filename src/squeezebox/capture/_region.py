@@ -144,7 +144,7 @@ class Traced:
 class Tracer:
     """Watches one forward for a chain of calls that could be a region: the next one alone reads each result.
 
-    Looks only; tensors are told by weak references. One that is ``holding`` also keeps the calls themselves,
+    Looks only, through weak references to tensors. One that is ``holding`` also keeps the calls themselves,
     and what the first one reads.
     """
 

@@ -70,7 +70,7 @@ class Collector:
 
     Tensors chosen by ``checked`` keep their exact values until backward. A weighted layer's gradient
     from them is compared with the lossy one; any other operator's true error is sent through the rest
-    of the backward, beside the gradient, down to the parameters.
+    of the backward, together with the gradient, down to the parameters.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Collector:
         self._saved_bytes[watched.number] = sum(
             handle.nbytes for (_, handle), rule in readers if handle.form == "pending" and rule.reads
         )
-        if operator in _WEIGHTED and lossy:  # of others what they saved would have to be made again
+        if operator in _WEIGHTED and lossy:  # what others saved would have to be recomputed
             watched.fan = _fan(node, operator)
             watched.parameter = self._parameter_name(node.next_functions[_WEIGHTED[operator][1]][0])
         for _, handle, rule in lossy:
@@ -139,14 +139,14 @@ class Collector:
         self.interrupted = False
 
     def note_packed(self, nodes: list[Node]) -> None:
-        """After an operator's tensors are packed: what its backward will need beside all packed ones."""
+        """After an operator's tensors are packed: what its backward will need on top of all packed ones."""
         packed = sum(row.packed_bytes for row in self._store.rows)
         for node in nodes:
             working = _working_set(node, self._saved_bytes.pop(node_number(node), 0))
             self.floor_bytes = max(self.floor_bytes, packed + working)
 
     def exact_copy(self, handle: Handle) -> torch.Tensor | None:
-        """The handle's tensor, to be kept beside its packed form, if its layer is checked this step."""
+        """The handle's tensor, to be kept with its packed form, if its layer is checked this step."""
         if id(handle) not in self._exact or handle.tensor is None:
             return None
         return handle.tensor.detach()
@@ -266,7 +266,7 @@ class Collector:
     def _compare(
         self, watched: _Watched, node: Any, handle: Handle, grad_inputs: Gradients, grad_outputs: Gradients
     ) -> None:
-        """Measure one layer's weight gradient error and set it beside the law's."""
+        """Measure one layer's weight gradient error and compare it with the law's."""
         attribute, edge = _WEIGHTED[watched.operator]
         exact, handle.exact = handle.exact, None
         if exact is None or handle.entry is None or handle.form != "values":

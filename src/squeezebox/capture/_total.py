@@ -1,4 +1,4 @@
-"""The error of all lossy tensors together, carried beside the gradient down to the parameters."""
+"""The error of all lossy tensors together, carried with the gradient down to the parameters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TotalError:
     """What a step's gradients are off by, without a second step.
 
     While it is packed, every lossy tensor leaves what packing lost, held within a quarter of its bound: about
-    two bits an element. With it backward runs once more, operator by operator, beside the lossy one, and the
+    two bits an element. With it backward runs once more, operator by operator, next to the lossy one, and the
     difference of the two goes on to the next operators; errors that meet are added, as gradients are.
     """
 

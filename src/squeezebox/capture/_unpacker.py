@@ -1,4 +1,4 @@
-"""How backward gets a saved tensor back: unpacked, moved back, or made again."""
+"""How backward gets a saved tensor back: unpacked, moved back, or recomputed."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Unpacker:
         return Recipe(entry.origin, found.sources).follow(self.held, entry.dtype)
 
     def held(self, entry: Entry) -> torch.Tensor:
-        """All its values, flat, made anew and left to the caller."""
+        """All its values, flat, in a new tensor that is the caller's."""
         if entry.kept is not None:
             return flattened(entry.kept, entry.numel)
         if isinstance(entry.slot, HostSlot):
@@ -115,5 +115,5 @@ class Unpacker:
 
 
 def derived(origin: Origin | None) -> Derivation | None:
-    """How a tensor of that origin can be made again, if it can."""
+    """How a tensor of that origin can be recomputed, if it can."""
     return None if origin is None else derivation(origin)

@@ -1,4 +1,4 @@
-"""What capture does with every tensor, told while it does it."""
+"""What capture does with every tensor, reported while it does it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from squeezebox.schema import Activity
 
 
 class Watcher(Protocol):
-    """Is told what time is spent on, and what becomes of tensors."""
+    """Hears what time is spent on, and what becomes of tensors."""
 
     def begin(self, activity: Activity) -> None:
         """From now on, until :meth:`end`."""
@@ -20,13 +20,13 @@ class Watcher(Protocol):
         """From now on again what was before."""
 
     def held(self, row: Row) -> None:
-        """A tensor has been packed, or whatever is done with it; told again for each use of it."""
+        """A tensor has been packed, or held in another way; called again for each use of it."""
 
     def small(self, nbytes: int) -> None:
         """A tensor too small to be packed was left as it is."""
 
     def recomputed(self, row: Row) -> None:
-        """A tensor is made again."""
+        """A tensor is recomputed."""
 
 
 @contextlib.contextmanager

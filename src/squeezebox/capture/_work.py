@@ -26,7 +26,7 @@ class Work:
         return Work(self.calls[:count], self.source)
 
     def of(self, size: int) -> Work:
-        """The work of the first so many samples."""
+        """The work of the first ``size`` samples."""
         return Work(self.calls, self.source[:size])
 
     def run(self, slices: int) -> torch.Tensor:

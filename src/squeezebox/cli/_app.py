@@ -108,7 +108,7 @@ def plan(
         Path | None, typer.Option(help="Where that file is made: a folder on a disk.")
     ] = None,
     recompute: Annotated[
-        bool, typer.Option("--recompute/--no-recompute", help="Whether tensors may be made again.")
+        bool, typer.Option("--recompute/--no-recompute", help="Whether tensors may be recomputed.")
     ] = True,
     time_limit: Annotated[
         float | None,
@@ -339,7 +339,7 @@ def doctor(
 ) -> None:
     """Check a training step, or without one the environment.
 
-    A step runs three times; named is what it does in vain, by line of Python.
+    A step runs three times; the report names what it does needlessly, by line of Python.
 
     Of the environment: versions, devices, and packages that are not what was installed (exit status 1).
     --packages adds it to a step.

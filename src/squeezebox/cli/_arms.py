@@ -21,7 +21,7 @@ INTERVAL = 32  # steps between refreshes: a short training changes fast
 
 
 class Steered:
-    """A controller that refreshes when told, and as the wrapped one does until then."""
+    """A controller that refreshes when its owner says so, and until then as the wrapped one does."""
 
     def __init__(self, controller: Controller) -> None:
         self.forced: bool | None = None

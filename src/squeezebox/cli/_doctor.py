@@ -1,4 +1,4 @@
-"""``squeezebox doctor``: what a step does in vain, and whether packages are as they were installed."""
+"""``squeezebox doctor``: what a step does needlessly, and whether packages are as they were installed."""
 
 from __future__ import annotations
 
@@ -60,5 +60,5 @@ def show(step: StepCheck | None, environment: EnvironmentCheck | None, as_json: 
         names = ", ".join(dict.fromkeys(each.package for each in faults))
         raise SqueezeboxError(
             f"{len(faults)} thing{'s' if len(faults) > 1 else ''} wrong with {names}, named above. Where you "
-            "did not change it yourself, install the package anew: pip install --force-reinstall --no-deps."
+            "did not change it yourself, install the package again: pip install --force-reinstall --no-deps."
         )

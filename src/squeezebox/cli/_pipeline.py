@@ -50,7 +50,7 @@ def plan(
     bandwidth: Annotated[
         str | None, typer.Option(help="Bytes a second between ranks: 1GiB (default: measured here).")
     ] = None,
-    latency: Annotated[float, typer.Option(help="Seconds of a message, beside --bandwidth.")] = 0.0,
+    latency: Annotated[float, typer.Option(help="Seconds of a message; goes with --bandwidth.")] = 0.0,
     out: Annotated[Path, typer.Option(help="Where the fastest plan goes, as JSON.")] = Path("plan.json"),
     others: Annotated[int, typer.Option(help="Runners-up to print.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan's JSON and nothing else.")] = False,

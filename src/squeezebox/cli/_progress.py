@@ -36,7 +36,7 @@ def progress(title: str) -> Iterator[Show]:
 
 
 class _View(Protocol):
-    """Shows what it was told last."""
+    """Shows the latest progress it was given."""
 
     def show(self, done: int, total: int, note: str) -> None:
         """So much is done."""

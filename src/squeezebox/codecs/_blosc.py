@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from squeezebox.schema import CodecError, FormatError
 
-# Room Blosc2 needs beside the data when it stores it unchanged.
+# Blosc2's header, which comes on top of data that it stores unchanged.
 HEADER_BYTES = 32
 
 

@@ -130,11 +130,13 @@ def _steps(bound: float, peak: float, dtype: torch.dtype, keep_sign: bool) -> It
     """(step, limit) to try in turn: just below twice the bound, then half and a quarter of that."""
     kind = np.float64 if dtype == torch.float64 else np.float32
     limit = min(bound, 1e38) * (1 - 2.0**-20)
+    # Rounding to the dtype, and four roundings on the way: what may move a decoded value of size ``peak``.
     slack = (ROUNDING[dtype] + 4 * ROUNDING[torch.float64 if kind is np.float64 else torch.float32]) * peak
     for step in (2 * (limit - slack), limit, limit / 2):
         if keep_sign:  # no wider than what gives all elements one code
             step = min(step, peak / (1 - _quantise.SHIFT) * (1 + 2.0**-20))
         step = min(step, torch.finfo(dtype).max)
+        # Float32 has normal inverses of these.
         if 1e-36 < step < 1e38:
             yield float(kind(step)), float(kind(limit))
 
@@ -168,6 +170,7 @@ def _narrow(
     kernels: Kernels, flat: Tensor, start: int, bound: float, coding: Coding, width: int, dither: int
 ) -> Chunk | None:
     """One float32 chunk in codes of this width, if they can hold it: a single pass."""
+    # Narrower by all that rounding can move a code of this width: no element needs a check of its own.
     step = float(np.float32(2 * min(bound, 1e38) * (1 - 2.0 ** (width - 21))))
     steps = coding.steps(step)
     if not steps.normal:
@@ -176,7 +179,9 @@ def _narrow(
     if codes is None:
         return None
     values = codes.cpu().numpy()
+    # The two ends are a quick test, which most chunks fail.
     if values[0] == values[-1] and bool((values == values[0]).all()):
+        # Without the sign kept, a dithered code 0 stands for another value in each run.
         if values[0] == 0 and (coding.keep_sign or not dither):
             return Chunk(kind=ZERO)
         if coding.scale is None and not dither:  # the table holds a constant in no bytes

@@ -45,7 +45,7 @@ def rounding(dtype: torch.dtype, peak: float) -> float:
     return peak * torch.finfo(dtype).eps + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
 
-# Of flat elements and their groups' scales, with so many bits and a share of a step: the bound.
+# From rounding, flat elements, their groups' scales, bits and a share of a step: the bound.
 Reach = Callable[[str, Tensor, Tensor, int, float], float]
 
 
@@ -107,7 +107,7 @@ For dense tensors; signs of small values may be lost.
 class Groups(Codec):
     """256 elements in memory order share their levels; error at most half a step of the worst group.
 
-    Stochastic: unbiased for a seed drawn anew, error below one step, zeros exact.
+    Stochastic: unbiased if each call has a fresh seed, error below one step, zeros exact.
     """
 
     levels: Levels

@@ -1,4 +1,4 @@
-"""What helps a codec, beside the tensor and its bound."""
+"""What helps a codec, in addition to the tensor and its bound."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Hints:
     channels_last. A codec that cannot do so refuses a scale, unless it is exact.
 
     ``lag`` is the distance, in elements of memory order, to the one that resembles each (0: none, -1: choose
-    by a trial). ``dither`` > 0 moves the steps by another phase for every so many elements, so that equal
+    by a trial). ``dither`` > 0 moves the steps by another phase every ``dither`` elements, so that equal
     values do not have equal errors; 0: all share one. ``seed`` is that of stochastic rounding. ``room`` are
     flat bytes of the host in which the result is made where it fits, ``arena`` is where blocks go.
     """

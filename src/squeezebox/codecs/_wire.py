@@ -19,7 +19,7 @@ MAGIC = b"SQZB"
 VERSION = 1
 # magic, format version, header length, CRC-32 of header and payload
 PREFIX = struct.Struct("<4sHIxxI")
-# Of the tensor that bytes may claim to hold: at least this, or so many times their number.
+# The largest tensor that a message may claim to hold: this, or this multiple of its own bytes.
 LEAST_LIMIT, MOST_RATIO = 64 << 20, 1024
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype

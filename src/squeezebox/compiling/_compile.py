@@ -61,11 +61,11 @@ def compile_model(
         model: an eager module, on one device, not attached. It is left as it is.
         plan: from :func:`plan`. What it keeps is kept; what it packs gets the fewest bits that stay within
             the bound, in the mean square over the first batch, or is kept where 8 do not; what it would move
-            to a file or make again gets 8 bits, or is kept where the plan loses nothing.
+            to a file or recompute gets 8 bits, or is kept where the plan loses nothing.
         noise: allowed relative gradient noise on ``sample``: values get 8 or 4 bits or are kept, by the error
             law after a few eager steps. The step is compiled at once and its noise measured; where there is
-            more than the law foretold (backward may compute several operators' inputs again from one
-            tensor), it is compiled anew with less, up to 4 times, and at last with every value kept.
+            more than the law predicted (backward may compute several operators' inputs again from one
+            tensor), it is compiled again with less, up to 4 times, and at last with every value kept.
         sample: goes with noise: inputs and target, as :func:`plan` takes them.
         loss_fn: goes with noise: see :func:`plan`.
         bits: 8, 4 or 2 for every value (default 8, without plan and noise).
@@ -186,10 +186,10 @@ def _within(
     exact = example.gradients(kept if example.is_random() else example.model)
 
     def attempt(limit: float) -> tuple[CompiledStep, float, float]:
-        rule, foretold = _fewest_bits(profile, limit)
+        rule, predicted = _fewest_bits(profile, limit)
         step = compiled(lambda args, kwargs: rule)
         step.noise = gradient_noise(exact, example.gradients(step))
-        return step, foretold, step.noise
+        return step, predicted, step.noise
 
     step = within(noise, attempt)
     if step is not None:

@@ -1,4 +1,4 @@
-"""What a training step does in vain, and whether the environment is as it was installed.
+"""What a training step does needlessly, and whether the environment is as it was installed.
 
 In: a function that takes a step, names of packages. Out: findings by line of Python, faults by package.
 May touch: sources and byte code of installed packages, to read them; processes that import them.

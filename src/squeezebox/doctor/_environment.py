@@ -33,7 +33,7 @@ MODEL_PACKAGES = (
     *("huggingface-hub", "accelerate", "diffusers", "peft", "lightning", "pytorch-lightning", "torchmetrics"),
     *("sentence-transformers", "open-clip-torch", "ultralytics", "squeezebox"),
 )
-_BUILT_FOR_ONE_TORCH = ("torchvision", "torchaudio")  # they do not import beside another
+_BUILT_FOR_ONE_TORCH = ("torchvision", "torchaudio")  # neither imports with another build of torch
 _NAMED = (
     *("squeezebox", "torch", "numpy", "numba", "blosc2", "triton", "torchvision", "timm", "transformers"),
     *("accelerate", "lightning"),
@@ -50,7 +50,7 @@ def check_environment(
     Of each package: whether its files have the hashes of its RECORD, with none missing and none added;
     whether the byte code that Python would load is what its source compiles to; and whether the loaded
     classes' ``forward``, ``__call__`` and ``backward`` are what their source defines (always asked of
-    torch). Against whoever can also write the RECORD this is no protection.
+    torch). This is no protection against somebody who can also write the RECORD.
 
     Args:
         packages: names of distributions, which are then imported too, unless their files are not as

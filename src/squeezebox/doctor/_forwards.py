@@ -67,7 +67,7 @@ def _is_class(value: Any) -> bool:
 
 
 def _what_is_wrong(kind: type, name: str, sources: _Sources) -> str:
-    """What the method is instead; "" where it is what it should be, or nothing can be told."""
+    """What the method is instead; "" where it is what it should be, or nothing can be said."""
     found = _plain(vars(kind)[name])
     source = sources.of(getattr(sys.modules[kind.__module__], "__file__", None) or "")
     if source is None:

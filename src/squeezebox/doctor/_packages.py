@@ -68,7 +68,7 @@ def _why_skipped(found: Distribution) -> str:
 
 
 def check_files(package: Installed, on_progress: Progress) -> Iterator[EnvironmentFault]:
-    """Files that are missing, changed, or beside the package's own though nobody installed them.
+    """Files that are missing, changed, or in the package's folders though nobody installed them.
 
     Hashes are those of the wheel's RECORD; files without one (byte code, scripts) are not compared here.
     """
@@ -169,7 +169,7 @@ def _compared(pairs: Sequence[tuple[Path, Path, int]]) -> Iterator[str]:
 
 
 class _Comparer:
-    """A process that compares byte code, and begins anew where one ends it."""
+    """A process that compares byte code, and starts again where a file ends it."""
 
     def __enter__(self) -> _Comparer:
         command = [sys.executable, "-I", "-S", "-B", "-W", "ignore", _byte_code.__file__]

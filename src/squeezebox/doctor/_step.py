@@ -1,4 +1,4 @@
-"""Whether a training step does anything in vain."""
+"""Whether a training step does anything needlessly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_step(
     as_device: bool = False,
     on_progress: Callable[[int, int, str], None] | None = None,
 ) -> StepCheck:
-    """Run a training step three times, and name what it does in vain, by line of Python, time and bytes.
+    """Run a training step three times, and name what it does needlessly, by line of Python, time and bytes.
 
     Named are operators whose results were there already, results that nobody reads, copies in whose place
     the original would have done, and operators for which the host waits for a device. Random operators

@@ -37,7 +37,7 @@ def squeezed(
     checkpoint saved then is complete; the next session of the same model goes on from it, in its place.
 
     Args:
-        accelerator: has prepared ``model``; told of the session.
+        accelerator: has prepared ``model``; it gets the session as an object to checkpoint.
         model: what ``prepare`` returned; the session is attached to the module within.
         optimizer: what ``prepare`` returned.
         options: of :func:`squeezebox.attach`.

@@ -59,7 +59,7 @@ class SqueezeboxCallback(TrainerCallback, ExportableState):
         missing = sorted(set(self.left_out) - set(self._options))
         if missing:
             raise OptionError(
-                f"restore_callback_states_from_checkpoint makes this callback anew from the checkpoint, "
+                f"restore_callback_states_from_checkpoint builds this callback from the checkpoint, "
                 f"which cannot hold {', '.join(missing)}. Leave that flag off: the session's state comes "
                 "back anyway."
             )

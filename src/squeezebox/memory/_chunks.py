@@ -124,7 +124,7 @@ class Chunks:
         self._threads.shutdown(wait=wait)
 
     def _reclaim(self) -> None:
-        """Free the buffers that nobody wants; those being written stay, lest their place be written anew."""
+        """Free the buffers that nobody wants; one that is being written stays, and its place with it."""
         for offset, chunk in [*self._used.items()]:
             if not chunk.wanted and not (chunk.written and chunk.is_pending):
                 self._free.append(self._used.pop(offset))

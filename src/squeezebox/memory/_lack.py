@@ -1,4 +1,4 @@
-"""What could not be allocated, told by its error: torch's, oneDNN's, numpy's, or an import's."""
+"""What could not be allocated, read from the error: torch's, oneDNN's, numpy's, or an import's."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def _is_same(found: torch.device, device: torch.device) -> bool:
 
 
 def _free_workspaces(device: torch.device) -> None:
-    """Have cuBLAS take its workspaces anew in the step: it keeps them from the first product on.
+    """Have cuBLAS allocate its workspaces again in the step: it keeps them from the first product on.
 
     Not while a graph is captured, which goes on using them.
     """
@@ -186,6 +186,7 @@ class PeakMeter:
         storages = (tensor.untyped_storage() for tensor in tensors)
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
         if self._on_device:  # its counters know no addresses
+            # What is larger than all that came since must have been there before.
             since = torch.cuda.memory_allocated(self._device) - self._baseline
             sizes = {address: nbytes for address, nbytes in sizes.items() if nbytes > since}
         self._given |= sizes
@@ -218,9 +219,10 @@ class PeakMeter:
 
 
 def _integrate(allocations: Iterable[tuple[int, int]], living: dict[int, int], apart: set[int]) -> Peak:
-    """Follow the events; frees of addresses nobody told of are none of this step's business."""
+    """Follow the events; a free of an address that no event allocated is not this step's."""
     events = list(allocations)
     last = {address: number for number, (address, nbytes) in enumerate(events) if nbytes > 0}
+    # An address may be used several times; ``apart`` means the last tensor there.
     excluded = {last[address] for address in apart if address in last}
     before = dict(living)
     now: dict[int, tuple[int, int]] = {}  # address -> bytes, of which activations

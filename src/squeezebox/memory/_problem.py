@@ -134,7 +134,7 @@ def _checked(conflicts: Relation, buffers: Sequence[Buffer]) -> Relation:
 
 
 def _moments(sizes: Integers, lower: Integers, upper: Integers, most: int) -> Relation:
-    """Who lives when a buffer begins, at up to so many moments: those at which most bytes do."""
+    """Who lives when a buffer begins, at up to ``most`` moments: those at which most bytes do."""
     times = np.unique(lower)
     change = np.zeros(len(times) + 1, np.int64)
     np.add.at(change, np.searchsorted(times, lower), sizes)

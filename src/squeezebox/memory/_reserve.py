@@ -12,15 +12,15 @@ import torch
 
 from squeezebox.schema import ArenaRecord, Buffer
 
-_QUANTILE = 0.95  # of a tensor's last sizes, nearest rank,
-_SIZES = 20  # of which there are so many: one may be larger than its place
+_QUANTILE = 0.95  # of a tensor's last sizes, nearest rank
+_SIZES = 20  # that are remembered: one of them may be larger than its place
 HEADROOM = 1.125  # over that, where sizes vary
 _SPARE = 1.5  # times what is wanted: a place that is larger is made smaller
 _ALIGNMENT = 64
 
 
 class Room:
-    """A tensor's place in the arena. What is put there keeps it, whoever holds that."""
+    """A tensor's place in the arena. It stays taken for as long as anything holds the tensor put there."""
 
     def __init__(self, bytes_: torch.Tensor) -> None:
         self._bytes = bytes_
@@ -32,7 +32,7 @@ class Room:
         return self._bytes[self._used :]
 
     def take(self, nbytes: int) -> torch.Tensor | None:
-        """So many of them; None if there are fewer."""
+        """``nbytes`` of its bytes; None if there are fewer."""
         free = self.free
         if nbytes > free.numel():
             return None
@@ -71,6 +71,7 @@ class _Block:
         in_use = list(self.occupied.values())  # of which some may end meanwhile
         if not nbytes or any(lower < end and start < upper for lower, upper in in_use):
             return None
+        # An array's view ends when the last tensor on it does; a slice of the tensor would share its storage.
         view = self.memory.numpy()[start:end]
         self.occupied[id(view)] = (start, end)
         weakref.finalize(view, self.occupied.pop, id(view)).atexit = False
@@ -95,7 +96,7 @@ class Reserve:
     left in memory of its own, and counted. For the next step, too small a place is made larger; one that
     was more than half too large for twenty steps, smaller.
 
-    ``allocate`` gives so many bytes of the host's memory.
+    ``allocate(nbytes)`` gives that much of the host's memory.
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor] = _pageable, *, lasting: bool = False) -> None:
@@ -117,11 +118,12 @@ class Reserve:
         return self._places
 
     def plan(self, sizes: Mapping[str, int], headroom: float = 1.0) -> None:
-        """Give tensors places of so many bytes; the first one named is packed first and needed last.
+        """Give tensors places of ``sizes`` bytes; the first one named is packed first and needed last.
 
         ``headroom``: over its sizes, for a place that turns out too small; 1: none, as nobody has counted it.
         """
         self._headroom = headroom
+        # Lifetimes nest, as backward needs tensors in the opposite order.
         for number, (key, nbytes) in enumerate(sizes.items()):
             self._known[key] = _Life(nbytes, number, 2 * len(sizes) - number)
         places = {key: aligned(nbytes) for key, nbytes in sizes.items()}
@@ -146,7 +148,7 @@ class Reserve:
         return None if nbytes is None else Room(self._allocate(nbytes))
 
     def note(self, key: str, parts: Iterable[int], owner: object, *, placed: bool) -> None:
-        """Parts of so many bytes were packed, in the arena or not, and live as long as ``owner``."""
+        """``key`` was packed into ``parts``, bytes each; they are in use for as long as ``owner`` lives."""
         sizes = list(parts)
         if key not in self._lives:
             self._lives[key] = _Life(sum(map(aligned, sizes)), self._tick())
@@ -206,5 +208,5 @@ class Reserve:
 
 
 def aligned(nbytes: int) -> int:
-    """Bytes of a place for so many."""
+    """Bytes of a place that holds ``nbytes``."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

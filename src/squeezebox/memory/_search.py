@@ -15,7 +15,7 @@ from squeezebox.memory._somas import placed_around, somas
 
 _LARGEST = 2000  # buffers; the search's tables are quadratic
 _SLICE = 1000  # nodes between looks at the clock
-_TURNS = 5  # capacities a round, beside the lower bound itself
+_TURNS = 5  # capacities a round, next to the lower bound itself
 _GOLDEN = (5**0.5 - 1) / 2  # its multiples, less their whole parts, fill the line evenly
 
 
@@ -29,7 +29,7 @@ def search(problem: Problem, seconds: float = 2.0) -> Integers:
     Args:
         problem: what is to be placed. Of more than 2,000 buffers the largest are searched, and the others
             placed around them one by one.
-        seconds: what the search may take beside the heuristics.
+        seconds: what the search may take on top of the heuristics.
     """
     best = somas(problem)
     height, floor = _height(problem, best), problem.lower_bound

@@ -103,6 +103,7 @@ def fit(case, state, capacity, limit, depth):
         _expand(case, state, depth, capacity)
         while state.taken[depth] == state.ends[depth]:
             part = state.part[depth]
+            # If a part fails at its first buffer, no choice within the parts before it helps: undo the split.
             back = (state.split[part] if state.entry[part] == depth else depth) - 1
             if back < 0:
                 return IMPOSSIBLE, depth

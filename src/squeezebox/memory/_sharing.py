@@ -141,12 +141,14 @@ def _free_before(
     """(t, u): have all of t's users ended whenever u's producer begins?"""
     streams = clocks.shape[1]
     needed = np.zeros((len(lives), streams), np.int64)  # of each stream's operators, until t is done
+    # A tensor without a producer was there from the start, before any count: -1.
     reached = np.full((len(lives), streams), -1, np.int64)  # when u's producer begins
     for row, each in enumerate(lives):
         for stream, place in map(places.__getitem__, each.users):
             needed[row, stream] = place + 1
         if each.producer is not None:
             reached[row] = clocks[each.producer]
+        # More than any stream has: never done.
         if each.name in kept or not each.users:
             needed[row] = len(places) + 1
     free = np.ones((len(lives), len(lives)), np.bool_)

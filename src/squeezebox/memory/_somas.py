@@ -93,7 +93,7 @@ def _placed(order, sizes, conflicts, tightest, shelves):
 
 @njit(cache=True, nogil=True)
 def _gap(item, start, end, inside, offsets, sizes, conflicts, tightest):
-    """Where ``item`` fits between ``start`` and ``end`` beside those inside, or -1."""
+    """Where ``item`` fits between ``start`` and ``end`` without overlapping those inside, or -1."""
     best, least = np.int64(-1), _FAR
     for i in range(inside.size + 1):
         other = inside[i] if i < inside.size else -1

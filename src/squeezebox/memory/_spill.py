@@ -138,7 +138,7 @@ class Spill:
         self._slots.clear()
 
     def _place(self, nbytes: int) -> int:
-        """An offset for so many bytes, which are reserved."""
+        """The offset of ``nbytes`` bytes that it reserves."""
         offsets = self._free.get(nbytes)
         if offsets:
             return offsets.pop()
@@ -185,7 +185,7 @@ class Spill:
 
 
 def give_back(nbytes: int) -> None:
-    """So many bytes more were moved: now and then the C library returns what it keeps of freed tensors.
+    """``nbytes`` more were moved: now and then the C library returns what it keeps of freed tensors.
 
     Blocks below its threshold, which grows to 32 MiB, stay in the process otherwise.
     """
@@ -201,7 +201,7 @@ BUFFER_BYTES = CHUNKS * CHUNK_BYTES
 
 
 def offload_record(folder: DiskFolder, file_bytes: int, *, direct: bool) -> OffloadRecord:
-    """What so many bytes in a file there take, ``direct``: past the system's cache."""
+    """What ``file_bytes`` in that folder take; ``direct`` writes past the system's cache."""
     return OffloadRecord(
         folder=folder.path,
         filesystem=folder.filesystem,

@@ -20,7 +20,7 @@ Event = Any  # of the streams' own kind
 
 
 class Streams(Protocol):
-    """Copies beside what the current stream does. Only :meth:`finish` makes the host wait."""
+    """Copies that run while the current stream computes. Only :meth:`finish` makes the host wait."""
 
     device: torch.device
 
@@ -105,7 +105,7 @@ class Staging:
         return self.reserve
 
     def plan(self, sizes: Sequence[int]) -> None:
-        """Lay the arena out for tensors of so many bytes, in the order in which they will be written."""
+        """Lay the arena out for tensors of ``sizes`` bytes, in the order in which they will be written."""
         assert self.reserve is not None
         self.reserve.plan({_name(number): nbytes for number, nbytes in enumerate(sizes)})
 
@@ -168,7 +168,7 @@ class Staging:
         self._leaving = deque(weakref.ref(slot) for slot in waiting if slot.source is not None)
 
     def _to_file(self, most_bytes: int) -> None:
-        """Leave no more than so many bytes in the host's memory."""
+        """Leave at most ``most_bytes`` in the host's memory."""
         living = [slot for ref in self._hosted if (slot := ref()) is not None]
         self._hosted_bytes = sum(slot.like.nbytes for slot in living)
         for slot in living:
@@ -215,7 +215,7 @@ class Staging:
 
 
 def _name(number: int) -> str:
-    """Of the tensor that is written after so many others."""
+    """The name of the tensor that is written after ``number`` others."""
     return f"offloaded {number}"
 
 

@@ -1,4 +1,4 @@
-"""Copies between a CUDA device and pinned host memory, beside what the current stream does."""
+"""Copies between a CUDA device and pinned host memory, while the current stream computes."""
 
 from __future__ import annotations
 

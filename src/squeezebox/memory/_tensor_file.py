@@ -53,7 +53,7 @@ class TensorFile:
         return offload_record(self.folder, self._end, direct=self._file.direct)
 
     def place(self, nbytes: int) -> Place:
-        """Room for so many bytes; CaptureError if the disk is full."""
+        """Reserve ``nbytes`` in the file; CaptureError if the disk is full."""
         try:
             self._file.reserve(self._end, sectors(nbytes))
         except OSError as error:

@@ -274,7 +274,7 @@ class Updates:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """What a group says beside its parameters, as plain values."""
+    """What a group says apart from its parameters, as plain values."""
     return {
         key: value.item() if isinstance(value, torch.Tensor) else value
         for key, value in group.items()

@@ -95,6 +95,7 @@ def _grouped(model: nn.Sequential) -> Iterator[tuple[str, list[nn.Module]]]:
     """Children that begin by writing into what they are given stay with the one before."""
     name, group = "", list[nn.Module]()
     for child_name, child in _children(model):
+        # The module without children that comes first is the one that runs first.
         first = next(module for module in child.modules() if not [*module.children()])
         if group and not getattr(first, "inplace", False):
             yield name, group
@@ -133,7 +134,7 @@ def _graphs(traced: GraphModule) -> Iterator[tuple[str, Graph]]:
 def _varying(inputs: list[Node], nodes: list[Node]) -> set[Node]:
     """What depends on the inputs, and what changes something in place or draws random numbers; in order.
 
-    All other nodes are constants, made again in each piece that needs them.
+    All other nodes are constants, computed again in each piece that needs them.
     """
     varying = set(inputs)
     for node in nodes:
@@ -164,6 +165,7 @@ def _users(node: Node) -> Iterator[Node]:
 def _ends(body: list[Node], inputs: list[Node], outputs: list[Node]) -> list[int]:
     """Positions at which to cut, each piece between two of them having parameters of its own."""
     best: list[int] = []
+    # As few crossing tensors as leave no piece too large.
     for most in range(1, _MOST_CROSSING + 1):
         found = [
             position

@@ -53,7 +53,7 @@ class Feed:
             shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise OptionError(
                 f"{what}: {shape}, and the plan's batch is {plan.microbatches} microbatches of "
-                f"{plan.microbatch} samples, {size} along the first dimension, in each pipeline. Pass so "
-                "many (leave out a last, smaller batch), or make a plan for this batch."
+                f"{plan.microbatch} samples, {size} along the first dimension, in each pipeline. Pass that "
+                "number (leave out a last, smaller batch), or make a plan for this batch."
             )
         return tuple(tensor.split(plan.microbatch))

@@ -32,9 +32,9 @@ _NEVER = 1 << 20  # a tag that nothing is ever sent under
 class Health:
     """A rank's own signs of life, and what it knows of the others.
 
-    A thread tells the process group's store once a second what this rank is doing. Whoever fails writes so
-    into the store and closes the runner's connections, which wakes all that wait for a message; each of them
-    raises an error that names the rank which failed first.
+    A thread tells the process group's store once a second what this rank is doing. A rank that fails writes
+    that into the store and closes the runner's connections, which wakes all that wait for a message. Each of
+    them raises an error that names the rank which failed first.
 
     ``names`` says what each rank holds, such as "stage 2"; ``patience`` is in seconds; ``groups`` have the
     connections.
@@ -117,7 +117,7 @@ class Health:
         """
         if self.failed:
             raise PipelineError(
-                "this runner has failed and cannot go on. Start all ranks anew from the last checkpoint."
+                "this runner has failed and cannot go on. Start all ranks again from the last checkpoint."
             )
         self.failed = True  # until the guard is left without an error
         self.works("begins")
@@ -143,7 +143,7 @@ class Health:
         raise PipelineError(
             f"rank {rank} ({self._names[rank]}) {failure['what']}; rank {self._rank} "
             f"({self._names[self._rank]}) has stopped, as it cannot go on alone. Look at what rank {rank} "
-            "printed, then start all ranks anew from the last checkpoint."
+            "printed, then start all ranks again from the last checkpoint."
         ) from error
 
     def _why(self, error: BaseException) -> dict[str, Any]:
@@ -182,6 +182,7 @@ class Health:
             if following is None:
                 return rank, False
             rank = following
+        # It waits for nobody, or ranks wait in a circle: then one that works and does not wait is named.
         working = [each for each in after if after[each][2] is None and each != self._rank]
         return (working or [self._rank if rank is None else rank])[0], False
 
@@ -190,7 +191,7 @@ class Health:
         mine = {"rank": rank, "what": what}
         try:
             first = self._store.compare_set(_FAILURE, "", json.dumps(mine))
-        except (RuntimeError, dist.DistError):  # whoever held the store is gone
+        except (RuntimeError, dist.DistError):  # the process that held the store is gone
             return mine
         found: dict[str, Any] = json.loads(first)
         return found

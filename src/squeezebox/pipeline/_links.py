@@ -53,7 +53,7 @@ class Wires:
     def sender(
         self, boundary: int, other: int, forms: Sequence[Form], most: int, *, back: bool
     ) -> Sender | PackedSender:
-        """To the rank of stage ``other``, with at most so many messages on their way."""
+        """To the rank of stage ``other``, with at most ``most`` messages on their way."""
         sender = Sender(self.peer(boundary, other, back=back), most)
         packer = self._packer(boundary, back=back)
         return sender if packer is None else PackedSender(sender, packer, forms)
@@ -61,7 +61,7 @@ class Wires:
     def receiver(
         self, boundary: int, other: int, forms: Sequence[Form], slots: int, *, back: bool
     ) -> Receiver | PackedReceiver:
-        """From the rank of stage ``other``, with room for so many messages."""
+        """From the rank of stage ``other``, with room for that number of messages."""
         is_plain = self._wire is None or self._wire.error(back=back) is None
         made = Receiver if is_plain else PackedReceiver
         return made(self.peer(boundary, other, back=back), forms, slots)
@@ -129,7 +129,7 @@ class Links:
         return Links(self._store, self._place, self._schedule, self._health, self.wires.plain(purpose))
 
     def expect(self, microbatches: int) -> None:
-        """So many more microbatches will come to each of this rank's stages."""
+        """``microbatches`` more will come to each of this rank's stages."""
         for stage, rank in enumerate(self._schedule.placement):
             if rank == self._place.rank and stage and not self._is_own(stage - 1):
                 if stage in self._receivers:
@@ -261,6 +261,7 @@ def _at_once(schedule: Schedule, first: Kind) -> list[int]:
         for action in order:
             now[action.stage] += action.kind is first
             most[action.stage] = max(most[action.stage], now[action.stage])
+            # Whole backwards leave nothing between their two parts, so they end only what a forward began.
             if action.kind is Kind.WEIGHT or (action.kind is Kind.BACKWARD and first is Kind.FORWARD):
                 now[action.stage] -= 1
     return most

@@ -1,6 +1,6 @@
 """What crosses a boundary in fewer bytes: packed within a bound by the sender, unpacked by the receiver.
 
-A tensor's message is a count of bytes (int64) and so many bytes of ``codecs.dumps``; the count is 0 where the
+A tensor's message is a count (int64) and that number of bytes of ``codecs.dumps``; the count is 0 where the
 tensor itself follows. Receives have room for that and are posted ahead: gloo takes a shorter message.
 """
 
@@ -39,7 +39,7 @@ class Wire:
     """How tensors are packed on their way between the stages of two ranks.
 
     Every element arrives within the error times the root mean square of its tensor, which the sender takes
-    anew for each; zeros arrive as zeros. (With feedback, this is said of the sum that is packed.)
+    for each message; zeros arrive as zeros. (With feedback, this is said of the sum that is packed.)
 
     Packed are floating-point activations that have a gradient, and these gradients. All else goes as it is:
     integers, booleans, masks, what evaluation sends, weights; also a tensor with NaN or infinity, and one
@@ -102,11 +102,11 @@ class Packer:
         return self._squares[0] / self._squares[1] if self._squares[1] else 0.0
 
     def state(self) -> dict[str, Any]:
-        """What decides on the bytes to come, beside the tensors."""
+        """What decides on the bytes to come, in addition to the tensors."""
         return {"residuals": dict(self._residuals), "lags": dict(self._lags)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state` was taken; from nothing, begin anew."""
+        """Go on where :meth:`state` was taken; from nothing, begin afresh."""
         self._residuals = dict(state.get("residuals", {})) if self._feedback else {}
         self._lags = dict(state.get("lags", {}))
 
@@ -189,7 +189,7 @@ class PackedReceiver:
         self._receiver = Receiver(peer, messages, slots)
 
     def expect(self, messages: int) -> None:
-        """So many more messages will come."""
+        """``messages`` more will come."""
         self._receiver.expect(messages)
 
     def receive(self) -> list[Tensor]:

@@ -63,7 +63,7 @@ class Runner:
         correction: of the delay of gradients in 2bw (arXiv:2606.30634), for one more buffer of weights.
         warmup: batches at the start that 2bw and pipedream flush, reading the newest weights.
         schedule: of your own, instead of the one that the plan names: for its ranks, stages and microbatches,
-            and with a flush after each batch. What the plan foretells is not of it.
+            and with a flush after each batch. The plan's predictions are not of it.
         wire: what activations and their gradients may lose on their way between ranks, to go in fewer bytes
             (default: nothing, and they go as they are).
         patience: seconds after which a rank that is waited for counts as failed.
@@ -234,7 +234,7 @@ class Runner:
             write(Path(directory), self._training.batch, self._place.number, state, self._assembly.meet)
 
     def load(self, directory: str | Path, batch: int | None = None) -> int:
-        """Go on from a checkpoint: the newest complete one, or that after so many batches.
+        """Go on from a checkpoint: the newest complete one, or the one after ``batch`` batches.
 
         Returns:
             How many batches it has seen.

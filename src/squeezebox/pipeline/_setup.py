@@ -82,7 +82,7 @@ def check_options(
         )
     if len(plan.stages) > plan.ranks > 1 and dist.get_backend() == "nccl":
         raise OptionError(
-            "several stages a rank need messages told apart, which nccl does not do. Take a schedule of one "
+            "several stages a rank need messages with tags, which nccl does not have. Take a schedule of one "
             "stage a rank, such as 1f1b, or gloo."
         )
     if correction and plan.schedule != "2bw":
@@ -164,7 +164,7 @@ def placed(plan: PipelinePlan) -> Place:
     if world != plan.ranks * plan.replicas:
         raise PipelineError(
             f"the plan is for {plan.ranks} ranks x {plan.replicas} replicas = {plan.ranks * plan.replicas} "
-            f"processes, and {world} run. Start so many (torchrun --nproc-per-node), or plan for {world}."
+            f"processes, and {world} run. Start that number (torchrun --nproc-per-node), or plan for {world}."
         )
     replica, rank = divmod(dist.get_rank(), plan.ranks)
     return Place(rank=rank, replica=replica, ranks=plan.ranks, replicas=plan.replicas)
@@ -214,7 +214,7 @@ def agree(
     if plan.fingerprint and plan.fingerprint != mine["model"]:
         raise PipelineError(
             f"the plan was made for a model of fingerprint {plan.fingerprint}, and this one has "
-            f"{mine['model']}: names, shapes or dtypes of parameters differ. Make the plan anew."
+            f"{mine['model']}: names, shapes or dtypes of parameters differ. Make a new plan."
         )
 
 
@@ -229,12 +229,12 @@ def check_stages(plan: PipelinePlan, pieces: Sequence[Piece]) -> None:
         if stage.first != end or stage.end <= stage.first:
             raise PipelineError(
                 f"stage {number} of the plan has blocks {stage.first} to {stage.end}, and the one before "
-                f"ends with {end}: each block must be in one stage. Make the plan anew."
+                f"ends with {end}: each block must be in one stage. Make a new plan."
             )
         end = stage.end
     if end != len(pieces):
         raise PipelineError(
-            f"the plan's stages have {end} blocks, and the model has {len(pieces)}. Make the plan anew."
+            f"the plan's stages have {end} blocks, and the model has {len(pieces)}. Make a new plan."
         )
 
 

@@ -99,7 +99,7 @@ class Training:
         self._links.settle()
 
     def restart(self, batch: int) -> None:
-        """Go on after so many batches, with nothing under way."""
+        """Go on after ``batch`` batches, with nothing under way."""
         self.batch, self._ended_stages = batch, batch * len(self._stages)
         self._turns.restart(batch)
 

@@ -197,6 +197,7 @@ class Updates:
     def _update(self, pending: _Pending, step: bool, oldest: int) -> None:
         self.skipped += not step
         if self._correction:
+            # The correction reads the version before, which the step would else overwrite.
             oldest = min(oldest, self._weights.newest)
 
         def act() -> None:
@@ -216,6 +217,7 @@ class Updates:
                 last -= old
             return
         for last, new, old in zip(self.last_update.parts, after.parts, before.parts, strict=True):
+            # ``last`` is U(t-1) at first; all in place, as a buffer more would be as large as the weights.
             last.neg_().add_(new).sub_(old)  # U(t) - U(t-1)
             new += last
             torch.sub(new, last, out=last)

@@ -29,8 +29,8 @@ class Form(NamedTuple):
 class Peer:
     """The other end of a wire.
 
-    ``patience`` is how long anything is waited for, in seconds; ``waiting`` is told before for what, and
-    ``resumed`` afterwards.
+    ``patience`` is the longest wait for anything, in seconds. ``waiting`` is called before a wait, with what
+    it is for, and ``resumed`` afterwards.
     """
 
     rank: int
@@ -118,7 +118,7 @@ class Receiver:
         self._posted: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
 
     def expect(self, messages: int) -> None:
-        """So many more messages will come."""
+        """``messages`` more will come."""
         self._expected += messages
         self._post()
 

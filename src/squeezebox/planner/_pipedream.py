@@ -1,4 +1,4 @@
-"""PipeDream's partition: stages of contiguous blocks, each on so many replicas, by dynamic programming."""
+"""PipeDream's partition: stages of contiguous blocks, each with its replicas, by dynamic programming."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Best = dict[tuple[int, int], tuple[float, int, int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicatedStage:
-    """Blocks ``first`` up to ``end`` on so many workers, which take microbatches in turn."""
+    """Blocks ``first`` up to ``end`` on ``replicas`` workers, which take microbatches in turn."""
 
     first: int
     end: int
@@ -87,7 +87,7 @@ def _stages(best: Best, end: int, workers: int) -> tuple[ReplicatedStage, ...]:
 
 
 def all_reduce_seconds(nbytes: int, replicas: int, link: Link) -> float:
-    """How long a ring of replicas takes for so many bytes: 2 (m - 1) / m of them pass each link."""
+    """How long a ring of replicas takes for ``nbytes``: 2 (m - 1) / m of them pass each link."""
     return link.seconds(2 * (replicas - 1) * nbytes // replicas) if replicas > 1 else 0.0
 
 

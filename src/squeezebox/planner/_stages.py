@@ -69,7 +69,7 @@ class Place:
         )
 
     def fullest(self, saved: Any, pending: Any) -> Any:
-        """The most of so many bytes for each microbatch in flight, and so many more for each pending one."""
+        """The most bytes: ``saved`` for each microbatch in flight and ``pending`` for each pending one."""
         moments = [in_flight * saved + waiting * pending for in_flight, waiting in self.moments]
         return functools.reduce(np.maximum, moments)
 

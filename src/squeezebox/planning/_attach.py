@@ -88,7 +88,7 @@ def attach(
 
     Raises:
         OptionError: an argument of another kind; noise not positive and finite, more than one of noise,
-            controller and exact, an unknown codec, or one beside a plan, a budget or exact, or COMET's
+            controller and exact, an unknown codec, or one together with a plan, a budget or exact, or COMET's
             controller without an optimizer.
         AttachError: the model, a part of it or a whole that it is part of, has a session already; or numba or
             Blosc2, which packing needs, is not installed.
@@ -97,7 +97,7 @@ def attach(
         CaptureError: from backward, with ``checks``: a saved tensor was overwritten; names its module,
             operator and line.
         UnsupportedModelError: the model spans two devices or is compiled; later too, from its forward: the
-            plan makes tensors again from parameters that fully_shard has taken away.
+            plan recomputes tensors from parameters that fully_shard has taken away.
     """
     _require_packages()
     _check_kinds(model, noise, controller, plan, checks_per_refresh)

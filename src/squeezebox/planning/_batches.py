@@ -14,7 +14,7 @@ from squeezebox.reports import BatchPoint, StepPlan
 from squeezebox.schema import Budget, BudgetError, StepProfile
 from squeezebox.steps import TrainingStep
 
-_POINTS = 4  # of the frontier, beside the answer
+_POINTS = 4  # of the frontier, in addition to the answer
 
 
 class Batches:
@@ -39,7 +39,7 @@ class Batches:
             free = planner.in_slices(whole, planner.free_slices(region))
             if not fits(free, budget):
                 continue
-            ways = reversed(self._slices.foretold(whole, region, size))
+            ways = reversed(self._slices.predicted(whole, region, size))
             if any(fits(way, budget) for way in ways):
                 return True
         return False
@@ -58,10 +58,10 @@ class Batches:
         """Of a step of that batch with every tensor kept."""
         return plain_peak(planner.at_batch(self.known, size))
 
-    def plan(self, model: torch.nn.Module, size: int, limit: int, *, foretold: bool = False) -> StepPlan:
-        """The fastest for that batch, without a run of it if ``foretold``; BudgetError if none fits."""
+    def plan(self, model: torch.nn.Module, size: int, limit: int, *, predicted: bool = False) -> StepPlan:
+        """The fastest for that batch, without a run of it if ``predicted``; BudgetError if none fits."""
         whole = planner.at_batch(self.known, size)
-        slices = self._slices.foretelling() if foretold else self._slices
+        slices = self._slices.predicting() if predicted else self._slices
         return planned(model, whole, limit, self._noise, size, slices=slices)
 
     def frontier(
@@ -74,7 +74,7 @@ class Batches:
         points = []
         for size in sorted(sizes):
             with contextlib.suppress(BudgetError):  # a smaller batch may be planned worse
-                points.append(_point(size, self.plan(model, size, limit, foretold=True)))
+                points.append(_point(size, self.plan(model, size, limit, predicted=True)))
         return (*points, _point(answer, plan))
 
 

@@ -1,4 +1,4 @@
-"""Choices whose noise is measured, and made anew where the error law promised too little."""
+"""Choices whose noise is measured, and which are made once more where the error law promised too little."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 def within(noise: float, attempt: Callable[[float], tuple[T, float, float]]) -> T | None:
     """The first of a few attempts whose measured noise is at most ``noise``.
 
-    The error law and its checks foretell a step's noise to within a factor of two or so. That factor changes
+    The error law and its checks predict a step's noise to within a factor of two or so. That factor changes
     little from one choice to the next, so one for as much less comes out right.
 
     Args:
@@ -26,10 +26,10 @@ def within(noise: float, attempt: Callable[[float], tuple[T, float, float]]) -> 
     """
     limit = noise
     for _ in range(_ATTEMPTS):
-        made, foretold, found = attempt(limit)
+        made, predicted, found = attempt(limit)
         if found <= noise:
             return made
-        limit = foretold * noise / (_MARGIN * found)
+        limit = predicted * noise / (_MARGIN * found)
     return None
 
 

@@ -46,7 +46,7 @@ def fastest(seen: StepProfile, budget: Budget, batch: int, slices: Slices | None
         known = min((choice.seconds for choice in (best, *found) if choice is not None), default=math.inf)
         if slices is None or bound is None or bound.seconds + extra >= known:
             continue
-        ways = slices.foretold(seen, region, batch)
+        ways = slices.predicted(seen, region, batch)
         extra = min((way.plain_seconds - seen.plain_seconds for way in ways), default=extra)
         choices = (solved(way, budget, exchange=False) for way in ways)
         found += [choice for choice in choices if choice is not None]
@@ -114,11 +114,11 @@ def _ways(
     for region in seen.regions if slices is not None else ():
         free = planner.in_slices(seen, planner.free_slices(region))
         if slices is not None and _reaches(planner.floor(free.profile, noise), whole):
-            found += slices.foretold(seen, region, batch)
+            found += slices.predicted(seen, region, batch)
     return iter(sorted(found, key=lambda way: planner.floor(way.profile, noise)))
 
 
 def _reaches(nbytes: int, best: Choice) -> bool:
-    """Whether a peak of so many bytes would be as low as the best one, or nearly so."""
+    """Whether a peak of ``nbytes`` would be as low as the best one, or nearly so."""
     fixed = best.seen.profile.base_bytes[-1]
     return nbytes - fixed <= best.beyond_bytes / _PAYS

@@ -1,4 +1,4 @@
-"""The largest batch for the memory there is: foretold from two small probes, then tried once."""
+"""The largest batch for the memory there is: predicted from two small probes, then tried once."""
 
 from __future__ import annotations
 
@@ -63,18 +63,18 @@ def find_batch(
     effective: int | None = None,
     on_progress: Progress | None = None,
 ) -> FoundBatch:
-    """The largest batch that trains in ``memory`` with a reserve, found by runs that are foretold to fit.
+    """The largest batch that trains in ``memory`` with a reserve, found by runs that are predicted to fit.
 
     The budget is the memory less the reserve. :func:`max_batch` answers the same for a budget, but profiles
-    batches that need not fit the machine. Here nothing is run that is not foretold to fit. At most two
+    batches that need not fit the machine. Here nothing is run that is not predicted to fit. At most two
     batches are profiled: one that fits by a step on fake tensors (2, if these cannot run the model), with
     ample room for what statistics take besides; and one that fits by what the first one's profile held.
-    The answer is run once, under its plan, and made smaller by what that needed more than foretold. What
+    The answer is run once, under its plan, and made smaller by what that needed more than predicted. What
     finds no room after all is tried with a smaller batch.
 
-    The memory is what tensors take. Beside them the first call of a process takes some hundreds of MiB for
-    what planning imports and compiles, and profilers some tens of MiB for themselves. Without ``memory`` all
-    that is imported and compiled before the free memory is measured.
+    The memory is what tensors take. On top of that, the first call of a process takes some hundreds of MiB
+    for what planning imports and compiles, and profilers some tens of MiB for themselves. Without ``memory``
+    all that is imported and compiled before the free memory is measured.
 
     Args:
         model: see :func:`plan`; so are ``loss_fn``, ``optimizer``, ``noise``, ``exact`` and ``on_progress``.
@@ -120,9 +120,9 @@ def find_batch(
     known = probe(step, limit)
 
     batches = Batches(step.of_size(min(known)), known, is_run=False)
-    answer, foretold = max(batches.largest(limit, min(known)), 1), limit
+    answer, predicted = max(batches.largest(limit, min(known)), 1), limit
     while True:
-        plan = batches.plan(model, answer, foretold)
+        plan = batches.plan(model, answer, predicted)
         try:
             measured = _run_beside(reserve_bytes if memory is None else 0, step.of_size(answer), plan)
             break
@@ -132,13 +132,13 @@ def find_batch(
         except PlanError as error:  # what is saved grows faster than the batch
             if answer <= min(known):
                 raise UnsupportedModelError(_VARIES.format(answer)) from error
-        foretold = int(_SAFE * foretold)
-        answer = _smaller(batches, answer, foretold)
+        predicted = int(_SAFE * predicted)
+        answer = _smaller(batches, answer, predicted)
     probes = (*known, answer)
     if measured is not None and measured > limit:
-        foretold = limit * plan.predicted_peak_bytes // measured  # what may be, for so much more to fit
-        answer = _smaller(batches, answer, foretold)
-        plan, measured = batches.plan(model, answer, foretold), None
+        predicted = limit * plan.predicted_peak_bytes // measured  # what may be, for so much more to fit
+        answer = _smaller(batches, answer, predicted)
+        plan, measured = batches.plan(model, answer, predicted), None
     return FoundBatch(
         batch=answer,
         plan=plan,
@@ -159,7 +159,7 @@ def probe(step: TrainingStep, limit: int) -> dict[int, StepProfile]:
     The first is the sample's, or one that fits; the second the largest that is safe and may be asked for.
 
     Raises:
-        BudgetError: not even the least batch is foretold to fit; or what is imported for it finds no room.
+        BudgetError: not even the least batch is predicted to fit; or what is imported for it finds no room.
     """
     require_imports("numba", "torch._dynamo")
     first, seen = _begun(step, _first(step, limit))
@@ -245,12 +245,12 @@ def _room(
 
 
 def _first(step: TrainingStep, limit: int) -> int:
-    """A batch to begin with whose profile is foretold to fit."""
+    """A batch to begin with whose profile is predicted to fit."""
     batch = step.batch
     tried: list[tuple[int, int]] = []
     with contextlib.suppress(OptionError):  # of what fake tensors cannot run, or a single sample
         for size in (batch >> halved for halved in range(batch.bit_length())):
-            tried.append((size, _foretold(step.of_size(size))))
+            tried.append((size, _predicted(step.of_size(size))))
             if tried[-1][1] <= limit:
                 return size
     if not tried:
@@ -263,7 +263,7 @@ def _first(step: TrainingStep, limit: int) -> int:
     )
 
 
-def _foretold(step: TrainingStep) -> int:
+def _predicted(step: TrainingStep) -> int:
     """What a profile of the step's sample may hold, by a plain step on fake tensors."""
     found = estimate(
         step.model,

@@ -23,7 +23,7 @@ from squeezebox.steps import (
     device_of,
 )
 
-_LESS = 24  # of 25 samples, where slices take more than was foretold
+_LESS = 24  # of 25 samples, where slices take more than was predicted
 
 
 @within_room("the batches that max_batch() measures")
@@ -42,7 +42,7 @@ def max_batch(
 
     Plans are those of :func:`make_plan`, with the first layers in slices where that fits more.
 
-    Profiles the sample's batch and twice or half of it, foretells others on the line through both, and
+    Profiles the sample's batch and twice or half of it, predicts others on the line through both, and
     profiles the answer, if the device can hold a plain step of it. Should that one not fit, the answer is the
     largest below it that fits on the line.
     Other batches repeat or cut the sample along the first dimension of all its tensors that have its batch's
@@ -56,11 +56,11 @@ def max_batch(
         optimizer: see :func:`make_plan`.
         noise: see :func:`make_plan`.
         exact: see :func:`make_plan`.
-        on_progress: see :func:`make_plan`; every profile begins anew.
+        on_progress: see :func:`make_plan`; every profile begins at zero.
 
     Returns:
         The batch, its plan, the batch that plain training would hold, and some batches between them with
-        what each would take. The plan's noise is foretold by
+        what each would take. The plan's noise is predicted by
         the error law and not measured.
 
     Raises:

@@ -200,7 +200,7 @@ def _cheapest(step: TrainingStep, session: Session | None) -> str:
         try:
             known = probe(step, limit // 2)  # room for what is in pieces
         except (SqueezeboxError, RuntimeError, OSError, MemoryError) as error:
-            if _is_of_memory(error):  # the trial's own, however it is told
+            if _is_of_memory(error):  # the trial's own, in whatever words
                 return f"Of {exact_bytes(limit)} there was not even enough to try plans on small batches."
             return f"No plan could be tried: {error}"
         try:

@@ -40,7 +40,7 @@ def plan_pipeline(
     link: Link | None = None,
     on_progress: Callable[[int, int, str], None] | None = None,
 ) -> list[PipelinePlan]:
-    """Measure a model's blocks here, and say how a batch would go through so many ranks the fastest.
+    """Measure a model's blocks here, and say how a batch would go through ``ranks`` ranks the fastest.
 
     Runs a few microbatches of each size, in this process and with all of its threads.
 

@@ -69,7 +69,7 @@ def make_plan(
     statistics, then one in which every way to hold every tensor is timed and weighed. Then the least time
     within the bytes at every position of forward and backward and within the noise is looked for, with the
     first layers in slices of the batch where that is faster, or the only way. At last the plan's noise is
-    measured on the sample, and the plan made anew where that is more than allowed.
+    measured on the sample, and the plan is made once more where that is more than allowed.
 
     Where training runs under torch.autocast, call this within it: so do forward and loss here, then.
 
@@ -85,7 +85,7 @@ def make_plan(
             file is written and read past the system's page cache, and priced at the disk's own speed. The
             usual folder is the one for temporary files; where that is in memory (tmpfs), ``/var/tmp``,
             ``~/.cache/squeezebox`` or the working directory. The plan says which.
-        recompute: whether tensors may be made again by repeating operators.
+        recompute: whether tensors may be recomputed, by repeating operators.
         time_limit: of a step, as a multiple of the plain step's time, such as 1.3; instead of a budget: as
             little memory as fits the time.
         arena: the peak counts the places of :func:`attach`'s arena.
@@ -96,7 +96,7 @@ def make_plan(
             and Adagrad.
         clip: the norm that the loop clips gradients to, by torch's ``clip_grad_norm_`` or a trainer's option,
             or True: gradients wait for ``optimizer.step()``. GradScaler needs that too.
-        accumulate: so many backward passes add up to one ``optimizer.step()``.
+        accumulate: how many backward passes add up to one ``optimizer.step()``.
         cache: a folder in which profiles are kept and found again; it may be deleted at any time. One is used
             again for the same model, weights, sample, loss, noise, optimizer, versions and machine; a change
             in what the loss or a module's forward calls is not noticed.

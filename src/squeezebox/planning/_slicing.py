@@ -1,4 +1,4 @@
-"""A step with its first layers in slices: foretold from a few runs of these alone, then profiled."""
+"""A step with its first layers in slices: predicted from a few runs of these alone, then profiled."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Slices:
         self._measured: dict[tuple[str, ...], list[Slicing]] = {}
         self._profiled: dict[tuple[int, Region], StepProfile] = {}
 
-    def foretelling(self) -> Slices:
+    def predicting(self) -> Slices:
         """The same, with nothing profiled that is not yet."""
         other = Slices(self._training, self._adapt, is_run=False)
         other._measured = self._measured
         return other
 
-    def foretold(self, whole: StepProfile, region: Region, batch: int) -> list[StepProfile]:
+    def predicted(self, whole: StepProfile, region: Region, batch: int) -> list[StepProfile]:
         """The step of that batch with the region in 2, 4, 8, ... slices; none where the region is not met."""
         if region.functions not in self._measured:
             self._measured[region.functions] = self._measure(region)
@@ -56,17 +56,17 @@ class Slices:
         own = max(self._training.batch, 1)
         return [planner.in_slices(whole, each) for each in planner.slicings(measured, own, batch)]
 
-    def profiled(self, whole: StepProfile, foretold: StepProfile, batch: int) -> StepProfile:
-        """The step as one run of it shows it, if it may be run, and as it is foretold otherwise."""
-        region = foretold.region
+    def profiled(self, whole: StepProfile, predicted: StepProfile, batch: int) -> StepProfile:
+        """The step as one run of it shows it, if it may be run, and as predicted otherwise."""
+        region = predicted.region
         if region is None or not self._is_run:
-            return foretold
+            return predicted
         if (batch, region) not in self._profiled:
             step = self._training.of_size(batch)
             seen = profile_step(step, whole=whole, region=region)
             self._profiled[batch, region] = self._adapt(seen)
         timed = self._profiled[batch, region]
-        return dataclasses.replace(timed, plain_seconds=foretold.plain_seconds)
+        return dataclasses.replace(timed, plain_seconds=predicted.plain_seconds)
 
     def _measure(self, region: Region) -> list[Slicing]:
         with restored(self._training.model), torch.enable_grad():
@@ -114,7 +114,7 @@ def _measured(work: Work, region: Region, device: torch.device) -> list[Slicing]
 
 
 def _forward_and_backward(work: Work) -> tuple[Callable[[int, Callable[[int], None]], None], int]:
-    """What runs the work in so many slices, with a mark before forward and after each; its output's bytes."""
+    """Runs the work in ``slices``, with a mark before forward and after each part; its output's bytes."""
     values = tree_leaves([(call.arguments, call.keywords) for call in work.calls])
     trained = [each for each in values if isinstance(each, torch.Tensor) and each.requires_grad]
     with torch.no_grad():

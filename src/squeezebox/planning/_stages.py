@@ -30,7 +30,7 @@ class Stages:
     """Measures plans' stages with microbatches of one size, each only once.
 
     Bytes of blocks do not add up to a stage's where these hold less than they were given (what is packed, or
-    made again), nor where backward is in two parts; so the best plans of the blocks are measured anew.
+    recomputed), nor where backward is in two parts; so the best plans of the blocks are measured as stages.
     """
 
     profile: PipelineProfile

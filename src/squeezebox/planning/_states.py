@@ -148,7 +148,7 @@ def _parameters(
 
 
 def _seconds_a_byte(seen: StepProfile, step: TrainingStep, moved: int) -> float:
-    """Of moving a byte to the file and back, beside a step in which saved tensors may be moved too."""
+    """Of moving a byte to the file and back, during a step in which saved tensors may be moved too."""
     if device_of(step.model).type != "cpu":
         return math.inf
     total = moved + sum(seen.saved_bytes.values())

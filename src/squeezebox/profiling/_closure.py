@@ -28,7 +28,7 @@ def record_closure(
     from the end of backward on. Seconds are the host's, from the start of one operator to the next.
 
     Args:
-        model: whose modules are told apart.
+        model: whose modules the timeline distinguishes.
         closure: forward, loss and backward, and the optimizer's step if it is to be seen.
         optimizer: whose state is named as such.
         around: is given the marks, and makes a context for the closure. Through it

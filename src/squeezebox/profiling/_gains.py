@@ -1,4 +1,4 @@
-"""How an error in one saved tensor grows on its way to those that can be made again from it."""
+"""How an error in one saved tensor grows on its way to those that can be recomputed from it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Row(Protocol):
 
 
 class Derivation(Protocol):
-    """How a tensor can be made again."""
+    """How a tensor can be recomputed."""
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -30,7 +30,7 @@ class Derivation(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gain:
-    """A tensor made again from a packed one, ``source``.
+    """A tensor recomputed from a packed one, ``source``.
 
     Its squared error is that which its own packing has at a bound whose square is ``square`` times the
     source's. Where its sign must stay, that takes ``sign_bytes`` and ``sign_seconds`` besides.
@@ -46,7 +46,7 @@ _TRIED = 0.1  # share of the rms
 
 
 class GainProfiler:
-    """Listens to one step in which every tensor is packed, and makes again those that come from one other."""
+    """Listens to one step in which every tensor is packed, and recomputes those that come from one other."""
 
     def __init__(self) -> None:
         self.gains: dict[str, Gain] = {}
@@ -67,7 +67,7 @@ class GainProfiler:
         trial: Callable[..., codecs.Packed],
         again: Callable[[], torch.Tensor],
     ) -> None:
-        """As capture's Listener: make it again, and compare."""
+        """As capture's Listener: recompute it, and compare."""
         found = self._derive[row.key]()
         source = self._rows.get(found.sources[0]) if found is not None and len(found.sources) == 1 else None
         bound = _TRIED * (1.0 if scale is not None else _rms(flat))

@@ -27,7 +27,7 @@ _BETWEEN = 3
 _FEW_BYTES = 1 << 14
 _BLOCK_BYTES = 1 << 12  # of 1024 elements, to which the last ones of a tensor are filled up
 _STEADY = 0.7  # of the highest bound: in other batches it may be lower
-_CHEAP = 0.5  # of the time to pack a tensor: made again from a packed one only in less
+_CHEAP = 0.5  # of the time to pack a tensor: recomputed from a packed one only in less
 _MARGIN = 1.05  # other batches, and bounds between the tried ones, pack a little worse
 
 _Tries = list[tuple[Option, float]]  # of one codec, each with the seconds of unpacking
@@ -65,7 +65,7 @@ class Call(Protocol):
 
 
 class Derivation(Protocol):
-    """How a tensor can be made again."""
+    """How a tensor can be recomputed."""
 
     @property
     def calls(self) -> Sequence[Call]:
@@ -91,9 +91,9 @@ class _Seen:
 class StepProfiler:
     """Listens to one step and turns it into a Profile.
 
-    Values are packed at a few bounds beside the one in force; what lies between is interpolated, bytes
+    Values are packed at a few bounds around the one in force; what lies between is interpolated, bytes
     and seconds linearly in the bound's logarithm. Plain steps that it listens to before :meth:`start` time
-    operators once more each. With the ``gains`` of tensors that can be made again, they may be so from
+    operators once more each. With the ``gains`` of tensors that can be recomputed, they may be so from
     packed ones too. On the CPU tensors may be moved to ``folder``, unless that is in memory itself. Where
     options are ``known`` from another profile, only the tensors' lives are seen.
     """
@@ -147,7 +147,7 @@ class StepProfiler:
             sensitivities: key -> relative gradient noise for a unit bound; tensors without keep their values.
             final_bytes: held by the optimizer's step on top of ``held``.
             gradients: what the step has left.
-            seconds: of a plain step, in which a disk works beside it.
+            seconds: of a plain step, during which a disk works too.
         """
         trace = self._timeline.stop(held, gradients)
         self.peak_bytes = trace.peak_bytes + self._buffer.nbytes + (self._arena.nbytes if self._arena else 0)
@@ -348,7 +348,7 @@ def _profile(
     recomputed: list[Option],
     spread: float | None,
 ) -> TensorProfile:
-    """The options of one tensor: itself, packed as it was or at other bounds, moved, or made again.
+    """The options of one tensor: itself, packed as it was or at other bounds, moved, or recomputed.
 
     Packed, it approximates others at the noise that its error makes in them: ``spread`` for a unit bound.
     """
@@ -445,7 +445,7 @@ def _costed(option: Option, cost: float, decoded: int) -> Option:
 
 
 def _approximating(option: Option, spread: float) -> Option:
-    """The option, and others made again from what it holds."""
+    """The option, and that of others recomputed from what it holds."""
     return replace(option, noise=option.noise + spread * option.bound**2, approximates=True)
 
 

@@ -83,7 +83,7 @@ def record_step(
 
 @contextlib.contextmanager
 def own_casts() -> Iterator[None]:
-    """Around forward and loss: autocast's copies of weights are made anew, and end with them."""
+    """Around forward and loss: autocast makes its own copies of weights, which end with them."""
     torch.clear_autocast_cache()
     try:
         yield
@@ -226,7 +226,7 @@ class Modules:
 
     @property
     def known(self) -> Iterable[torch.nn.Module]:
-        """All that are told apart."""
+        """All that it distinguishes."""
         return self._paths.keys()
 
     def _begin(self, module: torch.nn.Module, args: Any) -> None:

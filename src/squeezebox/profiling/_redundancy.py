@@ -1,4 +1,4 @@
-"""What a training step computes, stores, copies or waits for in vain."""
+"""What a training step computes, stores, copies or waits for needlessly."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Found:
 def check_redundancy(
     step: Callable[[], object], *, device: torch.device, as_device: bool = False
 ) -> CheckedStep:
-    """Record two steps, and find what the first one does in vain.
+    """Record two steps, and find what the first one does needlessly.
 
     Args:
         step: takes one training step; runs twice.

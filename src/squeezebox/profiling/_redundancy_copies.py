@@ -87,7 +87,7 @@ def _lies_alike(one: View, other: View) -> bool:
 def _seen_through(copied: Event, view: View) -> View | None:
     """The view of the original that shows what this one does of the copy; None if there is none.
 
-    Dimensions are told by their strides, which differ in a dense tensor.
+    Dimensions are identified by their strides, which differ in a dense tensor.
     """
     copy, source = copied.fresh[0], copied.reads[0]
     strides = {

@@ -42,7 +42,7 @@ class Places:
         self.modules = Modules()
         self._thread = threading.get_ident()
         self._owners: dict[CodeType, str] = {}
-        self._numbers: list[int] = []  # of autograd nodes, each below those of the place beside it
+        self._numbers: list[int] = []  # each above those of the autograd nodes made at its place
         self._places: list[Place] = []
 
     def __enter__(self) -> Places:

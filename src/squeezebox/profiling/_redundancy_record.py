@@ -34,7 +34,7 @@ _TO_HOST = {torch.Tensor.tolist, torch.Tensor.cpu}  # numpy() wants cpu() before
 def record_redundancy(
     step: Callable[[], object], *, device: torch.device, steps: int = 2, as_device: bool = False
 ) -> StepEvents:
-    """Run ``step`` so many times, and take down what its operators do.
+    """Run ``step`` for ``steps`` steps, and record what its operators do.
 
     In the first step each operator is timed until the device is done with it; in later ones the device is
     not waited for, so that their syncs take as long as they do in training. Compiled functions run as they

@@ -1,4 +1,4 @@
-"""What it takes to move tensors elsewhere and back: to a disk beside the step, or to the host."""
+"""What it takes to move tensors elsewhere and back: to a disk while the step runs, or to the host."""
 
 from __future__ import annotations
 

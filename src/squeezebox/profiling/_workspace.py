@@ -131,7 +131,7 @@ def _at_batch(workspace: Workspace, counted: dict[Workspace, int]) -> int:
 
 
 def _on_line(sizes: Sequence[int], known: Sequence[int], batch: int) -> int:
-    """What two batches foretell of another."""
+    """What two batches predict of another."""
     slope = (known[1] - known[0]) / (sizes[1] - sizes[0])
     return max(0, round(known[1] + slope * (batch - sizes[1])))
 

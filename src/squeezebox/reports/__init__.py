@@ -2,7 +2,7 @@
 
 In: schema's StepRecord, or the figures of an estimate or a pipeline. Out: text tables, drawings and traces,
 and JSON files written whole or not at all.
-May touch: files it is told to write; no torch.
+May touch: files whose paths callers pass; no torch.
 """
 
 from squeezebox.reports._audit import (

@@ -229,7 +229,7 @@ def _compare(
 
 
 def _exceeds(churn: Figure, tooling: Figure | None) -> bool | None:
-    """None where it cannot be told."""
+    """Whether it does; None where the two intervals overlap."""
     if tooling is None or tooling.low <= churn.high and churn.low <= tooling.high:
         return None
     return churn.low > tooling.high

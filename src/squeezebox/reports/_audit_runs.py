@@ -64,6 +64,6 @@ def load_record(path: str | os.PathLike[str]) -> AuditRecord:
     except (OSError, ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile) as error:
         raise FormatError(
             f"{path} is no finished training of an audit ({error}). Delete it, and the audit "
-            "will make it again."
+            "will train it again."
         ) from error
     return AuditRecord(**values)

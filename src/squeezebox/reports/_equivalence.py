@@ -64,6 +64,7 @@ def equivalence(
         raise ValueError(f"A difference is not finite: {list(differences)}.")
     mean, deviation = statistics.fmean(differences), statistics.stdev(differences)
     error, quantile = deviation / math.sqrt(count), t_quantile(1 - LEVEL, count - 1)
+    # So quantile * both is the root of (quantile * error)^2 + margin_uncertainty^2.
     both = math.hypot(error, margin_uncertainty / quantile)
     least = abs(mean) + quantile * both
     return Equivalence(
@@ -109,6 +110,7 @@ def power(deviation: float, margin: float, count: int, *, margin_uncertainty: fl
     generator = np.random.default_rng(0)
     freedom = count - 1
     quantile = t_quantile(1 - LEVEL, freedom)
+    # Mean and deviation of normal samples are independent, so each is drawn by itself.
     means = generator.standard_normal(_TRIALS) * (deviation / math.sqrt(count))
     squares = generator.chisquare(freedom, _TRIALS) / freedom
     errors = deviation * np.sqrt(squares) / math.sqrt(count)

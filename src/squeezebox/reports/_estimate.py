@@ -15,7 +15,7 @@ from squeezebox.schema import Call, Peak
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """A plain PyTorch training step's memory, foretold; all sizes in bytes. ``str()`` is a table.
+    """The predicted memory of a plain PyTorch training step; all sizes in bytes. ``str()`` is a table.
 
     ``input_shape`` and ``batch`` are those of the first input; ``input_bytes`` count all, and the target.
     ``gradient_bytes`` are all gradients, of which some may not be there yet at the peak. ``saved_bytes`` is

@@ -19,7 +19,7 @@ _MOST_LAYERS, _MOST_CELLS, _MOST_TENSORS = 250, 400, 300
 _MOST_BOUNDS, _MOST_REFRESHES = 40, 48
 _LONGEST = 60  # letters of a name
 PHASES = ("before", "forward", "loss", "backward", "optimizer")
-UNITS = ("bytes", "seconds", "")  # of what was foretold
+UNITS = ("bytes", "seconds", "")  # of what was predicted
 _ACTIONS = ("kept", "compressed", "recomputed", "offloaded", "shape only")
 
 Row = Sequence[str | int | float | None]
@@ -263,7 +263,7 @@ def _forecasts(forecasts: Iterable[Forecast]) -> str:
         )
         for each in forecasts
     ]
-    titles = ("figure", "foretold", "measured", "measured / foretold")
+    titles = ("figure", "predicted", "measured", "measured / predicted")
     return _table(titles, rows, (str, str, str, "{:.3f}".format)) if rows else ""
 
 

@@ -46,7 +46,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Named:
-    """What a row of the file says of a tensor beside its option."""
+    """What a row of the file says of a tensor in addition to its option."""
 
     key: str
     saved_bytes: int
@@ -58,12 +58,12 @@ class StepPlan:
 
     ``budget_bytes`` is None where the plan takes as little memory as the noise allows.
     ``plain_peak_bytes`` and ``plain_seconds`` are those of a step without Squeezebox.
-    ``predicted_noise`` is what a step on the plan's sample had, or foretold (:func:`squeezebox.max_batch`).
+    ``predicted_noise`` is what a step on the plan's sample had, or by the law (:func:`squeezebox.max_batch`).
     ``late_values`` names tensors of which a later operator reads more than the first one, and its role.
     ``region`` are the first layers, if they are worked in slices of the batch. ``peak`` says where the
     predicted peak lies and what is live then; its parts add up to it (None in files of earlier releases).
     With ``arena``, packed tensors are counted with their places. ``offload`` says where tensors are moved to,
-    and which memory that takes beside the peak. ``optimizer`` says what becomes of gradients and of the
+    and what memory that takes on top of the peak. ``optimizer`` says what becomes of gradients and of the
     optimizer's state, where the plan was made with ``states=True``.
     """
 
@@ -177,7 +177,7 @@ def load_plan(path: str | os.PathLike[str]) -> StepPlan:
         return _from_dict(json.loads(text, object_pairs_hook=without_duplicates))
     except (OSError, ValueError) as error:  # FormatError is a ValueError
         raise FormatError(
-            f"'{path}' is no plan that this Squeezebox can read: {error}. Make it anew with "
+            f"'{path}' is no plan that this Squeezebox can read: {error}. Write it again with "
             "squeezebox.plan(...).save(path)."
         ) from error
 

@@ -1,4 +1,4 @@
-"""What a step does in vain, as text and as JSON."""
+"""What a step does needlessly, as text and as JSON."""
 
 from __future__ import annotations
 

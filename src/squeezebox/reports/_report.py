@@ -86,7 +86,7 @@ class Report:
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write ``content`` to ``path`` by way of a temporary file beside it.
+    """Write ``content`` to ``path`` by way of a temporary file in the same folder.
 
     Raises:
         OutputError: the folder is missing or not writable, or the disk is full.
@@ -204,7 +204,7 @@ def offloaded(offload: OffloadRecord) -> str:
     """Where tensors are moved to, and what memory that takes."""
     kind = f" ({offload.filesystem})" if offload.filesystem else ""
     return (
-        f"offloaded to {offload.folder}{kind}: {human_bytes(offload.file_bytes)}; beside the peak at most "
+        f"offloaded to {offload.folder}{kind}: {human_bytes(offload.file_bytes)}; on top of the peak at most "
         f"{human_bytes(offload.buffer_bytes)} of buffers and {human_bytes(offload.cache_bytes)} of page cache"
     )
 

@@ -17,7 +17,7 @@ _DARK = {"page": "#14171c", "waiting": "#262c35", "grid": "#4a525e", "ink": "#e6
 
 
 def style(shortest: float) -> str:
-    """CSS for a drawing whose narrowest action is so many pixels wide.
+    """CSS for a drawing whose narrowest action is ``shortest`` pixels wide.
 
     Updates get an outline, by which those that take no time are seen too.
     """

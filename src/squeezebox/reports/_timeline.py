@@ -82,7 +82,8 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
         return Timeline(figures)
     except (OSError, ValueError, FormatError) as error:
         raise FormatError(
-            f"cannot read {path} as a timeline: {error}. Make it anew with session.timeline(step).to_json()."
+            f"cannot read {path} as a timeline: {error}. "
+            "Write it again with session.timeline(step).to_json()."
         ) from error
 
 
@@ -92,7 +93,7 @@ def _check(figures: StepTimeline) -> None:
             raise FormatError(f"a cell's phase is {cell.phase!r}, none of {', '.join(PHASES)}")
     for forecast in figures.forecasts:
         if forecast.unit not in UNITS:
-            raise FormatError(f"{forecast.name} is foretold in {forecast.unit!r}, none of {', '.join(UNITS)}")
+            raise FormatError(f"{forecast.name} has the unit {forecast.unit!r}, none of {', '.join(UNITS)}")
     for sample in (*figures.samples, figures.peak):
         if len(sample.nbytes) != len(figures.kinds):
             raise FormatError(

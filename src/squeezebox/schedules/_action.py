@@ -43,8 +43,8 @@ class Action:
 class Schedule:
     """Every rank's actions in order.
 
-    ``placement`` has the rank of each stage, ``microbatches`` are those of one batch. ``orders`` end after so
-    many ``batches``; ``turns(rank, first)`` goes on for ever, from the batch ``first`` in empty pipelines.
+    ``placement`` has the rank of each stage, ``microbatches`` are those of one batch. ``orders`` end after
+    ``batches``; ``turns(rank, first)`` goes on without end, from the batch ``first`` in empty pipelines.
     """
 
     name: str

@@ -13,7 +13,7 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pipe:
-    """So many ranks with ``loops`` stages each, and the microbatches of one batch."""
+    """``ranks`` ranks with ``loops`` stages each, and the microbatches of one batch."""
 
     ranks: int
     loops: int
@@ -99,6 +99,7 @@ def _in_turns(pipe: Pipe, rank: int) -> Integers:
     loops = np.arange(pipe.loops)[None, :]
 
     def done(count: Integers, places: Integers) -> Integers:
+        # Of ``count`` turns, how many were of each loop.
         rounds, rest = np.divmod(count, round_)
         return rounds * pipe.ranks + np.clip(rest - places * pipe.ranks, 0, pipe.ranks)
 

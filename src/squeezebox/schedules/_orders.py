@@ -65,11 +65,13 @@ def interleaved(ranks: int, microbatches: int, *, loops: int, batches: int = 1) 
     total = microbatches * loops
 
     def nth(rank: int, number: int, *, backward: bool) -> tuple[int, int]:
+        # A group of ``ranks`` microbatches goes through all loops before the next group does.
         group, within = divmod(number, ranks * loops)
         loop, place = divmod(within, ranks)
         return (loops - 1 - loop if backward else loop) * ranks + rank, group * ranks + place
 
     def passes(rank: int) -> Passes:
+        # Megatron-LM's warm-up: forwards before the first backward.
         ahead = min(total, 2 * (ranks - 1 - rank) + (loops - 1) * ranks)
         for kind, number in _staggered({Kind.FORWARD: 0, Kind.BACKWARD: ahead}, total):
             yield kind, *nth(rank, number, backward=kind is Kind.BACKWARD)
@@ -232,7 +234,7 @@ def _flowing(
 
 
 def _ended(name: str, placement: tuple[int, ...], microbatches: int, batches: int, turns: Turns) -> Schedule:
-    """What has no end, up to the last update of so many batches."""
+    """A schedule without end, up to the last update of ``batches`` batches."""
 
     def order(rank: int) -> Iterator[Action]:
         updates = batches * placement.count(rank)

@@ -92,7 +92,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Run the schedule on paper: every rank in its order, each action as soon as what it needs is there.
 
     Raises:
-        PlanError: ranks wait for each other for ever, or a stage has no costs.
+        PlanError: ranks wait for each other without end, or a stage has no costs.
     """
     if len(costs.forward) != schedule.num_stages or len(costs.backward) != schedule.num_stages:
         raise PlanError(
@@ -122,6 +122,7 @@ def run(schedule: Schedule, seconds: Callable[[Action], float], transfer: float 
         rank = ready.popleft()
         own, order = spans[rank], schedule.orders[rank]
         now = own[-1].end if own else 0.0
+        # As far as it comes; the rank that is waited for puts it back into ``ready``.
         for action in order[len(own) :]:
             arrived = events.arrival(action, rank)
             if arrived is None:
@@ -186,6 +187,7 @@ def versions(schedule: Schedule) -> tuple[int, ...]:
         passes = [action for action in order if action.kind is not Kind.UPDATE]
         oldest: dict[int, int] = {}  # version that a stage still reads
         needed = []
+        # From the end, so that ``oldest`` is what the stage reads from here on.
         for action in reversed(passes):
             oldest[action.stage] = min(oldest.get(action.stage, action.version), action.version)
             needed.append(oldest[action.stage])
@@ -198,7 +200,7 @@ def versions(schedule: Schedule) -> tuple[int, ...]:
 
 
 def gathers(schedule: Schedule, rank: int, unsharded: int = 1) -> int:
-    """How often a rank gathers a stage's weights if those of so many stages are whole at a time (FSDP)."""
+    """How often a rank gathers a stage's weights if ``unsharded`` stages are whole at a time (FSDP)."""
     whole: list[int] = []
     count = 0
     for action in schedule.orders[rank]:

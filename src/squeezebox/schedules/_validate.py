@@ -15,7 +15,7 @@ def validate(schedule: Schedule) -> None:
 
     Every microbatch must pass every stage forwards and backwards once, backward whole or in its two parts,
     with the same weights both ways; those must have been made by then; a batch's update comes once, after
-    all its gradients; and no ranks may wait for each other for ever.
+    all its gradients; and no ranks may wait for each other without end.
 
     Raises:
         PlanError: names the rank, the action and what is wrong.

@@ -36,8 +36,8 @@ class Operator:
     """What is issued to a stream: the names of the tensors it reads and writes.
 
     It runs after the operator issued before it to the same stream, after those that first write what it
-    reads or writes, and after those called ``waits``, as by an event recorded behind each of these. Beside
-    any other it may run at the same time.
+    reads or writes, and after those called ``waits``, as by an event recorded behind each of these. It may
+    run at the same time as any other.
     """
 
     name: str

@@ -57,7 +57,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineProfile:
-    """A model's blocks in their order, for microbatches of so many samples."""
+    """A model's blocks in their order, for microbatches of ``microbatch`` samples."""
 
     microbatch: int
     blocks: tuple[Block, ...]

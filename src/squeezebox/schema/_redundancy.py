@@ -1,4 +1,4 @@
-"""What a training step does in vain."""
+"""What a training step does needlessly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Waste(enum.Enum):
-    """Why work was in vain, or wrong, or had to wait."""
+    """Why work was not needed, or wrong, or had to wait."""
 
     REPEATED = "repeated operator"
     CONSTANT = "repeated in every step"
@@ -47,7 +47,7 @@ class CheckedStep:
     """One recorded step; ``seconds`` are the operators' own, as recorded.
 
     ``repeated_on_purpose`` are operators that checkpointing computed again, which are no findings.
-    ``as_device`` says whether syncs are told as if the tensors were on a device.
+    ``as_device`` says whether syncs are counted as if the tensors were on a device.
     """
 
     device: str

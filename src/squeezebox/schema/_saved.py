@@ -178,7 +178,7 @@ class OffloadRecord:
     """Where tensors are moved to, and what memory that takes; sizes are bytes.
 
     The file in ``folder`` has ``file_bytes``. Whatever is moved, ``buffer_bytes`` of the process and
-    ``cache_bytes`` of the system's page cache are the most it takes, beside the step's peak.
+    ``cache_bytes`` of the system's page cache are the most it takes on top of the step's peak.
     """
 
     folder: str

@@ -1,4 +1,4 @@
-"""One profiled training step: phase by module, memory over time, and what was foretold of it."""
+"""One profiled training step: phase by module, memory over time, and what was predicted of it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class TimelineCell:
 
     ``seconds`` are all its time, the four kinds of seconds after it included. ``peak_bytes`` are live at the
     step's peak and were made here (phase "before": they were there before the step); ``highest_bytes`` is
-    the most that was live, whoever made it, while this ran. ``saved_bytes`` is what plain PyTorch would hold
-    of what was saved here, ``packed_bytes`` what is held instead, ``offloaded_bytes`` the part of
-    ``saved_bytes`` that left the memory, ``recomputed_bytes`` what was made again here.
+    the most that was live while this ran, wherever it was made. ``saved_bytes`` is what plain PyTorch would
+    hold of what was saved here, ``packed_bytes`` what is held instead, ``offloaded_bytes`` the part of
+    ``saved_bytes`` that left the memory, ``recomputed_bytes`` what was recomputed here.
     """
 
     phase: str
@@ -66,7 +66,7 @@ class BoundRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """A figure that was foretold, and what was measured; ``unit`` is "bytes", "seconds" or "" (a ratio)."""
+    """A figure that was predicted, and what was measured; ``unit`` is "bytes", "seconds" or "" (a ratio)."""
 
     name: str
     unit: str

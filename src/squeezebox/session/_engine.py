@@ -43,7 +43,7 @@ attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 class Engine:
-    """What a session, or whoever measures steps, works with.
+    """What a session works with, and so does every measurement of steps.
 
     Attributes:
         model: whose forwards are recorded.
@@ -309,7 +309,7 @@ class Engine:
             return
         self.refreshes.begin(self.recorder, self.model, self.step)
         refreshed = due(self.step - 1) and not due(self.step)
-        has_state = self.step == 1 and self.plan is not None  # the optimizer's, as the plan foretold
+        has_state = self.step == 1 and self.plan is not None  # the optimizer's, as the plan predicted
         if (self.step == 0 or refreshed or has_state) and self.measures_peaks:
             self._meter.start(persistent(self.model, self.optimizer))
 

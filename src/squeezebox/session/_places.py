@@ -39,7 +39,7 @@ def plan_with_places(plan: StepPlan) -> StepPlan:
     reached = plan.predicted_peak_bytes + added
     if plan.budget_bytes is not None and reached > plan.budget_bytes:
         raise BudgetError(
-            f"the plan foretells a peak of {human_bytes(plan.predicted_peak_bytes)}, and an arena may add "
+            f"the plan predicts a peak of {human_bytes(plan.predicted_peak_bytes)}, and an arena may add "
             f"{human_bytes(added)}: more than the budget, {human_bytes(plan.budget_bytes)}. Make the plan "
             "with squeezebox.plan(..., arena=True), or attach it without an arena."
         )

@@ -89,7 +89,7 @@ def admit(
 
 
 def refuse_unsound(plan: StepPlan, model: torch.nn.Module) -> None:
-    """UnsupportedModelError where tensors are to be made again from parameters that are gone by then."""
+    """UnsupportedModelError where tensors are to be recomputed from parameters that are gone by then."""
     again = [tensor.key for tensor in plan.tensors if tensor.option.action is Action.RECOMPUTE]
     if again and any(hasattr(module, "reshard") for module in model.modules()):
         raise UnsupportedModelError(

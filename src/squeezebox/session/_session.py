@@ -72,7 +72,7 @@ class Session:
     def calibrate(self, closure: Callable[[], object]) -> float:
         """Measure the noise as :meth:`measure_noise` does, and correct the bounds by it from now on.
 
-        The error law and its checks of single tensors foretell a whole step's noise to within a factor of two
+        The error law and its checks of single tensors predict a whole step's noise to within a factor of two
         or so, and from batch to batch it differs as much. So bounds go half the way (in its logarithm), but
         all of it at once where noise is more than twice what was predicted. Do it from time to time.
 

@@ -32,7 +32,7 @@ def read_state(state: Mapping[str, Any]) -> State:
     if version != STATE_VERSION:
         raise FormatError(
             f"session state has version {version}; this Squeezebox reads version {STATE_VERSION}. "
-            "Upgrade squeezebox, or start the session anew."
+            "Upgrade squeezebox, or start a new session."
         )
     try:
         weighted, others = (int(count) for count in state["counts"])
@@ -46,5 +46,5 @@ def read_state(state: Mapping[str, Any]) -> State:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise FormatError(
             f"session state has fields {sorted(state)}, of which one is missing or damaged ({error}). "
-            "Pass the object that state_dict() gave, or start the session anew."
+            "Pass the object that state_dict() gave, or start a new session."
         ) from error

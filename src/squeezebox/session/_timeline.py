@@ -70,7 +70,7 @@ def take_timeline(engine: Engine, closure: Callable[[], object]) -> StepTimeline
 
 @dataclass(slots=True)
 class _Notes:
-    """What capture told; its marks are the recording's."""
+    """What capture reported; its marks are the recording's."""
 
     marks: Any = None
     phases: dict[str, str] = field(default_factory=dict)  # in which each tensor was held first

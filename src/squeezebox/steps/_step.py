@@ -20,7 +20,7 @@ class TrainingStep:
     """A model, a sample of (inputs, target), their loss, and the optimizer, if it is known.
 
     ``noise`` is what may be lost in it (0: nothing); ``folder`` where tensors may be moved to, instead of the
-    usual one; ``on_progress`` is told as it is measured.
+    usual one; ``on_progress`` is called while it is measured.
     """
 
     model: torch.nn.Module

@@ -87,7 +87,7 @@ class Streamed:
         return next(node for node in reduced.all_input_nodes if node in self.rows)
 
     def crossing(self) -> frozenset[Node]:
-        """What later passes read of an earlier one's; views are made again, and level 0 of the image."""
+        """What later passes read of an earlier one's; they recompute views, and level 0 from the image."""
         return frozenset(
             self._viewed(node)
             for node in self.operators

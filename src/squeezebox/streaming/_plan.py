@@ -74,8 +74,8 @@ def fitting_height(
     """About the greatest height whose strips fit, evenly spread, and the peak with it.
 
     Peaks do not grow evenly: what needs most in a low strip, with many rows around, may be another operator
-    than in a high one. So every height is measured before it is taken, each foretold by the two before it. As
-    no operator needs less than nothing, a strip ``k`` times as high needs at most ``k`` times as much.
+    than in a high one. So every height is measured before it is taken, and predicted from the two before it.
+    As no operator needs less than nothing, a strip ``k`` times as high needs at most ``k`` times as much.
 
     Args:
         measure: the peak, in bytes, of a strip of this height.
@@ -98,13 +98,13 @@ def fitting_height(
             best, other = found, best
         else:
             other, ceiling = found, height - 1
-        height = _even(min(_foretold(best, other, room), ceiling), rows, unit)
+        height = _even(min(_predicted(best, other, room), ceiling), rows, unit)
         if height < min(1.1 * best[0], rows):
             break
     return best[0], best[1] + held_bytes
 
 
-def _foretold(best: tuple[int, int], other: tuple[int, int], room: int) -> int:
+def _predicted(best: tuple[int, int], other: tuple[int, int], room: int) -> int:
     """The height that should fit, by the straight line through two peaks, or twice a safe one."""
     slope = max((best[1] - other[1]) / (best[0] - other[0]), 1.0)
     safe = best[0] * max(2.0, _SHARE * room / best[1])
@@ -137,7 +137,7 @@ def require_rowless(nbytes: int, memory_bytes: int) -> None:
 
 def _too_little(strip_bytes: int, held_bytes: int, memory_bytes: int) -> BudgetError:
     what = "gradients, values without rows and what passes hand on"
-    held = f" beside {human_bytes(held_bytes)} of {what}" if held_bytes else ""
+    held = f" in addition to {human_bytes(held_bytes)} of {what}" if held_bytes else ""
     return BudgetError(
         "a strip of one row, with the rows around that it depends on, needs "
         f"{human_bytes(strip_bytes)}{held}, more than the {human_bytes(memory_bytes)} of memory=. Give at "

@@ -20,7 +20,7 @@ class Progress:
 
 
 class Clock:
-    """Foretells the time left: strips cost by their rows, backward ones three times as much."""
+    """Predicts the time left: strips cost by their rows, backward ones three times as much."""
 
     def __init__(self, stages: Sequence[tuple[int, int]], rows: int) -> None:
         self._stages, self._rows = stages, rows

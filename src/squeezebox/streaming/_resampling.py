@@ -68,7 +68,7 @@ class _Resize:
     scales: list[float | None]
 
     def __call__(self, x: Tensor, size: int, scale: float | None, other: int) -> Tensor:
-        """So many rows, at this scale, and so many columns at the scale that was given."""
+        """``size`` rows at this scale, and ``other`` columns at the scale that was given."""
         sizes, scales = [other, other], [*self.scales]
         sizes[self.axis], scales[self.axis] = size, scale
         aligned = [self.aligned] if self.kind.aligns else []

@@ -26,7 +26,7 @@ _SAMPLED = 16  # rows of the image and of every target that are compared
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Position:
-    """Before which strip of which stage, with strips of which heights."""
+    """The strip and the stage that come next, and the heights of the strips."""
 
     stage: int
     strip: int

@@ -92,8 +92,8 @@ class Store(Protocol):
 class Spool:
     """A store in the device's memory; or, in a folder, in a mapped file without a name.
 
-    The file goes with whoever has it open, killed or not. The disk's bytes are reserved when it is opened, as
-    a full disk would kill a process that writes to a map.
+    The file goes when the process that has it open ends, killed or not. The disk's bytes are reserved when it
+    is opened, as a full disk would kill a process that writes to a map.
 
     Raises:
         OutputError: the folder is missing or not writable, or the disk has not enough room.

@@ -43,15 +43,16 @@ class StreamedStep:
     Args:
         model: any module that torch.export can trace, in the mode in which it is to be run.
         loss_fn: ``loss_fn(output, target)``, a module or a function, gives one number.
-        memory: bytes that a step may take beside the image, the target and the model, such as "1GiB": strips
-            are as high as fits, by the measured peaks of some. They are tensors' bytes. The process may grow
-            by twice as many, as the C library keeps what is freed; and by some 200 MiB where a first step
-            imports torch.export.
+        memory: bytes that a step may take in addition to the image, the target and the model, such as "1GiB".
+            Strips are as high as fits, by the measured peaks of some. They are tensors' bytes. The process
+            may grow by twice as many, as the C library keeps what is freed; and by some 200 MiB where a first
+            step imports torch.export.
         prepare: what the model is given in the image's place, computed strip by strip. By default uint8
             images are scaled to 0..1 in the parameters' precision, and others left as they are.
         axis: the image's dimension that is streamed, -2 or -1; the longer one by default.
         height: rows of a strip, instead of ``memory``.
-        recompute: keep fewer tensors within a strip and make them again in its backward, for higher strips.
+        recompute: keep fewer tensors within a strip, and recompute the others in its backward, so that strips
+            can be higher.
         context: makes a context around each strip's forward, such as ``session.step`` of :func:`attach`,
             which then packs what the strip saves. Strips that are measured for ``memory`` run in it, too.
         progress: called with a :class:`Progress` after every strip.

@@ -60,7 +60,7 @@ def padded(tensor: Tensor, dim: int, before: int, after: int, fill: float = 0.0)
 
 
 def _spatial(call: Call, rows: Rows, dims: int) -> int:
-    """Which of the operator's spatial axes, of which there are so many, is the streamed one."""
+    """Which of the operator's ``dims`` spatial axes is streamed."""
     node, _ = call.source()
     axis = rows.dim - (len(shape_of(node)) - dims)
     if axis < 0:
@@ -269,7 +269,7 @@ def constant_padded(call: Call) -> Operator:
 
 
 def sliced(call: Call) -> Operator:
-    """Every so many rows of a part, which may be all: ``x[..., first:last:step, :]``."""
+    """Every ``step``-th row of a part, which may be all: ``x[..., first:last:step, :]``."""
     source, rows = call.source()
     first = int(call.args[2] or 0) if len(call.args) > 2 else 0
     first = min(max(first + rows.count if first < 0 else first, 0), rows.count)

@@ -37,7 +37,7 @@ class BitRule:
 class Matcher:
     """Finds the rule of a saved tensor of a compiled graph.
 
-    A tensor takes the rules of the operators that read it, told by module path and name, itself or through
+    A tensor takes the rules of the operators that read it, given by module path and name, itself or through
     what backward computes from it; of several, the most bits. So one that only exists in the fused graph
     takes its consumers' rules.
     """

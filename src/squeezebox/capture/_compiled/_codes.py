@@ -95,7 +95,7 @@ def _steps(values: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
 
 
 def half_steps(x: Tensor, bits: int, *, channel: int | None = None) -> Tensor:
-    """The bound of every element at so many bits, broadcastable to ``x``."""
+    """The bound of every element at ``bits`` bits, broadcastable to ``x``."""
     layout = layout_of(tuple(x.shape), memory_order(x.stride()), bits, channel=channel)
     step, _ = _steps(x.detach().permute(layout.order).to(torch.float32), layout)
     return 0.5 * step.permute(_inverse(layout.order))

@@ -76,6 +76,7 @@ def _pack_lanes(rows, width, out):
     at = 0
     for row in range(8):
         shift = np.uint64(row * width & 7)
+        # Of each lane's code, ``keep`` has the bits for its current byte, and ``rest`` those for the next.
         keep = _ONES * ((_BYTE << shift) & _BYTE)
         first = row * _WORDS
         e, f, g, h = rows[first], rows[first + 1], rows[first + 2], rows[first + 3]

@@ -92,12 +92,14 @@ def pack_blocks(
     scales = _blocks(_limits(numel, scale, inner, device), 1.0)
     phase = _blocks(_phases(numel, dither, device), 0.0)
     limit = (scales * bound).clamp(max=LARGEST)
+    # Rounding to the dtype may use up this share of the bound; the step gets the rest, in sixteenths.
     share = (value.abs() / limit * ROUNDING[flat.dtype]).amax(1)
     factor = ((1.0 - share) * 16.0).floor()
     step = scales * unit_step(bound) * (factor / 16.0)[:, None]
     magnitude = torch.ceil(value.abs() * (1.0 / step) + phase).clamp(min=1)
     magnitude = torch.where(value == 0, 0.0, magnitude)
     known = (factor >= LEAST_FACTOR) & (magnitude <= MOST).all(1)
+    # Raw blocks have codes from here on too, which nobody reads.
     factor = factor.nan_to_num(0).clamp(0, 16)
     magnitude = torch.where(known[:, None], magnitude, 0.0).int()
     decoded = _decoded(magnitude, step, phase, flat.dtype)
@@ -118,6 +120,7 @@ def _placed(words: Tensor, taken: int, arena: Tensor, spill: Tensor, counters: T
     """Put a block where there is room, and say where that is."""
     for number, memory in enumerate((arena, spill)):
         start = int(counters[number])
+        # Taken before it is known to fit, as by a device's atomic addition.
         counters[number] += taken
         if start + len(words) <= memory.numel():
             memory[start : start + len(words)] = words

@@ -192,10 +192,12 @@ def code_words(lengths, book):
             return False
         if lengths[i]:
             following[lengths[i] + 1] += 1
+    # So far following[size + 1] counts the words of a size; now following[size] becomes its first word.
     code = 0
     for size in range(1, LONGEST + 2):
         code = (code + int(following[size])) << 1
         following[size] = code
+    # Kraft's inequality: of more words, one would begin another.
     if following[LONGEST + 1] > 1 << (LONGEST + 1):
         return False
     for i in range(lengths.size):
@@ -226,6 +228,7 @@ def encode(symbols, book, target, start):
         held += third >> 16
         bits |= (fourth & 0xFFFF) << held
         held += fourth >> 16
+        # Four words of at most 12 bits and the 7 that may be left over fit 64.
         emit(target, at, bits)
         at += held >> 3
         bits >>= held & 56
@@ -299,6 +302,7 @@ def decode(data, starts, table, expand, groups):
     a, b = groups[:quarter], groups[quarter : 2 * quarter]
     c, d = groups[2 * quarter : 3 * quarter], groups[3 * quarter :]
     at_a, at_b, at_c, at_d = int(starts[0]), int(starts[1]), int(starts[2]), int(starts[3])
+    # Each window has bits for four symbols, and no stream waits for another one's lengths.
     for i in range(0, quarter, 4):
         at_a, at_b, at_c, at_d = min(at_a, last), min(at_b, last), min(at_c, last), min(at_d, last)
         bits_a, bits_b = window(data, at_a), window(data, at_b)

@@ -131,5 +131,6 @@ def accumulate(codes: Tensor, lag: int) -> Tensor:
     """The inverse of ``difference``."""
     if lag == 0 or lag >= codes.numel():
         return codes
+    # Sums are int64 and then cut to the codes' width: they wrap where the differences did.
     filled = torch.nn.functional.pad(codes, (0, -codes.numel() % lag))
     return filled.view(-1, lag).cumsum(0).to(codes.dtype).view(-1)[: codes.numel()]

@@ -305,10 +305,10 @@ function history() {
   choose(0);
 }
 
-// --- foretold and measured, each pair on its own scale
+// --- predicted and measured, each pair on its own scale
 function forecasts() {
   const chart = byId("forecasts"), pairs = figures.forecasts, width = 1000, line = 46;
-  if (!pairs.length) { chart.textContent = "There is no plan, and no noise has been measured: nothing was foretold."; return; }
+  if (!pairs.length) { chart.textContent = "There is no plan, and no noise has been measured: nothing was predicted."; return; }
   const svg = draw(chart, "svg", { viewBox: `0 0 ${width} ${line * pairs.length}`, "aria-hidden": "true" });
   const value = (pair, which) => pair.unit === "bytes" ? human(pair[which]) : pair.unit === "seconds" ? clock(pair[which]) : power(pair[which]);
   pairs.forEach((pair, number) => {
@@ -317,7 +317,7 @@ function forecasts() {
     ["estimated", "measured"].forEach((which, position) => {
       const y = number * line + 4 + 18 * position;
       draw(svg, "rect", { x: 150, y, width: 640 * pair[which] / most, height: 15, style: `fill:${colour(position ? "compressed" : "buffers")}`, "data-name": pair.name, "data-which": which });
-      draw(svg, "text", { class: "soft", x: 800, y: y + 12 }, `${position ? "measured" : "foretold"} ${value(pair, which)}`);
+      draw(svg, "text", { class: "soft", x: 800, y: y + 12 }, `${position ? "measured" : "predicted"} ${value(pair, which)}`);
     });
   });
 }
