@@ -36,7 +36,7 @@ WAYS = {
 
 
 class Network(nn.Module):
-    """Several layouts, a parameter that is shared, one that is frozen, one without a gradient, a large one."""
+    """Several layouts; parameters that are shared, frozen, without a gradient, and large."""
 
     def __init__(self):
         super().__init__()

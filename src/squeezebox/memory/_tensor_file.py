@@ -141,11 +141,11 @@ class FileTensor(Absent):
         self.file = file
         self.place = file.place(like.numel() * like.element_size())
         self._factors: list[Any] = []
-        self._norm: torch.Tensor | None = None
+        self.norm_known: torch.Tensor | None = None  # the Euclidean one
 
     def store(self, value: torch.Tensor, norm: torch.Tensor | None = None) -> None:
         """Take these elements; ``norm``: their Euclidean one, if somebody will ask for it."""
-        self._factors, self._norm = [], norm
+        self._factors, self.norm_known = [], norm
         if value.stride() != self.stride():
             value = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype).copy_(value)
         self.file.write(self.place, value.as_strided((self.numel(),), (1,)))
@@ -155,6 +155,12 @@ class FileTensor(Absent):
         flat = torch.empty(self.numel(), dtype=self.dtype, device="cpu")
         self.file.read(self.place, flat)
         return self._scaled(flat.as_strided(self.shape, self.stride()))
+
+    def multiply_later(self, factor: Any) -> FileTensor:
+        """Multiply it in place by a number, or a tensor of one, when its elements are read."""
+        self._factors.append(factor.clone() if isinstance(factor, torch.Tensor) else factor)
+        self.norm_known = None
+        return self
 
     def lend(self, start: int, stop: int, *, filled: bool = True) -> torch.Tensor:
         """Elements of one chunk, in the file's buffer, until :meth:`give_back`; ``filled``: as they are."""
@@ -167,7 +173,7 @@ class FileTensor(Absent):
         size = self.element_size()
         self.file.give_back(self.place, start * size, stop * size, changed=changed)
         if changed and stop == self.numel():
-            self._factors, self._norm = [], None
+            self._factors, self.norm_known = [], None
 
     def _scaled(self, elements: torch.Tensor) -> torch.Tensor:
         """Multiplied in place by what was put off."""
@@ -200,12 +206,10 @@ class FileTensor(Absent):
         if isinstance(first, FileTensor) and func in _DETACH:
             return first
         if isinstance(first, FileTensor) and func in _MULTIPLY and _is_number(args[1]):
-            first._factors.append(args[1].clone() if isinstance(args[1], torch.Tensor) else args[1])
-            first._norm = None
-            return first
-        if func is _NORM and isinstance(first, FileTensor) and args[1:] in ((), (2,), (2.0,)) and not kwargs:
-            if first._norm is not None:
-                return first._norm.clone()
+            return first.multiply_later(args[1])
+        asks_norm = func is _NORM and args[1:] in ((), (2,), (2.0,)) and not kwargs
+        if asks_norm and isinstance(first, FileTensor) and first.norm_known is not None:
+            return first.norm_known.clone()
         return _loaded(func, args, kwargs)
 
 

@@ -104,7 +104,7 @@ class Updates:
         for hook in self._hooks:
             hook.remove()
         self._show()
-        for parameter in self._parameters():
+        for parameter in self._all():
             state = self._optimizer.state.get(parameter, {})
             for key, value in state.items():
                 if isinstance(value, FileTensor):
@@ -118,7 +118,7 @@ class Updates:
             self._file.close()
             self._file = None
 
-    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+    def _all(self) -> Iterator[torch.nn.Parameter]:
         for group in self._optimizer.param_groups:
             yield from group["params"]
 
@@ -210,7 +210,7 @@ class Updates:
 
     def _move_all(self) -> None:
         """States that are there already, or were loaded."""
-        for parameter in self._parameters():
+        for parameter in self._all():
             if id(parameter) in self._states and parameter in self._optimizer.state:
                 self._move(parameter)
 
