@@ -42,6 +42,7 @@ class TensorFile:
         self._file = DiskFile(folder.path)
         self._chunks = Chunks(self._file)
         self._end = 0
+        self._is_closed = False
         self._round: dict[int, int] = {}  # offset -> bytes of what was lent, in that order, in this round;
         self._past: list[tuple[int, int]] = []  # and in the last one,
         self._order: dict[int, int] = {}  # of which these are the numbers
@@ -112,6 +113,11 @@ class TensorFile:
 
     @contextlib.contextmanager
     def _explained(self, place: Place) -> Iterator[None]:
+        if self._is_closed:
+            raise CaptureError(
+                f"a tensor of {place.nbytes} bytes was in the file of a session that is detached. What the "
+                "optimizer and the parameters have is in memory again; read it from there."
+            )
         try:
             yield
         except OSError as error:
@@ -122,6 +128,7 @@ class TensorFile:
 
     def close(self) -> None:
         """End the threads and give the disk's bytes back; nothing can be read any more."""
+        self._is_closed = True
         self._chunks.close(wait=True)
         self._file.close()
 

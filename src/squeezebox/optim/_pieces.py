@@ -44,6 +44,7 @@ def update_in_pieces(
     whole = {key: value for key, value in state.items() if _is_whole(value, parameter)}
     others = {key: value for key, value in state.items() if key not in whole}
     flat, size = _flat(parameter.detach()), CHUNK_BYTES // parameter.element_size()
+    left: dict[str, Any] = {}
     for start in range(0, len(flat), size):
         stop = min(start + size, len(flat))
         piece = flat[start:stop]
@@ -52,20 +53,48 @@ def update_in_pieces(
             if state:
                 own = {key: lent.enter_context(_lent(value, start, stop)) for key, value in whole.items()}
                 optimizer.state[piece] = {key: _copied(value) for key, value in others.items()} | own
-            step_one(optimizer, piece, group)
-            left = optimizer.state.pop(piece, {})
-            for key in () if state else [key for key in left if _is_whole(left[key], piece)]:
-                if start == 0:
-                    whole[key] = make(key)
-                with _lent(whole[key], start, stop, filled=False) as new:
-                    new.copy_(left[key])
+                step_one(optimizer, piece, group)
+                left = optimizer.state.pop(piece)
+                continue
+            for begin, left in _first(optimizer, piece, group):
+                for key in [key for key, value in left.items() if _is_flat(value)]:
+                    if key not in whole:
+                        whole[key] = make(key)
+                    with _lent(whole[key], start, stop, filled=begin > 0) as room:
+                        room[begin : begin + len(left[key])] = left[key]
     if left:
-        optimizer.state[parameter] = {key: whole.get(key, value) for key, value in left.items()}
+        kept = optimizer.state[parameter]  # this and its tensors stay the same objects, as in a plain step
+        for key, value in left.items():
+            if isinstance(others.get(key), torch.Tensor):
+                others[key].copy_(value)
+            else:
+                kept[key] = whole.get(key, value)
+
+
+def _first(
+    optimizer: torch.optim.Optimizer, piece: torch.Tensor, group: dict[str, Any]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """A piece's first update: where each part of it begins, and the state that it has made.
+
+    Together with that, an update of a quarter takes no more than one of all of it does later.
+    """
+    part = -(-len(piece) // 4)
+    assert piece.grad is not None
+    for begin in range(0, len(piece), part):
+        own = piece[begin : begin + part]
+        own.grad = piece.grad[begin : begin + part]
+        step_one(optimizer, own, group)
+        yield begin, optimizer.state.pop(own, {})
 
 
 def _is_whole(value: object, parameter: torch.Tensor) -> bool:
     """Whether it has an element for each of the parameter's."""
     return isinstance(value, torch.Tensor) and value.shape == parameter.shape
+
+
+def _is_flat(value: object) -> bool:
+    """Whether it is a piece's, and not a number."""
+    return isinstance(value, torch.Tensor) and value.dim() == 1
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from squeezebox.planning._profiles import (
     without,
 )
 from squeezebox.planning._slicing import Slices
-from squeezebox.planning._states import check_states, optimizer_plan, with_states
+from squeezebox.planning._states import check_states, hinting, optimizer_plan, with_states
 from squeezebox.reports import BYTE_UNITS, PlannedTensor, StepPlan, explain
 from squeezebox.schema import (
     Action,
@@ -127,8 +127,7 @@ def make_plan(
         on_progress=on_progress,
         folder=folder,
     )
-    if states:
-        check_states(step, clip, accumulate)
+    check_states(step, clip, accumulate, wanted=states)
     profiled = functools.partial(profile_step, step, None if states else budget_bytes)
     seen = profiled() if cache is None else cached(Path(cache), key_of(step), profiled)
     allowed_actions = {Action.OFFLOAD: offload is not False, Action.RECOMPUTE: recompute}
@@ -148,7 +147,8 @@ def make_plan(
     slices = Slices(step, held)
 
     def plan_for(lawful: float) -> StepPlan:
-        plan = planned(model, seen, limit, lawful, batch_of(sample), seconds, slices, optimizer)
+        with hinting(step, seen, limit, lawful, whole_peak):
+            plan = planned(model, seen, limit, lawful, batch_of(sample), seconds, slices, optimizer)
         return with_folder(dataclasses.replace(plan, noise=allowed, arena=arena), folder)
 
     return plan_within(allowed, plan_for, functools.partial(measured_noise, step))

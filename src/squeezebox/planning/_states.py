@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
 import torch
 
+from squeezebox import planner
 from squeezebox.memory import CHUNK_BYTES
 from squeezebox.optim import refuse_unknown
 from squeezebox.profiling import ParameterNeeds, parameter_needs, transfer_of
+from squeezebox.reports import exact_bytes
 from squeezebox.schema import (
     Action,
+    BudgetError,
     Moment,
     OptimizerPlan,
     Option,
@@ -47,9 +51,9 @@ class _Parameter:
 
     @property
     def update_bytes(self) -> int:
-        """Beyond gradient and state, and of these what the first update makes in pieces."""
+        """Beyond gradient and state, in pieces; the first update makes the state in quarters of these."""
         share = min(1.0, CHUNK_BYTES / max(self.gradient_bytes, 1))
-        return math.ceil(share * sum(self.needs))
+        return math.ceil(share * max(self.needs.update_bytes, sum(self.needs) / 4))
 
     @property
     def has_state_row(self) -> bool:
@@ -60,8 +64,12 @@ class _Parameter:
         return self.gradient_bytes >= _ROW_BYTES
 
 
-def check_states(step: TrainingStep, clip: float | bool | None, accumulate: int) -> None:
-    """OptionError where updates cannot be made one by one."""
+def check_states(step: TrainingStep, clip: float | bool | None, accumulate: int, *, wanted: bool) -> None:
+    """OptionError where updates are ``wanted`` one by one and cannot be, or nothing is and it is said how."""
+    if not wanted:
+        if clip is not None or accumulate != 1:
+            raise OptionError("clip and accumulate say when states=True may update; give that too.")
+        return
     if step.optimizer is None:
         raise OptionError("states=True is about an optimizer's updates, and none was given; pass optimizer=.")
     if not isinstance(accumulate, int) or accumulate < 1:
@@ -69,6 +77,29 @@ def check_states(step: TrainingStep, clip: float | bool | None, accumulate: int)
     if clip is not None and not isinstance(clip, bool) and not clip > 0.0:
         raise OptionError(f"clip {clip!r} is no norm; give the one that the loop clips to, or True.")
     refuse_unknown(step.optimizer)
+
+
+@contextlib.contextmanager
+def hinting(
+    step: TrainingStep, seen: StepProfile, limit: int | None, noise: float, plain_peak_bytes: int
+) -> Iterator[None]:
+    """Where no plan fits, say whether one with ``states=True`` would."""
+    try:
+        yield
+    except BudgetError as error:
+        if limit is None or step.optimizer is None or seen.plain_peak_bytes is not None:
+            raise
+        try:
+            refuse_unknown(step.optimizer)
+        except OptionError:
+            raise error from None
+        wider = with_states(seen, step, plain_peak_bytes, clip=False, accumulate=1)
+        least = planner.smallest(wider.profile, noise).predicted_peak_bytes
+        enough = "which fits" if least <= limit else "still above it"
+        raise BudgetError(
+            f"{error} With states=True, which updates parameter by parameter and moves optimizer state to a "
+            f"file, exactly, a plan needs {exact_bytes(least)}, {enough}."
+        ) from error
 
 
 def with_states(
@@ -80,7 +111,7 @@ def with_states(
     outlives that. Else the optimizer's step has a position for each parameter, the largest first.
     """
     assert step.optimizer is not None
-    found = _parameters(seen.profile, step.model, step.optimizer)
+    found = _trained(seen.profile, step.model, step.optimizer)
     late = clip or accumulate > 1
     rows = [each for each in found if each.has_state_row]
     state_bytes = sum(each.needs.state_bytes for each in found)
@@ -110,7 +141,7 @@ def optimizer_plan(
     seen: StepProfile, chosen: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> OptimizerPlan:
     """What the chosen options mean for the optimizer."""
-    found = _parameters(seen.profile, model, optimizer)
+    found = _trained(seen.profile, model, optimizer)
 
     def moved(keys: Iterator[tuple[str, str]]) -> tuple[str, ...]:
         return tuple(
@@ -133,9 +164,7 @@ def optimizer_plan(
     )
 
 
-def _parameters(
-    profile: Profile, model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> list[_Parameter]:
+def _trained(profile: Profile, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[_Parameter]:
     """Those that have a gradient and are the optimizer's, in the order in which gradients come."""
     needs = parameter_needs(optimizer)
     named = dict(model.named_parameters())

@@ -112,7 +112,7 @@ class StepProfiler:
         self._timeline = Timeline(device)
         self._seen: dict[int, _Seen] = {}
         self._numbers: dict[int, int] = {}
-        self._parameters: dict[str, int] = {}  # name -> number
+        self._trained: dict[str, int] = {}  # name -> number
         self._calls: dict[int, float] = {}  # seconds, the least seen
         self._started = 0.0
         self._arena: codecs.Arena | None = None  # of trials that pack blocks,
@@ -160,7 +160,7 @@ class StepProfiler:
             moments=(*self._moments(trace), Moment(phase="optimizer", gradient_bytes=left)),
             gradients_at={
                 name: trace.gradients_at[number]
-                for name, number in self._parameters.items()
+                for name, number in self._trained.items()
                 if number in trace.gradients_at
             },
         )
@@ -210,7 +210,7 @@ class StepProfiler:
 
     def gradient(self, name: str) -> None:
         """Backward has all of this parameter's gradient."""
-        self._timeline.gradient(self._parameters.setdefault(name, len(self._parameters)))
+        self._timeline.gradient(self._trained.setdefault(name, len(self._trained)))
 
     def close(self) -> None:
         """End without a result; nothing happens after :meth:`stop`."""

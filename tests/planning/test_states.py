@@ -1,0 +1,226 @@
+"""With states=True a plan rules gradients and optimizer state too: exact, within the budget, as predicted."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import squeezebox
+from squeezebox.profiling import PeakMeter
+from squeezebox.schema import AttachError, BudgetError, CaptureError, OptionError, PlanError
+from squeezebox.steps import nbytes_of, persistent
+
+WORDS, LENGTH = 2048, 32
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.inner, self.outer = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.rest = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x):
+        heads = [
+            part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.inner(self.norms[0](x)).chunk(3, -1)
+        ]
+        x = x + self.outer(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+        return x + self.rest(self.norms[1](x))
+
+
+class Language(nn.Module):
+    """Its head is its embedding, of 3 MiB: several pieces of the file's buffers."""
+
+    def __init__(self, width=384):
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, width)
+        self.blocks = nn.Sequential(Block(width), Block(width))
+        self.head = nn.Linear(width, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, words):
+        return self.head(self.blocks(self.embedding(words)))
+
+
+def loss_fn(output, target):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def task(make=torch.optim.AdamW):
+    torch.manual_seed(0)
+    model = Language()
+    words = torch.randint(WORDS, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    return model, make(model.parameters(), lr=1e-3), (words[:, :-1], words[:, 1:])
+
+
+def train(model, optimizer, sample, steps=4, *, clip=None, accumulate=1, meter=None):
+    """Losses, and the peak of the last step but one."""
+    losses, peak = [], 0
+    for number in range(steps):
+        metered = meter is not None and number == steps - 1
+        optimizer.zero_grad()
+        held = nbytes_of([*model.parameters(), *persistent(model, optimizer)])
+        if metered:
+            assert meter.start()
+        for _ in range(accumulate):
+            loss = loss_fn(model(sample[0]), sample[1])
+            losses.append(loss.detach())
+            loss.backward()
+            del loss
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        if metered:
+            peak = held + meter.stop(()).total_bytes
+    return losses, peak
+
+
+WAYS = {"in backward": {}, "clipped": {"clip": 0.5}, "added up": {"accumulate": 2}}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_peaks_are_as_predicted_and_training_is_the_same_to_the_bit(way):
+    plain, optimizer, sample = task()
+    wanted, peak = train(plain, optimizer, sample, meter=PeakMeter(torch.device("cpu")), **way)
+    peaks, seconds = [], []
+    for budget in (None, "60%", "75%", "90%"):
+        model, optimizer, sample = task()
+        plan = squeezebox.plan(
+            model,
+            optimizer=optimizer,
+            sample=sample,
+            loss_fn=loss_fn,
+            budget=budget,
+            exact=True,
+            states=True,
+            **way,
+        )
+        session = squeezebox.attach(model, optimizer=optimizer, plan=plan)
+        losses, measured = train(model, optimizer, sample, meter=PeakMeter(torch.device("cpu")), **way)
+        assert losses == wanted
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+        assert measured == pytest.approx(plan.predicted_peak_bytes, rel=0.03)
+        assert plan.budget_bytes is None or measured <= plan.budget_bytes
+        assert plan.optimizer.in_backward == (not way)
+        peaks.append(plan.predicted_peak_bytes)
+        seconds.append(plan.predicted_seconds - plan.plain_seconds)
+        session.detach()
+    assert peaks == sorted(peaks)
+    assert peaks[0] < 0.5 * peak
+    assert plan.plain_peak_bytes == pytest.approx(peak, rel=0.03) or way  # which adds nothing up
+
+
+def test_a_plan_is_written_and_read(tmp_path):
+    model, optimizer, sample = task()
+    plan = squeezebox.plan(
+        model, optimizer=optimizer, sample=sample, loss_fn=loss_fn, exact=True, states=True, clip=True
+    )
+    plan.save(tmp_path / "plan.json")
+    assert squeezebox.load_plan(tmp_path / "plan.json") == plan
+    assert "in optimizer.step()" in str(plan) and "in a file" in str(plan)
+    assert plan.offload is not None and plan.optimizer.moved_bytes > 0
+    without = dataclasses.replace(plan, optimizer=None).to_dict()
+    assert without["optimizer"] is None
+
+
+def test_without_offload_nothing_is_moved():
+    model, optimizer, sample = task()
+    plan = squeezebox.plan(
+        model, optimizer=optimizer, sample=sample, loss_fn=loss_fn, exact=True, states=True, offload=False
+    )
+    assert plan.optimizer.in_backward and not plan.optimizer.states
+    assert plan.predicted_peak_bytes < 0.95 * plan.plain_peak_bytes
+    session = squeezebox.attach(model, optimizer=optimizer, plan=plan)
+    train(model, optimizer, sample, 2)
+    session.detach()
+
+
+def test_with_noise_it_is_measured_without_an_update():
+    model, optimizer, sample = task()
+    plan = squeezebox.plan(
+        model, optimizer=optimizer, sample=sample, loss_fn=loss_fn, noise=1e-2, budget="45%", states=True
+    )
+    session = squeezebox.attach(model, optimizer=optimizer, plan=plan)
+    train(model, optimizer, sample, 2)
+    before = copy.deepcopy(model.state_dict())
+    optimizer.zero_grad()
+    noise = session.measure_noise(lambda: loss_fn(model(sample[0]), sample[1]).backward())
+    assert 0.0 <= noise <= 2e-2
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    train(model, optimizer, sample, 1)
+    assert session.report().peak_bytes
+    session.detach()
+
+
+def test_clipping_without_having_said_so_is_refused_by_name():
+    model, optimizer, sample = task()
+    plan = squeezebox.plan(
+        model, optimizer=optimizer, sample=sample, loss_fn=loss_fn, exact=True, states=True
+    )
+    session = squeezebox.attach(model, optimizer=optimizer, plan=plan)
+    with pytest.raises(CaptureError, match="clip=True"):
+        train(model, optimizer, sample, clip=1.0)
+    session.detach()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"optimizer": None}, "optimizer="),
+        ({"clip": -1.0}, "clip"),
+        ({"accumulate": 0}, "accumulate"),
+        ({"optimizer": torch.optim.LBFGS}, "LBFGS"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(options, match):
+    model, optimizer, sample = task()
+    given = {"optimizer": optimizer, **options}
+    if given["optimizer"] is torch.optim.LBFGS:
+        given["optimizer"] = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(OptionError, match=match):
+        squeezebox.plan(model, sample=sample, loss_fn=loss_fn, states=True, **given)
+
+
+def test_clip_and_accumulate_go_with_states():
+    model, optimizer, sample = task()
+    with pytest.raises(OptionError, match="states=True"):
+        squeezebox.plan(model, optimizer=optimizer, sample=sample, loss_fn=loss_fn, clip=1.0)
+
+
+def test_attach_wants_the_plan_s_optimizer_and_parameters():
+    model, optimizer, sample = task()
+    plan = squeezebox.plan(
+        model, optimizer=optimizer, sample=sample, loss_fn=loss_fn, exact=True, states=True
+    )
+    with pytest.raises(OptionError, match=r"attach\(model, optimizer=optimizer"):
+        squeezebox.attach(model, plan=plan)
+    other = nn.Linear(3, 3)
+    with pytest.raises(PlanError, match="made for Language"):
+        squeezebox.attach(other, optimizer=torch.optim.SGD(other.parameters()), plan=plan)
+    for session in (squeezebox.attach(model, optimizer=optimizer, plan=plan) for _ in range(1)):
+        session.detach()
+
+
+def test_a_refused_budget_names_what_states_would_reach():
+    model, optimizer, sample = task()
+    with pytest.raises(BudgetError, match=r"states=True"):
+        squeezebox.plan(model, optimizer=optimizer, sample=sample, loss_fn=loss_fn, exact=True, budget="45%")
+    with pytest.raises(BudgetError):
+        squeezebox.plan(
+            model, optimizer=optimizer, sample=sample, loss_fn=loss_fn, exact=True, budget="5%", states=True
+        )
+
+
+def test_two_backward_passes_without_a_step_are_refused():
+    model, optimizer, sample = task()
+    plan = squeezebox.plan(
+        model, optimizer=optimizer, sample=sample, loss_fn=loss_fn, exact=True, states=True
+    )
+    session = squeezebox.attach(model, optimizer=optimizer, plan=plan)
+    with pytest.raises((AttachError, CaptureError), match="accumulate="):
+        train(model, optimizer, sample, accumulate=2)
+    session.detach()
