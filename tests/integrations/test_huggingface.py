@@ -1,5 +1,6 @@
 """Hugging Face's Trainer and accelerate: exact is plain, state goes through their checkpoints."""
 
+import inspect
 import sysconfig
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def trainer_of(model, folder, *callbacks, steps=4, dataset=None, **options):
         per_device_train_batch_size=8,
         learning_rate=1e-2,
         lr_scheduler_type="constant",
-        logging_steps=100,
+        logging_steps=1,
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
@@ -179,3 +180,31 @@ def test_a_context_for_each_epoch_goes_on_and_is_one_in_a_checkpoint(tmp_path):
             assert session.report().record.step == 3 * epoch + 2
     accelerator.save_state(str(tmp_path))
     assert len(list(tmp_path.glob("custom_checkpoint_*"))) == 1
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_plan_with_states_trains_the_same_to_the_bit_and_clips_as_trainer_does(accumulate, tmp_path):
+    options = {"gradient_accumulation_steps": accumulate}
+    plain, other = gpt2(), gpt2()
+    wanted = trainer_of(plain, tmp_path, **options)
+    wanted.train()
+    words = torch.stack([each["input_ids"] for each in passages()[:8]])
+    given, names = {"input_ids": words, "labels": words}, list(inspect.signature(other.forward).parameters)
+    plan = squeezebox.plan(
+        other,
+        optimizer=torch.optim.AdamW(other.parameters()),
+        sample=(tuple(given.get(name) for name in names[: names.index("labels") + 1]), None),
+        loss_fn=lambda output, _: output.loss,
+        exact=True,
+        states=True,
+        clip=1.0,
+        accumulate=accumulate,
+    )
+    with SqueezeboxCallback(plan=plan) as callback:
+        found = trainer_of(other, tmp_path, callback, **options)
+        found.train()
+    assert_same(plain, other)
+    norms = [
+        [each["grad_norm"] for each in t.state.log_history if "grad_norm" in each] for t in (wanted, found)
+    ]
+    assert norms[0] == norms[1] and len(norms[0]) == 4

@@ -163,3 +163,36 @@ def test_several_optimizers_go_without_a_budget():
 
     with pytest.raises(OptionError, match="1 ranks and 2 optimizers"):
         fit(Two(manual=True), SqueezeboxCallback(budget="50%"))
+
+
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        ({}, {}),
+        ({"clip": 0.1}, {"gradient_clip_val": 0.1}),
+        ({"accumulate": 2}, {"accumulate_grad_batches": 2}),
+    ],
+    ids=["in backward", "clipped", "added up"],
+)
+def test_a_plan_with_states_trains_the_same_to_the_bit(way, options):
+    class Called(Classifier):
+        def forward(self, x):
+            return self.net(x)
+
+        def training_step(self, batch, index):
+            return F.cross_entropy(self(batch[0]), batch[1])
+
+    plain, squeezed = Called(), Called()
+    fit(plain, **options)
+    plan = squeezebox.plan(
+        squeezed,
+        optimizer=squeezed.configure_optimizers(),
+        sample=next(iter(loader())),
+        loss_fn=F.cross_entropy,
+        exact=True,
+        states=True,
+        **way,
+    )
+    fit(squeezed, SqueezeboxCallback(plan=plan), **options)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(squeezed.state_dict()[name], value, rtol=0, atol=0)

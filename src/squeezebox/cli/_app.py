@@ -115,6 +115,15 @@ def plan(
         typer.Option(help="As little memory as fits this multiple of the plain step's time, such as 1.3."),
     ] = None,
     arena: Annotated[bool, typer.Option("--arena", help="Count places of an arena.")] = False,
+    states: Annotated[
+        bool, typer.Option("--states", help="Gradients and optimizer state may be in a file too, exactly.")
+    ] = False,
+    clip: Annotated[
+        float | None, typer.Option(help="With --states: the norm that your loop clips gradients to.")
+    ] = None,
+    accumulate: Annotated[
+        int, typer.Option(help="With --states: backward passes that add up to one update.")
+    ] = 1,
     cache: Annotated[
         bool, typer.Option("--cache/--no-cache", help="Keep profiles, and use them again.")
     ] = True,
@@ -146,6 +155,9 @@ def plan(
         recompute=recompute,
         time_limit=time_limit,
         arena=arena,
+        states=states,
+        clip=clip,
+        accumulate=accumulate,
         cache=cache,
         out=str(out),
     )
