@@ -74,7 +74,7 @@ class Hooks:
             self._store.leave(handle, borrowed=False)
             self.small.append(handle)
         else:
-            handle.form = "pending"
+            handle.is_pending = True
             self.pending.append(handle)
         return handle
 

@@ -12,8 +12,9 @@ from torch.autograd.graph import Node
 
 from squeezebox import codecs
 from squeezebox.bounds import law
-from squeezebox.capture._entries import Entry, Handle
+from squeezebox.capture._entries import Entry, Handle, Row
 from squeezebox.capture._graph import is_leaf_node, leaf_of, node_number, per_dim
+from squeezebox.capture._held import Packed
 from squeezebox.capture._readings import Reading
 from squeezebox.capture._rules import operator_name
 from squeezebox.capture._store import Store
@@ -117,7 +118,7 @@ class Collector:
         )
         self.total.expect(watched.targets)
         self._saved_bytes[watched.number] = sum(
-            each.handle.nbytes for each in readings if each.handle.form == "pending" and each.rule.reads
+            each.handle.nbytes for each in readings if each.handle.is_pending and each.rule.reads
         )
         if operator in _WEIGHTED and lossy:  # what others saved would have to be recomputed
             watched.fan = _fan(node, operator)
@@ -217,7 +218,7 @@ class Collector:
                 injections.append(self._by_law(watched, reading.attribute, handle.entry.row.key, out_energy))
                 if handle.exact is not None:
                     self._compare(watched, node, handle, grad_inputs, grad_outputs)
-            elif handle.form == "values" and watched.repeatable:
+            elif isinstance(handle.held, Packed) and watched.repeatable:
                 injections.extend(self._probe(node, handle, grad_inputs, grad_outputs))
                 if handle.exact is not None:
                     self._trace(watched, node, handle, grad_inputs, grad_outputs)
@@ -255,7 +256,7 @@ class Collector:
         """Measure one layer's weight gradient error and compare it with the law's."""
         attribute, edge = _WEIGHTED[watched.operator]
         exact, handle.exact = handle.exact, None
-        if exact is None or handle.entry is None or handle.form != "values":
+        if exact is None or handle.entry is None or not isinstance(handle.held, Packed):
             return
         expected = law.linear(watched.moments[attribute][0], watched.fan, energy_of(grad_outputs[0]))
         gradient = repeat(node, grad_outputs, {handle: exact})[edge]
@@ -280,7 +281,7 @@ class Collector:
             return []
         decoded = self._store.unpack(handle)
         perturbed = torch.empty_like(decoded).uniform_(-row.bound, row.bound, generator=self._random(decoded))
-        scale = handle.entry.scale if handle.entry is not None else None
+        scale = handle.held.scale if isinstance(handle.held, Packed) else None
         if scale is not None:
             scale.multiply(perturbed)
         perturbed.add_(decoded)
@@ -318,7 +319,7 @@ class Collector:
             role=reading.rule.role,
             numel=entry.numel,
             nonzero=nonzero,
-            rms=_rms_in_unit(entry, nonzero, mean_square, mean),
+            rms=_rms_in_unit(entry.row, nonzero, mean_square, mean),
             mean_abs_loss=0.0 if gradient is None else codecs.mean_abs(gradient),
             batch=0 if gradient is None else gradient.shape[0],
             positions=0 if gradient is None else gradient[0, 0].numel(),
@@ -390,10 +391,10 @@ def _moments(tensor: torch.Tensor) -> tuple[float, float, float]:
     return int(torch.count_nonzero(tensor)) / count, codecs.energy(tensor) / count, codecs.mean(tensor)
 
 
-def _rms_in_unit(entry: Entry, nonzero: float, mean_square: float, mean: float) -> float:
+def _rms_in_unit(row: Row, nonzero: float, mean_square: float, mean: float) -> float:
     """Root mean square of the non-zero elements, or the deviation, in the unit of the tensor's bound."""
-    if entry.scaled:
+    if row.scaled:
         return 1.0
-    if entry.row.dense:
+    if row.dense:
         return math.sqrt(max(mean_square - mean**2, 0.0))
     return (mean_square / nonzero) ** 0.5 if nonzero > 0.0 else 0.0
