@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import squeezebox
+from squeezebox.capture._held import Recomputed
 from squeezebox.schema import Action, CaptureError, Option, PlanError
 
 
@@ -233,7 +234,8 @@ def test_nothing_is_held_for_what_is_made_again():
     loss = F.cross_entropy(model(x), y)
     held = [entry for entry in session.engine.store._entries.values() if entry.row.key in found]
     assert held
-    assert all(entry.kept is None and entry.ready is None and not entry.packed for entry in held)
+    assert all(isinstance(entry.values, Recomputed) and entry.values.ready is None for entry in held)
+    assert not any(entry.signs or entry.parts for entry in held)
     del held
     loss.backward()
     assert not session.engine.store._entries

@@ -13,6 +13,7 @@ from squeezebox.schema import Reads, Role
 from tests.capture.nets import NETS, Residual, images, loss_of, noise_of, plain_step, train
 
 VALUES = Rule(role=Role.CONV_INPUT, reads=Reads.VALUES)
+SIGN = Rule(role=Role.RELU_OUTPUT, reads=Reads.SIGN)
 
 
 class Recording:
@@ -157,6 +158,15 @@ def test_a_small_view_does_not_hold_a_large_storage():
     large = torch.randn(64, 64)
     handle = settled(store, large[0, :4])
     assert handle.tensor is None and store.unpack(handle).shape == (4,)
+
+
+def test_a_sign_is_exact_while_a_recipe_has_the_values():
+    store = Store(Fixed("entropy", bound=0.5))
+    tensor = torch.randn(64, 64).relu()
+    sign, values = (settled(store, tensor, rule) for rule in (SIGN, VALUES))
+    values.held.lasting(store)
+    assert torch.equal(store.unpack(sign) > 0, tensor > 0)
+    assert not torch.equal(store.unpack(values) > 0, tensor > 0)
 
 
 def test_decoded_buffers_are_shared_by_readers_and_reused_after_them():

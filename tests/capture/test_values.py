@@ -156,7 +156,7 @@ class Trying:
     def __init__(self):
         self.errors = []
 
-    def offered(self, row, codec, flat, scale, trial, again):
+    def offered(self, row, codec, flat, scale, highest, trial, again):
         arena = codecs.Arena(2 * flat.nbytes, flat.device)
         packed = trial("blocks", 0.1, arena=arena)
         assert packed.payload[0] is arena.words

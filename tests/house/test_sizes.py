@@ -1,6 +1,7 @@
 """Rooms say what they are, functions stay short, public functions say what they do."""
 
 import ast
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +53,17 @@ def test_no_file_has_more_than_500_lines():
     sizes = {str(path.relative_to(SOURCE)): len(path.read_text().splitlines()) for path in FILES}
     long = {name: size for name, size in sizes.items() if size > 500}
     assert not long, "a file past 500 lines is two ideas; split it"
+
+
+def test_no_class_has_more_than_20_methods():
+    house = runpy.run_path(str(SOURCE.parents[1] / "scripts" / "house"))
+    sizes = {
+        f"{path.relative_to(SOURCE)} {node.name}": house["methods"](node)
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert not {name: size for name, size in sizes.items() if size > house["MANY_METHODS"]}
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -10,17 +10,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from squeezebox import codecs
-from squeezebox.capture._layouts import Scale
-from squeezebox.capture._lineage import Origin, Recipe
+from squeezebox.capture._lineage import Geometry, Origin
 from squeezebox.capture._rules import OTHER, Rule
-from squeezebox.memory import HostSlot, Slot
-from squeezebox.schema import CaptureError, Role, SavedTensor
+from squeezebox.schema import Role, SavedTensor
 
 if TYPE_CHECKING:
+    from squeezebox.capture._held import Held, Packed, Sign
     from squeezebox.capture._overwrites import Stamp
-
-
-FLAGS = frozenset({"sign", "positive"})  # forms of one bit an element; see Rule
 
 
 @dataclass(slots=True)
@@ -38,6 +34,7 @@ class Row:
     reads_values: bool = False  # somebody does, so that they are there
     packed: dict[str, int] = field(default_factory=dict)
     bound: float = 0.0  # in the unit the controller gave it
+    scaled: bool = False  # which is each channel's or row's standard deviation
     absolute_bound: float = 0.0
     slot: int | None = None  # in a device's arena, which alone knows the bytes
 
@@ -75,24 +72,10 @@ class Row:
 
 
 class Entry:
-    """One saved storage. ``packed`` maps a form ("values", "sign", ...) to packed bytes."""
+    """One saved storage, and what is held of it.
 
-    __slots__ = (
-        "__weakref__",
-        "device",
-        "dtype",
-        "kept",
-        "numel",
-        "origin",
-        "packed",
-        "ready",
-        "recipe",
-        "row",
-        "scaled",
-        "slot",
-        "storage",
-        "version",
-    )
+    All of its values, signs by whether NaN counts as positive, and what exact codecs hold, by their options.
+    """
 
     def __init__(self, tensor: torch.Tensor, row: Row) -> None:
         storage = tensor.untyped_storage()
@@ -100,67 +83,33 @@ class Entry:
         self.version = tensor._version
         self.dtype = tensor.dtype
         self.numel = storage.nbytes() // tensor.element_size()
-        self.packed: dict[str, codecs.Packed] = {}
-        self.kept: torch.Tensor | None = None
-        self.slot: Slot | HostSlot | None = None
+        self.values: Held | None = None
+        self.signs: dict[bool, Sign] = {}
+        self.parts: dict[str, Packed] = {}
         self.origin: Origin | None = None
-        self.recipe: Recipe | None = None
-        self.ready: torch.Tensor | None = None  # flat; recomputed, or wanted by a recipe before its own use
         self.device = tensor.device
-        self.scaled = False  # whether the bound of its values is in units of the
         self.row = row
-
-    @property
-    def scale(self) -> Scale | None:
-        """Each channel's or row's."""
-        if not self.scaled:
-            return None
-        packed = self.packed["values"]
-        return Scale(factors=packed.payload[-1], inner=int(packed.meta["inner"]))
-
-    @property
-    def keeps_sign(self) -> bool:
-        """Whether its packed values tell which elements are positive."""
-        return codecs.get(self.packed["values"].codec).preserves_sign
-
-    def drop_flags(self) -> None:
-        """Let go of what its values tell too."""
-        for flag in FLAGS:
-            self.packed.pop(flag, None)
-        self.row.packed.pop("sign", None)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a view of this entry's storage with the contents that were packed."""
         return not self.storage.expired() and self.version == tensor._version and self.dtype == tensor.dtype
 
 
+@dataclass(slots=True, eq=False)
 class Handle:
     """What autograd holds instead of one saved tensor."""
 
-    __slots__ = (
-        "entry",
-        "exact",
-        "form",
-        "geometry",
-        "override",
-        "rule",
-        "stamp",
-        "step",
-        "tensor",
-        "version",
-    )
-
-    def __init__(self, tensor: torch.Tensor, step: object) -> None:
-        self.step = step
-        self.tensor: torch.Tensor | None = tensor
-        self.geometry = _geometry(tensor)
-        self.version = tensor._version
-        self.rule = OTHER
-        self.form = "borrowed"
-        self.entry: Entry | None = None
-        self.exact: torch.Tensor | None = None  # kept with the packed form where a check is due
-        self.stamp: Stamp | None = None  # where overwriting is looked for
-        self.override: torch.Tensor | None = None  # what a check or a probe wants backward to read
+    step: object
+    tensor: torch.Tensor | None
+    geometry: Geometry
+    version: int
+    rule: Rule = OTHER
+    is_pending: bool = False  # whether it is still to be said what is held
+    entry: Entry | None = None
+    held: Held | None = None  # None: the tensor itself, or nothing, where backward reads its shape
+    exact: torch.Tensor | None = None  # kept with what is held where a check is due
+    stamp: Stamp | None = None  # where overwriting is looked for
+    override: torch.Tensor | None = None  # what a check or a probe wants backward to read
 
     @property
     def nbytes(self) -> int:
@@ -185,35 +134,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def at_version(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """The tensor, if it is as it was saved."""
-    if tensor._version != version:
-        raise CaptureError(
-            f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place after it "
-            f"was saved (version {version}, now {tensor._version}), so its gradient would be wrong. "
-            "Replace the in-place operation by one that makes a new tensor."
-        )
-    return tensor
-
-
-def as_saved(handle: Handle, entry: Entry, tensor: torch.Tensor) -> torch.Tensor:
-    """The unpacked tensor; autograd itself would not notice one of another shape or dtype."""
-    shape, stride, _ = handle.geometry
-    if (tensor.shape, tensor.stride(), tensor.dtype, tensor.device) != (
-        shape,
-        stride,
-        entry.dtype,
-        entry.device,
-    ):
-        raise CaptureError(
-            f"a tensor saved as {entry.dtype} of shape {shape} and strides {stride} on {entry.device} was "
-            f"unpacked as {tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()} on "
-            f"{tensor.device}: this is a bug in the codec of '{entry.row.key}'"
-        )
-    return tensor
-
-
-def _geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+def geometry_of(tensor: torch.Tensor) -> Geometry:
+    """Shape, strides and offset of one that has them."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return (), (), 0
     return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())

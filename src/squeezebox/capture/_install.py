@@ -217,6 +217,5 @@ def compiled_part(model: torch.nn.Module) -> str | None:
 
 def is_innermost(recorder: Recorder) -> bool:
     """Whether nobody has entered a function mode or saved-tensor hooks since the recorder was entered."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     mode = _get_current_function_mode_stack()[-1:]
-    return bool(mode == [recorder] and hooks is not None and hooks[0] is recorder.pack_hook)
+    return bool(mode == [recorder] and recorder.hooks.innermost)

@@ -15,8 +15,10 @@ _DITHER_RUN = 1024
 _BLOCK = 1 << 18  # elements
 
 
-def flattened(tensor: torch.Tensor, numel: int) -> torch.Tensor:
-    """Its storage's first ``numel`` elements."""
+def flattened(tensor: torch.Tensor, numel: int | None = None) -> torch.Tensor:
+    """Its storage's first ``numel`` elements, or all."""
+    if numel is None:
+        numel = tensor.untyped_storage().nbytes() // tensor.element_size()
     flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return flat.set_(tensor.untyped_storage(), 0, (numel,), (1,))
 

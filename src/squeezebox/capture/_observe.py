@@ -10,7 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from squeezebox.capture._contracts import Choice
 from squeezebox.capture._entries import Entry, Handle
-from squeezebox.capture._packer import Packer
+from squeezebox.capture._held import Held
+from squeezebox.capture._packer import Packer, waiting
 from squeezebox.capture._recorder import Recorder
 from squeezebox.capture._rules import Rule
 from squeezebox.capture._store import Store
@@ -43,9 +44,9 @@ class _Ledger(Store):
 class _Keeper(Packer):
     """Holds every tensor itself."""
 
-    def pack(self, entry: Entry, handle: Handle, rule: Rule, options: Mapping[str, Any]) -> str:
+    def pack(self, entry: Entry, handle: Handle, rule: Rule, options: Mapping[str, Any]) -> Held:
         """Whatever the rule says."""
-        return "keep" if handle.tensor is None or entry.kept is not None else self.keep(entry, handle.tensor)
+        return entry.values or self.keep(entry, waiting(handle))
 
 
 class Observer(Recorder):

@@ -12,15 +12,15 @@ import torch
 
 from squeezebox import codecs
 from squeezebox.capture._device import table_bytes
-from squeezebox.capture._entries import FLAGS, Entry, Handle
+from squeezebox.capture._entries import Entry, Handle
+from squeezebox.capture._held import Held, Kept, Offloaded, Packed, Recomputed, Sign, Staged, again
 from squeezebox.capture._layouts import Scale, dither_of, flattened, lag_of, scale_of, why_no_interval
 from squeezebox.capture._lineage import Recipe
 from squeezebox.capture._means import Means
 from squeezebox.capture._places import pack_into
 from squeezebox.capture._rules import Rule
-from squeezebox.capture._unpacker import Unpacker
 from squeezebox.capture._watch import spent_on
-from squeezebox.memory import Spill, Staging
+from squeezebox.memory import HostSlot, Spill, Staging
 from squeezebox.schema import Action, Activity, CaptureError, CodecError, Option, OptionError, Reads
 
 _NO_HINTS = codecs.Hints()
@@ -29,35 +29,35 @@ _NO_HINTS = codecs.Hints()
 class Packer:
     """Makes a store's entries serve those that read them."""
 
-    def __init__(self, means: Means, unpacker: Unpacker) -> None:
-        self._means, self._unpacker = means, unpacker
+    def __init__(self, means: Means) -> None:
+        self._means = means
         self._pooled: set[tuple[str, str]] = set()  # keys and options of pool indices that were verified
 
-    def pack(self, entry: Entry, handle: Handle, rule: Rule, options: Mapping[str, Any]) -> str:
-        """Make sure the entry serves ``rule``; returns the form that the handle reads."""
+    def pack(self, entry: Entry, handle: Handle, rule: Rule, options: Mapping[str, Any]) -> Held | None:
+        """Make sure the entry serves ``rule``; returns what does, None where that is the tensor's shape."""
         with spent_on(self._means.watcher, Activity.PACKING):
             try:
-                form = self._packed_as(entry, handle, rule, options)
+                held = self._held_as(entry, handle, rule, options)
             except (
                 CodecError,
                 OptionError,
                 ArithmeticError,
             ) as error:  # measuring, or a codec
-                form = self._refused(entry, waiting(handle), str(error))
+                held = self._refused(entry, waiting(handle), str(error))
         if self._means.watcher is not None:
             self._means.watcher.held(entry.row)
-        return form
+        return held
 
-    def _packed_as(self, entry: Entry, handle: Handle, rule: Rule, options: Mapping[str, Any]) -> str:
+    def _held_as(self, entry: Entry, handle: Handle, rule: Rule, options: Mapping[str, Any]) -> Held | None:
         tensor = waiting(handle)
-        if entry.kept is not None:
-            return "keep"
+        if isinstance(entry.values, Kept):
+            return entry.values
         if tensor._version != handle.version:  # unpack() will refuse it
             return self.keep(entry, tensor)
         if tensor.is_neg() or tensor.is_conj():  # the storage holds other values than the tensor
             return self.keep(entry, tensor)
         if rule.reads is Reads.SHAPE:
-            return "shape"
+            return None
         entry.row.reads_values |= rule.codec is None and rule.reads is not Reads.SIGN
         planned = self._planned(entry, tensor)
         if planned is not None:
@@ -73,7 +73,7 @@ class Packer:
             return self._refused(entry, tensor, self._means.unweighed[entry.row.key])
         return self._pack_values(entry, tensor, rule, options)
 
-    def _planned(self, entry: Entry, tensor: torch.Tensor) -> str | None:
+    def _planned(self, entry: Entry, tensor: torch.Tensor) -> Held | None:
         """Hold the tensor as a plan says, where that is not by packing it."""
         option = self._means.planned(entry.row.key)
         if option is None or option.action is Action.COMPRESS:
@@ -84,7 +84,7 @@ class Packer:
             return None if self._place(entry) is None else self._offload(entry, tensor)
         return self._derive(entry, tensor, option)
 
-    def _pack_exact(self, entry: Entry, tensor: torch.Tensor, codec: str, options: Mapping[str, Any]) -> str:
+    def _pack_exact(self, entry: Entry, tensor: torch.Tensor, codec: str, options: Mapping[str, Any]) -> Held:
         form = codec + "".join(f",{name}={value}" for name, value in options.items())
         waits = codec == "narrow" or (codec == "mask" and tensor.dtype != torch.bool)
         if self._means.blocks is not None and waits:  # for the device, to see what the values are
@@ -95,7 +95,7 @@ class Packer:
             why = why_no_interval(flattened(tensor, entry.numel), **options)
             if why:
                 return self._refused(entry, tensor, why)
-        if form not in entry.packed:
+        if form not in entry.parts:
             pooled = codec == "pool-index"
             whole = tensor if pooled else flattened(tensor, entry.numel)
             if pooled and self._means.blocks is not None:  # looking again would wait for the device
@@ -103,26 +103,28 @@ class Packer:
             packed = self._packed(entry, codec, whole, **options)
             if pooled:
                 self._pooled.add((entry.row.key, form))
-            entry.packed[form] = packed
+            entry.parts[form] = Packed(row=entry.row, packed=packed)
             entry.row.packed[codec] = entry.row.packed.get(codec, 0) + packed.nbytes
-        return form
+        return entry.parts[form]
 
-    def _pack_sign(self, entry: Entry, tensor: torch.Tensor, rule: Rule) -> str:
+    def _pack_sign(self, entry: Entry, tensor: torch.Tensor, rule: Rule) -> Held:
         """One bit an element, unless the values were asked for too, last time or already now."""
-        if rule.flag in entry.packed:
-            return rule.flag
-        if "values" in entry.packed and entry.keeps_sign:
-            return "values"
+        if rule.nan in entry.signs:
+            return entry.signs[rule.nan]
+        if entry.values is not None and entry.values.keeps_sign:
+            return entry.values
         reader = self._means.late_values.get(entry.row.key)
-        if reader is not None and "values" not in entry.packed:
+        if reader is not None and entry.values is None:
             return self._pack_values(entry, tensor, replace(rule, role=reader), {})
-        self._add_sign(entry, tensor, rule.flag)
-        return rule.flag
+        bits = Packed(row=entry.row, packed=self._sign(entry, tensor, nan=rule.nan))
+        return entry.signs.setdefault(rule.nan, Sign(row=entry.row, source=bits))
 
-    def _pack_values(self, entry: Entry, tensor: torch.Tensor, rule: Rule, options: Mapping[str, Any]) -> str:
-        if "values" in entry.packed:
-            return "values"
-        if not FLAGS.isdisjoint(entry.packed):
+    def _pack_values(
+        self, entry: Entry, tensor: torch.Tensor, rule: Rule, options: Mapping[str, Any]
+    ) -> Held:
+        if entry.values is not None:
+            return entry.values
+        if entry.signs:
             self._means.late_values[entry.row.key] = rule.role
         scale = scale_of(entry.numel, tensor, options)
         flat = flattened(tensor, entry.numel)
@@ -138,16 +140,20 @@ class Packer:
         if blocks is not None and blocks.device != entry.device:
             blocks = None
         arena = blocks.place(flat.nbytes) if blocks is not None else None
-        hints = _hints(tensor, scale if choice.scaled else None, arena)
+        unit = scale if choice.scaled else None
+        hints = _hints(tensor, unit, arena)
         if self._means.listener is not None:
             trial = functools.partial(_tried, flat, hints)
-            again = functools.partial(self._unpacker.again, entry)
             highest = math.inf if seen.highest is None else seen.highest()
-            self._means.listener.offered(
-                entry.row, choice.codec, flat, scale if choice.scaled else None, highest, trial, again
-            )
+            made = functools.partial(again, entry, self._means)
+            self._means.listener.offered(entry.row, choice.codec, flat, unit, highest, trial, made)
         packed = self._packed(entry, choice.codec, flat, choice.bound, hints)
-        entry.packed["values"] = packed
+        entry.values = Packed(
+            row=entry.row,
+            keeps_sign=codecs.get(choice.codec).preserves_sign,
+            packed=packed,
+            scale=None if unit is None else replace(unit, factors=packed.payload[-1]),
+        )
         entry.row.packed[choice.codec] = packed.nbytes if arena is None else table_bytes(packed)
         if arena is not None:
             entry.row.slot = int(packed.meta["slot"])
@@ -155,15 +161,17 @@ class Packer:
             blocks.note(packed.nbytes)
         entry.row.absolute_bound = packed.bound
         entry.row.bound = (choice.bound or 0.0) if choice.scaled else packed.bound
-        entry.scaled = choice.scaled
-        if entry.keeps_sign:
-            entry.drop_flags()
-        return "values"
+        entry.row.scaled = choice.scaled
+        if entry.values.keeps_sign:
+            for sign in entry.signs.values():
+                sign.source = entry.values
+            entry.row.packed.pop("sign", None)
+        return entry.values
 
-    def _add_sign(self, entry: Entry, tensor: torch.Tensor, flag: str = "sign") -> None:
-        packed = self._packed(entry, "sign", flattened(tensor, entry.numel), nan=flag == "sign")
-        entry.packed[flag] = packed
+    def _sign(self, entry: Entry, tensor: torch.Tensor, *, nan: bool = True) -> codecs.Packed:
+        packed = self._packed(entry, "sign", flattened(tensor, entry.numel), nan=nan)
         entry.row.packed["sign"] = entry.row.packed.get("sign", 0) + packed.nbytes
+        return packed
 
     def _packed(
         self,
@@ -179,39 +187,44 @@ class Packer:
             return codec.pack(tensor, bound, hints, **options)
         return pack_into(self._means.reserve, entry.row.key, entry, codec, tensor, bound, hints, **options)
 
-    def _hold(self, entry: Entry, tensor: torch.Tensor) -> str:
+    def _hold(self, entry: Entry, tensor: torch.Tensor) -> Held:
         """Keep the tensor; where somebody listens, let it go all the same, to see when it would be free."""
         moved = self._means.listener is not None and self._place(entry) is not None
         return self._offload(entry, tensor) if moved else self.keep(entry, tensor)
 
-    def _derive(self, entry: Entry, tensor: torch.Tensor, option: Option) -> str:
-        if entry.recipe is None and entry.origin is not None:
-            entry.recipe = Recipe(entry.origin, option.sources)
+    def _derive(self, entry: Entry, tensor: torch.Tensor, option: Option) -> Held:
+        if entry.values is None:
+            assert entry.origin is not None
+            recipe = Recipe(entry.origin, option.sources)
             entry.row.packed["recompute"] = 0
-            if option.codec == "sign":
-                self._add_sign(entry, tensor)
-        return "recompute"
+            sign = self._sign(entry, tensor) if option.codec == "sign" else None
+            entry.values = Recomputed(row=entry.row, recipe=recipe, dtype=entry.dtype, sign=sign)
+        return entry.values
 
-    def _refused(self, entry: Entry, tensor: torch.Tensor, reason: str) -> str:
+    def _refused(self, entry: Entry, tensor: torch.Tensor, reason: str) -> Held:
         """Keep what cannot be held in another way, and remember why."""
         self._means.refused.setdefault(entry.row.key, reason)
         return self.keep(entry, tensor)
 
-    def keep(self, entry: Entry, tensor: torch.Tensor) -> str:
+    def keep(self, entry: Entry, tensor: torch.Tensor) -> Held:
         """Hold the tensor itself."""
-        entry.kept = tensor.detach()
+        entry.values = Kept(row=entry.row, tensor=tensor.detach(), version=entry.version)
         entry.row.packed["keep"] = entry.row.saved_bytes
-        return "keep"
+        return entry.values
 
-    def _offload(self, entry: Entry, tensor: torch.Tensor) -> str:
-        if entry.slot is None:
+    def _offload(self, entry: Entry, tensor: torch.Tensor) -> Held:
+        if not isinstance(entry.values, Offloaded | Staged):
             place = self._place(entry)
             assert place is not None
             whole = tensor.detach().as_strided((entry.numel,), (1,), 0)  # which tells of changes in place
             with spent_on(self._means.watcher, Activity.WAITING):
-                entry.slot = place.write(whole)
+                slot = place.write(whole)
+            if isinstance(slot, HostSlot):
+                entry.values = Staged(row=entry.row, slot=slot)
+            else:
+                entry.values = Offloaded(row=entry.row, slot=slot, dtype=entry.dtype)
             entry.row.packed["offload"] = 0
-        return "offload"
+        return entry.values
 
     def _place(self, entry: Entry) -> Spill | Staging | None:
         """Where it can be moved to."""

@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import math
 from collections import Counter
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from squeezebox import codecs
 from squeezebox.capture._checkpointed import Regions
-from squeezebox.capture._entries import Handle, is_plain
+from squeezebox.capture._entries import is_plain
 from squeezebox.capture._graph import (
     in_backward,
     is_custom,
     new_nodes,
-    per_dim,
     saved_attributes,
     sequence_number,
 )
+from squeezebox.capture._hooks import Hooks
 from squeezebox.capture._lineage import Call, Lineage
-from squeezebox.capture._overwrites import Stamp, attribute_of, overwritten, stamp
 from squeezebox.capture._path import ModulePath
+from squeezebox.capture._readings import Reading, options_of, readings_of
 from squeezebox.capture._region import Slicer, Tracer
-from squeezebox.capture._rules import OTHER, Rule, operator_name, rule_for
+from squeezebox.capture._rules import OTHER, operator_name
 from squeezebox.capture._stand_in import Deferred
 from squeezebox.capture._statistics import Collector
 from squeezebox.capture._store import Store
-from squeezebox.schema import CaptureError, Role, UnsupportedModelError
+from squeezebox.schema import UnsupportedModelError
 
 
 class Recorder(TorchFunctionMode):
@@ -50,27 +46,20 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.store = store
         self.collector: Collector | None = None
-        self.bypass = False
-        self.checks = False  # whether to look for saved tensors that are overwritten
         self.active = False
-        self.backward_seen = False
         self.is_hidden = False  # whether somebody else's hooks were entered in this step
         self.path = ModulePath(model)
-        self.last_read = ""  # key of the tensor that backward asked for last
-        self._pending: list[Handle] = []
-        self._small: list[Handle] = []  # held themselves; counted all the same, so that keys stay as they are
-        self._reading: list[Handle] | None = None
         self._occurrences: Counter[str] = Counter()
         self._owned: dict[int, StorageWeakRef] = {}
-        self.pack_hook = self._pack
         self._stack = contextlib.ExitStack()
         self.slicer: Slicer | None = None
         self.tracer: Tracer | None = None
         self.regions = Regions()
+        self.hooks = Hooks(store, self.path, self.regions, self._is_borrowed)
 
     def start_step(self) -> None:
         """Forget the last step's rows and occurrence counts."""
-        self.backward_seen = self.is_hidden = False
+        self.hooks.backward_seen = self.is_hidden = False
         self._occurrences.clear()
         self.regions.start_step()
         self.store.start_step()
@@ -94,7 +83,7 @@ class Recorder(TorchFunctionMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         self.active = True
         self._stack.enter_context(self.path)
-        self._stack.enter_context(saved_tensors_hooks(self.pack_hook, self._unpack))
+        self._stack.enter_context(self.hooks.around())
         if self.slicer is not None:
             self.slicer.start()
         return self
@@ -116,8 +105,7 @@ class Recorder(TorchFunctionMode):
             self.store.forget_calls()
             if self.store.lineage is not None:
                 self.store.lineage.clear()
-            self._pending.clear()
-            self._small.clear()
+            self.hooks.clear()
             self._stack.close()
             super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
 
@@ -138,17 +126,17 @@ class Recorder(TorchFunctionMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call ``func`` and see to what it saves."""
-        if self._pending:
+        if self.hooks.pending:
             self._settle_unclaimed()
         since = sequence_number()
         out, call = self._called(func, args, kwargs)
-        if self.store.spares is not None and not (torch.is_grad_enabled() and self._is_innermost()):
+        if self.store.spares is not None and not (torch.is_grad_enabled() and self.hooks.innermost):
             self.regions.ran(out)
-        if self._pending or self._small or self.collector is not None:
+        if self.hooks.pending or self.hooks.small or self.collector is not None:
             with torch.no_grad():
                 self._claim(out if out is not None else args, since, getattr(func, "__name__", ""), call)
         elif not self.is_hidden:
-            self.is_hidden = not self._is_innermost()
+            self.is_hidden = not self.hooks.innermost
         return out
 
     def lineage(self) -> Lineage:
@@ -175,39 +163,6 @@ class Recorder(TorchFunctionMode):
         lineage.end(call, args, kwargs, out)
         return out, call
 
-    def _pack(self, tensor: torch.Tensor) -> Handle:
-        if self.store.spares is not None:
-            self.regions.saving()
-        handle = self.store.handle(tensor)
-        if self.checks:
-            handle.stamp = stamp(tensor, self.module)
-        if self.bypass or self._is_borrowed(tensor):
-            self.store.leave(handle, borrowed=not self.bypass)
-        elif tensor.untyped_storage().nbytes() < self.store.small_bytes:
-            self.store.leave(handle, borrowed=False)
-            self._small.append(handle)
-        else:
-            handle.form = "pending"
-            self._pending.append(handle)
-        return handle
-
-    def _unpack(self, handle: Handle) -> torch.Tensor:
-        if self._reading is not None:
-            self._reading.append(handle)
-            return handle.tensor if handle.tensor is not None else torch.empty(0, device="cpu")
-        self.backward_seen = self.backward_seen or in_backward()
-        if handle.entry is not None:
-            self.last_read = handle.entry.row.key
-        tensor = self.store.unpack(handle)
-        if handle.stamp is not None and handle.tensor is not None and handle.override is None:
-            self._check(handle, handle.stamp, tensor)
-        return tensor
-
-    def _check(self, handle: Handle, mark: Stamp, tensor: torch.Tensor) -> None:
-        found = overwritten(mark, tensor, lambda: attribute_of(handle, self._handles))
-        if found is not None:
-            raise CaptureError(str(found))
-
     def _is_borrowed(self, tensor: torch.Tensor) -> bool:
         if not is_plain(tensor) or isinstance(tensor._base, torch.nn.Parameter):
             return True
@@ -216,31 +171,27 @@ class Recorder(TorchFunctionMode):
 
     def _claim(self, outputs: Any, since: int, function: str, call: Call | None) -> None:
         """Match pending handles with the attributes of the nodes that the operator made."""
-        mine = self._is_innermost()
+        mine = self.hooks.innermost
         nodes = list(new_nodes(outputs, since))
         for node in nodes:
             operator = operator_name(node.name())
             if operator.startswith("CompiledFunction"):
                 raise UnsupportedModelError(COMPILED)
-            readers = self._readers(node) if mine and not is_custom(node) else []
-            rules = [_rule(operator, attribute, function, handle) for attribute, handle in readers]
-            rules = [OTHER if _is_lone(rule, node, readers) else rule for rule in rules]
-            options = [
-                _options(rule, attribute, node, readers)
-                for (attribute, _), rule in zip(readers, rules, strict=True)
-            ]
-            paired = list(zip(readers, rules, strict=True))
+            readers = self.hooks.readers(node) if mine and not is_custom(node) else []
+            readings = readings_of(node, operator, function, readers)
+            handles = dict(readers)
+            options = [options_of(each, node, handles) for each in readings]
             if self.collector is not None:
                 repeatable = (mine or not saved_attributes(node)) and not is_custom(node)
-                self.collector.watch(node, operator, self.module, paired, repeatable)
-            for ((attribute, handle), rule), given in zip(paired, options, strict=True):
-                if handle in self._pending:
+                self.collector.watch(node, operator, self.module, readings, repeatable)
+            for reading, given in zip(readings, options, strict=True):
+                if reading.handle in self.hooks.pending:
                     if call is not None:
-                        self.store.note(handle, rule, attribute, call)
-                    self._settle(handle, rule, given, operator, attribute)
-                elif handle in self._small:
-                    self.store.note_small(handle, self._key(operator, attribute)[0])
-        self._small.clear()
+                        self.store.note(reading.handle, reading.rule, reading.attribute, call)
+                    self._settle(reading, given, operator)
+                elif reading.handle in self.hooks.small:
+                    self.store.note_small(reading.handle, self._key(operator, reading.attribute)[0])
+        self.hooks.small.clear()
         self._settle_unclaimed()
         if self.collector is not None:
             self.collector.note_packed(nodes)
@@ -249,51 +200,31 @@ class Recorder(TorchFunctionMode):
     def catches(self) -> bool:
         """As :class:`Forward`."""
         autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-        return torch.is_grad_enabled() and not autocast and not in_backward() and self._is_innermost()
+        return torch.is_grad_enabled() and not autocast and not in_backward() and self.hooks.innermost
 
     def skip(self, keys: Iterable[str]) -> None:
         """As :class:`Forward`."""
         self._occurrences.update(key.partition("#")[0] for key in keys)
-
-    def _is_innermost(self) -> bool:
-        """Whether what is saved now comes here."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        return top is not None and top[0] is self.pack_hook
 
     @property
     def module(self) -> str:
         """Path of the module whose forward is running ('' for the model itself)."""
         return self.path.current
 
-    def _readers(self, node: Node) -> list[tuple[str, Handle]]:
-        readers: list[tuple[str, Handle]] = []
-        for attribute in saved_attributes(node):
-            readers.extend((attribute, handle) for handle in self._handles(node, attribute))
-        return readers
-
-    def _handles(self, node: Node, attribute: str) -> list[Handle]:
-        self._reading = []
-        try:
-            getattr(node, f"_saved_{attribute}")
-        finally:
-            found, self._reading = self._reading, None
-        return found
-
-    def _settle(
-        self, handle: Handle, rule: Rule, options: dict[str, Any], operator: str, attribute: str
-    ) -> None:
-        self._pending.remove(handle)
+    def _settle(self, reading: Reading, options: dict[str, Any], operator: str) -> None:
+        handle = reading.handle
+        self.hooks.pending.remove(handle)
         exact = self.collector.exact_copy(handle) if self.collector is not None else None
         tensor = handle.tensor if self.collector is not None else None
-        self.store.settle(handle, rule, lambda: self._key(operator, attribute), options)
+        self.store.settle(handle, reading.rule, lambda: self._key(operator, reading.attribute), options)
         if self.collector is not None and tensor is not None:
             self.collector.total.keep(handle, tensor)
         handle.exact = exact
 
     def _settle_unclaimed(self) -> None:
-        for handle in self._pending:
+        for handle in self.hooks.pending:
             self.store.settle(handle, OTHER, lambda: self._key("custom", "saved"), {})
-        self._pending.clear()
+        self.hooks.pending.clear()
 
     def _key(self, operator: str, attribute: str) -> tuple[str, str]:
         name = f"{self.module}:{operator.removesuffix('Backward')}.{attribute}"
@@ -310,90 +241,3 @@ COMPILED = (
     "everything before its backward starts and raise the peak. Attach to the eager model instead (drop "
     "torch.compile for this run, or compile only code that saves nothing)."
 )
-
-
-def _rule(operator: str, attribute: str, function: str, handle: Handle) -> Rule:
-    if handle.tensor is None:
-        return OTHER
-    return rule_for(operator, attribute, function, kind=codecs.kind_of(handle.tensor.dtype))
-
-
-_INVERSE = {Role.BATCH_NORM_INPUT: "inverse_by_channel", Role.NORM_INPUT: "inverse_by_row"}
-
-
-def _options(rule: Rule, attribute: str, node: Any, readers: list[tuple[str, Handle]]) -> dict[str, Any]:
-    """What a codec, or who chooses its bound, must know of the operator."""
-    if rule.codec == "interval":
-        return {"lower": float(node._saved_min_val), "upper": float(node._saved_max_val)}
-    if rule.role in _INVERSE:
-        inverse = _inverse(node, readers)
-        return {} if inverse is None else {_INVERSE[rule.role]: inverse}
-    if rule.role is Role.ATTENTION:
-        found = dict(readers)
-        query, key = found["query"].tensor, found["key"].tensor
-        measures = {"logits": functools.partial(_logits, node, query, key)}
-        if attribute in ("query", "key"):
-            measures["highest"] = functools.partial(_highest, node, query, key)
-        return measures
-    if rule.codec != "pool-index":
-        return {}
-    names = ("kernel_size", "stride", "padding", "dilation")
-    options: dict[str, Any] = {name: per_dim(getattr(node, f"_saved_{name}"), 2) for name in names}
-    options["stride"] = options["stride"] or options["kernel_size"]
-    options["input_shape"] = dict(readers)["self"].geometry[0]
-    return options
-
-
-def _inverse(node: Any, readers: list[tuple[str, Handle]]) -> torch.Tensor | None:
-    """One over the deviations that a normalisation saved; None in evaluation."""
-    handle = dict(readers).get("result1" if "Rms" in node.name() else "result2")
-    inverse = None if handle is None else handle.tensor
-    return inverse if inverse is not None and inverse.numel() else None
-
-
-def _is_lone(rule: Rule, node: Any, readers: list[tuple[str, Handle]]) -> bool:
-    """Whether each row that is normalised has one element: its result is always the same, whatever it is.
-
-    What an error costs there rises with its fourth power, so no bound would settle.
-    """
-    if rule.role is not Role.NORM_INPUT:
-        return False
-    inverse = _inverse(node, readers)
-    return inverse is not None and inverse.numel() == math.prod(dict(readers)["input"].geometry[0])
-
-
-def _logits(node: Any, query: torch.Tensor | None, key: torch.Tensor | None) -> float:
-    """Root mean square that the logits of an attention have where query and key are unrelated."""
-    if query is None or key is None:
-        return 1.0
-    width = math.sqrt(query.shape[-1]) * _root_mean_square(query) * _root_mean_square(key)
-    return _scale(node, query) * width
-
-
-_LOGIT_ERROR = 0.5  # where rows are longest; evenly spread errors then deviate by 0.29
-
-
-def _highest(node: Any, query: torch.Tensor | None, key: torch.Tensor | None) -> float:
-    """The bound at which errors of query and key move no logit far; 0 where the two are not there.
-
-    Backward takes exponentials of logits ``scale * q . k``, so what an error beyond this costs has no limit.
-    Deviations of e in the elements of k deviate a logit by ``scale * |q| * e``.
-    """
-    if query is None or key is None:
-        return 0.0
-    longest = math.hypot(*(_longest_row(each) for each in (query, key)))
-    return _LOGIT_ERROR / (_scale(node, query) * longest) if longest > 0.0 else math.inf
-
-
-def _longest_row(tensor: torch.Tensor) -> float:
-    dtype = torch.promote_types(tensor.dtype, torch.float32)
-    return float(torch.linalg.vector_norm(tensor, dim=-1, dtype=dtype).max())
-
-
-def _scale(node: Any, query: torch.Tensor) -> float:
-    return float(node._saved_scale if node._saved_scale is not None else query.shape[-1] ** -0.5)
-
-
-def _root_mean_square(tensor: torch.Tensor) -> float:
-    dtype = torch.promote_types(tensor.dtype, torch.float32)
-    return float(torch.linalg.vector_norm(tensor, dtype=dtype)) / math.sqrt(max(tensor.numel(), 1))

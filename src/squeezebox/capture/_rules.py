@@ -30,11 +30,6 @@ class Rule:
     highest: Callable[[], float] | None = None
     nan: bool = True
 
-    @property
-    def flag(self) -> str:
-        """The form that holds one bit an element for this reading of the sign."""
-        return "sign" if self.nan else "positive"
-
 
 def _values(role: Role, *, dense: bool = False) -> Rule:
     return Rule(role=role, reads=Reads.VALUES, dense=dense)

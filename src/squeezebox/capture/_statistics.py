@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.graph import Node
 
 from squeezebox import codecs
-from squeezebox.bounds import gradient_energy, law, propagate
-from squeezebox.capture._entries import Entry, Handle
+from squeezebox.bounds import law
+from squeezebox.capture._entries import Entry, Handle, Row
 from squeezebox.capture._graph import is_leaf_node, leaf_of, node_number, per_dim
-from squeezebox.capture._rules import Rule, operator_name
+from squeezebox.capture._held import Packed
+from squeezebox.capture._readings import Reading
+from squeezebox.capture._rules import operator_name
 from squeezebox.capture._store import Store
 from squeezebox.capture._total import (
     Gradients,
@@ -24,6 +26,7 @@ from squeezebox.capture._total import (
     energy_of,
     repeat,
 )
+from squeezebox.capture._traces import Traces
 from squeezebox.schema import (
     Check,
     Edge,
@@ -34,8 +37,6 @@ from squeezebox.schema import (
     StepStatistics,
     TensorStatistics,
 )
-
-Readers = list[tuple[tuple[str, Handle], Rule]]
 
 # Operators whose weight gradient is linear in a saved input: that input's attribute, the weight's edge.
 _WEIGHTED = {
@@ -55,7 +56,7 @@ class _Watched:
     operator: str
     module: str
     targets: list[Target]
-    lossy: list[tuple[str, Handle, Rule]]  # saved tensors of which backward reads the values
+    lossy: list[Reading]  # saved tensors of which backward reads the values
     moments: dict[str, tuple[float, float, float]]  # attribute -> nonzero fraction, mean square, mean
     repeatable: bool
     parameter: str = ""
@@ -94,35 +95,36 @@ class Collector:
         self._hooks: list[Any] = []
         self._exact: set[int] = set()
         self._saved_bytes: dict[int, int] = {}
-        self._noise: dict[int, dict[tuple[str, int], torch.Tensor]] = {}  # node -> (key, input) -> error
-        self._traced: dict[str, float] = {}  # key -> squared error that reached parameters
-        self._traced_bounds: dict[str, float] = {}
-        self._traced_from: set[tuple[str, int]] = set()  # keys and the nodes whose reading was traced
+        self._traces = Traces()
 
-    def watch(self, node: Any, operator: str, module: str, readers: Readers, repeatable: bool) -> None:
+    def watch(self, node: Any, operator: str, module: str, readings: list[Reading], repeatable: bool) -> None:
         """Note a new node, take its saved tensors' moments while they are there, hook its backward.
 
         ``repeatable``: what the node saved is ours, so its backward may be run a second time.
         """
-        lossy = [(name, handle, rule) for (name, handle), rule in readers if rule.reads is Reads.VALUES]
+        lossy = [each for each in readings if each.rule.reads is Reads.VALUES]
         watched = _Watched(
             number=node_number(node),
             operator=operator,
             module=module,
             targets=[_target(next_node, index) for next_node, index in node.next_functions],
             lossy=lossy,
-            moments={name: _moments(handle.tensor) for name, handle, _ in lossy if handle.tensor is not None},
+            moments={
+                each.attribute: _moments(each.handle.tensor)
+                for each in lossy
+                if each.handle.tensor is not None
+            },
             repeatable=repeatable,
         )
         self.total.expect(watched.targets)
         self._saved_bytes[watched.number] = sum(
-            handle.nbytes for (_, handle), rule in readers if handle.form == "pending" and rule.reads
+            each.handle.nbytes for each in readings if each.handle.is_pending and each.rule.reads
         )
         if operator in _WEIGHTED and lossy:  # what others saved would have to be recomputed
             watched.fan = _fan(node, operator)
             watched.parameter = self._parameter_name(node.next_functions[_WEIGHTED[operator][1]][0])
-        for _, handle, rule in lossy:
-            self._choose(handle, rule.role in _WEIGHTED_ROLES)
+        for each in lossy:
+            self._choose(each.handle, each.rule.role in _WEIGHTED_ROLES)
 
         def hook(grad_inputs: Gradients, grad_outputs: Gradients) -> None:
             # Not the node from outside: it would refer to itself, beyond the garbage collector's sight.
@@ -164,33 +166,15 @@ class Collector:
             tensors=tuple(self.tensors.values()),
             mean_abs_momentum=mean_abs_momentum,
             noise=self.total.noise,
-            checks=(*self.checks, *self._traces()),
+            checks=(*self.checks, *self._traces.checks(self._step, self.nodes)),
         )
-
-    def _traces(self) -> Iterator[Check]:
-        """The checks that ended in the parameters rather than in one layer."""
-        total = gradient_energy(self.nodes)
-        costs = propagate([replace(node, injections=self._traced_of(node)) for node in self.nodes])
-        for key, energy in self._traced.items():
-            if total > 0.0 and key in costs:
-                yield Check(
-                    key=key,
-                    step=self._step,
-                    layer=False,
-                    measured=energy / total,
-                    predicted=costs[key] * self._traced_bounds[key] ** 2,
-                )
-
-    def _traced_of(self, node: NodeStatistics) -> tuple[Injection, ...]:
-        """Without what others, who read the same tensors, put in."""
-        return tuple(each for each in node.injections if (each.key, node.number) in self._traced_from)
 
     def close(self) -> None:
         """Take every hook off the graph; safe to call twice."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._noise.clear()
+        self._traces.clear()
         self.total.close()
 
     def _choose(self, handle: Handle, weighted: bool) -> None:
@@ -214,9 +198,9 @@ class Collector:
             self._after(watched, node, grad_inputs, grad_outputs)
         except ArithmeticError as error:
             self.total.fail()
-            for _, handle, _ in watched.lossy:
-                if handle.entry is not None:
-                    self._store.unweighed[handle.entry.row.key] = f"its error cannot be weighed: {error}"
+            for reading in watched.lossy:
+                if (entry := reading.handle.entry) is not None:
+                    self._store.unweighed[entry.row.key] = f"its error cannot be weighed: {error}"
 
     def _after(self, watched: _Watched, node: Any, grad_inputs: Gradients, grad_outputs: Gradients) -> None:
         """The node's backward has run, and what it saved is still there."""
@@ -225,24 +209,27 @@ class Collector:
             _edge(watched, number, gradient, out_energy) for number, gradient in enumerate(grad_inputs)
         )
         injections: list[Injection] = []
-        for name, handle, rule in watched.lossy:
-            if handle.entry is None or handle.entry.row.exact or name not in watched.moments:
+        for reading in watched.lossy:
+            handle = reading.handle
+            if handle.entry is None or handle.entry.row.exact or reading.attribute not in watched.moments:
                 continue
-            self._note_tensor(watched, name, handle, rule, grad_outputs)
-            if rule.role in _WEIGHTED_ROLES:
-                injections.append(self._by_law(watched, name, handle.entry.row.key, out_energy))
+            self._note_tensor(watched, reading, handle.entry, grad_outputs)
+            if reading.rule.role in _WEIGHTED_ROLES:
+                injections.append(self._by_law(watched, reading.attribute, handle.entry.row.key, out_energy))
                 if handle.exact is not None:
                     self._compare(watched, node, handle, grad_inputs, grad_outputs)
-            elif handle.form == "values" and watched.repeatable:
+            elif isinstance(handle.held, Packed) and watched.repeatable:
                 injections.extend(self._probe(node, handle, grad_inputs, grad_outputs))
                 if handle.exact is not None:
                     self._trace(watched, node, handle, grad_inputs, grad_outputs)
-        self._pass_noise(watched, node, len(grad_outputs))
+        self._traces.pass_on(
+            watched.number, node, watched.targets, len(grad_outputs), repeatable=watched.repeatable
+        )
         self.total.pass_on(
             watched.number,
             node,
             watched.targets,
-            [handle for _, handle, _ in watched.lossy],
+            [each.handle for each in watched.lossy],
             grad_inputs,
             grad_outputs,
             repeatable=watched.repeatable,
@@ -269,7 +256,7 @@ class Collector:
         """Measure one layer's weight gradient error and compare it with the law's."""
         attribute, edge = _WEIGHTED[watched.operator]
         exact, handle.exact = handle.exact, None
-        if exact is None or handle.entry is None or handle.form != "values":
+        if exact is None or handle.entry is None or not isinstance(handle.held, Packed):
             return
         expected = law.linear(watched.moments[attribute][0], watched.fan, energy_of(grad_outputs[0]))
         gradient = repeat(node, grad_outputs, {handle: exact})[edge]
@@ -294,7 +281,7 @@ class Collector:
             return []
         decoded = self._store.unpack(handle)
         perturbed = torch.empty_like(decoded).uniform_(-row.bound, row.bound, generator=self._random(decoded))
-        scale = handle.entry.scale if handle.entry is not None else None
+        scale = handle.held.scale if isinstance(handle.held, Packed) else None
         if scale is not None:
             scale.multiply(perturbed)
         perturbed.add_(decoded)
@@ -317,49 +304,27 @@ class Collector:
         exact, handle.exact = handle.exact, None
         if handle.entry is None or exact is None or handle.entry.row.bound == 0.0:
             return
-        row = handle.entry.row
-        self._traced_bounds[row.key] = row.bound
-        self._traced_from.add((row.key, watched.number))
-        self._send(watched, row.key, differences(repeat(node, grad_outputs, {handle: exact}), grad_inputs))
-
-    def _pass_noise(self, watched: _Watched, node: Any, count: int) -> None:
-        """Carry traced errors through this node: its backward is linear in the gradient."""
-        arrived = self._noise.pop(watched.number, None)
-        if arrived is None or not watched.repeatable:
-            return
-        for key in dict.fromkeys(key for key, _ in arrived):
-            errors = tuple(arrived.pop((key, number), None) for number in range(count))
-            self._send(watched, key, repeat(node, errors))
-
-    def _send(self, watched: _Watched, key: str, errors: Gradients) -> None:
-        for (target, index, leaf), error in zip(watched.targets, errors, strict=False):
-            if error is None:
-                continue
-            if leaf:
-                self._traced[key] = self._traced.get(key, 0.0) + energy_of(error)
-            elif target is not None:
-                there = self._noise.setdefault(target, {})
-                known = there.get((key, index))
-                there[key, index] = error if known is None else known + error
+        errors = differences(repeat(node, grad_outputs, {handle: exact}), grad_inputs)
+        self._traces.start(handle.entry.row, watched.number, watched.targets, errors)
 
     def _note_tensor(
-        self, watched: _Watched, name: str, handle: Handle, rule: Rule, grad_outputs: Gradients
+        self, watched: _Watched, reading: Reading, entry: Entry, grad_outputs: Gradients
     ) -> None:
-        if handle.entry is None or handle.entry.row.key in self.tensors:
+        if entry.row.key in self.tensors:
             return
-        nonzero, mean_square, mean = watched.moments[name]
-        gradient = grad_outputs[0] if rule.role is Role.CONV_INPUT else None
-        self.tensors[handle.entry.row.key] = TensorStatistics(
-            key=handle.entry.row.key,
-            role=rule.role,
-            numel=handle.entry.numel,
+        nonzero, mean_square, mean = watched.moments[reading.attribute]
+        gradient = grad_outputs[0] if reading.rule.role is Role.CONV_INPUT else None
+        self.tensors[entry.row.key] = TensorStatistics(
+            key=entry.row.key,
+            role=reading.rule.role,
+            numel=entry.numel,
             nonzero=nonzero,
-            rms=_rms_in_unit(handle.entry, nonzero, mean_square, mean),
+            rms=_rms_in_unit(entry.row, nonzero, mean_square, mean),
             mean_abs_loss=0.0 if gradient is None else codecs.mean_abs(gradient),
             batch=0 if gradient is None else gradient.shape[0],
             positions=0 if gradient is None else gradient[0, 0].numel(),
             parameter=watched.parameter,
-            bound=handle.entry.row.bound,
+            bound=entry.row.bound,
         )
 
 
@@ -426,10 +391,10 @@ def _moments(tensor: torch.Tensor) -> tuple[float, float, float]:
     return int(torch.count_nonzero(tensor)) / count, codecs.energy(tensor) / count, codecs.mean(tensor)
 
 
-def _rms_in_unit(entry: Entry, nonzero: float, mean_square: float, mean: float) -> float:
+def _rms_in_unit(row: Row, nonzero: float, mean_square: float, mean: float) -> float:
     """Root mean square of the non-zero elements, or the deviation, in the unit of the tensor's bound."""
-    if entry.scaled:
+    if row.scaled:
         return 1.0
-    if entry.row.dense:
+    if row.dense:
         return math.sqrt(max(mean_square - mean**2, 0.0))
     return (mean_square / nonzero) ** 0.5 if nonzero > 0.0 else 0.0

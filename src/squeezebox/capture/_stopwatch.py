@@ -23,7 +23,7 @@ class Stopwatch:
         watched: tuple[tuple[Any, str, Callable[[float], None], float], ...] = (
             (recorder, "_run", self._hold, 1.0),
             (recorder, "_called", self._hold, -1.0),
-            (recorder, "pack_hook", self._hold, 1.0),
+            (recorder.hooks, "pack", self._hold, 1.0),
             (lineage, "begin", self._follow, 1.0),
             (lineage, "end", self._follow, 1.0),
         )

@@ -11,13 +11,13 @@ import torch
 
 from squeezebox.capture._contracts import Policy
 from squeezebox.capture._device import DeviceBlocks
-from squeezebox.capture._entries import Entry, Handle, Row, held_exactly, is_plain
+from squeezebox.capture._entries import Entry, Handle, Row, geometry_of, held_exactly, is_plain
+from squeezebox.capture._held import Held, Kept, Recomputed, derived, unpacked
 from squeezebox.capture._layouts import is_default
 from squeezebox.capture._lineage import Call, Lineage
 from squeezebox.capture._means import Means
 from squeezebox.capture._packer import Packer, waiting
 from squeezebox.capture._rules import Rule
-from squeezebox.capture._unpacker import Unpacker, derived
 from squeezebox.memory import CudaStreams, Reserve, Staging
 from squeezebox.schema import Role
 
@@ -43,8 +43,7 @@ class Store(Means):
         self.small: dict[int, int] = {}
         self.small_keys: dict[str, int] = {}
         self.was_in_use = False  # when this step began, the one before was still to be unpacked
-        self._unpacker = Unpacker(self)
-        self._packer = packer(self, self._unpacker)
+        self._packer = packer(self)
         self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
         self._step = weakref.ref(_Step())  # dead at once: no step is running
 
@@ -81,7 +80,7 @@ class Store(Means):
         if step is None:
             step = _Step()
             self._step = weakref.ref(step)
-        return Handle(tensor, step)
+        return Handle(step, tensor, geometry_of(tensor), tensor._version)
 
     @property
     def in_use(self) -> bool:
@@ -145,17 +144,17 @@ class Store(Means):
         entry.row.roles.append(rule.role)
         if self.listener is not None:
             self.listener.saving(entry.row, tensor, functools.partial(derived, entry.origin))
-        handle.form = self._packer.pack(entry, handle, rule, options)
+        handle.is_pending, handle.held = False, self._packer.pack(entry, handle, rule, options)
         if self.listener is not None:
             self.listener.saved(entry.row)
-        handle.tensor = tensor.detach() if handle.form == "keep" else None
+        handle.tensor = tensor.detach() if isinstance(handle.held, Kept) else None
 
     def forget_calls(self) -> None:
         """Forward is over: let go of how tensors were made, where no recipe needs it."""
         if self.lineage is None or self.listener is not None:
             return
         for entry in self._entries.values():
-            if entry.recipe is None and entry.origin is not None:
+            if entry.origin is not None and not isinstance(entry.values, Recomputed):
                 entry.origin.call = None
             entry.origin = None
 
@@ -174,15 +173,14 @@ class Store(Means):
         Raises:
             CaptureError: a tensor that is held itself was changed in place since it was saved.
         """
-        free = handle.form == "shape" and is_default(*handle.geometry[:2])
+        free = handle.held is None and is_default(*handle.geometry[:2])
         if self.listener is None or handle.entry is None or free:
-            return self._unpacker.tensor(handle)
+            return unpacked(handle, self)
         self.listener.using(handle.entry.row)
-        tensor = self._unpacker.tensor(handle)
+        tensor = unpacked(handle, self)
         on_host = handle.entry.device.type == "cpu"  # on a device a buffer is its user's alone
         owners = self.arena.owners() if on_host else [handle.entry]
-        unpacked = [owner.row for owner in owners if isinstance(owner, Entry)]
-        self.listener.used(handle.entry.row, unpacked)
+        self.listener.used(handle.entry.row, [each.row for each in owners if isinstance(each, Entry | Held)])
         return tensor
 
     def _entry(self, tensor: torch.Tensor, rule: Rule, key: Callable[[], tuple[str, str]]) -> Entry:

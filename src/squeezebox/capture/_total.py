@@ -11,7 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from squeezebox import codecs
-from squeezebox.capture._entries import Entry, Handle
+from squeezebox.capture._entries import Handle
+from squeezebox.capture._held import Held, Packed
 from squeezebox.capture._layouts import flattened
 from squeezebox.capture._store import Store
 from squeezebox.schema import CodecError, OptionError
@@ -33,7 +34,7 @@ class TotalError:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._rests: WeakKeyDictionary[Entry, codecs.Packed] = WeakKeyDictionary()
+        self._rests: WeakKeyDictionary[Held, codecs.Packed] = WeakKeyDictionary()
         self._uses: Counter[int] = Counter()  # of a leaf, by its identity
         self._arrived: dict[tuple[int, int], torch.Tensor] = {}
         self._shared: dict[int, list[torch.Tensor]] = {}  # sums of leaves that are used more than once
@@ -46,13 +47,11 @@ class TotalError:
 
     def keep(self, handle: Handle, tensor: torch.Tensor) -> None:
         """Keep what packing lost of a tensor that has just been packed."""
-        entry = handle.entry
-        if self._failed or entry is None or handle.form != "values" or entry in self._rests:
-            return
-        if entry.row.bound == 0.0:
+        held = handle.held
+        if self._failed or not isinstance(held, Packed) or held in self._rests or held.row.bound == 0.0:
             return
         try:
-            self._rests[entry] = _rest(entry, tensor)
+            self._rests[held] = _rest(held, tensor)
         except (CodecError, OptionError, ArithmeticError):
             self.fail()
 
@@ -77,7 +76,7 @@ class TotalError:
         if self._failed:
             return
         arrived = tuple(self._arrived.pop((number, each), None) for each in range(len(grad_outputs)))
-        own = [handle for handle in handles if handle.form == "values" and handle.entry in self._rests]
+        own = [handle for handle in handles if handle.held in self._rests]
         errors: Gradients = (None,) * len(grad_inputs)
         if repeatable and own:
             exact = tuple(_less(*pair) for pair in zip(grad_outputs, arrived, strict=True))
@@ -111,8 +110,8 @@ class TotalError:
         self._shared.clear()
 
     def _exact(self, handle: Handle) -> torch.Tensor:
-        assert handle.entry is not None
-        packed = self._rests[handle.entry]
+        assert handle.held is not None
+        packed = self._rests[handle.held]
         flat = codecs.get(packed.codec).unpack(packed).view(-1)
         rest = flat.as_strided(*handle.geometry)
         lossy = self._store.unpack(handle)
@@ -139,14 +138,13 @@ class TotalError:
         self._shared[leaf] = [gradient, error] if known is None else [known[0] + gradient, known[1] + error]
 
 
-def _rest(entry: Entry, tensor: torch.Tensor) -> codecs.Packed:
+def _rest(held: Packed, tensor: torch.Tensor) -> codecs.Packed:
     """What packing lost of a tensor, packed."""
-    packed = entry.packed["values"]
-    rest = codecs.get(packed.codec).unpack(packed).view(-1).neg_().add_(flattened(tensor, entry.numel))
-    scale = entry.scale
+    packed, scale = held.packed, held.scale
+    rest = codecs.get(packed.codec).unpack(packed).view(-1).neg_().add_(flattened(tensor))
     hints = codecs.Hints() if scale is None else codecs.Hints(scale=scale.factors, inner=scale.inner)
     codec = codecs.get("blocks" if packed.codec == "blocks" else "entropy")
-    return codec.pack(rest, entry.row.bound / _FINER, hints)
+    return codec.pack(rest, held.row.bound / _FINER, hints)
 
 
 def repeat(node: Any, gradients: Gradients, instead: Instead = MappingProxyType({})) -> Gradients:

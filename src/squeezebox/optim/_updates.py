@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from squeezebox.memory import Absent, DiskFolder, FileTensor, TensorFile
+from squeezebox.optim._groups import Groups
 from squeezebox.optim._pieces import is_divisible, update_in_pieces
 from squeezebox.optim._single import refuse_unknown, step_one
 from squeezebox.optim._spent import SpentGradient
@@ -49,18 +50,16 @@ class Updates:
         refuse_unknown(optimizer)
         self._optimizer, self._in_backward = optimizer, in_backward
         named = dict(model.named_parameters())
-        self._names = {id(parameter): name for name, parameter in named.items()}
+        self._groups = Groups(model, optimizer)
         self._states = {id(named[name]) for name in states}
         self._gradients = {id(named[name]) for name in gradients}
         self._file = TensorFile(folder) if folder is not None and (states or gradients) else None
         self._filed: dict[tuple[int, str], FileTensor] = {}  # by parameter and what it is
         self._updated: dict[int, dict[str, Any]] = {}  # since the last step(): with these settings
-        self._hidden: list[tuple[dict[str, Any], list[Any]]] = []
         self._is_paused = False
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._accumulated)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
+            for parameter in self._groups.parameters()
             if parameter.requires_grad and (in_backward or id(parameter) in self._gradients)
         ]
         self._hooks += [
@@ -103,8 +102,8 @@ class Updates:
         """Leave the optimizer as it would be without: states in memory, gradients too."""
         for hook in self._hooks:
             hook.remove()
-        self._show()
-        for parameter in self._all():
+        self._groups.show()
+        for parameter in self._groups.parameters():
             state = self._optimizer.state.get(parameter, {})
             for key, value in state.items():
                 if isinstance(value, FileTensor):
@@ -118,42 +117,29 @@ class Updates:
             self._file.close()
             self._file = None
 
-    def _all(self) -> Iterator[torch.nn.Parameter]:
-        for group in self._optimizer.param_groups:
-            yield from group["params"]
-
-    def _name(self, parameter: torch.nn.Parameter) -> str:
-        return self._names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
-
-    def _group(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
-        return next(
-            group
-            for group in self._optimizer.param_groups
-            if any(each is parameter for each in group["params"])
-        )
-
     def _accumulated(self, parameter: torch.nn.Parameter) -> None:
         """Backward has all of a parameter's gradient."""
         if self._is_paused or parameter.grad is None:
             return
-        self._show()
+        self._groups.show()
         if self._in_backward:
             self._update_now(parameter)
         elif not isinstance(parameter.grad, Absent):
             self._file_gradient(parameter)
 
     def _update_now(self, parameter: torch.nn.Parameter) -> None:
+        name = self._groups.name(parameter)
         if id(parameter) in self._updated:
             raise AttachError(
-                f"backward has a second gradient of '{self._name(parameter)}' and no optimizer.step() came "
+                f"backward has a second gradient of '{name}' and no optimizer.step() came "
                 "after the first, which has updated it already. Call optimizer.step() after each one, or "
                 "make the plan with accumulate=, where several add up to one step, or without states=True."
             )
-        gradient, group = parameter.grad, self._group(parameter)
+        gradient, group = parameter.grad, self._groups.of(parameter)
         assert gradient is not None
         self._update(parameter, group)
         self._updated[id(parameter)] = _settings(group)
-        parameter.grad = SpentGradient(gradient, self._name(parameter)) if not gradient.is_sparse else None
+        parameter.grad = SpentGradient(gradient, name) if not gradient.is_sparse else None
 
     def _update(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
         state = self._optimizer.state.get(parameter, {})
@@ -210,7 +196,7 @@ class Updates:
 
     def _move_all(self) -> None:
         """States that are there already, or were loaded."""
-        for parameter in self._all():
+        for parameter in self._groups.parameters():
             if id(parameter) in self._states and parameter in self._optimizer.state:
                 self._move(parameter)
 
@@ -227,7 +213,7 @@ class Updates:
         for group in optimizer.param_groups:
             for parameter in sorted(group["params"], key=lambda each: -each.numel()):
                 self._update_late(parameter, group)
-        self._hide()
+        self._groups.hide()
         return args, kwargs
 
     def _update_late(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
@@ -237,7 +223,7 @@ class Updates:
         self._update(parameter, group)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._show()
+        self._groups.show()
         self._updated.clear()
         if self._file is not None:
             self._file.end_round()
@@ -250,23 +236,12 @@ class Updates:
                 used = self._updated.get(id(parameter), now)
                 other = next((key for key in now if used.get(key) != now[key]), None)
                 if other is not None:
+                    name = self._groups.name(parameter)
                     raise AttachError(
-                        f"'{other}' was {used.get(other)} when backward updated '{self._name(parameter)}' "
+                        f"'{other}' was {used.get(other)} when backward updated '{name}' "
                         f"and is {now[other]} at optimizer.step(): under this plan backward updates. Set it "
                         "before backward, or make the plan with clip=True, which updates in optimizer.step()."
                     )
-
-    def _hide(self) -> None:
-        self._show()
-        self._hidden = [(group, group["params"]) for group in self._optimizer.param_groups]
-        for group in self._optimizer.param_groups:
-            group["params"] = []
-
-    def _show(self) -> None:
-        """The optimizer's parameters are its own again."""
-        for group, parameters in self._hidden:
-            group["params"] = parameters
-        self._hidden = []
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """After ``load_state_dict``: new tensors, to be moved."""

@@ -141,7 +141,7 @@ def _where(trace: TracebackType | None, model: torch.nn.Module, session: Session
     module = f"module '{name}'" if name else type(model).__name__
     files = [frame.f_code.co_filename.replace("\\", "/") for frame in frames]
     if any(frame.f_code.co_name == "_engine_run_backward" for frame in frames):
-        read = session.engine.recorder.last_read if session is not None else ""
+        read = session.engine.recorder.hooks.last_read if session is not None else ""
         return f"in backward, in {module}" if owners else _in_backward(read)
     if any("/torch/optim/" in file for file in files[inner + 1 :]):  # it may run forward as its closure
         return "in the optimizer's step"

@@ -56,7 +56,7 @@ def begin(
     engine = Engine(model, optimizer, policy, checks_per_refresh, plan, replanning, overlapping, arena)
     if engine.store.reserve is not None and places:
         engine.store.reserve.plan(places, HEADROOM)
-    engine.recorder.checks = checks
+    engine.recorder.hooks.checks = checks
     return engine
 
 

@@ -141,7 +141,8 @@ class Engine:
         if self.recorder.active:
             self._meter.given(self.recorder.own(tensors_in(inputs)))  # under step(), after the baseline
         if not self._passes.is_left_alone():
-            if self._overlapping or self.recorder.backward_seen or not self._open or not self.store.in_use:
+            begun = self._open and not self.recorder.hooks.backward_seen
+            if self._overlapping or not begun or not self.store.in_use:
                 self._open_step()
             self._enter(inputs)
         self._passes.count += outermost
@@ -161,9 +162,9 @@ class Engine:
 
     def close_step(self) -> None:
         """After a backward: read the meter, turn due statistics into new bounds."""
-        if not self._open or not self.recorder.backward_seen:
+        if not self._open or not self.recorder.hooks.backward_seen:
             return
-        self._open = self.recorder.backward_seen = False
+        self._open = self.recorder.hooks.backward_seen = False
         if self.store.blocks is not None:
             self.store.blocks.end_step()
         if self._replaying:
@@ -200,7 +201,7 @@ class Engine:
         """Around a step that gathers no statistics, and has no number."""
         with self._uncounted():
             yield
-            if not self.recorder.backward_seen:
+            if not self.recorder.hooks.backward_seen:
                 raise AttachError(
                     "timeline() saw no backward: its closure must run forward, the loss and loss.backward()."
                 )
@@ -284,7 +285,7 @@ class Engine:
     def _why_no_plan(self, inputs: Any) -> str:
         if inputs[1]:
             return "they have keyword arguments"
-        if self._open and self.store.in_use and not self.recorder.backward_seen:
+        if self._open and self.store.in_use and not self.recorder.hooks.backward_seen:
             return "an earlier forward was waiting for its backward"
         if self.recorder.active and not is_innermost(self.recorder):
             return "other function modes or saved-tensor hooks were active"
@@ -315,10 +316,11 @@ class Engine:
 
     @contextlib.contextmanager
     def _uncounted(self, *, bypass: bool = False) -> Iterator[None]:
-        self._replaying, self.recorder.bypass, self._open = True, bypass, False
+        self._replaying, self.recorder.hooks.bypass, self._open = True, bypass, False
         paused = contextlib.nullcontext() if self.updates is None else self.updates.paused()
         try:
             with paused:
                 yield
         finally:
-            self._replaying = self.recorder.bypass = self._open = self.recorder.backward_seen = False
+            self._replaying = self._open = False
+            self.recorder.hooks.bypass = self.recorder.hooks.backward_seen = False

@@ -1,0 +1,104 @@
+"""The saved-tensor hooks: what autograd saves becomes a handle, and comes back when backward asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node, saved_tensors_hooks
+
+from squeezebox.capture._checkpointed import Regions
+from squeezebox.capture._entries import Handle
+from squeezebox.capture._graph import in_backward, saved_attributes
+from squeezebox.capture._overwrites import Stamp, attribute_of, overwritten, stamp
+from squeezebox.capture._path import ModulePath
+from squeezebox.capture._store import Store
+from squeezebox.schema import CaptureError
+
+
+class Hooks:
+    """Hands autograd a :class:`Handle` for every tensor it saves.
+
+    Handles wait in ``pending`` until somebody settles them. Those in ``small`` hold their tensors themselves;
+    they are counted all the same, so that keys stay as they are.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        path: ModulePath,
+        regions: Regions,
+        is_borrowed: Callable[[torch.Tensor], bool],
+    ) -> None:
+        self.bypass = False
+        self.checks = False  # whether to look for saved tensors that are overwritten
+        self.backward_seen = False
+        self.last_read = ""  # key of the tensor that backward asked for last
+        self.pending: list[Handle] = []
+        self.small: list[Handle] = []
+        self.pack = self._pack  # the one object that says whose hooks are active
+        self._store, self._path, self._regions = store, path, regions
+        self._is_borrowed = is_borrowed
+        self._reading: list[Handle] | None = None
+
+    def around(self) -> saved_tensors_hooks:
+        """A context in which they are active."""
+        return saved_tensors_hooks(self.pack, self._unpack)
+
+    @property
+    def innermost(self) -> bool:
+        """Whether what is saved now comes here."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return top is not None and top[0] is self.pack
+
+    def readers(self, node: Node) -> list[tuple[str, Handle]]:
+        """The handles that a node saved, by attribute."""
+        attributes = saved_attributes(node)
+        return [(attribute, handle) for attribute in attributes for handle in self._read(node, attribute)]
+
+    def clear(self) -> None:
+        """Forget the handles that wait."""
+        self.pending.clear()
+        self.small.clear()
+
+    def _pack(self, tensor: torch.Tensor) -> Handle:
+        if self._store.spares is not None:
+            self._regions.saving()
+        handle = self._store.handle(tensor)
+        if self.checks:
+            handle.stamp = stamp(tensor, self._path.current)
+        if self.bypass or self._is_borrowed(tensor):
+            self._store.leave(handle, borrowed=not self.bypass)
+        elif tensor.untyped_storage().nbytes() < self._store.small_bytes:
+            self._store.leave(handle, borrowed=False)
+            self.small.append(handle)
+        else:
+            handle.is_pending = True
+            self.pending.append(handle)
+        return handle
+
+    def _unpack(self, handle: Handle) -> torch.Tensor:
+        if self._reading is not None:
+            self._reading.append(handle)
+            return handle.tensor if handle.tensor is not None else torch.empty(0, device="cpu")
+        self.backward_seen = self.backward_seen or in_backward()
+        if handle.entry is not None:
+            self.last_read = handle.entry.row.key
+        tensor = self._store.unpack(handle)
+        if handle.stamp is not None and handle.tensor is not None and handle.override is None:
+            self._check(handle, handle.stamp, tensor)
+        return tensor
+
+    def _check(self, handle: Handle, mark: Stamp, tensor: torch.Tensor) -> None:
+        found = overwritten(mark, tensor, lambda: attribute_of(handle, self._read))
+        if found is not None:
+            raise CaptureError(str(found))
+
+    def _read(self, node: Any, attribute: str) -> list[Handle]:
+        self._reading = []
+        try:
+            getattr(node, f"_saved_{attribute}")
+        finally:
+            found, self._reading = self._reading, None
+        return found
