@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from squeezebox import planner
-from squeezebox.memory import CHUNK_BYTES
+from squeezebox.memory import CHUNK_BYTES, disk_speed, usual_folder
 from squeezebox.optim import refuse_unknown
 from squeezebox.profiling import ParameterNeeds, parameter_needs, transfer_of
 from squeezebox.reports import exact_bytes
@@ -30,6 +30,8 @@ from squeezebox.schema import (
 from squeezebox.steps import TrainingStep, device_of
 
 _ROW_BYTES = 1 << 16  # smaller gradients and states are kept
+_BACKWARD = 2 / 3  # of a step's time, in which states are moved
+_LEAST_SECONDS = 5e-11  # a byte: 0.1 ms for a chunk, which wakes threads
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,8 +124,16 @@ def with_states(
     )
     kept = profile.state_bytes
     profile = dataclasses.replace(profile, base_bytes=tuple(nbytes + kept for nbytes in profile.base_bytes))
-    moved = sum(each.gradient_bytes for each in found) * late + state_bytes
-    seconds = _seconds_a_byte(seen, step, moved)
+    total = (
+        sum(each.gradient_bytes for each in found) * late
+        + state_bytes
+        + sum(
+            seen.saved_bytes[tensor.key]
+            for tensor in profile.tensors
+            if any(option.action is Action.OFFLOAD for option in tensor.options)
+        )
+    )
+    seconds, profile = _seconds_a_byte(seen, step, total), _repriced(profile, seen, step, total)
     made = _late(profile, found, seconds, accumulate) if late else _in_backward(profile, found, seconds)
     sizes = {each.state_key: each.needs.state_bytes for each in rows}
     if late:
@@ -176,13 +186,36 @@ def _trained(profile: Profile, model: torch.nn.Module, optimizer: torch.optim.Op
     return sorted(found, key=lambda each: each.position)
 
 
-def _seconds_a_byte(seen: StepProfile, step: TrainingStep, moved: int) -> float:
-    """Of moving a byte to the file and back, during a step in which saved tensors may be moved too."""
-    if device_of(step.model).type != "cpu":
+def _seconds_a_byte(seen: StepProfile, step: TrainingStep, total: int) -> float:
+    """Of moving a byte to the file and back while backward runs, worked in place of a copy.
+
+    The disk has so many bytes in ``total`` to move in the step, saved tensors too.
+    """
+    folder = step.folder or usual_folder()
+    if device_of(step.model).type != "cpu" or folder.is_in_memory:
         return math.inf
-    total = moved + sum(seen.saved_bytes.values())
-    transfer = transfer_of(torch.device("cpu"), step.folder, [total], seen.plain_seconds)
-    return math.inf if transfer is None else transfer.leaving + transfer.returning
+    speed, hidden = disk_speed(folder), _BACKWARD * seen.plain_seconds / max(total, 1)
+    return max(_LEAST_SECONDS, speed.writing + speed.reading - hidden)
+
+
+def _repriced(profile: Profile, seen: StepProfile, step: TrainingStep, total: int) -> Profile:
+    """Saved tensors share the disk with states: moving one hides less behind the step."""
+    transfer = transfer_of(device_of(step.model), step.folder, [total], seen.plain_seconds)
+
+    def option(tensor: TensorProfile, given: Option) -> Option:
+        if given.action is not Action.OFFLOAD or given.codec != "file" or transfer is None:
+            return given
+        again = 1 + len(tensor.gaps)
+        seconds = seen.saved_bytes[tensor.key] * (transfer.leaving + again * transfer.returning)
+        return dataclasses.replace(given, seconds=max(given.seconds, seconds))
+
+    return dataclasses.replace(
+        profile,
+        tensors=tuple(
+            dataclasses.replace(each, options=tuple(option(each, given) for given in each.options))
+            for each in profile.tensors
+        ),
+    )
 
 
 def _in_backward(profile: Profile, found: Sequence[_Parameter], seconds: float) -> Profile:
