@@ -189,7 +189,7 @@ def _trained(profile: Profile, model: torch.nn.Module, optimizer: torch.optim.Op
 def _seconds_a_byte(seen: StepProfile, step: TrainingStep, total: int) -> float:
     """Of moving a byte to the file and back while backward runs, worked in place of a copy.
 
-    The disk has so many bytes in ``total`` to move in the step, saved tensors too.
+    ``total`` are all bytes that the disk moves in the step, saved tensors too.
     """
     folder = step.folder or usual_folder()
     if device_of(step.model).type != "cpu" or folder.is_in_memory:
