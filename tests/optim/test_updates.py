@@ -100,13 +100,16 @@ def assert_same(one, other):
     """Weights and states, by their index."""
     (model, optimizer), (plain, plain_optimizer) = one, other
     for (name, value), wanted in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
-        assert torch.equal(value, wanted), name
+        torch.testing.assert_close(value, wanted, rtol=0, atol=0, equal_nan=True, msg=name)
     state, wanted = optimizer.state_dict(), plain_optimizer.state_dict()
     assert state["param_groups"] == wanted["param_groups"]
     assert state["state"].keys() == wanted["state"].keys()
     for index, values in wanted["state"].items():
         for key, value in values.items():
-            assert torch.equal(torch.as_tensor(state["state"][index][key]), torch.as_tensor(value)), key
+            found = state["state"][index][key]
+            if value is not None:
+                found, value = torch.as_tensor(found).clone(), torch.as_tensor(value)
+                torch.testing.assert_close(found, value, rtol=0, atol=0, equal_nan=True, msg=key)
 
 
 def both(make, **options):
@@ -163,7 +166,7 @@ def test_what_backward_updated_has_no_gradient_and_says_so(tmp_path):
         return scaler.scale(model(torch.ones(3, 2, 8, 8)).square().mean())
 
     loss().backward()
-    with pytest.raises(CaptureError, match=r"gradient of 'first\.weight'.*clip=True"):
+    with pytest.raises(CaptureError, match=r"gradient of 'wide\.weight'.*clip=True"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(CaptureError, match="GradScaler"):
         scaler.unscale_(optimizer)
@@ -306,3 +309,137 @@ def test_sparse_gradients_are_updated_whole(tmp_path):
         return model
 
     assert all(map(torch.equal, trained(True).parameters(), trained(False).parameters()))
+
+
+class Odd(nn.Module):
+    """Rows that no vector's length divides, one of them a little over a buffer of the file."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = (37, 1001, 1033, 37)
+        self.layers = nn.Sequential(*(nn.Linear(*pair) for pair in zip(sizes, sizes[1:], strict=False))).to(
+            dtype
+        )
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+        functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
+        functools.partial(torch.optim.AdamW, lr=0.1),
+        functools.partial(torch.optim.AdamW, lr=0.1, fused=True),
+        functools.partial(torch.optim.RMSprop, lr=0.1),
+    ],
+    ids=["SGD", "SGD fused", "AdamW", "AdamW fused", "RMSprop"],
+)
+def test_elements_are_rounded_as_in_a_step_of_all(make, dtype, threads, tmp_path):
+    if dtype.itemsize == 2 and make.func is torch.optim.SGD and make.keywords.get("fused"):
+        pytest.skip("torch's own differs from run to run: its last elements are not written")
+
+    def trained(way):
+        model = Odd(dtype)
+        optimizer = make(model.parameters())
+        updates = held(model, optimizer, tmp_path, **way) if way else None
+        for number in range(3):
+            torch.manual_seed(number)
+            optimizer.zero_grad()
+            model(torch.randn(4, 37).to(dtype)).float().square().mean().backward()
+            optimizer.step()
+        if updates is not None:
+            updates.close()
+        return model, optimizer
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        plain = trained({})
+        for way in (WAYS["in backward, states in a file"], WAYS["in the step, all in a file"]):
+            assert_same(trained(way), plain)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_hooks_added_later_come_before_the_updates(tmp_path):
+    """One that clips sees the gradients, and all parameters."""
+    seen = []
+
+    def clip(optimizer, *_):
+        parameters = optimizer.param_groups[0]["params"]
+        seen.append(len(parameters))
+        nn.utils.clip_grad_norm_(parameters, 1e-3)
+
+    def trained(with_updates):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        way = WAYS["in the step, all in a file"]
+        updates = held(model, optimizer, tmp_path, **way) if with_updates else None
+        optimizer.register_step_pre_hook(clip)
+        for _ in range(2):
+            optimizer.zero_grad()
+            if updates is not None:
+                updates.check_forward()
+            model(torch.ones(3, 2, 8, 8)).square().mean().backward()
+            optimizer.step()
+        if updates is not None:
+            updates.close()
+        return model, optimizer
+
+    assert_same(trained(True), trained(False))
+    assert len(set(seen)) == 1
+
+
+def test_gradients_that_somebody_keeps_stay_what_they_were(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    updates = held(model, optimizer, tmp_path, **WAYS["in the step, all in a file"])
+    kept = []
+    for number in (1.0, 2.0):
+        optimizer.zero_grad()
+        (model.back.weight.sum() * number).backward()
+        kept.append(model.back.weight.grad)
+    assert all((each == number).all() for each, number in zip(kept, (1.0, 2.0), strict=True))
+    model.back.weight.grad.data = torch.full_like(model.back.weight, 3.0)
+    assert (model.back.weight.grad == 3.0).all()
+    updates.close()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_a_graph_of_the_gradient_is_kept_or_refused(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    updates = held(model, optimizer, tmp_path, **WAYS["in the step, all in a file"])
+    model.back.weight.square().sum().backward(create_graph=True)
+    assert model.back.weight.grad.grad_fn is not None
+    updates.close()
+    optimizer.zero_grad()
+    updates = held(model, optimizer, tmp_path, in_backward=True)
+    with pytest.raises(UnsupportedModelError, match="create_graph"):
+        model.back.weight.square().sum().backward(create_graph=True)
+    updates.close()
+
+
+def test_states_are_in_the_order_of_parameters(tmp_path):
+    (_, plain), (model, optimizer) = both(torch.optim.AdamW)
+    updates = held(model, optimizer, tmp_path, in_backward=True)
+    train(optimizer, model)
+    assert list(optimizer.state_dict()["state"]) == list(plain.state_dict()["state"])
+    updates.close()
+
+
+@pytest.mark.parametrize("ask", [lambda each: each.data_ptr(), lambda each: torch.from_dlpack(each)])
+def test_memory_that_is_not_there_is_refused(ask, tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    updates = held(model, optimizer, tmp_path, **WAYS["in the step, all in a file"])
+    model.back.weight.sum().backward()
+    with pytest.raises(CaptureError, match=r"\.clone\(\)"):
+        ask(model.back.weight.grad)
+    assert not model.back.weight.grad.numpy().flags.writeable
+    updates.close()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+from squeezebox.schema import CaptureError
 
 
 class Absent(torch.Tensor):
@@ -14,6 +18,14 @@ class Absent(torch.Tensor):
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
         return made
+
+    def _refuse(self, *_: object, **__: object) -> Any:
+        raise CaptureError(
+            "a gradient or a tensor of optimizer state has no memory to point at: under a plan with "
+            "states=True it is in a file, or used up. Take .clone() of one in a file."
+        )
+
+    data_ptr = untyped_storage = storage = __dlpack__ = _refuse
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"

@@ -21,7 +21,8 @@ _THREADS = 3  # a disk is slower where it waits for the next request
 class _Chunk:
     """One buffer: what is at ``offset`` of the file, or on its way there or from there."""
 
-    memory: mmap.mmap = field(default_factory=lambda: _pages(CHUNK_BYTES))
+    # torch's fused SGD reads past the end of bfloat16: a page more is there to be read
+    memory: mmap.mmap = field(default_factory=lambda: _pages(CHUNK_BYTES + SECTOR))
     offset: int = -1
     written: bool = False  # into the file, rather than filled from it
     wanted: bool = False  # by somebody who may still ask for what is in it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ class Place:
 
 
 class TensorFile:
-    """A file of flat CPU tensors, each at a place of its own for as long as the file lives.
+    """A file of flat CPU tensors, each at a place of its own.
 
     It goes past the system's cache, as :class:`Spill` does, through as many buffers.
 
@@ -43,6 +44,7 @@ class TensorFile:
         self._chunks = Chunks(self._file)
         self._end = 0
         self._is_closed = False
+        self._free: dict[int, list[int]] = {}  # bytes -> offsets of such places
         self._round: dict[int, int] = {}  # offset -> bytes of what was lent, in that order, in this round;
         self._past: list[tuple[int, int]] = []  # and in the last one,
         self._order: dict[int, int] = {}  # of which these are the numbers
@@ -54,7 +56,10 @@ class TensorFile:
         return offload_record(self.folder, self._end, direct=self._file.direct)
 
     def place(self, nbytes: int) -> Place:
-        """Reserve ``nbytes`` in the file; CaptureError if the disk is full."""
+        """Reserve ``nbytes`` in the file, until :meth:`free`; CaptureError if the disk is full."""
+        freed = self._free.get(nbytes)
+        if freed:
+            return Place(freed.pop(), nbytes)
         try:
             self._file.reserve(self._end, sectors(nbytes))
         except OSError as error:
@@ -62,6 +67,10 @@ class TensorFile:
         found = Place(self._end, nbytes)
         self._end += sectors(nbytes)
         return found
+
+    def free(self, place: Place) -> None:
+        """Nobody needs these bytes any more."""
+        self._free.setdefault(place.nbytes, []).append(place.offset)
 
     def write(self, place: Place, tensor: torch.Tensor) -> None:
         """Store a dense tensor; waits for buffers, not for the disk."""
@@ -147,6 +156,7 @@ class FileTensor(Absent):
     def __init__(self, like: torch.Tensor, file: TensorFile) -> None:
         self.file = file
         self.place = file.place(like.numel() * like.element_size())
+        weakref.finalize(self, file.free, self.place).atexit = False
         self._factors: list[Any] = []
         self.norm_known: torch.Tensor | None = None  # the Euclidean one
 
@@ -195,8 +205,15 @@ class FileTensor(Absent):
         return self.load().__reduce_ex__(protocol)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """A copy of the elements."""
-        return self.load().numpy(force=force)
+        """A copy of the elements, which cannot be written to: that would not reach the file."""
+        found = self.load().numpy(force=force)
+        found.flags.writeable = False
+        return found
+
+    def _set_data(self, value: torch.Tensor) -> None:
+        self.store(value)
+
+    data = property(lambda self: self, _set_data)
 
     def tolist(self) -> Any:
         """The elements as Python's numbers."""

@@ -4,7 +4,8 @@ In: an optimizer of torch's, and whose states and gradients are moved. Out: the 
 May touch: that optimizer through its public hooks, gradients of its parameters, a file of squeezebox.memory.
 """
 
-from squeezebox.optim._single import refuse_unknown, step_one
-from squeezebox.optim._updates import Updates
+from squeezebox.optim._pieces import can_be_cut
+from squeezebox.optim._single import refuse_unknown
+from squeezebox.optim._updates import SMALL_BYTES, WAITING_BYTES, Updates
 
-__all__ = ["Updates", "refuse_unknown", "step_one"]
+__all__ = ["SMALL_BYTES", "WAITING_BYTES", "Updates", "can_be_cut", "refuse_unknown"]

@@ -14,6 +14,7 @@ class Groups:
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._optimizer = optimizer
+        self._numbers: dict[int, int] = {}
         self._hidden: list[tuple[dict[str, Any], list[Any]]] = []
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -25,13 +26,12 @@ class Groups:
         """For messages."""
         return self._names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
 
-    def of(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
-        """The group of a parameter."""
-        return next(
-            group
-            for group in self._optimizer.param_groups
-            if any(each is parameter for each in group["params"])
-        )
+    def of(self, parameter: torch.nn.Parameter) -> int:
+        """The number of a parameter's group."""
+        if id(parameter) not in self._numbers:  # added later
+            groups = enumerate(self._optimizer.param_groups)
+            self._numbers = {id(each): number for number, group in groups for each in group["params"]}
+        return self._numbers[id(parameter)]
 
     def hide(self) -> None:
         """Leave the optimizer no parameters."""

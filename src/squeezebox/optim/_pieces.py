@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from squeezebox.memory import CHUNK_BYTES, FileTensor
-from squeezebox.optim._single import step_one
+from squeezebox.optim._single import step_these
 
+_ALIGNED = 1 << 10  # elements
 MakeState = Callable[[str], torch.Tensor]  # of the parameter's shape, for what the first update makes
 
 
@@ -20,11 +21,17 @@ def is_divisible(parameter: torch.Tensor, state: Mapping[str, Any]) -> bool:
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
     alike = [value for value in (gradient, *tensors) if value is not None and value.shape == parameter.shape]
     return (
-        parameter.numel() > 1
+        can_be_cut(parameter)
+        and parameter.numel() > 1
         and all(each.layout is torch.strided for each in (parameter, *alike))
         and all(each.dtype == parameter.dtype and each.stride() == parameter.stride() for each in alike)
         and _is_range(parameter)
     )
+
+
+def can_be_cut(parameter: torch.Tensor) -> bool:
+    """Whether torch rounds elements alike wherever they lie: in 16 bits not at the ends of its loops."""
+    return parameter.element_size() >= 4
 
 
 def _is_range(tensor: torch.Tensor) -> bool:
@@ -35,7 +42,7 @@ def _is_range(tensor: torch.Tensor) -> bool:
 def update_in_pieces(
     optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, group: dict[str, Any], make: MakeState
 ) -> None:
-    """As :func:`step_one` to the bit, for an optimizer that treats every element by itself.
+    """As :func:`step_these` to the bit, for an optimizer that treats every element by itself.
 
     Gradient and state may be in a file: then a piece is worked in the file's own buffer.
     """
@@ -53,7 +60,7 @@ def update_in_pieces(
             if state:
                 own = {key: lent.enter_context(_lent(value, start, stop)) for key, value in whole.items()}
                 optimizer.state[piece] = {key: _copied(value) for key, value in others.items()} | own
-                step_one(optimizer, piece, group)
+                step_these(optimizer, [piece], group)
                 left = optimizer.state.pop(piece)
                 continue
             for begin, left in _first(optimizer, piece, group):
@@ -78,12 +85,12 @@ def _first(
 
     Together with that, an update of a quarter takes no more than one of all of it does later.
     """
-    part = -(-len(piece) // 4)
+    part = -(-len(piece) // 4 // _ALIGNED) * _ALIGNED  # no loop ends in another place than for all
     assert piece.grad is not None
     for begin in range(0, len(piece), part):
         own = piece[begin : begin + part]
         own.grad = piece.grad[begin : begin + part]
-        step_one(optimizer, own, group)
+        step_these(optimizer, [own], group)
         yield begin, optimizer.state.pop(own, {})
 
 

@@ -1,8 +1,9 @@
-"""One parameter's part of an optimizer's step."""
+"""Some parameters' part of an optimizer's step."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,12 +28,14 @@ def refuse_unknown(optimizer: object) -> None:
     )
 
 
-def step_one(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-    """Update one parameter of ``group`` as the optimizer's own step would; its hooks are not called."""
+def step_these(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], group: dict[str, Any]
+) -> None:
+    """Update some parameters of ``group`` as the optimizer's own step would; its hooks are not called."""
     step: Any = type(optimizer).step
     bare = step.__wrapped__ if getattr(step, "hooked", False) else step
     groups = optimizer.param_groups
-    optimizer.param_groups = [{**group, "params": [parameter]}]
+    optimizer.param_groups = [{**group, "params": [*parameters]}]
     try:
         bare(optimizer)
     finally:

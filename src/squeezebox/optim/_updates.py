@@ -12,10 +12,12 @@ import torch
 from squeezebox.memory import Absent, DiskFolder, FileTensor, TensorFile
 from squeezebox.optim._groups import Groups
 from squeezebox.optim._pieces import is_divisible, update_in_pieces
-from squeezebox.optim._single import refuse_unknown, step_one
+from squeezebox.optim._single import refuse_unknown, step_these
 from squeezebox.optim._spent import SpentGradient
 from squeezebox.schema import AttachError, OffloadRecord, UnsupportedModelError
 
+SMALL_BYTES = 1 << 16  # of a parameter that is updated together with others,
+WAITING_BYTES = 1 << 18  # as soon as these are so large
 _MOVED_BYTES = 1 << 12  # smaller tensors of a state, such as its count of steps, stay in memory
 
 
@@ -54,16 +56,18 @@ class Updates:
         self._states = {id(named[name]) for name in states}
         self._gradients = {id(named[name]) for name in gradients}
         self._file = TensorFile(folder) if folder is not None and (states or gradients) else None
-        self._filed: dict[tuple[int, str], FileTensor] = {}  # by parameter and what it is
-        self._updated: dict[int, dict[str, Any]] = {}  # since the last step(): with these settings
+        self._updated: set[int] = set()  # parameters, since the last step();
+        self._used: dict[int, dict[str, Any]] = {}  # group -> the settings with which
+        self._waiting: list[torch.nn.Parameter] = []  # small ones, to be updated together
+        self._known = 0  # states, when they were last put in order
         self._is_paused = False
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._accumulated)
             for parameter in self._groups.parameters()
             if parameter.requires_grad and (in_backward or id(parameter) in self._gradients)
         ]
+        self._last = optimizer.register_step_pre_hook(self._before_step)
         self._hooks += [
-            optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_load_state_dict_post_hook(self._loaded),
         ]
@@ -91,6 +95,8 @@ class Updates:
         )
         if self._file is not None:
             self._file.fetch()
+        self._last.remove()  # what others do before a step comes before the updates
+        self._last = self._optimizer.register_step_pre_hook(self._before_step)
         if self._in_backward and scaled and not self._is_paused:
             raise UnsupportedModelError(
                 "torch.autocast to float16 goes with GradScaler, which divides gradients before the update; "
@@ -100,7 +106,7 @@ class Updates:
 
     def close(self) -> None:
         """Leave the optimizer as it would be without: states in memory, gradients too."""
-        for hook in self._hooks:
+        for hook in (*self._hooks, self._last):
             hook.remove()
         self._groups.show()
         for parameter in self._groups.parameters():
@@ -112,7 +118,7 @@ class Updates:
                 parameter.grad = parameter.grad.load()
             elif isinstance(parameter.grad, SpentGradient):
                 parameter.grad = None
-        self._filed.clear()
+        self._waiting.clear()
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -122,24 +128,70 @@ class Updates:
         if self._is_paused or parameter.grad is None:
             return
         self._groups.show()
-        if self._in_backward:
-            self._update_now(parameter)
-        elif not isinstance(parameter.grad, Absent):
+        if parameter.grad.requires_grad:
+            self._refuse_graph(parameter)
+        elif not self._in_backward:
             self._file_gradient(parameter)
+        elif self._is_small(parameter):
+            self._waiting.append(parameter)
+            if sum(each.nbytes for each in self._waiting) >= WAITING_BYTES:
+                self._update_waiting()
+        else:
+            self._update_now(parameter)
 
-    def _update_now(self, parameter: torch.nn.Parameter) -> None:
-        name = self._groups.name(parameter)
+    def _refuse_graph(self, parameter: torch.nn.Parameter) -> None:
+        """A gradient that is differentiated again stays as it is, where that is possible."""
+        if self._in_backward:
+            raise UnsupportedModelError(
+                f"backward(create_graph=True) keeps the gradient of '{self._groups.name(parameter)}', which "
+                "would be gone under this plan. Make the plan with clip=True, use torch.autograd.grad(), or "
+                "leave states=True out."
+            )
+
+    def _is_small(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether its update is not worth a call of its own."""
+        return parameter.nbytes < SMALL_BYTES and id(parameter) not in self._states
+
+    def _update_waiting(self) -> None:
+        """The small parameters so far, together."""
+        ready = [
+            each for each in self._waiting if each.grad is not None and not isinstance(each.grad, Absent)
+        ]
+        self._waiting.clear()
+        for number, group in enumerate(self._optimizer.param_groups):
+            own = [each for each in ready if self._groups.of(each) == number]
+            for each in own:
+                self._check_first(each)
+            if own:
+                step_these(self._optimizer, own, group)
+                self._used[number] = _settings(group)
+            for each in own:
+                self._spend(each)
+
+    def _check_first(self, parameter: torch.nn.Parameter) -> None:
         if id(parameter) in self._updated:
             raise AttachError(
-                f"backward has a second gradient of '{name}' and no optimizer.step() came "
-                "after the first, which has updated it already. Call optimizer.step() after each one, or "
-                "make the plan with accumulate=, where several add up to one step, or without states=True."
+                f"backward has a second gradient of '{self._groups.name(parameter)}' and no optimizer.step() "
+                "came after the first, which has updated it. Call optimizer.step() after each backward, also "
+                "after one that failed; or make the plan with accumulate= (several add up to one step; a "
+                "discriminator has gradients of two losses), or without states=True."
             )
-        gradient, group = parameter.grad, self._groups.of(parameter)
-        assert gradient is not None
+
+    def _update_now(self, parameter: torch.nn.Parameter) -> None:
+        self._check_first(parameter)
+        number = self._groups.of(parameter)
+        group = self._optimizer.param_groups[number]
         self._update(parameter, group)
-        self._updated[id(parameter)] = _settings(group)
-        parameter.grad = SpentGradient(gradient, name) if not gradient.is_sparse else None
+        self._used[number] = _settings(group)
+        self._spend(parameter)
+
+    def _spend(self, parameter: torch.nn.Parameter) -> None:
+        """It is updated, and has no gradient any more."""
+        gradient = parameter.grad
+        assert gradient is not None
+        self._updated.add(id(parameter))
+        dense = gradient.layout is torch.strided
+        parameter.grad = SpentGradient(gradient, self._groups.name(parameter)) if dense else None
 
     def _update(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
         state = self._optimizer.state.get(parameter, {})
@@ -151,8 +203,8 @@ class Updates:
 
     def _new_state(self, parameter: torch.nn.Parameter, key: str) -> torch.Tensor:
         """Room for what the first update makes."""
-        if id(parameter) in self._states:
-            return self._in_file((id(parameter), key), parameter)
+        if id(parameter) in self._states and self._file is not None:
+            return FileTensor(parameter, self._file)
         return torch.empty_like(parameter, requires_grad=False)
 
     def _update_whole(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
@@ -163,7 +215,7 @@ class Updates:
                 state[key] = value.load()
         if isinstance(filed, FileTensor):
             parameter.grad = filed.load()
-        step_one(self._optimizer, parameter, group)
+        step_these(self._optimizer, [parameter], group)
         parameter.grad = filed
         if id(parameter) in self._states:
             self._move(parameter)
@@ -174,23 +226,15 @@ class Updates:
         state = self._optimizer.state[parameter]
         for key, value in state.items():
             if _is_movable(value):
-                state[key] = self._in_file((id(parameter), key), value)
+                state[key] = FileTensor(value, self._file)
                 state[key].store(value)
 
-    def _in_file(self, key: tuple[int, str], like: torch.Tensor) -> FileTensor:
-        """The tensor of that key, without its elements."""
-        assert self._file is not None
-        known = self._filed.get(key)
-        if known is None or known.shape != like.shape or known.dtype != like.dtype:
-            known = self._filed[key] = FileTensor(like, self._file)
-        return known
-
     def _file_gradient(self, parameter: torch.nn.Parameter) -> None:
+        """A new tensor each time: somebody may still have the last one."""
         gradient = parameter.grad
-        assert gradient is not None
-        if not _is_movable(gradient):
+        if self._file is None or gradient is None or not _is_movable(gradient):
             return
-        filed = self._in_file((id(parameter), "gradient"), gradient)
+        filed = FileTensor(gradient, self._file)
         filed.store(gradient, torch.linalg.vector_norm(gradient))
         parameter.grad = filed
 
@@ -211,37 +255,40 @@ class Updates:
             kwargs = {key: value for key, value in kwargs.items() if key != "closure"}
         self._check_settings()
         for group in optimizer.param_groups:
-            for parameter in sorted(group["params"], key=lambda each: -each.numel()):
-                self._update_late(parameter, group)
+            left = [each for each in group["params"] if _is_left(each)]
+            small = [each for each in left if self._is_small(each) and not isinstance(each.grad, Absent)]
+            step_these(optimizer, small, group)
+            done = set(map(id, small))
+            for parameter in sorted(left, key=lambda each: -each.numel()):
+                if id(parameter) not in done:
+                    self._update(parameter, group)
         self._groups.hide()
         return args, kwargs
-
-    def _update_late(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
-        filed = parameter.grad
-        if filed is None or isinstance(filed, SpentGradient):
-            return
-        self._update(parameter, group)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._groups.show()
         self._updated.clear()
+        self._used.clear()
+        self._waiting.clear()
+        if len(optimizer.state) != self._known:  # as a plain step would have made them
+            parameters = [each for each in self._groups.parameters() if each in optimizer.state]
+            for each in parameters:
+                optimizer.state[each] = optimizer.state.pop(each)
+            self._known = len(optimizer.state)
         if self._file is not None:
             self._file.end_round()
 
     def _check_settings(self) -> None:
         """The learning rate and its like must be those that backward has used."""
-        for group in self._optimizer.param_groups:
-            now = _settings(group)
-            for parameter in group["params"]:
-                used = self._updated.get(id(parameter), now)
-                other = next((key for key in now if used.get(key) != now[key]), None)
-                if other is not None:
-                    name = self._groups.name(parameter)
-                    raise AttachError(
-                        f"'{other}' was {used.get(other)} when backward updated '{name}' "
-                        f"and is {now[other]} at optimizer.step(): under this plan backward updates. Set it "
-                        "before backward, or make the plan with clip=True, which updates in optimizer.step()."
-                    )
+        for number, used in self._used.items():
+            now = _settings(self._optimizer.param_groups[number])
+            other = next((key for key in now if used.get(key) != now[key]), None)
+            if other is not None:
+                raise AttachError(
+                    f"'{other}' was {used.get(other)} when backward updated parameters and is {now[other]} "
+                    "at optimizer.step(): under this plan backward updates. Set it before backward, or make "
+                    "the plan with clip=True, which updates in optimizer.step()."
+                )
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """After ``load_state_dict``: new tensors, to be moved."""
@@ -255,6 +302,11 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
         for key, value in group.items()
         if key != "params"
     }
+
+
+def _is_left(parameter: torch.nn.Parameter) -> bool:
+    """Whether backward has left its update to optimizer.step()."""
+    return parameter.grad is not None and not isinstance(parameter.grad, SpentGradient)
 
 
 def _is_movable(value: object) -> bool:

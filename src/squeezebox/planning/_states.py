@@ -11,7 +11,7 @@ import torch
 
 from squeezebox import planner
 from squeezebox.memory import CHUNK_BYTES, disk_speed, usual_folder
-from squeezebox.optim import refuse_unknown
+from squeezebox.optim import SMALL_BYTES, WAITING_BYTES, can_be_cut, refuse_unknown
 from squeezebox.profiling import ParameterNeeds, parameter_needs, transfer_of
 from squeezebox.reports import exact_bytes
 from squeezebox.schema import (
@@ -29,7 +29,6 @@ from squeezebox.schema import (
 )
 from squeezebox.steps import TrainingStep, device_of
 
-_ROW_BYTES = 1 << 16  # smaller gradients and states are kept
 _BACKWARD = 2 / 3  # of a step's time, in which states are moved
 _LEAST_SECONDS = 5e-11  # a byte: 0.1 ms for a chunk, which wakes threads
 
@@ -42,6 +41,7 @@ class _Parameter:
     position: int
     gradient_bytes: int
     needs: ParameterNeeds
+    in_pieces: bool  # it is updated, and read from a file
 
     @property
     def state_key(self) -> str:
@@ -53,17 +53,20 @@ class _Parameter:
 
     @property
     def update_bytes(self) -> int:
-        """Beyond gradient and state, in pieces; the first update makes the state in quarters of these."""
+        """Beyond gradient and state; the first update makes the state in quarters of a piece."""
+        if not self.in_pieces:
+            return self.needs.update_bytes
         share = min(1.0, CHUNK_BYTES / max(self.gradient_bytes, 1))
         return math.ceil(share * max(self.needs.update_bytes, sum(self.needs) / 4))
 
     @property
-    def has_state_row(self) -> bool:
-        return self.needs.state_bytes >= _ROW_BYTES
+    def is_small(self) -> bool:
+        """Whether it is updated together with others, and nothing of it is moved."""
+        return self.gradient_bytes < SMALL_BYTES
 
     @property
-    def has_gradient_row(self) -> bool:
-        return self.gradient_bytes >= _ROW_BYTES
+    def has_state_row(self) -> bool:
+        return not self.is_small and self.needs.state_bytes > 0
 
 
 def check_states(step: TrainingStep, clip: float | bool | None, accumulate: int, *, wanted: bool) -> None:
@@ -137,7 +140,7 @@ def with_states(
     made = _late(profile, found, seconds, accumulate) if late else _in_backward(profile, found, seconds)
     sizes = {each.state_key: each.needs.state_bytes for each in rows}
     if late:
-        sizes |= {each.gradient_key: each.gradient_bytes for each in found if each.has_gradient_row}
+        sizes |= {each.gradient_key: each.gradient_bytes for each in found if not each.is_small}
     return dataclasses.replace(
         seen,
         profile=made,
@@ -179,7 +182,7 @@ def _trained(profile: Profile, model: torch.nn.Module, optimizer: torch.optim.Op
     needs = parameter_needs(optimizer)
     named = dict(model.named_parameters())
     found = [
-        _Parameter(name, position, named[name].nbytes, needs[id(named[name])])
+        _Parameter(name, position, named[name].nbytes, needs[id(named[name])], can_be_cut(named[name]))
         for name, position in profile.gradients_at.items()
         if id(named[name]) in needs
     ]
@@ -226,6 +229,11 @@ def _in_backward(profile: Profile, found: Sequence[_Parameter], seconds: float) 
         for later in range(each.position + 1, len(base)):
             base[later] -= each.gradient_bytes
             gradients[later] -= each.gradient_bytes
+    small = [each for each in found if each.is_small]
+    waiting = min(WAITING_BYTES, sum(each.gradient_bytes for each in small))
+    for later in range(min((each.position for each in small), default=len(base)), len(base)):
+        base[later] += waiting
+        gradients[later] += waiting
     owned = profile.parameter_bytes + profile.input_bytes + profile.state_bytes
     base[-1] = owned + gradients[-1]  # nothing is left for the optimizer's own step
     rows = [_state_row(each, each.position, seconds) for each in found if each.has_state_row]
@@ -236,11 +244,11 @@ def _late(profile: Profile, found: Sequence[_Parameter], seconds: float, accumul
     """Gradients wait for the optimizer's step, in which each parameter has a position."""
     base, gradients = list(profile.base_bytes), [moment.gradient_bytes for moment in profile.moments]
     for each in found:
-        positions = range(each.position + 1, len(base)) if each.has_gradient_row else range(0)
+        positions = range(each.position + 1, len(base)) if not each.is_small else range(0)
         for later in positions:
             base[later] -= each.gradient_bytes
             gradients[later] -= each.gradient_bytes
-        if accumulate > 1 and not each.has_gradient_row:  # there from the backward pass before
+        if accumulate > 1 and each.is_small:  # there from the backward pass before
             for earlier in range(each.position + 1):
                 base[earlier] += each.gradient_bytes
     ordered = sorted(found, key=lambda each: -each.gradient_bytes)
@@ -252,7 +260,7 @@ def _late(profile: Profile, found: Sequence[_Parameter], seconds: float, accumul
     for number, each in enumerate(ordered):
         if each.has_state_row:
             rows.append(_state_row(each, first + number, seconds))
-        if each.has_gradient_row:
+        if not each.is_small:
             rows.append(_gradient_row(each, first + number, seconds, accumulate))
     moments = (*profile.moments[:first], *[moment] * max(len(ordered), 1))
     return _replaced(profile, base, gradients, moments, rows)
@@ -277,7 +285,7 @@ def _replaced(
 def _state_row(each: _Parameter, position: int, seconds: float) -> TensorProfile:
     nbytes = each.needs.state_bytes
     keep = Option(action=Action.KEEP, codec="keep", held_bytes=nbytes, lasting=True)
-    moved = _moved(seconds * nbytes)
+    moved = _moved(seconds * nbytes, 0 if each.in_pieces else nbytes)
     return TensorProfile(
         key=each.state_key,
         part=Part.STATE,
@@ -297,8 +305,8 @@ def _gradient_row(each: _Parameter, position: int, seconds: float, accumulate: i
     start = each.position if adds else min(each.position + 1, position)
     keep = Option(action=Action.KEEP, codec="keep", held_bytes=nbytes, lasting=adds)
     apart = adds and each.position + 1 < position
-    moved = _moved(seconds * nbytes * accumulate)
-    moved = dataclasses.replace(moved, working_bytes=nbytes if adds else 0)  # where something is added to it
+    whole = adds or not each.in_pieces  # something is added to it, or all of it is read at once
+    moved = _moved(seconds * nbytes * accumulate, nbytes if whole else 0)
     return TensorProfile(
         key=each.gradient_key,
         part=Part.GRADIENT,
@@ -310,6 +318,8 @@ def _gradient_row(each: _Parameter, position: int, seconds: float, accumulate: i
     )
 
 
-def _moved(seconds: float) -> Option:
-    """Worked in the file's own buffers."""
-    return Option(action=Action.OFFLOAD, codec="file", held_bytes=0, seconds=seconds)
+def _moved(seconds: float, working_bytes: int) -> Option:
+    """Worked in the file's own buffers, but for ``working_bytes``."""
+    return Option(
+        action=Action.OFFLOAD, codec="file", held_bytes=0, working_bytes=working_bytes, seconds=seconds
+    )
