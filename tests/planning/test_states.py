@@ -172,6 +172,9 @@ def test_clipping_without_having_said_so_is_refused_by_name():
         ({"optimizer": None}, "optimizer="),
         ({"clip": -1.0}, "clip"),
         ({"accumulate": 0}, "accumulate"),
+        ({"accumulate": True}, "accumulate"),
+        ({"clip": "1"}, "clip"),
+        ({"states": "yes"}, "neither True nor False"),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS"),
     ],
     ids=str,
@@ -182,7 +185,7 @@ def test_what_cannot_be_is_refused(options, match):
     if given["optimizer"] is torch.optim.LBFGS:
         given["optimizer"] = torch.optim.LBFGS(model.parameters())
     with pytest.raises(OptionError, match=match):
-        squeezebox.plan(model, sample=sample, loss_fn=loss_fn, states=True, **given)
+        squeezebox.plan(model, sample=sample, loss_fn=loss_fn, **{"states": True, **given})
 
 
 def test_clip_and_accumulate_go_with_states():
@@ -201,8 +204,10 @@ def test_attach_wants_the_plan_s_optimizer_and_parameters():
     other = nn.Linear(3, 3)
     with pytest.raises(PlanError, match="made for Language"):
         squeezebox.attach(other, optimizer=torch.optim.SGD(other.parameters()), plan=plan)
-    for session in (squeezebox.attach(model, optimizer=optimizer, plan=plan) for _ in range(1)):
-        session.detach()
+    for wrong in (torch.optim.SGD(model.parameters()), torch.optim.AdamW(other.parameters())):
+        with pytest.raises(PlanError, match="made for Language and its AdamW"):
+            squeezebox.attach(model, optimizer=wrong, plan=plan)
+    squeezebox.attach(model, optimizer=optimizer, plan=plan).detach()
 
 
 def test_a_refused_budget_names_what_states_would_reach():

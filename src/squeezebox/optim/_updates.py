@@ -69,7 +69,7 @@ class Updates:
         self._last = optimizer.register_step_pre_hook(self._before_step)
         self._hooks += [
             optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_load_state_dict_post_hook(self._loaded),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._move_all()),
         ]
         self._move_all()
 
@@ -128,25 +128,20 @@ class Updates:
         if self._is_paused or parameter.grad is None:
             return
         self._groups.show()
-        if parameter.grad.requires_grad:
-            self._refuse_graph(parameter)
-        elif not self._in_backward:
+        if not self._in_backward:
             self._file_gradient(parameter)
+        elif parameter.grad.requires_grad:
+            raise UnsupportedModelError(
+                f"backward(create_graph=True) keeps the gradient of '{self._groups.name(parameter)}', which "
+                "would be gone under this plan. Make the plan with clip=True, use torch.autograd.grad(), or "
+                "leave states=True out."
+            )
         elif self._is_small(parameter):
             self._waiting.append(parameter)
             if sum(each.nbytes for each in self._waiting) >= WAITING_BYTES:
                 self._update_waiting()
         else:
             self._update_now(parameter)
-
-    def _refuse_graph(self, parameter: torch.nn.Parameter) -> None:
-        """A gradient that is differentiated again stays as it is, where that is possible."""
-        if self._in_backward:
-            raise UnsupportedModelError(
-                f"backward(create_graph=True) keeps the gradient of '{self._groups.name(parameter)}', which "
-                "would be gone under this plan. Make the plan with clip=True, use torch.autograd.grad(), or "
-                "leave states=True out."
-            )
 
     def _is_small(self, parameter: torch.nn.Parameter) -> bool:
         """Whether its update is not worth a call of its own."""
@@ -290,10 +285,6 @@ class Updates:
                     "the plan with clip=True, which updates in optimizer.step()."
                 )
 
-    def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """After ``load_state_dict``: new tensors, to be moved."""
-        self._move_all()
-
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     """What a group says apart from its parameters, as plain values."""
@@ -310,7 +301,7 @@ def _is_left(parameter: torch.nn.Parameter) -> bool:
 
 
 def _is_movable(value: object) -> bool:
-    """Whether it is a dense tensor in memory, and not a few numbers."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, Absent) or value.layout is not torch.strided:
+    """Whether it is a dense tensor in memory without a graph, and not a few numbers."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, Absent) or value.requires_grad:
         return False
-    return value.nbytes >= _MOVED_BYTES
+    return value.layout is torch.strided and value.nbytes >= _MOVED_BYTES

@@ -71,15 +71,17 @@ class _Parameter:
 
 def check_states(step: TrainingStep, clip: float | bool | None, accumulate: int, *, wanted: bool) -> None:
     """OptionError where updates are ``wanted`` one by one and cannot be, or nothing is and it is said how."""
+    if not isinstance(wanted, bool):
+        raise OptionError(f"states {wanted!r} is neither True nor False.")
     if not wanted:
         if clip is not None or accumulate != 1:
             raise OptionError("clip and accumulate say when states=True may update; give that too.")
         return
     if step.optimizer is None:
         raise OptionError("states=True is about an optimizer's updates, and none was given; pass optimizer=.")
-    if not isinstance(accumulate, int) or accumulate < 1:
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise OptionError(f"accumulate {accumulate!r} is no number of backward passes; give 1, 2, ...")
-    if clip is not None and not isinstance(clip, bool) and not clip > 0.0:
+    if clip not in (None, True, False) and not (isinstance(clip, (int, float)) and clip > 0.0):
         raise OptionError(f"clip {clip!r} is no norm; give the one that the loop clips to, or True.")
     refuse_unknown(step.optimizer)
 
@@ -167,6 +169,7 @@ def optimizer_plan(
     gradients = moved((each.gradient_key, each.name) for each in found)
     keys = [f"state of {name}" for name in states] + [f"gradient of {name}" for name in gradients]
     return OptimizerPlan(
+        name=type(optimizer).__name__,
         in_backward=seen.in_backward,
         states=states,
         gradients=gradients,

@@ -179,15 +179,17 @@ class StepProfile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerPlan:
-    """What a plan does with gradients and the optimizer's state. Sizes are bytes, names those of parameters.
+    """What a plan does with gradients and the optimizer's state. Sizes are bytes.
 
-    ``in_backward``: each parameter is updated as soon as its gradient is there, which is then gone; else all
-    are updated in ``optimizer.step()``, one by one. ``states`` names those whose optimizer state lives in a
-    file between two updates, ``gradients`` those whose gradient waits there for its own. ``state_bytes`` and
+    ``name`` is the optimizer's class, other names are those of parameters. ``in_backward``: each parameter is
+    updated as soon as its gradient is there, which is then gone; else all are updated in
+    ``optimizer.step()``, one by one. ``states`` names those whose optimizer state lives in a file between two
+    updates, ``gradients`` those whose gradient waits there for its own. ``state_bytes`` and
     ``gradient_bytes`` are all that the optimizer has, ``moved_bytes`` what the file holds of them, and
     ``seconds`` what moving them takes in a step.
     """
 
+    name: str
     in_backward: bool
     states: tuple[str, ...]
     gradients: tuple[str, ...]

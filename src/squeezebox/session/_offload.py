@@ -40,12 +40,18 @@ def updates_of(
             "attach(model, optimizer=optimizer, plan=plan)."
         )
     names = (*plan.optimizer.states, *plan.optimizer.gradients)
-    known = dict(model.named_parameters())
-    missing = next((name for name in names if name not in known), None)
-    if missing is not None:
+    known, stepped = (
+        dict(model.named_parameters()),
+        {id(p) for g in optimizer.param_groups for p in g["params"]},
+    )
+    missing = next((name for name in names if id(known.get(name)) not in stepped), None)
+    kind = type(optimizer).__name__
+    if missing is not None or kind != plan.optimizer.name:
         raise PlanError(
-            f"the plan, made for {plan.model}, has the parameter '{missing}', and this "
-            f"{type(model).__name__} has none of that name. Make a plan for it with squeezebox.plan()."
+            f"the plan, made for {plan.model} and its {plan.optimizer.name}, "
+            + (f"has the parameter '{missing}'" if missing is not None else "counts that one's state")
+            + f", and this {type(model).__name__} with its {kind} has another. Make a plan for these with "
+            "squeezebox.plan()."
         )
     return Updates(
         model,
