@@ -1,7 +1,7 @@
 """The nouns that cross walls: frozen dataclasses and the exception tree.
 
-In: plain Python values. Out: the same values, named and checked.
-May touch: the standard library only; no tensor math, no torch.
+In: plain Python values, or a file of them. Out: the same values, named and checked; files written whole.
+May touch: the standard library, and files whose paths callers pass; no tensor math, no torch.
 """
 
 from squeezebox.schema._doors import door
@@ -23,6 +23,8 @@ from squeezebox.schema._errors import (
     SqueezeboxError,
     UnsupportedModelError,
 )
+from squeezebox.schema._fields import checked, decoded, plain, plain_fields
+from squeezebox.schema._files import load_json, require_writable, save_json, write_whole
 from squeezebox.schema._layout import Buffer, Layout, Operator
 from squeezebox.schema._pipeline import (
     Block,
@@ -142,5 +144,13 @@ __all__ = [
     "UnsupportedModelError",
     "Waste",
     "__version__",
+    "checked",
+    "decoded",
     "door",
+    "load_json",
+    "plain",
+    "plain_fields",
+    "require_writable",
+    "save_json",
+    "write_whole",
 ]
