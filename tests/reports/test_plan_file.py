@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from squeezebox.reports import PlannedTensor, StepPlan, load_plan
-from squeezebox.schema import Action, FormatError, Option, PlannedPeak
+from squeezebox.schema import Action, FormatError, MemoryParts, Option, PlannedPeak
 
 KEEP = Option(action=Action.KEEP, codec="keep", held_bytes=4096)
 PACKED = Option(
@@ -45,12 +45,14 @@ PEAK = PlannedPeak(
     phase="backward",
     event="used",
     key="0:Convolution.input",
-    parameter_bytes=100,
-    input_bytes=50,
-    gradient_bytes=25,
-    state_bytes=12,
-    saved_bytes=6,
-    temporary_bytes=3,
+    parts=MemoryParts(
+        parameter_bytes=100,
+        input_bytes=50,
+        gradient_bytes=25,
+        state_bytes=12,
+        saved_bytes=6,
+        temporary_bytes=3,
+    ),
 )
 
 

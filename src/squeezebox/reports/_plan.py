@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from squeezebox.reports._report import human_bytes, offloaded
-from squeezebox.reports._shortage import where
+from squeezebox.reports._shortage import named, where
 from squeezebox.schema import (
     Action,
     FormatError,
@@ -20,8 +20,10 @@ from squeezebox.schema import (
     Region,
     Role,
     checked,
+    checked_flat,
     load_json,
     plain_fields,
+    plain_flat,
     save_json,
 )
 
@@ -35,14 +37,6 @@ _LATER = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Named:
-    """What a row of the file says of a tensor in addition to its option."""
-
-    key: str
-    saved_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedTensor:
     """One saved tensor as the plan's profile saw it, and the option chosen for it."""
 
@@ -52,14 +46,12 @@ class PlannedTensor:
 
     def to_dict(self) -> dict[str, Any]:
         """Key, size and the option's fields, side by side."""
-        return {"key": self.key, "saved_bytes": self.saved_bytes, **plain_fields(self.option)}
+        return plain_flat(self, "option")
 
     @classmethod
     def from_dict(cls, values: Any, where: str) -> PlannedTensor:
         """The tensor of such values; FormatError names the field that is wrong, which lies at ``where``."""
-        option = Option(**checked(Option, values, where, besides=["key", "saved_bytes"]))
-        own = {name: values[name] for name in ("key", "saved_bytes") if name in values}
-        return cls(**checked(_Named, own, where), option=option)
+        return cls(**checked_flat(cls, "option", values, where))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,14 +202,7 @@ def _check_late_values(values: dict[str, str]) -> None:
 
 def _parts(peak: PlannedPeak) -> Iterator[str]:
     yield f"  {where(Moment(phase=peak.phase, event=peak.event, key=peak.key))}, with"
-    parts = {
-        "parameters, buffers": peak.parameter_bytes,
-        "sample": peak.input_bytes,
-        "gradients": peak.gradient_bytes,
-        "optimizer state": peak.state_bytes,
-        "saved tensors": peak.saved_bytes,
-        "temporaries": peak.temporary_bytes,
-    }
+    parts = named(peak.parts)
     width = max(map(len, parts))
     yield from (f"  {name:<{width}}  {human_bytes(nbytes):>10}" for name, nbytes in parts.items())
 

@@ -23,7 +23,14 @@ from squeezebox.schema._errors import (
     SqueezeboxError,
     UnsupportedModelError,
 )
-from squeezebox.schema._fields import checked, decoded, plain, plain_fields
+from squeezebox.schema._fields import (
+    checked,
+    checked_flat,
+    decoded,
+    plain,
+    plain_fields,
+    plain_flat,
+)
 from squeezebox.schema._files import load_json, require_writable, save_json, write_whole
 from squeezebox.schema._layout import Buffer, Layout, Operator
 from squeezebox.schema._pipeline import (
@@ -39,6 +46,7 @@ from squeezebox.schema._pipeline import (
 from squeezebox.schema._plan import (
     Action,
     Budget,
+    MemoryParts,
     Moment,
     OptimizerPlan,
     Option,
@@ -102,6 +110,7 @@ __all__ = [
     "Layout",
     "Link",
     "LiveSample",
+    "MemoryParts",
     "Moment",
     "NodeStatistics",
     "OffloadRecord",
@@ -145,10 +154,12 @@ __all__ = [
     "Waste",
     "__version__",
     "checked",
+    "checked_flat",
     "decoded",
     "door",
     "load_json",
     "plain",
+    "plain_flat",
     "plain_fields",
     "require_writable",
     "save_json",

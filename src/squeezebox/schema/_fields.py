@@ -39,6 +39,13 @@ def plain_fields(value: Any) -> dict[str, Any]:
     return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
 
 
+def plain_flat(value: Any, inner: str) -> dict[str, Any]:
+    """As :func:`plain_fields`, with those of the field ``inner`` in its place."""
+    values = plain_fields(value)
+    within = values.pop(inner)
+    return {**values, **within}
+
+
 def decoded(kind: Any, value: Any, where: str = "", *, any_number: bool = False) -> Any:
     """A value of any type from what :func:`plain` gave, by way of JSON.
 
@@ -109,6 +116,18 @@ def checked(
         name: decoded(types[name], values[name], _joined(where, name), any_number=any_number)
         for name in names
     }
+
+
+def checked_flat(kind: Any, inner: str, values: Any, where: str) -> dict[str, Any]:
+    """As :func:`checked`, from what :func:`plain_flat` gave."""
+    types = dict(_types(kind))
+    nested = types.pop(inner)
+    found = {inner: nested(**checked(nested, values, where, types))}
+    for name, each in types.items():
+        if name not in values:
+            raise FormatError(f"{_joined(where, name)} is missing")
+        found[name] = decoded(each, values[name], _joined(where, name))
+    return found
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

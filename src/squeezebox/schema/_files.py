@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from squeezebox.schema._errors import FormatError, OutputError
 from squeezebox.schema._fields import without_duplicates
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 def save_json(path: str | os.PathLike[str], values: dict[str, Any]) -> None:
@@ -25,7 +25,7 @@ def save_json(path: str | os.PathLike[str], values: dict[str, Any]) -> None:
     write_whole(path, json.dumps(values, indent=1) + "\n")
 
 
-def load_json(path: str | os.PathLike[str], kind: str, again: str, make: Callable[[Any], Result]) -> Result:
+def load_json(path: str | os.PathLike[str], kind: str, again: str, make: Callable[[Any], T]) -> T:
     """What ``make`` makes of a JSON file's values.
 
     Args:
