@@ -19,7 +19,7 @@ import numpy as np
 import squeezebox
 from benchmarks import _report
 from examples.audit_digits import EPOCHS, train
-from squeezebox.reports import LEVEL, Audit, deviation_uncertainty, equivalence, load_record
+from squeezebox.reports import LEVEL, Audit, AuditRecord, deviation_uncertainty, equivalence
 
 PARTIAL = _report.REPORTS / ".partial" / "audit"
 ARMS = {"plain": None, "noise 1e-3": {"noise": 1e-3}, "noise 1e-2": {"noise": 1e-2}}
@@ -62,7 +62,7 @@ def false_alarms(alike: int, seeds: int, threads: int) -> dict[str, Any]:
     options: dict[str, Any] = {"arms": {"plain": None}, "factors": (), "threads": threads, "steps": 0}
     squeezebox.audit(train, out=PARTIAL, seeds=alike, on_progress=say, **options)
     paths = sorted(PARTIAL.glob("plain-*-everything-*.npz"))
-    scores = np.array([load_record(path).score for path in paths])
+    scores = np.array([AuditRecord.load(path).score for path in paths])
     generator = np.random.default_rng(0)
     different = 0
     for _ in range(SPLITS):

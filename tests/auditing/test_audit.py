@@ -16,7 +16,7 @@ import torch
 import squeezebox
 from squeezebox.auditing import _run as _audit_run
 from squeezebox.bounds import Fixed
-from squeezebox.reports import equivalence, load_record
+from squeezebox.reports import AuditRecord, equivalence
 from tests.auditing import audited
 
 PLANTED = {
@@ -185,7 +185,8 @@ def test_a_killed_audit_goes_on_where_it_was(tmp_path):
     whole = squeezebox.audit(audited.train, out=tmp_path / "whole", **options)
     assert [control.equal for control in resumed.controls] == [True, True]
     digests = [
-        [load_record(folder / name).digest for name in sorted(kept)] for folder in (out, tmp_path / "whole")
+        [AuditRecord.load(folder / name).digest for name in sorted(kept)]
+        for folder in (out, tmp_path / "whole")
     ]
     assert digests[0] == digests[1] and resumed.series == whole.series
 

@@ -350,8 +350,8 @@ def tiny(root=None):
 def test_report_shows_a_profiled_step(capfd, tmp_path):
     (tmp_path / "none.json").write_text("{}")
     status, out, err = run(capfd, "report", str(tmp_path / "none.json"))
-    assert (status, out) == (1, "") and "session.timeline(step).to_json()" in err
-    Timeline(timeline()).to_json(tmp_path / "run.json")
+    assert (status, out) == (1, "") and "session.timeline(step).save(path)" in err
+    Timeline(timeline()).save(tmp_path / "run.json")
     page, trace = tmp_path / "run.html", tmp_path / "trace.json"
     status, out, _ = run(
         capfd, "report", str(tmp_path / "run.json"), "--html", str(page), "--trace", str(trace)
@@ -362,7 +362,7 @@ def test_report_shows_a_profiled_step(capfd, tmp_path):
 
 
 def test_report_opens_the_page(capfd, tmp_path, monkeypatch):
-    Timeline(timeline()).to_json(tmp_path / "run.json")
+    Timeline(timeline()).save(tmp_path / "run.json")
     for found, expected in ((True, 0), (False, 1)):
         monkeypatch.setattr(webbrowser, "open", lambda url, found=found: found and url.endswith("run.html"))
         status, _, err = run(capfd, "report", str(tmp_path / "run.json"), "--open")

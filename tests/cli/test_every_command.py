@@ -41,7 +41,7 @@ CHEAP = {
 @pytest.fixture
 def files(models):  # noqa: F811
     Path("buffers.csv").write_text(BUFFERS)
-    Timeline(timeline()).to_json("run.json")
+    Timeline(timeline()).save("run.json")
     return models
 
 

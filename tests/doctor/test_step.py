@@ -59,11 +59,11 @@ def test_findings_as_text_and_as_json(tmp_path):
     text = str(check)
     assert "repeated operator: the same result was there already" in text and "aten.linspace" in text
     assert f"test_step.py:{check.findings[0].line}, forward of Normalising" in text
-    check.to_json(tmp_path / "check.json")
+    check.save(tmp_path / "check.json")
     values = json.loads((tmp_path / "check.json").read_text())
     assert values["findings"][0]["waste"] in {each.value for each in Waste} and values["operators"] > 0
     with pytest.raises(OutputError):
-        check.to_json(tmp_path / "missing" / "check.json")
+        check.save(tmp_path / "missing" / "check.json")
 
 
 def test_a_step_that_raises_leaves_nothing_behind():

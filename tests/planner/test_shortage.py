@@ -6,7 +6,7 @@ import pytest
 
 from squeezebox.planner import shortage, smallest, solve
 from squeezebox.reports import explain
-from squeezebox.schema import Action, Budget, BudgetError, Moment, Option, Profile, TensorProfile
+from squeezebox.schema import Action, Budget, BudgetError, MemoryParts, Moment, Option, Profile, TensorProfile
 
 KEEP = Option(action=Action.KEEP, held_bytes=1000)
 NOISY = Option(action=Action.COMPRESS, bound=1.0, held_bytes=100, working_bytes=50, seconds=2.0, noise=0.05)
@@ -37,9 +37,15 @@ def found(seen, budget, batch=16):
 
 def test_the_peak_is_taken_apart_and_named():
     lack = found(profile(), Budget(peak_bytes=700, noise=1e-2))
-    assert (lack.peak_bytes, lack.moment.phase, lack.saved_bytes) == (1500, "backward", 1000)
-    assert (lack.parameter_bytes, lack.input_bytes, lack.gradient_bytes, lack.state_bytes) == (40, 10, 5, 60)
-    assert lack.temporary_bytes == 1500 - 1000 - 40 - 10 - 5 - 60
+    assert (lack.parts.total_bytes, lack.moment.phase) == (1500, "backward")
+    assert lack.parts == MemoryParts(
+        parameter_bytes=40,
+        input_bytes=10,
+        gradient_bytes=5,
+        state_bytes=60,
+        saved_bytes=1000,
+        temporary_bytes=1500 - 1000 - 40 - 10 - 5 - 60,
+    )
     text = explain(lack)
     assert "1.46 KiB (1500 bytes)" in text and "'body:Relu.result'" in text and "in backward" in text
 
@@ -68,7 +74,7 @@ def test_the_loss_is_named_where_the_peak_is_in_it():
     small = (replace(KEEP, held_bytes=100),)
     high = profile(options=small, base=(400, 900, 500))
     lack = found(high, Budget(peak_bytes=700))
-    assert (lack.moment.phase, lack.peak_bytes, lack.peak_bytes_but_loss) == ("loss", 1000, 600)
+    assert (lack.moment.phase, lack.parts.total_bytes, lack.peak_bytes_but_loss) == ("loss", 1000, 600)
     assert "slices of the batch" in explain(lack)
     assert "slices of the batch" not in explain(found(high, Budget(peak_bytes=599)))
 

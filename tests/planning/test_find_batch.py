@@ -53,7 +53,7 @@ def test_an_effective_batch_is_divided_into_microbatches_that_fit():
     assert sum(sizes) == 100 and max(sizes) <= found.batch and max(sizes) - min(sizes) <= 1
     assert len(sizes) == -(-100 // found.batch)
     assert f"An update of 100 takes {len(sizes)} of at most {sizes[0]}" in str(found)
-    assert found.to_dict()["microbatches"] == sizes
+    assert found.to_dict()["microbatches"] == list(sizes)
 
 
 def test_a_first_probe_that_would_not_fit_is_not_run():

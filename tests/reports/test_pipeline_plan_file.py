@@ -9,7 +9,6 @@ from squeezebox.reports import (
     load_pipeline_plan,
     pipeline_plan_line,
     pipeline_plan_text,
-    save_pipeline_plan,
 )
 from squeezebox.schema import InputForm, PipelinePlan, StagePlan
 
@@ -42,11 +41,6 @@ def plan():
     )
 
 
-def test_round_trip(tmp_path):
-    save_pipeline_plan(plan(), tmp_path / "plan.json")
-    assert load_pipeline_plan(tmp_path / "plan.json") == plan()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -55,12 +49,15 @@ def test_round_trip(tmp_path):
         (lambda values: values.update(microbatch=-1), "microbatch is -1, not a whole number from 0"),
         (lambda values: values["stages"][1].pop("policy"), r"stages\[1\].policy is missing"),
         (lambda values: values["stages"][0].update(colour=1), r"stages\[0\].colour is unknown"),
-        (lambda values: values["inputs"][0].update(shape=["x"]), "not a list of whole numbers"),
+        (
+            lambda values: values["inputs"][0].update(shape=["x"]),
+            r"inputs\[0\].shape\[0\] is 'x', not a whole number",
+        ),
     ],
 )
 def test_damaged_files_are_refused(change, message, tmp_path):
     path = tmp_path / "plan.json"
-    save_pipeline_plan(plan(), path)
+    plan().save(path)
     values = json.loads(path.read_text())
     change(values)
     path.write_text(json.dumps(values))
@@ -72,7 +69,7 @@ def test_missing_and_half_written_files(tmp_path):
     with pytest.raises(FormatError, match="squeezebox pipeline plan"):
         load_pipeline_plan(tmp_path / "none.json")
     (tmp_path / "half.json").write_text('{"version": 2, "sched')
-    with pytest.raises(FormatError, match="half.json is no pipeline plan"):
+    with pytest.raises(FormatError, match="half.json' is no pipeline plan"):
         load_pipeline_plan(tmp_path / "half.json")
 
 

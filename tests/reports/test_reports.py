@@ -101,7 +101,7 @@ def test_text_of_what_was_not_measured():
 
 def test_json_holds_the_whole_record(tmp_path):
     report = Report(record())
-    report.to_json(tmp_path / "report.json")
+    report.save(tmp_path / "report.json")
     read = json.loads((tmp_path / "report.json").read_text())
     assert read == report.to_dict()
     assert set(read) == {item.name for item in dataclasses.fields(StepRecord)}
@@ -110,7 +110,7 @@ def test_json_holds_the_whole_record(tmp_path):
 
 
 def test_an_estimate_as_text_and_json(tmp_path):
-    ESTIMATE.to_json(tmp_path / "estimate.json")
+    ESTIMATE.save(tmp_path / "estimate.json")
     assert json.loads((tmp_path / "estimate.json").read_text()) == ESTIMATE.to_dict()
     assert "optimizer state (adam)" in str(ESTIMATE)
     assert "2x3x8x8" in str(ESTIMATE)
@@ -118,7 +118,7 @@ def test_an_estimate_as_text_and_json(tmp_path):
     assert ESTIMATE.to_dict()["peak"]["by_kind"]["temporaries"] == 1900
 
 
-@pytest.mark.parametrize("write", [Report(record()).to_json, ESTIMATE.to_json])
+@pytest.mark.parametrize("write", [Report(record()).save, ESTIMATE.save])
 def test_a_missing_folder_is_an_output_error(tmp_path, write):
     with pytest.raises(OutputError, match="No such file or directory.*Nothing was written"):
         write(tmp_path / "missing" / "report.json")

@@ -15,7 +15,7 @@ import squeezebox
 from squeezebox.bounds import NoiseBudget
 from squeezebox.cli._arms import Steered
 from squeezebox.profiling import PeakMeter
-from squeezebox.reports import PlannedTensor, StepPlan, Timeline, load_timeline, timeline_events
+from squeezebox.reports import PlannedTensor, StepPlan, Timeline, timeline_events
 from squeezebox.schema import Action, Activity, AttachError, FormatError, Kind, Option, OptionError
 
 ACTIVE = ("packing_seconds", "recomputing_seconds", "waiting_seconds", "recomputed_bytes", "offloaded_bytes")
@@ -261,8 +261,8 @@ def test_parts_lie_where_they_belong(run):
 def test_it_is_written_and_read_back(run, tmp_path):
     _, figures = run
     timeline = Timeline(figures)
-    timeline.to_json(tmp_path / "run.json")
-    assert load_timeline(tmp_path / "run.json") == timeline
+    timeline.save(tmp_path / "run.json")
+    assert Timeline.load(tmp_path / "run.json") == timeline
     assert "peak" in str(timeline)
 
 
@@ -348,4 +348,4 @@ def test_damaged_files_are_refused(change, named, run, tmp_path):
     change(values)
     (tmp_path / "run.json").write_text(json.dumps(values))
     with pytest.raises(FormatError, match=named):
-        load_timeline(tmp_path / "run.json")
+        Timeline.load(tmp_path / "run.json")

@@ -37,8 +37,6 @@ from squeezebox.reports import (
     AuditRecord,
     StepCost,
     analyse,
-    load_record,
-    save_record,
 )
 from squeezebox.schema import OptionError
 from squeezebox.steps import Progress
@@ -173,7 +171,7 @@ def _records(
     missing = [key for key in keys if key not in there]
     found: dict[RunKey, AuditRecord] = {}
     for key in itertools.chain(there, _trained(train, arms, threads, missing, paths, workers)):
-        found[key] = load_record(paths[key])
+        found[key] = AuditRecord.load(paths[key])
         first = next(iter(found))
         _require_same_samples(first, found[first], key, found[key])
         if on_progress is not None and key in missing:
@@ -244,7 +242,7 @@ def _end_with_parent() -> None:
 def _train_and_save(
     train: TrainFunction, key: RunKey, options: Mapping[str, Any] | None, threads: int, path: Path
 ) -> None:
-    save_record(train_once(train, key, options, threads), path)
+    train_once(train, key, options, threads).save(path)
 
 
 def _require_picklable(train: TrainFunction, arms: Arms) -> None:

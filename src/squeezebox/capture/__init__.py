@@ -16,6 +16,7 @@ from squeezebox.capture._observe import Observer
 from squeezebox.capture._overwrites import Overwrite, Overwrites
 from squeezebox.capture._recorder import Recorder
 from squeezebox.capture._region import Slicer, Tracer
+from squeezebox.capture._register_rule import RegisteredRule, register_rule
 from squeezebox.capture._rules import Rule
 from squeezebox.capture._statistics import Collector
 from squeezebox.capture._stopwatch import Stopwatch
@@ -40,6 +41,7 @@ __all__ = [
     "Overwrites",
     "Policy",
     "Recorder",
+    "RegisteredRule",
     "Row",
     "Rule",
     "Slicer",
@@ -57,6 +59,7 @@ __all__ = [
     "is_plain",
     "leaves",
     "refuse_transforms",
+    "register_rule",
     "why_left_alone",
     "work_of",
 ]

@@ -69,9 +69,8 @@ def leaves(output: torch.Tensor) -> Iterator[torch.Tensor]:
         stack.extend(following for following, _ in node.next_functions)
 
 
-def saved_attributes(node: Node) -> tuple[str, ...]:
-    """Names of the tensors that a node made in C++ saved, in a fixed order."""
-    kind = type(node)
+def saved_attributes(kind: type) -> tuple[str, ...]:
+    """Names of the tensors that nodes of a type made in C++ save, in a fixed order."""
     if kind not in _SAVED:
         prefix = "_raw_saved_"
         names = (name for name in dir(kind) if name.startswith(prefix))

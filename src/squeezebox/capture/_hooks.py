@@ -54,7 +54,7 @@ class Hooks:
 
     def readers(self, node: Node) -> list[tuple[str, Handle]]:
         """The handles that a node saved, by attribute."""
-        attributes = saved_attributes(node)
+        attributes = saved_attributes(type(node))
         return [(attribute, handle) for attribute in attributes for handle in self._read(node, attribute)]
 
     def clear(self) -> None:

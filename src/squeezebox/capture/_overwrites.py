@@ -82,7 +82,7 @@ def overwritten(mark: Stamp, tensor: torch.Tensor, reading: Callable[[], Any]) -
 def attribute_of(wanted: object, read: Callable[[Any, str], list[Any]]) -> str:
     """Which of the tensors that it saved the node whose backward runs has asked for; '' if of none."""
     node: Any = torch._C._current_autograd_node()
-    for attribute in saved_attributes(node):
+    for attribute in saved_attributes(type(node)):
         if any(each is wanted for each in read(node, attribute)):
             return attribute
     return ""

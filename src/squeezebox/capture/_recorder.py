@@ -182,7 +182,7 @@ class Recorder(TorchFunctionMode):
             handles = dict(readers)
             options = [options_of(each, node, handles) for each in readings]
             if self.collector is not None:
-                repeatable = (mine or not saved_attributes(node)) and not is_custom(node)
+                repeatable = (mine or not saved_attributes(type(node))) and not is_custom(node)
                 self.collector.watch(node, operator, self.module, readings, repeatable)
             for reading, given in zip(readings, options, strict=True):
                 if reading.handle in self.hooks.pending:

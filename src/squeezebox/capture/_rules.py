@@ -110,6 +110,28 @@ def operator_name(node_name: str) -> str:
 
 
 @cache
+def _laid_over() -> dict[tuple[str, str], list[Rule]]:
+    """Rules that users registered: of each row the last one is in force."""
+    return {}
+
+
+def lay_over(operator: str, attribute: str, rule: Rule) -> None:
+    """Put a user's rule in force, before what is in the row now."""
+    _laid_over().setdefault((operator, attribute), []).append(rule)
+
+
+def take_off(operator: str, attribute: str, rule: Rule) -> None:
+    """Take one back, if it is there: that object, not an equal one."""
+    rules = _laid_over().get((operator, attribute), [])
+    rules[:] = [each for each in rules if each is not rule]
+
+
+def row(operator: str, attribute: str) -> Rule | None:
+    """The rule in force, a user's or the table's own."""
+    rules = _laid_over().get((operator, attribute))
+    return rules[-1] if rules else _RULES.get((operator, attribute))
+
+
 def rule_for(operator: str, attribute: str, function: str, *, kind: str) -> Rule:
     """The rule of one saved attribute.
 
@@ -122,7 +144,7 @@ def rule_for(operator: str, attribute: str, function: str, *, kind: str) -> Rule
     """
     if function in _DROPOUT_FUNCTIONS and operator == "MulBackward" and attribute == "other":
         return _DROPOUT
-    rule = _RULES.get((operator, attribute))
+    rule = row(operator, attribute)
     if rule is not None and (kind == "float" or rule.codec in ("pool-index", "narrow", "mask")):
         return rule
     if kind in ("float", "other"):

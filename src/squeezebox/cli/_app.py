@@ -314,7 +314,7 @@ def demo(
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN.JSON", help="From session.timeline(step).to_json().")],
+    run: Annotated[Path, typer.Argument(metavar="RUN.JSON", help="From session.timeline(step).save(path).")],
     page: Annotated[
         Path | None, typer.Option("--html", help="Write one page that works offline (RUN.html with --open).")
     ] = None,

@@ -76,7 +76,7 @@ def run(settings: Settings) -> dict[str, Any]:
     }
     if settings.timeline is not None:
         x, y = layout(images.train[: settings.batch]), images.train_labels[: settings.batch].clone()
-        squeezed.session.timeline(lambda: squeezed.step(x, y)).to_json(settings.timeline)
+        squeezed.session.timeline(lambda: squeezed.step(x, y)).save(settings.timeline)
     squeezed.session.detach()
     result["seconds"] = time.perf_counter() - start
     write_whole(settings.out, json.dumps(result, indent=1) + "\n")

@@ -14,7 +14,7 @@ from squeezebox.cli._plan import load_model, load_sample, random_inputs, stand_i
 from squeezebox.cli._progress import progress
 from squeezebox.planning import plan_pipeline
 from squeezebox.profiling import optimizer_named
-from squeezebox.reports import parse_size, require_writable, save_pipeline_plan
+from squeezebox.reports import parse_size, require_writable
 from squeezebox.schema import Link, OptionError, PipelinePlan
 
 
@@ -77,7 +77,7 @@ def make(request: Request, out: Path) -> list[PipelinePlan]:
             on_progress=on_progress,
         )
     plans = [dataclasses.replace(plan, model=request.factory, loss=request.loss or "") for plan in plans]
-    save_pipeline_plan(plans[0], out)
+    plans[0].save(out)
     return plans
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import webbrowser
 from pathlib import Path
 
-from squeezebox.reports import Timeline, load_timeline
+from squeezebox.reports import Timeline
 from squeezebox.schema import OutputError
 
 
@@ -16,7 +16,7 @@ def show(run: Path, page: Path | None, trace: Path | None, open_page: bool) -> T
         FormatError: ``run`` is no timeline.
         OutputError: a file cannot be written, or there is no browser.
     """
-    timeline = load_timeline(run)
+    timeline = Timeline.load(run)
     if trace is not None:
         timeline.to_trace(trace)
     if page is not None:

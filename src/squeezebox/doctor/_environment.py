@@ -61,7 +61,7 @@ def check_environment(
 
     Returns:
         Versions, devices, and for each package how many files, byte code and classes were looked at and which
-        are not as installed. As text, ``to_dict()`` and ``to_json(path)``.
+        are not as installed. As text, ``to_dict()`` and ``save(path)``.
 
     Raises:
         OptionError: a named package is not installed.

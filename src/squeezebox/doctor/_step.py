@@ -42,7 +42,7 @@ def check_step(
 
     Returns:
         The findings, the slowest first: file and line, module, calls, seconds and bytes of one step. As
-        text, ``to_dict()`` and ``to_json(path)``.
+        text, ``to_dict()`` and ``save(path)``.
 
     Raises:
         Exception: whatever ``step`` or ``batch`` raises; nothing stays recorded.

@@ -8,7 +8,7 @@ import numpy as np
 
 from squeezebox.planner._greedy import solve
 from squeezebox.planner._table import Integers, Table, as_chosen
-from squeezebox.schema import Budget, BudgetError, Part, Plan, PlannedPeak, Profile, Shortage
+from squeezebox.schema import Budget, BudgetError, MemoryParts, Part, Plan, PlannedPeak, Profile, Shortage
 
 _MORE_NOISE = 10.0
 
@@ -25,18 +25,11 @@ def shortage(profile: Profile, budget: Budget, least: Plan, batch: int = 0) -> S
     table = as_chosen(profile, least.choices)
     usage = table.usage(np.zeros(len(table.valid), np.int64))
     moment = profile.moments[int(usage.argmax())]
-    peak = _taken_apart(profile, table, usage)
     return Shortage(
         budget_bytes=budget.peak_bytes,
         noise=budget.noise,
-        peak_bytes=int(usage.max()),
         moment=moment,
-        parameter_bytes=peak.parameter_bytes,
-        input_bytes=peak.input_bytes,
-        gradient_bytes=peak.gradient_bytes,
-        state_bytes=peak.state_bytes,
-        saved_bytes=peak.saved_bytes,
-        temporary_bytes=peak.temporary_bytes,
+        parts=_parts(profile, table, usage),
         more_noise=_more_noise(profile, budget),
         smaller_batch=_smaller_batch(profile, usage, budget.peak_bytes, batch),
         stateless_peak_bytes=_within(_stateless(profile, usage), budget),
@@ -47,20 +40,22 @@ def shortage(profile: Profile, budget: Budget, least: Plan, batch: int = 0) -> S
 def planned_peak(profile: Profile, plan: Plan) -> PlannedPeak:
     """Where the peak of a plan for this profile lies, and what it is made of."""
     table = as_chosen(profile, plan.choices)
-    return _taken_apart(profile, table, table.usage(np.zeros(len(table.valid), np.int64)))
+    usage = table.usage(np.zeros(len(table.valid), np.int64))
+    moment = profile.moments[int(usage.argmax())]
+    return PlannedPeak(
+        phase=moment.phase, event=moment.event, key=moment.key, parts=_parts(profile, table, usage)
+    )
 
 
-def _taken_apart(profile: Profile, table: Table, usage: Integers) -> PlannedPeak:
+def _parts(profile: Profile, table: Table, usage: Integers) -> MemoryParts:
+    """What is live at the highest position."""
     position = int(usage.argmax())
     moment = profile.moments[position]
     owned = profile.parameter_bytes + profile.input_bytes + profile.state_bytes + moment.gradient_bytes
     saved, gradients, states = (
         _held(table, position, part) for part in (Part.SAVED, Part.GRADIENT, Part.STATE)
     )
-    return PlannedPeak(
-        phase=moment.phase,
-        event=moment.event,
-        key=moment.key,
+    return MemoryParts(
         parameter_bytes=profile.parameter_bytes,
         input_bytes=profile.input_bytes,
         gradient_bytes=moment.gradient_bytes + gradients,

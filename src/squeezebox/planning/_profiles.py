@@ -33,6 +33,7 @@ from squeezebox.reports import StepPlan, explain_floor, require_writable
 from squeezebox.schema import (
     Action,
     BudgetError,
+    MemoryParts,
     Option,
     OutputError,
     Profile,
@@ -435,14 +436,9 @@ def _sensitivities(profile: Profile) -> dict[str, float]:
 
 def _require_room(budget_bytes: int, parts: Mapping[str, int], gradient_bytes: int) -> None:
     """Refuse a budget below what no plan can change."""
-    if budget_bytes < sum(parts.values()) + gradient_bytes:
-        names = {
-            "parameters and buffers": parts["parameter_bytes"],
-            "the sample": parts["input_bytes"],
-            "gradients": gradient_bytes,
-            "optimizer state": parts["state_bytes"],
-        }
-        raise BudgetError(explain_floor(budget_bytes, names))
+    least = MemoryParts(**parts, gradient_bytes=gradient_bytes)
+    if budget_bytes < least.total_bytes:
+        raise BudgetError(explain_floor(budget_bytes, least))
 
 
 def _keeping_the_loss(profile: Profile, saved: Mapping[str, int]) -> Profile:

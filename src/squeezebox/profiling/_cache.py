@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import platform
@@ -12,8 +11,7 @@ from typing import Any
 
 import torch
 
-from squeezebox.reports import write_whole
-from squeezebox.schema import Action, Moment, Option, Part, Profile, Region, StepProfile, TensorProfile
+from squeezebox.schema import StepProfile, decoded, plain, write_whole
 
 _VERSION = 6
 
@@ -48,8 +46,10 @@ def load_profile(folder: Path, key: str) -> StepProfile | None:
     try:
         values = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
         text = values["step"]
-        return _step(json.loads(text)) if values["checksum"] == _checksum(text) else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        whole = values["checksum"] == _checksum(text)
+        seen: StepProfile | None = decoded(StepProfile, json.loads(text)) if whole else None
+        return seen
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # FormatError is a ValueError
         return None
 
 
@@ -59,7 +59,7 @@ def store_profile(folder: Path, key: str, seen: StepProfile) -> None:
     Raises:
         OutputError: the folder cannot be written.
     """
-    text = json.dumps(dataclasses.asdict(seen), default=lambda action: action.value)
+    text = json.dumps(plain(seen))
     write_whole(folder / f"{key}.json", json.dumps({"checksum": _checksum(text), "step": text}))
 
 
@@ -99,31 +99,3 @@ def _processor() -> str:
 
 def _checksum(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _step(values: dict[str, Any]) -> StepProfile:
-    profile = values.pop("profile")
-    tensors = [_tensor(tensor) for tensor in profile.pop("tensors")]
-    moments = [Moment(**moment) for moment in profile.pop("moments")]
-    base = tuple(profile.pop("base_bytes"))
-    whole = Profile(base_bytes=base, tensors=tuple(tensors), moments=tuple(moments), **profile)
-    region, regions = values.pop("region"), tuple(_region(region) for region in values.pop("regions"))
-    sliced = None if region is None else _region(region)
-    return StepProfile(profile=whole, region=sliced, regions=regions, **values)
-
-
-def _region(values: dict[str, Any]) -> Region:
-    lists = {name: tuple(values[name]) for name in ("functions", "modules", "keys")}
-    return Region(**{**values, **lists})
-
-
-def _tensor(values: dict[str, Any]) -> TensorProfile:
-    options = tuple(_option(option) for option in values.pop("options"))
-    gaps = tuple((first, last) for first, last in values.pop("gaps"))
-    part = Part(values.pop("part"))
-    return TensorProfile(options=options, gaps=gaps, part=part, **values)
-
-
-def _option(values: dict[str, Any]) -> Option:
-    made = {"action": Action(values["action"]), "sources": tuple(values["sources"])}
-    return Option(**{**values, **made})

@@ -16,7 +16,7 @@ from squeezebox.reports._audit import (
     StepCost,
     analyse,
 )
-from squeezebox.reports._audit_runs import AuditRecord, load_record, save_record
+from squeezebox.reports._audit_runs import AuditRecord
 from squeezebox.reports._batch import BatchPoint, FoundBatch, MaxBatch
 from squeezebox.reports._chart import ChartKind, ChartSpan, PipelineChart
 from squeezebox.reports._compiled import CompiledReport, CompiledTensor
@@ -29,7 +29,6 @@ from squeezebox.reports._pipeline_plan import (
     load_pipeline_plan,
     pipeline_plan_line,
     pipeline_plan_text,
-    save_pipeline_plan,
 )
 from squeezebox.reports._plan import PlannedTensor, StepPlan, load_plan
 from squeezebox.reports._redundancy import StepCheck
@@ -38,14 +37,13 @@ from squeezebox.reports._report import (
     Report,
     human_bytes,
     parse_size,
-    require_writable,
-    write_whole,
 )
 from squeezebox.reports._shortage import exact_bytes, explain, explain_floor
 from squeezebox.reports._svg import draw_svg
-from squeezebox.reports._timeline import Timeline, load_timeline
+from squeezebox.reports._timeline import Timeline
 from squeezebox.reports._timeline_trace import timeline_events
 from squeezebox.reports._trace import trace_events
+from squeezebox.schema import require_writable, write_whole
 
 __all__ = [
     "BYTE_UNITS",
@@ -87,16 +85,12 @@ __all__ = [
     "human_bytes",
     "load_pipeline_plan",
     "load_plan",
-    "load_timeline",
     "parse_size",
-    "load_record",
     "pipeline_plan_line",
     "pipeline_plan_text",
     "require_writable",
-    "save_pipeline_plan",
     "timeline_events",
     "timeline_html",
-    "save_record",
     "trace_events",
     "write_whole",
 ]

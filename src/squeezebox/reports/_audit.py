@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from squeezebox.reports._equivalence import (
     equivalence,
     seeds_needed,
 )
+from squeezebox.schema import decoded, load_json, save_json
 
 EVERYTHING, CONTROL, IMPLEMENTATION = "everything", "control", "implementation"
 
@@ -133,10 +135,29 @@ class Audit:
             plain["verdict"] = comparison.verdict
         return {name: _finite(value) for name, value in values.items()} | {"sound": self.sound}
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it whole or not at all; OutputError if the path cannot be written."""
+        save_json(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Audit:
+        """What :meth:`save` wrote, with NaN for what was not finite; FormatError if the file is damaged."""
+        return load_json(path, "audit", "squeezebox.audit(...).save(path)", _from_dict)
+
     def __str__(self) -> str:
         from squeezebox.reports._audit_text import audit_text
 
         return audit_text(self)
+
+
+def _from_dict(values: Any) -> Audit:
+    if isinstance(values, dict):  # what follows from the rest
+        values.pop("sound", None)
+        for each in values.get("comparisons", ()):
+            if isinstance(each, dict):
+                each.pop("verdict", None)
+    made: Audit = decoded(Audit, values, any_number=True)
+    return made
 
 
 def analyse(records: Sequence[AuditRecord], margin: float, facts: Mapping[str, Any]) -> Audit:

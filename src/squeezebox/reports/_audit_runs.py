@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from squeezebox.reports._report import write_whole
-from squeezebox.schema import FormatError
+from squeezebox.schema import FormatError, write_whole
 
 _ARRAYS = ("predictions", "targets", "groups", "weights")
 
@@ -38,32 +37,23 @@ class AuditRecord:
     digest: str
     seconds: float
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file whole or not at all; OutputError if the path cannot be written."""
+        content = io.BytesIO()
+        np.savez(content, **{name: getattr(self, name) for name in AuditRecord.__slots__})
+        write_whole(path, content.getvalue())
 
-def save_record(record: AuditRecord, path: str | os.PathLike[str]) -> None:
-    """Write the file whole or not at all.
-
-    Raises:
-        OutputError: the folder is missing or not writable, or the disk is full.
-    """
-    content = io.BytesIO()
-    np.savez(content, **{name: getattr(record, name) for name in AuditRecord.__slots__})
-    write_whole(path, content.getvalue())
-
-
-def load_record(path: str | os.PathLike[str]) -> AuditRecord:
-    """Read what :func:`save_record` wrote.
-
-    Raises:
-        FormatError: the file is damaged or of something else.
-    """
-    try:
-        with np.load(io.BytesIO(Path(path).read_bytes()), allow_pickle=False) as file:
-            values = {
-                name: file[name] if name in _ARRAYS else file[name].item() for name in AuditRecord.__slots__
-            }
-    except (OSError, ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile) as error:
-        raise FormatError(
-            f"{path} is no finished training of an audit ({error}). Delete it, and the audit "
-            "will train it again."
-        ) from error
-    return AuditRecord(**values)
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> AuditRecord:
+        """What :meth:`save` wrote; FormatError if the file is damaged or of something else."""
+        try:
+            with np.load(io.BytesIO(Path(path).read_bytes()), allow_pickle=False) as file:
+                values = {
+                    name: file[name] if name in _ARRAYS else file[name].item() for name in cls.__slots__
+                }
+        except (OSError, ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile) as error:
+            raise FormatError(
+                f"{path} is no finished training of an audit ({error}). Delete it, and the audit "
+                "will train it again."
+            ) from error
+        return cls(**values)

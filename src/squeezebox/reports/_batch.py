@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import os
+from dataclasses import dataclass
 from typing import Any
 
 from squeezebox.reports._plan import StepPlan
 from squeezebox.reports._report import human_bytes
+from squeezebox.schema import checked, load_json, plain_fields, save_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,15 +37,19 @@ class MaxBatch:
     frontier: tuple[BatchPoint, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "batch": self.batch,
-            "plain_batch": self.plain_batch,
-            "predicted_peak_bytes": self.predicted_peak_bytes,
-            "measured": self.measured,
-            "frontier": [asdict(point) for point in self.frontier],
-            "plan": self.plan.to_dict(),
-        }
+        """Plain values, as written by :meth:`save`."""
+        return plain_fields(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it whole or not at all; OutputError if the path cannot be written."""
+        save_json(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> MaxBatch:
+        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another kind."""
+        return load_json(
+            path, "batch", "squeezebox.max_batch(...).save(path)", lambda values: cls(**checked(cls, values))
+        )
 
     def __str__(self) -> str:
         plan = self.plan
@@ -78,10 +84,19 @@ class FoundBatch:
     frontier: tuple[BatchPoint, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        own = {name: getattr(self, name) for name in self.__slots__ if name not in ("plan", "frontier")}
-        points = [asdict(point) for point in self.frontier]
-        return {**own, "frontier": points, "plan": self.plan.to_dict()}
+        """Plain values, as written by :meth:`save`."""
+        return plain_fields(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it whole or not at all; OutputError if the path cannot be written."""
+        save_json(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> FoundBatch:
+        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another kind."""
+        return load_json(
+            path, "batch", "squeezebox.find_batch(...).save(path)", lambda values: cls(**checked(cls, values))
+        )
 
     def __str__(self) -> str:
         seen = self.measured_peak_bytes

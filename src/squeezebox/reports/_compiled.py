@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+import os
 from dataclasses import dataclass
 from typing import Any
 
 from squeezebox.reports._report import human_bytes
+from squeezebox.schema import checked, load_json, plain_fields, save_json
 
 _ROWS = 24
 
@@ -43,8 +44,19 @@ class CompiledReport:
     noise: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return dataclasses.asdict(self)
+        """Plain values, as written by :meth:`save`."""
+        return plain_fields(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it whole or not at all; OutputError if the path cannot be written."""
+        save_json(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> CompiledReport:
+        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another kind."""
+        return load_json(
+            path, "compiled report", "step.report().save(path)", lambda values: cls(**checked(cls, values))
+        )
 
     def __str__(self) -> str:
         ratio = self.saved_bytes / max(self.packed_bytes, 1)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from squeezebox.reports._report import plain, write_whole
-from squeezebox.schema import CheckedEnvironment, CheckedPackage
+from squeezebox.schema import (
+    CheckedEnvironment,
+    CheckedPackage,
+    checked,
+    load_json,
+    plain_fields,
+    save_json,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +29,17 @@ class EnvironmentCheck:
         return not self.figures.faults
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as written by :meth:`to_json`."""
-        values: dict[str, Any] = plain(self.figures)
-        return values | {"healthy": self.healthy}
+        """Plain values, as written by :meth:`save`."""
+        return plain_fields(self.figures) | {"healthy": self.healthy}
 
-    def to_json(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write it whole or not at all; OutputError if the path cannot be written."""
-        write_whole(path, json.dumps(self.to_dict(), indent=1) + "\n")
+        save_json(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> EnvironmentCheck:
+        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another kind."""
+        return load_json(path, "checked environment", "squeezebox.check_environment().save(path)", _from_dict)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -50,6 +59,10 @@ class EnvironmentCheck:
         for each in figures.faults:
             detail = f" ({each.detail})" if each.detail else ""
             yield f"{each.package}: {each.subject}: {each.fault.value}{detail}"
+
+
+def _from_dict(values: Any) -> EnvironmentCheck:
+    return EnvironmentCheck(CheckedEnvironment(**checked(CheckedEnvironment, values, besides=["healthy"])))
 
 
 def _package(package: CheckedPackage) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from squeezebox.reports._report import human_bytes, write_whole
-from squeezebox.schema import Call, Peak
+from squeezebox.reports._report import human_bytes
+from squeezebox.schema import Call, Peak, decoded, load_json, plain_fields, save_json
+
+_WHERE = ("phase", "module", "operator")  # of the peak's call, which a file has by themselves too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,18 +42,17 @@ class Estimate:
     why_real: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as written by :meth:`to_json`."""
-        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        plain = {"input_shape": list(self.input_shape), "saved": dict(self.saved)}
-        return {**values, **plain, "peak": peak_fields(self.peak)}
+        """Plain values, as written by :meth:`save`."""
+        return plain_fields(self) | {"peak": _peak(self.peak)}
 
-    def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write the estimate whole or not at all.
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the estimate whole or not at all; OutputError if the path cannot be written."""
+        save_json(path, self.to_dict())
 
-        Raises:
-            OutputError: the path cannot be written.
-        """
-        write_whole(path, json.dumps(self.to_dict(), indent=1) + "\n")
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Estimate:
+        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another kind."""
+        return load_json(path, "estimate", "squeezebox.estimate(...).save(path)", _from_dict)
 
     def __str__(self) -> str:
         shape = "x".join(str(size) for size in (self.batch, *self.input_shape))
@@ -88,13 +87,15 @@ def owner(call: Call | None) -> str:
     return f"{call.phase} of {of} ({call.operator})"
 
 
-def peak_fields(peak: Peak) -> dict[str, Any]:
-    """Plain values: bytes of each kind, which add up to ``nbytes``, and phase, module and operator."""
-    where = peak.call
-    return {
-        "nbytes": peak.nbytes,
-        "by_kind": {kind.value: nbytes for kind, nbytes in peak.by_kind.items()},
-        "phase": where.phase if where else None,
-        "module": where.module if where else None,
-        "operator": where.operator if where else None,
-    }
+def _peak(peak: Peak) -> dict[str, Any]:
+    """Its fields, and what :func:`owner` says of its call, one by one."""
+    where = {name: getattr(peak.call, name, None) for name in _WHERE}
+    return {**plain_fields(peak), **where}
+
+
+def _from_dict(values: Any) -> Estimate:
+    peak = values.get("peak") if isinstance(values, dict) else None
+    if isinstance(peak, dict):
+        values["peak"] = {name: each for name, each in peak.items() if name not in _WHERE}
+    made: Estimate = decoded(Estimate, values)
+    return made

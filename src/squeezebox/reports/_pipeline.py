@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from typing import Any
 
 from squeezebox.reports._report import human_bytes
+from squeezebox.schema import checked, load_json, plain_fields, save_json
 
 _ROWS = 16  # as many ranks are shown one by one
+_PER_BATCH = ("seconds_per_batch", "ideal_seconds_per_batch")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,18 +60,22 @@ class PipelineReport:
         return max(rank.busy_seconds for rank in self.ranks) / self.batches
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "schedule": self.schedule,
-            "stages": self.stages,
-            "microbatches": self.microbatches,
-            "batches": self.batches,
-            "seconds": self.seconds,
-            "seconds_per_batch": self.seconds_per_batch,
-            "ideal_seconds_per_batch": self.ideal_seconds_per_batch,
-            "bubble": self.bubble,
-            "ranks": [dataclasses.asdict(rank) for rank in self.ranks],
-        }
+        """Plain values, as written by :meth:`save`."""
+        return plain_fields(self) | {name: getattr(self, name) for name in _PER_BATCH}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it whole or not at all; OutputError if the path cannot be written."""
+        save_json(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> PipelineReport:
+        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another kind."""
+        return load_json(
+            path,
+            "pipeline report",
+            "its save(path)",
+            lambda values: cls(**checked(cls, values, besides=_PER_BATCH)),
+        )
 
     def title(self) -> str:
         """What was simulated."""

@@ -1,55 +1,22 @@
-"""A pipeline's plan as a file, and as text."""
+"""A pipeline's plan as text."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Sequence
-from typing import Any
 
-from squeezebox.reports._fields import checked, without_duplicates
-from squeezebox.reports._report import human_bytes, write_whole
-from squeezebox.schema import FormatError, InputForm, PipelinePlan, StageMemory, StagePlan
-
-_VERSION = 3
-
-
-def save_pipeline_plan(plan: PipelinePlan, path: str | os.PathLike[str]) -> None:
-    """Write a plan as JSON, whole or not at all.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
-    write_whole(path, json.dumps({"version": _VERSION, **dataclasses.asdict(plan)}, indent=1) + "\n")
+from squeezebox.reports._report import human_bytes
+from squeezebox.schema import PipelinePlan, StageMemory, StagePlan
 
 
 def load_pipeline_plan(path: str | os.PathLike[str]) -> PipelinePlan:
-    """Read a plan that :func:`save_pipeline_plan` wrote.
+    """The plan that :meth:`squeezebox.schema.PipelinePlan.save` wrote.
 
     Raises:
-        FormatError: the file is missing, damaged, or of a newer version.
+        FormatError: the file is missing, damaged, or of another version.
     """
-    try:
-        with open(path, encoding="utf-8") as file:
-            values = json.load(file, object_pairs_hook=without_duplicates)
-        return _from_dict(values)
-    except (OSError, ValueError) as error:
-        raise FormatError(
-            f"{os.fspath(path)} is no pipeline plan: {error}. Make one with 'squeezebox pipeline plan'."
-        ) from error
-
-
-def _from_dict(values: Any) -> PipelinePlan:
-    version = values.pop("version", None) if isinstance(values, dict) else None
-    if version != _VERSION:
-        raise FormatError(f"its version is {version!r}, and this Squeezebox reads {_VERSION}")
-    fields = checked(PipelinePlan, values, "")
-    stages = [checked(StagePlan, row, f"stages[{n}]") for n, row in enumerate(fields["stages"])]
-    inputs = [checked(InputForm, row, f"inputs[{n}]") for n, row in enumerate(fields["inputs"])]
-    fields["stages"] = tuple(StagePlan(**each) for each in stages)
-    fields["inputs"] = tuple(InputForm(shape=tuple(each.pop("shape")), **each) for each in inputs)
-    return PipelinePlan(**fields)
+    return PipelinePlan.load(path)
 
 
 def pipeline_plan_text(plan: PipelinePlan, memories: Sequence[StageMemory] = ()) -> str:

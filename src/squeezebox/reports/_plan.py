@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from squeezebox.reports._fields import checked, without_duplicates
-from squeezebox.reports._report import human_bytes, offloaded, write_whole
-from squeezebox.reports._shortage import where
+from squeezebox.reports._report import human_bytes, offloaded
+from squeezebox.reports._shortage import named, where
 from squeezebox.schema import (
     Action,
     FormatError,
@@ -23,6 +19,12 @@ from squeezebox.schema import (
     PlannedPeak,
     Region,
     Role,
+    checked,
+    checked_flat,
+    load_json,
+    plain_fields,
+    plain_flat,
+    save_json,
 )
 
 PLAN_VERSION = 2
@@ -32,7 +34,6 @@ _LATER = {
     "offload": None,
     "optimizer": None,
 }  # what files of earlier releases lack
-_OPTION = [item.name for item in dataclasses.fields(Option)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,13 +44,14 @@ class PlannedTensor:
     saved_bytes: int
     option: Option
 
+    def to_dict(self) -> dict[str, Any]:
+        """Key, size and the option's fields, side by side."""
+        return plain_flat(self, "option")
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Named:
-    """What a row of the file says of a tensor in addition to its option."""
-
-    key: str
-    saved_bytes: int
+    @classmethod
+    def from_dict(cls, values: Any, where: str) -> PlannedTensor:
+        """The tensor of such values; FormatError names the field that is wrong, which lies at ``where``."""
+        return cls(**checked_flat(cls, "option", values, where))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,21 +114,32 @@ class StepPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as written by :meth:`save`."""
-        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        rows = [
-            {"key": tensor.key, "saved_bytes": tensor.saved_bytes, **_plain(tensor.option)}
-            for tensor in self.tensors
-        ]
-        region = dataclasses.asdict(self.region) if self.region is not None else None
-        peak = dataclasses.asdict(self.peak) if self.peak is not None else None
-        offload = dataclasses.asdict(self.offload) if self.offload is not None else None
-        updates = dataclasses.asdict(self.optimizer) if self.optimizer is not None else None
-        nouns = {"region": region, "peak": peak, "offload": offload, "optimizer": updates, "tensors": rows}
-        return {"version": PLAN_VERSION, **values, **nouns}
+        return {"version": PLAN_VERSION, **plain_fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Any, where: str = "") -> StepPlan:
+        """The plan of such values; FormatError names the field that is wrong, which lies at ``where``."""
+        if not isinstance(values, dict) or "version" not in values:
+            raise FormatError("it has no version, as every plan has")
+        if values["version"] != PLAN_VERSION:
+            raise FormatError(f"version is {values['version']!r}, and this Squeezebox reads {PLAN_VERSION}")
+        plan = cls(**checked(cls, {**_LATER, **values}, where, besides=["version"]))
+        _check_keys([tensor.key for tensor in plan.tensors])
+        _check_late_values(plan.late_values)
+        return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan whole or not at all; OutputError if the path cannot be written."""
-        write_whole(path, json.dumps(self.to_dict(), indent=1) + "\n")
+        save_json(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> StepPlan:
+        """What :meth:`save` wrote.
+
+        Raises:
+            FormatError: the file is missing, damaged, or of another version; names the field that is wrong.
+        """
+        return load_json(path, "plan", "squeezebox.plan(...).save(path)", cls.from_dict)
 
     def diff(self, other: StepPlan) -> str:
         """What ``other`` does differently: a line for every tensor held in another way, then totals.
@@ -172,50 +185,16 @@ def load_plan(path: str | os.PathLike[str]) -> StepPlan:
     Raises:
         FormatError: the file is missing, damaged, or of another version; names the field that is wrong.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        return _from_dict(json.loads(text, object_pairs_hook=without_duplicates))
-    except (OSError, ValueError) as error:  # FormatError is a ValueError
-        raise FormatError(
-            f"'{path}' is no plan that this Squeezebox can read: {error}. Write it again with "
-            "squeezebox.plan(...).save(path)."
-        ) from error
+    return StepPlan.load(path)
 
 
-def _from_dict(values: Any) -> StepPlan:
-    if not isinstance(values, dict) or "version" not in values:
-        raise FormatError("it has no version, as every plan has")
-    if values["version"] != PLAN_VERSION:
-        raise FormatError(f"version is {values['version']!r}, and this Squeezebox reads {PLAN_VERSION}")
-    fields = checked(StepPlan, {**_LATER, **values}, "", besides=["version"])
-    rows, region, peak = fields.pop("tensors"), fields.pop("region"), fields.pop("peak")
-    if not isinstance(rows, list):
-        raise FormatError(f"tensors is a {type(rows).__name__}, not a list")
-    tensors = tuple(_tensor(row, f"tensors[{number}]") for number, row in enumerate(rows))
-    keys = [tensor.key for tensor in tensors]
+def _check_keys(keys: list[str]) -> None:
     for number, key in enumerate(keys):
         if key in keys[:number]:
             raise FormatError(f"tensors[{number}].key is '{key}', as that of tensors[{keys.index(key)}]")
-    _check_late_values(fields["late_values"])
-    sliced = None if region is None else Region(**checked(Region, region, "region"))
-    parts = None if peak is None else PlannedPeak(**checked(PlannedPeak, peak, "peak"))
-    moved = fields.pop("offload")
-    folder = None if moved is None else OffloadRecord(**checked(OffloadRecord, moved, "offload"))
-    given = fields.pop("optimizer")
-    updates = None if given is None else OptimizerPlan(**checked(OptimizerPlan, given, "optimizer"))
-    return StepPlan(**fields, tensors=tensors, region=sliced, peak=parts, offload=folder, optimizer=updates)
 
 
-def _tensor(row: Any, where: str) -> PlannedTensor:
-    """Key, size and the option's fields, side by side."""
-    option = Option(**checked(Option, row, where, besides=["key", "saved_bytes"]))
-    own = {name: row[name] for name in ("key", "saved_bytes") if name in row}
-    return PlannedTensor(**{**checked(_Named, own, where), "option": option})
-
-
-def _check_late_values(values: Any) -> None:
-    if not isinstance(values, dict):
-        raise FormatError(f"late_values is a {type(values).__name__}, not an object")
+def _check_late_values(values: dict[str, str]) -> None:
     for key, role in values.items():
         if role not in [each.value for each in Role]:
             raise FormatError(f"late_values['{key}'] is {role!r}, which is no role of a saved tensor")
@@ -223,14 +202,7 @@ def _check_late_values(values: Any) -> None:
 
 def _parts(peak: PlannedPeak) -> Iterator[str]:
     yield f"  {where(Moment(phase=peak.phase, event=peak.event, key=peak.key))}, with"
-    parts = {
-        "parameters, buffers": peak.parameter_bytes,
-        "sample": peak.input_bytes,
-        "gradients": peak.gradient_bytes,
-        "optimizer state": peak.state_bytes,
-        "saved tensors": peak.saved_bytes,
-        "temporaries": peak.temporary_bytes,
-    }
+    parts = named(peak.parts)
     width = max(map(len, parts))
     yield from (f"  {name:<{width}}  {human_bytes(nbytes):>10}" for name, nbytes in parts.items())
 
@@ -245,10 +217,6 @@ def _updates(plan: OptimizerPlan) -> Iterator[str]:
             f"{human_bytes(plan.moved_bytes)} of {total} of optimizer state"
             f"{'' if plan.in_backward else ' and gradients'} in a file, {1e3 * plan.seconds:.1f} ms a step"
         )
-
-
-def _plain(option: Option) -> dict[str, Any]:
-    return {**{name: getattr(option, name) for name in _OPTION}, "action": option.action.value}
 
 
 def _held(option: Option | None) -> str:

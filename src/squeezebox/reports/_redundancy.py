@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from squeezebox.reports._report import human_bytes, plain, write_whole
-from squeezebox.schema import CheckedStep, Redundancy, Waste
+from squeezebox.reports._report import human_bytes
+from squeezebox.schema import CheckedStep, Redundancy, Waste, decoded, load_json, plain_fields, save_json
 
 _MODULES = 3  # named in text; JSON has all
+_AGAIN = "squeezebox.check_step(step).save(path)"
 _MEANINGS = {
     Waste.REPEATED: "the same result was there already",
     Waste.CONSTANT: "could be computed once, before training",
@@ -34,13 +34,17 @@ class StepCheck:
         return self.figures.findings
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as written by :meth:`to_json`."""
-        values: dict[str, Any] = plain(self.figures)
-        return values
+        """Plain values, as written by :meth:`save`."""
+        return plain_fields(self.figures)
 
-    def to_json(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write it whole or not at all; OutputError if the path cannot be written."""
-        write_whole(path, json.dumps(self.to_dict(), indent=1) + "\n")
+        save_json(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> StepCheck:
+        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another kind."""
+        return cls(load_json(path, "checked step", _AGAIN, lambda values: decoded(CheckedStep, values)))
 
     def __str__(self) -> str:
         figures = self.figures

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-import errno
-import json
 import os
 import re
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -19,12 +13,16 @@ from squeezebox.schema import (
     Check,
     OffloadRecord,
     OptionError,
-    OutputError,
     SavedTensor,
     StepRecord,
+    decoded,
+    load_json,
+    plain_fields,
+    save_json,
 )
 
 _ROWS = 24  # the largest tensors that text shows; JSON has all
+_AGAIN = "session.report().save(path)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,55 +67,20 @@ class Report:
         return self.record.checks
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as written by :meth:`to_json`."""
-        values: dict[str, Any] = plain(self.record)
-        return values
+        """Plain values, as written by :meth:`save`."""
+        return plain_fields(self.record)
 
-    def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write the report whole or not at all.
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the report whole or not at all; OutputError if the path cannot be written."""
+        save_json(path, self.to_dict())
 
-        Raises:
-            OutputError: the path cannot be written.
-        """
-        write_whole(path, json.dumps(self.to_dict(), indent=1) + "\n")
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Report:
+        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another kind."""
+        return cls(load_json(path, "report", _AGAIN, lambda values: decoded(StepRecord, values)))
 
     def __str__(self) -> str:
         return "\n".join([*_totals(self.record), "", *_table(self.record)])
-
-
-def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write ``content`` to ``path`` by way of a temporary file in the same folder.
-
-    Raises:
-        OutputError: the folder is missing or not writable, or the disk is full.
-    """
-    target = Path(path)
-    temporary = ""
-    try:
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
-            temporary = file.name
-            file.write(content.encode() if isinstance(content, str) else content)
-        os.replace(temporary, target)
-    except OSError as error:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
-        raise _unwritable(target, error) from error
-
-
-def require_writable(path: str | os.PathLike[str]) -> None:
-    """Make sure that :func:`write_whole` will find its folder, before work that would be lost.
-
-    Raises:
-        OutputError: the folder is missing or not writable, or ``path`` is a folder itself.
-    """
-    target = Path(path)
-    try:
-        if target.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}."):
-            pass
-    except OSError as error:
-        raise _unwritable(target, error) from error
 
 
 BYTE_UNITS = MappingProxyType(
@@ -146,13 +109,6 @@ def human_bytes(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
         nbytes /= 1024
     raise AssertionError("unreachable")
-
-
-def _unwritable(target: Path, error: OSError) -> OutputError:
-    return OutputError(
-        f"cannot write {target}: {error.strerror or error}. Nothing was written; choose a folder that "
-        "exists and is writable."
-    )
 
 
 def _totals(record: StepRecord) -> list[str]:
@@ -235,16 +191,3 @@ def _row(tensor: SavedTensor) -> tuple[str, ...]:
 
 def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.2e}"
-
-
-def plain(value: Any) -> Any:
-    """Dataclasses as dictionaries, enums as their values, tuples as lists; of dictionaries, values too."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, (tuple, list)):
-        return [plain(item) for item in value]
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from squeezebox.reports._report import human_bytes
-from squeezebox.schema import Moment, Shortage
+from squeezebox.schema import MemoryParts, Moment, Shortage
 
 _EVENTS = {
     "save": "while '{}' is packed",
@@ -21,21 +21,21 @@ _EVENTS = {
 
 def explain(shortage: Shortage) -> str:
     """What is missing, what the peak is made of, and what would fit."""
-    ways = [*_ways(shortage), f"raise the budget to {exact_bytes(shortage.peak_bytes)}"]
+    needed = exact_bytes(shortage.parts.total_bytes)
+    ways = [*_ways(shortage), f"raise the budget to {needed}"]
     return (
-        f"Budget {exact_bytes(shortage.budget_bytes)} is below the {exact_bytes(shortage.peak_bytes)} that "
-        f"the smallest plan found at noise {shortage.noise:g} needs. Its peak is {where(shortage.moment)}, "
-        f"and holds {_parts(shortage)}. What would fit: {'; '.join(ways)}."
+        f"Budget {exact_bytes(shortage.budget_bytes)} is below the {needed} that the smallest plan "
+        f"found at noise {shortage.noise:g} needs. Its peak is {where(shortage.moment)}, "
+        f"and holds {_listed(shortage.parts)}. What would fit: {'; '.join(ways)}."
     )
 
 
-def explain_floor(budget_bytes: int, parts: dict[str, int]) -> str:
-    """That a budget is below what a step holds whatever is done with saved tensors: bytes by name."""
-    total = sum(parts.values())
+def explain_floor(budget_bytes: int, parts: MemoryParts) -> str:
+    """That a budget is below what a step holds whatever is done with saved tensors."""
     return (
-        f"Budget {exact_bytes(budget_bytes)} is below the {exact_bytes(total)} that {_listed(parts)} take, "
-        "whatever is done with saved tensors. Raise it well above that, or make the model or the optimizer's "
-        "state smaller."
+        f"Budget {exact_bytes(budget_bytes)} is below the {exact_bytes(parts.total_bytes)} that "
+        f"{_listed(parts)} take, whatever is done with saved tensors. Raise it well above that, or make the "
+        "model or the optimizer's state smaller."
     )
 
 
@@ -52,21 +52,22 @@ def where(moment: Moment) -> str:
     return f"in {'the loss' if moment.phase == 'loss' else moment.phase}, {event}"
 
 
-def _parts(shortage: Shortage) -> str:
-    parts = {
-        "parameters and buffers": shortage.parameter_bytes,
-        "the sample": shortage.input_bytes,
-        "gradients": shortage.gradient_bytes,
-        "optimizer state": shortage.state_bytes,
-        "saved tensors": shortage.saved_bytes,
-        "operators' inputs, outputs and temporaries": shortage.temporary_bytes,
+def named(parts: MemoryParts) -> dict[str, int]:
+    """Bytes of the parts that there are, by what they are called."""
+    names = {
+        "parameters and buffers": parts.parameter_bytes,
+        "the sample": parts.input_bytes,
+        "gradients": parts.gradient_bytes,
+        "optimizer state": parts.state_bytes,
+        "saved tensors": parts.saved_bytes,
+        "temporaries": parts.temporary_bytes,
     }
-    return _listed(parts)
+    return {name: nbytes for name, nbytes in names.items() if nbytes}
 
 
-def _listed(parts: dict[str, int]) -> str:
-    *first, last = [f"{name} {exact_bytes(nbytes)}" for name, nbytes in parts.items()]
-    return f"{', '.join(first)} and {last}"
+def _listed(parts: MemoryParts) -> str:
+    listed = [f"{name} {exact_bytes(nbytes)}" for name, nbytes in named(parts).items()]
+    return " and ".join([", ".join(listed[:-1]), *listed[-1:]] if len(listed) > 1 else listed)
 
 
 def _ways(shortage: Shortage) -> Iterator[str]:
@@ -78,7 +79,7 @@ def _ways(shortage: Shortage) -> Iterator[str]:
         )
     if shortage.more_noise is not None and shortage.noise > 0.0:
         yield f"allow noise {shortage.more_noise:g}"
-    if shortage.stateless_peak_bytes is not None and shortage.state_bytes > 0:
+    if shortage.stateless_peak_bytes is not None and shortage.parts.state_bytes > 0:
         yield (
             "an optimizer without state, such as SGD without momentum (peak "
             f"{exact_bytes(shortage.stateless_peak_bytes)})"

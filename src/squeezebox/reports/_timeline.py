@@ -6,14 +6,12 @@ import json
 import os
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from squeezebox.reports._fields import decoded, without_duplicates
 from squeezebox.reports._page import PHASES, UNITS, owner, timeline_html
-from squeezebox.reports._report import human_bytes, plain, write_whole
+from squeezebox.reports._report import human_bytes
 from squeezebox.reports._timeline_trace import timeline_events
-from squeezebox.schema import FormatError, StepTimeline
+from squeezebox.schema import FormatError, StepTimeline, decoded, load_json, plain_fields, write_whole
 
 TIMELINE_VERSION = 1
 _ROWS = 16  # the slowest cells that text shows; JSON has all
@@ -26,12 +24,17 @@ class Timeline:
     figures: StepTimeline
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as written by :meth:`to_json`."""
-        return {"version": TIMELINE_VERSION, **plain(self.figures)}
+        """Plain values, as written by :meth:`save`."""
+        return {"version": TIMELINE_VERSION, **plain_fields(self.figures)}
 
-    def to_json(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write it whole or not at all, for ``squeezebox report``; OutputError if it cannot be."""
         write_whole(path, json.dumps(self.to_dict(), allow_nan=False) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Timeline:
+        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another version."""
+        return load_json(path, "timeline", "session.timeline(step).save(path)", _from_dict)
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write a page that needs nothing but a browser; OutputError if the path cannot be written."""
@@ -66,25 +69,13 @@ class Timeline:
         )
 
 
-def load_timeline(path: str | os.PathLike[str]) -> Timeline:
-    """Read what :meth:`Timeline.to_json` wrote.
-
-    Raises:
-        FormatError: the file is missing, damaged, or of a newer version.
-    """
-    try:
-        values = json.loads(Path(path).read_text("utf-8"), object_pairs_hook=without_duplicates)
-        version = values.pop("version", None) if isinstance(values, dict) else None
-        if version != TIMELINE_VERSION:
-            raise FormatError(f"version is {version}, and this Squeezebox reads {TIMELINE_VERSION}")
-        figures = decoded(StepTimeline, values)
-        _check(figures)
-        return Timeline(figures)
-    except (OSError, ValueError, FormatError) as error:
-        raise FormatError(
-            f"cannot read {path} as a timeline: {error}. "
-            "Write it again with session.timeline(step).to_json()."
-        ) from error
+def _from_dict(values: Any) -> Timeline:
+    version = values.pop("version", None) if isinstance(values, dict) else None
+    if version != TIMELINE_VERSION:
+        raise FormatError(f"version is {version}, and this Squeezebox reads {TIMELINE_VERSION}")
+    figures = decoded(StepTimeline, values)
+    _check(figures)
+    return Timeline(figures)
 
 
 def _check(figures: StepTimeline) -> None:

@@ -1,7 +1,7 @@
 """The nouns that cross walls: frozen dataclasses and the exception tree.
 
-In: plain Python values. Out: the same values, named and checked.
-May touch: the standard library only; no tensor math, no torch.
+In: plain Python values, or a file of them. Out: the same values, named and checked; files written whole.
+May touch: the standard library, and files whose paths callers pass; no tensor math, no torch.
 """
 
 from squeezebox.schema._doors import door
@@ -23,6 +23,15 @@ from squeezebox.schema._errors import (
     SqueezeboxError,
     UnsupportedModelError,
 )
+from squeezebox.schema._fields import (
+    checked,
+    checked_flat,
+    decoded,
+    plain,
+    plain_fields,
+    plain_flat,
+)
+from squeezebox.schema._files import load_json, require_writable, save_json, write_whole
 from squeezebox.schema._layout import Buffer, Layout, Operator
 from squeezebox.schema._pipeline import (
     Block,
@@ -37,6 +46,7 @@ from squeezebox.schema._pipeline import (
 from squeezebox.schema._plan import (
     Action,
     Budget,
+    MemoryParts,
     Moment,
     OptimizerPlan,
     Option,
@@ -100,6 +110,7 @@ __all__ = [
     "Layout",
     "Link",
     "LiveSample",
+    "MemoryParts",
     "Moment",
     "NodeStatistics",
     "OffloadRecord",
@@ -142,5 +153,15 @@ __all__ = [
     "UnsupportedModelError",
     "Waste",
     "__version__",
+    "checked",
+    "checked_flat",
+    "decoded",
     "door",
+    "load_json",
+    "plain",
+    "plain_flat",
+    "plain_fields",
+    "require_writable",
+    "save_json",
+    "write_whole",
 ]

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+from squeezebox.schema._errors import FormatError
+from squeezebox.schema._fields import checked, plain_fields
+from squeezebox.schema._files import load_json, save_json
+
+_VERSION = 3
+_AGAIN = "'squeezebox pipeline plan' or squeezebox.plan_pipeline(...)[0].save(path)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +124,27 @@ class PipelinePlan:
     blocks: tuple[str, ...] = ()
     model: str = ""
     loss: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as written by :meth:`save`."""
+        return {"version": _VERSION, **plain_fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Any, where: str = "") -> PipelinePlan:
+        """The plan of such values; FormatError names the field that is wrong, which lies at ``where``."""
+        version = values.get("version") if isinstance(values, dict) else None
+        if version != _VERSION:
+            raise FormatError(f"its version is {version!r}, and this Squeezebox reads {_VERSION}")
+        return cls(**checked(cls, values, where, besides=["version"]))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan whole or not at all; OutputError if the path cannot be written."""
+        save_json(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> PipelinePlan:
+        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another version."""
+        return load_json(path, "pipeline plan", _AGAIN, cls.from_dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
+
+from squeezebox.schema._fields import checked_flat, plain_flat
 
 
 class Action(Enum):
@@ -219,43 +222,62 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedPeak:
-    """Where a plan's peak lies, and what is live then: the six sizes add up to it.
+class MemoryParts:
+    """What the memory of one moment of a step is made of.
 
-    ``phase``, ``event`` and ``key`` are those of its :class:`Moment`; ``parameter_bytes`` count buffers too,
-    ``input_bytes`` are the sample, ``temporary_bytes`` operators' inputs, outputs and working memory.
+    ``parameter_bytes`` count buffers too, ``input_bytes`` are the sample, ``saved_bytes`` what is held of
+    saved tensors, ``temporary_bytes`` operators' inputs, outputs and working memory.
+    """
+
+    parameter_bytes: int = 0
+    input_bytes: int = 0
+    gradient_bytes: int = 0
+    state_bytes: int = 0
+    saved_bytes: int = 0
+    temporary_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        held = self.parameter_bytes + self.input_bytes + self.gradient_bytes + self.state_bytes
+        return held + self.saved_bytes + self.temporary_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedPeak:
+    """Where a plan's peak lies, and what is live then.
+
+    ``phase``, ``event`` and ``key`` are those of its :class:`Moment`.
     """
 
     phase: str
     event: str
     key: str
-    parameter_bytes: int
-    input_bytes: int
-    gradient_bytes: int
-    state_bytes: int
-    saved_bytes: int
-    temporary_bytes: int
+    parts: MemoryParts
+
+    def to_dict(self) -> dict[str, Any]:
+        """Where it lies and the parts' fields, side by side."""
+        return plain_flat(self, "parts")
+
+    @classmethod
+    def from_dict(cls, values: Any, where: str) -> PlannedPeak:
+        """The peak of such values; FormatError names the field that is wrong, which lies at ``where``."""
+        return cls(**checked_flat(cls, "parts", values, where))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shortage:
     """Why no plan fits a budget, and what would; sizes are bytes.
 
-    ``peak_bytes`` is the lowest peak found, at ``moment``; the five parts below and ``temporary_bytes``
-    (operators' inputs, outputs and working memory) add up to it. The rest are changes that would fit, None
-    where one would not: more noise, a smaller batch, the peaks without optimizer state and without the loss.
+    ``parts`` are those of the lowest peak found, which is at ``moment``. The rest are changes that would fit,
+    None where one would not: more noise, a smaller batch, the peaks without optimizer state and without the
+    loss.
     """
 
     budget_bytes: int
     noise: float
-    peak_bytes: int
     moment: Moment
-    parameter_bytes: int
-    input_bytes: int
-    gradient_bytes: int
-    state_bytes: int
-    saved_bytes: int
-    temporary_bytes: int
+    parts: MemoryParts
     more_noise: float | None
     smaller_batch: int | None
     stateless_peak_bytes: int | None

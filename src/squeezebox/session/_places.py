@@ -43,7 +43,10 @@ def plan_with_places(plan: StepPlan) -> StepPlan:
             f"{human_bytes(added)}: more than the budget, {human_bytes(plan.budget_bytes)}. Make the plan "
             "with squeezebox.plan(..., arena=True), or attach it without an arena."
         )
-    peak = plan.peak and replace(plan.peak, saved_bytes=plan.peak.saved_bytes + added)
+    peak = plan.peak
+    if peak is not None:
+        parts = replace(peak.parts, saved_bytes=peak.parts.saved_bytes + added)
+        peak = replace(peak, parts=parts)
     return replace(plan, tensors=tensors, predicted_peak_bytes=reached, peak=peak, arena=True)
 
 
