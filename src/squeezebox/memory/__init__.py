@@ -21,7 +21,7 @@ from squeezebox.memory._room import free_at_peak, free_bytes, live_bytes
 from squeezebox.memory._spill import BUFFER_BYTES, DiskSpeed, Slot, Spill, disk_speed, offload_record
 from squeezebox.memory._staging import HostSlot, Staging, Streams
 from squeezebox.memory._streams import CudaStreams, is_capturing
-from squeezebox.memory._tensor_file import FileTensor, TensorFile
+from squeezebox.memory._tensor_file import FileTensor, Place, TensorFile
 from squeezebox.schema import door
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "Packer",
     "Peak",
     "PeakMeter",
+    "Place",
     "Problem",
     "Recording",
     "Reserve",
