@@ -13,6 +13,7 @@ from squeezebox.capture._entries import Row, is_plain
 from squeezebox.capture._graph import in_backward, leaves
 from squeezebox.capture._install import Installation, check_supported, compiled_part, is_innermost
 from squeezebox.capture._observe import Observer
+from squeezebox.capture._onlooker import Onlooker
 from squeezebox.capture._overwrites import Overwrite, Overwrites
 from squeezebox.capture._recorder import Recorder
 from squeezebox.capture._region import Slicer, Tracer
@@ -37,6 +38,7 @@ __all__ = [
     "Installation",
     "Listener",
     "Observer",
+    "Onlooker",
     "Overwrite",
     "Overwrites",
     "Policy",

@@ -63,6 +63,8 @@ class Hooks:
         self.small.clear()
 
     def _pack(self, tensor: torch.Tensor) -> Handle:
+        for each in self._store.onlookers:
+            each.holding()
         if self._store.spares is not None:
             self._regions.saving()
         handle = self._store.handle(tensor)
@@ -76,6 +78,8 @@ class Hooks:
         else:
             handle.is_pending = True
             self.pending.append(handle)
+        for each in self._store.onlookers:
+            each.held()
         return handle
 
     def _unpack(self, handle: Handle) -> torch.Tensor:

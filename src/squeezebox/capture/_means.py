@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from squeezebox.capture._arena import Arena
 from squeezebox.capture._contracts import Choice, Listener, Policy
 from squeezebox.capture._device import DeviceBlocks
 from squeezebox.capture._entries import Row
+from squeezebox.capture._onlooker import Onlooker
 from squeezebox.capture._watch import Watcher
 from squeezebox.memory import Reserve, Spill, Staging
 from squeezebox.schema import Option, Role
@@ -36,3 +38,13 @@ class Means:
     room: int = 0  # and how many bytes they get, where a plan says so
     listener: Listener | None = None
     watcher: Watcher | None = None
+    onlookers: tuple[Onlooker, ...] = ()
+
+    @contextlib.contextmanager
+    def shown_to(self, onlooker: Onlooker) -> Iterator[None]:
+        """A context in which it looks on, after those who do already."""
+        self.onlookers = (*self.onlookers, onlooker)
+        try:
+            yield
+        finally:
+            self.onlookers = tuple(each for each in self.onlookers if each is not onlooker)

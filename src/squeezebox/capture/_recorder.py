@@ -126,10 +126,17 @@ class Recorder(TorchFunctionMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call ``func`` and see to what it saves."""
+        onlookers = self.store.onlookers
+        for each in onlookers:
+            each.holding()
         if self.hooks.pending:
             self._settle_unclaimed()
         since = sequence_number()
+        for each in onlookers:
+            each.held()
         out, call = self._called(func, args, kwargs)
+        for each in onlookers:
+            each.holding()
         if self.store.spares is not None and not (torch.is_grad_enabled() and self.hooks.innermost):
             self.regions.ran(out)
         if self.hooks.pending or self.hooks.small or self.collector is not None:
@@ -137,6 +144,8 @@ class Recorder(TorchFunctionMode):
                 self._claim(out if out is not None else args, since, getattr(func, "__name__", ""), call)
         elif not self.is_hidden:
             self.is_hidden = not self.hooks.innermost
+        for each in onlookers:
+            each.held()
         return out
 
     def lineage(self) -> Lineage:
@@ -151,16 +160,26 @@ class Recorder(TorchFunctionMode):
 
     def _called(self, function: Any, args: Any, kwargs: Any) -> tuple[Any, Call | None]:
         """What the operator returns, and the call if it can be repeated and anybody wants to know."""
-        lineage, listener = self.store.lineage, self.store.listener
-        call = lineage.begin(function, args, kwargs) if lineage is not None else None
-        if lineage is None or call is None:
+        lineage, listener, onlookers = self.store.lineage, self.store.listener, self.store.onlookers
+        if lineage is None:
+            return function(*args, **(kwargs or {})), None
+        for each in onlookers:
+            each.following()
+        call = lineage.begin(function, args, kwargs)
+        for each in onlookers:
+            each.followed()
+        if call is None:
             return function(*args, **(kwargs or {})), None
         if listener is not None:
             listener.calling(call)
         out = function(*args, **(kwargs or {}))
         if listener is not None:
             listener.called(call)
+        for each in onlookers:
+            each.following()
         lineage.end(call, args, kwargs, out)
+        for each in onlookers:
+            each.followed()
         return out, call
 
     def _is_borrowed(self, tensor: torch.Tensor) -> bool:
