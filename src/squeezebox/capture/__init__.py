@@ -23,7 +23,6 @@ from squeezebox.capture._statistics import Collector
 from squeezebox.capture._stopwatch import Stopwatch
 from squeezebox.capture._store import SMALL_BYTES, Store
 from squeezebox.capture._surroundings import foreign_hooks, refuse_transforms, why_left_alone
-from squeezebox.capture._watch import Watcher
 from squeezebox.capture._work import Work, work_of
 
 __all__ = [
@@ -51,7 +50,6 @@ __all__ = [
     "Store",
     "Tracer",
     "Trial",
-    "Watcher",
     "Work",
     "check_supported",
     "compiled_part",

@@ -12,7 +12,7 @@ from squeezebox import codecs
 from squeezebox.capture._arena import Arena
 from squeezebox.capture._layouts import Scale, flattened, give_sign, placeholder
 from squeezebox.capture._lineage import Derivation, Origin, Recipe, derivation
-from squeezebox.capture._watch import spent_on
+from squeezebox.capture._onlooker import spent_on
 from squeezebox.memory import HostSlot, Slot
 from squeezebox.schema import Activity, CaptureError
 
@@ -36,7 +36,7 @@ class Held(ABC):
     def flat(self, means: Means) -> torch.Tensor:
         """All of them, flat; in a buffer that the next may take."""
         if self.ready is None:
-            with spent_on(means.watcher, self.activity):
+            with spent_on(self.activity, self.row, means.onlookers):
                 return self.fetch(means, means.arena)
         means.arena.trim()
         return self.ready
@@ -127,8 +127,6 @@ class Recomputed(Held):
 
     def fetch(self, means: Means, arena: Arena) -> torch.Tensor:
         arena.trim()
-        if means.watcher is not None:
-            means.watcher.recomputed(self.row)
         self.ready = self.recipe.follow(lambda source: source.values.lasting(means), self.dtype)
         if self.sign is not None:
             give_sign(self.ready, self.sign)
@@ -162,7 +160,7 @@ def unpacked(handle: Handle, means: Means) -> torch.Tensor:
         means.arena.trim()
         return placeholder(shape, stride, entry.dtype, entry.device)
     if handle.rule.codec == "pool-index" and isinstance(held, Packed):
-        with spent_on(means.watcher, Activity.UNPACKING):
+        with spent_on(Activity.UNPACKING, entry.row, means.onlookers):
             return _as_saved(handle, entry, codecs.get(held.packed.codec).unpack(held.packed))
     return _as_saved(handle, entry, held.flat(means).as_strided(shape, stride, offset))
 

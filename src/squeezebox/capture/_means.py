@@ -11,7 +11,6 @@ from squeezebox.capture._contracts import Choice, Listener, Policy
 from squeezebox.capture._device import DeviceBlocks
 from squeezebox.capture._entries import Row
 from squeezebox.capture._onlooker import Onlooker
-from squeezebox.capture._watch import Watcher
 from squeezebox.memory import Reserve, Spill, Staging
 from squeezebox.schema import Option, Role
 
@@ -37,7 +36,6 @@ class Means:
     blocks: DeviceBlocks | None = None  # where a device's blocks go,
     room: int = 0  # and how many bytes they get, where a plan says so
     listener: Listener | None = None
-    watcher: Watcher | None = None
     onlookers: tuple[Onlooker, ...] = ()
 
     @contextlib.contextmanager

@@ -17,9 +17,9 @@ from squeezebox.capture._held import Held, Kept, Offloaded, Packed, Recomputed, 
 from squeezebox.capture._layouts import Scale, dither_of, flattened, lag_of, scale_of, why_no_interval
 from squeezebox.capture._lineage import Recipe
 from squeezebox.capture._means import Means
+from squeezebox.capture._onlooker import spent_on
 from squeezebox.capture._places import pack_into
 from squeezebox.capture._rules import Rule
-from squeezebox.capture._watch import spent_on
 from squeezebox.memory import HostSlot, Spill, Staging
 from squeezebox.schema import Action, Activity, CaptureError, CodecError, Option, OptionError, Reads
 
@@ -35,18 +35,15 @@ class Packer:
 
     def pack(self, entry: Entry, handle: Handle, rule: Rule, options: Mapping[str, Any]) -> Held | None:
         """Make sure the entry serves ``rule``; returns what does, None where that is the tensor's shape."""
-        with spent_on(self._means.watcher, Activity.PACKING):
+        with spent_on(Activity.PACKING, entry.row, self._means.onlookers):
             try:
-                held = self._held_as(entry, handle, rule, options)
+                return self._held_as(entry, handle, rule, options)
             except (
                 CodecError,
                 OptionError,
                 ArithmeticError,
             ) as error:  # measuring, or a codec
-                held = self._refused(entry, waiting(handle), str(error))
-        if self._means.watcher is not None:
-            self._means.watcher.held(entry.row)
-        return held
+                return self._refused(entry, waiting(handle), str(error))
 
     def _held_as(self, entry: Entry, handle: Handle, rule: Rule, options: Mapping[str, Any]) -> Held | None:
         tensor = waiting(handle)
@@ -217,7 +214,7 @@ class Packer:
             place = self._place(entry)
             assert place is not None
             whole = tensor.detach().as_strided((entry.numel,), (1,), 0)  # which tells of changes in place
-            with spent_on(self._means.watcher, Activity.WAITING):
+            with spent_on(Activity.WAITING, entry.row, self._means.onlookers):
                 slot = place.write(whole)
             if isinstance(slot, HostSlot):
                 entry.values = Staged(row=entry.row, slot=slot)

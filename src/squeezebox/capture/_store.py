@@ -125,8 +125,9 @@ class Store(Means):
         if is_plain(tensor.data):
             storage = tensor.untyped_storage()
             held = self.borrowed if borrowed else self.small
-            if self.watcher is not None and not borrowed and storage._cdata not in held:
-                self.watcher.small(storage.nbytes())
+            if not borrowed and storage._cdata not in held:
+                for each in self.onlookers:
+                    each.small(storage.nbytes())
             held[storage._cdata] = storage.nbytes()
         handle.tensor = tensor.detach()
 
@@ -147,6 +148,8 @@ class Store(Means):
         handle.is_pending, handle.held = False, self._packer.pack(entry, handle, rule, options)
         if self.listener is not None:
             self.listener.saved(entry.row)
+        for each in self.onlookers:
+            each.saved(entry.row)
         handle.tensor = tensor.detach() if isinstance(handle.held, Kept) else None
 
     def forget_calls(self) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -57,7 +57,6 @@ class Engine:
         plan: in force, if any.
         notes: for the report, in order.
         step: the number of the last step, from 0; -1 before it.
-        shown: called with the inputs of every forward.
     """
 
     def __init__(
@@ -83,7 +82,6 @@ class Engine:
         self.records = Records(store=self.store, policy=policy, notes=self.notes)
         self.plan: StepPlan | None = None
         self.step = -1
-        self.shown: list[Callable[[Iterable[torch.Tensor]], None]] = []
         self._overlapping, self._replanning = overlapping, replanning
         self.measures_peaks = not overlapping
         self._passes = Passes(self.recorder, self.notes)
@@ -245,8 +243,8 @@ class Engine:
 
     def _enter(self, inputs: Any) -> None:
         own = [*held_by(self.model), *tensors_in(inputs)]
-        for show in self.shown:
-            show(tensors_in(inputs))
+        for each in self.store.onlookers:
+            each.given(tensors_in(inputs))
         self.recorder.own(own)
         if self._meter.running:
             held_bytes = nbytes_of(own + persistent(self.model, self.optimizer))

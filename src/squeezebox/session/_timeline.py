@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from squeezebox.capture import Row
+from squeezebox.capture import Onlooker, Row
 from squeezebox.profiling import StepMarks, now, record_closure
 from squeezebox.reports import StepPlan
 from squeezebox.schema import (
@@ -53,14 +53,8 @@ def take_timeline(engine: Engine, closure: Callable[[], object]) -> StepTimeline
     @contextlib.contextmanager
     def around(marks: StepMarks) -> Iterator[None]:
         notes.marks = marks
-        engine.shown.append(functools.partial(marks.note, Kind.INPUT))
-        try:
-            with engine.uncounted_step():
-                engine.store.watcher = notes
-                yield
-        finally:
-            engine.store.watcher = None
-            engine.shown.clear()
+        with engine.store.shown_to(notes.onlooker), engine.uncounted_step():
+            yield
 
     trace = record_closure(engine.model, closure, optimizer=engine.optimizer, around=around)
     record = engine.records.now(engine.step, engine.plan)()
@@ -77,20 +71,26 @@ class _Notes:
     small_bytes: Counter[_Place] = field(default_factory=Counter)
     recomputed_bytes: Counter[_Place] = field(default_factory=Counter)
 
-    def begin(self, activity: Activity) -> None:
-        self.marks.begin(activity)
+    @property
+    def onlooker(self) -> Onlooker:
+        return Onlooker(
+            given=functools.partial(self.marks.note, Kind.INPUT),
+            saved=self._saved,
+            small=self._small,
+            spending=self._spending,
+            spent=self.marks.end,
+        )
 
-    def end(self) -> None:
-        self.marks.end()
-
-    def held(self, row: Row) -> None:
+    def _saved(self, row: Row) -> None:
         self.phases.setdefault(row.key, self.marks.phase)
 
-    def small(self, nbytes: int) -> None:
+    def _small(self, nbytes: int) -> None:
         self.small_bytes[self.marks.phase, self.marks.module] += nbytes
 
-    def recomputed(self, row: Row) -> None:
-        self.recomputed_bytes[self.marks.phase, row.module] += row.saved_bytes
+    def _spending(self, activity: Activity, row: Row) -> None:
+        self.marks.begin(activity)
+        if activity is Activity.RECOMPUTING:
+            self.recomputed_bytes[self.marks.phase, row.module] += row.saved_bytes
 
 
 def _timeline(
