@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import squeezebox
+from squeezebox.capture import Onlooker
 from squeezebox.capture._held import Recomputed
 from squeezebox.schema import Action, CaptureError, Option, PlanError
 
@@ -142,23 +143,19 @@ class Wrapped(nn.Module):
 
 
 class Deriving:
-    """Listens to one step and notes how each tensor could be made again."""
+    """Looks on at one step and notes how each tensor could be made again."""
 
     def __init__(self):
         self._derive, self.found = {}, {}
+        self.onlooker = Onlooker(measures=True, saving=self._saving, using=self._using)
 
-    def saving(self, row, tensor, derive):
+    def _saving(self, row, tensor, derive):
         self._derive[row.key] = derive
 
-    def using(self, row):
+    def _using(self, row):
         derivation = self._derive.pop(row.key, lambda: None)()
         if derivation is not None:
             self.found[row.key] = derivation.sources
-
-    def _nothing(self, *_):
-        pass
-
-    calling = called = offered = saved = used = released = _nothing
 
 
 def gradients(model, x, y, autocast=False):
@@ -183,10 +180,10 @@ def session_of(model, x, y, autocast=False):
     """A lossless session, and what its step can make again."""
     session = squeezebox.attach(model, exact=True)
     store = session.engine.store
-    store.lineage, store.listener = session.engine.recorder.lineage(), Deriving()
-    gradients(model, x, y, autocast)
-    found, store.listener = store.listener.found, None
-    return session, found
+    deriving, store.lineage = Deriving(), session.engine.recorder.lineage()
+    with store.shown_to(deriving.onlooker):
+        gradients(model, x, y, autocast)
+    return session, deriving.found
 
 
 def recomputed(sources):

@@ -9,6 +9,7 @@ from torch import nn
 
 import squeezebox
 from squeezebox import codecs
+from squeezebox.capture import Onlooker
 
 ROWS = 64  # of 64 elements: large enough to be packed
 
@@ -162,18 +163,14 @@ class Trying:
         assert packed.payload[0] is arena.words
         self.errors.append(float((codecs.get(codec).unpack(packed) - flat).abs().max()))
 
-    def _nothing(self, *_):
-        pass
-
-    calling = called = saving = saved = using = used = released = _nothing
-
 
 def test_trials_may_have_an_arena_of_their_own():
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
     session = squeezebox.attach(model, noise=1e-3, codec="blocks")
     for _ in range(3):
         model(torch.randn(512, 16)).square().mean().backward()
-    session.engine.store.listener = trying = Trying()
-    model(torch.randn(512, 16)).square().mean().backward()
+    trying = Trying()
+    with session.engine.store.shown_to(Onlooker(offered=trying.offered)):
+        model(torch.randn(512, 16)).square().mean().backward()
     session.detach()
     assert trying.errors and max(trying.errors) <= 0.1

@@ -7,7 +7,7 @@ May touch: torch's saved-tensor hooks, function modes, autograd nodes and compil
 from squeezebox.capture._compiled._bits import BitRule, HalfSteps
 from squeezebox.capture._compiled._codes import BITS
 from squeezebox.capture._compiled._step import CompiledStep
-from squeezebox.capture._contracts import Choice, Listener, Policy, Trial
+from squeezebox.capture._contracts import Choice, Policy
 from squeezebox.capture._device import DeviceBlocks
 from squeezebox.capture._entries import Row, is_plain
 from squeezebox.capture._graph import in_backward, leaves
@@ -35,7 +35,6 @@ __all__ = [
     "DeviceBlocks",
     "HalfSteps",
     "Installation",
-    "Listener",
     "Observer",
     "Onlooker",
     "Overwrite",
@@ -49,7 +48,6 @@ __all__ = [
     "Stopwatch",
     "Store",
     "Tracer",
-    "Trial",
     "Work",
     "check_supported",
     "compiled_part",

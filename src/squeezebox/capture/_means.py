@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from squeezebox.capture._arena import Arena
-from squeezebox.capture._contracts import Choice, Listener, Policy
+from squeezebox.capture._contracts import Choice, Policy
 from squeezebox.capture._device import DeviceBlocks
 from squeezebox.capture._entries import Row
 from squeezebox.capture._onlooker import Onlooker
@@ -35,8 +35,12 @@ class Means:
     reserve: Reserve | None = None  # where packed ones go in the host's memory
     blocks: DeviceBlocks | None = None  # where a device's blocks go,
     room: int = 0  # and how many bytes they get, where a plan says so
-    listener: Listener | None = None
     onlookers: tuple[Onlooker, ...] = ()
+
+    @property
+    def measured(self) -> bool:
+        """Whether an onlooker measures what could be held."""
+        return any(each.measures for each in self.onlookers)
 
     @contextlib.contextmanager
     def shown_to(self, onlooker: Onlooker) -> Iterator[None]:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
+from squeezebox import codecs
 from squeezebox.capture._entries import Row
+from squeezebox.capture._layouts import Scale
+from squeezebox.capture._lineage import Call, Derivation
 from squeezebox.schema import Activity
+
+Trial = Callable[..., codecs.Packed]
+Derive = Callable[[], Derivation | None]
+Again = Callable[[], torch.Tensor]
+Offered = Callable[[Row, str, torch.Tensor, Scale | None, float, Trial, Again], object]
 
 _NOTHING = contextlib.nullcontext()
 
 
-def _ignored(*_: object) -> None:
+def ignored(*_: object) -> None:
     """What nobody wants to hear of."""
 
 
@@ -24,8 +32,20 @@ class Onlooker:
     """One function for each kind of event that somebody wants to hear of, called while it happens.
 
     Attributes:
+        measures: whether it wants to see every tensor let go, also those to be held exactly, and to ask how
+            each was made until the step is over.
         given: a forward begins with these tensors.
+        calling: an operator that can be repeated begins, where the store has a lineage.
+        called: it has ended.
+        saving: packing of a row's tensor begins; the tensor is the original. The last argument says, once the
+            step is over, how it was made.
+        offered: a row's values may be packed. Given are a codec, the flat tensor, its scale and the highest
+            bound. ``trial(codec, bound)``, in units of the scale, packs them by any that serves and keeps
+            nothing. ``again()`` recomputes the tensor, from what is held of the others.
         saved: it is decided how a row's tensor is held; once for each reader.
+        using: unpacking of a row's tensor begins.
+        used: it has ended; of these rows there are buffers.
+        released: autograd has let go of a row's tensor.
         small: a tensor of these bytes is left as it is, being too small to be packed.
         spending: until ``spent``, time goes to this activity, for this row.
         spent: from now on it goes again to what was before.
@@ -35,15 +55,23 @@ class Onlooker:
         followed: it has noted that.
     """
 
-    given: Callable[[Iterable[torch.Tensor]], object] = _ignored
-    saved: Callable[[Row], object] = _ignored
-    small: Callable[[int], object] = _ignored
-    spending: Callable[[Activity, Row], object] = _ignored
-    spent: Callable[[], object] = _ignored
-    holding: Callable[[], object] = _ignored
-    held: Callable[[], object] = _ignored
-    following: Callable[[], object] = _ignored
-    followed: Callable[[], object] = _ignored
+    given: Callable[[Iterable[torch.Tensor]], object] = ignored
+    saved: Callable[[Row], object] = ignored
+    small: Callable[[int], object] = ignored
+    spending: Callable[[Activity, Row], object] = ignored
+    spent: Callable[[], object] = ignored
+    measures: bool = False
+    calling: Callable[[Call], object] = ignored
+    called: Callable[[Call], object] = ignored
+    saving: Callable[[Row, torch.Tensor, Derive], object] = ignored
+    offered: Offered = ignored
+    using: Callable[[Row], object] = ignored
+    used: Callable[[Row, Sequence[Row]], object] = ignored
+    released: Callable[[Row], object] = ignored
+    holding: Callable[[], object] = ignored
+    held: Callable[[], object] = ignored
+    following: Callable[[], object] = ignored
+    followed: Callable[[], object] = ignored
 
 
 def spent_on(activity: Activity, row: Row, onlookers: tuple[Onlooker, ...]) -> AbstractContextManager[None]:

@@ -17,7 +17,7 @@ from squeezebox.capture._held import Held, Kept, Offloaded, Packed, Recomputed, 
 from squeezebox.capture._layouts import Scale, dither_of, flattened, lag_of, scale_of, why_no_interval
 from squeezebox.capture._lineage import Recipe
 from squeezebox.capture._means import Means
-from squeezebox.capture._onlooker import spent_on
+from squeezebox.capture._onlooker import ignored, spent_on
 from squeezebox.capture._places import pack_into
 from squeezebox.capture._rules import Rule
 from squeezebox.memory import HostSlot, Spill, Staging
@@ -139,11 +139,8 @@ class Packer:
         arena = blocks.place(flat.nbytes) if blocks is not None else None
         unit = scale if choice.scaled else None
         hints = _hints(tensor, unit, arena)
-        if self._means.listener is not None:
-            trial = functools.partial(_tried, flat, hints)
-            highest = math.inf if seen.highest is None else seen.highest()
-            made = functools.partial(again, entry, self._means)
-            self._means.listener.offered(entry.row, choice.codec, flat, unit, highest, trial, made)
+        if self._means.onlookers:
+            self._offer(entry, choice.codec, flat, unit, seen, hints)
         packed = self._packed(entry, choice.codec, flat, choice.bound, hints)
         entry.values = Packed(
             row=entry.row,
@@ -165,6 +162,23 @@ class Packer:
             entry.row.packed.pop("sign", None)
         return entry.values
 
+    def _offer(
+        self,
+        entry: Entry,
+        codec: str,
+        flat: torch.Tensor,
+        unit: Scale | None,
+        rule: Rule,
+        hints: codecs.Hints,
+    ) -> None:
+        """Let onlookers try how else the values could be packed."""
+        for each in self._means.onlookers:
+            if each.offered is not ignored:
+                highest = math.inf if rule.highest is None else rule.highest()
+                trial = functools.partial(_tried, flat, hints)
+                made = functools.partial(again, entry, self._means)
+                each.offered(entry.row, codec, flat, unit, highest, trial, made)
+
     def _sign(self, entry: Entry, tensor: torch.Tensor, *, nan: bool = True) -> codecs.Packed:
         packed = self._packed(entry, "sign", flattened(tensor, entry.numel), nan=nan)
         entry.row.packed["sign"] = entry.row.packed.get("sign", 0) + packed.nbytes
@@ -185,8 +199,8 @@ class Packer:
         return pack_into(self._means.reserve, entry.row.key, entry, codec, tensor, bound, hints, **options)
 
     def _hold(self, entry: Entry, tensor: torch.Tensor) -> Held:
-        """Keep the tensor; where somebody listens, let it go all the same, to see when it would be free."""
-        moved = self._means.listener is not None and self._place(entry) is not None
+        """Keep the tensor; where somebody measures, let it go all the same, to see when it would be free."""
+        moved = self._means.measured and self._place(entry) is not None
         return self._offload(entry, tensor) if moved else self.keep(entry, tensor)
 
     def _derive(self, entry: Entry, tensor: torch.Tensor, option: Option) -> Held:

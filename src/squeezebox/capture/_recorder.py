@@ -160,7 +160,7 @@ class Recorder(TorchFunctionMode):
 
     def _called(self, function: Any, args: Any, kwargs: Any) -> tuple[Any, Call | None]:
         """What the operator returns, and the call if it can be repeated and anybody wants to know."""
-        lineage, listener, onlookers = self.store.lineage, self.store.listener, self.store.onlookers
+        lineage, onlookers = self.store.lineage, self.store.onlookers
         if lineage is None:
             return function(*args, **(kwargs or {})), None
         for each in onlookers:
@@ -170,12 +170,11 @@ class Recorder(TorchFunctionMode):
             each.followed()
         if call is None:
             return function(*args, **(kwargs or {})), None
-        if listener is not None:
-            listener.calling(call)
-        out = function(*args, **(kwargs or {}))
-        if listener is not None:
-            listener.called(call)
         for each in onlookers:
+            each.calling(call)
+        out = function(*args, **(kwargs or {}))
+        for each in onlookers:
+            each.called(call)
             each.following()
         lineage.end(call, args, kwargs, out)
         for each in onlookers:

@@ -12,9 +12,11 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.holding = self.following = self._begun = 0.0
-        self.onlooker = Onlooker(
-            holding=self._begin, held=self._hold, following=self._begin, followed=self._follow
-        )
+
+    @property
+    def onlooker(self) -> Onlooker:
+        """What a store shows its steps to."""
+        return Onlooker(holding=self._begin, held=self._hold, following=self._begin, followed=self._follow)
 
     def _begin(self) -> None:
         self._begun = time.perf_counter()

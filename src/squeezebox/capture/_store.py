@@ -16,6 +16,7 @@ from squeezebox.capture._held import Held, Kept, Recomputed, derived, unpacked
 from squeezebox.capture._layouts import is_default
 from squeezebox.capture._lineage import Call, Lineage
 from squeezebox.capture._means import Means
+from squeezebox.capture._onlooker import ignored
 from squeezebox.capture._packer import Packer, waiting
 from squeezebox.capture._rules import Rule
 from squeezebox.memory import CudaStreams, Reserve, Staging
@@ -143,18 +144,16 @@ class Store(Means):
         handle.rule = rule
         entry = handle.entry = self._entry(tensor, rule, key)
         entry.row.roles.append(rule.role)
-        if self.listener is not None:
-            self.listener.saving(entry.row, tensor, functools.partial(derived, entry.origin))
+        for each in self.onlookers:
+            each.saving(entry.row, tensor, functools.partial(derived, entry.origin))
         handle.is_pending, handle.held = False, self._packer.pack(entry, handle, rule, options)
-        if self.listener is not None:
-            self.listener.saved(entry.row)
         for each in self.onlookers:
             each.saved(entry.row)
         handle.tensor = tensor.detach() if isinstance(handle.held, Kept) else None
 
     def forget_calls(self) -> None:
         """Forward is over: let go of how tensors were made, where no recipe needs it."""
-        if self.lineage is None or self.listener is not None:
+        if self.lineage is None or self.measured:
             return
         for entry in self._entries.values():
             if entry.origin is not None and not isinstance(entry.values, Recomputed):
@@ -177,13 +176,16 @@ class Store(Means):
             CaptureError: a tensor that is held itself was changed in place since it was saved.
         """
         free = handle.held is None and is_default(*handle.geometry[:2])
-        if self.listener is None or handle.entry is None or free:
+        if not self.onlookers or handle.entry is None or free:
             return unpacked(handle, self)
-        self.listener.using(handle.entry.row)
+        for each in self.onlookers:
+            each.using(handle.entry.row)
         tensor = unpacked(handle, self)
         on_host = handle.entry.device.type == "cpu"  # on a device a buffer is its user's alone
         owners = self.arena.owners() if on_host else [handle.entry]
-        self.listener.used(handle.entry.row, [each.row for each in owners if isinstance(each, Entry | Held)])
+        rows = [owner.row for owner in owners if isinstance(owner, Entry | Held)]
+        for each in self.onlookers:
+            each.used(handle.entry.row, rows)
         return tensor
 
     def _entry(self, tensor: torch.Tensor, rule: Rule, key: Callable[[], tuple[str, str]]) -> Entry:
@@ -208,6 +210,7 @@ class Store(Means):
         if self.lineage is not None:
             origin = entry.origin = self.lineage.origin(tensor)
             origin.row, origin.entry = row, weakref.ref(entry)
-        if self.listener is not None:
-            weakref.finalize(entry, self.listener.released, row).atexit = False
+        for each in self.onlookers:
+            if each.released is not ignored:
+                weakref.finalize(entry, each.released, row).atexit = False
         return entry

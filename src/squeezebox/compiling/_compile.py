@@ -154,11 +154,11 @@ def _half_steps(
     """What each number of bits would mean for each of the plan's tensors, from one eager forward."""
     with restored(model), torch.enable_grad():
         engine = begin(model, None, None, plan=plan)
-        found = engine.store.listener = HalfSteps()
+        found = HalfSteps()
         try:
-            model(*args, **kwargs)
+            with engine.store.shown_to(found.onlooker):
+                model(*args, **kwargs)
         finally:
-            engine.store.listener = None
             engine.detach()
     return found
 
@@ -215,11 +215,11 @@ def _bit_profile(example: TrainingStep) -> Profile:
             for _ in range(STATISTICS_STEPS):
                 example.gradients(example.model)
             engine.close_step()
-            found = engine.store.listener = HalfSteps()
-            example.loss(example.model)
+            found = HalfSteps()
+            with engine.store.shown_to(found.onlooker):
+                example.loss(example.model)
             sensitivities = engine.policy.state.sensitivities
         finally:
-            engine.store.listener = None
             engine.detach()
     tensors = tuple(
         TensorProfile(

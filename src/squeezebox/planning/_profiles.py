@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from squeezebox.bounds import Controller, NoiseBudget
-from squeezebox.capture import Row, Stopwatch, Tracer
+from squeezebox.capture import Onlooker, Row, Stopwatch, Tracer
 from squeezebox.memory import usual_folder, within_room
 from squeezebox.profiling import (
     Gain,
@@ -230,24 +230,25 @@ class _Profiling:
         step, engine, store = self._training, self._engine, self._engine.store
         parts = self._parts()
         blocks = self._blocks.values()
-        self._profiler = store.listener = profiler
+        self._profiler = profiler
         try:
-            for _ in range(timed):
-                self._plain("a plain step, operator by operator")
-            step.model.zero_grad(set_to_none=True)
-            engine.recorder.tracer = tracer
-            if store.blocks is not None and blocks:
-                store.blocks.prepare(sum(row.packed["blocks"] for row in blocks))
-            profiler.start(max((row.saved_bytes for row in blocks), default=0))
-            with _marked(step.model, profiler):
-                engine.replay(self._step, bypass=False)
-            gradients = persistent(engine.model, None)
-            saved = {row.key: row.saved_bytes for row in store.rows}
-            final = nbytes_of(gradients) + transient_bytes(gradients, step.optimizer)
-            profile = profiler.stop(sum(parts.values()), learned, final, gradients, seconds)
-            self._tell("every way to hold every tensor")
+            with store.shown_to(_onlooker_of(profiler)):
+                for _ in range(timed):
+                    self._plain("a plain step, operator by operator")
+                step.model.zero_grad(set_to_none=True)
+                engine.recorder.tracer = tracer
+                if store.blocks is not None and blocks:
+                    store.blocks.prepare(sum(row.packed["blocks"] for row in blocks))
+                profiler.start(max((row.saved_bytes for row in blocks), default=0))
+                with _marked(step.model, profiler):
+                    engine.replay(self._step, bypass=False)
+                gradients = persistent(engine.model, None)
+                saved = {row.key: row.saved_bytes for row in store.rows}
+                final = nbytes_of(gradients) + transient_bytes(gradients, step.optimizer)
+                profile = profiler.stop(sum(parts.values()), learned, final, gradients, seconds)
+                self._tell("every way to hold every tensor")
         finally:
-            store.listener = store.lineage = engine.recorder.tracer = None
+            store.lineage = engine.recorder.tracer = None
             profiler.close()
         self._peak_bytes = max(self._peak_bytes, profiler.peak_bytes)
         return _keeping_the_loss(dataclasses.replace(profile, **parts), saved), saved
@@ -304,12 +305,15 @@ class _Profiling:
         engine, store = self._engine, self._engine.store
         self._training.model.zero_grad(set_to_none=True)
         found = GainProfiler()
+        looking: AbstractContextManager[None] = contextlib.nullcontext()
         if last and self._training.noise:
-            store.listener, store.lineage = found, engine.recorder.lineage()
+            store.lineage = engine.recorder.lineage()
+            looking = store.shown_to(Onlooker(measures=True, saving=found.saving, offered=found.offered))
         try:
-            self._metered(self._step) if first and self._is_metered else self._step()
+            with looking:
+                self._metered(self._step) if first and self._is_metered else self._step()
         finally:
-            store.listener = store.lineage = None
+            store.lineage = None
         self._gains = found.gains
         self._blocks = {row.key: row for row in store.rows if "blocks" in row.packed}
         self._tell("statistics")
@@ -382,6 +386,20 @@ def _marked(model: torch.nn.Module, profiler: StepProfiler) -> Iterator[None]:
 def _mark(profiler: StepProfiler, name: str, parameter: torch.Tensor) -> None:
     if parameter.grad is not None and parameter.grad.layout is torch.strided:
         profiler.gradient(name)
+
+
+def _onlooker_of(profiler: StepProfiler) -> Onlooker:
+    return Onlooker(
+        measures=True,
+        calling=profiler.calling,
+        called=profiler.called,
+        saving=profiler.saving,
+        offered=profiler.offered,
+        saved=profiler.saved,
+        using=profiler.using,
+        used=profiler.used,
+        released=profiler.released,
+    )
 
 
 _KEPT = Option(action=Action.KEEP, held_bytes=0)

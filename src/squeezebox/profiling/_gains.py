@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -46,7 +46,7 @@ _TRIED = 0.1  # share of the rms
 
 
 class GainProfiler:
-    """Listens to one step in which every tensor is packed, and recomputes those that come from one other."""
+    """Looks on at one step in which every tensor is packed, and recomputes those that come from one other."""
 
     def __init__(self) -> None:
         self.gains: dict[str, Gain] = {}
@@ -54,7 +54,7 @@ class GainProfiler:
         self._derive: dict[str, Callable[[], Derivation | None]] = {}
 
     def saving(self, row: Row, tensor: torch.Tensor, derive: Callable[[], Derivation | None]) -> None:
-        """As capture's Listener."""
+        """Packing begins; for capture's Onlooker."""
         self._rows[row.key], self._derive[row.key] = row, derive
 
     def offered(
@@ -67,7 +67,7 @@ class GainProfiler:
         trial: Callable[..., codecs.Packed],
         again: Callable[[], torch.Tensor],
     ) -> None:
-        """As capture's Listener: recompute it, and compare."""
+        """Its values may be packed: recompute it, and compare. For capture's Onlooker."""
         found = self._derive[row.key]()
         source = self._rows.get(found.sources[0]) if found is not None and len(found.sources) == 1 else None
         bound = _TRIED * (1.0 if scale is not None else _rms(flat))
@@ -80,11 +80,6 @@ class GainProfiler:
             self.gains[row.key] = Gain(
                 source=source.key, square=square, sign_bytes=nbytes, sign_seconds=seconds
             )
-
-    def calling(self, *_: Any) -> None:
-        """As capture's Listener."""
-
-    called = saved = using = used = released = calling
 
 
 def _error(found: torch.Tensor, exact: torch.Tensor) -> float:

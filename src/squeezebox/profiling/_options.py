@@ -89,10 +89,10 @@ class _Seen:
 
 
 class StepProfiler:
-    """Listens to one step and turns it into a Profile.
+    """Looks on at one step and turns it into a Profile.
 
     Values are packed at a few bounds around the one in force; what lies between is interpolated, bytes
-    and seconds linearly in the bound's logarithm. Plain steps that it listens to before :meth:`start` time
+    and seconds linearly in the bound's logarithm. Plain steps that it sees before :meth:`start` time
     operators once more each. With the ``gains`` of tensors that can be recomputed, they may be so from
     packed ones too. On the CPU tensors may be moved to ``folder``, unless that is in memory itself. Where
     options are ``known`` from another profile, only the tensors' lives are seen.
@@ -217,18 +217,18 @@ class StepProfiler:
         self._timeline.close()
 
     def calling(self, call: Call) -> None:
-        """As capture's Listener."""
+        """For capture's Onlooker."""
         self._timeline.call(call.number)
         self._started = now(self._device)
 
     def called(self, call: Call) -> None:
-        """As capture's Listener."""
+        """For capture's Onlooker."""
         seconds = now(self._device) - self._started
         self._calls[call.number] = min(seconds, self._calls.get(call.number, seconds))
         self._timeline.called(call.number)
 
     def saving(self, row: Row, tensor: torch.Tensor, derive: Callable[[], Derivation | None]) -> None:
-        """As capture's Listener."""
+        """For capture's Onlooker."""
         number = self._numbers.setdefault(id(row), len(self._numbers))
         self._seen.setdefault(number, _Seen(row, derive))
         self._timeline.save(number, tensor)
@@ -244,7 +244,7 @@ class StepProfiler:
         trial: Callable[..., codecs.Packed],
         again: Callable[[], torch.Tensor],
     ) -> None:
-        """As capture's Listener: pack at a few bounds."""
+        """For capture's Onlooker: pack at a few bounds."""
         if row.key in self._known:
             return
         begun = now(self._device)
@@ -279,26 +279,26 @@ class StepProfiler:
         return option, begun + seconds - done
 
     def saved(self, row: Row) -> None:
-        """As capture's Listener."""
+        """For capture's Onlooker."""
         seen = self._seen[self._numbers[id(row)]]
         seen.seconds += now(self._device) - self._started - seen.apart
         seen.apart = 0.0
         self._timeline.saved(self._numbers[id(row)])
 
     def using(self, row: Row) -> None:
-        """As capture's Listener."""
+        """For capture's Onlooker."""
         self._timeline.use(self._numbers[id(row)])
         self._started = now(self._device)
 
     def used(self, row: Row, unpacked: Sequence[Row]) -> None:
-        """As capture's Listener."""
+        """For capture's Onlooker."""
         seen = self._seen[self._numbers[id(row)]]
         seen.seconds += now(self._device) - self._started
         seen.decodes = True
         self._timeline.used(self._numbers[id(row)], [self._numbers[id(other)] for other in unpacked])
 
     def released(self, row: Row) -> None:
-        """As capture's Listener."""
+        """For capture's Onlooker."""
         self._timeline.release(self._numbers[id(row)])
 
     def _recomputed(

@@ -13,6 +13,7 @@ from torch import fx
 
 from squeezebox.capture._compiled._codes import BITS, half_steps
 from squeezebox.capture._layouts import Scale
+from squeezebox.capture._onlooker import Onlooker
 from squeezebox.capture._rules import Rule
 from squeezebox.schema import PlanError, Role
 
@@ -115,7 +116,7 @@ def dotted(written: str) -> str:
 
 
 class HalfSteps:
-    """A store's listener: root-mean-square bound of every saved tensor at every number of bits.
+    """Looks on for the root-mean-square bound of every saved tensor at every number of bits.
 
     In the unit that the error law uses for the tensor: absolute, or a channel's or row's standard deviation.
     """
@@ -126,18 +127,21 @@ class HalfSteps:
         self.numel: dict[str, int] = {}
         self._geometry: dict[str, tuple[Any, Any]] = {}
 
-    def saving(self, row: Any, tensor: Any, derive: object) -> None:
-        """Measure each key once."""
+    @property
+    def onlooker(self) -> Onlooker:
+        """What a store shows an eager step to."""
+        return Onlooker(saving=self._saving, offered=self._offered)
+
+    def _saving(self, row: Any, tensor: Any, derive: object) -> None:
         if tensor.is_floating_point() and tensor.numel() and row.key not in self.by_key:
             self.saved_bytes[row.key] = row.saved_bytes
             self.numel[row.key] = row.saved_bytes // tensor.element_size()
             self._geometry[row.key] = (tensor.size(), tensor.stride())
             self._measure(row, tensor, None)
 
-    def offered(
+    def _offered(
         self, row: Any, codec: str, flat: Any, scale: Scale | None, highest: float, *_: object
     ) -> None:
-        """Measure those again whose bound is in other units; leave out what would be beyond the highest."""
         if scale is not None:
             self._measure(row, flat.as_strided(*self._geometry[row.key]), scale)
         known = self.by_key[row.key].items()
@@ -145,11 +149,6 @@ class HalfSteps:
 
     def _measure(self, row: Any, tensor: Any, scale: Scale | None) -> None:
         self.by_key[row.key] = {bits: _rms_half_step(tensor, row.rule, scale, bits) for bits in BITS}
-
-    def calling(self, *_: object) -> None:
-        """Nothing to note."""
-
-    called = saved = using = used = released = calling
 
 
 def _rms_half_step(tensor: Any, rule: Rule, scale: Scale | None, bits: int) -> float:
