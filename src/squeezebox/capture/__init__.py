@@ -12,7 +12,7 @@ from squeezebox.capture._device import DeviceBlocks
 from squeezebox.capture._entries import Row, is_plain
 from squeezebox.capture._graph import in_backward, leaves
 from squeezebox.capture._install import Installation, check_supported, compiled_part, is_innermost
-from squeezebox.capture._observe import Observer
+from squeezebox.capture._observe import observing, saved_bytes
 from squeezebox.capture._onlooker import Onlooker
 from squeezebox.capture._overwrites import Overwrite, Overwrites
 from squeezebox.capture._recorder import Recorder
@@ -35,7 +35,6 @@ __all__ = [
     "DeviceBlocks",
     "HalfSteps",
     "Installation",
-    "Observer",
     "Onlooker",
     "Overwrite",
     "Overwrites",
@@ -56,8 +55,10 @@ __all__ = [
     "is_innermost",
     "is_plain",
     "leaves",
+    "observing",
     "refuse_transforms",
     "register_rule",
+    "saved_bytes",
     "why_left_alone",
     "work_of",
 ]

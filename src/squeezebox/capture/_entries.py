@@ -134,6 +134,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def plain_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensor, if it is plain."""
+    return (tensor,) if is_plain(tensor.data) else ()
+
+
 def geometry_of(tensor: torch.Tensor) -> Geometry:
     """Shape, strides and offset of one that has them."""
     if tensor.layout is not torch.strided or tensor.is_nested:

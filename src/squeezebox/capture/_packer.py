@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,15 +26,22 @@ from squeezebox.schema import Action, Activity, CaptureError, CodecError, Option
 _NO_HINTS = codecs.Hints()
 
 
-class Packer:
+class Packing(Protocol):
     """Makes a store's entries serve those that read them."""
+
+    def pack(self, entry: Entry, handle: Handle, rule: Rule, options: Mapping[str, Any]) -> Held | None:
+        """Make sure the entry serves ``rule``; returns what does, None where that is the tensor's shape."""
+
+
+class Packer:
+    """Packs, moves, derives or keeps, as a plan or the policy says."""
 
     def __init__(self, means: Means) -> None:
         self._means = means
         self._pooled: set[tuple[str, str]] = set()  # keys and options of pool indices that were verified
 
     def pack(self, entry: Entry, handle: Handle, rule: Rule, options: Mapping[str, Any]) -> Held | None:
-        """Make sure the entry serves ``rule``; returns what does, None where that is the tensor's shape."""
+        """As :class:`Packing`."""
         with spent_on(Activity.PACKING, entry.row, self._means.onlookers):
             try:
                 return self._held_as(entry, handle, rule, options)
@@ -50,9 +57,9 @@ class Packer:
         if isinstance(entry.values, Kept):
             return entry.values
         if tensor._version != handle.version:  # unpack() will refuse it
-            return self.keep(entry, tensor)
+            return kept(entry, tensor)
         if tensor.is_neg() or tensor.is_conj():  # the storage holds other values than the tensor
-            return self.keep(entry, tensor)
+            return kept(entry, tensor)
         if rule.reads is Reads.SHAPE:
             return None
         entry.row.reads_values |= rule.codec is None and rule.reads is not Reads.SIGN
@@ -76,7 +83,7 @@ class Packer:
         if option is None or option.action is Action.COMPRESS:
             return None
         if option.action is Action.KEEP:
-            return self.keep(entry, tensor)
+            return kept(entry, tensor)
         if option.action is Action.OFFLOAD:
             return None if self._place(entry) is None else self._offload(entry, tensor)
         return self._derive(entry, tensor, option)
@@ -85,9 +92,9 @@ class Packer:
         form = codec + "".join(f",{name}={value}" for name, value in options.items())
         waits = codec == "narrow" or (codec == "mask" and tensor.dtype != torch.bool)
         if self._means.blocks is not None and waits:  # for the device, to see what the values are
-            return self.keep(entry, tensor)
+            return kept(entry, tensor)
         if codec == "narrow" and tensor.dtype.itemsize == 1:  # nothing is narrower: an LSTM's workspace, say
-            return self.keep(entry, tensor)
+            return kept(entry, tensor)
         if codec == "interval":
             why = why_no_interval(flattened(tensor, entry.numel), **options)
             if why:
@@ -201,7 +208,7 @@ class Packer:
     def _hold(self, entry: Entry, tensor: torch.Tensor) -> Held:
         """Keep the tensor; where somebody measures, let it go all the same, to see when it would be free."""
         moved = self._means.measured and self._place(entry) is not None
-        return self._offload(entry, tensor) if moved else self.keep(entry, tensor)
+        return self._offload(entry, tensor) if moved else kept(entry, tensor)
 
     def _derive(self, entry: Entry, tensor: torch.Tensor, option: Option) -> Held:
         if entry.values is None:
@@ -215,13 +222,7 @@ class Packer:
     def _refused(self, entry: Entry, tensor: torch.Tensor, reason: str) -> Held:
         """Keep what cannot be held in another way, and remember why."""
         self._means.refused.setdefault(entry.row.key, reason)
-        return self.keep(entry, tensor)
-
-    def keep(self, entry: Entry, tensor: torch.Tensor) -> Held:
-        """Hold the tensor itself."""
-        entry.values = Kept(row=entry.row, tensor=tensor.detach(), version=entry.version)
-        entry.row.packed["keep"] = entry.row.saved_bytes
-        return entry.values
+        return kept(entry, tensor)
 
     def _offload(self, entry: Entry, tensor: torch.Tensor) -> Held:
         if not isinstance(entry.values, Offloaded | Staged):
@@ -242,6 +243,13 @@ class Packer:
         if self._means.staging is not None and entry.device == self._means.staging.device:
             return self._means.staging
         return self._means.spill if entry.device.type == "cpu" else None
+
+
+def kept(entry: Entry, tensor: torch.Tensor) -> Held:
+    """Hold the tensor itself."""
+    entry.values = Kept(row=entry.row, tensor=tensor.detach(), version=entry.version)
+    entry.row.packed["keep"] = entry.row.saved_bytes
+    return entry.values
 
 
 def _hints(tensor: torch.Tensor, scale: Scale | None, arena: codecs.Arena | None) -> codecs.Hints:

@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from squeezebox.capture._checkpointed import Regions
@@ -23,6 +22,7 @@ from squeezebox.capture._graph import (
 )
 from squeezebox.capture._hooks import Hooks
 from squeezebox.capture._lineage import Call, Lineage
+from squeezebox.capture._owned import Owned
 from squeezebox.capture._path import ModulePath
 from squeezebox.capture._readings import Reading, options_of, readings_of
 from squeezebox.capture._region import Slicer, Tracer
@@ -42,7 +42,7 @@ class Recorder(TorchFunctionMode):
     inputs of checkpointed regions) are held exactly.
     """
 
-    def __init__(self, store: Store, model: torch.nn.Module) -> None:
+    def __init__(self, store: Store, model: torch.nn.Module, owned: Owned | None = None) -> None:
         super().__init__()
         self.store = store
         self.collector: Collector | None = None
@@ -50,12 +50,12 @@ class Recorder(TorchFunctionMode):
         self.is_hidden = False  # whether somebody else's hooks were entered in this step
         self.path = ModulePath(model)
         self._occurrences: Counter[str] = Counter()
-        self._owned: dict[int, StorageWeakRef] = {}
+        self._owned = Owned() if owned is None else owned
         self._stack = contextlib.ExitStack()
         self.slicer: Slicer | None = None
         self.tracer: Tracer | None = None
         self.regions = Regions()
-        self.hooks = Hooks(store, self.path, self.regions, self._is_borrowed)
+        self.hooks = Hooks(store, self.path, self.regions, self._owned.holds)
 
     def start_step(self) -> None:
         """Forget the last step's rows and occurrence counts."""
@@ -69,15 +69,7 @@ class Recorder(TorchFunctionMode):
 
         Returns those that have a storage.
         """
-        owned = [
-            tensor
-            for tensor in tensors
-            if is_plain(tensor) or (type(tensor) is torch.nn.Parameter and is_plain(tensor.data))
-        ]
-        for tensor in owned:
-            storage = tensor.untyped_storage()
-            self._owned[storage._cdata] = StorageWeakRef(storage)
-        return owned
+        return self._owned.add(tensors)
 
     def __enter__(self) -> Recorder:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -156,7 +148,7 @@ class Recorder(TorchFunctionMode):
         """Whether the tensor is there in backward anyway: somebody else's, or small."""
         if not is_plain(tensor.data):
             return False
-        return self._is_borrowed(tensor) or tensor.untyped_storage().nbytes() < self.store.small_bytes
+        return self._owned.holds(tensor) or tensor.untyped_storage().nbytes() < self.store.small_bytes
 
     def _called(self, function: Any, args: Any, kwargs: Any) -> tuple[Any, Call | None]:
         """What the operator returns, and the call if it can be repeated and anybody wants to know."""
@@ -180,12 +172,6 @@ class Recorder(TorchFunctionMode):
         for each in onlookers:
             each.followed()
         return out, call
-
-    def _is_borrowed(self, tensor: torch.Tensor) -> bool:
-        if not is_plain(tensor) or isinstance(tensor._base, torch.nn.Parameter):
-            return True
-        owner = self._owned.get(tensor.untyped_storage()._cdata)
-        return owner is not None and not owner.expired()
 
     def _claim(self, outputs: Any, since: int, function: str, call: Call | None) -> None:
         """Match pending handles with the attributes of the nodes that the operator made."""

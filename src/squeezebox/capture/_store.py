@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from squeezebox.capture._contracts import Policy
 from squeezebox.capture._device import DeviceBlocks
-from squeezebox.capture._entries import Entry, Handle, Row, geometry_of, held_exactly, is_plain
+from squeezebox.capture._entries import Entry, Handle, Row, geometry_of, held_exactly, plain_parts
 from squeezebox.capture._held import Held, Kept, Recomputed, derived, unpacked
 from squeezebox.capture._layouts import is_default
 from squeezebox.capture._lineage import Call, Lineage
 from squeezebox.capture._means import Means
 from squeezebox.capture._onlooker import ignored
-from squeezebox.capture._packer import Packer, waiting
+from squeezebox.capture._packer import Packer, Packing, waiting
 from squeezebox.capture._rules import Rule
 from squeezebox.memory import CudaStreams, Reserve, Staging
 from squeezebox.schema import Role
@@ -34,7 +34,12 @@ class _Step:
 class Store(Means):
     """The table of living entries, and packing and unpacking through it."""
 
-    def __init__(self, policy: Policy, packer: type[Packer] = Packer) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        packer: Callable[[Means], Packing] = Packer,
+        parts: Callable[[torch.Tensor], Iterable[torch.Tensor]] = plain_parts,
+    ) -> None:
         super().__init__(policy)
         self.small_bytes = SMALL_BYTES
         self.lineage: Lineage | None = None
@@ -44,7 +49,7 @@ class Store(Means):
         self.small: dict[int, int] = {}
         self.small_keys: dict[str, int] = {}
         self.was_in_use = False  # when this step began, the one before was still to be unpacked
-        self._packer = packer(self)
+        self._packer, self._parts = packer(self), parts
         self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
         self._step = weakref.ref(_Step())  # dead at once: no step is running
 
@@ -123,9 +128,9 @@ class Store(Means):
     def leave(self, handle: Handle, *, borrowed: bool) -> None:
         """Hold a tensor itself: somebody else owns it anyway (``borrowed``), or it is too small."""
         tensor = waiting(handle)
-        if is_plain(tensor.data):
-            storage = tensor.untyped_storage()
-            held = self.borrowed if borrowed else self.small
+        held = self.borrowed if borrowed else self.small
+        for part in self._parts(tensor):
+            storage = part.untyped_storage()
             if not borrowed and storage._cdata not in held:
                 for each in self.onlookers:
                     each.small(storage.nbytes())

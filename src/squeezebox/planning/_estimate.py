@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from squeezebox.capture import Observer, refuse_transforms
+from squeezebox.capture import Store, observing, refuse_transforms, saved_bytes
 from squeezebox.profiling import Simulation, fake_like, simulate
 from squeezebox.reports import Estimate
 from squeezebox.schema import OptionError
@@ -76,12 +76,12 @@ def estimate(
             return None
         return _of_kind(given, kind)
 
-    observers: list[Observer] = []
+    stores: list[Store] = []
 
     @contextlib.contextmanager
     def watch(fake: torch.nn.Module, inputs: list[torch.Tensor]) -> Iterator[None]:
-        observers.append(Observer(fake, inputs))
-        with observers[-1]:
+        with observing(fake, inputs) as store:
+            stores.append(store)
             yield
 
     simulation, why_real = simulate(
@@ -94,7 +94,7 @@ def estimate(
         values=values,
     )
     named = optimizer if isinstance(optimizer, str) else simulation.optimizer
-    return _as_estimate(simulation, observers[-1].saved_bytes(), named, why_real)
+    return _as_estimate(simulation, saved_bytes(stores[-1]), named, why_real)
 
 
 def _as_estimate(simulation: Simulation, saved: dict[str, int], optimizer: str, why_real: str) -> Estimate:
