@@ -147,9 +147,10 @@ def regions(model, x, slices=2):
     """What could be worked in slices, shortest first."""
     model = copy.deepcopy(model)
     with squeezed(model) as session:
-        tracer = session.engine.recorder.tracer = Tracer()
-        out = model(x)
-        (out if isinstance(out, torch.Tensor) else out[0]).sum().backward()
+        tracer = Tracer()
+        with session.engine.store.shown_to(tracer.onlooker):
+            out = model(x)
+            (out if isinstance(out, torch.Tensor) else out[0]).sum().backward()
     found = tracer.regions()
     assert all(region.slices == len(x) for region in found)
     return [replace(region, slices=slices) for region in found]

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -19,6 +20,21 @@ Trial = Callable[..., codecs.Packed]
 Derive = Callable[[], Derivation | None]
 Again = Callable[[], torch.Tensor]
 Offered = Callable[[Row, str, torch.Tensor, Scale | None, float, Trial, Again], object]
+
+
+class Running(Protocol):
+    """What an onlooker may ask of what runs around a forward."""
+
+    @property
+    def module(self) -> str:
+        """Path of the module whose forward is running."""
+
+    @property
+    def catches(self) -> bool:
+        """Whether what is saved now is saved by a plain operator and comes to this recorder."""
+
+
+Ran = Callable[[Any, Any, Any, Any, Running], object]
 
 _NOTHING = contextlib.nullcontext()
 
@@ -35,6 +51,9 @@ class Onlooker:
         measures: whether it wants to see every tensor let go, also those to be held exactly, and to ask how
             each was made until the step is over.
         given: a forward begins with these tensors.
+        ran: a function of torch has returned. Given are the function, its arguments, keywords and result, and
+            what runs around the forward.
+        named: a saved tensor of the running function has got this key.
         calling: an operator that can be repeated begins, where the store has a lineage.
         called: it has ended.
         saving: packing of a row's tensor begins; the tensor is the original. The last argument says, once the
@@ -55,19 +74,21 @@ class Onlooker:
         followed: it has noted that.
     """
 
-    given: Callable[[Iterable[torch.Tensor]], object] = ignored
-    saved: Callable[[Row], object] = ignored
-    small: Callable[[int], object] = ignored
-    spending: Callable[[Activity, Row], object] = ignored
-    spent: Callable[[], object] = ignored
     measures: bool = False
+    given: Callable[[Iterable[torch.Tensor]], object] = ignored
+    ran: Ran = ignored
+    named: Callable[[str], object] = ignored
     calling: Callable[[Call], object] = ignored
     called: Callable[[Call], object] = ignored
     saving: Callable[[Row, torch.Tensor, Derive], object] = ignored
     offered: Offered = ignored
+    saved: Callable[[Row], object] = ignored
     using: Callable[[Row], object] = ignored
     used: Callable[[Row, Sequence[Row]], object] = ignored
     released: Callable[[Row], object] = ignored
+    small: Callable[[int], object] = ignored
+    spending: Callable[[Activity, Row], object] = ignored
+    spent: Callable[[], object] = ignored
     holding: Callable[[], object] = ignored
     held: Callable[[], object] = ignored
     following: Callable[[], object] = ignored

@@ -25,7 +25,7 @@ from squeezebox.capture._lineage import Call, Lineage
 from squeezebox.capture._owned import Owned
 from squeezebox.capture._path import ModulePath
 from squeezebox.capture._readings import Reading, options_of, readings_of
-from squeezebox.capture._region import Slicer, Tracer
+from squeezebox.capture._region import Slicer
 from squeezebox.capture._rules import OTHER, operator_name
 from squeezebox.capture._stand_in import Deferred
 from squeezebox.capture._statistics import Collector
@@ -53,7 +53,6 @@ class Recorder(TorchFunctionMode):
         self._owned = Owned() if owned is None else owned
         self._stack = contextlib.ExitStack()
         self.slicer: Slicer | None = None
-        self.tracer: Tracer | None = None
         self.regions = Regions()
         self.hooks = Hooks(store, self.path, self.regions, self._owned.holds)
 
@@ -106,8 +105,8 @@ class Recorder(TorchFunctionMode):
         if self.slicer is not None:
             func, args, kwargs = self.slicer.instead(func, types, args, kwargs)
         out = self._run(func, args, kwargs)
-        if self.tracer is not None:
-            self.tracer.saw(func, args, kwargs, out, self)
+        for each in self.store.onlookers:
+            each.ran(func, args, kwargs, out, self)
         return out
 
     def replay(self, call: Deferred, x: torch.Tensor) -> torch.Tensor:
@@ -235,8 +234,8 @@ class Recorder(TorchFunctionMode):
         self._occurrences[name] += 1
         count = self._occurrences[name]
         key = name if count == 1 else f"{name}#{count}"
-        if self.tracer is not None:
-            self.tracer.keys.append(key)
+        for each in self.store.onlookers:
+            each.named(key)
         return key, self.module
 
 

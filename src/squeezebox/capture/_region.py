@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from squeezebox.capture._entries import is_plain
+from squeezebox.capture._onlooker import Onlooker, Running
 from squeezebox.capture._slices import BatchNorm, Operator, Sliced, Slot
 from squeezebox.capture._stand_in import METADATA, Deferred, Pending, StandIn, evaluated
 from squeezebox.schema import Region
@@ -36,18 +37,6 @@ _POINTWISE = frozenset(
 )
 _CHAINED = frozenset({functional.batch_norm, *_CONVOLUTIONS, *_POOLINGS, *_POINTWISE})
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-
-
-class Running(Protocol):
-    """What a tracer asks of what runs around a forward."""
-
-    @property
-    def module(self) -> str:
-        """Path of the module whose forward is running."""
-
-    @property
-    def catches(self) -> bool:
-        """Whether what is saved now is saved by a plain operator and comes to this recorder."""
 
 
 class Forward(Running, Protocol):
@@ -149,7 +138,7 @@ class Tracer:
     """
 
     def __init__(self, *, holding: bool = False) -> None:
-        self.keys: list[str] = []  # of the running call
+        self._keys: list[str] = []  # of the running call
         self.deferred: list[Deferred] = []
         self.sources: list[torch.Tensor] = []
         self._holding = holding
@@ -158,9 +147,14 @@ class Tracer:
         self._batch = 0
         self._limit = sys.maxsize  # calls after which somebody else reads the result
 
+    @property
+    def onlooker(self) -> Onlooker:
+        """What a store shows a forward to."""
+        return Onlooker(named=self._named, ran=self.saw)
+
     def saw(self, func: Any, args: Any, kwargs: Any, out: Any, forward: Running) -> None:
         """A call has returned."""
-        keys, self.keys = tuple(self.keys), []
+        keys, self._keys = tuple(self._keys), []
         if func in METADATA:
             return
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
@@ -189,6 +183,9 @@ class Tracer:
             for end in range(1, len(calls) + 1)
             if calls[end - 1].pools
         ]
+
+    def _named(self, key: str) -> None:
+        self._keys.append(key)
 
     def _extends(
         self, func: Any, args: Any, kwargs: Any, out: Any, read: list[int], forward: Running

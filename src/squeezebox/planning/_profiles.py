@@ -236,11 +236,10 @@ class _Profiling:
                 for _ in range(timed):
                     self._plain("a plain step, operator by operator")
                 step.model.zero_grad(set_to_none=True)
-                engine.recorder.tracer = tracer
                 if store.blocks is not None and blocks:
                     store.blocks.prepare(sum(row.packed["blocks"] for row in blocks))
                 profiler.start(max((row.saved_bytes for row in blocks), default=0))
-                with _marked(step.model, profiler):
+                with _marked(step.model, profiler), store.shown_to(tracer.onlooker):
                     engine.replay(self._step, bypass=False)
                 gradients = persistent(engine.model, None)
                 saved = {row.key: row.saved_bytes for row in store.rows}
@@ -248,7 +247,7 @@ class _Profiling:
                 profile = profiler.stop(sum(parts.values()), learned, final, gradients, seconds)
                 self._tell("every way to hold every tensor")
         finally:
-            store.lineage = engine.recorder.tracer = None
+            store.lineage = None
             profiler.close()
         self._peak_bytes = max(self._peak_bytes, profiler.peak_bytes)
         return _keeping_the_loss(dataclasses.replace(profile, **parts), saved), saved
