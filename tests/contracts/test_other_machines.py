@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TESTS = [
     "tests/capture/test_exact.py",
+    "tests/optim/test_updates.py::test_elements_are_rounded_as_in_a_step_of_all",
     "tests/profiling/test_estimate.py",
     "tests/profiling/test_workspace.py",
     "tests/planning/test_find_batch.py::test_the_answer_fits_the_memory_less_the_reserve_and_a_tenth_more_does_not",
