@@ -12,7 +12,9 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
+from squeezebox.memory._freed import keep_freed, return_freed
 from squeezebox.schema import OptionError
 
 SECTOR = 4096  # bytes at multiples of which a disk is read and written past the cache
@@ -147,7 +149,8 @@ class DiskFile:
 
     def __init__(self, folder: str, *, direct: bool = True) -> None:
         file = tempfile.TemporaryFile(dir=folder, buffering=0)
-        self.close = weakref.finalize(self, file.close)
+        return_freed()
+        self.close = weakref.finalize(self, _close, file)
         self._descriptor = file.fileno()
         self.direct = direct and _set_direct(self._descriptor, True)
         if not self.direct:
@@ -189,6 +192,11 @@ class DiskFile:
             if count <= 0:
                 raise OSError(errno.EIO, f"the file ends {len(data) - done} bytes early; it was truncated")
             done += count
+
+
+def _close(file: IO[bytes]) -> None:
+    file.close()
+    keep_freed()
 
 
 def _set_direct(descriptor: int, wanted: bool) -> bool:

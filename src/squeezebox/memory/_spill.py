@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 import shutil
 import statistics
-import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -19,9 +17,6 @@ import torch
 from squeezebox.memory._chunks import CHUNK_BYTES, CHUNKS, Chunks, sectors
 from squeezebox.memory._disk import DiskFile, DiskFolder, usual_folder
 from squeezebox.schema import CaptureError, OffloadRecord
-
-_KEPT_BYTES = 1 << 25  # moved between two returns of freed memory to the system; one takes a few ms
-_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None  # glibc's
 
 
 class Slot:
@@ -88,7 +83,6 @@ class Spill:
         self._living += 1
         self._slots.append(weakref.ref(slot))
         weakref.finalize(slot, self._release, offset, flat.nbytes).atexit = False
-        give_back(flat.nbytes)
         return slot
 
     def read(self, slot: Slot, out: torch.Tensor) -> None:
@@ -109,7 +103,6 @@ class Spill:
                 f"{slot.nbytes} bytes offloaded to {self.folder} do not come back: {error}. Look after that "
                 "disk, or make the plan with offload=False."
             ) from error
-        give_back(slot.nbytes)
 
     def settle(self) -> None:
         """Wait until everything is on the disk, from where it is read from now on."""
@@ -183,19 +176,6 @@ class Spill:
             for start in range(0, nbytes, CHUNK_BYTES):
                 self._chunks.drop(offset + start)
 
-
-def give_back(nbytes: int) -> None:
-    """``nbytes`` more were moved: now and then the C library returns what it keeps of freed tensors.
-
-    Blocks below its threshold, which grows to 32 MiB, stay in the process otherwise.
-    """
-    _moved[0] += nbytes
-    if _moved[0] >= _KEPT_BYTES and _TRIM is not None:
-        _moved[0] = 0
-        _TRIM(0)
-
-
-_moved = [0]  # bytes of this process, since freed memory was given back
 
 BUFFER_BYTES = CHUNKS * CHUNK_BYTES
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from squeezebox.memory._absent import Absent
 from squeezebox.memory._chunks import CHUNK_BYTES, CHUNKS, Chunks, sectors
 from squeezebox.memory._disk import DiskFile, DiskFolder
-from squeezebox.memory._spill import full, give_back, offload_record
+from squeezebox.memory._spill import full, offload_record
 from squeezebox.schema import CaptureError, OffloadRecord
 
 
@@ -78,7 +78,6 @@ class TensorFile:
         for start, stop in place.parts():
             self._chunks.put(place.offset + start, data[start:stop])
             self._chunks.drop(place.offset + start)
-        give_back(place.nbytes)
 
     def read(self, place: Place, out: torch.Tensor) -> None:
         """Fill a contiguous tensor; CaptureError if the disk does not give the bytes."""
@@ -86,7 +85,6 @@ class TensorFile:
         with self._explained(place):
             for start, stop in place.parts():
                 self._chunks.get(place.offset + start, data[start:stop])
-        give_back(place.nbytes)
 
     def lend(self, place: Place, start: int, stop: int, dtype: torch.dtype, *, filled: bool) -> torch.Tensor:
         """The buffer itself of one of the place's chunks, as a flat tensor, until :meth:`give_back`.
