@@ -7,7 +7,8 @@ A step is zero_grad, forward, loss, backward, for one way clipping, and the opti
 everything, measured in two ways: as the allocator counts it in the fourth step, and as the process holds it
 (its highest resident set, in a process of its own that only trains, beyond what it had before it made the
 network). Ways are timed in alternation with plain steps; ratios are within a round, medians over the
-rounds. After the timed steps weights and optimizer state are compared with plain PyTorch's, bit by bit.
+rounds. While a file is open the C library returns freed memory at once, to the plain step's cost as well,
+so a ratio says less than a plain step in a process of its own would. After the timed steps weights and optimizer state are compared with plain PyTorch's, bit by bit.
 """
 
 from __future__ import annotations
