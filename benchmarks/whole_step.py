@@ -8,7 +8,8 @@ everything, measured in two ways: as the allocator counts it in the fourth step,
 (its highest resident set, in a process of its own that only trains, beyond what it had before it made the
 network). Ways are timed in alternation with plain steps; ratios are within a round, medians over the
 rounds. While a file is open the C library returns freed memory at once, to the plain step's cost as well,
-so a ratio says less than a plain step in a process of its own would. After the timed steps weights and optimizer state are compared with plain PyTorch's, bit by bit.
+so a ratio says less than a plain step in a process of its own would. After the timed steps weights and
+optimizer state are compared with plain PyTorch's, bit by bit.
 """
 
 from __future__ import annotations
