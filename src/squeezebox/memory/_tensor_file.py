@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from squeezebox.memory._absent import Absent
 from squeezebox.memory._chunks import CHUNK_BYTES, CHUNKS, Chunks, sectors
 from squeezebox.memory._disk import DiskFile, DiskFolder
-from squeezebox.memory._spill import full, offload_record
-from squeezebox.schema import CaptureError, OffloadRecord
+from squeezebox.memory._spill import full
+from squeezebox.schema import CaptureError
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,6 @@ class TensorFile:
         self._past: list[tuple[int, int]] = []  # and in the last one,
         self._order: dict[int, int] = {}  # of which these are the numbers
         self._after = -1  # the number of what was lent last
-
-    @property
-    def record(self) -> OffloadRecord:
-        """Where the file is, and what it takes."""
-        return offload_record(self.folder, self._end, direct=self._file.direct)
 
     def place(self, nbytes: int) -> Place:
         """Reserve ``nbytes`` in the file, until :meth:`free`; CaptureError if the disk is full."""

@@ -14,7 +14,7 @@ from squeezebox.optim._groups import Groups
 from squeezebox.optim._pieces import is_divisible, update_in_pieces
 from squeezebox.optim._single import refuse_unknown, step_these
 from squeezebox.optim._spent import SpentGradient
-from squeezebox.schema import AttachError, OffloadRecord, UnsupportedModelError
+from squeezebox.schema import AttachError, UnsupportedModelError
 
 SMALL_BYTES = 1 << 16  # of a parameter that is updated together with others,
 WAITING_BYTES = 1 << 18  # as soon as these are so large
@@ -72,11 +72,6 @@ class Updates:
             optimizer.register_load_state_dict_post_hook(lambda _: self._move_all()),
         ]
         self._move_all()
-
-    @property
-    def record(self) -> OffloadRecord | None:
-        """Where states and gradients are, if any were moved."""
-        return None if self._file is None else self._file.record
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -122,13 +122,12 @@ def with_states(
     late = clip or accumulate > 1
     rows = [each for each in found if each.has_state_row]
     state_bytes = sum(each.needs.state_bytes for each in found)
+    own = sum(each.needs.state_bytes for each in rows)
     profile = dataclasses.replace(
         seen.profile,
-        state_bytes=seen.profile.state_bytes - sum(each.needs.state_bytes for each in rows),
-        base_bytes=tuple(nbytes - seen.profile.state_bytes for nbytes in seen.profile.base_bytes),
+        state_bytes=seen.profile.state_bytes - own,
+        base_bytes=tuple(nbytes - own for nbytes in seen.profile.base_bytes),
     )
-    kept = profile.state_bytes
-    profile = dataclasses.replace(profile, base_bytes=tuple(nbytes + kept for nbytes in profile.base_bytes))
     total = (
         sum(each.gradient_bytes for each in found) * late
         + state_bytes
