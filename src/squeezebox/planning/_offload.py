@@ -20,8 +20,11 @@ def named_folder(offload: bool | str | os.PathLike[str]) -> DiskFolder:
 
 def with_folder(plan: StepPlan, folder: DiskFolder) -> StepPlan:
     """The plan, saying where it moves tensors to, if any, and what that takes."""
-    files = [each.saved_bytes for each in plan.tensors if each.option.codec == "file"]
-    moved = sum(files) + (plan.optimizer.moved_bytes if plan.optimizer is not None else 0)
-    if not moved:
+    saved = sum(each.saved_bytes for each in plan.tensors if each.option.codec == "file")
+    moved = [saved, plan.optimizer.moved_bytes if plan.optimizer is not None else 0]
+    if not any(moved):
         return plan
-    return replace(plan, offload=offload_record(folder, moved, direct=disk_speed(folder).direct))
+    record = offload_record(folder, sum(moved), direct=disk_speed(folder).direct)
+    files = sum(nbytes > 0 for nbytes in moved)  # each has buffers of its own
+    record = replace(record, buffer_bytes=files * record.buffer_bytes, cache_bytes=files * record.cache_bytes)
+    return replace(plan, offload=record)
