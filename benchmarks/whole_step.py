@@ -3,13 +3,13 @@
 Goes in: nothing; networks of benchmarks/models.py with random weights, random batches. Comes out:
 benchmarks/reports/whole_step-<date>.json and .md.
 
-A step is zero_grad, forward, loss, backward, for one way clipping, and the optimizer's step. Its peak is
-everything, measured in two ways: as the allocator counts it in the fourth step, and as the process holds it
-(its highest resident set, in a process of its own that only trains, beyond what it had before it made the
-network). Ways are timed in alternation with plain steps; ratios are within a round, medians over the
-rounds. While a file is open the C library returns freed memory at once, to the plain step's cost as well,
-so a ratio says less than a plain step in a process of its own would. After the timed steps weights and
-optimizer state are compared with plain PyTorch's, bit by bit.
+A step is zero_grad, forward, loss, backward, for one way clipping, and the optimizer's step. Every way trains
+in a process of its own, and so does plain PyTorch next to it; they step in turn, and ratios are within a
+round, medians over the rounds. Peaks are whole, measured in two ways: as the allocator counts them, and as
+the process holds them (its highest resident set, beyond what it had before it made the network). After the
+timed steps a digest of weights and optimizer state says whether they are plain PyTorch's to the bit.
+
+Rivals are torch.utils.checkpoint on every block, torchao's 8-bit AdamW, and both, where torchao is installed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import hashlib
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +36,7 @@ import squeezebox
 from benchmarks import _report, checkpointing, models
 from squeezebox.profiling import PeakMeter
 from squeezebox.reports import StepPlan
-from squeezebox.schema import BudgetError
+from squeezebox.schema import Action, BudgetError
 from squeezebox.session import Session
 from squeezebox.steps import nbytes_of, persistent
 
@@ -115,6 +119,12 @@ class Training:
         """Train under the plan from now on."""
         self.session = squeezebox.attach(self.model, optimizer=self.optimizer, plan=plan)
 
+    def use_torchao(self) -> None:
+        """Its AdamW with state in 8 bits, of the same settings."""
+        from torchao.optim import AdamW8bit
+
+        self.optimizer = AdamW8bit(self.model.parameters(), lr=_ADAMW.keywords["lr"])
+
     def step(self) -> None:
         """From zero_grad to the optimizer's step, with the same random numbers for every way."""
         torch.manual_seed(1)
@@ -135,25 +145,41 @@ class Training:
         """Bytes at the highest point of a step, as the allocator counts them."""
         self.optimizer.zero_grad()
         own = [*self.model.parameters(), *self.model.buffers(), self.inputs, self.target]
-        held, meter = (
-            nbytes_of([*own, *persistent(self.model, self.optimizer)]),
-            PeakMeter(torch.device("cpu")),
-        )
+        states = [part for each in persistent(self.model, self.optimizer) for part in _inner(each)]
+        held, meter = nbytes_of([*own, *states]), PeakMeter(torch.device("cpu"))
         if not meter.start():
             raise RuntimeError("another profiler runs; end that one first")
         self.step()
         return held + meter.stop(()).total_bytes
 
-    def state(self) -> list[torch.Tensor]:
-        """Weights and optimizer state."""
-        parameters = list(self.model.parameters())
-        states = [value for each in parameters for value in self.optimizer.state[each].values()]
-        return [*parameters, *(each for each in states if isinstance(each, torch.Tensor))]
+    def timed(self) -> float:
+        """Seconds of a step."""
+        started = time.perf_counter()
+        self.step()
+        return time.perf_counter() - started
+
+    def digest(self) -> str:
+        """Of weights and optimizer state."""
+        found = hashlib.sha256()
+        for each in self.model.parameters():
+            found.update(each.detach().contiguous().numpy().tobytes())
+            for value in self.optimizer.state[each].values():
+                for part in _inner(value) if isinstance(value, torch.Tensor) else ():
+                    found.update(part.clone().contiguous().numpy().tobytes())
+        return found.hexdigest()
 
 
 def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Of classes, for every image or every token."""
     return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+def _inner(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What torchao's packed tensors are made of; of others themselves."""
+    if "torchao" not in type(tensor).__module__:
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [getattr(tensor, name) for name in names]
 
 
 def main() -> None:
@@ -164,7 +190,7 @@ def main() -> None:
     parser.add_argument("--alone", nargs=2, metavar=("WAY", "PLAN"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.alone:
-        print(held_by_process(arguments.networks[0], *arguments.alone))
+        serve(arguments.networks[0], *arguments.alone)
         return
     networks: dict[str, Any] = dict(_report.today(arguments.name))
     for name in arguments.networks:
@@ -173,93 +199,140 @@ def main() -> None:
 
 
 def measure(name: str, repeats: int) -> dict[str, Any]:
-    """Every way of one network, those that clip beside a plain step that does."""
+    """Every way of one network, those that clip next to a plain step that does."""
     budgets = NETWORKS[name].budgets
-    rows = [_row(name, "plain", None, repeats), _row(name, "checkpointing", None, repeats)]
-    for budget in (*budgets, None):
-        rows.append(_row(name, f"states, {budget or 'least'}", {"budget": budget}, repeats))
-    rows.append(_row(name, "states, least, no file", {"budget": None, "offload": False}, repeats))
-    rows.append(_row(name, "without states, least", {"budget": None, "states": False}, repeats))
-    rows.append(_row(name, f"clipped, states, {budgets[0]}", {"budget": budgets[0], "clip": CLIP}, repeats))
-    return {"rows": rows}
+    rivals = ["checkpointing"]
+    if find_spec("torchao") and NETWORKS[name].optimizer is _ADAMW:
+        rivals += ["torchao 8 bit", "checkpointing, torchao 8 bit"]
+    packed = {"noise": 1e-2, "update_noise": 0.02, "offload": False}
+    ways: dict[str, dict[str, Any] | None] = dict.fromkeys(["plain", *rivals])
+    ways |= {f"states, {budget}": {"budget": budget} for budget in budgets}
+    ways |= {
+        "states, least": {},
+        "states, least, no file": {"offload": False},
+        f"noise 1e-2, 8-bit state, no file, {budgets[0]}": {**packed, "budget": budgets[0]},
+        "noise 1e-2, 8-bit state, no file, least": packed,
+        "8-bit state, no file, least": {**packed, "noise": None, "exact": True},
+        "without states, least": {"states": False},
+        f"clipped, states, {budgets[0]}": {"budget": budgets[0], "clip": CLIP},
+    }
+    return {"rows": [_row(name, way, options, repeats) for way, options in ways.items()]}
 
 
 def _row(name: str, way: str, options: dict[str, Any] | None, repeats: int) -> dict[str, Any]:
-    clips = options is not None and "clip" in options
-    plain, ours = Training(name, clips=clips), Training(name, clips=clips)
-    ours.checkpoints = way == "checkpointing"
     plan = None
     if options is not None:
+        options = {"states": True, **({} if "noise" in options else {"exact": True}), **options}
+        one = Training(name)
         try:
             plan = squeezebox.plan(
-                ours.model,
-                optimizer=ours.optimizer,
-                sample=(ours.inputs, ours.target),
+                one.model,
+                optimizer=one.optimizer,
+                sample=(one.inputs, one.target),
                 loss_fn=loss_fn,
-                exact=True,
-                **{"states": True, **options},
+                **options,
             )
         except BudgetError as error:
             return {"way": way, "refused": str(error)}
-        ours.attach(plan)
-    for each in (plain, ours):
-        for _ in range(3):  # a session measures the second one itself
-            each.step()
-    peaks = [each.peak() for each in (plain, ours)]
-    times = _report.interleaved({"plain": plain.step, "ours": ours.step}, repeats)
-    equal = all(map(torch.equal, plain.state(), ours.state()))
+        del one
+    plain_way = "plain, clipped" if way.startswith("clipped") else "plain"
+    with Child(name, plain_way, None) as plain, Child(name, way, plan) as ours:
+        residents = [each.ask("resident") for each in (plain, ours)]
+        peaks = [each.ask("peak") for each in (plain, ours)]
+        rounds = [[each.ask("step") for each in (plain, ours)] for _ in range(repeats)]
+        digests = [each.ask("digest") for each in (plain, ours)]
+        update_noise = ours.ask("update_noise")
+    ratios = sorted(own / theirs for theirs, own in rounds)
     row = {
         "way": way,
         "plain_peak_bytes": peaks[0],
         "peak_bytes": peaks[1],
         "predicted_peak_bytes": plan.predicted_peak_bytes if plan else None,
         "budget_bytes": plan.budget_bytes if plan else None,
-        "plain_seconds": times.seconds["plain"].median,
-        "time": dataclasses.asdict(times.ratios["ours/plain"]),
+        "plain_seconds": statistics.median(theirs for theirs, _ in rounds),
+        "time": {"median": statistics.median(ratios), "minimum": ratios[0], "maximum": ratios[-1]},
         "predicted_seconds": plan.predicted_seconds - plan.plain_seconds if plan else None,
-        "equal": equal,
+        "equal": digests[0] == digests[1],
         "file_bytes": plan.optimizer.moved_bytes if plan and plan.optimizer else 0,
-        "process_bytes": _alone(name, way, plan),
+        "packed": _packed(plan) if plan else None,
+        "update_noise": update_noise,
+        "plain_process_bytes": residents[0],
+        "process_bytes": residents[1],
     }
     print(name, *row.values(), file=sys.stderr, flush=True)
     return row
 
 
-def _alone(name: str, way: str, plan: StepPlan | None) -> int:
-    """The process's own peak: see :func:`held_by_process`."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "plan.json"
+def _packed(plan: StepPlan) -> list[int]:
+    """How many saved tensors are packed, and of how many."""
+    return [len(plan.keys(Action.COMPRESS)), len(plan.tensors)]
+
+
+class Child:
+    """A process that trains, one step whenever it is asked to."""
+
+    def __init__(self, name: str, way: str, plan: StepPlan | None) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        path = Path(self._folder.name) / "plan.json"
         if plan is not None:
             plan.save(path)
         command = [sys.executable, "-m", "benchmarks.whole_step", name, "--alone", way, str(path)]
-        found = subprocess.run(command, capture_output=True, text=True, check=True)
-    return int(json.loads(found.stdout))
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.ask("ready")
+
+    def ask(self, question: str) -> Any:
+        """What :func:`serve` answers."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(question + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+        self._folder.cleanup()
 
 
-def held_by_process(name: str, way: str, path: str) -> int:
-    """Highest resident bytes of a few steps, beyond those before there was a network."""
+def serve(name: str, way: str, path: str) -> None:
+    """Train, and answer one question a line."""
     _load_code(NETWORKS[name].optimizer)
     before = _resident("VmRSS")
-    training = Training(name, clips=way.startswith("clipped"))
-    training.checkpoints = way == "checkpointing"
+    training = Training(name, clips=way.startswith(("clipped", "plain, clipped")))
+    training.checkpoints = way.startswith("checkpointing")
+    if way.endswith("torchao 8 bit"):
+        training.use_torchao()
     if Path(path).exists():
         training.attach(squeezebox.load_plan(path))
-    for _ in range(4):
+    for _ in range(4):  # a session measures the second one itself
         training.step()
-    return _resident("VmHWM") - before
+    resident = _resident("VmHWM") - before
+    answers: Mapping[str, Callable[[], Any]] = {
+        "ready": lambda: True,
+        "resident": lambda: resident,
+        "peak": training.peak,
+        "step": training.timed,
+        "digest": training.digest,
+        "update_noise": lambda: training.session and training.session.report().update_noise,
+    }
+    for line in sys.stdin:
+        print(json.dumps(answers[line.strip()]()), flush=True)
 
 
 def _load_code(optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
     """Train a tiny network, squeezed: what is loaded when it is used first is not the step's."""
+    squeezebox.compile_kernels()
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(16, 4))
     made, sample = optimizer(model.parameters()), (torch.randn(2, 3, 4, 4), torch.tensor([0, 1]))
-    plan = squeezebox.plan(
-        model, optimizer=made, sample=sample, loss_fn=loss_fn, exact=True, states=True, offload=False
-    )
-    session = squeezebox.attach(model, optimizer=made, plan=plan)
-    loss_fn(model(sample[0]), sample[1]).backward()
-    made.step()
-    session.detach()
+    for options in ({"exact": True}, {"noise": 1e-2, "update_noise": 0.02}):
+        plan = squeezebox.plan(
+            model, optimizer=made, sample=sample, loss_fn=loss_fn, states=True, offload=False, **options
+        )
+        session = squeezebox.attach(model, optimizer=made, plan=plan)
+        loss_fn(model(sample[0]), sample[1]).backward()
+        made.step()
+        session.detach()
 
 
 def _resident(field: str) -> int:
@@ -272,30 +345,35 @@ def render(networks: Mapping[str, Any]) -> str:
     """The table in Markdown."""
     lines = [
         "Peaks in MiB, and as shares of the plain step's (as the allocator counts; of the process); time as "
-        "a multiple of the plain step's: median (least to most).",
+        "a multiple of the plain step's: median (least to most); saved tensors that are packed.",
         "",
-        "| network | way | peak | predicted | share | process | share | in the file | time | to the bit |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| network | way | peak | predicted | share | process | share | in the file | packed | time "
+        "| to the bit, or update noise |",
+        "| --- " * 11 + "|",
     ]
     for name, network in networks.items():
-        process = network["rows"][0]["process_bytes"]
         for row in network["rows"]:
             if "refused" in row:
-                lines.append(f"| {name} | {row['way']} | refused: {row['refused'][:120]} ... |" + " |" * 7)
+                lines.append(f"| {name} | {row['way']} | refused: {row['refused'][:120]} ... |" + " |" * 8)
                 continue
-            predicted, time = row["predicted_peak_bytes"], row["time"]
+            predicted, seconds = row["predicted_peak_bytes"], row["time"]
             cells = [
                 f"{row['peak_bytes'] / _MIB:.1f}",
                 f"{predicted / _MIB:.1f}" if predicted else "",
                 f"{row['peak_bytes'] / row['plain_peak_bytes']:.3f}",
                 f"{row['process_bytes'] / _MIB:.1f}",
-                f"{row['process_bytes'] / process:.3f}",
+                f"{row['process_bytes'] / row['plain_process_bytes']:.3f}",
                 f"{row['file_bytes'] / _MIB:.1f}",
-                f"{time['median']:.2f} ({time['minimum']:.2f} to {time['maximum']:.2f})",
-                "equal" if row["equal"] else "DIFFERS",
+                "{} of {}".format(*row["packed"]) if row["packed"] else "",
+                f"{seconds['median']:.2f} ({seconds['minimum']:.2f} to {seconds['maximum']:.2f})",
+                "equal" if row["equal"] else _noise(row["update_noise"]),
             ]
             lines.append(f"| {name} | {row['way']} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _noise(found: float | None) -> str:
+    return "differs" if found is None else f"{found:.1e}"
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from squeezebox import codecs  # noqa: E402
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read once, when triton is imported
 
@@ -24,6 +26,21 @@ settings.register_profile(
 )
 settings.register_profile("deep", settings.get_profile("default"), max_examples=2000, derandomize=False)
 settings.load_profile("default")
+
+
+def compiled_now(dtype):
+    """As codecs.ready, without a process in the background."""
+    codecs.require(dtype)
+    return True
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled():
+    """No test's first steps are held exactly until kernels are there; tests' processes find float32's."""
+    codecs.require(torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codecs, "ready", compiled_now)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -53,6 +53,7 @@ __all__ = [
     "check_step",
     "codecs",
     "compile",
+    "compile_kernels",
     "estimate",
     "explain_out_of_memory",
     "find_batch",
@@ -71,6 +72,7 @@ __all__ = [
 if TYPE_CHECKING:
     from squeezebox import bounds, codecs, memory, pipeline, schedules, schema, streaming
     from squeezebox.auditing import audit
+    from squeezebox.codecs import compile_kernels
     from squeezebox.compiling import compile_model as compile
     from squeezebox.doctor import check_environment, check_step
     from squeezebox.planning import (
@@ -93,6 +95,7 @@ else:
         "check_environment": "doctor",
         "check_step": "doctor",
         "compile": "compiling",
+        "compile_kernels": "codecs",
         "estimate": "planning",
         "explain_out_of_memory": "planning",
         "find_batch": "planning",

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import squeezebox
 from squeezebox.schema import Action
-from tests.capture.nets import Checkpointed, images, loss_of, resnet, train
+from tests.capture.nets import Checkpointed, loss_of, resnet
 from tests.pipeline import ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
@@ -107,15 +107,35 @@ def check_all(rank, wrappings):
     return "equal"
 
 
-def compile_kernels():
-    """Once here: numba's cache on disk does not stand two processes that fill it at the same time."""
+def packed_state(rank):
+    """Whether ranks, each with data of its own, have the same weights after a few updates."""
     torch.manual_seed(0)
-    for options in ({"noise": 1e-3}, {"exact": True}):
-        train(resnet(8, 1), images, **options)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 600), torch.nn.GELU(), torch.nn.Linear(600, 64))
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+    session = squeezebox.attach(wrapped, optimizer=optimizer, exact=True, update_noise=0.02)
+    torch.manual_seed(1 + rank)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        wrapped(torch.randn(16, 64)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0)
+        optimizer.step()
+    assert 0.0 < session.report().update_noise < 0.02
+    session.detach()
+    weights = torch.cat([each.detach().flatten() for each in model.parameters()])
+    all_weights = [torch.empty_like(weights) for _ in range(RANKS)]
+    dist.all_gather(all_weights, weights)
+    with pytest.raises(squeezebox.OptionError, match="fully_shard"):
+        sharded = wrap(net("fsdp"), "fsdp")
+        squeezebox.attach(sharded, optimizer=torch.optim.AdamW(sharded.parameters()), update_noise=0.02)
+    return torch.equal(*all_weights)
+
+
+def test_ranks_with_packed_state_stay_together():
+    assert ranks.run(packed_state, RANKS) == [True] * RANKS
 
 
 @pytest.mark.parametrize("wrappings", WRAPPINGS)
 def test_gradients_are_those_without_a_session(wrappings):
-    compile_kernels()
     for found in ranks.run(check_all, RANKS, wrappings):
         assert found == "equal", found

@@ -60,13 +60,14 @@ def network():
     return Network()
 
 
-def held(model, optimizer, folder, *, in_backward, states=False, gradients=False):
+def held(model, optimizer, folder, *, in_backward, states=False, gradients=False, bits=None):
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return Updates(
         model,
         optimizer,
         in_backward=in_backward,
         states=names if states else (),
+        packed=dict.fromkeys(names, bits) if bits else {},
         gradients=names if gradients else (),
         folder=disk_folder(folder),
     )

@@ -56,6 +56,11 @@ def task(make=torch.optim.AdamW):
     return model, make(model.parameters(), lr=1e-3), (words[:, :-1], words[:, 1:])
 
 
+def planned(model, optimizer, sample, **options):
+    given = {"exact": True, "states": True, **options}
+    return squeezebox.plan(model, optimizer=optimizer, sample=sample, loss_fn=loss_fn, **given)
+
+
 def train(model, optimizer, sample, steps=4, *, clip=None, accumulate=1, meter=None):
     """Losses, and the peak of the last step but one."""
     losses, peak = [], 0
@@ -115,9 +120,7 @@ def test_peaks_are_as_predicted_and_training_is_the_same_to_the_bit(way):
 
 def test_a_plan_is_written_and_read(tmp_path):
     model, optimizer, sample = task()
-    plan = squeezebox.plan(
-        model, optimizer=optimizer, sample=sample, loss_fn=loss_fn, exact=True, states=True, clip=True
-    )
+    plan = planned(model, optimizer, sample, clip=True)
     plan.save(tmp_path / "plan.json")
     assert squeezebox.load_plan(tmp_path / "plan.json") == plan
     assert "in optimizer.step()" in str(plan) and "in a file" in str(plan)
@@ -128,9 +131,7 @@ def test_a_plan_is_written_and_read(tmp_path):
 
 def test_without_offload_nothing_is_moved():
     model, optimizer, sample = task()
-    plan = squeezebox.plan(
-        model, optimizer=optimizer, sample=sample, loss_fn=loss_fn, exact=True, states=True, offload=False
-    )
+    plan = planned(model, optimizer, sample, offload=False)
     assert plan.optimizer.in_backward and not plan.optimizer.states
     assert plan.predicted_peak_bytes < 0.95 * plan.plain_peak_bytes
     session = squeezebox.attach(model, optimizer=optimizer, plan=plan)
@@ -140,9 +141,7 @@ def test_without_offload_nothing_is_moved():
 
 def test_with_noise_it_is_measured_without_an_update():
     model, optimizer, sample = task()
-    plan = squeezebox.plan(
-        model, optimizer=optimizer, sample=sample, loss_fn=loss_fn, noise=1e-2, budget="45%", states=True
-    )
+    plan = planned(model, optimizer, sample, noise=1e-2, budget="45%", exact=False)
     session = squeezebox.attach(model, optimizer=optimizer, plan=plan)
     train(model, optimizer, sample, 2)
     before = copy.deepcopy(model.state_dict())
@@ -157,9 +156,7 @@ def test_with_noise_it_is_measured_without_an_update():
 
 def test_clipping_without_having_said_so_is_refused_by_name():
     model, optimizer, sample = task()
-    plan = squeezebox.plan(
-        model, optimizer=optimizer, sample=sample, loss_fn=loss_fn, exact=True, states=True
-    )
+    plan = planned(model, optimizer, sample)
     session = squeezebox.attach(model, optimizer=optimizer, plan=plan)
     with pytest.raises(CaptureError, match="clip=True"):
         train(model, optimizer, sample, clip=1.0)
@@ -196,9 +193,7 @@ def test_clip_and_accumulate_go_with_states():
 
 def test_attach_wants_the_plan_s_optimizer_and_parameters():
     model, optimizer, sample = task()
-    plan = squeezebox.plan(
-        model, optimizer=optimizer, sample=sample, loss_fn=loss_fn, exact=True, states=True
-    )
+    plan = planned(model, optimizer, sample)
     with pytest.raises(OptionError, match=r"attach\(model, optimizer=optimizer"):
         squeezebox.attach(model, plan=plan)
     other = nn.Linear(3, 3)
@@ -215,17 +210,102 @@ def test_a_refused_budget_names_what_states_would_reach():
     with pytest.raises(BudgetError, match=r"states=True"):
         squeezebox.plan(model, optimizer=optimizer, sample=sample, loss_fn=loss_fn, exact=True, budget="45%")
     with pytest.raises(BudgetError):
-        squeezebox.plan(
-            model, optimizer=optimizer, sample=sample, loss_fn=loss_fn, exact=True, budget="5%", states=True
-        )
+        planned(model, optimizer, sample, budget="5%")
 
 
 def test_two_backward_passes_without_a_step_are_refused():
     model, optimizer, sample = task()
-    plan = squeezebox.plan(
-        model, optimizer=optimizer, sample=sample, loss_fn=loss_fn, exact=True, states=True
-    )
+    plan = planned(model, optimizer, sample)
     session = squeezebox.attach(model, optimizer=optimizer, plan=plan)
     with pytest.raises((AttachError, CaptureError), match="accumulate="):
         train(model, optimizer, sample, accumulate=2)
     session.detach()
+
+
+def test_packed_state_is_within_the_budget_and_its_noise_as_predicted(tmp_path):
+    model, optimizer, sample = task()
+    plan = planned(model, optimizer, sample, offload=False, update_noise=0.02, exact=False)
+    assert set(plan.optimizer.packed.values()) == {8} and not plan.optimizer.states
+    assert "in 8 bits" in str(plan)
+    plan.save(tmp_path / "plan.json")
+    assert squeezebox.load_plan(tmp_path / "plan.json") == plan
+    session = squeezebox.attach(model, optimizer=optimizer, plan=plan)
+    losses, measured = train(model, optimizer, sample, 12, meter=PeakMeter(torch.device("cpu")))
+    assert measured == pytest.approx(plan.predicted_peak_bytes, rel=0.03)
+    assert losses[-1] < losses[0]
+    report = session.report()
+    assert 0.0 < report.update_noise < plan.optimizer.update_noise <= 0.02
+    assert "update noise" in str(report)
+    session.detach()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"update_noise": 2.0}, "between 0 and 1"),
+        ({"update_noise": 0}, "between 0 and 1"),
+        ({"update_noise": 0.02, "states": False}, "states=True"),
+    ],
+    ids=str,
+)
+def test_update_noise_that_means_nothing_is_refused(options, match):
+    model, optimizer, sample = task()
+    with pytest.raises(OptionError, match=match):
+        squeezebox.plan(
+            model, optimizer=optimizer, sample=sample, loss_fn=loss_fn, **{"states": True, **options}
+        )
+
+
+def test_attach_packs_state_without_a_plan():
+    model, optimizer, sample = task()
+    session = squeezebox.attach(model, optimizer=optimizer, exact=True, update_noise=0.02)
+    losses, _ = train(model, optimizer, sample, 12, clip=1.0)
+    assert losses[-1] < losses[0]
+    held = nbytes_of([*persistent(model, optimizer)])
+    gradients = nbytes_of([each.grad for each in model.parameters()])
+    assert held - gradients < 0.27 * 2 * gradients
+    assert 0.0 < session.report().update_noise < 0.02
+    session.detach()
+    train(model, optimizer, sample, 1)
+
+
+def test_packed_state_goes_with_gradscaler_accumulation_and_a_step_that_is_left_out():
+    model, optimizer, sample = task()
+    session = squeezebox.attach(model, optimizer=optimizer, exact=True, update_noise=0.02)
+    scaler, losses = torch.amp.GradScaler("cpu", init_scale=2.0**8), []
+    for number in range(8):
+        optimizer.zero_grad()
+        for _ in range(2):
+            with torch.autocast("cpu", torch.float16):
+                loss = loss_fn(model(sample[0]).float(), sample[1]) / 2
+            scaler.scale(loss).backward()
+        before = [each.detach().clone() for each in model.parameters()]
+        if number == 3:
+            model.embedding.weight.grad[0, 0] = torch.inf
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert all(map(torch.equal, before, model.parameters())) == (number == 3)
+        losses.append(float(loss.detach()))
+    assert scaler.get_scale() == 2.0**7 and losses[-1] < losses[0]
+    assert 0.0 < session.report().update_noise < 0.02
+    session.detach()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"update_noise": 0.02}, "pass optimizer="),
+        ({"update_noise": 1e-6, "optimizer": True}, "less than what AdamW"),
+        ({"update_noise": 0.02, "optimizer": True, "budget": "50%"}, "states=True"),
+    ],
+    ids=str,
+)
+def test_attach_refuses_update_noise_that_means_nothing_and_leaves_the_model_alone(options, match):
+    model, optimizer, sample = task()
+    if "optimizer" in options:
+        options = {**options, "optimizer": optimizer}
+    with pytest.raises(OptionError, match=match):
+        squeezebox.attach(model, **options)
+    squeezebox.attach(model, exact=True).detach()

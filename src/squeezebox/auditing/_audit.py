@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from squeezebox import codecs
 from squeezebox.auditing._folder import Arms, claim
 from squeezebox.auditing._operators import audit_operators, first_unequal
 from squeezebox.auditing._run import (
@@ -94,6 +95,8 @@ def audit(
     """
     chosen: Arms = {"plain": None, "squeezed": {"noise": 1e-3}} if arms is None else arms
     _check(chosen, seeds, factors, margin, workers, threads, steps)
+    for dtype in (torch.float32, torch.bfloat16):  # every training packs from its first step on
+        codecs.require(dtype)
     folder = Path(out)
     request = claim(folder, train, chosen, threads, workers)
     keys = _keys(list(chosen), seeds, factors, request.threads)

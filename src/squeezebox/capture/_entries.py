@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from squeezebox import codecs
 from squeezebox.capture._lineage import Geometry, Origin
 from squeezebox.capture._rules import OTHER, Rule
+from squeezebox.memory import Lender
 from squeezebox.schema import Role, SavedTensor
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ class Handle:
     exact: torch.Tensor | None = None  # kept with what is held where a check is due
     stamp: Stamp | None = None  # where overwriting is looked for
     override: torch.Tensor | None = None  # what a check or a probe wants backward to read
+    lender: Lender | None = None  # of a weight that is elsewhere: backward gets it from there again
 
     @property
     def nbytes(self) -> int:

@@ -13,7 +13,7 @@ from squeezebox.capture._arena import Arena
 from squeezebox.capture._layouts import Scale, flattened, give_sign, placeholder
 from squeezebox.capture._lineage import Derivation, Origin, Recipe, derivation
 from squeezebox.capture._onlooker import spent_on
-from squeezebox.memory import HostSlot, Slot
+from squeezebox.memory import HostSlot, Lender, Slot
 from squeezebox.schema import Activity, CaptureError
 
 if TYPE_CHECKING:
@@ -133,6 +133,17 @@ class Recomputed(Held):
         return self.ready
 
 
+def _lent(handle: Handle, lender: Lender, means: Means) -> torch.Tensor:
+    """What the handle's tensor saw of a weight that is elsewhere."""
+    if lender.version != handle.version:
+        raise CaptureError(
+            f"a frozen weight of shape {tuple(lender.stand_in.shape)} that backward needs was changed after "
+            "forward read it, so gradients would be wrong. Change it after backward."
+        )
+    assert means.loans is not None
+    return means.loans.lend(lender).as_strided(*handle.geometry)
+
+
 def _at_version(tensor: torch.Tensor, version: int) -> torch.Tensor:
     """The tensor, if it is as it was saved."""
     if tensor._version != version:
@@ -148,6 +159,8 @@ def unpacked(handle: Handle, means: Means) -> torch.Tensor:
     """The handle's tensor as it was saved, within its bound."""
     if handle.override is not None:
         return handle.override
+    if handle.lender is not None:
+        return _lent(handle, handle.lender, means)
     if handle.tensor is not None:
         if handle.entry is not None:
             means.arena.trim()

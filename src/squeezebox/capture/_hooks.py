@@ -70,7 +70,9 @@ class Hooks:
         handle = self._store.handle(tensor)
         if self.checks:
             handle.stamp = stamp(tensor, self._path.current)
-        if self.bypass or self._is_borrowed(tensor):
+        if self._store.leave_to_lender(handle):
+            pass
+        elif self.bypass or self._is_borrowed(tensor):
             self._store.leave(handle, borrowed=not self.bypass)
         elif tensor.untyped_storage().nbytes() < self._store.small_bytes:
             self._store.leave(handle, borrowed=False)

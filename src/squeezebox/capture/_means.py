@@ -6,12 +6,14 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import torch
+
 from squeezebox.capture._arena import Arena
 from squeezebox.capture._contracts import Choice, Policy
 from squeezebox.capture._device import DeviceBlocks
 from squeezebox.capture._entries import Row
 from squeezebox.capture._onlooker import Onlooker
-from squeezebox.memory import Reserve, Spill, Staging
+from squeezebox.memory import Loans, Reserve, Spill, Staging
 from squeezebox.schema import Option, Role
 
 
@@ -35,7 +37,11 @@ class Means:
     reserve: Reserve | None = None  # where packed ones go in the host's memory
     blocks: DeviceBlocks | None = None  # where a device's blocks go,
     room: int = 0  # and how many bytes they get, where a plan says so
+    loans: Loans | None = None  # of weights that are elsewhere
     onlookers: tuple[Onlooker, ...] = ()
+    ready: Callable[[torch.dtype], bool] | None = None  # whether packing can be; asked where it need not be
+    unready: bool = False  # whether a tensor of this step is kept because of it
+    unready_steps: int = 0  # and of how many before
 
     @property
     def measured(self) -> bool:

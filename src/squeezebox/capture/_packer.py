@@ -56,12 +56,14 @@ class Packer:
         tensor = waiting(handle)
         if isinstance(entry.values, Kept):
             return entry.values
-        if tensor._version != handle.version:  # unpack() will refuse it
-            return kept(entry, tensor)
-        if tensor.is_neg() or tensor.is_conj():  # the storage holds other values than the tensor
+        # unpack() will refuse it, or the storage holds other values than the tensor
+        if tensor._version != handle.version or tensor.is_neg() or tensor.is_conj():
             return kept(entry, tensor)
         if rule.reads is Reads.SHAPE:
             return None
+        if self._means.ready is not None and not self._means.ready(entry.dtype):
+            self._means.unready = True
+            return kept(entry, tensor)
         entry.row.reads_values |= rule.codec is None and rule.reads is not Reads.SIGN
         planned = self._planned(entry, tensor)
         if planned is not None:

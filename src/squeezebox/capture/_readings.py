@@ -57,6 +57,8 @@ def options_of(reading: Reading, node: Any, handles: Mapping[str, Handle]) -> di
         return {} if inverse is None else {_INVERSE[rule.role]: inverse}
     if rule.role is Role.ATTENTION:
         query, key = handles["query"].tensor, handles["key"].tensor
+        if query is None or key is None:  # a weight that is elsewhere
+            return {}
         measures = {"logits": functools.partial(_logits, node, query, key)}
         if reading.attribute in ("query", "key"):
             measures["highest"] = functools.partial(_highest, node, query, key)

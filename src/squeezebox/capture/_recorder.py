@@ -30,6 +30,7 @@ from squeezebox.capture._rules import OTHER, operator_name
 from squeezebox.capture._stand_in import Deferred
 from squeezebox.capture._statistics import Collector
 from squeezebox.capture._store import Store
+from squeezebox.memory import MovedWeight
 from squeezebox.schema import UnsupportedModelError
 
 
@@ -145,7 +146,7 @@ class Recorder(TorchFunctionMode):
 
     def _is_held(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is there in backward anyway: somebody else's, or small."""
-        if not is_plain(tensor.data):
+        if isinstance(tensor, MovedWeight) or not is_plain(tensor.data):
             return False
         return self._owned.holds(tensor) or tensor.untyped_storage().nbytes() < self.store.small_bytes
 

@@ -11,7 +11,15 @@ import torch
 
 from squeezebox.capture._contracts import Policy
 from squeezebox.capture._device import DeviceBlocks
-from squeezebox.capture._entries import Entry, Handle, Row, geometry_of, held_exactly, plain_parts
+from squeezebox.capture._entries import (
+    Entry,
+    Handle,
+    Row,
+    geometry_of,
+    held_exactly,
+    is_plain,
+    plain_parts,
+)
 from squeezebox.capture._held import Held, Kept, Recomputed, derived, unpacked
 from squeezebox.capture._layouts import is_default
 from squeezebox.capture._lineage import Call, Lineage
@@ -64,7 +72,10 @@ class Store(Means):
     @property
     def notes(self) -> tuple[str, ...]:
         """What the report is to say: which tensors are held exactly, and of a device's arena."""
-        return (*held_exactly(self.refused), *(self.blocks.notes if self.blocks is not None else ()))
+        steps = self.unready_steps + self.unready
+        waited = f"{steps} step{'s' * (steps > 1)} held tensors exactly, while kernels were being compiled"
+        of_blocks = self.blocks.notes if self.blocks is not None else ()
+        return (*held_exactly(self.refused), *((waited,) if steps else ()), *of_blocks)
 
     @property
     def places(self) -> Mapping[str, int]:
@@ -96,6 +107,7 @@ class Store(Means):
     def start_step(self) -> None:
         """Begin a new list of rows; entries of an unfinished backward stay valid."""
         self.was_in_use = self.in_use
+        self.unready_steps, self.unready = self.unready_steps + self.unready, False
         self._step = weakref.ref(_Step())  # dead at once
         self.rows = []
         self.borrowed = {}
@@ -136,6 +148,17 @@ class Store(Means):
                     each.small(storage.nbytes())
             held[storage._cdata] = storage.nbytes()
         handle.tensor = tensor.detach()
+
+    def leave_to_lender(self, handle: Handle) -> bool:
+        """Hold nothing of a weight that is elsewhere; whether it is one."""
+        tensor = waiting(handle)
+        if self.loans is None or not is_plain(tensor):
+            return False
+        handle.lender = self.loans.lender_of(tensor)
+        if handle.lender is None:
+            return False
+        handle.tensor, handle.version = None, handle.lender.version
+        return True
 
     def note_small(self, handle: Handle, key: str) -> None:
         """What a small tensor would be called if it were larger."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -116,7 +117,8 @@ def plan(
     ] = None,
     arena: Annotated[bool, typer.Option("--arena", help="Count places of an arena.")] = False,
     states: Annotated[
-        bool, typer.Option("--states", help="Gradients and optimizer state may be in a file too, exactly.")
+        bool,
+        typer.Option("--states", help="Gradients, states and frozen weights may be in a file too, exactly."),
     ] = False,
     clip: Annotated[
         float | None, typer.Option(help="With --states: the norm that your loop clips gradients to.")
@@ -124,6 +126,10 @@ def plan(
     accumulate: Annotated[
         int, typer.Option(help="With --states: backward passes that add up to one update.")
     ] = 1,
+    update_noise: Annotated[
+        float | None,
+        typer.Option(help="With --states: error of updates up to which optimizer state may be packed, 0.02."),
+    ] = None,
     cache: Annotated[
         bool, typer.Option("--cache/--no-cache", help="Keep profiles, and use them again.")
     ] = True,
@@ -158,6 +164,7 @@ def plan(
         states=states,
         clip=clip,
         accumulate=accumulate,
+        update_noise=update_noise,
         cache=cache,
         out=str(out),
     )
@@ -361,6 +368,16 @@ def doctor(
     found = None if step is None else examine_step(step, batch, as_device)
     wanted = step is None or packages is not None
     show(found, examine_environment(packages, byte_code) if wanted else None, as_json)
+
+
+@app.command()
+def compile_kernels(as_json: Json = False) -> None:
+    """Compile what packing on a CPU needs, once for each machine or Docker image."""
+    begun = time.monotonic()
+    with progress("compiling"):
+        squeezebox.compile_kernels()
+    seconds = round(time.monotonic() - begun, 1)
+    print(json.dumps({"seconds": seconds}) if as_json else f"all kernels are compiled, after {seconds} s")
 
 
 @app.command()

@@ -1,14 +1,17 @@
 """Tensors to packed bytes and back within an error bound.
 
 In: a tensor and a bound. Out: a Packed, and the tensor again in its dtype, shape, strides and device.
-May touch: squeezebox.schema, torch, numpy; numba and Blosc2 on first use; a few threads of its own.
+May touch: squeezebox.schema, torch, numpy; numba and Blosc2 on first use; a few threads of its own; a process
+that compiles kernels.
 """
 
 from squeezebox.codecs._blocks import Arena, ArenaUse
 from squeezebox.codecs._codec import Codec, kind_of
 from squeezebox.codecs._hints import Hints
+from squeezebox.codecs._kernels import compile_kernels, ready, require
 from squeezebox.codecs._packed import Packed
 from squeezebox.codecs._registry import available, get, register
+from squeezebox.codecs._states import StateCodes
 from squeezebox.codecs._sums import energy, mean, mean_abs, unit
 from squeezebox.codecs._wire import dumps, loads
 
@@ -18,7 +21,9 @@ __all__ = [
     "Codec",
     "Hints",
     "Packed",
+    "StateCodes",
     "available",
+    "compile_kernels",
     "dumps",
     "energy",
     "get",
@@ -26,6 +31,8 @@ __all__ = [
     "loads",
     "mean",
     "mean_abs",
+    "ready",
     "register",
+    "require",
     "unit",
 ]

@@ -12,12 +12,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from squeezebox.codecs._reference._huffman import LONGEST, ROOM
 from squeezebox.codecs._workers import scratch
 from squeezebox.schema import FormatError
 
 # Number of symbols for each size of group; the last one stands for a group that has no symbol.
 SYMBOLS = {1: 256, 2: 256, 4: 626}
-GROUPS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+_GROUPS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 # Fewer codes than this do not repay the table of code lengths.
 FEWEST = 4096
 # Codes are padded to a multiple of this: groups of four, in four streams, four of them at a time.
@@ -42,13 +43,13 @@ def _expand(size: int) -> NDArray[Any]:
     """The codes of every symbol, seen as one integer; the escape's are those of no other symbol."""
     symbols = np.arange(SYMBOLS[size])
     if size == 1:
-        return symbols.astype(np.uint8)
+        return symbols.astype(np.uint32)
     if size == 2:
         columns = [symbols % 16 - 8, symbols // 16 - 8]
     else:
         columns = [symbols // 5**place % 5 - 2 for place in range(4)]
         columns = [np.where(symbols == SYMBOLS[4] - 1, 7, column) for column in columns]
-    return np.stack(columns, 1).astype(np.int8).view(GROUPS[size]).reshape(-1)
+    return np.stack(columns, 1).astype(np.int8).view(_GROUPS[size]).reshape(-1).astype(np.uint32)
 
 
 MERGED = _merged()
@@ -61,9 +62,11 @@ def compress(loops: Loops, codes: NDArray[np.int8]) -> bytes | None:
         return None
     missing = -codes.size % MULTIPLE
     codes = np.pad(codes, (0, missing)) if missing else codes
-    pairs, quads = scratch("pairs", codes.size // 2, np.uint8), scratch("quads", codes.size // 4, np.uint16)
-    tables, target = np.empty(4 * SYMBOLS[4], np.uint32), scratch("bytes", 3 * codes.size + 1024, np.uint8)
-    nbytes = loops.compress(codes, MERGED, pairs, quads, tables, target)
+    pairs, symbols = scratch("pairs", codes.size // 2, np.uint8), scratch("symbols", codes.size, np.uint16)
+    tables, room = scratch("tables", 4 * SYMBOLS[4], np.uint32), scratch("room", ROOM, np.int64)
+    target = scratch("bytes", 3 * codes.size + 1024, np.uint8)
+    raw, doubles = codes.view(np.uint8), codes.view(np.uint16)
+    nbytes = loops.compress(raw, doubles, MERGED, pairs, symbols, tables, room, target)
     return target[:nbytes].tobytes()
 
 
@@ -72,7 +75,9 @@ def decompress(loops: Loops, data: NDArray[np.uint8], codes: NDArray[np.int8]) -
     size = int(data[0]) if data.size else 0
     missing = -codes.size % MULTIPLE
     target = np.empty(codes.size + missing, np.int8) if missing else codes
-    if size not in SYMBOLS or not loops.decompress(data, EXPAND[size], target.view(GROUPS[size]), target):
+    tables = scratch("tables", 2 * SYMBOLS[4] + (1 << LONGEST), np.uint32)
+    room, raw = scratch("room", ROOM, np.int64), target.view(np.uint8)
+    if size not in SYMBOLS or not loops.decompress(data, EXPAND[size], size, tables, room, raw):
         raise FormatError(f"the parts of a Huffman chunk of {data.size} bytes do not fit together; damaged.")
     if missing:
         codes[:] = target[: codes.size]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from squeezebox.codecs import _chunks
-from squeezebox.codecs._reference import _bits, _blocks, _groups, _planes, _window
+from squeezebox.codecs import _chunks, _kernels
+from squeezebox.codecs._reference import _bits, _blocks, _groups, _planes, _states, _window
 
 LIBRARY = torch.library.Library("squeezebox", "FRAGMENT")  # noqa: TOR901
 
@@ -59,6 +59,7 @@ def _nothing(*_: object) -> None:
     return None
 
 
+_STATES = ("_squares", "_signed", "_short")
 _PACK_CHUNKS, _UNPACK_CHUNKS = _chunks.operators(_chunks.REFERENCE)
 
 # name, schema, reference, shapes for tracing
@@ -175,6 +176,37 @@ OPERATORS: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] =
         _UNPACK_CHUNKS,
         _nothing,
     ),
+    (
+        "pack_squares",
+        "(Tensor flat, int key, int start, Tensor(a!) codes, Tensor(b!) heads) -> ()",
+        _states.pack_squares,
+        _nothing,
+    ),
+    (
+        "unpack_squares",
+        "(Tensor codes, Tensor heads, Tensor(a!) out) -> ()",
+        _states.unpack_squares,
+        _nothing,
+    ),
+    (
+        "pack_signed",
+        "(Tensor flat, Tensor? squares, int key, int start, Tensor(a!) codes, Tensor(b!) steps) -> ()",
+        _states.pack_signed,
+        _nothing,
+    ),
+    (
+        "unpack_signed",
+        "(Tensor codes, Tensor steps, Tensor? squares, Tensor(a!) out) -> ()",
+        _states.unpack_signed,
+        _nothing,
+    ),
+    (
+        "pack_short",
+        "(Tensor flat, int key, int start, Tensor(a!) codes) -> ()",
+        _states.pack_short,
+        _nothing,
+    ),
+    ("unpack_short", "(Tensor codes, Tensor(a!) out) -> ()", _states.unpack_short, _nothing),
 )
 
 
@@ -187,11 +219,32 @@ def _register() -> None:
         from squeezebox.codecs import _cpu
 
         for name, kernel in _cpu.KERNELS.items():
-            LIBRARY.impl(name, kernel, "CPU")
+            LIBRARY.impl(name, _compiled_first(kernel, _family(name)), "CPU")
     if find_spec("triton") is not None:
         for name, *_ in OPERATORS:
-            if not name.endswith(("chunks", "planes")):
+            if not name.endswith(("chunks", "planes", *_STATES)):
                 LIBRARY.impl(name, _in_triton(name), "CUDA")
+
+
+def _family(name: str) -> str:
+    """Of kernels that are compiled together."""
+    if name.endswith(_STATES):
+        return "states"
+    return "groups" if name.endswith(("_zero", "_minmax")) else "values"
+
+
+def _compiled_first(kernel: Callable[..., Any], family: str) -> Callable[..., Any]:
+    """The kernel, all whose dtypes' kernels are compiled before the first call: together, and alone."""
+    known: set[torch.dtype] = set()
+
+    def call(*arguments: Any) -> Any:
+        for each in arguments:
+            if isinstance(each, Tensor) and each.dtype not in known:
+                _kernels.require(each.dtype, family)
+                known.add(each.dtype)
+        return kernel(*arguments)
+
+    return call
 
 
 def _in_triton(name: str) -> Callable[..., Any]:

@@ -14,17 +14,22 @@ from squeezebox.memory._chunks import CHUNK_BYTES
 from squeezebox.memory._csv import layout_csv, read_buffers
 from squeezebox.memory._disk import DiskFile, DiskFolder, disk_folder, usual_folder
 from squeezebox.memory._lack import asked_bytes, lacks_memory, require_imports, within_room
+from squeezebox.memory._moved_weight import Lender, Loans, MovedWeight, move, settle
 from squeezebox.memory._parts import parts_of
 from squeezebox.memory._peak import Peak, PeakMeter, Recording
 from squeezebox.memory._reserve import HEADROOM, Reserve, Room, aligned
 from squeezebox.memory._room import free_at_peak, free_bytes, live_bytes
 from squeezebox.memory._spill import BUFFER_BYTES, DiskSpeed, Slot, Spill, disk_speed, offload_record
 from squeezebox.memory._staging import HostSlot, Staging, Streams
+from squeezebox.memory._stored import StoredTensor, flat_in_memory
 from squeezebox.memory._streams import CudaStreams, is_capturing
 from squeezebox.memory._tensor_file import FileTensor, Place, TensorFile
+from squeezebox.memory._weights import Weights, lending_seconds, movable_weights
 from squeezebox.schema import door
 
 __all__ = [
+    "StoredTensor",
+    "flat_in_memory",
     "BUFFER_BYTES",
     "CHUNK_BYTES",
     "HEADROOM",
@@ -35,6 +40,9 @@ __all__ = [
     "DiskSpeed",
     "FileTensor",
     "HostSlot",
+    "Lender",
+    "Loans",
+    "MovedWeight",
     "Packer",
     "Peak",
     "PeakMeter",
@@ -48,6 +56,7 @@ __all__ = [
     "Staging",
     "Streams",
     "TensorFile",
+    "Weights",
     "aligned",
     "asked_bytes",
     "disk_folder",
@@ -58,13 +67,17 @@ __all__ = [
     "lacks_memory",
     "layout",
     "layout_csv",
+    "lending_seconds",
     "live_bytes",
+    "movable_weights",
+    "move",
     "offload_record",
     "parts_of",
     "read_buffers",
     "require_imports",
     "safe_sharing",
     "search",
+    "settle",
     "somas",
     "usual_folder",
     "verify",

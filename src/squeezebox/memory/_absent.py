@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,10 +20,14 @@ class Absent(torch.Tensor):
         )
         return made
 
+    def parts(self) -> Iterable[torch.Tensor]:
+        """What is in memory of it, in another form."""
+        return ()
+
     def _refuse(self, *_: object, **__: object) -> Any:
         raise CaptureError(
-            "a gradient or a tensor of optimizer state has no memory to point at: under a plan with "
-            "states=True it is in a file, or used up. Take .clone() of one in a file."
+            "a gradient, a frozen weight or a tensor of optimizer state has no memory to point at: under a "
+            "plan with states=True it is in a file, packed, or used up. Take .clone() of one in a file."
         )
 
     data_ptr = untyped_storage = storage = __dlpack__ = _refuse

@@ -8,15 +8,18 @@ import torch
 from torch import Tensor
 
 from squeezebox.memory._absent import Absent
+from squeezebox.memory._moved_weight import MovedWeight
 
 _BY_ROWS, _BY_COLUMNS = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
 
 
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor itself; of a sparse one its indices and values; nothing of one that is not in memory."""
-    if isinstance(tensor, Absent):
+    """The tensor itself; of a sparse one its indices and values; of one held otherwise what is in memory."""
+    if isinstance(tensor, MovedWeight):
         return
-    if tensor.layout == torch.sparse_coo:
+    if isinstance(tensor, Absent):
+        yield from tensor.parts()
+    elif tensor.layout == torch.sparse_coo:
         yield tensor._indices()
         yield tensor._values()
     elif tensor.layout in _BY_ROWS:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from squeezebox.memory._absent import Absent
 from squeezebox.memory._chunks import CHUNK_BYTES, CHUNKS, Chunks, sectors
 from squeezebox.memory._disk import DiskFile, DiskFolder
 from squeezebox.memory._spill import full
+from squeezebox.memory._stored import StoredTensor, flat_in_memory
+from squeezebox.memory._successors import Successors
 from squeezebox.schema import CaptureError
 
 
@@ -36,10 +38,14 @@ class TensorFile:
 
     It goes past the system's cache, as :class:`Spill` does, through as many buffers.
 
+    Args:
+        folder: where it is made.
+        reads_on: after :meth:`read`, fetch what was read next the last time.
     """
 
-    def __init__(self, folder: DiskFolder) -> None:
+    def __init__(self, folder: DiskFolder, *, reads_on: bool = False) -> None:
         self.folder = folder
+        self._order: Successors[Place] | None = Successors() if reads_on else None
         self._file = DiskFile(folder.path)
         self._chunks = Chunks(self._file)
         self._end = 0
@@ -47,7 +53,7 @@ class TensorFile:
         self._free: dict[int, list[int]] = {}  # bytes -> offsets of such places
         self._round: dict[int, int] = {}  # offset -> bytes of what was lent, in that order, in this round;
         self._past: list[tuple[int, int]] = []  # and in the last one,
-        self._order: dict[int, int] = {}  # of which these are the numbers
+        self._numbers: dict[int, int] = {}  # of which these are the numbers
         self._after = -1  # the number of what was lent last
 
     def place(self, nbytes: int) -> Place:
@@ -77,9 +83,12 @@ class TensorFile:
     def read(self, place: Place, out: torch.Tensor) -> None:
         """Fill a contiguous tensor; CaptureError if the disk does not give the bytes."""
         data = out.view(-1).view(torch.uint8).numpy()
+        if self._order is not None:
+            self._order.note(place)
         with self._explained(place):
             for start, stop in place.parts():
                 self._chunks.get(place.offset + start, data[start:stop])
+                self._fetch_following(place, stop)
 
     def lend(self, place: Place, start: int, stop: int, dtype: torch.dtype, *, filled: bool) -> torch.Tensor:
         """The buffer itself of one of the place's chunks, as a flat tensor, until :meth:`give_back`.
@@ -92,13 +101,23 @@ class TensorFile:
             data = self._chunks.lend(offset, stop - start, filled=filled)
         if filled:
             self._round[offset] = stop - start
-        self._after = self._order.get(offset, self._after)
+        self._after = self._numbers.get(offset, self._after)
         self.fetch()
         return torch.from_numpy(data).view(dtype)
 
     def give_back(self, place: Place, start: int, stop: int, *, changed: bool) -> None:
         """End of :meth:`lend`; what was changed goes to the file."""
         self._chunks.give_back(place.offset + start, stop - start, changed=changed)
+
+    def _fetch_following(self, place: Place, start: int) -> None:
+        """Fetch the rest of what is read, from ``start`` on, and what is read next, as there are buffers."""
+        if self._order is None:
+            return
+        following = itertools.chain([(place, start)], ((each, 0) for each in self._order.following(CHUNKS)))
+        for each, begin in following:
+            for first, stop in each.parts():
+                if first >= begin and not self._chunks.fetch(each.offset + first, stop - first):
+                    return
 
     def fetch(self) -> None:
         """Read what is lent next ahead, as far as there are buffers."""
@@ -109,7 +128,7 @@ class TensorFile:
     def end_round(self) -> None:
         """A step is over: the next one will want the same in the same order."""
         self._past, self._round = list(self._round.items()), {}
-        self._order = {offset: number for number, (offset, _) in enumerate(self._past)}
+        self._numbers = {offset: number for number, (offset, _) in enumerate(self._past)}
         self._after = -1
         self.fetch()
 
@@ -124,8 +143,8 @@ class TensorFile:
             yield
         except OSError as error:
             raise CaptureError(
-                f"{place.nbytes} bytes of optimizer state or gradients in {self.folder} do not come back: "
-                f"{error}. Look after that disk, or make the plan with offload=False."
+                f"{place.nbytes} bytes of optimizer state, gradients or weights in {self.folder} do not come "
+                f"back: {error}. Look after that disk, or make the plan with offload=False."
             ) from error
 
     def close(self) -> None:
@@ -135,7 +154,7 @@ class TensorFile:
         self._file.close()
 
 
-class FileTensor(Absent):
+class FileTensor(StoredTensor):
     """A tensor in a :class:`TensorFile`: every operator reads it, and one that works in place writes it back.
 
     To multiply it in place by a number is put off to the next reading, and a norm that is known is not
@@ -156,9 +175,7 @@ class FileTensor(Absent):
     def store(self, value: torch.Tensor, norm: torch.Tensor | None = None) -> None:
         """Take these elements; ``norm``: their Euclidean one, if somebody will ask for it."""
         self._factors, self.norm_known = [], norm
-        if value.stride() != self.stride():
-            value = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype).copy_(value)
-        self.file.write(self.place, value.as_strided((self.numel(),), (1,)))
+        self.file.write(self.place, flat_in_memory(value, self))
 
     def load(self) -> torch.Tensor:
         """The elements, in memory of their own."""
@@ -191,91 +208,23 @@ class FileTensor(Absent):
             elements.mul_(factor)
         return elements
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return self.load()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.load().__reduce_ex__(protocol)
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """A copy of the elements, which cannot be written to: that would not reach the file."""
-        found = self.load().numpy(force=force)
-        found.flags.writeable = False
-        return found
-
-    def _set_data(self, value: torch.Tensor) -> None:
-        self.store(value)
-
-    data = property(lambda self: self, _set_data)
-
-    def tolist(self) -> Any:
-        """The elements as Python's numbers."""
-        return self.load().tolist()
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         first = args[0] if args else None
-        if isinstance(first, (list, tuple)) and len(first) > 1 and "foreach" in func.__name__:
-            return _one_by_one(func, args, kwargs)
-        if isinstance(first, FileTensor) and func in _DETACH:
-            return first
         if isinstance(first, FileTensor) and func in _MULTIPLY and _is_number(args[1]):
             return first.multiply_later(args[1])
         asks_norm = func is _NORM and args[1:] in ((), (2,), (2.0,)) and not kwargs
         if asks_norm and isinstance(first, FileTensor) and first.norm_known is not None:
             return first.norm_known.clone()
-        return _loaded(func, args, kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 _aten = torch.ops.aten
-_DETACH = (_aten.detach.default, _aten.alias.default)
 _MULTIPLY = (_aten.mul_.Tensor, _aten.mul_.Scalar)
 _NORM = _aten.linalg_vector_norm.default
 
 
 def _is_number(value: object) -> bool:
     return not isinstance(value, Absent) and (not isinstance(value, torch.Tensor) or value.dim() == 0)
-
-
-def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """An operator on lists, once for each of their members, so that no two are in memory at once."""
-    count = len(args[0])
-
-    def of(number: int, value: Any) -> Any:
-        return (
-            value[number : number + 1] if isinstance(value, (list, tuple)) and len(value) == count else value
-        )
-
-    found = [func(*(of(number, arg) for arg in args), **kwargs) for number in range(count)]
-    return None if found[0] is None else [each for results in found for each in results]
-
-
-def _loaded(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The operator on the elements; those that it changes go back to the file."""
-    schema = func._schema
-    if any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns):
-        raise CaptureError(
-            f"{func} would make a view of a tensor in a file (optimizer state, or a gradient, under a "
-            "plan with states=True), and what is done to the view would not reach it. Take .clone() first."
-        )
-    there: dict[int, torch.Tensor] = {}
-
-    def load(value: Any) -> Any:
-        if isinstance(value, FileTensor) and id(value) not in there:
-            there[id(value)] = value.load()
-        return there.get(id(value), value)
-
-    result = func(*tree_map(load, args), **tree_map(load, dict(kwargs)))
-    changed = [
-        each
-        for number, given in enumerate(schema.arguments)
-        if given.alias_info is not None and given.alias_info.is_write
-        for each in tree_leaves(args[number] if number < len(args) else kwargs.get(given.name))
-        if isinstance(each, FileTensor)
-    ]
-    for each in changed:
-        each.store(there[id(each)])
-    return changed[0] if changed and isinstance(result, torch.Tensor) else result

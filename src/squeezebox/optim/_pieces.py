@@ -9,19 +9,25 @@ from typing import Any
 import torch
 
 from squeezebox.memory import CHUNK_BYTES, FileTensor
+from squeezebox.optim._coded import CodedTensor, pack, unpacked
+from squeezebox.optim._homes import Homes
 from squeezebox.optim._single import step_these
 
 _ALIGNED = 1 << 10  # elements
+PIECE_BYTES = 1 << 20  # of packed state: what its update takes stays in the cache, and few calls are made
 MakeState = Callable[[str], torch.Tensor]  # of the parameter's shape, for what the first update makes
 
 
-def is_divisible(parameter: torch.Tensor, state: Mapping[str, Any]) -> bool:
-    """Whether parameter, gradient and state are ranges of memory in one order, to be cut alike."""
+def is_divisible(parameter: torch.Tensor, state: Mapping[str, Any], *, packed: bool = False) -> bool:
+    """Whether parameter, gradient and state are ranges of memory in one order, to be cut alike.
+
+    Where the state is ``packed``, no two ways to round are the same anyway.
+    """
     gradient = parameter.grad
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
     alike = [value for value in (gradient, *tensors) if value is not None and value.shape == parameter.shape]
     return (
-        can_be_cut(parameter)
+        (packed or can_be_cut(parameter))
         and parameter.numel() > 1
         and all(each.layout is torch.strided for each in (parameter, *alike))
         and all(each.dtype == parameter.dtype and each.stride() == parameter.stride() for each in alike)
@@ -70,12 +76,61 @@ def update_in_pieces(
                     with _lent(whole[key], start, stop, filled=begin > 0) as room:
                         room[begin : begin + len(left[key])] = left[key]
     if left:
-        kept = optimizer.state[parameter]  # this and its tensors stay the same objects, as in a plain step
-        for key, value in left.items():
-            if isinstance(others.get(key), torch.Tensor):
-                others[key].copy_(value)
-            else:
-                kept[key] = whole.get(key, value)
+        _settle(optimizer, parameter, left, others, whole)
+
+
+def update_packed(
+    optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, group: dict[str, Any], homes: Homes
+) -> None:
+    """The same for state in codes, which is unpacked for a piece and packed again; its error is sampled."""
+    gradient, state = parameter.grad, optimizer.state.get(parameter, {})
+    assert gradient is not None
+    packed = {key: value for key, value in state.items() if isinstance(value, CodedTensor)}
+    others = {key: value for key, value in state.items() if key not in packed}
+    flat, sample = _flat(parameter.detach()), homes.sample(parameter)
+    chunk, part = (nbytes // parameter.element_size() for nbytes in (CHUNK_BYTES, PIECE_BYTES))
+    left: dict[str, Any] = {}
+    rooms: dict[str, torch.Tensor] = {}
+
+    def update(piece: torch.Tensor, begin: int) -> dict[str, torch.Tensor]:
+        nonlocal left
+        if state:
+            own = unpacked(packed, begin, begin + len(piece), piece.dtype, rooms)
+            optimizer.state[piece] = {key: _copied(value) for key, value in others.items()} | own
+        step_these(optimizer, [piece], group)
+        left = optimizer.state.pop(piece, {})
+        return {key: left.pop(key) for key, value in [*left.items()] if _is_flat(value)}
+
+    for start in range(0, len(flat), chunk):
+        stop = min(start + chunk, len(flat))
+        with _lent(gradient, start, stop, changed=False) as lent:
+            sample.take(start, flat[start:stop], lent)
+            for begin in range(start, stop, part):
+                piece = flat[begin : min(begin + part, stop)]
+                piece.grad = lent[begin - start :][: len(piece)]
+                made = update(piece, begin)
+                packed = packed or homes.new_codes(parameter, [*made])
+                pack(packed, begin, made)
+                made.clear()  # before the next piece's is there
+    homes.noise.add(*sample.compare(optimizer, group, flat))
+    if packed or left:
+        _settle(optimizer, parameter, {**left, **packed}, others, packed)
+
+
+def _settle(
+    optimizer: torch.optim.Optimizer,
+    parameter: torch.nn.Parameter,
+    left: dict[str, Any],
+    others: dict[str, Any],
+    whole: Mapping[str, torch.Tensor],
+) -> None:
+    """What the last piece left is the parameter's state, with all pieces of what it has whole."""
+    kept = optimizer.state[parameter]  # this and its tensors stay the same objects, as in a plain step
+    for key, value in left.items():
+        if isinstance(others.get(key), torch.Tensor):
+            others[key].copy_(value)
+        else:
+            kept[key] = whole.get(key, value)
 
 
 def _first(

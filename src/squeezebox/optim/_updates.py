@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from squeezebox.memory import Absent, DiskFolder, FileTensor, TensorFile
 from squeezebox.optim._groups import Groups
-from squeezebox.optim._pieces import is_divisible, update_in_pieces
+from squeezebox.optim._homes import Homes, is_movable
+from squeezebox.optim._pieces import is_divisible, update_in_pieces, update_packed
 from squeezebox.optim._single import refuse_unknown, step_these
 from squeezebox.optim._spent import SpentGradient
 from squeezebox.schema import AttachError, UnsupportedModelError
 
 SMALL_BYTES = 1 << 16  # of a parameter that is updated together with others,
 WAITING_BYTES = 1 << 18  # as soon as these are so large
-_MOVED_BYTES = 1 << 12  # smaller tensors of a state, such as its count of steps, stay in memory
 
 
 class Updates:
     """Steps parameters one by one: in backward as soon as a gradient is there, or in ``optimizer.step()``.
 
-    Results are the optimizer's own, to the bit. Its object, its ``state_dict()`` and schedulers stay as they
-    are: states that were moved are :class:`FileTensor` there.
+    Results are the optimizer's own, to the bit where no state is packed. Its object, its ``state_dict()`` and
+    schedulers stay as they are: states that are elsewhere are :class:`StoredTensor` there.
 
     Args:
         model: whose parameters' names are used in messages.
         optimizer: one that :func:`refuse_unknown` lets pass.
         in_backward: update each parameter in backward; its gradient is gone then.
         states: names of the parameters whose optimizer state lives in the file between two updates.
-        gradients: names of those whose gradient goes there until the update; for all others it is kept.
+        packed: of others, and the bits (16 or 8) in which the elements of their state are held.
+        gradients: names of those whose gradient goes to the file until the update; others' are kept.
         folder: where the file is made.
 
     Raises:
@@ -46,6 +46,7 @@ class Updates:
         *,
         in_backward: bool,
         states: Collection[str],
+        packed: Mapping[str, int],
         gradients: Collection[str],
         folder: DiskFolder | None,
     ) -> None:
@@ -53,9 +54,10 @@ class Updates:
         self._optimizer, self._in_backward = optimizer, in_backward
         named = dict(model.named_parameters())
         self._groups = Groups(model, optimizer)
-        self._states = {id(named[name]) for name in states}
         self._gradients = {id(named[name]) for name in gradients}
         self._file = TensorFile(folder) if folder is not None and (states or gradients) else None
+        bits = {id(named[name]): bits for name, bits in packed.items()}
+        self._homes = Homes(optimizer, self._file, {id(named[name]) for name in states}, bits)
         self._updated: set[int] = set()  # parameters, since the last step();
         self._used: dict[int, dict[str, Any]] = {}  # group -> the settings with which
         self._waiting: list[torch.nn.Parameter] = []  # small ones, to be updated together
@@ -72,6 +74,10 @@ class Updates:
             optimizer.register_load_state_dict_post_hook(lambda _: self._move_all()),
         ]
         self._move_all()
+
+    def noise(self) -> float | None:
+        """Squared error of the last updates over their squared norm; None where no state is packed."""
+        return self._homes.noise.value
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -105,10 +111,7 @@ class Updates:
             hook.remove()
         self._groups.show()
         for parameter in self._groups.parameters():
-            state = self._optimizer.state.get(parameter, {})
-            for key, value in state.items():
-                if isinstance(value, FileTensor):
-                    state[key] = value.load()
+            self._homes.bring_back(parameter)
             if isinstance(parameter.grad, FileTensor):
                 parameter.grad = parameter.grad.load()
             elif isinstance(parameter.grad, SpentGradient):
@@ -140,7 +143,7 @@ class Updates:
 
     def _is_small(self, parameter: torch.nn.Parameter) -> bool:
         """Whether its update is not worth a call of its own."""
-        return parameter.nbytes < SMALL_BYTES and id(parameter) not in self._states
+        return parameter.nbytes < SMALL_BYTES and parameter not in self._homes
 
     def _update_waiting(self) -> None:
         """The small parameters so far, together."""
@@ -185,44 +188,27 @@ class Updates:
 
     def _update(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
         state = self._optimizer.state.get(parameter, {})
-        if is_divisible(parameter, state):
-            make = functools.partial(self._new_state, parameter)
-            update_in_pieces(self._optimizer, parameter, group, make)
-        else:
+        if not is_divisible(parameter, state, packed=self._homes.packs(parameter)):
             self._update_whole(parameter, group)
-
-    def _new_state(self, parameter: torch.nn.Parameter, key: str) -> torch.Tensor:
-        """Room for what the first update makes."""
-        if id(parameter) in self._states and self._file is not None:
-            return FileTensor(parameter, self._file)
-        return torch.empty_like(parameter, requires_grad=False)
+        elif self._homes.packs(parameter):
+            update_packed(self._optimizer, parameter, group, self._homes)
+        else:
+            update_in_pieces(self._optimizer, parameter, group, lambda _: self._homes.new(parameter))
 
     def _update_whole(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
         """Of a parameter or a gradient that has no flat memory."""
-        filed, state = parameter.grad, self._optimizer.state.get(parameter, {})
-        for key, value in state.items():
-            if isinstance(value, FileTensor):
-                state[key] = value.load()
+        filed = parameter.grad
+        self._homes.bring_back(parameter)
         if isinstance(filed, FileTensor):
             parameter.grad = filed.load()
         step_these(self._optimizer, [parameter], group)
         parameter.grad = filed
-        if id(parameter) in self._states:
-            self._move(parameter)
-
-    def _move(self, parameter: torch.nn.Parameter) -> None:
-        """The state's tensors to the file."""
-        assert self._file is not None
-        state = self._optimizer.state[parameter]
-        for key, value in state.items():
-            if _is_movable(value):
-                state[key] = FileTensor(value, self._file)
-                state[key].store(value)
+        self._homes.put_away(parameter)
 
     def _file_gradient(self, parameter: torch.nn.Parameter) -> None:
         """A new tensor each time: somebody may still have the last one."""
         gradient = parameter.grad
-        if self._file is None or gradient is None or not _is_movable(gradient):
+        if self._file is None or gradient is None or not is_movable(gradient):
             return
         filed = FileTensor(gradient, self._file)
         filed.store(gradient, torch.linalg.vector_norm(gradient))
@@ -231,8 +217,8 @@ class Updates:
     def _move_all(self) -> None:
         """States that are there already, or were loaded."""
         for parameter in self._groups.parameters():
-            if id(parameter) in self._states and parameter in self._optimizer.state:
-                self._move(parameter)
+            if parameter in self._homes and parameter in self._optimizer.state:
+                self._homes.put_away(parameter)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Update what backward has not, and leave nothing for the optimizer's own step to do."""
@@ -265,6 +251,7 @@ class Updates:
             for each in parameters:
                 optimizer.state[each] = optimizer.state.pop(each)
             self._known = len(optimizer.state)
+        self._homes.noise.end_step()
         if self._file is not None:
             self._file.end_round()
 
@@ -293,10 +280,3 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 def _is_left(parameter: torch.nn.Parameter) -> bool:
     """Whether backward has left its update to optimizer.step()."""
     return parameter.grad is not None and not isinstance(parameter.grad, SpentGradient)
-
-
-def _is_movable(value: object) -> bool:
-    """Whether it is a dense tensor in memory without a graph, and not a few numbers."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, Absent) or value.requires_grad:
-        return False
-    return value.layout is torch.strided and value.nbytes >= _MOVED_BYTES

@@ -52,16 +52,16 @@ def _parts(profile: Profile, table: Table, usage: Integers) -> MemoryParts:
     position = int(usage.argmax())
     moment = profile.moments[position]
     owned = profile.parameter_bytes + profile.input_bytes + profile.state_bytes + moment.gradient_bytes
-    saved, gradients, states = (
-        _held(table, position, part) for part in (Part.SAVED, Part.GRADIENT, Part.STATE)
+    saved, gradients, states, weights = (
+        _held(table, position, part) for part in (Part.SAVED, Part.GRADIENT, Part.STATE, Part.PARAMETER)
     )
     return MemoryParts(
-        parameter_bytes=profile.parameter_bytes,
+        parameter_bytes=profile.parameter_bytes + weights,
         input_bytes=profile.input_bytes,
         gradient_bytes=moment.gradient_bytes + gradients,
         state_bytes=profile.state_bytes + states,
         saved_bytes=saved,
-        temporary_bytes=int(usage[position]) - owned - saved - gradients - states,
+        temporary_bytes=int(usage[position]) - owned - saved - gradients - states - weights,
     )
 
 

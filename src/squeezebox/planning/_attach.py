@@ -14,9 +14,10 @@ from squeezebox import codecs
 from squeezebox.bounds import Comet, Controller, NoiseBudget
 from squeezebox.planning._plans import make_plan
 from squeezebox.planning._profiles import rehearsed
+from squeezebox.planning._state_costs import packed_updates
 from squeezebox.reports import StepPlan
 from squeezebox.schema import AttachError, OptionError
-from squeezebox.session import Replanning, Session, begin, plan_with_places, shapes_of
+from squeezebox.session import Engine, Replanning, Session, begin, plan_with_places, shapes_of
 from squeezebox.steps import LossFunction, TrainingStep, check_sample
 
 _FAMILIES = {"small": "entropy", "fast": "planes"}  # of codecs
@@ -39,16 +40,20 @@ def attach(
     codec: str | None = None,
     speed: str = "small",
     checks: bool = False,
+    update_noise: float | None = None,
 ) -> Session:
     """Hold what training ``model`` saves between forward and backward in fewer bytes.
 
     The training loop stays as it is. Every tensor that autograd saves in ``model``'s forward is packed
     when it is saved and unpacked when backward asks for it: losslessly where backward reads only a sign,
-    a mask or an index, within an elementwise error bound where it reads values.
+    a mask or an index, within an elementwise error bound where it reads values. On a CPU whose kernels were
+    never compiled, a process compiles them in the background, and tensors are held exactly until then, which
+    the log and the report say; with a plan, a budget or an arena the first step waits instead.
 
     Args:
         model: any module, on one device. DistributedDataParallel and FSDP2 modules too.
-        optimizer: read for its momentum (COMET) and its state's size; never changed.
+        optimizer: read for its momentum (COMET) and its state's size; changed only by a plan with
+            ``states=True`` and with ``update_noise``.
         noise: allowed relative gradient noise, the squared error of all parameter gradients over their
             squared norm (default 1e-3).
         controller: any bound controller instead of ``noise``, such as ``squeezebox.bounds.Comet()``.
@@ -82,6 +87,9 @@ def attach(
             not see it, as through ``.data``: checksums of all that are held themselves, parameters included,
             are taken when they are saved and compared when backward reads them. For finding faults; steps
             take longer.
+        update_noise: allowed relative squared error of a parameter's update: the optimizer's state is packed
+            in the fewest bits that have no more, 16 or 8 an element (see :func:`plan`). The loop stays as it
+            is, with clipping, GradScaler and accumulation. None: state stays exact.
 
     Returns:
         The session, with ``report()``, ``step()``, ``measure_noise()``, ``state_dict()``, ``detach()``.
@@ -103,6 +111,7 @@ def attach(
     _check_kinds(model, noise, controller, plan, checks_per_refresh)
     if on_mismatch not in ("refuse", "replan"):
         raise OptionError(f"on_mismatch {on_mismatch!r} is neither 'refuse' nor 'replan'.")
+    _check_state(update_noise, planned=plan is not None or budget is not None)
     _check_codec(codec, speed, chosen_elsewhere=exact or plan is not None or budget is not None)
     replan = on_mismatch == "replan"
     if replan and plan is None and budget is None:
@@ -147,8 +156,21 @@ def attach(
         codec=None if codec is None else codecs.get(codec),
         family=_FAMILIES[speed],
         checks=checks,
+        waits=plan is not None or arena,  # for bytes that were promised
     )
+    if update_noise is not None:
+        _pack_state(engine, model, optimizer, update_noise)
     return Session(engine)
+
+
+def _pack_state(
+    engine: Engine, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, update_noise: float
+) -> None:
+    try:
+        engine.update_by(packed_updates(model, optimizer, update_noise))
+    except BaseException:
+        engine.detach()
+        raise
 
 
 def _check_kinds(model: object, noise: object, controller: object, plan: object, checks: object) -> None:
@@ -165,6 +187,14 @@ def _check_kinds(model: object, noise: object, controller: object, plan: object,
         raise OptionError(f"plan {plan!r} is none; squeezebox.load_plan(path) reads one from its file.")
     if not isinstance(checks, int) or checks < 0:
         raise OptionError(f"checks_per_refresh {checks!r} is no whole number from 0 on.")
+
+
+def _check_state(update_noise: object, *, planned: bool) -> None:
+    if update_noise is not None and planned:
+        raise OptionError(
+            "a plan says what becomes of the optimizer's state; give update_noise to squeezebox.plan() with "
+            "states=True, or without plan and budget."
+        )
 
 
 def _check_codec(codec: str | None, speed: str, *, chosen_elsewhere: bool) -> None:

@@ -21,7 +21,8 @@ def named_folder(offload: bool | str | os.PathLike[str]) -> DiskFolder:
 def with_folder(plan: StepPlan, folder: DiskFolder) -> StepPlan:
     """The plan, saying where it moves tensors to, if any, and what that takes."""
     saved = sum(each.saved_bytes for each in plan.tensors if each.option.codec == "file")
-    moved = [saved, plan.optimizer.moved_bytes if plan.optimizer is not None else 0]
+    others = (plan.optimizer, plan.weights)
+    moved = [saved, *(0 if each is None else each.moved_bytes for each in others)]
     if not any(moved):
         return plan
     record = offload_record(folder, sum(moved), direct=disk_speed(folder).direct)

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from squeezebox import planner
+from squeezebox import codecs, planner
 from squeezebox.bounds import NoiseBudget
 from squeezebox.capture import SMALL_BYTES, foreign_hooks, refuse_transforms
 from squeezebox.memory import require_imports, within_room
 from squeezebox.planning._calibration import plan_within
 from squeezebox.planning._choices import Choice, fastest, leanest, solved
+from squeezebox.planning._frozen import weights_plan, with_weights
 from squeezebox.planning._offload import named_folder, with_folder
 from squeezebox.planning._profiles import (
     cached,
@@ -29,6 +30,7 @@ from squeezebox.planning._profiles import (
     without,
 )
 from squeezebox.planning._slicing import Slices
+from squeezebox.planning._state_costs import state_costs
 from squeezebox.planning._states import check_states, hinting, optimizer_plan, with_states
 from squeezebox.reports import BYTE_UNITS, PlannedTensor, StepPlan, explain
 from squeezebox.schema import (
@@ -60,6 +62,7 @@ def make_plan(
     states: bool = False,
     clip: float | bool | None = None,
     accumulate: int = 1,
+    update_noise: float | None = None,
     cache: str | os.PathLike[str] | None = None,
     on_progress: Progress | None = None,
 ) -> StepPlan:
@@ -80,7 +83,7 @@ def make_plan(
         optimizer: its state counts towards the peak, also where it is not there yet.
         budget: bytes, or "2GiB", or a share of the plain step's peak, "50%"; None: as little as possible.
         noise: allowed relative gradient noise (default 1e-3).
-        exact: nothing is lost.
+        exact: nothing is lost of a gradient.
         offload: whether tensors may be moved to a file, or the folder for it, which must be on a disk. The
             file is written and read past the system's page cache, and priced at the disk's own speed. The
             usual folder is the one for temporary files; where that is in memory (tmpfs), ``/var/tmp``,
@@ -89,14 +92,17 @@ def make_plan(
         time_limit: of a step, as a multiple of the plain step's time, such as 1.3; instead of a budget: as
             little memory as fits the time.
         arena: the peak counts the places of :func:`attach`'s arena.
-        states: whether gradients and the optimizer's state may be elsewhere too, exactly. Each parameter is
-            then updated by itself: in backward, as soon as its gradient is there, or in ``optimizer.step()``
-            where ``clip`` or ``accumulate`` say that gradients are wanted until then. State, and gradients
-            that wait, may be moved to the file. For torch's SGD, Adam, AdamW, NAdam, RAdam, Adamax, RMSprop
-            and Adagrad.
+        states: whether gradients, the optimizer's state and frozen weights may be elsewhere too, exactly.
+            Each parameter is then updated by itself: in backward, as soon as its gradient is there, or in
+            ``optimizer.step()`` where ``clip`` or ``accumulate`` say that gradients are wanted until then.
+            State, and gradients that wait, may be moved to the file, and so may frozen weights. For torch's
+            SGD, Adam, AdamW, NAdam, RAdam, Adamax, RMSprop and Adagrad.
         clip: the norm that the loop clips gradients to, by torch's ``clip_grad_norm_`` or a trainer's option,
             or True: gradients wait for ``optimizer.step()``. GradScaler needs that too.
         accumulate: how many backward passes add up to one ``optimizer.step()``.
+        update_noise: allowed relative squared error of a parameter's update; its optimizer state may then be
+            packed in 16 or 8 bits an element, rounded stochastically, and needs no file. Adam's in 8 bits
+            have 0.012, in 16 bits 0.0005. None: state stays exact.
         cache: a folder in which profiles are kept and found again; it may be deleted at any time. One is used
             again for the same model, weights, sample, loss, noise, optimizer, versions and machine; a change
             in what the loss or a module's forward calls is not noticed.
@@ -126,8 +132,12 @@ def make_plan(
         noise=allowed,
         on_progress=on_progress,
         folder=folder,
+        moves_weights=states is True and offload is not False and not folder.is_in_memory,
     )
-    check_states(step, clip, accumulate, wanted=states)
+    check_states(step, clip, accumulate, update_noise, wanted=states)
+    codes = (
+        state_costs(step.optimizer, update_noise, device_of(model)) if step.optimizer and update_noise else ()
+    )
     profiled = functools.partial(profile_step, step, None if states else budget_bytes)
     seen = profiled() if cache is None else cached(Path(cache), key_of(step), profiled)
     allowed_actions = {Action.OFFLOAD: offload is not False, Action.RECOMPUTE: recompute}
@@ -138,7 +148,8 @@ def make_plan(
     def held(seen: StepProfile) -> StepProfile:
         if states:
             clips = bool(clip)
-            seen = with_states(seen, step, whole_peak, clip=clips, accumulate=accumulate)
+            seen = with_weights(seen, step)
+            seen = with_states(seen, step, whole_peak, clip=clips, accumulate=accumulate, codes=codes)
         seen = without(seen, barred)
         return profile_with_places(seen) if arena else seen
 
@@ -172,6 +183,9 @@ def plannable(model: torch.nn.Module, noise: float | None, exact: bool) -> float
     if device_of(model).type not in ("cpu", "cuda"):
         raise OptionError(f"plans are for the CPU and for CUDA; the model is on {device_of(model)}.")
     require_imports("numba")
+    if device_of(model).type == "cpu":
+        for dtype in {parameter.dtype for parameter in model.parameters()}:
+            codecs.require(dtype)  # before anything is timed
     return 0.0 if exact else 1e-3 if noise is None else noise
 
 
@@ -243,6 +257,7 @@ def planned(
         optimizer=None
         if used.plain_peak_bytes is None or optimizer is None
         else optimizer_plan(used, chosen, model, optimizer),
+        weights=weights_plan(used, chosen),
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from squeezebox.bounds import Controller, NoiseBudget
 from squeezebox.capture import Onlooker, Row, Stopwatch, Tracer
 from squeezebox.memory import usual_folder, within_room
+from squeezebox.planning._watched import watching
 from squeezebox.profiling import (
     Gain,
     GainProfiler,
@@ -239,12 +240,18 @@ class _Profiling:
                 if store.blocks is not None and blocks:
                     store.blocks.prepare(sum(row.packed["blocks"] for row in blocks))
                 profiler.start(max((row.saved_bytes for row in blocks), default=0))
-                with _marked(step.model, profiler), store.shown_to(tracer.onlooker):
+                with (
+                    _marked(step.model, profiler),
+                    watching(step, profiler, store) as fixed,
+                    store.shown_to(tracer.onlooker),
+                ):
                     engine.replay(self._step, bypass=False)
                 gradients = persistent(engine.model, None)
                 saved = {row.key: row.saved_bytes for row in store.rows}
                 final = nbytes_of(gradients) + transient_bytes(gradients, step.optimizer)
                 profile = profiler.stop(sum(parts.values()), learned, final, gradients, seconds)
+                reads = {name: at for name, at in profile.weights_at.items() if name not in fixed}
+                profile = dataclasses.replace(profile, weights_at=reads)
                 self._tell("every way to hold every tensor")
         finally:
             store.lineage = None
@@ -428,7 +435,7 @@ def key_of(step: TrainingStep) -> str:
     weights = tensors_in(list(loss_fn.parameters())) if isinstance(loss_fn, torch.nn.Module) else ()
     held = state_bytes(step.model, optimizer)
     folder = step.folder or usual_folder()
-    settings = (__version__, step.noise, type(optimizer).__name__, held, folder)
+    settings = (__version__, step.noise, type(optimizer).__name__, held, folder, step.moves_weights)
     return profile_key(step.model, [*tensors_in(step.sample), *weights], loss_fn, *settings)
 
 

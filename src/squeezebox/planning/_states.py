@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from squeezebox import planner
-from squeezebox.memory import CHUNK_BYTES, disk_speed, usual_folder
-from squeezebox.optim import SMALL_BYTES, WAITING_BYTES, can_be_cut, refuse_unknown
+from squeezebox.memory import CHUNK_BYTES, disk_speed, movable_weights, usual_folder
+from squeezebox.optim import PIECE_BYTES, SMALL_BYTES, WAITING_BYTES, can_be_cut, refuse_unknown
+from squeezebox.planning._state_costs import StateCost, can_be_packed, check_update_noise
 from squeezebox.profiling import ParameterNeeds, parameter_needs, transfer_of
 from squeezebox.reports import exact_bytes
 from squeezebox.schema import (
@@ -30,6 +31,7 @@ from squeezebox.schema import (
 from squeezebox.steps import TrainingStep, device_of
 
 _BACKWARD = 2 / 3  # of a step's time, in which states are moved
+_BITS = {"16 bit": 16, "8 bit": 8}
 _LEAST_SECONDS = 5e-11  # a byte: 0.1 ms for a chunk, which wakes threads
 
 
@@ -42,6 +44,8 @@ class _Parameter:
     gradient_bytes: int
     needs: ParameterNeeds
     in_pieces: bool  # it is updated, and read from a file
+    numel: int = 0
+    codes: tuple[StateCost, ...] = ()  # that its state may be packed with
 
     @property
     def state_key(self) -> str:
@@ -60,6 +64,13 @@ class _Parameter:
         return math.ceil(share * max(self.needs.update_bytes, sum(self.needs) / 4))
 
     @property
+    def packed_bytes(self) -> int:
+        """What an update from packed state takes beyond that: a piece of the state, unpacked."""
+        piece = min(PIECE_BYTES, self.gradient_bytes)
+        share = piece / max(self.gradient_bytes, 1)
+        return max(0, math.ceil(share * sum(self.needs)) - self.update_bytes)
+
+    @property
     def is_small(self) -> bool:
         """Whether it is updated together with others, and nothing of it is moved."""
         return self.gradient_bytes < SMALL_BYTES
@@ -69,14 +80,23 @@ class _Parameter:
         return not self.is_small and self.needs.state_bytes > 0
 
 
-def check_states(step: TrainingStep, clip: float | bool | None, accumulate: int, *, wanted: bool) -> None:
+def check_states(
+    step: TrainingStep,
+    clip: float | bool | None,
+    accumulate: int,
+    update_noise: float | None,
+    *,
+    wanted: bool,
+) -> None:
     """OptionError where updates are ``wanted`` one by one and cannot be, or nothing is and it is said how."""
     if not isinstance(wanted, bool):
         raise OptionError(f"states {wanted!r} is neither True nor False.")
     if not wanted:
-        if clip is not None or accumulate != 1:
-            raise OptionError("clip and accumulate say when states=True may update; give that too.")
+        if clip is not None or accumulate != 1 or update_noise is not None:
+            raise OptionError("clip, accumulate and update_noise say how states=True updates; give that too.")
         return
+    if update_noise is not None:
+        check_update_noise(update_noise)
     if step.optimizer is None:
         raise OptionError("states=True is about an optimizer's updates, and none was given; pass optimizer=.")
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
@@ -103,6 +123,9 @@ def hinting(
         wider = with_states(seen, step, plain_peak_bytes, clip=False, accumulate=1)
         least = planner.smallest(wider.profile, noise).predicted_peak_bytes
         enough = "which fits" if least <= limit else "still above it"
+        frozen = sum(each.nbytes for each in movable_weights(step.model, SMALL_BYTES).values())
+        if least > limit and frozen:
+            enough += f"; it may also move {exact_bytes(frozen)} of frozen weights"
         raise BudgetError(
             f"{error} With states=True, which updates parameter by parameter and moves optimizer state to a "
             f"file, exactly, a plan needs {exact_bytes(least)}, {enough}."
@@ -110,15 +133,22 @@ def hinting(
 
 
 def with_states(
-    seen: StepProfile, step: TrainingStep, plain_peak_bytes: int, *, clip: bool, accumulate: int
+    seen: StepProfile,
+    step: TrainingStep,
+    plain_peak_bytes: int,
+    *,
+    clip: bool,
+    accumulate: int,
+    codes: Sequence[tuple[StateCost, ...]] = (),
 ) -> StepProfile:
     """The step with a row for every gradient and every state that could be elsewhere.
 
     With neither ``clip`` nor ``accumulate`` beyond 1 each parameter is updated in backward, and no gradient
     outlives that. Else the optimizer's step has a position for each parameter, the largest first.
+    The state of an optimizer's groups may be packed with ``codes``, one entry for each.
     """
     assert step.optimizer is not None
-    found = _trained(seen.profile, step.model, step.optimizer)
+    found = _trained(seen.profile, step.model, step.optimizer, codes)
     late = clip or accumulate > 1
     rows = [each for each in found if each.has_state_row]
     state_bytes = sum(each.needs.state_bytes for each in found)
@@ -156,35 +186,47 @@ def optimizer_plan(
 ) -> OptimizerPlan:
     """What the chosen options mean for the optimizer."""
     found = _trained(seen.profile, model, optimizer)
-
-    def moved(keys: Iterator[tuple[str, str]]) -> tuple[str, ...]:
-        return tuple(
-            name
-            for key, name in keys
-            if key in chosen.choices and chosen.choices[key].action is Action.OFFLOAD
-        )
-
-    states = moved((each.state_key, each.name) for each in found)
-    gradients = moved((each.gradient_key, each.name) for each in found)
-    keys = [f"state of {name}" for name in states] + [f"gradient of {name}" for name in gradients]
+    states = {each.state_key: each for each in found if each.state_key in chosen.choices}
+    gradients = {each.gradient_key: each for each in found if each.gradient_key in chosen.choices}
+    moved = {key for key, option in chosen.choices.items() if option.action is Action.OFFLOAD}
+    packed = {key: chosen.choices[key] for key in states if chosen.choices[key].action is Action.COMPRESS}
+    own = [*packed, *(moved & (states.keys() | gradients.keys()))]
     return OptimizerPlan(
         name=type(optimizer).__name__,
         in_backward=seen.in_backward,
-        states=states,
-        gradients=gradients,
+        states=tuple(each.name for key, each in states.items() if key in moved),
+        packed={states[key].name: _BITS[option.codec] for key, option in packed.items()},
+        gradients=tuple(each.name for key, each in gradients.items() if key in moved),
         state_bytes=sum(each.needs.state_bytes for each in found),
         gradient_bytes=sum(each.gradient_bytes for each in found),
-        moved_bytes=sum(seen.saved_bytes[key] for key in keys),
-        seconds=sum(chosen.choices[key].seconds for key in keys),
+        moved_bytes=sum(seen.saved_bytes[key] for key in own if key in moved),
+        packed_bytes=sum(option.held_bytes for option in packed.values()),
+        update_noise=max((option.bound for option in packed.values()), default=0.0),
+        seconds=sum(chosen.choices[key].seconds for key in own),
     )
 
 
-def _trained(profile: Profile, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[_Parameter]:
+def _trained(
+    profile: Profile,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    codes: Sequence[tuple[StateCost, ...]] = (),
+) -> list[_Parameter]:
     """Those that have a gradient and are the optimizer's, in the order in which gradients come."""
     needs = parameter_needs(optimizer)
     named = dict(model.named_parameters())
+    groups = zip(optimizer.param_groups, codes, strict=bool(codes))
+    usable = {id(each): own for group, own in groups for each in group["params"] if can_be_packed(each)}
     found = [
-        _Parameter(name, position, named[name].nbytes, needs[id(named[name])], can_be_cut(named[name]))
+        _Parameter(
+            name,
+            position,
+            named[name].nbytes,
+            needs[id(named[name])],
+            can_be_cut(named[name]),
+            named[name].numel(),
+            usable.get(id(named[name]), ()),
+        )
         for name, position in profile.gradients_at.items()
         if id(named[name]) in needs
     ]
@@ -208,6 +250,8 @@ def _repriced(profile: Profile, seen: StepProfile, step: TrainingStep, total: in
     transfer = transfer_of(device_of(step.model), step.folder, [total], seen.plain_seconds)
 
     def option(tensor: TensorProfile, given: Option) -> Option:
+        if tensor.part is not Part.SAVED:
+            return given
         if given.action is not Action.OFFLOAD or given.codec != "file" or transfer is None:
             return given
         again = 1 + len(tensor.gaps)
@@ -288,13 +332,27 @@ def _state_row(each: _Parameter, position: int, seconds: float) -> TensorProfile
     nbytes = each.needs.state_bytes
     keep = Option(action=Action.KEEP, codec="keep", held_bytes=nbytes, lasting=True)
     moved = _moved(seconds * nbytes, 0 if each.in_pieces else nbytes)
+    tensors = nbytes // each.gradient_bytes
+    packed = [
+        Option(
+            action=Action.COMPRESS,
+            codec=f"{code.bits} bit",
+            bound=code.noise,  # of the update, not of the gradient, whose budget is another
+            held_bytes=tensors * code.nbytes(each.numel),
+            lasting=True,
+            working_bytes=each.packed_bytes,
+            seconds=code.seconds * each.numel,
+        )
+        for code in each.codes
+        if tensors * code.nbytes(each.numel) < nbytes
+    ]
     return TensorProfile(
         key=each.state_key,
         part=Part.STATE,
         saved_at=0,
         first_use=position,
         last_use=position,
-        options=(keep, moved) if math.isfinite(seconds) else (keep,),
+        options=(keep, *packed, *([moved] if math.isfinite(seconds) else [])),
     )
 
 

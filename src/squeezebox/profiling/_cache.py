@@ -13,7 +13,7 @@ import torch
 
 from squeezebox.schema import StepProfile, decoded, plain, write_whole
 
-_VERSION = 6
+_VERSION = 7
 
 
 def profile_key(

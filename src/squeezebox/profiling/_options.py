@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -113,6 +114,7 @@ class StepProfiler:
         self._seen: dict[int, _Seen] = {}
         self._numbers: dict[int, int] = {}
         self._trained: dict[str, int] = {}  # name -> number
+        self._frozen: dict[str, int] = {}
         self._calls: dict[int, float] = {}  # seconds, the least seen
         self._started = 0.0
         self._arena: codecs.Arena | None = None  # of trials that pack blocks,
@@ -163,6 +165,11 @@ class StepProfiler:
                 for name, number in self._trained.items()
                 if number in trace.gradients_at
             },
+            weights_at={
+                name: tuple(sorted(trace.loans[number]))
+                for name, number in self._frozen.items()
+                if number in trace.loans
+            },
         )
 
     def _tensors(
@@ -211,6 +218,14 @@ class StepProfiler:
     def gradient(self, name: str) -> None:
         """Backward has all of this parameter's gradient."""
         self._timeline.gradient(self._trained.setdefault(name, len(self._trained)))
+
+    @contextlib.contextmanager
+    def lending(self, name: str) -> Iterator[None]:
+        """Around bringing a frozen weight into memory, in one block."""
+        number = self._frozen.setdefault(name, len(self._frozen))
+        self._timeline.lend(number)
+        yield
+        self._timeline.lent(number)
 
     def close(self) -> None:
         """End without a result; nothing happens after :meth:`stop`."""

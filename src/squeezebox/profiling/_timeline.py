@@ -16,6 +16,7 @@ _SAVE, _SAVED, _USE, _USED, _RELEASE = "save", "saved", "use", "used", "release"
 _CALL, _CALLED = "call", "called"
 _LOSS, _FREED = "loss", "freed"
 _GRADIENT, _UPDATED = "gradient", "updated"
+_LEND, _LENT, _BACK = "lend", "lent", "given back"
 
 
 @dataclass(slots=True)
@@ -49,6 +50,7 @@ class Trace:
         int, int
     ]  # where each parameter's gradient is complete, which is a position of its own
     call_bytes: dict[int, int]  # the most that an operator held, its result included, beyond what there was
+    loans: dict[int, list[tuple[int, int]]]  # (first, last) positions at which each frozen weight is read
     peak_bytes: int
 
 
@@ -111,6 +113,14 @@ class Timeline:
         self._mark(_GRADIENT, number)
         self._mark(_UPDATED, number)
 
+    def lend(self, number: int) -> None:
+        """A frozen weight comes into memory, in one block; such weights have numbers of their own."""
+        self._mark(_LEND, number)
+
+    def lent(self, number: int) -> None:
+        """It is there, until the block is free."""
+        self._mark(_LENT, number)
+
     def stop(self, held: int, gradients: Iterable[torch.Tensor] = ()) -> Trace:
         """End; ``held`` bytes lived before and go on living, ``gradients`` are what the step has left."""
         reading = _Reading(base=[held], now=held)
@@ -130,6 +140,7 @@ class Timeline:
             lives=reading.lives,
             gradients_at=reading.gradients_at,
             call_bytes=reading.calls,
+            loans=reading.loans,
             peak_bytes=held + reading.most,
         )
 
@@ -153,6 +164,7 @@ class _Reading:
     lives: dict[int, Life] = field(default_factory=dict)
     gradients_at: dict[int, int] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)
+    loans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     most: int = 0  # bytes of all blocks
     _all: int = 0
     _sizes: dict[int, int] = field(default_factory=dict)  # address -> bytes
@@ -171,6 +183,8 @@ class _Reading:
     _used_at: int = 0
     _unpacked: set[int] = field(default_factory=set)  # tensors that have a buffer
     _gone: dict[int, int] = field(default_factory=dict)  # tensor -> from when on it has none any more
+    _lending: int | None = None
+    _lent: dict[int, tuple[int, int]] = field(default_factory=dict)  # address -> weight, and from when on
 
     def mark(self, words: Sequence[str]) -> None:
         kind, number = words[0], int(words[1])
@@ -179,6 +193,10 @@ class _Reading:
         elif kind in (_GRADIENT, _UPDATED):
             self._turn(kind, -1)
             self.gradients_at.setdefault(number, len(self.base) - 1)
+        elif kind in (_LEND, _LENT):
+            if not self._inside:  # else for a trial, which no step makes
+                self._turn(kind, -1)
+                self._lending = number if kind == _LEND else None
         else:
             self._tensor(kind, number, words)
 
@@ -223,6 +241,10 @@ class _Reading:
             self._sizes[address] = nbytes
             self._all += nbytes
             self.most = max(self.most, self._all)
+            if self._lending is not None:
+                self._lent[address] = (self._lending, len(self.base) - 1)
+                self._lending = None
+                return
             counted = 0 if self._inside else nbytes
             self.now += counted - self._blocks.pop(address, 0)  # freed where no profiler saw it
             self._blocks[address] = counted
@@ -237,6 +259,9 @@ class _Reading:
                 self._scratch[address] = nbytes
                 self._most_scratch = max(self._most_scratch, sum(self._scratch.values()))
             return
+        if address in self._lent:
+            self._give_back(address)
+            return
         self._scratch.pop(address, 0)
         self.now -= self._blocks.pop(address, 0)
         number = self._originals.pop(address, None)
@@ -244,8 +269,15 @@ class _Reading:
             self._turn(_FREED, number)
             self.lives[number].dropped_at = len(self.base) - 1
 
+    def _give_back(self, address: int) -> None:
+        number, since = self._lent.pop(address)
+        self._turn(_BACK, -1)
+        self.loans.setdefault(number, []).append((since, len(self.base) - 2))
+
     def end(self) -> None:
         """A tensor that was never used is used where it ends; buffers still idle are there to the end."""
+        for address in [*self._lent]:
+            self._give_back(address)
         for number, life in self.lives.items():
             life.first_use = min(life.first_use, life.last_use)
             if number in self._idle:

@@ -19,6 +19,7 @@ from squeezebox.schema import (
     PlannedPeak,
     Region,
     Role,
+    WeightsPlan,
     checked,
     checked_flat,
     load_json,
@@ -33,6 +34,7 @@ _LATER = {
     "arena": False,
     "offload": None,
     "optimizer": None,
+    "weights": None,
 }  # what files of earlier releases lack
 
 
@@ -66,7 +68,8 @@ class StepPlan:
     predicted peak lies and what is live then; its parts add up to it (None in files of earlier releases).
     With ``arena``, packed tensors are counted with their places. ``offload`` says where tensors are moved to,
     and what memory that takes on top of the peak. ``optimizer`` says what becomes of gradients and of the
-    optimizer's state, where the plan was made with ``states=True``.
+    optimizer's state, and ``weights`` what becomes of frozen parameters, where the plan was made with
+    ``states=True`` and there are such.
     """
 
     model: str
@@ -84,6 +87,7 @@ class StepPlan:
     arena: bool = False
     offload: OffloadRecord | None = None
     optimizer: OptimizerPlan | None = None
+    weights: WeightsPlan | None = None
 
     def __getitem__(self, key: str) -> Option:
         """How the tensor of that key is held."""
@@ -171,6 +175,7 @@ class StepPlan:
             f"time   {self.predicted_seconds:>8.3f} s  plain {self.plain_seconds:.3f} s",
             f"noise  {self.predicted_noise:>10.1e}",
             *(_updates(self.optimizer) if self.optimizer is not None else ()),
+            *(_weights(self.weights) if self.weights is not None else ()),
             *([offloaded(self.offload)] if self.offload else []),
             *([f"{self.region} in {self.region.slices} slices of the batch"] if self.region else []),
             "",
@@ -211,11 +216,28 @@ def _updates(plan: OptimizerPlan) -> Iterator[str]:
     """What becomes of gradients and state."""
     where = "backward, as soon as its gradient is there" if plan.in_backward else "optimizer.step()"
     yield f"each parameter is updated by itself, in {where}"
+    if plan.packed:
+        some = " or ".join(str(bits) for bits in sorted(set(plan.packed.values())))
+        yield (
+            f"optimizer state of {len(plan.packed)} parameters in {some} bits: "
+            f"{human_bytes(plan.packed_bytes)}, update noise {plan.update_noise:.1e}"
+        )
     if plan.moved_bytes:
         total = human_bytes(plan.state_bytes + plan.gradient_bytes * (not plan.in_backward))
         yield (
             f"{human_bytes(plan.moved_bytes)} of {total} of optimizer state"
-            f"{'' if plan.in_backward else ' and gradients'} in a file, {1e3 * plan.seconds:.1f} ms a step"
+            f"{'' if plan.in_backward else ' and gradients'} in a file"
+        )
+    if plan.seconds:
+        yield f"which takes {1e3 * plan.seconds:.1f} ms a step"
+
+
+def _weights(plan: WeightsPlan) -> Iterator[str]:
+    """What becomes of frozen parameters."""
+    if plan.moved:
+        yield (
+            f"{human_bytes(plan.moved_bytes)} of {human_bytes(plan.weight_bytes)} of frozen weights in a "
+            f"file, {1e3 * plan.seconds:.1f} ms a step"
         )
 
 

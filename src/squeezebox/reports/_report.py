@@ -57,6 +57,11 @@ class Report:
         return self.record.predicted_noise
 
     @property
+    def update_noise(self) -> float | None:
+        """Measured squared error of updates over their squared norm; None where no state is packed."""
+        return self.record.update_noise
+
+    @property
     def tensors(self) -> tuple[SavedTensor, ...]:
         """One row for every saved storage."""
         return self.record.tensors
@@ -137,6 +142,8 @@ def _totals(record: StepRecord) -> list[str]:
     lines.append(
         f"gradient noise: measured {_figure(record.noise)}, predicted {_figure(record.predicted_noise)}"
     )
+    if record.update_noise is not None:
+        lines.append(f"update noise, of packed optimizer state: measured {_figure(record.update_noise)}")
     lines.extend(
         f"checked {check.key} at step {check.step}: measured / predicted "
         f"{check.measured / check.predicted:.2f}"

@@ -14,6 +14,9 @@ _EVENTS = {
     "use": "while '{}' is unpacked",
     "used": "in the operator that reads '{}'",
     "release": "after '{}' was read",
+    "lend": "while a frozen weight is read",
+    "lent": "in the operator that reads a frozen weight",
+    "given back": "after a frozen weight was read",
     "gradient": "where a parameter is updated",
     "updated": "after a parameter was updated",
 }

@@ -59,6 +59,7 @@ from squeezebox.schema._plan import (
     Slicing,
     StepProfile,
     TensorProfile,
+    WeightsPlan,
 )
 from squeezebox.schema._redundancy import CheckedStep, Redundancy, Waste
 from squeezebox.schema._saved import (
@@ -164,4 +165,5 @@ __all__ = [
     "require_writable",
     "save_json",
     "write_whole",
+    "WeightsPlan",
 ]

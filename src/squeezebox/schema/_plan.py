@@ -58,6 +58,7 @@ class Part(Enum):
     SAVED = "saved"  # by autograd, between forward and backward
     GRADIENT = "gradient"
     STATE = "state"  # an optimizer's, of one parameter
+    PARAMETER = "parameter"  # one that is not trained
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +105,8 @@ class Profile:
     Positions number the operators of forward, then of backward, then the optimizer's step.
     ``base_bytes`` has one entry a position: parameters, gradients so far, optimizer state, temporaries.
     ``moments``, if there, has one too; ``gradients_at`` are the positions at which a parameter's gradient is
-    complete, by its name. Of every position's base, ``parameter_bytes`` are parameters and
+    complete, by its name, and ``weights_at`` those, (first, last), at which a frozen one that can be moved is
+    read. Of every position's base, ``parameter_bytes`` are parameters and
     buffers, ``input_bytes`` the sample and ``state_bytes`` the optimizer's state.
     """
 
@@ -115,6 +117,7 @@ class Profile:
     input_bytes: int = 0
     state_bytes: int = 0
     gradients_at: dict[str, int] = field(default_factory=dict)
+    weights_at: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,9 +190,11 @@ class OptimizerPlan:
     ``name`` is the optimizer's class, other names are those of parameters. ``in_backward``: each parameter is
     updated as soon as its gradient is there, which is then gone; else all are updated in
     ``optimizer.step()``, one by one. ``states`` names those whose optimizer state lives in a file between two
-    updates, ``gradients`` those whose gradient waits there for its own. ``state_bytes`` and
-    ``gradient_bytes`` are all that the optimizer has, ``moved_bytes`` what the file holds of them, and
-    ``seconds`` what moving them takes in a step.
+    updates, ``gradients`` those whose gradient waits there for its own, and ``packed`` those whose state is
+    packed, with the bits an element. ``state_bytes`` and ``gradient_bytes`` are all that the optimizer has,
+    ``moved_bytes`` what the file holds of them, ``packed_bytes`` what packed state takes, and ``seconds``
+    what moving and packing take in a step. ``update_noise`` is the predicted squared error of packed
+    parameters' updates over their squared norm.
     """
 
     name: str
@@ -198,6 +203,23 @@ class OptimizerPlan:
     gradients: tuple[str, ...]
     state_bytes: int
     gradient_bytes: int
+    moved_bytes: int
+    seconds: float
+    packed: dict[str, int] = field(default_factory=dict)
+    packed_bytes: int = 0
+    update_noise: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsPlan:
+    """What a plan does with frozen parameters. Sizes are bytes.
+
+    ``moved`` names those that live in a file, and ``moved_bytes`` is their size. ``weight_bytes`` are all
+    that could, and ``seconds`` what reading takes in a step.
+    """
+
+    moved: tuple[str, ...]
+    weight_bytes: int
     moved_bytes: int
     seconds: float
 

@@ -202,7 +202,8 @@ class StepRecord:
     ``budget_bytes``, ``predicted_peak_bytes`` and ``predicted_seconds`` are those of the plan, if any.
     ``arena`` is there where packed tensors have one, ``offload`` where tensors are in a file.
     ``noise`` is the measured squared gradient error relative to the squared gradient norm,
-    ``predicted_noise`` what the error law expects of it.
+    ``predicted_noise`` what the error law expects of it. ``update_noise`` is the same for the last updates of
+    parameters whose optimizer state is packed, as measured on some of their elements.
     """
 
     step: int
@@ -222,5 +223,6 @@ class StepRecord:
     predicted_seconds: float | None = None
     arena: ArenaRecord | None = None
     offload: OffloadRecord | None = None
+    update_noise: float | None = None
     checks: tuple[Check, ...] = ()
     notes: tuple[str, ...] = ()

@@ -7,9 +7,9 @@ from types import MappingProxyType
 
 import torch
 
+from squeezebox import codecs
 from squeezebox.bounds import Controller
 from squeezebox.capture import check_supported
-from squeezebox.codecs import Codec
 from squeezebox.memory import HEADROOM
 from squeezebox.reports import StepPlan
 from squeezebox.schema import AttachError, OptionError
@@ -30,15 +30,17 @@ def begin(
     overlapping: bool = False,
     arena: bool = False,
     places: Mapping[str, int] = MappingProxyType({}),
-    codec: Codec | None = None,
+    codec: codecs.Codec | None = None,
     family: str = "entropy",
     checks: bool = False,
+    waits: bool = True,
 ) -> Engine:
     """For a model that has none and can have one; without controller and plan nothing is lost.
 
     ``overlapping``: every forward is a step of its own, whatever still waits for its backward; no peak is
     measured, which would be of several at once. ``places``: what an arena is laid out for, in bytes by key.
-    ``checks``: look for saved tensors that are overwritten.
+    ``checks``: look for saved tensors that are overwritten. ``waits``: steps wait until kernels are compiled,
+    where they are not; else their tensors are held exactly until then.
     """
     if model in attached:
         raise AttachError(
@@ -57,6 +59,8 @@ def begin(
     if engine.store.reserve is not None and places:
         engine.store.reserve.plan(places, HEADROOM)
     engine.recorder.hooks.checks = checks
+    if not waits and policy.on_host:
+        engine.store.ready = codecs.ready
     return engine
 
 

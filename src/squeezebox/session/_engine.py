@@ -17,12 +17,12 @@ import torch
 
 from squeezebox.bounds import Planned
 from squeezebox.capture import Installation, Recorder, Slicer, Store, is_innermost
-from squeezebox.memory import PeakMeter, live_bytes
+from squeezebox.memory import PeakMeter, Weights, live_bytes
 from squeezebox.optim import Updates
 from squeezebox.reports import StepPlan
 from squeezebox.schema import Action, AttachError, Region, Role
 from squeezebox.session._growth import Growth
-from squeezebox.session._offload import make_room, updates_of
+from squeezebox.session._offload import make_room, updates_of, weights_of
 from squeezebox.session._passes import Passes
 from squeezebox.session._policy import BoundPolicy, admit, refuse_unsound
 from squeezebox.session._records import Records
@@ -53,6 +53,7 @@ class Engine:
         recorder: what sees them being saved.
         refreshes: the steps that gather statistics.
         updates: those of the optimizer, where the plan makes them one by one.
+        weights: frozen ones that the plan has in a file, if any.
         records: what is known of the closed steps.
         plan: in force, if any.
         notes: for the report, in order.
@@ -87,9 +88,12 @@ class Engine:
         self._passes = Passes(self.recorder, self.notes)
         self._growth = Growth(notes=self.notes)
         self.updates: Updates | None = None
+        self.weights: Weights | None = None
         if plan is not None:
             self._use(plan)
-            self.updates = updates_of(plan, model, optimizer)
+            self.update_by(updates_of(plan, model, optimizer))
+            self.weights = weights_of(plan, model)
+            self.store.loans = None if self.weights is None else self.weights.loans
         elif policy.controller is not None:
             self.store.spares = self.recorder.regions.spares
         self._meter = PeakMeter(device_of(model))
@@ -97,6 +101,12 @@ class Engine:
         self._open = self._replaying = False
         self.installation: Installation | None = Installation(model, self.start, self.finish)
         attached.add(model)
+
+    def update_by(self, updates: Updates | None) -> None:
+        """Have the optimizer's updates made so; None leaves them to it."""
+        self.updates = updates
+        if updates is not None:
+            self.records.update_noise = updates.noise
 
     def require_attached(self) -> None:
         """AttachError after :meth:`detach`."""
@@ -114,6 +124,8 @@ class Engine:
         self.store.close()
         if self.updates is not None:
             self.updates.close()
+        if self.weights is not None:
+            self.weights.close()
         attached.discard(self.model)
 
     @contextlib.contextmanager
@@ -197,6 +209,7 @@ class Engine:
     @contextlib.contextmanager
     def uncounted_step(self) -> Iterator[None]:
         """Around a step that gathers no statistics, and has no number."""
+        self.store.ready = None  # as in noise_of
         with self._uncounted():
             yield
             if not self.recorder.hooks.backward_seen:
@@ -209,6 +222,7 @@ class Engine:
         """Relative gradient noise of a step that is run twice, exact and squeezed; NaN without gradients."""
         self.require_attached()
         self.close_step()
+        self.store.ready = None  # a measured step is packed, and waits for its kernels
         with restored(self.model):
             self.slice(None)
             try:
@@ -294,12 +308,14 @@ class Engine:
             refuse_unsound(self.plan, self.model)
         self.close_step()
         self.abandon()
+        waited = self.store.unready
         self.recorder.start_step()
         self._open = True
         self._baseline_bytes = self._passes.count = 0
         if not self._replaying:
             self.step += 1
-            self._growth.observe(live_bytes(device_of(self.model)))
+            # Tensors held exactly until kernels are compiled are no growth, nor are the kernels.
+            self._growth.observe(None if waited else live_bytes(device_of(self.model)))
         due = self.refreshes.due
         measured = self._replaying or due(self.step) or due(self.step - 1)
         guessed = self.step <= 1 and due(0)  # the first step's bounds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from squeezebox.capture import Store
-from squeezebox.memory import DiskFolder, disk_folder
+from squeezebox.memory import DiskFolder, Weights, disk_folder, movable_weights
 from squeezebox.optim import Updates
 from squeezebox.reports import StepPlan
 from squeezebox.schema import Action, OptionError, PlanError
@@ -39,7 +39,8 @@ def updates_of(
             "the plan was made with states=True, for an optimizer's updates, and none was given; pass it as "
             "attach(model, optimizer=optimizer, plan=plan)."
         )
-    names = (*plan.optimizer.states, *plan.optimizer.gradients)
+    in_file = (*plan.optimizer.states, *plan.optimizer.gradients)
+    names = (*in_file, *plan.optimizer.packed)
     known, stepped = (
         dict(model.named_parameters()),
         {id(p) for g in optimizer.param_groups for p in g["params"]},
@@ -58,9 +59,29 @@ def updates_of(
         optimizer,
         in_backward=plan.optimizer.in_backward,
         states=plan.optimizer.states,
+        packed=plan.optimizer.packed,
         gradients=plan.optimizer.gradients,
-        folder=_folder_of(plan, {}) if names else None,
+        folder=_folder_of(plan, {}) if in_file else None,
     )
+
+
+def weights_of(plan: StepPlan, model: torch.nn.Module) -> Weights | None:
+    """The model's frozen weights in a file, as the plan says; None where it moves none.
+
+    Raises:
+        PlanError: the model has no such frozen weight of a name in the plan.
+    """
+    if plan.weights is None or not plan.weights.moved:
+        return None
+    known = movable_weights(model, 0)
+    missing = next((name for name in plan.weights.moved if name not in known), None)
+    if missing is not None:
+        raise PlanError(
+            f"the plan moves the frozen weight '{missing}' to a file, and this {type(model).__name__} has "
+            "none of that name that is frozen, on the CPU and shares no memory. Make a plan for it with "
+            "squeezebox.plan()."
+        )
+    return Weights({name: known[name] for name in plan.weights.moved}, _folder_of(plan, {}))
 
 
 def _folder_of(plan: StepPlan, notes: dict[str, None]) -> DiskFolder:

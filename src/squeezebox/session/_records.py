@@ -26,6 +26,7 @@ class Records:
     notes: Mapping[str, None]
     latest: Callable[[], StepRecord] | None = None
     noise: float | None = None  # as measured
+    update_noise: Callable[[], float | None] = lambda: None
     checks: list[Check] = field(default_factory=list)
     history: deque[BoundRecord] = field(default_factory=lambda: deque(maxlen=_HISTORY))
     _peak_bytes: int | None = None  # of a step without statistics, all that lived before it included,
@@ -100,6 +101,7 @@ class Records:
             predicted_seconds=plan.predicted_seconds if plan else None,
             arena=arena,
             offload=self.store.spill.record,
+            update_noise=self.update_noise(),
             checks=tuple(self.checks),
             notes=(*self.notes, *self.store.notes),
         )

@@ -20,7 +20,8 @@ class TrainingStep:
     """A model, a sample of (inputs, target), their loss, and the optimizer, if it is known.
 
     ``noise`` is what may be lost in it (0: nothing); ``folder`` where tensors may be moved to, instead of the
-    usual one; ``on_progress`` is called while it is measured.
+    usual one; ``on_progress`` is called while it is measured. ``moves_weights``: a plan for it
+    may move frozen ones to the folder.
     """
 
     model: torch.nn.Module
@@ -30,6 +31,7 @@ class TrainingStep:
     noise: float = 0.0
     folder: DiskFolder | None = None
     on_progress: Progress | None = None
+    moves_weights: bool = False
 
     @property
     def batch(self) -> int:

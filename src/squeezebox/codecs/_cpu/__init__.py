@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from squeezebox.codecs._cpu import _flag_kernels, _group_kernels, _planes, _quantise
+from squeezebox.codecs._cpu import _flag_kernels, _group_kernels, _planes, _quantise, _states
 
 KERNELS: dict[str, Callable[..., Any]] = {
     "pack_zero": _group_kernels.pack_zero,
@@ -28,4 +28,10 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "unpack_chunks": _quantise.unpack_chunks,
     "pack_planes": _planes.pack_planes,
     "unpack_planes": _planes.unpack_planes,
+    "pack_squares": _states.pack_squares,
+    "unpack_squares": _states.unpack_squares,
+    "pack_signed": _states.pack_signed,
+    "unpack_signed": _states.unpack_signed,
+    "pack_short": _states.pack_short,
+    "unpack_short": _states.unpack_short,
 }

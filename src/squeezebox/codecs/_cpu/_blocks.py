@@ -10,14 +10,13 @@ integer arithmetic, rounding to nearest even as torch does.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import overload
 
+from squeezebox.codecs._cpu._numba import part
+
 BLOCK = 256
-OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy"}
 HALF_SCALE = np.float32(2.0**112)
 HALF_MAGIC = np.uint32(126 << 23)
 
@@ -98,13 +97,13 @@ def _to_float16(block, bits, target):
         target[i] = np.int16(np.int32(half | ((pattern >> np.uint32(16)) & np.uint32(0x8000))))
 
 
-@njit(**OPTIONS)
+@part
 def magnitude_mask(bits):
     """All bits but the sign, in the type of ``bits``."""
     return bits.dtype.type(0x7FFFFFFF if bits.itemsize == 4 else 0x7FFFFFFFFFFFFFFF)
 
 
-@njit(**OPTIONS)
+@part
 def order(bits, low, high):
     """``low`` and ``high`` widened by a block, compared as integers in the order of the floats.
 
@@ -120,13 +119,20 @@ def order(bits, low, high):
     return low, high
 
 
-@njit(**OPTIONS)
+@part
 def mirrored(bits, key):
     """The bits of a float with this place in the order, or the place of a float with these bits."""
     return bits.dtype.type(key ^ ((key >> (8 * bits.itemsize - 1)) & magnitude_mask(bits)))
 
 
-@njit(**OPTIONS)
+@part
+def copy(source, target):
+    """All of ``target``, an element at a time: ``target[:] = source`` takes numba seconds to compile."""
+    for i in range(target.size):
+        target[i] = source[i]
+
+
+@part
 def load(source, block, bits):
     """Fill ``block`` (``bits`` is its integer view), repeating the last element where the source is short."""
     _convert(source, block, bits)
@@ -175,19 +181,19 @@ def _there_and_back(block, bits, rounded):
     load(rounded, block, bits)
 
 
-@njit(**OPTIONS)
+@part
 def whole_block(source, block, bits):
     """Elements to compute with: ``source`` if it is whole and of that dtype, else ``block`` loaded."""
     return _whole(source, block, bits)
 
 
-@njit(**OPTIONS)
+@part
 def round_block(block, bits, rounded):
     """``block`` as it will be after rounding to the dtype of ``rounded`` (scratch of the same size)."""
     _round(block, bits, rounded)
 
 
-@njit(**OPTIONS)
+@part
 def store(block, bits, target):
     """The first ``target.size`` elements of ``block``, rounded to the target's dtype."""
     _emit(block, bits, target)

@@ -7,19 +7,20 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from squeezebox.codecs._cpu._blocks import BLOCK, OPTIONS, load
-from squeezebox.codecs._cpu._lanes import pack_lanes, unpack_lanes
+from squeezebox.codecs._cpu._blocks import BLOCK, copy, load
+from squeezebox.codecs._cpu._lanes import pack_bits, pack_lanes, unpack_lanes
+from squeezebox.codecs._cpu._lanes import unpack_bits as unpack_byte_lanes
+from squeezebox.codecs._cpu._numba import kernel, part
 
 
-@njit(**OPTIONS)
+@part
 def _fill(bits, count):
     for i in range(count, BLOCK):
         bits[i] = np.uint8(0)
 
 
-@njit(**OPTIONS)
+@kernel
 def pack_nonzero(flat, value, negative, block, integers, packed, first, last):
     """Bits of ``x == value``; the number of elements that are neither that nor a zero of this sign."""
     bits = np.empty(BLOCK, np.uint8)
@@ -34,12 +35,12 @@ def pack_nonzero(flat, value, negative, block, integers, packed, first, last):
             other_zero = (block[i] == zero) & ((integers[i] >= 0) != negative)
             strange += np.int32((block[i] != value) & (not other_zero))
         _fill(bits, source.size)
-        pack_lanes(bits, 1, packed[group * 32 : (group + 1) * 32])
+        pack_bits(bits, np.uint8(0), packed[group * 32 : (group + 1) * 32])
         others += strange
     return others
 
 
-@njit(**OPTIONS)
+@kernel
 def pack_positive(flat, block, integers, packed, first, last):
     """Bits of ``not (x <= 0)``."""
     bits = np.empty(BLOCK, np.uint8)
@@ -50,10 +51,10 @@ def pack_positive(flat, block, integers, packed, first, last):
         for i in range(BLOCK):
             bits[i] = np.uint8(not (block[i] <= zero))
         _fill(bits, source.size)
-        pack_lanes(bits, 1, packed[group * 32 : (group + 1) * 32])
+        pack_bits(bits, np.uint8(0), packed[group * 32 : (group + 1) * 32])
 
 
-@njit(**OPTIONS)
+@kernel
 def pack_between(flat, lower, upper, inclusive, block, integers, packed, first, last):
     """Bits of ``lower <= x <= upper``, or of ``not (x <= lower or x >= upper)``."""
     bits = np.empty(BLOCK, np.uint8)
@@ -65,21 +66,21 @@ def pack_between(flat, lower, upper, inclusive, block, integers, packed, first, 
             opened = np.uint8(not ((block[i] <= lower) | (block[i] >= upper)))
             bits[i] = closed if inclusive else opened
         _fill(bits, source.size)
-        pack_lanes(bits, 1, packed[group * 32 : (group + 1) * 32])
+        pack_bits(bits, np.uint8(0), packed[group * 32 : (group + 1) * 32])
 
 
-@njit(**OPTIONS)
+@kernel
 def unpack_bits(packed, zero, one, out, first, last):
     """Bit patterns ``one`` where the bit is set, else ``zero``."""
     bits = np.empty(BLOCK, np.uint8)
     for group in range(first, last):
-        unpack_lanes(packed[group * 32 : (group + 1) * 32], 1, bits)
+        unpack_byte_lanes(packed[group * 32 : (group + 1) * 32], bits)
         target = out[group * BLOCK : (group + 1) * BLOCK]
         for i in range(target.size):
             target[i] = one if bits[i] else zero
 
 
-@njit(**OPTIONS)
+@kernel
 def pack_codes(codes, bits, packed, first, last):
     """Codes of one byte to lanes of ``bits`` bits."""
     filled = np.zeros(BLOCK, np.uint8)
@@ -90,11 +91,11 @@ def pack_codes(codes, bits, packed, first, last):
         if source.size == BLOCK:
             pack_lanes(source, bits, target)
         else:
-            filled[: source.size] = source
+            copy(source, filled[: source.size])
             pack_lanes(filled, bits, target)
 
 
-@njit(**OPTIONS)
+@kernel
 def unpack_codes(packed, bits, codes, first, last):
     """The inverse of ``pack_codes``."""
     filled = np.empty(BLOCK, np.uint8)
@@ -102,10 +103,10 @@ def unpack_codes(packed, bits, codes, first, last):
     for group in range(first, last):
         target = codes[group * BLOCK : (group + 1) * BLOCK]
         unpack_lanes(packed[group * width : (group + 1) * width], bits, filled)
-        target[:] = filled[: target.size]
+        copy(filled, target)
 
 
-@njit(**OPTIONS)
+@part
 def _places_of(source, base, places, codes):
     missing = np.int64(0)
     for i in range(source.size):
@@ -118,7 +119,7 @@ def _places_of(source, base, places, codes):
     return missing
 
 
-@njit(**OPTIONS)
+@kernel
 def pack_offsets(indices, base, places, inner, codes, first, last):
     """The place of each index in its window, planes ``first`` to ``last``; how many lie in none."""
     positions = base.size
@@ -132,13 +133,14 @@ def pack_offsets(indices, base, places, inner, codes, first, last):
             continue
         for position in range(positions):
             begin = start + position * inner
-            same[:] = base[position]
+            for i in range(inner):
+                same[i] = base[position]
             end = begin + inner
             missing += _places_of(indices[begin:end], same, places, codes[begin:end])
     return missing
 
 
-@njit(**OPTIONS)
+@kernel
 def unpack_offsets(codes, base, places, inner, out, first, last):
     """The inverse of ``pack_offsets``."""
     positions = base.size

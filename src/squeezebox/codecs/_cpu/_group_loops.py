@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from squeezebox.codecs._cpu._blocks import BLOCK, OPTIONS, load, magnitude_mask, store
+from squeezebox.codecs._cpu._blocks import BLOCK, load, magnitude_mask, store
 from squeezebox.codecs._cpu._lanes import pack_lanes, unpack_lanes
+from squeezebox.codecs._cpu._numba import kernel, part
 
 
-@njit(**OPTIONS)
+@part
 def uniform(first, seed, noise):
     """256 numbers in [0, 1) for the elements from ``first`` on, as ``_reference/_random.py``."""
     scale = noise.dtype.type(2.0**-24)
@@ -29,7 +29,7 @@ def uniform(first, seed, noise):
         noise[i] = noise.dtype.type(np.int32(hashed >> np.uint32(8))) * scale
 
 
-@njit(**OPTIONS)
+@part
 def _peak(block, bits):
     """Largest magnitude (NaN and infinity win) and whether any element is negative."""
     mask = magnitude_mask(bits)
@@ -42,7 +42,7 @@ def _peak(block, bits):
     return largest, negative != 0
 
 
-@njit(**OPTIONS)
+@part
 def _zero_codes(block, inverse, levels, keep, codes):
     zero, one = block.dtype.type(0), block.dtype.type(1)
     for i in range(BLOCK):
@@ -53,7 +53,7 @@ def _zero_codes(block, inverse, levels, keep, codes):
         codes[i] = np.uint8(np.int32(code)) & keep
 
 
-@njit(**OPTIONS)
+@part
 def _zero_codes_stochastic(block, noise, inverse, levels, keep, codes):
     zero, one = block.dtype.type(0), block.dtype.type(1)
     for i in range(BLOCK):
@@ -65,7 +65,7 @@ def _zero_codes_stochastic(block, noise, inverse, levels, keep, codes):
         codes[i] = np.uint8(np.int32(code)) & keep
 
 
-@njit(**OPTIONS)
+@kernel
 def pack_zero(flat, bits, stochastic, seed, floor, space, packed, scales, first, last):
     """Groups ``first`` to ``last`` of ``_reference/_groups.py``'s ``pack_zero``."""
     block, integers, noise, codes = space
@@ -86,7 +86,7 @@ def pack_zero(flat, bits, stochastic, seed, floor, space, packed, scales, first,
         scales[group] = -peak if signed else peak
 
 
-@njit(**OPTIONS)
+@part
 def _one_sided(codes, step, shift, limit, block):
     zero = block.dtype.type(0)
     for i in range(BLOCK):
@@ -94,7 +94,7 @@ def _one_sided(codes, step, shift, limit, block):
         block[i] = value if codes[i] != np.uint8(0) else zero
 
 
-@njit(**OPTIONS)
+@part
 def _two_sided(codes, half, step, shift, limit, block):
     zero = block.dtype.type(0)
     for i in range(BLOCK):
@@ -104,7 +104,7 @@ def _two_sided(codes, half, step, shift, limit, block):
         block[i] = min(max(value, -limit), limit)
 
 
-@njit(**OPTIONS)
+@kernel
 def unpack_zero(packed, scales, bits, stochastic, limit, space, out, first, last):
     """Groups ``first`` to ``last`` of ``_reference/_groups.py``'s ``unpack_zero``."""
     block, integers, _, codes = space

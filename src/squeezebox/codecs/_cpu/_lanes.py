@@ -7,29 +7,29 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from squeezebox.codecs._cpu._blocks import OPTIONS
+from squeezebox.codecs._cpu._blocks import copy
+from squeezebox.codecs._cpu._numba import part
 
 
-@njit(**OPTIONS)
+@part
 def pack_lanes(codes, bits, packed):
     """256 codes of ``bits`` bits to ``32 * bits`` bytes, as ``_reference/_bits.py`` lays them out."""
     if bits == 8:
-        packed[:] = codes
+        copy(codes, packed)
     elif bits == 4:
         for i in range(128):
             packed[i] = codes[i] | np.uint8(codes[i + 128] << np.uint8(4))
     elif bits == 2:
         _pack_quarters(codes, packed)
     elif bits == 1:
-        _pack_eighths(codes, np.uint8(0), packed)
+        pack_bits(codes, np.uint8(0), packed)
     else:
         _pack_quarters(codes, packed[:64])
-        _pack_eighths(codes, np.uint8(2), packed[64:])
+        pack_bits(codes, np.uint8(2), packed[64:])
 
 
-@njit(**OPTIONS)
+@part
 def _pack_quarters(codes, packed):
     for i in range(64):
         low = (codes[i] & np.uint8(3)) | np.uint8((codes[i + 64] & np.uint8(3)) << np.uint8(2))
@@ -37,8 +37,9 @@ def _pack_quarters(codes, packed):
         packed[i] = low | np.uint8(high << np.uint8(4))
 
 
-@njit(**OPTIONS)
-def _pack_eighths(codes, shift, packed):
+@part
+def pack_bits(codes, shift, packed):
+    """The bit at ``shift`` of each of 256 codes, to 32 bytes."""
     for i in range(32):
         byte = np.uint8(0)
         for lane in range(8):
@@ -47,11 +48,11 @@ def _pack_eighths(codes, shift, packed):
         packed[i] = byte
 
 
-@njit(**OPTIONS)
+@part
 def unpack_lanes(packed, bits, codes):
     """The inverse of ``pack_lanes``."""
     if bits == 8:
-        codes[:] = packed
+        copy(packed, codes)
     elif bits == 4:
         for i in range(128):
             codes[i] = packed[i] & np.uint8(15)
@@ -59,12 +60,12 @@ def unpack_lanes(packed, bits, codes):
     elif bits == 2:
         _unpack_quarters(packed, codes)
     elif bits == 1:
-        _unpack_eighths(packed, codes)
+        unpack_bits(packed, codes)
     else:
         _unpack_three(packed, codes)
 
 
-@njit(**OPTIONS)
+@part
 def _unpack_quarters(packed, codes):
     for lane in range(4):
         target = codes[64 * lane : 64 * lane + 64]
@@ -72,15 +73,16 @@ def _unpack_quarters(packed, codes):
             target[i] = (packed[i] >> np.uint8(2 * lane)) & np.uint8(3)
 
 
-@njit(**OPTIONS)
-def _unpack_eighths(packed, codes):
+@part
+def unpack_bits(packed, codes):
+    """The inverse of ``pack_bits`` for codes of one bit."""
     for lane in range(8):
         target = codes[32 * lane : 32 * lane + 32]
         for i in range(32):
             target[i] = (packed[i] >> np.uint8(lane)) & np.uint8(1)
 
 
-@njit(**OPTIONS)
+@part
 def _unpack_three(packed, codes):
     _unpack_quarters(packed, codes)
     for lane in range(8):

@@ -7,14 +7,14 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from squeezebox.codecs._cpu._blocks import BLOCK, OPTIONS, load, magnitude_mask, mirrored, order, store
+from squeezebox.codecs._cpu._blocks import BLOCK, load, magnitude_mask, mirrored, order, store
 from squeezebox.codecs._cpu._group_loops import uniform
 from squeezebox.codecs._cpu._lanes import pack_lanes, unpack_lanes
+from squeezebox.codecs._cpu._numba import kernel, part
 
 
-@njit(**OPTIONS)
+@part
 def _extent(integers):
     """Bits of the smallest and largest element, and whether any is zero; NaN counts as outermost."""
     first = mirrored(integers, integers[0])
@@ -27,7 +27,7 @@ def _extent(integers):
     return mirrored(integers, low), mirrored(integers, high), zeros != nought
 
 
-@njit(**OPTIONS)
+@part
 def _grid(edges, pinned, top, stochastic, floor):
     """(offset, step) of a group, as ``_reference/_groups.py`` chooses them; NaN stays NaN."""
     low, high = edges[0], edges[1]
@@ -45,7 +45,7 @@ def _grid(edges, pinned, top, stochastic, floor):
     return zero, step
 
 
-@njit(**OPTIONS)
+@part
 def _codes(block, shift, inverse, origin, top, codes):
     zero = block.dtype.type(0)
     for i in range(BLOCK):
@@ -53,7 +53,7 @@ def _codes(block, shift, inverse, origin, top, codes):
         codes[i] = np.uint8(np.int32(min(max(code, zero), top)))
 
 
-@njit(**OPTIONS)
+@part
 def _codes_stochastic(block, noise, shift, inverse, origin, top, codes):
     zero, one = block.dtype.type(0), block.dtype.type(1)
     for i in range(BLOCK):
@@ -63,7 +63,7 @@ def _codes_stochastic(block, noise, shift, inverse, origin, top, codes):
         codes[i] = np.uint8(np.int32(min(max(code, zero), top)))
 
 
-@njit(**OPTIONS)
+@kernel
 def pack_minmax(flat, bits, stochastic, seed, floor, space, packed, scales, first, last):
     """Groups ``first`` to ``last`` of ``_reference/_groups.py``'s ``pack_minmax``."""
     block, integers, noise, codes = space
@@ -85,14 +85,14 @@ def pack_minmax(flat, bits, stochastic, seed, floor, space, packed, scales, firs
         scales[2 * group], scales[2 * group + 1] = offset, -step if pinned else step
 
 
-@njit(**OPTIONS)
+@part
 def _values(codes, shift, step, origin, limit, block):
     for i in range(BLOCK):
         value = (block.dtype.type(np.int32(codes[i])) - origin) * step + shift
         block[i] = min(max(value, -limit), limit)
 
 
-@njit(**OPTIONS)
+@kernel
 def unpack_minmax(packed, scales, bits, limit, space, out, first, last):
     """Groups ``first`` to ``last`` of ``_reference/_groups.py``'s ``unpack_minmax``."""
     block, integers, _, codes = space

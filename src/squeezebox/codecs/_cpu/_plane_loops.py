@@ -12,10 +12,10 @@ lanes, and the width is a number instead of a reason to compile (vertical layout
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numba.extending import overload
 
-from squeezebox.codecs._cpu._blocks import OPTIONS, store, whole_block
+from squeezebox.codecs._cpu._blocks import copy, store, whole_block
+from squeezebox.codecs._cpu._numba import kernel, part
 from squeezebox.codecs._cpu._quantise_loops import _own
 from squeezebox.codecs._reference._planes import BLOCK, LANES, LEAST, MOST, RAW, WIDTH_BITS
 
@@ -24,7 +24,7 @@ _ONES = np.uint64(0x0101010101010101)
 _BYTE = np.uint64(0xFF)
 
 
-@njit(**OPTIONS)
+@part
 def _quantise_run(values, inverse, ahead, codes):
     """Codes of neighbours, the least and the largest, and whether one has none."""
     zero, far = values.dtype.type(0), values.dtype.type(MOST + 1)
@@ -42,7 +42,7 @@ def _quantise_run(values, inverse, ahead, codes):
     return low, high, misses
 
 
-@njit(**OPTIONS)
+@part
 def _quantise(values, start, inverses, inner, ahead, most, codes):
     """Codes of a block, the least one, and the width of the others above it."""
     low, high, misses, done = np.int32(MOST), np.int32(LEAST), np.int32(0), 0
@@ -63,13 +63,13 @@ def _quantise(values, start, inverses, inner, ahead, most, codes):
     return low, (RAW if misses or low < -most - 1 or high > most else width)
 
 
-@njit(**OPTIONS)
+@part
 def _bytes_above(codes, low, shift, out):
     for i in range(codes.size):
         out[i] = np.uint8((codes[i] - low) >> shift)
 
 
-@njit(**OPTIONS)
+@part
 def _pack_lanes(rows, width, out):
     """Eight rows of codes below 2^width as width rows of bytes."""
     a = b = c = d = np.uint64(0)
@@ -92,7 +92,7 @@ def _pack_lanes(rows, width, out):
             a, b, c, d = (e >> back) & rest, (f >> back) & rest, (g >> back) & rest, (h >> back) & rest
 
 
-@njit(**OPTIONS)
+@part
 def _unpack_lanes(packed, width, rows):
     """The inverse of ``_pack_lanes``."""
     keep = _ONES * np.uint64((1 << width) - 1)
@@ -112,7 +112,7 @@ def _unpack_lanes(packed, width, rows):
                 rows[first + word] = (low | ((packed[at + _WORDS + word] << back) & rest)) & keep
 
 
-@njit(**OPTIONS)
+@kernel
 def pack(source, start, inverses, inner, ahead, most, space, heads, out):
     """Bytes of ``out`` that the blocks of ``source`` take; ``space``: scratch."""
     block, bits, codes, lanes = space
@@ -126,8 +126,9 @@ def pack(source, start, inverses, inner, ahead, most, space, heads, out):
         heads[number] = np.int16(low << WIDTH_BITS | width) if width != RAW else RAW
         if width == RAW:
             raw = out[taken : taken + BLOCK * source.itemsize].view(source.dtype)
-            raw[: piece.size] = piece
-            raw[piece.size :] = piece[-1]
+            copy(piece, raw[: piece.size])
+            for i in range(piece.size, BLOCK):
+                raw[i] = piece[piece.size - 1]
             taken += BLOCK * source.itemsize
         elif width:
             target = out[taken : taken + LANES * width].view(np.uint64)
@@ -164,7 +165,7 @@ def _finish_for(whole, bits, piece):
     return lambda whole, bits, piece: store(whole, bits, piece)
 
 
-@njit(**OPTIONS)
+@part
 def _widen_run(codes, low, step, ahead, out):
     zero = out.dtype.type(0)
     for i in range(out.size):
@@ -174,7 +175,7 @@ def _widen_run(codes, low, step, ahead, out):
         out[i] = (value - moved) * _own(step, i)
 
 
-@njit(**OPTIONS)
+@part
 def _widen(codes, low, start, steps, inner, ahead, out):
     """Values of a block's codes, channel by channel."""
     done = 0
@@ -190,7 +191,7 @@ def _widen(codes, low, start, steps, inner, ahead, out):
         done = end
 
 
-@njit(**OPTIONS)
+@part
 def _read_codes(packed, width, lanes, codes):
     """A block's codes above the least one."""
     rows = lanes.view(np.uint64)
@@ -203,7 +204,7 @@ def _read_codes(packed, width, lanes, codes):
             codes[i] |= np.int32(lanes[i]) << 8
 
 
-@njit(**OPTIONS)
+@kernel
 def unpack(heads, packed, start, steps, inner, ahead, space, target):
     """The inverse of ``pack``."""
     block, bits, codes, lanes = space
@@ -215,14 +216,15 @@ def unpack(heads, packed, start, steps, inner, ahead, space, target):
         low, width = head >> WIDTH_BITS, int(head & RAW)
         if width == RAW:
             raw = packed[taken : taken + BLOCK * target.itemsize].view(target.dtype)
-            piece[:] = raw[: piece.size]
+            copy(raw, piece)
             taken += BLOCK * target.itemsize
             continue
         if width:
             _read_codes(packed[taken : taken + LANES * width].view(np.uint64), width, lanes, codes)
             taken += LANES * width
         else:
-            codes.fill(0)
+            for i in range(BLOCK):
+                codes[i] = 0
         whole = _target(piece, block)
         _widen(codes, low, start + first, steps, inner, ahead, whole)
         _finish(whole, bits, piece)

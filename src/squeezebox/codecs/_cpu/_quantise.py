@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from squeezebox.codecs import _chunks
@@ -50,16 +51,25 @@ def widen(
     _quantise_loops.widen(codes.numpy(), start, inner, steps.numpy(), dither, keep_sign, out.numpy())
 
 
+def _by_width(codes: Tensor) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """The codes as the one of three arrays that has their width; one kernel then serves all widths."""
+    bytes_, halves, words = (np.empty(0, f"int{width}") for width in INTEGERS)
+    found = codes.numpy()
+    if found.itemsize == 1:
+        return found, halves, words
+    return (bytes_, found, words) if found.itemsize == 2 else (bytes_, halves, found)
+
+
 def quantise(flat: Tensor, step: float, limit: float, keep_sign: bool, width: int) -> Tensor | None:
     """Codes; None where an element would miss ``limit``."""
     from squeezebox.codecs._cpu import _quantise_loops
 
     kind = scalar(flat.dtype)
     codes = torch.empty(flat.numel(), dtype=INTEGERS[width], device="cpu")
-    target = codes.numpy()
-    space = (*block(flat.dtype, BLOCK), *block(flat.dtype, BLOCK), np.empty(BLOCK, target.dtype))
+    space = (*block(flat.dtype, BLOCK), *block(flat.dtype, BLOCK), np.empty(BLOCK, np.int32))
     rounded = array(torch.empty(BLOCK, dtype=flat.dtype, device="cpu"))
     scalars = kind(step), kind(inverse(step, flat.dtype)), kind(limit)
+    target = _by_width(codes)
     if not _quantise_loops.quantise(array(flat), *scalars, keep_sign, space, rounded, target):
         return None
     return codes
@@ -67,12 +77,12 @@ def quantise(flat: Tensor, step: float, limit: float, keep_sign: bool, width: in
 
 def difference(codes: Tensor, lag: int) -> Tensor:
     """As the reference's ``difference``."""
-    from squeezebox.codecs._cpu import _quantise_loops
-
     if lag == 0 or lag >= codes.numel():
         return codes
     changes = scratch("changes", codes.numel(), codes.numpy().dtype)
-    _quantise_loops.difference(codes.numpy(), lag, changes)
+    values = codes.numpy()
+    changes[:lag] = values[:lag]
+    np.subtract(values[lag:], values[:-lag], out=changes[lag:])
     return torch.from_numpy(changes)
 
 
@@ -90,7 +100,8 @@ def dequantise(codes: Tensor, step: float, keep_sign: bool, out: Tensor) -> None
     from squeezebox.codecs._cpu import _quantise_loops
 
     kind = scalar(out.dtype)
-    _quantise_loops.dequantise(codes.numpy(), kind(step), keep_sign, *block(out.dtype, BLOCK), array(out))
+    space = (*block(out.dtype, BLOCK), np.empty(BLOCK, np.int32))
+    _quantise_loops.dequantise(_by_width(codes), kind(step), keep_sign, space, array(out))
 
 
 class _Huffman:

@@ -7,10 +7,11 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import overload
 
-from squeezebox.codecs._cpu._blocks import OPTIONS, mirrored, order, round_block, store, whole_block
+from squeezebox.codecs._cpu._blocks import mirrored, order, round_block, store, whole_block
+from squeezebox.codecs._cpu._numba import kernel, part
 from squeezebox.codecs._reference._quantise import FIRST_TURN, NEXT_TURN, OFFSET, SHIFT
 
 _FIRST_NEAREST, _FIRST_SIGNED = FIRST_TURN[False], FIRST_TURN[True]
@@ -18,7 +19,7 @@ _FIRST_NEAREST, _FIRST_SIGNED = FIRST_TURN[False], FIRST_TURN[True]
 WIDE_LAG = 24
 
 
-@njit(**OPTIONS)
+@kernel
 def extent(flat, block, integers, edges):
     """Smallest and largest element into ``edges``; NaN if any element is NaN or infinite."""
     low = high = integers.dtype.type(0)
@@ -31,7 +32,7 @@ def extent(flat, block, integers, edges):
     edges.view(integers.dtype)[1] = mirrored(integers, high)
 
 
-@njit(**OPTIONS)
+@part
 def _nearest(block, step, inverse, decoded, codes):
     for i in range(block.size):
         code = np.rint(block[i] * inverse)
@@ -39,7 +40,7 @@ def _nearest(block, step, inverse, decoded, codes):
         codes[i] = codes.dtype.type(np.int32(code))
 
 
-@njit(**OPTIONS)
+@part
 def _signed(block, step, inverse, decoded, codes):
     zero, one = block.dtype.type(0), block.dtype.type(1)
     shift, offset = block.dtype.type(SHIFT), block.dtype.type(OFFSET)
@@ -53,7 +54,7 @@ def _signed(block, step, inverse, decoded, codes):
         codes[i] = codes.dtype.type(np.int32(zero if value == zero else code))
 
 
-@njit(**OPTIONS)
+@part
 def _misses(block, decoded, limit, keep_sign):
     zero = block.dtype.type(0)
     misses = np.int32(0)
@@ -76,14 +77,14 @@ def _own_for(factor, i):
     return lambda factor, i: factor
 
 
-@njit(**OPTIONS)
+@part
 def _run(position, inner, channels, dither):
     """Elements from ``position`` on of the same channel (or channels in order) and phase, at most."""
     run = channels - position % channels if inner == 1 else inner - position % inner
     return min(run, dither - position % dither) if dither else run
 
 
-@njit(**OPTIONS)
+@part
 def _phase(position, dither, keep_sign):
     if keep_sign:
         if not dither:
@@ -96,7 +97,7 @@ def _phase(position, dither, keep_sign):
     return np.float32(turn * 2.0**-16 - 0.5)
 
 
-@njit(**OPTIONS)
+@part
 def _narrow_nearest(flat, inverse, phase, most, codes):
     zero, misses = np.float32(0), np.int32(0)
     moved = phase != zero
@@ -107,7 +108,7 @@ def _narrow_nearest(flat, inverse, phase, most, codes):
     return misses
 
 
-@njit(**OPTIONS)
+@part
 def _narrow_signed(flat, inverse, phase, most, codes):
     zero, one = np.float32(0), np.float32(1)
     misses = np.int32(0)
@@ -122,14 +123,14 @@ def _narrow_signed(flat, inverse, phase, most, codes):
     return misses
 
 
-@njit(**OPTIONS)
+@part
 def _narrow_run(flat, inverse, phase, keep_sign, most, codes):
     if keep_sign:
         return _narrow_signed(flat, inverse, phase, most, codes)
     return _narrow_nearest(flat, inverse, phase, most, codes)
 
 
-@njit(**OPTIONS)
+@kernel
 def narrow(flat, start, inner, inverses, dither, keep_sign, most, codes):
     """``narrow`` of the reference; False where it gives None."""
     misses, done = np.int32(0), 0
@@ -147,7 +148,7 @@ def narrow(flat, start, inner, inverses, dither, keep_sign, most, codes):
     return misses == 0
 
 
-@njit(**OPTIONS)
+@part
 def _value(code, phase, keep_sign):
     """A code in units of the step."""
     zero = np.float32(0)
@@ -159,13 +160,13 @@ def _value(code, phase, keep_sign):
     return size - phase
 
 
-@njit(**OPTIONS)
+@part
 def _widen_run(codes, step, phase, keep_sign, out):
     for i in range(out.size):
         out[i] = _value(codes[i], phase, keep_sign) * _own(step, i)
 
 
-@njit(**OPTIONS)
+@kernel
 def widen(codes, start, inner, steps, dither, keep_sign, out):
     """``widen`` of the reference."""
     done = 0
@@ -182,60 +183,75 @@ def widen(codes, start, inner, steps, dither, keep_sign, out):
         done += run
 
 
-@njit(**OPTIONS)
+@part
+def _put_codes(source, target):
+    for i in range(target.size):
+        target[i] = target.dtype.type(source[i])
+
+
+@part
+def _take_codes(source, target):
+    for i in range(source.size):
+        target[i] = source[i]
+
+
+@kernel
 def quantise(flat, step, inverse, limit, keep_sign, space, rounded, codes):
     """Codes of a chunk; False as soon as a block has an element that would miss ``limit`` or become zero.
 
     ``rounded`` is a block in the chunk's dtype: decoded values pass through it, so they are compared as
-    they will come back.
+    they will come back. ``codes`` are int8, int16 and int32, two of them empty.
     """
     scratch, integers, decoded, decoded_bits, block_codes = space
+    bytes_, halves, words = codes
     for start in range(0, flat.size, scratch.size):
         block = whole_block(flat[start : start + scratch.size], scratch, integers)
-        target = codes[start : start + scratch.size]
-        whole = target if target.size == scratch.size else block_codes
         if keep_sign:
-            _signed(block, step, inverse, decoded, whole)
+            _signed(block, step, inverse, decoded, block_codes)
         else:
-            _nearest(block, step, inverse, decoded, whole)
+            _nearest(block, step, inverse, decoded, block_codes)
         round_block(decoded, decoded_bits, rounded)
         if _misses(block, decoded, limit, keep_sign):
             return False
-        if target.size < scratch.size:
-            target[:] = block_codes[: target.size]
+        end = min(start + scratch.size, flat.size)
+        if bytes_.size:
+            _put_codes(block_codes, bytes_[start:end])
+        elif halves.size:
+            _put_codes(block_codes, halves[start:end])
+        else:
+            _put_codes(block_codes, words[start:end])
     return True
 
 
-@njit(**OPTIONS)
-def dequantise(codes, step, keep_sign, block, integers, out):
-    """Values of a chunk's codes, in the dtype of ``out``."""
+@kernel
+def dequantise(codes, step, keep_sign, space, out):
+    """Values of a chunk's codes, in the dtype of ``out``; ``codes`` as for ``quantise``."""
+    block, integers, source = space
+    bytes_, halves, words = codes
     zero, offset = block.dtype.type(0), block.dtype.type(OFFSET)
     for start in range(0, out.size, block.size):
         target = out[start : start + block.size]
-        source = codes[start : start + block.size]
+        end = min(start + block.size, out.size)
+        if bytes_.size:
+            _take_codes(bytes_[start:end], source)
+        elif halves.size:
+            _take_codes(halves[start:end], source)
+        else:
+            _take_codes(words[start:end], source)
         if keep_sign:
-            for i in range(source.size):
+            for i in range(target.size):
                 code = block.dtype.type(np.int32(source[i]))
                 inward = offset if code > zero else -offset
                 block[i] = (code - inward) * step if code != zero else zero
         else:
-            for i in range(source.size):
+            for i in range(target.size):
                 block[i] = block.dtype.type(np.int32(source[i])) * step
         store(block, integers, target)
 
 
-@njit(**OPTIONS)
-def difference(codes, lag, out):
-    """``codes[i] - codes[i - lag]`` with wraparound into ``out``."""
-    out[:lag] = codes[:lag]
-    ahead, behind, target = codes[lag:], codes[:-lag], out[lag:]
-    for i in range(ahead.size):
-        target[i] = out.dtype.type(ahead[i] - behind[i])
-
-
-@njit(**OPTIONS)
+@kernel
 def accumulate(codes, lag):
-    """The inverse of ``difference``, in place."""
+    """The inverse of the reference's ``difference``, in place."""
     if lag == 1:  # in a register, not through memory
         total = codes[0]
         for i in range(1, codes.size):

@@ -1,0 +1,228 @@
+"""Which CPU kernels are compiled, and how they come to be: at once, or by a process in the background.
+
+numba keeps what it compiles in a folder. A file there says that all kernels of one family are there for one
+dtype. A lock keeps two processes from filling the folder at once, which numba's index does not stand.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from squeezebox.codecs import _kernel_folder
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_FAMILIES = ("values", "groups", "states")
+_LOG = logging.getLogger("squeezebox")
+_PAUSE = 0.1  # seconds between two looks at what another process, or thread, compiles
+Unit = tuple[str, torch.dtype]  # a family, and one of FLOATS
+
+
+def compile_kernels() -> None:
+    """Compile what packing on a CPU needs, for every dtype, and leave it on disk: once for each machine.
+
+    Call it as a Docker image is built, or before training, so that tensors are packed from the first step
+    on. Without it :func:`squeezebox.attach` has a process compile what it needs in the background, and holds
+    tensors exactly until then. It takes about a minute, or two seconds where all are there.
+    """
+    for dtype in FLOATS:
+        for family in _FAMILIES:
+            require(dtype, family)
+
+
+def require(dtype: torch.dtype, family: str = "values") -> None:
+    """Return once a family's kernels for this dtype are compiled, here or by the process that has begun."""
+    unit = _unit(dtype, family)
+    with _state.turn:
+        watch = _state.watches.get(unit)
+    if watch is not None:
+        watch.join()
+    if unit not in _state.ready:
+        _compile_here(unit)
+
+
+def ready(dtype: torch.dtype) -> bool:
+    """Whether saved tensors of this dtype can be packed now; if not, their kernels are being compiled.
+
+    Where the background cannot compile them, this call does.
+    """
+    unit = _unit(dtype, "values")
+    if unit in _state.ready:
+        return True
+    with _state.turn:
+        watch = _state.watches.get(unit)
+        if watch is None and unit not in _state.failed:
+            watch = _begin(unit)
+    if watch is not None and watch.is_alive():
+        return False
+    if unit not in _state.ready:
+        _compile_here(unit)
+    return True
+
+
+class _State:
+    """What this process knows; a forked one starts over, without its parent's threads and processes."""
+
+    def __init__(self) -> None:
+        self.ready: set[Unit] = set()
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Know what is ready, and nothing of what is being compiled."""
+        self.turn = threading.RLock()
+        self.failed: set[Unit] = set()
+        self.watches: dict[Unit, threading.Thread] = {}
+        self.processes: list[subprocess.Popen[str]] = []
+        self.ending = False
+
+    def end(self) -> None:
+        """End what still compiles: what it has finished stays on disk."""
+        self.ending = True
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+_state = _State()
+os.register_at_fork(after_in_child=_state.start_over)
+atexit.register(_state.end)
+
+
+def _unit(dtype: torch.dtype, family: str) -> Unit:
+    return family, dtype if dtype in FLOATS and family != "states" else torch.float32
+
+
+def _name(unit: Unit) -> str:
+    return f"{unit[0]} {str(unit[1]).removeprefix('torch.')}"
+
+
+def _begin(unit: Unit) -> threading.Thread | None:
+    """A thread that has a process compile the unit; None where it is there, or this process has to."""
+    mark = None if find_spec("numba") is None else _kernel_folder.mark_of(_name(unit))
+    if find_spec("numba") is None or (mark is not None and mark.exists()):
+        _state.ready.add(unit)
+        return None
+    if mark is None or not sys.executable:
+        _state.failed.add(unit)
+        return None
+    _LOG.warning(
+        "Squeezebox compiles its %s kernels in the background, once on this machine. Until then tensors are "
+        "held exactly, in plain PyTorch's memory; squeezebox.compile_kernels() compiles them beforehand.",
+        str(unit[1]).removeprefix("torch."),
+    )
+    thread = _state.watches[unit] = threading.Thread(target=_watch, args=(unit, mark), daemon=True)
+    thread.start()
+    return thread
+
+
+def _watch(unit: Unit, mark: Path) -> None:
+    """Until somebody's process has compiled the unit, or this one's has failed."""
+    begun = time.monotonic()
+    while not mark.exists() and not _state.ending:
+        with _kernel_folder.locked(mark.parent) as mine:
+            if mine and not mark.exists():
+                why = _in_a_process(unit)
+                if not mark.exists():
+                    _tell_failed(unit, why)
+                    return
+        time.sleep(_PAUSE)
+    if mark.exists():
+        _state.ready.add(unit)
+        if not _state.ending:
+            seconds = time.monotonic() - begun
+            _LOG.warning("Squeezebox's kernels are compiled, after %.0f s; tensors are packed now.", seconds)
+
+
+def _tell_failed(unit: Unit, why: str) -> None:
+    _state.failed.add(unit)
+    if not _state.ending:
+        _LOG.warning(
+            "Squeezebox's kernels could not be compiled in the background (%s); this process compiles them "
+            "now, in some seconds.",
+            why,
+        )
+
+
+def _in_a_process(unit: Unit) -> str:
+    """Have a process compile the unit; what it said last, should it fail."""
+    paths = os.pathsep.join(str(path) for path in sys.path if path)
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "squeezebox.codecs", *_name(unit).split()]
+    pipe = subprocess.PIPE  # of stdin, whose end tells the process that this one is gone
+    try:
+        process = subprocess.Popen(
+            command, stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe, text=True, env=environment
+        )
+    except OSError as error:
+        return str(error)
+    _state.processes.append(process)
+    if _state.ending:
+        process.kill()
+    with process:
+        assert process.stderr is not None
+        said = process.stderr.read().strip().splitlines()
+        process.wait()
+    _state.processes.remove(process)
+    return f"exit status {process.returncode}{': ' + said[-1] if said else ''}"
+
+
+def _compile_here(unit: Unit) -> None:
+    """In this process, as soon as no other one does."""
+    if find_spec("numba") is not None:
+        mark = _kernel_folder.mark_of(_name(unit))
+        if mark is None or not mark.exists():
+            _LOG.warning(
+                "Squeezebox compiles its kernels (%s), once on this machine, for some seconds.",
+                _name(unit),
+            )
+            with _turn_at(mark):
+                run(unit, mark)
+    _state.ready.add(unit)
+
+
+@contextlib.contextmanager
+def _turn_at(mark: Path | None) -> Iterator[None]:
+    """Alone in the folder of the mark, or once the mark is there."""
+    while mark is not None:
+        with _kernel_folder.locked(mark.parent) as mine:
+            if mine or mark.exists():
+                yield
+                return
+        time.sleep(_PAUSE)
+    yield
+
+
+def run(unit: Unit, mark: Path | None) -> None:
+    """Run the unit's kernels, which compiles what is not on disk, and mark that they are there."""
+    from squeezebox.codecs._cpu import _families
+
+    runs = (_families.run_values, _families.run_groups, _families.run_states)
+    dict(zip(_FAMILIES, runs, strict=True))[unit[0]](unit[1])
+    if mark is not None:
+        with contextlib.suppress(OSError):  # the next process looks again
+            mark.touch()
+
+
+def serve(family: str, dtype: str) -> None:
+    """All that the background's process does; it ends with the process that began it."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if hasattr(os, "nice"):
+        os.nice(5)  # of ten, two busy cores leave it a tenth of one
+    unit = family, getattr(torch, dtype)
+    run(unit, _kernel_folder.mark_of(_name(unit)))
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(1)

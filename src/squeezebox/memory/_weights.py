@@ -1,0 +1,182 @@
+"""Frozen weights in a file, read for each operator that needs them."""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from squeezebox.memory._disk import DiskFolder
+from squeezebox.memory._moved_weight import Lender, Loans, move, settle
+from squeezebox.memory._tensor_file import FileTensor, TensorFile
+from squeezebox.schema import CaptureError
+
+# These choose between two kernels by whether a weight is an ordinary one, and their results differ in the
+# last bits.
+_CHOOSING = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
+
+
+class FileLender(Lender):
+    """One weight's elements in a file."""
+
+    def __init__(self, name: str, value: torch.Tensor, file: TensorFile) -> None:
+        self.name, self.version = name, 0
+        self._filed = FileTensor(value, file)
+        self._filed.store(value)
+        self._back: torch.Tensor | None = None  # the elements, once the weight has them again
+
+    @property
+    def stand_in(self) -> torch.Tensor:
+        """The tensor in the file."""
+        return self._filed if self._back is None else self._back
+
+    def load(self) -> torch.Tensor:
+        """The elements, read from the file."""
+        return self._filed.load() if self._back is None else self._back
+
+    def take(self, value: torch.Tensor) -> None:
+        """Write these elements to the file; CaptureError for others than the weight's kind."""
+        mine, other = self._filed, value.detach()
+        if (mine.shape, mine.dtype, mine.device) != (other.shape, other.dtype, other.device):
+            raise CaptureError(
+                f"'{self.name}' is {mine.dtype} of shape {tuple(mine.shape)} in a file under this plan, and "
+                f"cannot become {other.dtype} of shape {tuple(other.shape)} on {other.device}. Call detach() "
+                "on the session first, and make a new plan."
+            )
+        mine.store(other)
+        self.version += 1
+
+    def refuse(self, name: str) -> Any:
+        """CaptureError: there is nothing in memory to point at, and nothing that could have a gradient."""
+        instead = (
+            "make the plan for the weights that you train"
+            if name == "requires_grad_"
+            else "take .clone() of it, whose elements are in memory"
+        )
+        raise CaptureError(
+            f"{name}() was called on '{self.name}', which this plan holds in a file. Call detach() on the "
+            f"session first, or {instead}."
+        )
+
+    def lose(self) -> None:
+        """CaptureError: the file has not got the change."""
+        raise CaptureError(
+            f"'{self.name}' was changed through a view, such as by weight[0].zero_(), or by what reads it. "
+            "This plan holds it in a file, which the change has not reached. Change the weight itself: "
+            "weight.copy_(changed), under torch.no_grad()."
+        )
+
+    def changing(self) -> torch.Tensor:
+        """The tensor in the file, which takes what is done in place."""
+        return self.stand_in
+
+    def detached(self) -> torch.Tensor:
+        """The tensor in the file, which is read when somebody computes with it or saves it."""
+        return self.stand_in
+
+    def bring_back(self) -> torch.Tensor:
+        """The elements, in memory from now on."""
+        self._back = self._filed.load()
+        return self._back
+
+
+class Weights:
+    """Frozen parameters of a model whose elements live in a file until :meth:`close`.
+
+    Args:
+        weights: by name; such as :func:`movable_weights` finds.
+        folder: where the file is made.
+
+    Attributes:
+        loans: what operators read at this moment, and backward will want again.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.nn.Parameter], folder: DiskFolder) -> None:
+        self.loans = Loans()
+        self._file = TensorFile(folder, reads_on=True)
+        self._moved: list[tuple[torch.nn.Parameter, FileLender]] = []
+        try:
+            for name, weight in weights.items():
+                lender = FileLender(name, weight.data, self._file)
+                weight.data = _nothing_like(weight.data)
+                move(weight, lender, self.loans)
+                self._moved.append((weight, lender))
+        except CaptureError:  # a full disk
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give every parameter its elements back."""
+        while self._moved:
+            weight, lender = self._moved[-1]
+            value = lender.bring_back()
+            settle(weight)
+            weight.data = value
+            self._moved.pop()
+        self._file.close()
+
+
+@functools.cache
+def lending_seconds() -> float:
+    """Seconds a byte of bringing a weight into memory once it was read ahead; measured once.
+
+    Most of them are the system's, which has to find new pages for every loan.
+    """
+    data, times = np.ones(_TRIED_BYTES, np.uint8), []
+    for _ in range(_TRIALS):
+        begun = time.perf_counter()
+        pages = mmap.mmap(-1, _TRIED_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        np.copyto(np.frombuffer(pages, np.uint8), data)
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times) / _TRIED_BYTES
+
+
+_TRIED_BYTES, _TRIALS = 1 << 22, 6
+
+
+def movable_weights(model: torch.nn.Module, least_bytes: int) -> dict[str, torch.nn.Parameter]:
+    """The model's frozen parameters that can be elsewhere, by name, from ``least_bytes`` on.
+
+    Left out are those of subclasses, on devices, of other layouts, that share memory with others, and those
+    of torch's own attention modules.
+    """
+    named = dict(model.named_parameters())
+    fixed = set(_fixed(model))
+    owners: dict[int, int] = {}
+    for tensor in (*named.values(), *model.buffers()):
+        if _is_ordinary(tensor.data):
+            address = tensor.untyped_storage()._cdata
+            owners[address] = owners.get(address, 0) + 1
+    return {
+        name: each
+        for name, each in named.items()
+        if type(each) is torch.nn.Parameter
+        and not each.requires_grad
+        and each.nbytes >= least_bytes
+        and id(each) not in fixed
+        and _is_ordinary(each.data)
+        and each.is_floating_point()
+        and each.untyped_storage().nbytes() == each.nbytes
+        and owners[each.untyped_storage()._cdata] == 1
+    }
+
+
+def _is_ordinary(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
+
+
+def _fixed(model: torch.nn.Module) -> Iterator[int]:
+    for module in model.modules():
+        if isinstance(module, _CHOOSING):
+            yield from map(id, module.parameters())
+
+
+def _nothing_like(value: torch.Tensor) -> torch.Tensor:
+    """Of the same shape and a few bytes; what computes with it past torch's own functions shows."""
+    return torch.full((), float("nan"), dtype=value.dtype).expand(value.shape)
