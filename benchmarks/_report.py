@@ -151,6 +151,8 @@ def header() -> dict[str, object]:
         # earlier reports do not change what the code computes
         "dirty": bool(_git("status", "--porcelain", "--", ".", ":(exclude)benchmarks/reports")),
     }
+    if "LD_PRELOAD" in os.environ:
+        facts["preloaded"] = os.environ["LD_PRELOAD"]  # an allocator, say
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
     return facts

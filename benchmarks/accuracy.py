@@ -72,7 +72,7 @@ def main() -> None:
 def newest_rows() -> list[Row]:
     """Of the newest report's trainings of these tasks and arms; none if there is none."""
     for path in sorted(_report.REPORTS.glob("accuracy-*.json"), reverse=True):
-        found = json.loads(path.read_text()).get("rows", [])
+        found = json.loads(path.read_text())["results"].get("rows", [])
         return [row for row in found if row.get("task") in TASKS and row["arm"] in ARMS]
     return []
 
@@ -81,7 +81,8 @@ def write(rows: Sequence[Row]) -> None:
     """The report, of the seeds that have all arms."""
     ordered = sorted(rows, key=lambda row: (row["task"], row["seed"], list(ARMS).index(row["arm"])))
     results = {name: summarised(own) for name in TASKS if len(own := complete(ordered, name)) > len(ARMS)}
-    _report.write("accuracy", {"tasks": results, "rows": ordered}, "\n\n".join(table(results)))
+    shown = "\n\n".join(table(results))
+    _report.write("accuracy", {"tasks": results, "rows": ordered}, shown, _report.REPORTS)
 
 
 def complete(rows: Sequence[Row], task: str) -> list[Row]:

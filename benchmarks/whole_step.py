@@ -10,6 +10,7 @@ the process holds them (its highest resident set, beyond what it had before it m
 timed steps a digest of weights and optimizer state says whether they are plain PyTorch's to the bit.
 
 Rivals are torch.utils.checkpoint on every block, torchao's 8-bit AdamW, and both, where torchao is installed.
+Where LD_PRELOAD names another allocator than the C library's, all of them have it, plain PyTorch too.
 """
 
 from __future__ import annotations
