@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from squeezebox.memory import MovedWeight, Weights, disk_folder, movable_weights
+from squeezebox.memory import FileTensor, MovedWeight, TensorFile, Weights, disk_folder, movable_weights
 from squeezebox.memory._successors import Successors
 from squeezebox.schema import CaptureError
 
@@ -21,10 +21,15 @@ def stack():
     return model.requires_grad_(False)
 
 
+def into_a_file(model, folder):
+    file = TensorFile(disk_folder(folder), reads_on=True)
+    return Weights(movable_weights(model, 256), lambda _, value: FileTensor(value, file), file)
+
+
 @pytest.fixture
 def moved(tmp_path):
     model = stack()
-    weights = Weights(movable_weights(model, 256), disk_folder(tmp_path))
+    weights = into_a_file(model, tmp_path)
     yield model
     weights.close()
     assert {type(each) for each in model.parameters()} == {nn.Parameter}
@@ -148,7 +153,7 @@ def test_a_change_of_a_view_is_refused_once_somebody_reads(moved):
 def test_closing_gives_every_parameter_its_elements(tmp_path):
     model = stack()
     before = dict(model.named_parameters())
-    weights = Weights(movable_weights(model, 256), disk_folder(tmp_path))
+    weights = into_a_file(model, tmp_path)
     with torch.no_grad():
         model[3].weight.mul_(2.0)
     weights.close()

@@ -9,8 +9,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import squeezebox
+from squeezebox import codecs
 from squeezebox.memory import PeakMeter
-from squeezebox.schema import BudgetError, CaptureError, PlanError
+from squeezebox.schema import BudgetError, CaptureError, OptionError, PlanError
 from tests.planning import test_states
 from tests.planning.test_states import loss_fn, planned
 
@@ -344,6 +345,78 @@ def test_with_noise_other_tensors_are_packed_and_weights_stay_exact():
     with torch.no_grad():
         assert torch.equal(model(sample[0]), plain(sample[0]))
     session.detach()
+
+
+PACKED = {"offload": False, "weight_noise": 0.02}
+
+
+def rounded(model, bits):
+    """The model with its frozen weights of these names as so many bits hold them."""
+    for name, number in bits.items():
+        weight, codec = model.get_parameter(name), codecs.get(f"minmax{number}")
+        weight.data = codec.unpack(codec.pack(weight.data))
+    return model
+
+
+@pytest.mark.parametrize("budget", [None, "60%"])
+def test_packed_weights_are_rounded_for_good_and_nothing_else_is(budget, tmp_path):
+    model, optimizer, sample = task()
+    before = copy.deepcopy(model)
+    plan = planned(model, optimizer, sample, budget=budget, **PACKED)
+    assert equal(model, before)
+    bits = plan.weights.packed
+    assert bits and not plan.weights.moved and 0 < plan.weights.weight_noise <= 0.02
+    assert "frozen weights in" in str(plan) and "weight noise" in str(plan)
+    plan.save(tmp_path / "plan.json")
+    assert squeezebox.load_plan(tmp_path / "plan.json") == plan
+    assert plan.peak.parts.total_bytes == plan.predicted_peak_bytes
+    assert budget or plan.weights.packed_bytes < plan.weights.weight_bytes / 7
+    plain, own, _ = task()
+    wanted, _ = train(rounded(plain, bits), own, sample)
+    session = squeezebox.attach(model, optimizer=optimizer, plan=plan)
+    losses, peak = train(model, optimizer, sample)
+    assert losses == wanted
+    assert peak == pytest.approx(plan.predicted_peak_bytes, rel=0.03)
+    assert budget is None or peak <= plan.budget_bytes
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    session.detach()
+    assert equal(model, plain)
+    saved = torch.load(tmp_path / "weights.pt")
+    assert all(torch.equal(saved[name], value) for name, value in plain.state_dict().items())
+
+
+def test_fewer_bits_only_where_the_error_allows():
+    assert set(planned(*task(), offload=False, weight_noise=1e-3).weights.packed.values()) == {8}
+    assert planned(*task(), offload=False, weight_noise=1e-6).weights.packed == {}
+    assert set(planned(*task(), **PACKED).weights.packed.values()) == {4}
+
+
+def test_a_packed_weight_takes_what_is_copied_to_it_and_one_with_nan_stays():
+    model, optimizer, sample = task()
+    with torch.no_grad():
+        model.blocks[0].outer.weight[0, 0] = torch.nan
+    plan = planned(model, optimizer, sample, **PACKED)
+    assert "head.weight" in plan.weights.packed
+    assert "blocks.0.outer.weight" not in plan.weights.packed
+    session = squeezebox.attach(model, optimizer=optimizer, plan=plan)
+    zeros = torch.zeros_like(model.head.weight)
+    with torch.no_grad():
+        model.head.weight.copy_(zeros)
+    assert torch.equal(model.head.weight, zeros)
+    with pytest.raises(CaptureError, match="packed"):
+        model.head.weight.data_ptr()
+    session.detach()
+    assert torch.equal(model.head.weight, zeros)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"states": False}, "states=True"), ({"weight_noise": 2.0}, "between 0 and 1")],
+    ids=str,
+)
+def test_weight_noise_is_refused_where_it_says_nothing(options, message):
+    with pytest.raises(OptionError, match=message):
+        planned(*task(), **{"weight_noise": 0.02, **options})
 
 
 def test_a_plan_for_another_model_is_refused():

@@ -130,6 +130,10 @@ def plan(
         float | None,
         typer.Option(help="With --states: error of updates up to which optimizer state may be packed, 0.02."),
     ] = None,
+    weight_noise: Annotated[
+        float | None,
+        typer.Option(help="With --states: error up to which frozen weights may be packed, 0.02."),
+    ] = None,
     cache: Annotated[
         bool, typer.Option("--cache/--no-cache", help="Keep profiles, and use them again.")
     ] = True,
@@ -165,6 +169,7 @@ def plan(
         clip=clip,
         accumulate=accumulate,
         update_noise=update_noise,
+        weight_noise=weight_noise,
         cache=cache,
         out=str(out),
     )

@@ -16,8 +16,8 @@ _BY_ROWS, _BY_COLUMNS = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc,
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:
     """The tensor itself; of a sparse one its indices and values; of one held otherwise what is in memory."""
     if isinstance(tensor, MovedWeight):
-        return
-    if isinstance(tensor, Absent):
+        yield from parts_of(tensor.lender.stand_in)
+    elif isinstance(tensor, Absent):
         yield from tensor.parts()
     elif tensor.layout == torch.sparse_coo:
         yield tensor._indices()

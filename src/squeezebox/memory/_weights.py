@@ -1,20 +1,21 @@
-"""Frozen weights in a file, read for each operator that needs them."""
+"""Frozen weights in a file or in another form, brought to memory for each operator that needs them."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from squeezebox.memory._disk import DiskFolder
 from squeezebox.memory._moved_weight import Lender, Loans, move, settle
-from squeezebox.memory._tensor_file import FileTensor, TensorFile
+from squeezebox.memory._stored import StoredTensor
+from squeezebox.memory._tensor_file import TensorFile
 from squeezebox.schema import CaptureError
 
 # These choose between two kernels by whether a weight is an ordinary one, and their results differ in the
@@ -22,32 +23,31 @@ from squeezebox.schema import CaptureError
 _CHOOSING = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
 
 
-class FileLender(Lender):
-    """One weight's elements in a file."""
+class StoredLender(Lender):
+    """One weight's elements, in a :class:`StoredTensor`."""
 
-    def __init__(self, name: str, value: torch.Tensor, file: TensorFile) -> None:
+    def __init__(self, name: str, stored: StoredTensor) -> None:
         self.name, self.version = name, 0
-        self._filed = FileTensor(value, file)
-        self._filed.store(value)
+        self._stored = stored
         self._back: torch.Tensor | None = None  # the elements, once the weight has them again
 
     @property
     def stand_in(self) -> torch.Tensor:
-        """The tensor in the file."""
-        return self._filed if self._back is None else self._back
+        """The stored tensor."""
+        return self._stored if self._back is None else self._back
 
     def load(self) -> torch.Tensor:
-        """The elements, read from the file."""
-        return self._filed.load() if self._back is None else self._back
+        """The elements, read from the file or unpacked."""
+        return self._stored.load() if self._back is None else self._back
 
     def take(self, value: torch.Tensor) -> None:
-        """Write these elements to the file; CaptureError for others than the weight's kind."""
-        mine, other = self._filed, value.detach()
+        """Store these elements; CaptureError for others than the weight's kind."""
+        mine, other = self._stored, value.detach()
         if (mine.shape, mine.dtype, mine.device) != (other.shape, other.dtype, other.device):
             raise CaptureError(
-                f"'{self.name}' is {mine.dtype} of shape {tuple(mine.shape)} in a file under this plan, and "
-                f"cannot become {other.dtype} of shape {tuple(other.shape)} on {other.device}. Call detach() "
-                "on the session first, and make a new plan."
+                f"'{self.name}' is {mine.dtype} of shape {tuple(mine.shape)} in a file or packed under this "
+                f"plan, and cannot become {other.dtype} of shape {tuple(other.shape)} on {other.device}. "
+                "Call detach() on the session first, and make a new plan."
             )
         mine.store(other)
         self.version += 1
@@ -60,56 +60,63 @@ class FileLender(Lender):
             else "take .clone() of it, whose elements are in memory"
         )
         raise CaptureError(
-            f"{name}() was called on '{self.name}', which this plan holds in a file. Call detach() on the "
-            f"session first, or {instead}."
+            f"{name}() was called on '{self.name}', which this plan holds in a file or packed. Call detach() "
+            f"on the session first, or {instead}."
         )
 
     def lose(self) -> None:
-        """CaptureError: the file has not got the change."""
+        """CaptureError: what is stored has not got the change."""
         raise CaptureError(
             f"'{self.name}' was changed through a view, such as by weight[0].zero_(), or by what reads it. "
-            "This plan holds it in a file, which the change has not reached. Change the weight itself: "
-            "weight.copy_(changed), under torch.no_grad()."
+            "This plan holds it in a file or packed, which the change has not reached. Change the weight "
+            "itself: weight.copy_(changed), under torch.no_grad()."
         )
 
     def changing(self) -> torch.Tensor:
-        """The tensor in the file, which takes what is done in place."""
+        """The stored tensor, which takes what is done in place."""
         return self.stand_in
 
     def detached(self) -> torch.Tensor:
-        """The tensor in the file, which is read when somebody computes with it or saves it."""
+        """The stored tensor, which is read when somebody computes with it or saves it."""
         return self.stand_in
 
     def bring_back(self) -> torch.Tensor:
         """The elements, in memory from now on."""
-        self._back = self._filed.load()
+        self._back = self._stored.load()
         return self._back
 
 
 class Weights:
-    """Frozen parameters of a model whose elements live in a file until :meth:`close`.
+    """Frozen parameters of a model whose elements are stored elsewhere until :meth:`close`.
 
     Args:
         weights: by name; such as :func:`movable_weights` finds.
-        folder: where the file is made.
+        home: where a weight of this name and these elements is from now on; there is nothing in it yet.
+        file: in which some are, if any.
 
     Attributes:
         loans: what operators read at this moment, and backward will want again.
     """
 
-    def __init__(self, weights: Mapping[str, torch.nn.Parameter], folder: DiskFolder) -> None:
+    def __init__(
+        self,
+        weights: Mapping[str, torch.nn.Parameter],
+        home: Callable[[str, torch.Tensor], StoredTensor],
+        file: TensorFile | None = None,
+    ) -> None:
         self.loans = Loans()
-        self._file = TensorFile(folder, reads_on=True)
-        self._moved: list[tuple[torch.nn.Parameter, FileLender]] = []
-        try:
+        self._file = file
+        self._moved: list[tuple[torch.nn.Parameter, StoredLender]] = []
+        with contextlib.ExitStack() as undone:  # by a full disk, say
+            undone.callback(self.close)
             for name, weight in weights.items():
-                lender = FileLender(name, weight.data, self._file)
+                stored = home(name, weight.data)
+                stored.store(weight.data)
+                lender = StoredLender(name, stored)
                 weight.data = _nothing_like(weight.data)
                 move(weight, lender, self.loans)
                 self._moved.append((weight, lender))
-        except CaptureError:  # a full disk
-            self.close()
-            raise
+            undone.pop_all()
 
     def close(self) -> None:
         """Give every parameter its elements back."""
@@ -119,7 +126,8 @@ class Weights:
             settle(weight)
             weight.data = value
             self._moved.pop()
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from squeezebox.capture import SMALL_BYTES, foreign_hooks, refuse_transforms
 from squeezebox.memory import require_imports, within_room
 from squeezebox.planning._calibration import plan_within
 from squeezebox.planning._choices import Choice, fastest, leanest, solved
-from squeezebox.planning._frozen import weights_plan, with_weights
+from squeezebox.planning._frozen import check_weight_noise, weights_plan, with_weights
 from squeezebox.planning._offload import named_folder, with_folder
 from squeezebox.planning._profiles import (
     cached,
@@ -63,6 +63,7 @@ def make_plan(
     clip: float | bool | None = None,
     accumulate: int = 1,
     update_noise: float | None = None,
+    weight_noise: float | None = None,
     cache: str | os.PathLike[str] | None = None,
     on_progress: Progress | None = None,
 ) -> StepPlan:
@@ -102,7 +103,10 @@ def make_plan(
         accumulate: how many backward passes add up to one ``optimizer.step()``.
         update_noise: allowed relative squared error of a parameter's update; its optimizer state may then be
             packed in 16 or 8 bits an element, rounded stochastically, and needs no file. Adam's in 8 bits
-            have 0.012, in 16 bits 0.0005. None: state stays exact.
+            have 0.011, in 16 bits 0.0003. None: state stays exact.
+        weight_noise: allowed squared error of a frozen weight over its squared norm; it may then be packed in
+            8 or 4 bits an element, and needs no file. Normally distributed ones have 4e-5 and 0.012. None:
+            weights are exact.
         cache: a folder in which profiles are kept and found again; it may be deleted at any time. One is used
             again for the same model, weights, sample, loss, noise, optimizer, versions and machine; a change
             in what the loss or a module's forward calls is not noticed.
@@ -132,9 +136,11 @@ def make_plan(
         noise=allowed,
         on_progress=on_progress,
         folder=folder,
-        moves_weights=states is True and offload is not False and not folder.is_in_memory,
+        moves_weights=states is True
+        and (weight_noise is not None or (offload is not False and not folder.is_in_memory)),
     )
     check_states(step, clip, accumulate, update_noise, wanted=states)
+    check_weight_noise(weight_noise, states=states)
     codes = (
         state_costs(step.optimizer, update_noise, device_of(model)) if step.optimizer and update_noise else ()
     )
@@ -148,7 +154,7 @@ def make_plan(
     def held(seen: StepProfile) -> StepProfile:
         if states:
             clips = bool(clip)
-            seen = with_weights(seen, step)
+            seen = with_weights(seen, step, weight_noise)
             seen = with_states(seen, step, whole_peak, clip=clips, accumulate=accumulate, codes=codes)
         seen = without(seen, barred)
         return profile_with_places(seen) if arena else seen

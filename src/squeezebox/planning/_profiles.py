@@ -99,8 +99,8 @@ def profile_step(
 
 @within_room("a step under the plan")
 def measured_noise(step: TrainingStep, plan: StepPlan) -> float | None:
-    """Of a step under the plan; None where no gradient is other than zero."""
-    model, loss_fn = step.model, step.loss_fn
+    """Of a step under the plan, with its weights as they are; None where no gradient is other than zero."""
+    model, loss_fn, plan = step.model, step.loss_fn, dataclasses.replace(plan, weights=None)
     with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
         engine = begin(model, step.optimizer, None, plan=plan)
         try:

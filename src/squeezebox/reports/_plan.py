@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,9 +217,8 @@ def _updates(plan: OptimizerPlan) -> Iterator[str]:
     where = "backward, as soon as its gradient is there" if plan.in_backward else "optimizer.step()"
     yield f"each parameter is updated by itself, in {where}"
     if plan.packed:
-        some = " or ".join(str(bits) for bits in sorted(set(plan.packed.values())))
         yield (
-            f"optimizer state of {len(plan.packed)} parameters in {some} bits: "
+            f"optimizer state of {len(plan.packed)} parameters in {_bits(plan.packed)} bits: "
             f"{human_bytes(plan.packed_bytes)}, update noise {plan.update_noise:.1e}"
         )
     if plan.moved_bytes:
@@ -234,11 +233,20 @@ def _updates(plan: OptimizerPlan) -> Iterator[str]:
 
 def _weights(plan: WeightsPlan) -> Iterator[str]:
     """What becomes of frozen parameters."""
-    if plan.moved:
+    if plan.packed:
         yield (
-            f"{human_bytes(plan.moved_bytes)} of {human_bytes(plan.weight_bytes)} of frozen weights in a "
-            f"file, {1e3 * plan.seconds:.1f} ms a step"
+            f"{len(plan.packed)} frozen weights in {_bits(plan.packed)} bits: "
+            f"{human_bytes(plan.packed_bytes)}, weight noise {plan.weight_noise:.1e}"
         )
+    if plan.moved:
+        total = human_bytes(plan.weight_bytes)
+        yield f"{human_bytes(plan.moved_bytes)} of {total} of frozen weights in a file"
+    if plan.seconds:
+        yield f"which takes {1e3 * plan.seconds:.1f} ms a step"
+
+
+def _bits(packed: Mapping[str, int]) -> str:
+    return " or ".join(str(bits) for bits in sorted(set(packed.values())))
 
 
 def _held(option: Option | None) -> str:

@@ -214,14 +214,19 @@ class OptimizerPlan:
 class WeightsPlan:
     """What a plan does with frozen parameters. Sizes are bytes.
 
-    ``moved`` names those that live in a file, and ``moved_bytes`` is their size. ``weight_bytes`` are all
-    that could, and ``seconds`` what reading takes in a step.
+    ``moved`` names those that live in a file, and ``moved_bytes`` is their size. ``packed`` names those that
+    are packed, with the bits an element, and ``packed_bytes`` is what they take. ``weight_bytes`` are all
+    that could be either, and ``seconds`` what reading and unpacking take in a step. ``weight_noise`` is the
+    largest squared error of a packed weight over its squared norm.
     """
 
     moved: tuple[str, ...]
     weight_bytes: int
     moved_bytes: int
     seconds: float
+    packed: dict[str, int] = field(default_factory=dict)
+    packed_bytes: int = 0
+    weight_noise: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

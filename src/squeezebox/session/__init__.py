@@ -16,6 +16,7 @@ __all__ = [
     "Session",
     "attached",
     "begin",
+    "codec_of",
     "plan_with_places",
     "profile_with_places",
     "shapes_of",
@@ -24,6 +25,7 @@ __all__ = [
 if TYPE_CHECKING:
     from squeezebox.session._begin import begin
     from squeezebox.session._engine import Engine, attached
+    from squeezebox.session._packed_weights import codec_of
     from squeezebox.session._places import plan_with_places, profile_with_places
     from squeezebox.session._replanning import Replanning, shapes_of
     from squeezebox.session._session import Session
@@ -34,6 +36,7 @@ else:  # hidden from type checkers, who would take any name for an attribute
             "begin": "_begin",
             "Engine": "_engine",
             "attached": "_engine",
+            "codec_of": "_packed_weights",
             "plan_with_places": "_places",
             "profile_with_places": "_places",
             "Replanning": "_replanning",

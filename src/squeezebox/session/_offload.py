@@ -5,10 +5,19 @@ from __future__ import annotations
 import torch
 
 from squeezebox.capture import Store
-from squeezebox.memory import DiskFolder, Weights, disk_folder, movable_weights
+from squeezebox.memory import (
+    DiskFolder,
+    FileTensor,
+    StoredTensor,
+    TensorFile,
+    Weights,
+    disk_folder,
+    movable_weights,
+)
 from squeezebox.optim import Updates
 from squeezebox.reports import StepPlan
 from squeezebox.schema import Action, OptionError, PlanError
+from squeezebox.session._packed_weights import PackedTensor, codec_of
 from squeezebox.session._places import places_of
 
 
@@ -66,22 +75,31 @@ def updates_of(
 
 
 def weights_of(plan: StepPlan, model: torch.nn.Module) -> Weights | None:
-    """The model's frozen weights in a file, as the plan says; None where it moves none.
+    """The model's frozen weights in a file or packed, as the plan says; None where all stay.
 
     Raises:
         PlanError: the model has no such frozen weight of a name in the plan.
     """
-    if plan.weights is None or not plan.weights.moved:
+    chosen = plan.weights
+    if chosen is None or not (chosen.moved or chosen.packed):
         return None
-    known = movable_weights(model, 0)
-    missing = next((name for name in plan.weights.moved if name not in known), None)
+    known, names = movable_weights(model, 0), (*chosen.moved, *chosen.packed)
+    missing = next((name for name in names if name not in known), None)
     if missing is not None:
         raise PlanError(
-            f"the plan moves the frozen weight '{missing}' to a file, and this {type(model).__name__} has "
+            f"the plan moves or packs the frozen weight '{missing}', and this {type(model).__name__} has "
             "none of that name that is frozen, on the CPU and shares no memory. Make a plan for it with "
             "squeezebox.plan()."
         )
-    return Weights({name: known[name] for name in plan.weights.moved}, _folder_of(plan, {}))
+    file = TensorFile(_folder_of(plan, {}), reads_on=True) if chosen.moved else None
+
+    def home(name: str, value: torch.Tensor) -> StoredTensor:
+        if name in chosen.packed:
+            return PackedTensor(value, codec_of(chosen.packed[name]))
+        assert file is not None
+        return FileTensor(value, file)
+
+    return Weights({name: known[name] for name in names}, home, file)
 
 
 def _folder_of(plan: StepPlan, notes: dict[str, None]) -> DiskFolder:
