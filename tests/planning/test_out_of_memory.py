@@ -103,9 +103,9 @@ SAMPLED = """
 
 @pytest.mark.slow
 def test_where_no_plan_holds_the_batch_it_names_one_that_would():
-    text = run(SAMPLED.format(limit=300))
+    text = run(SAMPLED.format(limit=260))
     assert "No plan holds this batch" in text
-    assert 100 <= int(re.search(r"a batch of about (\d+)", text)[1]) < 128
+    assert 80 <= int(re.search(r"a batch of about (\d+)", text)[1]) < 128
 
 
 def test_other_errors_pass():
