@@ -3,6 +3,10 @@
 A block is 8 rows of 32 codes. Rows travel as four 64-bit words, so that one shift moves the codes of eight
 lanes, and the width is a number instead of a reason to compile (vertical layout: Afroozeh and Boncz, PVLDB
 16(9), 2023).
+
+What makes them fast: loops of one kind of work each, which compilers vectorise where all numbers have 32 bits
+(numba adds two of int32 in int64, hence the conversions), and unsigned indices, which are not looked up from
+the end.
 """
 
 # numba infers the types of what it compiles.
@@ -26,26 +30,33 @@ _BYTE = np.uint64(0xFF)
 
 @part
 def _quantise_run(values, inverse, ahead, codes):
-    """Codes of neighbours, the least and the largest, and whether one has none."""
+    """Codes of neighbours, and whether one has none."""
     zero, far = values.dtype.type(0), values.dtype.type(MOST + 1)
-    low, high, misses = np.int32(MOST), np.int32(LEAST), np.int32(0)
+    misses = np.int32(0)
     for i in range(values.size):
         value = values[i]
         steps = value * _own(inverse, i)
         near = abs(steps) < far  # false for NaN
-        misses |= np.int32(not near)
         moved = ahead if value > zero else -ahead
         moved = moved if value != zero else zero
-        code = np.int32(np.rint((steps if near else zero) + moved))
+        codes[i] = np.int32(np.rint((steps if near else zero) + moved))
+        misses = max(misses, np.int32(0) if near else np.int32(1))
+    return misses
+
+
+@part
+def _extent(codes):
+    low, high = np.int32(MOST), np.int32(LEAST)
+    for i in range(codes.size):
+        code = codes[i]
         low, high = min(low, code), max(high, code)
-        codes[i] = code
-    return low, high, misses
+    return low, high
 
 
 @part
 def _quantise(values, start, inverses, inner, ahead, most, codes):
     """Codes of a block, the least one, and the width of the others above it."""
-    low, high, misses, done = np.int32(MOST), np.int32(LEAST), np.int32(0), 0
+    misses, done = np.int32(0), 0
     while done < values.size:
         channel = (start + done) // inner % inverses.size
         run = inverses.size - channel if inner == 1 else inner - (start + done) % inner
@@ -55,8 +66,9 @@ def _quantise(values, start, inverses, inner, ahead, most, codes):
             found = _quantise_run(here, inverses[channel:], ahead, there)
         else:
             found = _quantise_run(here, inverses[channel], ahead, there)
-        low, high, misses = min(low, found[0]), max(high, found[1]), misses | found[2]
+        misses = max(misses, found)
         done = end
+    low, high = _extent(codes)
     width = 0
     while (high - low) >> width:
         width += 1
@@ -72,44 +84,38 @@ def _bytes_above(codes, low, shift, out):
 @part
 def _pack_lanes(rows, width, out):
     """Eight rows of codes below 2^width as width rows of bytes."""
-    a = b = c = d = np.uint64(0)
-    at = 0
-    for row in range(8):
-        shift = np.uint64(row * width & 7)
-        # Of each lane's code, ``keep`` has the bits for its current byte, and ``rest`` those for the next.
-        keep = _ONES * ((_BYTE << shift) & _BYTE)
-        first = row * _WORDS
-        e, f, g, h = rows[first], rows[first + 1], rows[first + 2], rows[first + 3]
-        a |= (e << shift) & keep
-        b |= (f << shift) & keep
-        c |= (g << shift) & keep
-        d |= (h << shift) & keep
-        if np.int64(shift) + width >= 8:
-            out[at], out[at + 1], out[at + 2], out[at + 3] = a, b, c, d
-            at += _WORDS
-            back = np.uint64(8) - shift
-            rest = _ONES * (_BYTE >> back)
-            a, b, c, d = (e >> back) & rest, (f >> back) & rest, (g >> back) & rest, (h >> back) & rest
+    wide, whole = np.uint64(width), np.uint64(8)
+    for word in range(_WORDS):
+        at, shift, held = np.uint64(word), np.uint64(0), np.uint64(0)
+        for row in range(8):
+            code = rows[np.uint64(_WORDS * row + word)]
+            held |= (code << shift) & (_ONES * ((_BYTE << shift) & _BYTE))
+            out[at] = held
+            shift += wide
+            if shift >= whole:  # the byte is full, and the next begins with what is left of the code
+                shift -= whole
+                held = (code >> (wide - shift)) & (_ONES * (_BYTE >> (whole - shift)))
+                at += np.uint64(_WORDS)
 
 
 @part
 def _unpack_lanes(packed, width, rows):
     """The inverse of ``_pack_lanes``."""
-    keep = _ONES * np.uint64((1 << width) - 1)
-    for row in range(8):
-        shift = np.uint64(row * width & 7)
-        at = (row * width >> 3) * _WORDS
-        first = row * _WORDS
-        mask = _ONES * (_BYTE >> shift)
-        if np.int64(shift) + width <= 8:
-            for word in range(_WORDS):
-                rows[first + word] = (packed[at + word] >> shift) & mask & keep
-        else:
-            back = np.uint64(8) - shift
-            rest = _ONES * ((_BYTE << back) & _BYTE)
-            for word in range(_WORDS):
-                low = (packed[at + word] >> shift) & mask
-                rows[first + word] = (low | ((packed[at + _WORDS + word] << back) & rest)) & keep
+    wide, whole = np.uint64(width), np.uint64(8)
+    keep, end = _ONES * ((np.uint64(1) << wide) - np.uint64(1)), np.uint64(_WORDS * width)
+    for word in range(_WORDS):
+        at, shift, held = np.uint64(word), np.uint64(0), packed[np.uint64(word)]
+        for row in range(8):
+            code = (held >> shift) & (_ONES * (_BYTE >> shift))
+            back = whole - shift
+            shift += wide
+            if shift >= whole:
+                shift -= whole
+                at += np.uint64(_WORDS)
+                if at < end:
+                    held = packed[at]
+                    code |= (held << back) & (_ONES * ((_BYTE << back) & _BYTE))
+            rows[np.uint64(_WORDS * row + word)] = code & keep
 
 
 @kernel
@@ -169,7 +175,7 @@ def _finish_for(whole, bits, piece):
 def _widen_run(codes, low, step, ahead, out):
     zero = out.dtype.type(0)
     for i in range(out.size):
-        value = out.dtype.type(codes[i] + low)
+        value = out.dtype.type(np.int32(np.int32(codes[i]) + low))
         moved = ahead if value > zero else -ahead
         moved = moved if value != zero else zero
         out[i] = (value - moved) * _own(step, i)
@@ -192,16 +198,13 @@ def _widen(codes, low, start, steps, inner, ahead, out):
 
 
 @part
-def _read_codes(packed, width, lanes, codes):
-    """A block's codes above the least one."""
-    rows = lanes.view(np.uint64)
-    _unpack_lanes(packed, min(width, 8), rows)
+def _add_high_bytes(packed, width, lanes, codes):
+    """Codes above the least one: their low bytes are in ``lanes``, where the high ones come through."""
     for i in range(BLOCK):
         codes[i] = lanes[i]
-    if width > 8:
-        _unpack_lanes(packed[BLOCK // 8 :], width - 8, rows)
-        for i in range(BLOCK):
-            codes[i] |= np.int32(lanes[i]) << 8
+    _unpack_lanes(packed, width, lanes.view(np.uint64))
+    for i in range(BLOCK):
+        codes[i] |= np.int32(lanes[i]) << 8
 
 
 @kernel
@@ -220,11 +223,16 @@ def unpack(heads, packed, start, steps, inner, ahead, space, target):
             taken += BLOCK * target.itemsize
             continue
         if width:
-            _read_codes(packed[taken : taken + LANES * width].view(np.uint64), width, lanes, codes)
+            rows = packed[taken : taken + LANES * width].view(np.uint64)
+            _unpack_lanes(rows, min(width, 8), lanes.view(np.uint64))
             taken += LANES * width
         else:
             for i in range(BLOCK):
-                codes[i] = 0
+                lanes[i] = 0
         whole = _target(piece, block)
-        _widen(codes, low, start + first, steps, inner, ahead, whole)
+        if width > 8:
+            _add_high_bytes(rows[BLOCK // 8 :], width - 8, lanes, codes)
+            _widen(codes, low, start + first, steps, inner, ahead, whole)
+        else:
+            _widen(lanes, low, start + first, steps, inner, ahead, whole)
         _finish(whole, bits, piece)

@@ -13,7 +13,7 @@ from squeezebox.codecs import _workers
 from squeezebox.codecs._cpu._arrays import array, block, scalar
 from squeezebox.codecs._reference import _planes
 
-_BLOCKS = 512  # of a piece: what it packs to stays in the cache until it is copied
+_BLOCKS = 2048  # of a piece: what it packs to stays in the cache until it is copied
 _FEW = 1024  # channels next to each other are repeated up to here, so that loops are long enough
 _EVERY = 1 << 62  # neighbours of one channel, where there is one
 _Scratch = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
