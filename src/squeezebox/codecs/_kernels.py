@@ -34,7 +34,7 @@ def compile_kernels() -> None:
 
     Call it as a Docker image is built, or before training, so that tensors are packed from the first step
     on. Without it :func:`squeezebox.attach` has a process compile what it needs in the background, and holds
-    tensors exactly until then. It takes about a minute, or two seconds where all are there.
+    tensors exactly until then. Where all are there, it only looks.
     """
     for dtype in FLOATS:
         for family in _FAMILIES:
