@@ -24,15 +24,8 @@ TESTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("onednn", "aten", "threads"),  # aten's two with each of the other two's three
-    [
-        ("SSE41", "default", 1),
-        ("SSE41", "avx2", 2),
-        ("AVX2", "default", 2),
-        ("AVX2", "avx2", 4),
-        (None, "default", 4),
-        (None, "avx2", 1),
-    ],
+    ("onednn", "aten", "threads"),  # each of them at least once
+    [("SSE41", "default", 1), ("AVX2", "avx2", 4), (None, "default", 2)],
 )
 def test_promises_hold(onednn, aten, threads):
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": aten, "OMP_NUM_THREADS": str(threads)}

@@ -9,9 +9,9 @@ from tests.torch_db.comparing import compared
 MODES = ({"exact": True}, {"noise": 1e-2})
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64)
 FIRST = 1  # samples of an operator or module in the default run,
-MOST = {torch.float32: 16}  # and in the slow one; benchmarks/torch_databases.py runs all
+MOST = {torch.float32: 8}  # and in the slow one; benchmarks/torch_databases.py runs all
 FEWER = 5
-DIFFERENTIATED = 2
+DIFFERENTIATED = 1
 
 
 def _failures(entries, samples_of, dtype, most, options):
@@ -81,7 +81,7 @@ def test_gradients_are_those_of_finite_differences_wherever_they_are_in_plain_py
                 session.engine.store.small_bytes = 0
                 failures += [] if _passes_gradcheck(sample) else [operator.formatted_name]
                 session.detach()
-    assert passed > 300 and not failures
+    assert passed > 200 and not failures
 
 
 def _passes_gradcheck(sample):
