@@ -361,9 +361,9 @@ def rounded(model, bits):
 @pytest.mark.parametrize("budget", [None, "60%"])
 def test_packed_weights_are_rounded_for_good_and_nothing_else_is(budget, tmp_path):
     model, optimizer, sample = task()
-    before = copy.deepcopy(model)
+    before, random = copy.deepcopy(model), torch.get_rng_state()
     plan = planned(model, optimizer, sample, budget=budget, **PACKED)
-    assert equal(model, before)
+    assert equal(model, before) and torch.equal(torch.get_rng_state(), random)
     bits = plan.weights.packed
     assert bits and not plan.weights.moved and 0 < plan.weights.weight_noise <= 0.02
     assert "frozen weights in" in str(plan) and "weight noise" in str(plan)
