@@ -10,7 +10,7 @@ from squeezebox.codecs._codec import Codec, kind_of
 from squeezebox.codecs._hints import Hints
 from squeezebox.codecs._kernels import compile_kernels, ready, require
 from squeezebox.codecs._packed import Packed
-from squeezebox.codecs._registry import available, get, register
+from squeezebox.codecs._registry import available, get, load_kernels, register
 from squeezebox.codecs._states import StateCodes
 from squeezebox.codecs._sums import energy, mean, mean_abs, unit
 from squeezebox.codecs._wire import dumps, loads
@@ -28,6 +28,7 @@ __all__ = [
     "energy",
     "get",
     "kind_of",
+    "load_kernels",
     "loads",
     "mean",
     "mean_abs",

@@ -16,10 +16,13 @@ from squeezebox.codecs._entropy import Entropy, Lossless
 from squeezebox.codecs._flags import Interval, Mask, Sign
 from squeezebox.codecs._groups import MINMAX, ZERO, Groups
 from squeezebox.codecs._keep import Keep
+from squeezebox.codecs._kernels import FLOATS, require
 from squeezebox.codecs._narrow import Narrow
 from squeezebox.codecs._planes import Planes
 from squeezebox.codecs._pool_index import PoolIndex
 from squeezebox.schema import OptionError
+
+_LOADING = 1 << 18  # elements, enough for several threads
 
 
 def _exact() -> Iterator[Codec]:
@@ -98,6 +101,14 @@ def register(codec: Codec) -> None:
         raise OptionError(
             f"there is a codec '{codec.name}' already, {type(known).__name__}; give yours another name."
         )
+
+
+def load_kernels(dtype: torch.dtype) -> None:
+    """Have what packing this dtype on a CPU takes of a process's memory: kernels, and threads with heaps."""
+    require(dtype)
+    values = torch.linspace(-1.0, 1.0, _LOADING, device="cpu").to(dtype if dtype in FLOATS else torch.float32)
+    get("entropy").pack(values, 0.1)
+    get("mask").pack(values > 0)
 
 
 def get(name: str) -> Codec:

@@ -191,10 +191,7 @@ def plannable(model: torch.nn.Module, noise: float | None, exact: bool) -> float
     require_imports("numba")
     if device_of(model).type == "cpu":
         for dtype in {parameter.dtype for parameter in model.parameters()}:
-            codecs.require(dtype)  # before anything is timed
-        for name in ("entropy", "mask"):  # and before room is looked for: threads and kernels take some
-            values = torch.linspace(-1.0, 1.0, 1 << 18, device="cpu")
-            codecs.get(name).pack(values > 0 if name == "mask" else values, 0.1)
+            codecs.load_kernels(dtype)  # before anything is timed, and before room is looked for
     return 0.0 if exact else 1e-3 if noise is None else noise
 
 
