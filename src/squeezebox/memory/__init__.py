@@ -28,8 +28,6 @@ from squeezebox.memory._weights import Weights, lending_seconds, movable_weights
 from squeezebox.schema import door
 
 __all__ = [
-    "StoredTensor",
-    "flat_in_memory",
     "BUFFER_BYTES",
     "CHUNK_BYTES",
     "HEADROOM",
@@ -54,6 +52,7 @@ __all__ = [
     "Slot",
     "Spill",
     "Staging",
+    "StoredTensor",
     "Streams",
     "TensorFile",
     "Weights",
@@ -61,6 +60,7 @@ __all__ = [
     "asked_bytes",
     "disk_folder",
     "disk_speed",
+    "flat_in_memory",
     "free_at_peak",
     "free_bytes",
     "is_capturing",

@@ -5,8 +5,20 @@ no state is packed.
 May touch: that optimizer through its public hooks, gradients of its parameters, a file of squeezebox.memory.
 """
 
-from squeezebox.optim._pieces import PIECE_BYTES, can_be_cut
+from squeezebox.optim._pieces import PIECE_BYTES
+from squeezebox.optim._products import Products, ProductTensor, can_be_cut, slice_bytes, sliceable
 from squeezebox.optim._single import refuse_unknown
 from squeezebox.optim._updates import SMALL_BYTES, WAITING_BYTES, Updates
 
-__all__ = ["PIECE_BYTES", "SMALL_BYTES", "WAITING_BYTES", "Updates", "can_be_cut", "refuse_unknown"]
+__all__ = [
+    "PIECE_BYTES",
+    "SMALL_BYTES",
+    "WAITING_BYTES",
+    "ProductTensor",
+    "Products",
+    "Updates",
+    "can_be_cut",
+    "refuse_unknown",
+    "slice_bytes",
+    "sliceable",
+]

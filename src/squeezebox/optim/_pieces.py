@@ -11,6 +11,7 @@ import torch
 from squeezebox.memory import CHUNK_BYTES, FileTensor
 from squeezebox.optim._coded import CodedTensor, pack, unpacked
 from squeezebox.optim._homes import Homes
+from squeezebox.optim._products import ProductTensor, can_be_cut
 from squeezebox.optim._single import step_these
 
 _ALIGNED = 1 << 10  # elements
@@ -33,11 +34,6 @@ def is_divisible(parameter: torch.Tensor, state: Mapping[str, Any], *, packed: b
         and all(each.dtype == parameter.dtype and each.stride() == parameter.stride() for each in alike)
         and _is_range(parameter)
     )
-
-
-def can_be_cut(parameter: torch.Tensor) -> bool:
-    """Whether torch rounds elements alike wherever they lie: in 16 bits not at the ends of its loops."""
-    return parameter.element_size() >= 4
 
 
 def _is_range(tensor: torch.Tensor) -> bool:
@@ -172,6 +168,9 @@ def _lent(
     tensor: torch.Tensor, start: int, stop: int, *, changed: bool = True, filled: bool = True
 ) -> Iterator[torch.Tensor]:
     """Some elements of a tensor, in memory or in a file, to be worked in place."""
+    if isinstance(tensor, ProductTensor):
+        yield tensor.lend(start, stop)
+        return
     if not isinstance(tensor, FileTensor):
         yield _flat(tensor)[start:stop]
         return

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from squeezebox.memory import Absent, DiskFolder, FileTensor, TensorFile
+from squeezebox.memory import Absent, DiskFolder, FileTensor, StoredTensor, TensorFile
 from squeezebox.optim._groups import Groups
 from squeezebox.optim._homes import Homes, is_movable
 from squeezebox.optim._pieces import is_divisible, update_in_pieces, update_packed
+from squeezebox.optim._products import Products
 from squeezebox.optim._single import refuse_unknown, step_these
 from squeezebox.optim._spent import SpentGradient
 from squeezebox.schema import AttachError, UnsupportedModelError
@@ -33,6 +34,8 @@ class Updates:
         states: names of the parameters whose optimizer state lives in the file between two updates.
         packed: of others, and the bits (16 or 8) in which the elements of their state are held.
         gradients: names of those whose gradient goes to the file until the update; others' are kept.
+        sliced: names of linear layers' weights whose gradient is made while they are updated in backward,
+            some rows at a time.
         folder: where the file is made.
 
     Raises:
@@ -49,6 +52,7 @@ class Updates:
         packed: Mapping[str, int],
         gradients: Collection[str],
         folder: DiskFolder | None,
+        sliced: Collection[str] = (),
     ) -> None:
         refuse_unknown(optimizer)
         self._optimizer, self._in_backward = optimizer, in_backward
@@ -68,6 +72,7 @@ class Updates:
             for parameter in self._groups.parameters()
             if parameter.requires_grad and (in_backward or id(parameter) in self._gradients)
         ]
+        self._products = Products(model, sliced, lambda: not self._is_paused)
         self._last = optimizer.register_step_pre_hook(self._before_step)
         self._hooks += [
             optimizer.register_step_post_hook(self._after_step),
@@ -109,6 +114,7 @@ class Updates:
         """Leave the optimizer as it would be without: states in memory, gradients too."""
         for hook in (*self._hooks, self._last):
             hook.remove()
+        self._products.close()
         self._groups.show()
         for parameter in self._groups.parameters():
             self._homes.bring_back(parameter)
@@ -199,7 +205,7 @@ class Updates:
         """Of a parameter or a gradient that has no flat memory."""
         filed = parameter.grad
         self._homes.bring_back(parameter)
-        if isinstance(filed, FileTensor):
+        if isinstance(filed, StoredTensor):
             parameter.grad = filed.load()
         step_these(self._optimizer, [parameter], group)
         parameter.grad = filed

@@ -18,7 +18,6 @@ from squeezebox.schema import (
     Action,
     CodecError,
     Option,
-    OptionError,
     Part,
     Plan,
     StepProfile,
@@ -30,19 +29,6 @@ from squeezebox.steps import TrainingStep
 
 _BITS = {"8 bit": 8, "4 bit": 4}
 _TRIED, _TRIALS = 1 << 20, 7  # elements, and how often
-
-
-def check_weight_noise(weight_noise: object, *, states: bool) -> None:
-    """OptionError unless it is left out, or a number between 0 and 1 with ``states=True``."""
-    if weight_noise is None:
-        return
-    if not states:
-        raise OptionError("weight_noise says how states=True may hold frozen weights; give that too.")
-    if not isinstance(weight_noise, float) or not 0.0 < weight_noise < 1.0:
-        raise OptionError(
-            f"weight_noise {weight_noise!r} is not between 0 and 1; it is the squared error of a frozen "
-            "weight over its squared norm, such as 0.02."
-        )
 
 
 def with_weights(seen: StepProfile, step: TrainingStep, weight_noise: float | None) -> StepProfile:

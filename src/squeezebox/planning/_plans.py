@@ -19,7 +19,7 @@ from squeezebox.capture import SMALL_BYTES, foreign_hooks, refuse_transforms
 from squeezebox.memory import require_imports, within_room
 from squeezebox.planning._calibration import plan_within
 from squeezebox.planning._choices import Choice, fastest, leanest, solved
-from squeezebox.planning._frozen import check_weight_noise, weights_plan, with_weights
+from squeezebox.planning._frozen import weights_plan, with_weights
 from squeezebox.planning._offload import named_folder, with_folder
 from squeezebox.planning._profiles import (
     cached,
@@ -139,8 +139,7 @@ def make_plan(
         moves_weights=states is True
         and (weight_noise is not None or (offload is not False and not folder.is_in_memory)),
     )
-    check_states(step, clip, accumulate, update_noise, wanted=states)
-    check_weight_noise(weight_noise, states=states)
+    check_states(step, clip, accumulate, update_noise, weight_noise, wanted=states)
     codes = (
         state_costs(step.optimizer, update_noise, device_of(model)) if step.optimizer and update_noise else ()
     )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from squeezebox.bounds import Controller, NoiseBudget
 from squeezebox.capture import Onlooker, Row, Stopwatch, Tracer
 from squeezebox.memory import usual_folder, within_room
+from squeezebox.planning._gradients import found_sliced, marked
 from squeezebox.planning._watched import watching
 from squeezebox.profiling import (
     Gain,
@@ -170,6 +170,7 @@ class _Profiling:
         self._peak_bytes = 0
         self._statistics_steps = STATISTICS_STEPS if step.noise else 1
         self._timed_steps = _TIMED_STEPS
+        self._sliced: list[str] = []  # weights whose gradient can be made some rows at a time
         self._gains: dict[str, Gain] = {}
         self._blocks: dict[str, Row] = {}  # of a squeezed step, those packed into a device's arena
         self._done = self._total = 0
@@ -205,6 +206,7 @@ class _Profiling:
         """See :func:`profile_step`."""
         store, self._total = self._engine.store, 1
         self._engine.slice(region)
+        self._sliced = [*whole.profile.sliced]
         store.lineage = self._engine.recorder.lineage()
         known = {tensor.key: tensor.options for tensor in whole.profile.tensors}
         profiler = StepProfiler(device_of(self._training.model), known=known)
@@ -241,7 +243,7 @@ class _Profiling:
                     store.blocks.prepare(sum(row.packed["blocks"] for row in blocks))
                 profiler.start(max((row.saved_bytes for row in blocks), default=0))
                 with (
-                    _marked(step.model, profiler),
+                    marked(step.model, profiler, self._sliced),
                     watching(step, profiler, store) as fixed,
                     store.shown_to(tracer.onlooker),
                 ):
@@ -251,7 +253,7 @@ class _Profiling:
                 final = nbytes_of(gradients) + transient_bytes(gradients, step.optimizer)
                 profile = profiler.stop(sum(parts.values()), learned, final, gradients, seconds)
                 reads = {name: at for name, at in profile.weights_at.items() if name not in fixed}
-                profile = dataclasses.replace(profile, weights_at=reads)
+                profile = dataclasses.replace(profile, weights_at=reads, sliced=tuple(self._sliced))
                 self._tell("every way to hold every tensor")
         finally:
             store.lineage = None
@@ -263,7 +265,8 @@ class _Profiling:
         """Sensitivities, from a few steps with the session's controller."""
         engine, model = self._engine, self._training.model
         begun = now(device_of(model))
-        self._bypassed()
+        with found_sliced(model, self._sliced):
+            self._bypassed()
         seconds = now(device_of(model)) - begun
         self._timed_steps = max(1, min(_TIMED_STEPS, int(_TIMED_SECONDS / max(seconds, 1e-9))))
         self._total = self._statistics_steps + 3 * self._timed_steps + 2
@@ -372,26 +375,6 @@ class _Profiling:
             "input_bytes": nbytes_of(tensors_in(list(self._training.sample))),
             "state_bytes": state_bytes(model, self._training.optimizer),
         }
-
-
-@contextlib.contextmanager
-def _marked(model: torch.nn.Module, profiler: StepProfiler) -> Iterator[None]:
-    """Note where each parameter's gradient is complete."""
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(functools.partial(_mark, profiler, name))
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.is_leaf
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _mark(profiler: StepProfiler, name: str, parameter: torch.Tensor) -> None:
-    if parameter.grad is not None and parameter.grad.layout is torch.strided:
-        profiler.gradient(name)
 
 
 def _onlooker_of(profiler: StepProfiler) -> Onlooker:

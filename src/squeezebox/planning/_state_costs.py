@@ -67,7 +67,7 @@ def packed_updates(
         OptionError: there is no optimizer, its step is not parameter by parameter, parameters are sharded, or
             the noise is out of range, or less than that of any code.
     """
-    check_update_noise(update_noise)
+    check_share("update_noise", update_noise, "of updates")
     if optimizer is None:
         raise OptionError("update_noise is about an optimizer's state, and none was given; pass optimizer=.")
     refuse_unknown(optimizer)
@@ -94,12 +94,12 @@ def can_be_packed(parameter: torch.Tensor) -> bool:
     return parameter.nbytes >= SMALL_BYTES and parameter.element_size() <= _CODED
 
 
-def check_update_noise(update_noise: object) -> None:
+def check_share(name: str, noise: object, of_what: str) -> None:
     """OptionError unless it is a number between 0 and 1."""
-    if not isinstance(update_noise, float) or not 0.0 < update_noise < 1.0:
+    if not isinstance(noise, float) or not 0.0 < noise < 1.0:
         raise OptionError(
-            f"update_noise {update_noise!r} is not between 0 and 1; it is the squared error of updates over "
-            "their squared norm, such as 0.02."
+            f"{name} {noise!r} is not between 0 and 1; it is the squared error {of_what} over their squared "
+            "norm, such as 0.02."
         )
 
 

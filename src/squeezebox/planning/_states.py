@@ -11,8 +11,8 @@ import torch
 
 from squeezebox import planner
 from squeezebox.memory import CHUNK_BYTES, disk_speed, movable_weights, usual_folder
-from squeezebox.optim import PIECE_BYTES, SMALL_BYTES, WAITING_BYTES, can_be_cut, refuse_unknown
-from squeezebox.planning._state_costs import StateCost, can_be_packed, check_update_noise
+from squeezebox.optim import PIECE_BYTES, SMALL_BYTES, WAITING_BYTES, can_be_cut, refuse_unknown, slice_bytes
+from squeezebox.planning._state_costs import StateCost, can_be_packed, check_share
 from squeezebox.profiling import ParameterNeeds, parameter_needs, transfer_of
 from squeezebox.reports import exact_bytes
 from squeezebox.schema import (
@@ -44,6 +44,7 @@ class _Parameter:
     gradient_bytes: int
     needs: ParameterNeeds
     in_pieces: bool  # it is updated, and read from a file
+    slice_bytes: int = 0  # of the gradient, where it can be made some rows at a time
     numel: int = 0
     codes: tuple[StateCost, ...] = ()  # that its state may be packed with
 
@@ -85,6 +86,7 @@ def check_states(
     clip: float | bool | None,
     accumulate: int,
     update_noise: float | None,
+    weight_noise: float | None,
     *,
     wanted: bool,
 ) -> None:
@@ -92,11 +94,16 @@ def check_states(
     if not isinstance(wanted, bool):
         raise OptionError(f"states {wanted!r} is neither True nor False.")
     if not wanted:
-        if clip is not None or accumulate != 1 or update_noise is not None:
-            raise OptionError("clip, accumulate and update_noise say how states=True updates; give that too.")
+        if clip is not None or accumulate != 1 or update_noise is not None or weight_noise is not None:
+            raise OptionError(
+                "clip, accumulate, update_noise and weight_noise say how states=True updates and holds "
+                "weights; give that too."
+            )
         return
     if update_noise is not None:
-        check_update_noise(update_noise)
+        check_share("update_noise", update_noise, "of updates")
+    if weight_noise is not None:
+        check_share("weight_noise", weight_noise, "of frozen weights")
     if step.optimizer is None:
         raise OptionError("states=True is about an optimizer's updates, and none was given; pass optimizer=.")
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
@@ -195,6 +202,7 @@ def optimizer_plan(
         name=type(optimizer).__name__,
         in_backward=seen.in_backward,
         states=tuple(each.name for key, each in states.items() if key in moved),
+        sliced=tuple(each.name for each in found if each.slice_bytes) if seen.in_backward else (),
         packed={states[key].name: _BITS[option.codec] for key, option in packed.items()},
         gradients=tuple(each.name for key, each in gradients.items() if key in moved),
         state_bytes=sum(each.needs.state_bytes for each in found),
@@ -224,6 +232,7 @@ def _trained(
             named[name].nbytes,
             needs[id(named[name])],
             can_be_cut(named[name]),
+            slice_bytes(named[name]) if name in profile.sliced else 0,
             named[name].numel(),
             usable.get(id(named[name]), ()),
         )
@@ -271,7 +280,7 @@ def _in_backward(profile: Profile, found: Sequence[_Parameter], seconds: float) 
     """Every gradient is there at one position only, with what its update takes."""
     base, gradients = list(profile.base_bytes), [moment.gradient_bytes for moment in profile.moments]
     for each in found:
-        base[each.position] += each.update_bytes
+        base[each.position] += each.update_bytes + each.slice_bytes
         for later in range(each.position + 1, len(base)):
             base[later] -= each.gradient_bytes
             gradients[later] -= each.gradient_bytes
@@ -290,6 +299,7 @@ def _late(profile: Profile, found: Sequence[_Parameter], seconds: float, accumul
     """Gradients wait for the optimizer's step, in which each parameter has a position."""
     base, gradients = list(profile.base_bytes), [moment.gradient_bytes for moment in profile.moments]
     for each in found:
+        base[each.position] += each.gradient_bytes if each.slice_bytes else 0
         positions = range(each.position + 1, len(base)) if not each.is_small else range(0)
         for later in positions:
             base[later] -= each.gradient_bytes

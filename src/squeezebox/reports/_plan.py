@@ -228,7 +228,9 @@ def _updates(plan: OptimizerPlan) -> Iterator[str]:
             f"{'' if plan.in_backward else ' and gradients'} in a file"
         )
     if plan.seconds:
-        yield f"which takes {1e3 * plan.seconds:.1f} ms a step"
+        yield f"moving and packing these takes {1e3 * plan.seconds:.1f} ms a step"
+    if plan.sliced:
+        yield f"gradients of {len(plan.sliced)} large linear weights are made some rows at a time"
 
 
 def _weights(plan: WeightsPlan) -> Iterator[str]:
@@ -242,7 +244,7 @@ def _weights(plan: WeightsPlan) -> Iterator[str]:
         total = human_bytes(plan.weight_bytes)
         yield f"{human_bytes(plan.moved_bytes)} of {total} of frozen weights in a file"
     if plan.seconds:
-        yield f"which takes {1e3 * plan.seconds:.1f} ms a step"
+        yield f"reading and unpacking frozen weights takes {1e3 * plan.seconds:.1f} ms a step"
 
 
 def _bits(packed: Mapping[str, int]) -> str:

@@ -106,7 +106,9 @@ class Profile:
     ``base_bytes`` has one entry a position: parameters, gradients so far, optimizer state, temporaries.
     ``moments``, if there, has one too; ``gradients_at`` are the positions at which a parameter's gradient is
     complete, by its name, and ``weights_at`` those, (first, last), at which a frozen one that can be moved is
-    read. Of every position's base, ``parameter_bytes`` are parameters and
+    read. ``sliced`` names the weights whose gradient is no part of the base at its own position, only after:
+    it need not be whole in memory for an update.
+    Of every position's base, ``parameter_bytes`` are parameters and
     buffers, ``input_bytes`` the sample and ``state_bytes`` the optimizer's state.
     """
 
@@ -118,6 +120,7 @@ class Profile:
     state_bytes: int = 0
     gradients_at: dict[str, int] = field(default_factory=dict)
     weights_at: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    sliced: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,8 +193,9 @@ class OptimizerPlan:
     ``name`` is the optimizer's class, other names are those of parameters. ``in_backward``: each parameter is
     updated as soon as its gradient is there, which is then gone; else all are updated in
     ``optimizer.step()``, one by one. ``states`` names those whose optimizer state lives in a file between two
-    updates, ``gradients`` those whose gradient waits there for its own, and ``packed`` those whose state is
-    packed, with the bits an element. ``state_bytes`` and ``gradient_bytes`` are all that the optimizer has,
+    updates, ``gradients`` those whose gradient waits there for its own, ``sliced`` those whose gradient is
+    made some rows at a time while they are updated, and ``packed`` those whose state is packed, with the bits
+    an element. ``state_bytes`` and ``gradient_bytes`` are all that the optimizer has,
     ``moved_bytes`` what the file holds of them, ``packed_bytes`` what packed state takes, and ``seconds``
     what moving and packing take in a step. ``update_noise`` is the predicted squared error of packed
     parameters' updates over their squared norm.
@@ -205,6 +209,7 @@ class OptimizerPlan:
     gradient_bytes: int
     moved_bytes: int
     seconds: float
+    sliced: tuple[str, ...] = ()
     packed: dict[str, int] = field(default_factory=dict)
     packed_bytes: int = 0
     update_noise: float = 0.0

@@ -53,7 +53,7 @@ class Engine:
         recorder: what sees them being saved.
         refreshes: the steps that gather statistics.
         updates: those of the optimizer, where the plan makes them one by one.
-        weights: frozen ones that the plan has in a file, if any.
+        weights: frozen ones that the plan has in a file or packed, if any.
         records: what is known of the closed steps.
         plan: in force, if any.
         notes: for the report, in order.

@@ -8,6 +8,7 @@ import torch
 
 from squeezebox import codecs
 from squeezebox.memory import StoredTensor
+from squeezebox.schema import CodecError
 
 
 class PackedTensor(StoredTensor):
@@ -28,6 +29,11 @@ class PackedTensor(StoredTensor):
 
     def store(self, value: torch.Tensor) -> None:
         """Take these elements, rounded; CodecError if some are not finite."""
+        if not bool(value.isfinite().all()):
+            raise CodecError(
+                "NaN or infinity cannot be put into a frozen weight that is packed; make the plan without "
+                "weight_noise, which leaves weights exact."
+            )
         self._packed = self._codec.pack(value)
 
     def load(self) -> torch.Tensor:

@@ -21,7 +21,7 @@ class TrainingStep:
 
     ``noise`` is what may be lost in it (0: nothing); ``folder`` where tensors may be moved to, instead of the
     usual one; ``on_progress`` is called while it is measured. ``moves_weights``: a plan for it
-    may move frozen ones to the folder.
+    may move frozen ones to the folder, or pack them.
     """
 
     model: torch.nn.Module
