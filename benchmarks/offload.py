@@ -76,7 +76,7 @@ def moving(nbytes: int, rounds: int) -> dict[str, Any]:
         measures["spill"].append(_spilled(nbytes))
     medians = {way: sorted(found, key=lambda each: each["read"]) for way, found in measures.items()}
     speed = disk_speed(folder)
-    foretold = {"write": speed.writing * GIB, "read": speed.reading * GIB, "copy": speed.copying * GIB}
+    foretold = {"write": speed.writing * GIB, "read": speed.reading * GIB, "copy": speed.leaving * GIB}
     return {
         "filesystem": folder.filesystem,
         "foretold": foretold,

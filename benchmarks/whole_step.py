@@ -254,7 +254,7 @@ def _row(name: str, way: str, options: dict[str, Any] | None, repeats: int) -> d
         "time": {"median": statistics.median(ratios), "minimum": ratios[0], "maximum": ratios[-1]},
         "predicted_seconds": plan.predicted_seconds - plan.plain_seconds if plan else None,
         "equal": digests[0] == digests[1],
-        "file_bytes": plan.optimizer.moved_bytes if plan and plan.optimizer else 0,
+        "file_bytes": _moved(plan) if plan else 0,
         "packed": _packed(plan) if plan else None,
         "update_noise": update_noise,
         "plain_process_bytes": residents[0],
@@ -262,6 +262,13 @@ def _row(name: str, way: str, options: dict[str, Any] | None, repeats: int) -> d
     }
     print(name, *row.values(), file=sys.stderr, flush=True)
     return row
+
+
+def _moved(plan: StepPlan) -> int:
+    """Bytes of state, gradients and saved tensors that are in the file some time of a step."""
+    saved = plan.keys(Action.OFFLOAD)
+    own = sum(each.saved_bytes for each in plan.tensors if each.key in saved)
+    return own + (plan.optimizer.moved_bytes if plan.optimizer else 0)
 
 
 def _packed(plan: StepPlan) -> list[int]:

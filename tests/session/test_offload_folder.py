@@ -124,4 +124,5 @@ def test_a_plan_whose_folder_is_gone_goes_to_another_and_says_so(folder):
 def test_the_disk_s_speed_is_measured_once_for_a_folder():
     speed = disk_speed(disk_folder())
     assert disk_speed(disk_folder()) is speed
-    assert 0.0 < speed.copying < min(speed.writing, speed.reading)
+    assert 0.0 < speed.leaving < min(speed.writing, speed.reading)
+    assert 0.0 < speed.returning and 0.0 <= speed.slowing < 1e-8

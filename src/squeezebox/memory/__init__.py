@@ -13,18 +13,19 @@ from squeezebox.memory._absent import Absent
 from squeezebox.memory._chunks import CHUNK_BYTES
 from squeezebox.memory._csv import layout_csv, read_buffers
 from squeezebox.memory._disk import DiskFile, DiskFolder, disk_folder, usual_folder
+from squeezebox.memory._disk_speed import DiskSpeed, disk_speed
 from squeezebox.memory._lack import asked_bytes, lacks_memory, require_imports, within_room
 from squeezebox.memory._moved_weight import Lender, Loans, MovedWeight, move, settle
 from squeezebox.memory._parts import parts_of
 from squeezebox.memory._peak import Peak, PeakMeter, Recording
 from squeezebox.memory._reserve import HEADROOM, Reserve, Room, aligned
 from squeezebox.memory._room import free_at_peak, free_bytes, live_bytes
-from squeezebox.memory._spill import BUFFER_BYTES, DiskSpeed, Slot, Spill, disk_speed, offload_record
+from squeezebox.memory._spill import BUFFER_BYTES, Slot, Spill, offload_record
 from squeezebox.memory._staging import HostSlot, Staging, Streams
 from squeezebox.memory._stored import StoredTensor, flat_in_memory
 from squeezebox.memory._streams import CudaStreams, is_capturing
 from squeezebox.memory._tensor_file import FileTensor, Place, TensorFile
-from squeezebox.memory._weights import Weights, lending_seconds, movable_weights
+from squeezebox.memory._weights import Weights, movable_weights
 from squeezebox.schema import door
 
 __all__ = [
@@ -67,7 +68,6 @@ __all__ = [
     "lacks_memory",
     "layout",
     "layout_csv",
-    "lending_seconds",
     "live_bytes",
     "movable_weights",
     "move",

@@ -14,7 +14,7 @@ from squeezebox.memory._disk import SECTOR, DiskFile
 Bytes = NDArray[np.uint8]
 CHUNK_BYTES = 1 << 21
 CHUNKS = 8
-_THREADS = 3  # a disk is slower where it waits for the next request
+THREADS = 3  # a disk is slower where it waits for the next request
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +46,7 @@ class Chunks:
 
     def __init__(self, file: DiskFile) -> None:
         self._file = file
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="squeezebox-offload")
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="squeezebox-offload")
         self._used: dict[int, _Chunk] = {}  # offset -> chunk, the oldest first
         self._free: list[_Chunk] = []  # which a thread may still be filling
         self._lost: dict[int, OSError] = {}  # offsets that could not be written

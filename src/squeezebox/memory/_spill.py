@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import shutil
-import statistics
-import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from squeezebox.memory._chunks import CHUNK_BYTES, CHUNKS, Chunks, sectors
@@ -189,59 +184,6 @@ def offload_record(folder: DiskFolder, file_bytes: int, *, direct: bool) -> Offl
         buffer_bytes=BUFFER_BYTES,
         cache_bytes=0 if direct else BUFFER_BYTES,
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DiskSpeed:
-    """Seconds a byte, sustained: of writing, of reading, and of copying, for which a step waits in any case.
-
-    ``direct``: past the system's cache.
-    """
-
-    writing: float
-    reading: float
-    copying: float
-    direct: bool
-
-
-@functools.cache
-def disk_speed(folder: DiskFolder) -> DiskSpeed:
-    """The median of a few rounds, measured once, in about 0.4 s, with at most 256 MiB moved."""
-    spill, begun = Spill(folder), time.perf_counter()
-    noise = torch.Generator().manual_seed(0)  # some disks write zeros faster than data
-    data = torch.randint(256, (_BLOCK_BYTES,), dtype=torch.uint8, device="cpu", generator=noise)
-    out = torch.empty_like(data)
-    _round(spill, data, out)  # where the disk finds a place for them, which it does once
-    rounds = [_round(spill, data, out)]
-    while len(rounds) < _ROUNDS and time.perf_counter() - begun < _SECONDS:
-        rounds.append(_round(spill, data, out))
-    record = spill.record
-    spill.close()
-    writing, reading, copying = (statistics.median(each) / _BLOCK_BYTES for each in zip(*rounds, strict=True))
-    return DiskSpeed(
-        writing=writing / _BLOCKS,
-        reading=reading / _BLOCKS,
-        copying=copying,
-        direct=record is not None and not record.cache_bytes,
-    )
-
-
-_BLOCK_BYTES, _BLOCKS = 1 << 22, 4
-_ROUNDS, _SECONDS = 6, 0.35
-
-
-def _round(spill: Spill, data: torch.Tensor, out: torch.Tensor) -> list[float]:
-    """Seconds to write some blocks, to read them, and to copy one."""
-    times = [time.perf_counter()]
-    slots = [spill.write(data) for _ in range(_BLOCKS)]
-    spill.settle()
-    times.append(time.perf_counter())
-    while slots:
-        spill.read(slots.pop(), out)
-    times.append(time.perf_counter())
-    np.copyto(out.numpy(), data.numpy())
-    times.append(time.perf_counter())
-    return [after - before for before, after in itertools.pairwise(times)]
 
 
 def full(nbytes: int, there: int, folder: DiskFolder | None, error: OSError) -> str:

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import mmap
-import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from squeezebox.memory._moved_weight import Lender, Loans, move, settle
@@ -128,24 +123,6 @@ class Weights:
             self._moved.pop()
         if self._file is not None:
             self._file.close()
-
-
-@functools.cache
-def lending_seconds() -> float:
-    """Seconds a byte of bringing a weight into memory once it was read ahead; measured once.
-
-    Most of them are the system's, which has to find new pages for every loan.
-    """
-    data, times = np.ones(_TRIED_BYTES, np.uint8), []
-    for _ in range(_TRIALS):
-        begun = time.perf_counter()
-        pages = mmap.mmap(-1, _TRIED_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        np.copyto(np.frombuffer(pages, np.uint8), data)
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times) / _TRIED_BYTES
-
-
-_TRIED_BYTES, _TRIALS = 1 << 22, 6
 
 
 def movable_weights(model: torch.nn.Module, least_bytes: int) -> dict[str, torch.nn.Parameter]:

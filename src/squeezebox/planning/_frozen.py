@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from squeezebox import codecs
-from squeezebox.memory import disk_speed, lending_seconds, movable_weights, usual_folder
+from squeezebox.memory import disk_speed, movable_weights, usual_folder
 from squeezebox.optim import SMALL_BYTES
 from squeezebox.schema import (
     Action,
@@ -45,7 +45,8 @@ def with_weights(seen: StepProfile, step: TrainingStep, weight_noise: float | No
     hidden = seen.plain_seconds / max(read, 1)
     seconds = math.inf
     if not folder.is_in_memory:
-        seconds = max(lending_seconds(), disk_speed(folder).reading - hidden)
+        speed = disk_speed(folder)
+        seconds = speed.returning + speed.slowing + max(0.0, speed.reading - hidden)
     rows = [_row(name, known[name], profile.weights_at[name], seconds, weight_noise) for name in sizes]
     made = dataclasses.replace(
         profile,

@@ -251,7 +251,7 @@ def _seconds_a_byte(seen: StepProfile, step: TrainingStep, total: int) -> float:
     if device_of(step.model).type != "cpu" or folder.is_in_memory:
         return math.inf
     speed, hidden = disk_speed(folder), _BACKWARD * seen.plain_seconds / max(total, 1)
-    return max(_LEAST_SECONDS, speed.writing + speed.reading - hidden)
+    return _LEAST_SECONDS + 2 * speed.slowing + max(0.0, speed.writing + speed.reading - hidden)
 
 
 def _repriced(profile: Profile, seen: StepProfile, step: TrainingStep, total: int) -> Profile:

@@ -51,8 +51,8 @@ def _to_disk(folder: DiskFolder, total: int, seconds: float) -> Transfer | None:
     speed, hidden = disk_speed(folder), seconds / max(total, 1)
     return Transfer(
         "file",
-        leaving=max(speed.copying, speed.writing - _FORWARD * hidden),
-        returning=max(speed.copying, speed.reading - (1 - _FORWARD) * hidden),
+        leaving=speed.leaving + speed.slowing + max(0.0, speed.writing - _FORWARD * hidden),
+        returning=speed.returning + speed.slowing + max(0.0, speed.reading - (1 - _FORWARD) * hidden),
     )
 
 
