@@ -452,6 +452,32 @@ def test_between_uses_far_apart_a_tensor_has_no_buffer():
     assert planned(model, whole, None, 0.0, 8).predicted_peak_bytes > 1.02 * plan.predicted_peak_bytes
 
 
+def test_a_file_is_used_where_it_pays_for_what_it_takes_of_every_step(task):
+    """Moving costs next to nothing here, and recomputing some time; what a file takes decides."""
+    model, optimizer, sample = task
+    step(*task)
+    seen = profile_step(
+        TrainingStep(model=model, sample=sample, loss_fn=F.cross_entropy, optimizer=optimizer, noise=0.0)
+    )
+    assert seen.file_seconds >= 0.0
+    priced = {Action.OFFLOAD: 1e-6, Action.RECOMPUTE: 1e-2}
+    tensors = tuple(
+        replace(t, options=tuple(replace(o, seconds=priced.get(o.action, o.seconds)) for o in t.options))
+        for t in seen.profile.tensors
+    )
+    seen = replace(seen, profile=replace(seen.profile, tensors=tensors))
+    free, dear = (replace(seen, file_seconds=seconds) for seconds in (0.0, 1e3))
+    low = planned(model, free, None, 0.0, 8).predicted_peak_bytes
+    budget = (low + planned(model, free, None, 0.0, 8).plain_peak_bytes) // 2
+    with_file = planned(model, free, budget, 0.0, 8)
+    without = planned(model, dear, budget, 0.0, 8)
+    assert with_file.keys(Action.OFFLOAD) and not without.keys(Action.OFFLOAD)
+    assert without.predicted_peak_bytes <= budget and without.predicted_seconds < 1e3
+    assert planned(model, dear, None, 0.0, 8).predicted_peak_bytes == low  # as little as possible
+    limited = planned(model, dear, None, 0.0, 8, seconds=1.0)
+    assert not limited.keys(Action.OFFLOAD) and limited.predicted_peak_bytes > low
+
+
 def test_a_tensor_is_packed_by_the_codec_that_the_plan_names():
     torch.manual_seed(0)
     layers = [layer for _ in range(6) for layer in (nn.Linear(128, 128), nn.GELU())]

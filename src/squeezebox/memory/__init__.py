@@ -14,6 +14,7 @@ from squeezebox.memory._chunks import CHUNK_BYTES
 from squeezebox.memory._csv import layout_csv, read_buffers
 from squeezebox.memory._disk import DiskFile, DiskFolder, disk_folder, usual_folder
 from squeezebox.memory._disk_speed import DiskSpeed, disk_speed
+from squeezebox.memory._freed import freed_returned
 from squeezebox.memory._lack import asked_bytes, lacks_memory, require_imports, within_room
 from squeezebox.memory._moved_weight import Lender, Loans, MovedWeight, move, settle
 from squeezebox.memory._parts import parts_of
@@ -64,6 +65,7 @@ __all__ = [
     "flat_in_memory",
     "free_at_peak",
     "free_bytes",
+    "freed_returned",
     "is_capturing",
     "lacks_memory",
     "layout",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
+from collections.abc import Iterator
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of malloc.h
 _USUAL = 1 << 25  # to which glibc's own threshold grows as large blocks are freed
@@ -27,6 +29,16 @@ def keep_freed() -> None:
     if _open[0] == 0:
         _set(_MMAP_THRESHOLD, _USUAL)
         _set(_TRIM_THRESHOLD, 2 * _USUAL)
+
+
+@contextlib.contextmanager
+def freed_returned() -> Iterator[None]:
+    """Both, around a block."""
+    return_freed()
+    try:
+        yield
+    finally:
+        keep_freed()
 
 
 def _set(option: int, value: int) -> None:

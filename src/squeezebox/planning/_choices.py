@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from squeezebox import planner
 from squeezebox.planning._slicing import Slices
-from squeezebox.schema import Action, Budget, BudgetError, Plan, StepProfile
+from squeezebox.schema import Action, Budget, BudgetError, Option, Plan, StepProfile
 
 _PAYS = 0.98  # of a peak beyond what is there anyway: slices must bring it lower to be worth their time
 _PROFILED = 4  # ways in slices of one budget, at most
@@ -27,7 +29,13 @@ class Choice:
         again = (Action.RECOMPUTE, Action.REGENERATE)
         follows = any(option.action in again for option in self.plan.choices.values())
         overhead = self.seen.holding_seconds + (self.seen.following_seconds if follows else 0.0)
+        overhead += self.seen.file_seconds if self.has_file else 0.0
         return self.seen.plain_seconds + overhead + self.plan.predicted_seconds
+
+    @property
+    def has_file(self) -> bool:
+        """Whether anything is moved to one."""
+        return any(_is_moved(option) for option in self.plan.choices.values())
 
     @property
     def beyond_bytes(self) -> int:
@@ -66,14 +74,14 @@ def leanest(seen: StepProfile, noise: float, batch: int, slices: Slices | None, 
     Raises:
         BudgetError: none takes so little noise or time.
     """
-    best = whole = Choice(seen, planner.smallest(seen.profile, noise, seconds))
+    best = whole = _smallest(seen, noise, seconds)
     found = [whole]
     for way in _ways(seen, noise, batch, slices, whole):
         if not _reaches(planner.floor(way.profile, noise), best):
             continue
         left = seconds - (way.plain_seconds - seen.plain_seconds)
         try:
-            found.append(Choice(way, planner.smallest(way.profile, noise, left)))
+            found.append(_smallest(way, noise, left))
         except BudgetError:  # slices alone take too long
             continue
         best = min(best, found[-1], key=lambda choice: choice.beyond_bytes)
@@ -84,20 +92,50 @@ def leanest(seen: StepProfile, noise: float, batch: int, slices: Slices | None, 
     exact = slices.profiled(seen, best.seen, batch)
     left = seconds - (exact.plain_seconds - seen.plain_seconds)
     try:
-        choice = Choice(exact, planner.smallest(exact.profile, noise, left))
+        choice = _smallest(exact, noise, left)
     except BudgetError:
         return whole
     return choice if choice.beyond_bytes < _PAYS * whole.beyond_bytes else whole
 
 
 def solved(seen: StepProfile, budget: Budget, *, exchange: bool = True) -> Choice | None:
-    """The step's plan within the budget; None if there is none."""
+    """The step's plan within the budget, without a file where that is faster; None if there is none."""
+    found = _solved(seen, budget, exchange)
+    if found is None or not found.has_file or not seen.file_seconds:
+        return found
+    other = _solved(_without_file(seen), budget, exchange)
+    return other if other is not None and other.seconds < found.seconds else found
+
+
+def _solved(seen: StepProfile, budget: Budget, exchange: bool) -> Choice | None:
     if planner.floor(seen.profile, budget.noise) > budget.peak_bytes:
         return None
     try:
         return Choice(seen, planner.solve(seen.profile, budget, exchange=exchange))
     except BudgetError:
         return None
+
+
+def _smallest(seen: StepProfile, noise: float, seconds: float) -> Choice:
+    """Of the lowest peak within the seconds, of which a file takes some; BudgetError if there is none."""
+    with contextlib.suppress(BudgetError):
+        found = Choice(seen, planner.smallest(seen.profile, noise, seconds - seen.file_seconds))
+        if found.has_file or not seen.file_seconds:
+            return found
+    return Choice(seen, planner.smallest(_without_file(seen).profile, noise, seconds))
+
+
+def _without_file(seen: StepProfile) -> StepProfile:
+    """The step with nothing in a file that can be elsewhere."""
+    tensors = tuple(
+        dataclasses.replace(each, options=tuple(o for o in each.options if not _is_moved(o)) or each.options)
+        for each in seen.profile.tensors
+    )
+    return dataclasses.replace(seen, profile=dataclasses.replace(seen.profile, tensors=tensors))
+
+
+def _is_moved(option: Option) -> bool:
+    return option.action is Action.OFFLOAD and option.codec == "file"
 
 
 def fits(seen: StepProfile, budget: Budget) -> bool:

@@ -86,10 +86,10 @@ def make_plan(
         noise: allowed relative gradient noise (default 1e-3).
         exact: nothing is lost of a gradient.
         offload: whether tensors may be moved to a file, or the folder for it, which must be on a disk. The
-            file is written and read past the system's page cache. It is priced at the disk's own speed, with the copies
-            that takes and what computing loses meanwhile. The
-            usual folder is the one for temporary files; where that is in memory (tmpfs), ``/var/tmp``,
-            ``~/.cache/squeezebox`` or the working directory. The plan says which.
+            file is written and read past the system's page cache. Its price is measured: the disk's own
+            speed, copies, and what computing loses meanwhile. The usual folder is the one for temporary
+            files; where that is in memory (tmpfs), ``/var/tmp``, ``~/.cache/squeezebox`` or the working
+            directory. The plan says which.
         recompute: whether tensors may be recomputed, by repeating operators.
         time_limit: of a step, as a multiple of the plain step's time, such as 1.3; instead of a budget: as
             little memory as fits the time.

@@ -14,7 +14,7 @@ import torch
 
 from squeezebox.bounds import Controller, NoiseBudget
 from squeezebox.capture import Onlooker, Row, Stopwatch, Tracer
-from squeezebox.memory import usual_folder, within_room
+from squeezebox.memory import freed_returned, usual_folder, within_room
 from squeezebox.planning._gradients import found_sliced, marked
 from squeezebox.planning._watched import watching
 from squeezebox.profiling import (
@@ -182,6 +182,7 @@ class _Profiling:
         learned = self._learn(budget_bytes)
         store.arena.clear()
         seconds = self._seconds()
+        file_seconds = self._file_seconds(seconds)
         holding, following = self._overheads()
         step.model.zero_grad(set_to_none=True)
         store.arena.clear()
@@ -196,6 +197,7 @@ class _Profiling:
             plain_seconds=seconds,
             holding_seconds=holding,
             following_seconds=following,
+            file_seconds=file_seconds,
             late_values={key: role.value for key, role in store.late_values.items()},
             peak_bytes=self._peak_bytes,
             small_bytes=dict(store.small_keys),
@@ -269,7 +271,7 @@ class _Profiling:
             self._bypassed()
         seconds = now(device_of(model)) - begun
         self._timed_steps = max(1, min(_TIMED_STEPS, int(_TIMED_SECONDS / max(seconds, 1e-9))))
-        self._total = self._statistics_steps + 3 * self._timed_steps + 2
+        self._total = self._statistics_steps + 4 * self._timed_steps + 3
         self._tell("a plain step")
         if budget_bytes is not None:
             _require_room(int(budget_bytes), self._parts(), nbytes_of(persistent(engine.model, None)))
@@ -281,6 +283,14 @@ class _Profiling:
     def _seconds(self) -> float:
         """Of a plain step."""
         return min(self._timed(self._bare) for _ in range(1 + self._timed_steps))
+
+    def _file_seconds(self, plain: float) -> float:
+        """By which a plain step takes longer while the process has a file."""
+        folder = self._training.folder or usual_folder()
+        if device_of(self._training.model).type != "cpu" or folder.is_in_memory:
+            return 0.0
+        with freed_returned():
+            return max(0.0, self._seconds() - plain)
 
     def _timed(self, step: Callable[[], object]) -> float:
         device = device_of(self._training.model)

@@ -161,8 +161,9 @@ class StepProfile:
     """A profile and what else a plan needs of the step.
 
     ``saved_bytes`` is what plain PyTorch holds, by tensor; ``plain_seconds`` the time of a step without
-    Squeezebox. With every saved tensor in Squeezebox's hands and kept as it is the step takes
-    ``holding_seconds`` longer, and ``following_seconds`` more if it is also noted how each was made.
+    Squeezebox, and ``file_seconds`` what it takes longer while the process has a file, since freed memory
+    goes back to the system then. With every saved tensor in Squeezebox's hands and kept as it is the step
+    takes ``holding_seconds`` longer, and ``following_seconds`` more if it is also noted how each was made.
     ``late_values`` names tensors of which a later operator reads more than the first one, and its role.
     The first layers were worked in slices if there is a ``region``; each of ``regions`` could be, in as many
     slices as it says. ``peak_bytes`` is the most that measuring all this held, plain steps left out, and
@@ -178,6 +179,7 @@ class StepProfile:
     late_values: dict[str, str]
     holding_seconds: float = 0.0
     following_seconds: float = 0.0
+    file_seconds: float = 0.0
     region: Region | None = None
     regions: tuple[Region, ...] = ()
     peak_bytes: int = 0
