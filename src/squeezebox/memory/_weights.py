@@ -148,8 +148,10 @@ def lending_seconds() -> float:
 _TRIED_BYTES, _TRIALS = 1 << 22, 6
 
 
-def movable_weights(model: torch.nn.Module, least_bytes: int) -> dict[str, torch.nn.Parameter]:
-    """The model's frozen parameters that can be elsewhere, by name, from ``least_bytes`` on.
+def movable_weights(
+    model: torch.nn.Module, least_bytes: int, *, trained: bool = False
+) -> dict[str, torch.nn.Parameter]:
+    """The model's frozen parameters that can be elsewhere, or its ``trained`` ones, from ``least_bytes`` on.
 
     Left out are those of subclasses, on devices, of other layouts, that share memory with others, and those
     of torch's own attention modules.
@@ -165,7 +167,7 @@ def movable_weights(model: torch.nn.Module, least_bytes: int) -> dict[str, torch
         name: each
         for name, each in named.items()
         if type(each) is torch.nn.Parameter
-        and not each.requires_grad
+        and each.requires_grad == trained
         and each.nbytes >= least_bytes
         and id(each) not in fixed
         and _is_ordinary(each.data)
