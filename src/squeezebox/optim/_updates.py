@@ -217,11 +217,16 @@ class Updates:
 
     def _update_whole(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
         """Of a parameter or a gradient that has no flat memory."""
-        filed = parameter.grad
+        filed, states = parameter.grad, self._optimizer.state
         self._homes.bring_back(parameter)
-        if isinstance(filed, StoredTensor):
-            parameter.grad = filed.load()
-        step_these(self._optimizer, [parameter], group)
+        own = parameter.load() if isinstance(parameter, SplitWeight) else parameter
+        own.grad = filed.load() if isinstance(filed, StoredTensor) else filed
+        if own is not parameter and parameter in states:
+            states[own] = states[parameter]
+        step_these(self._optimizer, [own], group)
+        if isinstance(parameter, SplitWeight):
+            states[parameter] = states.pop(own)
+            parameter.store(own)
         parameter.grad = filed
         self._homes.put_away(parameter)
 

@@ -138,6 +138,7 @@ def make_plan(
         folder=folder,
         moves_weights=states is True
         and (weight_noise is not None or (offload is not False and not folder.is_in_memory)),
+        splits_weights=states is True,
     )
     check_states(step, clip, accumulate, update_noise, weight_noise, wanted=states)
     codes = (

@@ -15,7 +15,9 @@ import torch
 from squeezebox.bounds import Controller, NoiseBudget
 from squeezebox.capture import Onlooker, Row, Stopwatch, Tracer
 from squeezebox.memory import usual_folder, within_room
+from squeezebox.planning._casts import found_cast
 from squeezebox.planning._gradients import found_sliced, marked
+from squeezebox.optim import SplitWeights
 from squeezebox.planning._watched import watching
 from squeezebox.profiling import (
     Gain,
@@ -171,6 +173,9 @@ class _Profiling:
         self._statistics_steps = STATISTICS_STEPS if step.noise else 1
         self._timed_steps = _TIMED_STEPS
         self._sliced: list[str] = []  # weights whose gradient can be made some rows at a time
+        self._split: dict[str, torch.nn.Parameter] = {}  # weights that are only read through a cast
+        self._weights: SplitWeights | None = None
+        self._plain_peak: int | None = None
         self._gains: dict[str, Gain] = {}
         self._blocks: dict[str, Row] = {}  # of a squeezed step, those packed into a device's arena
         self._done = self._total = 0
@@ -178,10 +183,18 @@ class _Profiling:
 
     def run(self, budget_bytes: float | None) -> StepProfile:
         """See :func:`profile_step`."""
+        try:
+            return self._run(budget_bytes)
+        finally:
+            self._join()
+
+    def _run(self, budget_bytes: float | None) -> StepProfile:
         step, engine, store = self._training, self._engine, self._engine.store
         learned = self._learn(budget_bytes)
         store.arena.clear()
+        self._join()
         seconds = self._seconds()
+        self._halve()
         holding, following = self._overheads()
         step.model.zero_grad(set_to_none=True)
         store.arena.clear()
@@ -199,6 +212,7 @@ class _Profiling:
             late_values={key: role.value for key, role in store.late_values.items()},
             peak_bytes=self._peak_bytes,
             small_bytes=dict(store.small_keys),
+            plain_peak_bytes=self._plain_peak,
             regions=() if exact else tuple(tracer.regions()),
         )
 
@@ -254,6 +268,7 @@ class _Profiling:
                 profile = profiler.stop(sum(parts.values()), learned, final, gradients, seconds)
                 reads = {name: at for name, at in profile.weights_at.items() if name not in fixed}
                 profile = dataclasses.replace(profile, weights_at=reads, sliced=tuple(self._sliced))
+                profile = dataclasses.replace(profile, split=tuple(self._split))
                 self._tell("every way to hold every tensor")
         finally:
             store.lineage = None
@@ -265,12 +280,13 @@ class _Profiling:
         """Sensitivities, from a few steps with the session's controller."""
         engine, model = self._engine, self._training.model
         begun = now(device_of(model))
-        with found_sliced(model, self._sliced):
+        with found_sliced(model, self._sliced), found_cast(self._training, self._split):
             self._bypassed()
         seconds = now(device_of(model)) - begun
         self._timed_steps = max(1, min(_TIMED_STEPS, int(_TIMED_SECONDS / max(seconds, 1e-9))))
         self._total = self._statistics_steps + 3 * self._timed_steps + 2
         self._tell("a plain step")
+        self._halve()
         if budget_bytes is not None:
             _require_room(int(budget_bytes), self._parts(), nbytes_of(persistent(engine.model, None)))
         for number in range(self._statistics_steps):
@@ -280,7 +296,35 @@ class _Profiling:
 
     def _seconds(self) -> float:
         """Of a plain step."""
+        if self._split:
+            self._plain_peak = self._bare_peak()
         return min(self._timed(self._bare) for _ in range(1 + self._timed_steps))
+
+    def _bare_peak(self) -> int | None:
+        """Of a plain step, which the profile does not tell where weights are halved; None without a meter."""
+        model, optimizer = self._training.model, self._training.optimizer
+        meter, held = PeakMeter(device_of(model)), sum(self._parts().values())
+        model.zero_grad(set_to_none=True)
+        if not meter.start():
+            return None
+        try:
+            self._bare()
+        finally:
+            peak = meter.stop(()).total_bytes
+        gradients = persistent(model, None)
+        return held + max(peak, nbytes_of(gradients) + transient_bytes(gradients, optimizer))
+
+    def _halve(self) -> None:
+        """Hold the weights that are only read through a cast as a plan will."""
+        if self._weights is None:
+            self._training.model.zero_grad(set_to_none=True)
+            self._weights = SplitWeights(self._split)
+
+    def _join(self) -> None:
+        """Hold them as before."""
+        if self._weights is not None:
+            self._weights.close()
+            self._weights = None
 
     def _timed(self, step: Callable[[], object]) -> float:
         device = device_of(self._training.model)
@@ -370,10 +414,11 @@ class _Profiling:
     def _parts(self) -> dict[str, Any]:
         """Bytes that are there in any case."""
         model = self._training.model
+        rests = sum(each.nbytes // 2 for each in self._split.values()) if self._weights else 0
         return {
-            "parameter_bytes": nbytes_of([*model.parameters(), *model.buffers()]),
+            "parameter_bytes": nbytes_of([*model.parameters(), *model.buffers()]) - rests,
             "input_bytes": nbytes_of(tensors_in(list(self._training.sample))),
-            "state_bytes": state_bytes(model, self._training.optimizer),
+            "state_bytes": state_bytes(model, self._training.optimizer) + rests,
         }
 
 
@@ -419,7 +464,8 @@ def key_of(step: TrainingStep) -> str:
     held = state_bytes(step.model, optimizer)
     folder = step.folder or usual_folder()
     settings = (__version__, step.noise, type(optimizer).__name__, held, folder, step.moves_weights)
-    return profile_key(step.model, [*tensors_in(step.sample), *weights], loss_fn, *settings)
+    of_weights = (step.splits_weights, torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+    return profile_key(step.model, [*tensors_in(step.sample), *weights], loss_fn, *settings, *of_weights)
 
 
 def without(seen: StepProfile, actions: Container[Action]) -> StepProfile:

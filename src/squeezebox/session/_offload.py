@@ -49,7 +49,7 @@ def updates_of(
             "attach(model, optimizer=optimizer, plan=plan)."
         )
     in_file = (*plan.optimizer.states, *plan.optimizer.gradients)
-    names = (*in_file, *plan.optimizer.packed, *plan.optimizer.sliced)
+    names = (*in_file, *plan.optimizer.packed, *plan.optimizer.sliced, *plan.optimizer.split)
     known, stepped = (
         dict(model.named_parameters()),
         {id(p) for g in optimizer.param_groups for p in g["params"]},
@@ -71,6 +71,7 @@ def updates_of(
         packed=plan.optimizer.packed,
         gradients=plan.optimizer.gradients,
         sliced=plan.optimizer.sliced,
+        split=plan.optimizer.split,
         folder=_folder_of(plan, {}) if in_file else None,
     )
 
