@@ -14,7 +14,7 @@ from squeezebox.schema import AttachError, CaptureError
 
 
 class _Changes:
-    """How often the tensors of one version counter were changed as they should be."""
+    """The version that tensors of one counter have if they were only changed as they should be."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -60,7 +60,7 @@ class SplitWeight(StoredTensor):
     def updated(self) -> None:
         """The halves were changed."""
         torch.autograd.graph.increment_version(self)
-        self._changes.count += 1
+        self._changes.count = self._version
 
     data = property(
         lambda self: SplitWeight(self, self.halves), lambda self, value: self.store(value.detach())
@@ -102,7 +102,10 @@ class SplitWeight(StoredTensor):
             return func(*tree_map(_loaded, args), **tree_map(_loaded, dict(kwargs)))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         for each in changed(func, args, kwargs):
-            each._changes.count += not each.is_inference()
+            if "foreach" in func.__name__:  # of which autograd counts each tensor's own operator
+                each.updated()
+            else:
+                each._changes.count = each._version + 1  # as soon as autograd has it back
         return result
 
 
