@@ -32,7 +32,6 @@ from squeezebox.steps import TrainingStep, device_of
 
 _BACKWARD = 2 / 3  # of a step's time, in which states are moved
 _BITS = {"16 bit": 16, "8 bit": 8}
-_SPLITTING = 1.25  # of a piece, beyond it, to split it in two halves
 _LEAST_SECONDS = 5e-11  # a byte: 0.1 ms for a chunk, which wakes threads
 
 
@@ -66,7 +65,7 @@ class _Parameter:
         share = min(1.0, CHUNK_BYTES / max(self.gradient_bytes, 1))
         taken = math.ceil(share * max(self.needs.update_bytes, sum(self.needs) / 4))
         piece = math.ceil(share * self.gradient_bytes)
-        return piece + max(taken, math.ceil(_SPLITTING * piece)) if self.rest_bytes else taken
+        return piece + max(taken, piece) if self.rest_bytes else taken  # another one as it is split again
 
     @property
     def packed_bytes(self) -> int:
