@@ -1,7 +1,5 @@
 """Under autocast to bfloat16, weights that are only cast are held in 16 bits: exactly, and as predicted."""
 
-import contextlib
-
 import pytest
 import torch
 from torch import nn
@@ -9,7 +7,7 @@ from torch.nn import functional as F
 
 import squeezebox
 from squeezebox.optim import SplitWeight
-from squeezebox.planning import _profiles
+from squeezebox.planning import _casts
 from squeezebox.profiling import PeakMeter
 from squeezebox.schema import PlanError
 from squeezebox.steps import nbytes_of, persistent
@@ -25,11 +23,17 @@ WAYS = {"in backward": {}, "clipped": {"clip": 0.5}, "added up": {"accumulate": 
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.inner, self.outer = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.inner, self.outer = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.rest = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x):
-        heads = [part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.inner(self.norm(x)).chunk(3, -1)]
+        heads = [
+            part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.inner(self.norm(x)).chunk(3, -1)
+        ]
         x = x + self.outer(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
         return x + self.rest(x)
 
@@ -119,7 +123,7 @@ def test_the_peak_is_lower_than_with_weights_in_float32(make, offload, monkeypat
     plan = planned(model, optimizer, sample, offload=offload)
     assert len(plan.optimizer.split) == 8
     assert "8 weights as autocast reads them" in str(plan)
-    monkeypatch.setattr(_profiles, "found_cast", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(_casts, "splittable", lambda *_: {})
     without = planned(model, optimizer, sample, offload=offload)
     assert not without.optimizer.split
     split = sum(model.get_parameter(name).nbytes for name in plan.optimizer.split)
@@ -141,7 +145,9 @@ def test_only_weights_that_are_only_cast_are_split():
     names = {f"blocks.{number}.{part}.weight" for number in (0, 1) for part in ("inner", "rest.0", "rest.2")}
     assert set(plan.optimizer.split) == names
     assert not planned(model, optimizer, sample, states=False).optimizer
-    plain = squeezebox.plan(model, optimizer=optimizer, sample=sample, loss_fn=loss_fn, exact=True, states=True)
+    plain = squeezebox.plan(
+        model, optimizer=optimizer, sample=sample, loss_fn=loss_fn, exact=True, states=True
+    )
     assert not plain.optimizer.split
 
 

@@ -59,7 +59,7 @@ class SplitWeight(StoredTensor):
 
     def updated(self) -> None:
         """The halves were changed."""
-        torch.autograd.graph.increment_version(self)
+        torch._C._increment_version([self])  # type: ignore[attr-defined]
         self._changes.count = self._version
 
     data = property(
@@ -185,8 +185,8 @@ def _exchange(name: str, weight: torch.nn.Parameter, made: torch.nn.Parameter) -
     except RuntimeError as error:
         weight.grad = made.grad
         raise AttachError(
-            f"'{name}' cannot be held in bfloat16 and a rest, as this plan has it: {error} Delete what refers "
-            "to it, such as a loss whose backward was never run, and attach again."
+            f"'{name}' cannot be held in bfloat16 and a rest, as this plan has it: {error} Delete what "
+            "refers to it, such as a loss whose backward was never run, and attach again."
         ) from error
     weight._backward_hooks = weight._backward_hooks
     weight._post_accumulate_grad_hooks = weight._post_accumulate_grad_hooks

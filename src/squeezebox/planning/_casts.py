@@ -10,22 +10,57 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from squeezebox.optim import SMALL_BYTES, splittable
+from squeezebox.optim import SMALL_BYTES, SplitWeights, splittable
 from squeezebox.steps import TrainingStep
 
 
-@contextlib.contextmanager
-def found_cast(step: TrainingStep, found: dict[str, torch.nn.Parameter]) -> Iterator[None]:
-    """Around a step: note the optimizer's weights of which nothing but a cast to bfloat16 is made."""
-    if not (step.splits_weights and step.optimizer and torch.is_autocast_enabled("cpu")):
-        yield
-        return
-    stepped = {id(each) for group in step.optimizer.param_groups for each in group["params"]}
-    weights = splittable(step.model, SMALL_BYTES)
-    readings = _Readings({name: each for name, each in weights.items() if id(each) in stepped})
-    with readings:
-        yield
-    found.update({name: weights[name] for name in weights if name in readings.cast - readings.read})
+class CastWeights:
+    """The optimizer's weights of which a step makes nothing but a cast to bfloat16, and how they are held.
+
+    Args:
+        step: one whose plan may split weights, under autocast; else there are none.
+    """
+
+    def __init__(self, step: TrainingStep) -> None:
+        self._step = step
+        self._found: dict[str, torch.nn.Parameter] = {}
+        self._split: SplitWeights | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Once they are found."""
+        return tuple(self._found)
+
+    @property
+    def rest_bytes(self) -> int:
+        """What they have beyond bfloat16 in memory now, by itself."""
+        return sum(each.nbytes // 2 for each in self._found.values()) if self._split else 0
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """Around a step: find them."""
+        optimizer, model = self._step.optimizer, self._step.model
+        if not (self._step.splits_weights and optimizer and torch.is_autocast_enabled("cpu")):
+            yield
+            return
+        stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        weights = splittable(model, SMALL_BYTES)
+        readings = _Readings({name: each for name, each in weights.items() if id(each) in stepped})
+        with readings:
+            yield
+        cast = readings.cast - readings.read
+        self._found = {name: each for name, each in weights.items() if name in cast}
+
+    def split(self) -> None:
+        """Hold them as a plan will."""
+        if self._split is None:
+            self._split = SplitWeights(self._found)
+
+    def close(self) -> None:
+        """Hold them as before."""
+        if self._split is not None:
+            self._split.close()
+            self._split = None
 
 
 class _Readings(TorchDispatchMode):

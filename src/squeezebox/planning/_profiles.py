@@ -15,9 +15,8 @@ import torch
 from squeezebox.bounds import Controller, NoiseBudget
 from squeezebox.capture import Onlooker, Row, Stopwatch, Tracer
 from squeezebox.memory import usual_folder, within_room
-from squeezebox.planning._casts import found_cast
+from squeezebox.planning._casts import CastWeights
 from squeezebox.planning._gradients import found_sliced, marked
-from squeezebox.optim import SplitWeights
 from squeezebox.planning._watched import watching
 from squeezebox.profiling import (
     Gain,
@@ -173,8 +172,7 @@ class _Profiling:
         self._statistics_steps = STATISTICS_STEPS if step.noise else 1
         self._timed_steps = _TIMED_STEPS
         self._sliced: list[str] = []  # weights whose gradient can be made some rows at a time
-        self._split: dict[str, torch.nn.Parameter] = {}  # weights that are only read through a cast
-        self._weights: SplitWeights | None = None
+        self._casts = CastWeights(step)
         self._plain_peak: int | None = None
         self._gains: dict[str, Gain] = {}
         self._blocks: dict[str, Row] = {}  # of a squeezed step, those packed into a device's arena
@@ -183,18 +181,16 @@ class _Profiling:
 
     def run(self, budget_bytes: float | None) -> StepProfile:
         """See :func:`profile_step`."""
-        try:
+        with contextlib.closing(self._casts):
             return self._run(budget_bytes)
-        finally:
-            self._join()
 
     def _run(self, budget_bytes: float | None) -> StepProfile:
         step, engine, store = self._training, self._engine, self._engine.store
         learned = self._learn(budget_bytes)
         store.arena.clear()
-        self._join()
+        self._casts.close()
         seconds = self._seconds()
-        self._halve()
+        self._casts.split()
         holding, following = self._overheads()
         step.model.zero_grad(set_to_none=True)
         store.arena.clear()
@@ -268,7 +264,7 @@ class _Profiling:
                 profile = profiler.stop(sum(parts.values()), learned, final, gradients, seconds)
                 reads = {name: at for name, at in profile.weights_at.items() if name not in fixed}
                 profile = dataclasses.replace(profile, weights_at=reads, sliced=tuple(self._sliced))
-                profile = dataclasses.replace(profile, split=tuple(self._split))
+                profile = dataclasses.replace(profile, split=self._casts.names)
                 self._tell("every way to hold every tensor")
         finally:
             store.lineage = None
@@ -280,13 +276,14 @@ class _Profiling:
         """Sensitivities, from a few steps with the session's controller."""
         engine, model = self._engine, self._training.model
         begun = now(device_of(model))
-        with found_sliced(model, self._sliced), found_cast(self._training, self._split):
+        with found_sliced(model, self._sliced), self._casts.looking():
             self._bypassed()
         seconds = now(device_of(model)) - begun
         self._timed_steps = max(1, min(_TIMED_STEPS, int(_TIMED_SECONDS / max(seconds, 1e-9))))
         self._total = self._statistics_steps + 3 * self._timed_steps + 2
         self._tell("a plain step")
-        self._halve()
+        model.zero_grad(set_to_none=True)
+        self._casts.split()
         if budget_bytes is not None:
             _require_room(int(budget_bytes), self._parts(), nbytes_of(persistent(engine.model, None)))
         for number in range(self._statistics_steps):
@@ -296,7 +293,7 @@ class _Profiling:
 
     def _seconds(self) -> float:
         """Of a plain step."""
-        if self._split:
+        if self._casts.names:
             self._plain_peak = self._bare_peak()
         return min(self._timed(self._bare) for _ in range(1 + self._timed_steps))
 
@@ -313,18 +310,6 @@ class _Profiling:
             peak = meter.stop(()).total_bytes
         gradients = persistent(model, None)
         return held + max(peak, nbytes_of(gradients) + transient_bytes(gradients, optimizer))
-
-    def _halve(self) -> None:
-        """Hold the weights that are only read through a cast as a plan will."""
-        if self._weights is None:
-            self._training.model.zero_grad(set_to_none=True)
-            self._weights = SplitWeights(self._split)
-
-    def _join(self) -> None:
-        """Hold them as before."""
-        if self._weights is not None:
-            self._weights.close()
-            self._weights = None
 
     def _timed(self, step: Callable[[], object]) -> float:
         device = device_of(self._training.model)
@@ -414,7 +399,7 @@ class _Profiling:
     def _parts(self) -> dict[str, Any]:
         """Bytes that are there in any case."""
         model = self._training.model
-        rests = sum(each.nbytes // 2 for each in self._split.values()) if self._weights else 0
+        rests = self._casts.rest_bytes  # which go with the state
         return {
             "parameter_bytes": nbytes_of([*model.parameters(), *model.buffers()]) - rests,
             "input_bytes": nbytes_of(tensors_in(list(self._training.sample))),
