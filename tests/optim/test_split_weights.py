@@ -189,6 +189,8 @@ def test_changes_in_place_arrive_and_those_through_views_are_refused():
         weight[0].zero_()
     with pytest.raises(CaptureError, match="through a view"):
         weight.sum()
+    with pytest.raises(CaptureError, match="through a view"):
+        train(model, MAKE["SGD"](model.parameters()))
     updates.close()
 
 

@@ -36,14 +36,18 @@ class SplitWeight(StoredTensor):
         """What is in memory of the halves."""
         return self.halves.parts()
 
-    def load(self) -> torch.Tensor:
-        """The elements, in memory of their own."""
+    def check(self) -> None:
+        """CaptureError where elements were changed past the halves."""
         if self._version != self._changes.count and not self.halves.is_settled:
             raise CaptureError(
                 "a weight was changed through a view, such as by weight[0].zero_(). This plan holds it as "
                 "bfloat16 and a rest, which the change has not reached. Change the weight itself: "
                 "weight.copy_(changed), under torch.no_grad()."
             )
+
+    def load(self) -> torch.Tensor:
+        """The elements, in memory of their own."""
+        self.check()
         return self.halves.load()
 
     def store(self, value: torch.Tensor) -> None:
@@ -95,6 +99,7 @@ class SplitWeight(StoredTensor):
     ) -> Any:
         first, kwargs = args[0] if args else None, kwargs or {}
         if isinstance(first, SplitWeight) and func is _CAST and kwargs == _TO_BFLOAT16:
+            first.check()
             return first.halves.cast()
         if isinstance(first, SplitWeight) and func in _SAME:
             return SplitWeight(first, first.halves, first._changes)

@@ -202,6 +202,7 @@ class Updates:
         if not isinstance(parameter, SplitWeight):
             self._update_elements(parameter, group)
             return
+        parameter.check()
         with parameter.halves.changing():
             self._update_elements(parameter, group)
         parameter.updated()
