@@ -118,6 +118,16 @@ def test_training_is_plain_pytorch_s_to_the_bit(make, clip, in_file):
     assert list(map(id, model.parameters())) == identities
 
 
+def test_no_step_has_a_whole_weight_in_float32(monkeypatch):
+    model = network()
+    optimizer = MAKE["AdamW"](model.parameters())
+    updates = split(model, optimizer)
+    with monkeypatch.context() as changed:
+        changed.setattr(Halves, "load", None)
+        train(model, optimizer)
+    updates.close()
+
+
 def test_packed_state_is_as_noisy_as_with_weights_in_float32():
     found = []
     for names in ((), ("3.weight", "4.weight")):

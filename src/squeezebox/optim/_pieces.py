@@ -33,13 +33,17 @@ def is_divisible(parameter: torch.Tensor, state: Mapping[str, Any], *, packed: b
         and parameter.numel() > 1
         and all(each.layout is torch.strided for each in (parameter, *alike))
         and all(each.dtype == parameter.dtype and each.stride() == parameter.stride() for each in alike)
-        and is_range(parameter)
+        and _is_range(parameter)
     )
 
 
-def is_range(tensor: torch.Tensor) -> bool:
-    strides = tensor.stride()
-    return tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim])).is_contiguous()
+def _is_range(tensor: torch.Tensor) -> bool:
+    size = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length != 1 and stride != size:
+            return False
+        size *= length
+    return True
 
 
 def update_in_pieces(
