@@ -97,11 +97,12 @@ class Halves:
         out.copy_(_flat(self.code)[start:stop])
         with self._rest_lent(start, stop, changed=False) as rest:
             out.view(torch.int32).add_(rest)
-        where, values = self._besides.get(start, (None, None))
-        if where is not None:
-            out[where] = values
-        elif values is not None:
-            out.copy_(values)
+        if start in self._besides:
+            where, values = self._besides[start]
+            if where is None:
+                out.copy_(values)
+            else:
+                out[where] = values
 
     def _split(self, start: int, value: torch.Tensor) -> None:
         stop = start + len(value)
@@ -137,7 +138,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _holders(tensor: torch.Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 _ALONE = _holders(torch.empty(0))

@@ -63,7 +63,7 @@ class SplitWeight(StoredTensor):
 
     def updated(self) -> None:
         """The halves were changed."""
-        torch._C._increment_version([self])  # type: ignore[attr-defined]
+        torch._C._increment_version([self])
         self._changes.count = self._version
 
     data = property(

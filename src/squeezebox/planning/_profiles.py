@@ -300,7 +300,8 @@ class _Profiling:
     def _bare_peak(self) -> int | None:
         """Of a plain step, which the profile does not tell where weights are halved; None without a meter."""
         model, optimizer = self._training.model, self._training.optimizer
-        meter, held = PeakMeter(device_of(model)), sum(self._parts().values())
+        meter = PeakMeter(device_of(model))
+        held: int = sum(self._parts().values())
         model.zero_grad(set_to_none=True)
         if not meter.start():
             return None
@@ -309,7 +310,8 @@ class _Profiling:
         finally:
             peak = meter.stop(()).total_bytes
         gradients = persistent(model, None)
-        return held + max(peak, nbytes_of(gradients) + transient_bytes(gradients, optimizer))
+        after: int = nbytes_of(gradients) + transient_bytes(gradients, optimizer)
+        return held + max(peak, after)
 
     def _timed(self, step: Callable[[], object]) -> float:
         device = device_of(self._training.model)
