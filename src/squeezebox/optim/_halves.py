@@ -79,7 +79,7 @@ class Halves:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Around changes: whoever has the cast of before keeps it, as if it were a copy."""
+        """Around changes: a cast of before stays as it was for those that hold it, as if it were a copy."""
         if _holders(self.code) > _ALONE:
             self.code = self.code.clone()
         yield

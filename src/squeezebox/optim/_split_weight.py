@@ -30,7 +30,7 @@ class SplitWeight(StoredTensor):
     """
 
     def __init__(self, like: torch.Tensor, halves: Halves, changes: _Changes | None = None) -> None:
-        self.halves, self._changes = halves, _Changes() if changes is None else changes
+        self.halves, self.changes = halves, _Changes() if changes is None else changes
 
     def parts(self) -> Iterable[torch.Tensor]:
         """What is in memory of the halves."""
@@ -38,7 +38,7 @@ class SplitWeight(StoredTensor):
 
     def check(self) -> None:
         """CaptureError where elements were changed past the halves."""
-        if self._version != self._changes.count and not self.halves.is_settled:
+        if self._version != self.changes.count and not self.halves.is_settled:
             raise CaptureError(
                 "a weight was changed through a view, such as by weight[0].zero_(). This plan holds it as "
                 "bfloat16 and a rest, which the change has not reached. Change the weight itself: "
@@ -64,7 +64,7 @@ class SplitWeight(StoredTensor):
     def updated(self) -> None:
         """The halves were changed."""
         torch._C._increment_version([self])
-        self._changes.count = self._version
+        self.changes.count = self._version
 
     data = property(
         lambda self: SplitWeight(self, self.halves), lambda self, value: self.store(value.detach())
@@ -102,7 +102,7 @@ class SplitWeight(StoredTensor):
             first.check()
             return first.halves.cast()
         if isinstance(first, SplitWeight) and func in _SAME:
-            return SplitWeight(first, first.halves, first._changes)
+            return SplitWeight(first, first.halves, first.changes)
         if any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns):
             return func(*tree_map(_loaded, args), **tree_map(_loaded, dict(kwargs)))
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -110,7 +110,7 @@ class SplitWeight(StoredTensor):
             if "foreach" in func.__name__:  # of which autograd counts each tensor's own operator
                 each.updated()
             else:
-                each._changes.count = each._version + 1  # as soon as autograd has it back
+                each.changes.count = each._version + 1  # as soon as autograd has it back
         return result
 
 
@@ -132,7 +132,7 @@ def _loaded(value: Any) -> Any:
 _aten: Any = torch.ops.aten
 _CAST, _TO_BFLOAT16 = _aten._to_copy.default, {"dtype": torch.bfloat16}
 _SAME = (_aten.detach.default, _aten.alias.default)
-_OWN = ("halves", "_changes", "_is_param")
+_OWN = ("halves", "changes", "_is_param")
 _CASTS = ("to", "bfloat16", "type", "type_as")
 
 
@@ -193,5 +193,5 @@ def _exchange(name: str, weight: torch.nn.Parameter, made: torch.nn.Parameter) -
             f"'{name}' cannot be held in bfloat16 and a rest, as this plan has it: {error} Delete what "
             "refers to it, such as a loss whose backward was never run, and attach again."
         ) from error
-    weight._backward_hooks = weight._backward_hooks
-    weight._post_accumulate_grad_hooks = weight._post_accumulate_grad_hooks
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        setattr(weight, hooks, getattr(weight, hooks))  # torch calls those that were set on what it is now
