@@ -81,7 +81,7 @@ def test_samples_of_several_tensors_are_repeated_row_by_row():
 
 
 def test_what_plain_training_cannot_hold_is_planned_from_smaller_batches(monkeypatch):
-    own, sizes = _profiles._run, []
+    own, sizes = _profiles.run_step, []
 
     def limited(subject, *others, **named):
         sizes.append(len(subject.sample[0]))
@@ -89,7 +89,7 @@ def test_what_plain_training_cannot_hold_is_planned_from_smaller_batches(monkeyp
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return own(subject, *others, **named)
 
-    monkeypatch.setattr(_profiles, "_run", limited)
+    monkeypatch.setattr(_profiles, "run_step", limited)
     model, (x, y) = network(), batch(8)
     found = squeezebox.max_batch(model, sample=(x, y), loss_fn=F.cross_entropy, budget="400%", noise=1e-2)
     assert found.batch > 16 and not found.measured

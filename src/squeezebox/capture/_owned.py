@@ -8,6 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from squeezebox.capture._entries import is_plain
+from squeezebox.memory import Absent
 
 
 class Owned:
@@ -25,7 +26,8 @@ class Owned:
         """Name more of them; those are returned that have a storage."""
         owned = [
             tensor
-            for tensor in tensors
+            for given in tensors
+            for tensor in (given.parts() if isinstance(given, Absent) else (given,))
             if self._has_storage(tensor)
             or (type(tensor) is torch.nn.Parameter and self._has_storage(tensor.data))
         ]

@@ -125,8 +125,10 @@ class Weights:
             self._file.close()
 
 
-def movable_weights(model: torch.nn.Module, least_bytes: int) -> dict[str, torch.nn.Parameter]:
-    """The model's frozen parameters that can be elsewhere, by name, from ``least_bytes`` on.
+def movable_weights(
+    model: torch.nn.Module, least_bytes: int, *, trained: bool = False
+) -> dict[str, torch.nn.Parameter]:
+    """The model's frozen parameters that can be elsewhere, or its ``trained`` ones, from ``least_bytes`` on.
 
     Left out are those of subclasses, on devices, of other layouts, that share memory with others, and those
     of torch's own attention modules.
@@ -142,7 +144,7 @@ def movable_weights(model: torch.nn.Module, least_bytes: int) -> dict[str, torch
         name: each
         for name, each in named.items()
         if type(each) is torch.nn.Parameter
-        and not each.requires_grad
+        and each.requires_grad == trained
         and each.nbytes >= least_bytes
         and id(each) not in fixed
         and _is_ordinary(each.data)

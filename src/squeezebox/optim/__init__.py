@@ -8,6 +8,7 @@ May touch: that optimizer through its public hooks, gradients of its parameters,
 from squeezebox.optim._pieces import PIECE_BYTES
 from squeezebox.optim._products import Products, ProductTensor, can_be_cut, slice_bytes, sliceable
 from squeezebox.optim._single import refuse_unknown
+from squeezebox.optim._split_weight import SplitWeight, SplitWeights, splittable
 from squeezebox.optim._updates import SMALL_BYTES, WAITING_BYTES, Updates
 
 __all__ = [
@@ -16,9 +17,12 @@ __all__ = [
     "WAITING_BYTES",
     "ProductTensor",
     "Products",
+    "SplitWeight",
+    "SplitWeights",
     "Updates",
     "can_be_cut",
     "refuse_unknown",
     "slice_bytes",
     "sliceable",
+    "splittable",
 ]

@@ -48,7 +48,8 @@ class Homes:
         """Room for what the first update makes, in memory or in the file."""
         if id(parameter) in self._in_file and self._file is not None:
             return FileTensor(parameter, self._file)
-        return torch.empty_like(parameter, requires_grad=False)
+        shape, strides = parameter.shape, parameter.stride()  # a split one's elements are not wanted
+        return torch.empty_strided(shape, strides, dtype=parameter.dtype, device=parameter.device)
 
     def new_codes(self, parameter: torch.Tensor, names: list[str]) -> dict[str, CodedTensor]:
         """The same, packed."""

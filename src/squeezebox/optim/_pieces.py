@@ -13,6 +13,7 @@ from squeezebox.optim._coded import CodedTensor, pack, unpacked
 from squeezebox.optim._homes import Homes
 from squeezebox.optim._products import ProductTensor, can_be_cut
 from squeezebox.optim._single import step_these
+from squeezebox.optim._split_weight import SplitWeight
 
 _ALIGNED = 1 << 10  # elements
 PIECE_BYTES = 1 << 20  # of packed state: what its update takes stays in the cache, and few calls are made
@@ -37,8 +38,12 @@ def is_divisible(parameter: torch.Tensor, state: Mapping[str, Any], *, packed: b
 
 
 def _is_range(tensor: torch.Tensor) -> bool:
-    strides = tensor.stride()
-    return tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim])).is_contiguous()
+    size = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length != 1 and stride != size:
+            return False
+        size *= length
+    return True
 
 
 def update_in_pieces(
@@ -52,12 +57,12 @@ def update_in_pieces(
     assert gradient is not None
     whole = {key: value for key, value in state.items() if _is_whole(value, parameter)}
     others = {key: value for key, value in state.items() if key not in whole}
-    flat, size = _flat(parameter.detach()), CHUNK_BYTES // parameter.element_size()
+    numel, size = parameter.numel(), CHUNK_BYTES // parameter.element_size()
     left: dict[str, Any] = {}
-    for start in range(0, len(flat), size):
-        stop = min(start + size, len(flat))
-        piece = flat[start:stop]
+    for start in range(0, numel, size):
+        stop = min(start + size, numel)
         with contextlib.ExitStack() as lent:
+            piece = lent.enter_context(_lent(parameter.detach(), start, stop))
             piece.grad = lent.enter_context(_lent(gradient, start, stop, changed=False))
             if state:
                 own = {key: lent.enter_context(_lent(value, start, stop)) for key, value in whole.items()}
@@ -83,7 +88,7 @@ def update_packed(
     assert gradient is not None
     packed = {key: value for key, value in state.items() if isinstance(value, CodedTensor)}
     others = {key: value for key, value in state.items() if key not in packed}
-    flat, sample = _flat(parameter.detach()), homes.sample(parameter)
+    numel, sample = parameter.numel(), homes.sample(parameter)
     chunk, part = (nbytes // parameter.element_size() for nbytes in (CHUNK_BYTES, PIECE_BYTES))
     left: dict[str, Any] = {}
     rooms: dict[str, torch.Tensor] = {}
@@ -97,18 +102,20 @@ def update_packed(
         left = optimizer.state.pop(piece, {})
         return {key: left.pop(key) for key, value in [*left.items()] if _is_flat(value)}
 
-    for start in range(0, len(flat), chunk):
-        stop = min(start + chunk, len(flat))
-        with _lent(gradient, start, stop, changed=False) as lent:
-            sample.take(start, flat[start:stop], lent)
-            for begin in range(start, stop, part):
-                piece = flat[begin : min(begin + part, stop)]
-                piece.grad = lent[begin - start :][: len(piece)]
-                made = update(piece, begin)
+    for start in range(0, numel, chunk):
+        stop = min(start + chunk, numel)
+        lending = _lent(gradient, start, stop, changed=False), _lent(parameter.detach(), start, stop)
+        with lending[0] as lent, lending[1] as elements:
+            sample.take(start, elements, lent)
+            for begin in range(0, stop - start, part):
+                piece = elements[begin : begin + part]
+                piece.grad = lent[begin : begin + part]
+                made = update(piece, start + begin)
                 packed = packed or homes.new_codes(parameter, [*made])
-                pack(packed, begin, made)
+                pack(packed, start + begin, made)
                 made.clear()  # before the next piece's is there
-    homes.noise.add(*sample.compare(optimizer, group, flat))
+            sample.see(start, elements)
+    homes.noise.add(*sample.compare(optimizer, group))
     if packed or left:
         _settle(optimizer, parameter, {**left, **packed}, others, packed)
 
@@ -170,6 +177,10 @@ def _lent(
     """Some elements of a tensor, in memory or in a file, to be worked in place."""
     if isinstance(tensor, ProductTensor):
         yield tensor.lend(start, stop)
+        return
+    if isinstance(tensor, SplitWeight):
+        with tensor.halves.lent(start, stop) as elements:
+            yield elements
         return
     if not isinstance(tensor, FileTensor):
         yield _flat(tensor)[start:stop]

@@ -46,6 +46,7 @@ class Sample:
         self._state: dict[str, Any] = {}
         self._values: list[torch.Tensor] = []
         self._gradients: list[torch.Tensor] = []
+        self._updated: list[torch.Tensor] = []
 
     def begin(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
         """Go on from a state that is still exact."""
@@ -60,23 +61,28 @@ class Sample:
 
     def take(self, start: int, values: torch.Tensor, gradient: torch.Tensor) -> None:
         """Note those among a piece's elements, which begin at ``start``, before their update."""
-        first = -start % self._every
-        self._values.append(values[first :: self._every].clone())
-        self._gradients.append(gradient[first :: self._every].clone())
+        self._values.append(self._of(start, values))
+        self._gradients.append(self._of(start, gradient))
 
-    def compare(
-        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], flat: torch.Tensor
-    ) -> tuple[float, float]:
-        """Squared error and squared norm of the update that has made ``flat``, of all its elements."""
+    def see(self, start: int, values: torch.Tensor) -> None:
+        """Note the same after the update."""
+        self._updated.append(self._of(start, values))
+
+    def _of(self, start: int, values: torch.Tensor) -> torch.Tensor:
+        return values[-start % self._every :: self._every].clone()
+
+    def compare(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[float, float]:
+        """Squared error and squared norm of the update, of all elements."""
         before = torch.cat(self._values)
         exact = before.clone()
         exact.grad = torch.cat(self._gradients)
-        self._values, self._gradients = [], []
+        updated = torch.cat(self._updated)
+        self._values, self._gradients, self._updated = [], [], []
         if self._state:
             optimizer.state[exact] = self._state
         step_these(optimizer, [exact], group)
         self._state = optimizer.state.pop(exact, {})
-        error = (flat[:: self._every] - exact).double().square().sum()
+        error = (updated - exact).double().square().sum()
         moved = (exact - before).double().square().sum()
         share = self._numel / len(before)
         return share * float(error), share * float(moved)

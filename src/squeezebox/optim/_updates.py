@@ -15,6 +15,7 @@ from squeezebox.optim._pieces import is_divisible, update_in_pieces, update_pack
 from squeezebox.optim._products import Products
 from squeezebox.optim._single import refuse_unknown, step_these
 from squeezebox.optim._spent import SpentGradient
+from squeezebox.optim._split_weight import SplitWeight, SplitWeights
 from squeezebox.schema import AttachError, UnsupportedModelError
 
 SMALL_BYTES = 1 << 16  # of a parameter that is updated together with others,
@@ -36,6 +37,7 @@ class Updates:
         gradients: names of those whose gradient goes to the file until the update; others' are kept.
         sliced: names of linear layers' weights whose gradient is made while they are updated in backward,
             some rows at a time.
+        split: names of weights that are held as bfloat16 and a rest, which is where the optimizer state is.
         folder: where the file is made.
 
     Raises:
@@ -53,6 +55,7 @@ class Updates:
         gradients: Collection[str],
         folder: DiskFolder | None,
         sliced: Collection[str] = (),
+        split: Collection[str] = (),
     ) -> None:
         refuse_unknown(optimizer)
         self._optimizer, self._in_backward = optimizer, in_backward
@@ -61,7 +64,9 @@ class Updates:
         self._gradients = {id(named[name]) for name in gradients}
         self._file = TensorFile(folder) if folder is not None and (states or gradients) else None
         bits = {id(named[name]): bits for name, bits in packed.items()}
-        self._homes = Homes(optimizer, self._file, {id(named[name]) for name in states}, bits)
+        in_file = {id(named[name]) for name in states}
+        self._homes = Homes(optimizer, self._file, in_file, bits)
+        self._weights = SplitWeights({name: named[name] for name in split}, self._file, in_file)
         self._updated: set[int] = set()  # parameters, since the last step();
         self._used: dict[int, dict[str, Any]] = {}  # group -> the settings with which
         self._waiting: list[torch.nn.Parameter] = []  # small ones, to be updated together
@@ -123,6 +128,7 @@ class Updates:
             elif isinstance(parameter.grad, SpentGradient):
                 parameter.grad = None
         self._waiting.clear()
+        self._weights.close()
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -193,6 +199,15 @@ class Updates:
         parameter.grad = SpentGradient(gradient, self._groups.name(parameter)) if dense else None
 
     def _update(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        if not isinstance(parameter, SplitWeight):
+            self._update_elements(parameter, group)
+            return
+        parameter.check()
+        with parameter.halves.changing():
+            self._update_elements(parameter, group)
+        parameter.updated()
+
+    def _update_elements(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
         state = self._optimizer.state.get(parameter, {})
         if not is_divisible(parameter, state, packed=self._homes.packs(parameter)):
             self._update_whole(parameter, group)
@@ -203,11 +218,16 @@ class Updates:
 
     def _update_whole(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
         """Of a parameter or a gradient that has no flat memory."""
-        filed = parameter.grad
+        filed, states = parameter.grad, self._optimizer.state
         self._homes.bring_back(parameter)
-        if isinstance(filed, StoredTensor):
-            parameter.grad = filed.load()
-        step_these(self._optimizer, [parameter], group)
+        own = parameter.load() if isinstance(parameter, SplitWeight) else parameter
+        own.grad = filed.load() if isinstance(filed, StoredTensor) else filed
+        if own is not parameter and parameter in states:
+            states[own] = states[parameter]
+        step_these(self._optimizer, [own], group)
+        if isinstance(parameter, SplitWeight):
+            states[parameter] = states.pop(own)
+            parameter.store(own)
         parameter.grad = filed
         self._homes.put_away(parameter)
 

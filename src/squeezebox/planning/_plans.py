@@ -20,12 +20,12 @@ from squeezebox.memory import require_imports, within_room
 from squeezebox.planning._calibration import plan_within
 from squeezebox.planning._choices import Choice, fastest, leanest, solved
 from squeezebox.planning._frozen import weights_plan, with_weights
+from squeezebox.planning._measured import measured_noise
 from squeezebox.planning._offload import named_folder, with_folder
 from squeezebox.planning._profiles import (
     cached,
     keeping,
     key_of,
-    measured_noise,
     profile_step,
     without,
 )
@@ -139,6 +139,7 @@ def make_plan(
         folder=folder,
         moves_weights=states is True
         and (weight_noise is not None or (offload is not False and not folder.is_in_memory)),
+        splits_weights=states is True,
     )
     check_states(step, clip, accumulate, update_noise, weight_noise, wanted=states)
     codes = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,9 +11,10 @@ from typing import Any
 
 import torch
 
-from squeezebox.bounds import Controller, NoiseBudget
+from squeezebox.bounds import NoiseBudget
 from squeezebox.capture import Onlooker, Row, Stopwatch, Tracer
 from squeezebox.memory import freed_returned, usual_folder, within_room
+from squeezebox.planning._casts import CastWeights
 from squeezebox.planning._gradients import found_sliced, marked
 from squeezebox.planning._watched import watching
 from squeezebox.profiling import (
@@ -30,7 +30,7 @@ from squeezebox.profiling import (
     store_profile,
     transient_bytes,
 )
-from squeezebox.reports import StepPlan, explain_floor, require_writable
+from squeezebox.reports import explain_floor, require_writable
 from squeezebox.schema import (
     Action,
     BudgetError,
@@ -58,7 +58,6 @@ from squeezebox.steps import (
 )
 
 STATISTICS_STEPS = 2  # of a plan, before it is profiled;
-_REHEARSED_STEPS = 4  # of an arena, whose places should be large enough for the bounds that follow
 
 
 _TIMED_STEPS = 3  # for each figure, at most: as many as
@@ -97,52 +96,7 @@ def profile_step(
             engine.detach()
 
 
-@within_room("a step under the plan")
-def measured_noise(step: TrainingStep, plan: StepPlan) -> float | None:
-    """Of a step under the plan, with its weights as they are; None where no gradient is other than zero."""
-    model, loss_fn, plan = step.model, step.loss_fn, dataclasses.replace(plan, weights=None)
-    with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
-        engine = begin(model, step.optimizer, None, plan=plan)
-        try:
-            noise = engine.noise_of(lambda: _run(step, engine.framed()))
-            return None if math.isnan(noise) else noise
-        finally:
-            engine.detach()
-
-
-@within_room("a step under the plan")
-def measured_peak(step: TrainingStep, plan: StepPlan) -> int | None:
-    """Of a step under the plan, with the state that the optimizer will have; None without a meter."""
-    model, loss_fn, optimizer = step.model, step.loss_fn, step.optimizer
-    present = sum(state.nbytes for state in tensors_in([*optimizer.state.values()])) if optimizer else 0
-    with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
-        engine = begin(model, optimizer, None, plan=plan)
-        try:
-            model.zero_grad(set_to_none=True)
-            _run(step, engine.framed())
-            engine.close_step()
-            peak = engine.records.peak_bytes
-        finally:
-            engine.detach()
-    return None if peak is None else peak + state_bytes(model, optimizer) - present
-
-
-def rehearsed(step: TrainingStep, controller: Controller | None) -> Mapping[str, int]:
-    """The places that an arena has after a few steps of the sample, with bounds that follow it."""
-    model, loss_fn = step.model, step.loss_fn
-    with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
-        engine = begin(model, step.optimizer, controller, arena=True)
-        try:
-            for _ in range(1 if controller is None else _REHEARSED_STEPS):
-                model.zero_grad(set_to_none=True)
-                _run(step, engine.framed())
-            engine.store.start_places(measured=False, guessed=False)
-            return engine.store.places
-        finally:
-            engine.detach()
-
-
-def _run(
+def run_step(
     step: TrainingStep, around: AbstractContextManager[None], returned: Callable[[], None] = lambda: None
 ) -> None:
     """Forward and loss in a step of a session, and backward; nobody holds the output through that."""
@@ -171,6 +125,8 @@ class _Profiling:
         self._statistics_steps = STATISTICS_STEPS if step.noise else 1
         self._timed_steps = _TIMED_STEPS
         self._sliced: list[str] = []  # weights whose gradient can be made some rows at a time
+        self._casts = CastWeights(step)
+        self._plain_peak: int | None = None
         self._gains: dict[str, Gain] = {}
         self._blocks: dict[str, Row] = {}  # of a squeezed step, those packed into a device's arena
         self._done = self._total = 0
@@ -178,11 +134,19 @@ class _Profiling:
 
     def run(self, budget_bytes: float | None) -> StepProfile:
         """See :func:`profile_step`."""
+        with contextlib.closing(self._casts):
+            return self._run(budget_bytes)
+
+    def _run(self, budget_bytes: float | None) -> StepProfile:
         step, engine, store = self._training, self._engine, self._engine.store
         learned = self._learn(budget_bytes)
         store.arena.clear()
+        self._casts.close()
+        if self._casts.names:
+            self._plain_peak = self._bare_peak()
         seconds = self._seconds()
         file_seconds = self._file_seconds(seconds)
+        self._casts.split()
         holding, following = self._overheads()
         step.model.zero_grad(set_to_none=True)
         store.arena.clear()
@@ -195,12 +159,13 @@ class _Profiling:
             profile=profile,
             saved_bytes=saved,
             plain_seconds=seconds,
-            holding_seconds=holding,
+            holding_seconds=holding + self._casts.seconds,
             following_seconds=following,
             file_seconds=file_seconds,
             late_values={key: role.value for key, role in store.late_values.items()},
             peak_bytes=self._peak_bytes,
             small_bytes=dict(store.small_keys),
+            plain_peak_bytes=self._plain_peak,
             regions=() if exact else tuple(tracer.regions()),
         )
 
@@ -256,6 +221,7 @@ class _Profiling:
                 profile = profiler.stop(sum(parts.values()), learned, final, gradients, seconds)
                 reads = {name: at for name, at in profile.weights_at.items() if name not in fixed}
                 profile = dataclasses.replace(profile, weights_at=reads, sliced=tuple(self._sliced))
+                profile = dataclasses.replace(profile, split=self._casts.names)
                 self._tell("every way to hold every tensor")
         finally:
             store.lineage = None
@@ -267,7 +233,7 @@ class _Profiling:
         """Sensitivities, from a few steps with the session's controller."""
         engine, model = self._engine, self._training.model
         begun = now(device_of(model))
-        with found_sliced(model, self._sliced):
+        with found_sliced(model, self._sliced), self._casts.looking():
             self._bypassed()
         seconds = now(device_of(model)) - begun
         self._timed_steps = max(1, min(_TIMED_STEPS, int(_TIMED_SECONDS / max(seconds, 1e-9))))
@@ -275,6 +241,8 @@ class _Profiling:
         self._tell("a plain step")
         if budget_bytes is not None:
             _require_room(int(budget_bytes), self._parts(), nbytes_of(persistent(engine.model, None)))
+        model.zero_grad(set_to_none=True)
+        self._casts.split()
         for number in range(self._statistics_steps):
             self._statistics(first=number == 0, last=number == self._statistics_steps - 1)
         engine.close_step()
@@ -291,6 +259,22 @@ class _Profiling:
             return 0.0
         with freed_returned():
             return max(0.0, self._seconds() - plain)
+
+    def _bare_peak(self) -> int | None:
+        """Of a plain step, which the profile does not tell where weights are halved; None without a meter."""
+        model, optimizer = self._training.model, self._training.optimizer
+        meter = PeakMeter(device_of(model))
+        held: int = sum(self._parts().values())
+        model.zero_grad(set_to_none=True)
+        if not meter.start():
+            return None
+        try:
+            self._bare()
+        finally:
+            peak = meter.stop(()).total_bytes
+        gradients = persistent(model, None)
+        after: int = nbytes_of(gradients) + transient_bytes(gradients, optimizer)
+        return held + max(peak, after)
 
     def _timed(self, step: Callable[[], object]) -> float:
         device = device_of(self._training.model)
@@ -349,7 +333,7 @@ class _Profiling:
                 self._peak_bytes = max(self._peak_bytes, held)
 
     def _step(self) -> None:
-        _run(self._training, self._engine.framed(), self._returned)
+        run_step(self._training, self._engine.framed(), self._returned)
 
     def _returned(self) -> None:
         """The model's forward is over."""
@@ -370,7 +354,7 @@ class _Profiling:
         assert installation is not None
         self._training.model.zero_grad(set_to_none=True)
         with installation.paused():
-            _run(self._training, contextlib.nullcontext())
+            run_step(self._training, contextlib.nullcontext())
 
     def _tell(self, what: str) -> None:
         self._done += 1
@@ -380,10 +364,11 @@ class _Profiling:
     def _parts(self) -> dict[str, Any]:
         """Bytes that are there in any case."""
         model = self._training.model
+        rests = self._casts.rest_bytes  # which go with the state
         return {
-            "parameter_bytes": nbytes_of([*model.parameters(), *model.buffers()]),
+            "parameter_bytes": nbytes_of([*model.parameters(), *model.buffers()]) - rests,
             "input_bytes": nbytes_of(tensors_in(list(self._training.sample))),
-            "state_bytes": state_bytes(model, self._training.optimizer),
+            "state_bytes": state_bytes(model, self._training.optimizer) + rests,
         }
 
 
@@ -429,7 +414,8 @@ def key_of(step: TrainingStep) -> str:
     held = state_bytes(step.model, optimizer)
     folder = step.folder or usual_folder()
     settings = (__version__, step.noise, type(optimizer).__name__, held, folder, step.moves_weights)
-    return profile_key(step.model, [*tensors_in(step.sample), *weights], loss_fn, *settings)
+    of_weights = (step.splits_weights, torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+    return profile_key(step.model, [*tensors_in(step.sample), *weights], loss_fn, *settings, *of_weights)
 
 
 def without(seen: StepProfile, actions: Container[Action]) -> StepProfile:

@@ -46,6 +46,7 @@ class _Parameter:
     in_pieces: bool  # it is updated, and read from a file
     slice_bytes: int = 0  # of the gradient, where it can be made some rows at a time
     numel: int = 0
+    rest_bytes: int = 0  # of a weight held in bfloat16, where its state is
     codes: tuple[StateCost, ...] = ()  # that its state may be packed with
 
     @property
@@ -62,7 +63,9 @@ class _Parameter:
         if not self.in_pieces:
             return self.needs.update_bytes
         share = min(1.0, CHUNK_BYTES / max(self.gradient_bytes, 1))
-        return math.ceil(share * max(self.needs.update_bytes, sum(self.needs) / 4))
+        taken = math.ceil(share * max(self.needs.update_bytes, sum(self.needs) / 4))
+        piece = math.ceil(share * self.gradient_bytes)
+        return piece + max(taken, piece) if self.rest_bytes else taken  # another one as it is split again
 
     @property
     def packed_bytes(self) -> int:
@@ -77,8 +80,13 @@ class _Parameter:
         return self.gradient_bytes < SMALL_BYTES
 
     @property
+    def state_bytes(self) -> int:
+        """With the rest."""
+        return self.needs.state_bytes + self.rest_bytes
+
+    @property
     def has_state_row(self) -> bool:
-        return not self.is_small and self.needs.state_bytes > 0
+        return not self.is_small and self.state_bytes > 0
 
 
 def check_states(
@@ -158,8 +166,8 @@ def with_states(
     found = _trained(seen.profile, step.model, step.optimizer, codes)
     late = clip or accumulate > 1
     rows = [each for each in found if each.has_state_row]
-    state_bytes = sum(each.needs.state_bytes for each in found)
-    own = sum(each.needs.state_bytes for each in rows)
+    state_bytes = sum(each.state_bytes for each in found)
+    own = sum(each.state_bytes for each in rows)
     profile = dataclasses.replace(
         seen.profile,
         state_bytes=seen.profile.state_bytes - own,
@@ -176,7 +184,7 @@ def with_states(
     )
     seconds, profile = _seconds_a_byte(seen, step, total), _repriced(profile, seen, step, total)
     made = _late(profile, found, seconds, accumulate) if late else _in_backward(profile, found, seconds)
-    sizes = {each.state_key: each.needs.state_bytes for each in rows}
+    sizes = {each.state_key: each.state_bytes for each in rows}
     if late:
         sizes |= {each.gradient_key: each.gradient_bytes for each in found if not each.is_small}
     return dataclasses.replace(
@@ -203,12 +211,13 @@ def optimizer_plan(
         in_backward=seen.in_backward,
         states=tuple(each.name for key, each in states.items() if key in moved),
         sliced=tuple(each.name for each in found if each.slice_bytes) if seen.in_backward else (),
+        split=tuple(each.name for each in found if each.rest_bytes),
         packed={states[key].name: _BITS[option.codec] for key, option in packed.items()},
         gradients=tuple(each.name for key, each in gradients.items() if key in moved),
-        state_bytes=sum(each.needs.state_bytes for each in found),
+        state_bytes=sum(each.state_bytes for each in found),
         gradient_bytes=sum(each.gradient_bytes for each in found),
         moved_bytes=sum(seen.saved_bytes[key] for key in own if key in moved),
-        packed_bytes=sum(option.held_bytes for option in packed.values()),
+        packed_bytes=sum(option.held_bytes - states[key].rest_bytes for key, option in packed.items()),
         update_noise=max((option.bound for option in packed.values()), default=0.0),
         seconds=sum(chosen.choices[key].seconds for key in own),
     )
@@ -234,6 +243,7 @@ def _trained(
             can_be_cut(named[name]),
             slice_bytes(named[name]) if name in profile.sliced else 0,
             named[name].numel(),
+            named[name].nbytes // 2 if name in profile.split else 0,
             usable.get(id(named[name]), ()),
         )
         for name, position in profile.gradients_at.items()
@@ -339,22 +349,22 @@ def _replaced(
 
 
 def _state_row(each: _Parameter, position: int, seconds: float) -> TensorProfile:
-    nbytes = each.needs.state_bytes
+    nbytes = each.state_bytes
     keep = Option(action=Action.KEEP, codec="keep", held_bytes=nbytes, lasting=True)
     moved = _moved(seconds * nbytes, 0 if each.in_pieces else nbytes)
-    tensors = nbytes // each.gradient_bytes
+    tensors = each.needs.state_bytes // each.gradient_bytes
     packed = [
         Option(
             action=Action.COMPRESS,
             codec=f"{code.bits} bit",
             bound=code.noise,  # of the update, not of the gradient, whose budget is another
-            held_bytes=tensors * code.nbytes(each.numel),
+            held_bytes=tensors * code.nbytes(each.numel) + each.rest_bytes,
             lasting=True,
             working_bytes=each.packed_bytes,
             seconds=code.seconds * each.numel,
         )
         for code in each.codes
-        if tensors * code.nbytes(each.numel) < nbytes
+        if tensors * code.nbytes(each.numel) < each.needs.state_bytes
     ]
     return TensorProfile(
         key=each.state_key,

@@ -216,6 +216,11 @@ def _updates(plan: OptimizerPlan) -> Iterator[str]:
     """What becomes of gradients and state."""
     where = "backward, as soon as its gradient is there" if plan.in_backward else "optimizer.step()"
     yield f"each parameter is updated by itself, in {where}"
+    if plan.split:
+        yield (
+            f"{len(plan.split)} weights as autocast reads them, in bfloat16; the other 16 bits are where "
+            "their optimizer state is"
+        )
     if plan.packed:
         yield (
             f"optimizer state of {len(plan.packed)} parameters in {_bits(plan.packed)} bits: "

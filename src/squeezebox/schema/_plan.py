@@ -107,7 +107,8 @@ class Profile:
     ``moments``, if there, has one too; ``gradients_at`` are the positions at which a parameter's gradient is
     complete, by its name, and ``weights_at`` those, (first, last), at which a frozen one that can be moved is
     read. ``sliced`` names the weights whose gradient is no part of the base at its own position, only after:
-    it need not be whole in memory for an update.
+    it need not be whole in memory for an update. ``split`` names the weights that were held as bfloat16, with
+    the other 16 bits as a part of the optimizer's state.
     Of every position's base, ``parameter_bytes`` are parameters and
     buffers, ``input_bytes`` the sample and ``state_bytes`` the optimizer's state.
     """
@@ -121,6 +122,7 @@ class Profile:
     gradients_at: dict[str, int] = field(default_factory=dict)
     weights_at: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     sliced: tuple[str, ...] = ()
+    split: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,7 +199,9 @@ class OptimizerPlan:
     ``optimizer.step()``, one by one. ``states`` names those whose optimizer state lives in a file between two
     updates, ``gradients`` those whose gradient waits there for its own, ``sliced`` those whose gradient is
     made some rows at a time while they are updated, and ``packed`` those whose state is packed, with the bits
-    an element. ``state_bytes`` and ``gradient_bytes`` are all that the optimizer has,
+    an element. ``split`` names the weights that are held as the bfloat16 ones that autocast reads, with the
+    other 16 bits where the state is, and as a part of it.
+    ``state_bytes`` and ``gradient_bytes`` are all that the optimizer has,
     ``moved_bytes`` what the file holds of them, ``packed_bytes`` what packed state takes, and ``seconds``
     what moving and packing take in a step. ``update_noise`` is the predicted squared error of packed
     parameters' updates over their squared norm.
@@ -212,6 +216,7 @@ class OptimizerPlan:
     moved_bytes: int
     seconds: float
     sliced: tuple[str, ...] = ()
+    split: tuple[str, ...] = ()
     packed: dict[str, int] = field(default_factory=dict)
     packed_bytes: int = 0
     update_noise: float = 0.0

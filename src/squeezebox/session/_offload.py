@@ -14,7 +14,7 @@ from squeezebox.memory import (
     disk_folder,
     movable_weights,
 )
-from squeezebox.optim import Updates
+from squeezebox.optim import Updates, splittable
 from squeezebox.reports import StepPlan
 from squeezebox.schema import Action, OptionError, PlanError
 from squeezebox.session._packed_weights import PackedTensor, codec_of
@@ -49,12 +49,14 @@ def updates_of(
             "attach(model, optimizer=optimizer, plan=plan)."
         )
     in_file = (*plan.optimizer.states, *plan.optimizer.gradients)
-    names = (*in_file, *plan.optimizer.packed, *plan.optimizer.sliced)
+    names = (*in_file, *plan.optimizer.packed, *plan.optimizer.sliced, *plan.optimizer.split)
     known, stepped = (
         dict(model.named_parameters()),
         {id(p) for g in optimizer.param_groups for p in g["params"]},
     )
     missing = next((name for name in names if id(known.get(name)) not in stepped), None)
+    if missing is None and plan.optimizer.split:
+        missing = next(iter({*plan.optimizer.split} - splittable(model, 0).keys()), None)
     kind = type(optimizer).__name__
     if missing is not None or kind != plan.optimizer.name:
         raise PlanError(
@@ -71,6 +73,7 @@ def updates_of(
         packed=plan.optimizer.packed,
         gradients=plan.optimizer.gradients,
         sliced=plan.optimizer.sliced,
+        split=plan.optimizer.split,
         folder=_folder_of(plan, {}) if in_file else None,
     )
 

@@ -21,7 +21,8 @@ class TrainingStep:
 
     ``noise`` is what may be lost in it (0: nothing); ``folder`` where tensors may be moved to, instead of the
     usual one; ``on_progress`` is called while it is measured. ``moves_weights``: a plan for it
-    may move frozen ones to the folder, or pack them.
+    may move frozen ones to the folder, or pack them. ``splits_weights``: it holds those in 16 bits that are
+    only read through a cast.
     """
 
     model: torch.nn.Module
@@ -32,6 +33,7 @@ class TrainingStep:
     folder: DiskFolder | None = None
     on_progress: Progress | None = None
     moves_weights: bool = False
+    splits_weights: bool = False
 
     @property
     def batch(self) -> int:
