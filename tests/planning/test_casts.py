@@ -185,3 +185,36 @@ def test_noise_is_measured_and_checkpoints_go_on():
     its.load_state_dict(state)
     session.detach()
     assert train(other, its, sample)[0] == train(model, optimizer, sample)[0]
+
+
+def test_weights_that_others_refer_to_weakly_stay_in_float32():
+    """A recurrent layer does that; torch exchanges no such tensor."""
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.last = nn.LSTM(64, 160, batch_first=True), nn.Linear(160, 160)
+
+        def forward(self, x):
+            return self.last(self.layer(x)[0][:, -1])
+
+    torch.manual_seed(0)
+    model, x, y = Recurrent(), torch.randn(4, 3, 64), torch.randint(160, (4,))
+    plain = copy.deepcopy(model)
+    optimizer = MAKE["AdamW"](model.parameters())
+    with autocast():
+        plan = squeezebox.plan(
+            model, optimizer=optimizer, sample=(x, y), loss_fn=F.cross_entropy, states=True, exact=True
+        )
+    assert plan.optimizer.split == ("last.weight",)
+    session = squeezebox.attach(model, optimizer=optimizer, plan=plan)
+    for own, its in ((model, optimizer), (plain, MAKE["AdamW"](plain.parameters()))):
+        for _ in range(3):
+            its.zero_grad()
+            with autocast():
+                loss = F.cross_entropy(own(x), y)
+            loss.backward()
+            its.step()
+    session.detach()
+    for own, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(own, theirs)

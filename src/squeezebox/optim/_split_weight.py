@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -177,9 +178,16 @@ class SplitWeights:
 
 
 def splittable(model: torch.nn.Module, least_bytes: int) -> dict[str, torch.nn.Parameter]:
-    """The model's trained parameters that can be split, by name, from ``least_bytes`` on."""
+    """The model's trained parameters that can be split, by name, from ``least_bytes`` on.
+
+    Left out are those with weak references, such as recurrent layers': torch exchanges no such tensor.
+    """
     found = movable_weights(model, least_bytes, trained=True)
-    return {name: each for name, each in found.items() if each.dtype is torch.float32}
+    return {
+        name: each
+        for name, each in found.items()
+        if each.dtype is torch.float32 and not weakref.getweakrefcount(each)
+    }
 
 
 def _exchange(name: str, weight: torch.nn.Parameter, made: torch.nn.Parameter) -> None:
