@@ -8,7 +8,8 @@ import mmap
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,8 @@ import torch
 
 from squeezebox.memory._chunks import CHUNK_BYTES, THREADS
 from squeezebox.memory._disk import DiskFile, DiskFolder
-from squeezebox.memory._spill import Spill
+from squeezebox.memory._spill import Spill, full
+from squeezebox.schema import CaptureError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,20 +93,26 @@ def _round(spill: Spill, data: torch.Tensor, out: torch.Tensor) -> list[float]:
 
 
 def _slowing(folder: DiskFolder, data: torch.Tensor) -> float:
-    """Seconds a byte by which products take longer while threads write and read chunks."""
-    file = DiskFile(folder.path)
+    """Seconds a byte by which products take longer while threads write and read chunks.
+
+    Raises:
+        CaptureError: the disk is full.
+    """
+    file, matrix = DiskFile(folder.path), torch.ones(_SIZE, _SIZE, device="cpu")
     moved, ended = [0] * THREADS, threading.Event()
+    try:
+        file.reserve(0, THREADS * CHUNK_BYTES)
+    except OSError as error:
+        raise CaptureError(full(THREADS * CHUNK_BYTES, 0, folder, error)) from error
 
     def move(number: int) -> None:
         memory = memoryview(mmap.mmap(-1, CHUNK_BYTES))
         memory[:] = data.numpy().tobytes()
-        for way in _alternating(file):
+        for way in itertools.cycle((file.write, file.read)):
             if ended.is_set():
                 return
             way(memory, number * CHUNK_BYTES)
             moved[number] += CHUNK_BYTES
-
-    matrix = torch.ones(_SIZE, _SIZE)
 
     def computed() -> float:
         begun = time.perf_counter()
@@ -114,23 +122,18 @@ def _slowing(folder: DiskFolder, data: torch.Tensor) -> float:
 
     computed()
     alone = statistics.median(each for (each,) in _rounds(lambda: [computed()]))
-    threads = [threading.Thread(target=move, args=(number,), daemon=True) for number in range(THREADS)]
-    for each in threads:
-        each.start()
-    while not all(moved):  # places were found
-        time.sleep(1e-3)
 
     def slowed() -> list[float]:
         before, seconds = sum(moved), computed()
         return [(seconds - alone) / max(sum(moved) - before, CHUNK_BYTES)]
 
-    found = statistics.median(each for (each,) in _rounds(slowed))
-    ended.set()
-    for each in threads:
-        each.join()
+    with ThreadPoolExecutor(THREADS) as threads:
+        moving = [threads.submit(move, number) for number in range(THREADS)]
+        try:
+            found = statistics.median(each for (each,) in _rounds(slowed))
+        finally:
+            ended.set()
+    for each in moving:
+        each.result()  # where the disk has failed
     file.close()
     return max(0.0, found)
-
-
-def _alternating(file: DiskFile) -> Iterator[Callable[[memoryview, int], None]]:
-    return itertools.cycle((file.write, file.read))
