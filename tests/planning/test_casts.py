@@ -118,7 +118,8 @@ def test_peaks_are_as_predicted_and_training_is_the_same_to_the_bit(way):
         session.detach()
         assert not weights_of(model)
         assert all(map(torch.equal, model.parameters(), plain.parameters()))
-    assert plan.plain_peak_bytes == pytest.approx(peak, rel=0.03) or way  # which adds nothing up
+    if not way:  # clipping and adding up are no part of the plain step that a plan measures
+        assert plan.plain_peak_bytes == pytest.approx(peak, rel=0.03)
 
 
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)

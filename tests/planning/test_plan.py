@@ -459,7 +459,6 @@ def test_a_file_is_used_where_it_pays_for_what_it_takes_of_every_step(task):
     seen = profile_step(
         TrainingStep(model=model, sample=sample, loss_fn=F.cross_entropy, optimizer=optimizer, noise=0.0)
     )
-    assert seen.file_seconds >= 0.0
     priced = {Action.OFFLOAD: 1e-6, Action.RECOMPUTE: 1e-2}
     tensors = tuple(
         replace(t, options=tuple(replace(o, seconds=priced.get(o.action, o.seconds)) for o in t.options))
