@@ -81,9 +81,7 @@ class Products:
         self, model: nn.Module, names: Collection[str], is_wanted: Callable[[], bool] = lambda: True
     ) -> None:
         layers = _layers(model)
-        self._hooks = [
-            layers[name].register_forward_hook(_hook(layers[name].weight, is_wanted)) for name in names
-        ]
+        self._hooks = [layers[name].register_forward_hook(_hook(is_wanted)) for name in names]
 
     def close(self) -> None:
         """Gradients are plain tensors again."""
@@ -126,8 +124,9 @@ def _layers(model: nn.Module) -> Mapping[str, nn.Linear]:
     return {name: owners[id(each)] for name, each in model.named_parameters() if id(each) in owners}
 
 
-def _hook(weight: torch.Tensor, is_wanted: Callable[[], bool]) -> Callable[..., None]:
-    def after(module: nn.Module, inputs: object, output: object) -> None:
+def _hook(is_wanted: Callable[[], bool]) -> Callable[..., None]:
+    def after(module: nn.Linear, inputs: object, output: object) -> None:
+        weight = module.weight
         if isinstance(output, torch.Tensor) and output.requires_grad and weight.requires_grad:
             output.register_hook(lambda gradient: _of_output(gradient, weight) if is_wanted() else None)
 
