@@ -121,10 +121,9 @@ def test_pieces_are_lent_and_read_ahead(file):
     for turn in range(3):
         for number, tensor in enumerate(tensors):
             for start in range(0, 3 * elements, elements):
-                piece = tensor.lend(start, start + elements)
-                assert (piece == number + turn).all()
-                piece += 1.0
-                tensor.give_back(start, start + elements, changed=True)
+                with tensor.lent(start, start + elements) as piece:
+                    assert (piece == number + turn).all()
+                    piece += 1.0
         file.end_round()
     assert all((tensor.load() == number + 3).all() for number, tensor in enumerate(tensors))
 
@@ -133,6 +132,6 @@ def test_a_piece_given_back_unchanged_is_forgotten(file):
     tensor = filed(torch.ones(4), file)
     tensor.mul_(2.0)
     for _ in range(2):
-        assert torch.equal(tensor.lend(0, 4), torch.full((4,), 2.0))
-        tensor.give_back(0, 4, changed=False)
+        with tensor.lent(0, 4, changed=False) as piece:
+            assert torch.equal(piece, torch.full((4,), 2.0))
     assert torch.equal(tensor, torch.full((4,), 2.0))

@@ -97,7 +97,8 @@ def test_rows_are_the_products_wherever_a_piece_lies():
         assert isinstance(gradient, ProductTensor) and gradient.is_equal_in_slices
         whole = gradient.load().flatten()
         for start, stop in ((5, 6), (len(whole) - 7, len(whole))):  # BLAS rounds a few rows otherwise
-            torch.testing.assert_close(gradient.lend(start, stop), whole[start:stop])
+            with gradient.lent(start, stop) as elements:
+                torch.testing.assert_close(elements, whole[start:stop])
         assert torch.equal(gradient + 0.0, whole.view_as(gradient))  # as any operator reads it
         return True
 

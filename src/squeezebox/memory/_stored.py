@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,6 +22,12 @@ class StoredTensor(Absent):
 
     def store(self, value: torch.Tensor) -> None:
         """Take these elements."""
+        raise NotImplementedError
+
+    def lent(
+        self, start: int, stop: int, *, changed: bool = True, filled: bool = True
+    ) -> AbstractContextManager[torch.Tensor]:
+        """Flat elements, ``filled`` as they are, in memory for a while; they are stored if ``changed``."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:

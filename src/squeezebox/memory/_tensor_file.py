@@ -189,18 +189,19 @@ class FileTensor(StoredTensor):
         self.norm_known = None
         return self
 
-    def lend(self, start: int, stop: int, *, filled: bool = True) -> torch.Tensor:
-        """Elements of one chunk, in the file's buffer, until :meth:`give_back`; ``filled``: as they are."""
-        size = self.element_size()
-        piece = self.file.lend(self.place, start * size, stop * size, self.dtype, filled=filled)
-        return self._scaled(piece) if filled else piece
-
-    def give_back(self, start: int, stop: int, *, changed: bool) -> None:
-        """End of :meth:`lend`; where one chunk was ``changed``, all are, the last one at last."""
-        size = self.element_size()
-        self.file.give_back(self.place, start * size, stop * size, changed=changed)
-        if changed and stop == self.numel():
-            self._factors, self.norm_known = [], None
+    @contextlib.contextmanager
+    def lent(
+        self, start: int, stop: int, *, changed: bool = True, filled: bool = True
+    ) -> Iterator[torch.Tensor]:
+        """A chunk's elements, in the file's buffer; where one is ``changed``, all are, in order."""
+        begin, end = start * self.element_size(), stop * self.element_size()
+        piece = self.file.lend(self.place, begin, end, self.dtype, filled=filled)
+        try:
+            yield self._scaled(piece) if filled else piece
+        finally:
+            self.file.give_back(self.place, begin, end, changed=changed)
+            if changed and stop == self.numel():
+                self._factors, self.norm_known = [], None
 
     def _scaled(self, elements: torch.Tensor) -> torch.Tensor:
         """Multiplied in place by what was put off."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -119,13 +120,10 @@ class Halves:
         elif len(where):
             self._besides[start] = where, value[where]
 
-    @contextlib.contextmanager
-    def _rest_lent(self, start: int, stop: int, *, changed: bool) -> Iterator[torch.Tensor]:
-        if not isinstance(self._rest, FileTensor):
-            yield _flat(self._rest)[start:stop]
-            return
-        yield self._rest.lend(start, stop, filled=not changed)
-        self._rest.give_back(start, stop, changed=changed)
+    def _rest_lent(self, start: int, stop: int, *, changed: bool) -> AbstractContextManager[torch.Tensor]:
+        if isinstance(self._rest, FileTensor):
+            return self._rest.lent(start, stop, changed=changed, filled=not changed)
+        return contextlib.nullcontext(_flat(self._rest)[start:stop])
 
 
 def pieces(numel: int) -> Iterator[tuple[int, int]]:

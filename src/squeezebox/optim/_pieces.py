@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from squeezebox.memory import CHUNK_BYTES, FileTensor
+from squeezebox.memory import CHUNK_BYTES, StoredTensor
 from squeezebox.optim._coded import CodedTensor, pack, unpacked
 from squeezebox.optim._homes import Homes
-from squeezebox.optim._products import ProductTensor, can_be_cut
+from squeezebox.optim._products import can_be_cut
 from squeezebox.optim._single import step_these
-from squeezebox.optim._split_weight import SplitWeight
 
 _ALIGNED = 1 << 10  # elements
 PIECE_BYTES = 1 << 20  # of packed state: what its update takes stays in the cache, and few calls are made
@@ -170,23 +170,10 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-@contextlib.contextmanager
 def _lent(
     tensor: torch.Tensor, start: int, stop: int, *, changed: bool = True, filled: bool = True
-) -> Iterator[torch.Tensor]:
-    """Some elements of a tensor, in memory or in a file, to be worked in place."""
-    if isinstance(tensor, ProductTensor):
-        yield tensor.lend(start, stop)
-        return
-    if isinstance(tensor, SplitWeight):
-        with tensor.halves.lent(start, stop) as elements:
-            yield elements
-        return
-    if not isinstance(tensor, FileTensor):
-        yield _flat(tensor)[start:stop]
-        return
-    piece = tensor.lend(start, stop, filled=filled)
-    try:
-        yield piece
-    finally:
-        tensor.give_back(start, stop, changed=changed)
+) -> AbstractContextManager[torch.Tensor]:
+    """Some elements of a tensor, in memory or elsewhere, to be worked in place."""
+    if isinstance(tensor, StoredTensor):
+        return tensor.lent(start, stop, changed=changed, filled=filled)
+    return contextlib.nullcontext(_flat(tensor)[start:stop])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,8 +38,15 @@ class ProductTensor(StoredTensor):
         """All of it, in one product."""
         return self._left @ self._right
 
-    def lend(self, start: int, stop: int) -> torch.Tensor:
-        """Flat elements of it, until those of other rows are asked for."""
+    @contextlib.contextmanager
+    def lent(
+        self, start: int, stop: int, *, changed: bool = False, filled: bool = True
+    ) -> Iterator[torch.Tensor]:
+        """Flat elements of it; what is changed in them is lost."""
+        yield self._elements(start, stop)
+
+    def _elements(self, start: int, stop: int) -> torch.Tensor:
+        """Until those of other rows are asked for."""
         width = self.shape[1]
         first, end = start // width, -(-stop // width)
         if first < self._first or end > self._first + len(self._rows):
@@ -61,7 +69,7 @@ class ProductTensor(StoredTensor):
         """Whether BLAS rounds some rows as it does in the whole product."""
         whole, size = self.load().view(-1), CHUNK_BYTES // self.element_size()
         return all(
-            torch.equal(self.lend(start, min(start + size, len(whole))), whole[start : start + size])
+            torch.equal(self._elements(start, min(start + size, len(whole))), whole[start : start + size])
             for start in range(0, len(whole), size)
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -61,6 +62,12 @@ class SplitWeight(StoredTensor):
         if value.stride() != self.stride():
             value = flat_in_memory(value, self).as_strided(self.shape, self.stride())
         self.halves.store(value)
+
+    def lent(
+        self, start: int, stop: int, *, changed: bool = True, filled: bool = True
+    ) -> AbstractContextManager[torch.Tensor]:
+        """One of the halves' pieces in float32, to be changed in place."""
+        return self.halves.lent(start, stop)
 
     def updated(self) -> None:
         """The halves were changed."""
