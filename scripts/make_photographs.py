@@ -8,7 +8,7 @@ They are three of scikit-image's, one of them cut; src/squeezebox/cli/data/NOTIC
 import numpy as np
 from skimage import data
 
-from squeezebox.cli._photographs import PHOTOGRAPHS
+from squeezebox.cli._gigapixel import PHOTOGRAPHS
 
 
 def main() -> None:

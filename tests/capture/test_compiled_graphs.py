@@ -15,7 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
-from squeezebox.capture._compiled import _adapter, _bits, _rewrite
+from squeezebox.capture._compiled import _adapter, _codes, _rewrite
 from squeezebox.schema import PlanError, UnsupportedModelError
 from tests.capture.nets import NETS, loss_of
 
@@ -40,7 +40,7 @@ def gradients(model, step, x, loss=loss_of):
 def both(model, x, rule, loss=loss_of):
     """Gradients of the stock graphs, those of the rewritten ones, and the report."""
     reports = []
-    matcher = _bits.Matcher(rule)
+    matcher = _codes.Matcher(rule)
     partition = _adapter.Partitioner(lambda *splits: reports.append(_rewrite.rewrite(*splits, matcher)), "")
     twin = copy.deepcopy(model)
     plain = gradients(model, with_partition(model, min_cut_rematerialization_partition), x, loss)
@@ -53,7 +53,7 @@ def error(plain, packed):
 
 
 def all_in(bits):
-    return _bits.BitRule(default=bits)
+    return _codes.BitRule(default=bits)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_softmax_and_divisors_are_kept():
 
 def test_rules_reach_tensors_by_module_and_operator():
     torch.manual_seed(0)
-    rule = _bits.BitRule(
+    rule = _codes.BitRule(
         default=None,
         by_key={"norm:NativeBatchNorm.input": 4, "after:Convolution.input": 8, "head:Addmm.mat1": 2},
     )
@@ -160,7 +160,7 @@ def test_rules_reach_tensors_by_module_and_operator():
 
 
 def test_rules_that_match_nothing_are_refused():
-    matcher = _bits.Matcher(_bits.BitRule(default=None, by_key={"elsewhere:Convolution.input": 8}))
+    matcher = _codes.Matcher(_codes.BitRule(default=None, by_key={"elsewhere:Convolution.input": 8}))
     with pytest.raises(PlanError, match="elsewhere.*another model"):
         matcher.check()
 
@@ -176,7 +176,7 @@ def test_rules_that_match_nothing_are_refused():
     ],
 )
 def test_paths_are_read_as_tracers_write_them(written, path):
-    assert _bits.dotted(written) == path
+    assert _codes.dotted(written) == path
 
 
 def split_of(fw_names, bw_names):

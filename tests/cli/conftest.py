@@ -5,4 +5,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def silent(monkeypatch):
-    monkeypatch.setattr("squeezebox.cli._progress._SILENT", 3600.0)
+    monkeypatch.setattr("squeezebox.cli._show._SILENT", 3600.0)

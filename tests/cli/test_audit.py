@@ -23,11 +23,11 @@ def run(capfd, *arguments):
 
 
 def test_findings_come_as_text_and_as_json_and_trainings_are_kept(capfd, folder, monkeypatch):
-    monkeypatch.setattr("squeezebox.cli._progress._SILENT", 0.0)
+    monkeypatch.setattr("squeezebox.cli._show._SILENT", 0.0)
     options = (TRAIN, "--arms", "plain,exact", "--seeds", "3", "--threads", "1", "--out", folder)
     code, out, err = run(capfd, *options, "--factors", "order", "--steps", "0")
     assert code == 0 and "exact against plain: below the noise" in out and "trainings: 10/10" in err
-    monkeypatch.setattr("squeezebox.cli._progress._SILENT", 3600.0)
+    monkeypatch.setattr("squeezebox.cli._show._SILENT", 3600.0)
     code, out, err = run(capfd, *options, "--factors", "order", "--steps", "0", "--json")
     found = json.loads(out)
     assert code == 0 and "trainings" not in err

@@ -315,10 +315,10 @@ def test_the_demo_refuses_before_it_trains(models, capfd, arguments, code, messa
 
 
 def test_the_demo_end_to_end(models, capfd, monkeypatch):
-    monkeypatch.setattr("squeezebox.cli._network._CHANNELS", (4, 4, 8))
+    monkeypatch.setattr("squeezebox.cli._demo._CHANNELS", (4, 4, 8))
     monkeypatch.setattr("squeezebox.cli._demo.DEFAULT_STEPS", 3)
     monkeypatch.setattr("squeezebox.cli._demo.fashion_mnist", tiny)
-    monkeypatch.setattr("squeezebox.cli._progress._SILENT", 0.0)
+    monkeypatch.setattr("squeezebox.cli._show._SILENT", 0.0)
     code, out, err = run(capfd, "demo", "--batch", "8", "--json")
     assert code == 0, err
     figures = json.loads(out)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from squeezebox.cli import main
-from squeezebox.cli._photographs import lay_out
+from squeezebox.cli._gigapixel import lay_out
 from squeezebox.schema import OutputError
 
 

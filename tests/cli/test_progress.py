@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from squeezebox.cli import main
-from squeezebox.cli._progress import progress
+from squeezebox.cli._show import progress
 
 HARD = (
     Path(__file__).parents[2] / "benchmarks" / "minimalloc" / "A.csv"
@@ -26,8 +26,8 @@ HARD = (
 def watched(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr("squeezebox.cli._progress._SILENT", 0.0)
-    monkeypatch.setattr("squeezebox.cli._progress._LOOK", 0.05)
+    monkeypatch.setattr("squeezebox.cli._show._SILENT", 0.0)
+    monkeypatch.setattr("squeezebox.cli._show._LOOK", 0.05)
 
 
 @contextlib.contextmanager
@@ -113,8 +113,8 @@ def test_a_pipe_gets_lines(watched):
 
 def test_lines_become_rare(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("squeezebox.cli._progress._SILENT", 2.0)
-    monkeypatch.setattr("squeezebox.cli._progress.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("squeezebox.cli._show._SILENT", 2.0)
+    monkeypatch.setattr("squeezebox.cli._show.time", SimpleNamespace(monotonic=lambda: now[0]))
     with pipe() as shown, progress("training") as show:
         for number in range(600):
             now[0] += 1.0

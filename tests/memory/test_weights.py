@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from squeezebox.memory import FileTensor, MovedWeight, TensorFile, Weights, disk_folder, movable_weights
-from squeezebox.memory._successors import Successors
+from squeezebox.memory._spill import Successors
 from squeezebox.schema import CaptureError
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from squeezebox.memory import TensorFile, disk_folder
 from squeezebox.optim import SplitWeight, SplitWeights, Updates, splittable
-from squeezebox.optim._halves import Halves
+from squeezebox.optim._split_weight import Halves
 from squeezebox.schema import AttachError, CaptureError
 
 MAKE = {

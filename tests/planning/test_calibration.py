@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import squeezebox
 from squeezebox.planning import _plans
-from squeezebox.planning._calibration import plan_within
+from squeezebox.planning._choices import plan_within
 from squeezebox.schema import BudgetError
 
 PACKED = {"offload": False, "recompute": False}

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import squeezebox
 from squeezebox.optim import SplitWeight
-from squeezebox.planning import _casts
+from squeezebox.planning import _frozen
 from squeezebox.profiling import PeakMeter
 from squeezebox.schema import PlanError
 from squeezebox.steps import nbytes_of, persistent
@@ -129,7 +129,7 @@ def test_the_peak_is_lower_than_with_weights_in_float32(make, offload, monkeypat
     plan = planned(model, optimizer, sample, offload=offload)
     assert len(plan.optimizer.split) == 8
     assert "8 weights as autocast reads them" in str(plan)
-    monkeypatch.setattr(_casts, "splittable", lambda *_: {})
+    monkeypatch.setattr(_frozen, "splittable", lambda *_: {})
     without = planned(model, optimizer, sample, offload=offload)
     assert not without.optimizer.split
     split = sum(model.get_parameter(name).nbytes for name in plan.optimizer.split)

@@ -4,10 +4,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from squeezebox.profiling._redundancy_copies import find_copies
+from squeezebox.profiling._redundancy import find_copies, find_dead_stores, find_repeats
 from squeezebox.profiling._redundancy_record import record_redundancy
-from squeezebox.profiling._redundancy_repeats import find_repeats
-from squeezebox.profiling._redundancy_stores import find_dead_stores
 
 COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from squeezebox.profiling import check_redundancy
-from squeezebox.profiling._redundancy_operators import facts_of, waited_bytes
+from squeezebox.profiling._redundancy_events import facts_of, waited_bytes
 from squeezebox.schema import Waste
 from tests.profiling.sabotage import CPU, findings_hold
 

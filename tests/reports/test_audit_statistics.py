@@ -8,7 +8,7 @@ import pytest
 
 from squeezebox.reports import EVERYTHING, AuditRecord, analyse
 from squeezebox.reports import _audit_statistics as statistics
-from squeezebox.reports import _equivalence as tested
+from squeezebox.reports import _audit_statistics as tested
 
 TRIALS = 600
 

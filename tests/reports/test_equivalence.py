@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from squeezebox.reports import _equivalence as tested
+from squeezebox.reports import _audit_statistics as tested
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch.nn import functional
 import squeezebox
 from squeezebox.profiling import PeakMeter
 from squeezebox.schema import BudgetError, OptionError
-from squeezebox.session._places import plan_with_places
+from squeezebox.session._offload import plan_with_places
 
 CLASSES = 10
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from squeezebox.schema import MemoryGrowthWarning
-from squeezebox.session._growth import Growth
+from squeezebox.session._records import Growth
 
 MIB = 2**20
 

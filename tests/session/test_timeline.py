@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import squeezebox
 from squeezebox.bounds import NoiseBudget
-from squeezebox.cli._arms import Steered
+from squeezebox.cli._demo import Steered
 from squeezebox.profiling import PeakMeter
 from squeezebox.reports import PlannedTensor, StepPlan, Timeline, timeline_events
 from squeezebox.schema import Action, Activity, AttachError, FormatError, Kind, Option, OptionError

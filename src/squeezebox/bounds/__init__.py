@@ -4,7 +4,6 @@ In: statistics of a due step (plain numbers). Out: one absolute error bound a te
 May touch: schema only; no torch, no tensors.
 """
 
-from squeezebox.bounds._allocation import allocate, rate_slope
 from squeezebox.bounds._controllers import (
     Comet,
     Controller,
@@ -17,7 +16,7 @@ from squeezebox.bounds._controllers import (
     predicted_noise,
     refresh_due,
 )
-from squeezebox.bounds._propagation import corrected, gradient_energy, propagate
+from squeezebox.bounds.law import allocate, corrected, gradient_energy, propagate, rate_slope
 
 __all__ = [
     "Comet",

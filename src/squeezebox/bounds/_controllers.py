@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeGuard
 
-from squeezebox.bounds._allocation import allocate
-from squeezebox.bounds._propagation import corrected, propagate
+from squeezebox.bounds.law import allocate, corrected, propagate
 from squeezebox.schema import FormatError, OptionError, Role, StepStatistics
 
 _TABLES = ("bounds", "sensitivities", "corrections", "layer_corrections")

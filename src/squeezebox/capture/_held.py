@@ -18,7 +18,7 @@ from squeezebox.schema import Activity, CaptureError
 
 if TYPE_CHECKING:
     from squeezebox.capture._entries import Entry, Handle, Row
-    from squeezebox.capture._means import Means
+    from squeezebox.capture._packer import Means
 
 
 @dataclass(eq=False, kw_only=True)

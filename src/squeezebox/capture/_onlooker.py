@@ -1,8 +1,9 @@
-"""What capture tells those who look on while a step runs."""
+"""What capture tells those who look on while a step runs, and how long its own work takes."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -109,3 +110,24 @@ def _spent_on(activity: Activity, row: Row, onlookers: tuple[Onlooker, ...]) -> 
     finally:
         for each in onlookers:
             each.spent()
+
+
+class Stopwatch:
+    """Seconds spent on holding tensors, and on following how they are made, while ``onlooker`` looks on."""
+
+    def __init__(self) -> None:
+        self.holding = self.following = self._begun = 0.0
+
+    @property
+    def onlooker(self) -> Onlooker:
+        """What a store shows its steps to."""
+        return Onlooker(holding=self._begin, held=self._hold, following=self._begin, followed=self._follow)
+
+    def _begin(self) -> None:
+        self._begun = time.perf_counter()
+
+    def _hold(self) -> None:
+        self.holding += time.perf_counter() - self._begun
+
+    def _follow(self) -> None:
+        self.following += time.perf_counter() - self._begun

@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from squeezebox.capture._entries import is_plain
-from squeezebox.capture._graph import saved_attributes
 from squeezebox.capture._path import ModulePath
+from squeezebox.capture._readings import saved_attributes
 from squeezebox.capture._rules import operator_name
 
 _LIBRARIES = tuple(

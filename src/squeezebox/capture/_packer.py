@@ -2,26 +2,114 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
 from squeezebox import codecs
-from squeezebox.capture._device import table_bytes
-from squeezebox.capture._entries import Entry, Handle
+from squeezebox.capture._arena import Arena
+from squeezebox.capture._device import DeviceBlocks, table_bytes
+from squeezebox.capture._entries import Entry, Handle, Row
 from squeezebox.capture._held import Held, Kept, Offloaded, Packed, Recomputed, Sign, Staged, again
 from squeezebox.capture._layouts import Scale, dither_of, flattened, lag_of, scale_of, why_no_interval
 from squeezebox.capture._lineage import Recipe
-from squeezebox.capture._means import Means
-from squeezebox.capture._onlooker import ignored, spent_on
-from squeezebox.capture._places import pack_into
+from squeezebox.capture._onlooker import Onlooker, ignored, spent_on
 from squeezebox.capture._rules import Rule
-from squeezebox.memory import HostSlot, Spill, Staging
-from squeezebox.schema import Action, Activity, CaptureError, CodecError, Option, OptionError, Reads
+from squeezebox.memory import HostSlot, Loans, Reserve, Room, Spill, Staging
+from squeezebox.schema import Action, Activity, CaptureError, CodecError, Option, OptionError, Reads, Role
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """A codec's name and its error bound: absolute, or in units of the tensor's scale (``scaled``)."""
+
+    codec: str
+    bound: float | None = None
+    scaled: bool = False
+
+
+class Policy(Protocol):
+    """Decides how a tensor of which backward reads the values is held."""
+
+    def choose(self, key: str, rule: Rule, tensor: torch.Tensor) -> Choice:
+        """The codec for a flat tensor; ``Choice(codec="keep")`` holds the tensor itself."""
+
+
+def _no_plan(key: str) -> Option | None:
+    return None
+
+
+@dataclass(eq=False)
+class Means:
+    """Shared by a :class:`Store`, which is one, and what packs and unpacks for it."""
+
+    policy: Policy
+    planned: Callable[[str], Option | None] = _no_plan  # how a plan holds the tensor of a key
+    late_values: dict[str, Role] = field(default_factory=dict)  # whose values were asked for after their sign
+    refused: dict[str, str] = field(default_factory=dict)  # that were to be packed and are kept, and why
+    unweighed: dict[str, str] = field(default_factory=dict)  # whose errors are beyond a float, from then on
+    spares: Callable[[Row, Choice], bool] | None = None  # whether nothing is to be lost all the same
+    spill: Spill = field(default_factory=Spill)
+    staging: Staging | None = None  # where a device's tensors go instead
+    arena: Arena = field(default_factory=Arena)  # of unpacked tensors
+    reserve: Reserve | None = None  # where packed ones go in the host's memory
+    blocks: DeviceBlocks | None = None  # where a device's blocks go,
+    room: int = 0  # and how many bytes they get, where a plan says so
+    loans: Loans | None = None  # of weights that are elsewhere
+    onlookers: tuple[Onlooker, ...] = ()
+    ready: Callable[[torch.dtype], bool] | None = None  # whether packing can be; asked where it need not be
+    unready: bool = False  # whether a tensor of this step is kept because of it
+    unready_steps: int = 0  # and of how many before
+
+    @property
+    def measured(self) -> bool:
+        """Whether an onlooker measures what could be held."""
+        return any(each.measures for each in self.onlookers)
+
+    @contextlib.contextmanager
+    def shown_to(self, onlooker: Onlooker) -> Iterator[None]:
+        """A context in which it looks on, after those who do already."""
+        self.onlookers = (*self.onlookers, onlooker)
+        try:
+            yield
+        finally:
+            self.onlookers = tuple(each for each in self.onlookers if each is not onlooker)
+
+
+def pack_into(
+    reserve: Reserve,
+    key: str,
+    owner: object,
+    codec: codecs.Codec,
+    tensor: torch.Tensor,
+    bound: float | None,
+    hints: codecs.Hints,
+    **options: Any,
+) -> codecs.Packed:
+    """As ``codec.pack``, with all parts in the arena where they fit.
+
+    What a codec makes that takes no room is copied, and is there twice for that moment. The place is free
+    again when nobody refers to the parts; they live as long as ``owner``.
+    """
+    room = reserve.claim(key)
+    if room is not None:
+        hints = replace(hints, room=room.free)
+    packed = codec.pack(tensor, bound, hints, **options)
+    placed = None if room is None else _placed(packed, room)
+    reserve.note(key, [part.nbytes for part in packed.payload], owner, placed=placed is not None)
+    return placed or packed
+
+
+def _placed(packed: codecs.Packed, room: Room) -> codecs.Packed | None:
+    parts = [room.put(part) for part in packed.payload]
+    kept = tuple(part for part in parts if part is not None)
+    return replace(packed, payload=kept) if len(kept) == len(parts) else None
+
 
 _NO_HINTS = codecs.Hints()
 

@@ -1,36 +1,38 @@
-"""Watches a forward pass: every tensor autograd saves is matched with its reader, then packed."""
+"""Watches a forward pass: every saved tensor is matched with its reader, then packed, or only observed."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from squeezebox.capture._checkpointed import Regions
-from squeezebox.capture._entries import is_plain
-from squeezebox.capture._graph import (
+from squeezebox.capture._entries import Entry, Handle, Owned, is_plain
+from squeezebox.capture._held import Held
+from squeezebox.capture._hooks import Hooks, Regions
+from squeezebox.capture._lineage import Call, Lineage
+from squeezebox.capture._packer import Choice, kept, waiting
+from squeezebox.capture._path import ModulePath
+from squeezebox.capture._readings import (
+    Reading,
     in_backward,
     is_custom,
     new_nodes,
+    options_of,
+    readings_of,
     saved_attributes,
     sequence_number,
 )
-from squeezebox.capture._hooks import Hooks
-from squeezebox.capture._lineage import Call, Lineage
-from squeezebox.capture._owned import Owned
-from squeezebox.capture._path import ModulePath
-from squeezebox.capture._readings import Reading, options_of, readings_of
 from squeezebox.capture._region import Slicer
-from squeezebox.capture._rules import OTHER, operator_name
+from squeezebox.capture._rules import OTHER, Rule, operator_name
 from squeezebox.capture._stand_in import Deferred
 from squeezebox.capture._statistics import Collector
 from squeezebox.capture._store import Store
-from squeezebox.memory import MovedWeight
+from squeezebox.memory import MovedWeight, parts_of
 from squeezebox.schema import UnsupportedModelError
 
 
@@ -245,3 +247,47 @@ COMPILED = (
     "everything before its backward starts and raise the peak. Attach to the eager model instead (drop "
     "torch.compile for this run, or compile only code that saves nothing)."
 )
+
+
+@contextlib.contextmanager
+def observing(model: torch.nn.Module, inputs: Iterable[torch.Tensor]) -> Iterator[Store]:
+    """A context around a model's forward that holds every tensor itself, as plain PyTorch does.
+
+    Storages, owners and roles are identified as in a session, so :func:`saved_bytes` of the store is what a
+    report would call saved. Fake tensors count as plain ones: their storages have sizes and identities too.
+    """
+    store = Store(_KeepAll(), lambda means: _Keeper(), parts_of)
+    recorder = Recorder(store, model, Owned(lambda tensor: tensor.layout is torch.strided))
+    recorder.start_step()
+    tensors = (*model.parameters(), *model.buffers(), *inputs)
+    recorder.own(part for tensor in tensors for part in parts_of(tensor))
+    with recorder:
+        yield store
+
+
+def saved_bytes(store: Store) -> dict[str, int]:
+    """Bytes by role, each storage once, in the role of its first reader; largest first."""
+    totals: dict[str, int] = {}
+    for row in store.rows:
+        role = row.rule.role.value
+        totals[role] = totals.get(role, 0) + row.saved_bytes
+    small = sum(store.small.values())
+    if small:
+        totals["other"] = totals.get("other", 0) + small
+    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+
+class _KeepAll:
+    """The policy of those who only look."""
+
+    def choose(self, key: str, rule: Rule, tensor: torch.Tensor) -> Choice:
+        """Hold the tensor itself."""
+        return Choice(codec="keep")
+
+
+class _Keeper:
+    """Holds every tensor itself, whatever the rule says."""
+
+    def pack(self, entry: Entry, handle: Handle, rule: Rule, options: Mapping[str, Any]) -> Held:
+        """As a :class:`Packing`."""
+        return entry.values or kept(entry, waiting(handle))

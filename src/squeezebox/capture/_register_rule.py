@@ -12,7 +12,7 @@ import torch
 from torch._C import _functions
 
 from squeezebox import codecs
-from squeezebox.capture._graph import saved_attributes
+from squeezebox.capture._readings import saved_attributes
 from squeezebox.capture._rules import Rule, lay_over, operator_name, row, take_off
 from squeezebox.schema import OptionError, Reads, Role
 

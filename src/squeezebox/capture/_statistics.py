@@ -13,20 +13,19 @@ from torch.autograd.graph import Node
 from squeezebox import codecs
 from squeezebox.bounds import law
 from squeezebox.capture._entries import Entry, Handle, Row
-from squeezebox.capture._graph import is_leaf_node, leaf_of, node_number, per_dim
 from squeezebox.capture._held import Packed
-from squeezebox.capture._readings import Reading
+from squeezebox.capture._readings import Reading, is_leaf_node, leaf_of, node_number, per_dim
 from squeezebox.capture._rules import operator_name
 from squeezebox.capture._store import Store
 from squeezebox.capture._total import (
     Gradients,
     Target,
     TotalError,
+    Traces,
     differences,
     energy_of,
     repeat,
 )
-from squeezebox.capture._traces import Traces
 from squeezebox.schema import (
     Check,
     Edge,

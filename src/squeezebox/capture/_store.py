@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from squeezebox.capture._contracts import Policy
 from squeezebox.capture._device import DeviceBlocks
 from squeezebox.capture._entries import (
     Entry,
@@ -23,9 +22,8 @@ from squeezebox.capture._entries import (
 from squeezebox.capture._held import Held, Kept, Recomputed, derived, unpacked
 from squeezebox.capture._layouts import is_default
 from squeezebox.capture._lineage import Call, Lineage
-from squeezebox.capture._means import Means
 from squeezebox.capture._onlooker import ignored
-from squeezebox.capture._packer import Packer, Packing, waiting
+from squeezebox.capture._packer import Means, Packer, Packing, Policy, waiting
 from squeezebox.capture._rules import Rule
 from squeezebox.memory import CudaStreams, Reserve, Staging
 from squeezebox.schema import Role

@@ -1,9 +1,10 @@
-"""The error of all lossy tensors together, carried with the gradient down to the parameters."""
+"""The errors of lossy tensors on their way down to the parameters: all together, and one tensor at a time."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,11 +12,12 @@ from weakref import WeakKeyDictionary
 import torch
 
 from squeezebox import codecs
-from squeezebox.capture._entries import Handle
+from squeezebox.bounds import gradient_energy, propagate
+from squeezebox.capture._entries import Handle, Row
 from squeezebox.capture._held import Held, Packed
 from squeezebox.capture._layouts import flattened
 from squeezebox.capture._store import Store
-from squeezebox.schema import CodecError, OptionError
+from squeezebox.schema import Check, CodecError, Injection, NodeStatistics, OptionError
 
 Gradients = tuple[torch.Tensor | None, ...]
 Instead = Mapping[Handle, torch.Tensor]
@@ -203,3 +205,63 @@ def _summed(gradient: torch.Tensor | None, target: Any, number: int) -> torch.Te
     metadata = target._input_metadata[number]
     shape = tuple(metadata.shape)
     return (gradient if gradient.shape == shape else gradient.sum_to_size(shape)).to(metadata.dtype)
+
+
+class Traces:
+    """Carries each tensor's error with the gradient, node by node, and sums what reaches parameters."""
+
+    def __init__(self) -> None:
+        self._arrived: dict[int, dict[tuple[str, int], torch.Tensor]] = {}  # node -> (key, input) -> error
+        self._energies: dict[str, float] = {}  # key -> squared error that reached parameters
+        self._bounds: dict[str, float] = {}
+        self._begun: set[tuple[str, int]] = set()  # keys and the nodes whose reading is traced
+
+    def start(self, row: Row, number: int, targets: Sequence[Target], errors: Gradients) -> None:
+        """A node's reading of the row's tensor put these errors into its gradients."""
+        self._bounds[row.key] = row.bound
+        self._begun.add((row.key, number))
+        self._send(row.key, targets, errors)
+
+    def pass_on(
+        self, number: int, node: Any, targets: Sequence[Target], count: int, *, repeatable: bool
+    ) -> None:
+        """Carry what arrived at a node's ``count`` outputs through it: backward is linear in the gradient."""
+        arrived = self._arrived.pop(number, None)
+        if arrived is None or not repeatable:
+            return
+        for key in dict.fromkeys(key for key, _ in arrived):
+            errors = tuple(arrived.pop((key, each), None) for each in range(count))
+            self._send(key, targets, repeat(node, errors))
+
+    def checks(self, step: int, nodes: Sequence[NodeStatistics]) -> Iterator[Check]:
+        """What has reached the parameters, and what the law predicts of it."""
+        total = gradient_energy(nodes)
+        costs = propagate([replace(node, injections=self._injections(node)) for node in nodes])
+        for key, energy in self._energies.items():
+            if total > 0.0 and key in costs:
+                yield Check(
+                    key=key,
+                    step=step,
+                    layer=False,
+                    measured=energy / total,
+                    predicted=costs[key] * self._bounds[key] ** 2,
+                )
+
+    def clear(self) -> None:
+        """Let go of all tensors."""
+        self._arrived.clear()
+
+    def _injections(self, node: NodeStatistics) -> tuple[Injection, ...]:
+        """Without what others, who read the same tensors, put in."""
+        return tuple(each for each in node.injections if (each.key, node.number) in self._begun)
+
+    def _send(self, key: str, targets: Sequence[Target], errors: Gradients) -> None:
+        for (target, index, leaf), error in zip(targets, errors, strict=False):
+            if error is None:
+                continue
+            if leaf:
+                self._energies[key] = self._energies.get(key, 0.0) + energy_of(error)
+            elif target is not None:
+                there = self._arrived.setdefault(target, {})
+                known = there.get((key, index))
+                there[key, index] = error if known is None else known + error

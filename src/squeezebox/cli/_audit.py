@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import squeezebox
-from squeezebox.cli._estimate import load_call
-from squeezebox.cli._progress import progress
+from squeezebox.cli._plan import load_call
+from squeezebox.cli._show import progress
 from squeezebox.schema import OptionError, SqueezeboxError
 
 

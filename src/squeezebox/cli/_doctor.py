@@ -6,8 +6,8 @@ import functools
 import json
 
 import squeezebox
-from squeezebox.cli._estimate import call_factory, load_factory
-from squeezebox.cli._progress import progress
+from squeezebox.cli._plan import call_factory, load_factory
+from squeezebox.cli._show import progress
 from squeezebox.reports import EnvironmentCheck, StepCheck
 from squeezebox.schema import SqueezeboxError
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from squeezebox.cli._progress import progress
+from squeezebox.cli._show import progress
 from squeezebox.memory import layout, layout_csv, read_buffers, search, somas
 from squeezebox.reports import exact_bytes, parse_size, require_writable, write_whole
 from squeezebox.schema import BudgetError, OptionError

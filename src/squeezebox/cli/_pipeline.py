@@ -59,11 +59,11 @@ def plan(
 
     Measures the model's blocks in this process.
     """
-    from squeezebox.cli._pipeline_plan import Request, make
+    from squeezebox.cli._train import PlanRequest, make
     from squeezebox.reports import pipeline_plan_line, pipeline_plan_text
 
     plans = make(
-        Request(
+        PlanRequest(
             factory=factory,
             input=input,
             input_dtype=input_dtype,

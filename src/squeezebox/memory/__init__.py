@@ -9,23 +9,35 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from squeezebox.memory._absent import Absent
 from squeezebox.memory._chunks import CHUNK_BYTES
-from squeezebox.memory._csv import layout_csv, read_buffers
 from squeezebox.memory._disk import DiskFile, DiskFolder, disk_folder, usual_folder
 from squeezebox.memory._disk_speed import DiskSpeed, disk_speed
-from squeezebox.memory._freed import freed_returned
-from squeezebox.memory._lack import asked_bytes, lacks_memory, require_imports, within_room
-from squeezebox.memory._moved_weight import Lender, Loans, MovedWeight, move, settle
-from squeezebox.memory._parts import parts_of
 from squeezebox.memory._peak import Peak, PeakMeter, Recording
+from squeezebox.memory._problem import layout_csv, read_buffers
 from squeezebox.memory._reserve import HEADROOM, Reserve, Room, aligned
-from squeezebox.memory._room import free_at_peak, free_bytes, live_bytes
+from squeezebox.memory._room import (
+    asked_bytes,
+    free_at_peak,
+    free_bytes,
+    freed_returned,
+    lacks_memory,
+    live_bytes,
+    require_imports,
+    within_room,
+)
 from squeezebox.memory._spill import BUFFER_BYTES, Slot, Spill, offload_record
-from squeezebox.memory._staging import HostSlot, Staging, Streams
-from squeezebox.memory._stored import StoredTensor, flat_in_memory
-from squeezebox.memory._streams import CudaStreams, is_capturing
-from squeezebox.memory._tensor_file import FileTensor, Place, TensorFile
+from squeezebox.memory._staging import CudaStreams, HostSlot, Staging, Streams, is_capturing
+from squeezebox.memory._stored import (
+    Absent,
+    Lender,
+    Loans,
+    MovedWeight,
+    StoredTensor,
+    flat_in_memory,
+    move,
+    settle,
+)
+from squeezebox.memory._tensor_file import FileTensor, Place, TensorFile, parts_of
 from squeezebox.memory._weights import Weights, movable_weights
 from squeezebox.schema import door
 

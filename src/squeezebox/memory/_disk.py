@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from squeezebox.memory._freed import keep_freed, return_freed
+from squeezebox.memory._room import keep_freed, return_freed
 from squeezebox.schema import OptionError
 
 SECTOR = 4096  # bytes at multiples of which a disk is read and written past the cache

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from squeezebox.memory._streams import is_capturing
+from squeezebox.memory._staging import is_capturing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

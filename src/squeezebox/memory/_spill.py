@@ -6,12 +6,41 @@ import itertools
 import shutil
 import weakref
 from collections.abc import Iterator
+from typing import Generic, TypeVar
 
 import torch
 
 from squeezebox.memory._chunks import CHUNK_BYTES, CHUNKS, Chunks, sectors
 from squeezebox.memory._disk import DiskFile, DiskFolder, usual_folder
 from squeezebox.schema import CaptureError, OffloadRecord
+
+Key = TypeVar("Key")
+
+
+class Successors(Generic[Key]):
+    """Says what comes next, by what came after the same two in a row the last time.
+
+    Two tell forward from backward: a weight's neighbours come in the other order there.
+    """
+
+    def __init__(self) -> None:
+        self._next: dict[tuple[Key | None, Key | None], Key] = {}
+        self._last: tuple[Key | None, Key | None] = (None, None)
+
+    def note(self, key: Key) -> None:
+        """This one is asked for now."""
+        self._next[self._last] = key
+        self._last = (self._last[1], key)
+
+    def following(self, most: int) -> Iterator[Key]:
+        """Up to ``most`` that should come next, in order."""
+        pair = self._last
+        for _ in range(most):
+            key = self._next.get(pair)
+            if key is None:
+                return
+            yield key
+            pair = (pair[1], key)
 
 
 class Slot:

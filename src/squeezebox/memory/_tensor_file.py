@@ -10,14 +10,32 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from squeezebox.memory._absent import Absent
 from squeezebox.memory._chunks import CHUNK_BYTES, CHUNKS, Chunks, sectors
 from squeezebox.memory._disk import DiskFile, DiskFolder
-from squeezebox.memory._spill import full
-from squeezebox.memory._stored import StoredTensor, flat_in_memory
-from squeezebox.memory._successors import Successors
+from squeezebox.memory._spill import Successors, full
+from squeezebox.memory._stored import Absent, MovedWeight, StoredTensor, flat_in_memory
 from squeezebox.schema import CaptureError
+
+_BY_ROWS, _BY_COLUMNS = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
+
+
+def parts_of(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor itself; of a sparse one its indices and values; of one held otherwise what is in memory."""
+    if isinstance(tensor, MovedWeight):
+        yield from parts_of(tensor.lender.stand_in)
+    elif isinstance(tensor, Absent):
+        yield from tensor.parts()
+    elif tensor.layout == torch.sparse_coo:
+        yield tensor._indices()
+        yield tensor._values()
+    elif tensor.layout in _BY_ROWS:
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in _BY_COLUMNS:
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    else:
+        yield tensor
 
 
 @dataclass(frozen=True, slots=True)

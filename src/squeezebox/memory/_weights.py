@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from squeezebox.memory._moved_weight import Lender, Loans, move, settle
-from squeezebox.memory._stored import StoredTensor
+from squeezebox.memory._stored import Lender, Loans, StoredTensor, move, settle
 from squeezebox.memory._tensor_file import TensorFile
 from squeezebox.schema import CaptureError
 

@@ -5,9 +5,9 @@ no state is packed.
 May touch: that optimizer through its public hooks, gradients of its parameters, a file of squeezebox.memory.
 """
 
+from squeezebox.optim._groups import refuse_unknown
 from squeezebox.optim._pieces import PIECE_BYTES
 from squeezebox.optim._products import Products, ProductTensor, can_be_cut, slice_bytes, sliceable
-from squeezebox.optim._single import refuse_unknown
 from squeezebox.optim._split_weight import SplitWeight, SplitWeights, splittable
 from squeezebox.optim._updates import SMALL_BYTES, WAITING_BYTES, Updates
 

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from squeezebox.memory import CHUNK_BYTES, StoredTensor
-from squeezebox.optim._coded import CodedTensor, pack, unpacked
-from squeezebox.optim._homes import Homes
+from squeezebox.optim._groups import step_these
+from squeezebox.optim._homes import CodedTensor, Homes, pack, unpacked
 from squeezebox.optim._products import can_be_cut
-from squeezebox.optim._single import step_these
 
 _ALIGNED = 1 << 10  # elements
 PIECE_BYTES = 1 << 20  # of packed state: what its update takes stays in the cache, and few calls are made

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 
 from squeezebox.memory import Absent, DiskFolder, FileTensor, StoredTensor, TensorFile
-from squeezebox.optim._groups import Groups
+from squeezebox.optim._groups import Groups, SpentGradient, refuse_unknown, step_these
 from squeezebox.optim._homes import Homes, is_movable
 from squeezebox.optim._pieces import is_divisible, update_in_pieces, update_packed
 from squeezebox.optim._products import Products
-from squeezebox.optim._single import refuse_unknown, step_these
-from squeezebox.optim._spent import SpentGradient
 from squeezebox.optim._split_weight import SplitWeight, SplitWeights
 from squeezebox.schema import AttachError, UnsupportedModelError
 

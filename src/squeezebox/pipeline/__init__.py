@@ -6,11 +6,10 @@ May touch: torch.distributed, codecs, schedules and schema; what a stage saves i
 
 from squeezebox.pipeline._cut import Piece, cut, fingerprint
 from squeezebox.pipeline._packing import Wire
-from squeezebox.pipeline._probe import measure_link
 from squeezebox.pipeline._runner import Runner
 from squeezebox.pipeline._setup import is_first_process, join, own_device, schedule_of
 from squeezebox.pipeline._stage import Passage, Stage
-from squeezebox.pipeline._wire import Traffic
+from squeezebox.pipeline._wire import Traffic, measure_link
 
 __all__ = [
     "Passage",

@@ -1,14 +1,15 @@
-"""What becomes of a pipeline of which one rank dies, hangs or raises: all others stop, and know why."""
+"""What ranks tell each other, and what becomes of a pipeline of which one rank dies, hangs or raises."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
@@ -246,3 +247,33 @@ def _close(group: dist.ProcessGroup) -> None:
         work = dist.irecv(torch.empty(1, device="cpu"), peer, group=group, tag=_NEVER)
         if work is not None:
             work.wait(timedelta(milliseconds=1))
+
+
+class Assembly:
+    """One of ``count`` ranks, number ``number``; all of them must call the same methods in the same order."""
+
+    def __init__(self, store: Store, health: Health, number: int, count: int) -> None:
+        self._store, self._health = store, health
+        self._number, self._count = number, count
+        self._turns = itertools.count()
+
+    def gather(self, value: Any, what: str = "waits for what rank {} has") -> list[Any]:
+        """Everybody's plain values, in the order of ranks."""
+        key = f"assembly/{next(self._turns)}"
+        self._store.set(f"{key}/{self._number}", json.dumps(value))
+        told = [
+            self._health.await_key(f"{key}/{number}", what.format(number), number)
+            for number in range(self._count)
+        ]
+        return [json.loads(each) for each in told]
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks to come here."""
+        self.gather(None, f"waits until rank {{}} has {what}")
+
+    def choose(self, choice: Callable[[], Any], what: str) -> Any:
+        """What the first rank chooses."""
+        key = f"assembly/{next(self._turns)}"
+        if self._number == 0:
+            self._store.set(key, json.dumps(choice()))
+        return json.loads(self._health.await_key(key, f"waits for the first rank's choice of {what}", 0))

@@ -10,12 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from squeezebox.pipeline._assembly import Assembly
 from squeezebox.pipeline._checkpoint import newest, random_states, read, restore_random_states, write
 from squeezebox.pipeline._cut import cut
-from squeezebox.pipeline._feed import Feed
-from squeezebox.pipeline._forwards import Forwards
-from squeezebox.pipeline._health import Health
+from squeezebox.pipeline._health import Assembly, Health
 from squeezebox.pipeline._links import Links, Wires
 from squeezebox.pipeline._packing import Wire
 from squeezebox.pipeline._setup import (
@@ -31,7 +28,7 @@ from squeezebox.pipeline._setup import (
     shared,
 )
 from squeezebox.pipeline._stage import Stage, evaluating
-from squeezebox.pipeline._training import Training, Turns
+from squeezebox.pipeline._training import Feed, Forwards, Training, Turns
 from squeezebox.pipeline._updates import Exchange, Updates
 from squeezebox.pipeline._weights import Weights, forget
 from squeezebox.pipeline._wire import Traffic

@@ -1,19 +1,148 @@
-"""A rank's part of training, action by action."""
+"""A rank's part of training, action by action: microbatches in, forwards, backwards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from squeezebox.pipeline._forwards import Forwards
+from squeezebox.pipeline._cut import cut
 from squeezebox.pipeline._health import Health
-from squeezebox.pipeline._stage import Passage
+from squeezebox.pipeline._links import Links
+from squeezebox.pipeline._setup import device_of, example
+from squeezebox.pipeline._stage import Passage, Stage
 from squeezebox.pipeline._updates import Settings, Updates
 from squeezebox.pipeline._weights import Flat, Weights
 from squeezebox.pipeline._wire import apart
 from squeezebox.schedules import Action, Kind, Schedule
+from squeezebox.schema import OptionError, PipelinePlan, UnsupportedModelError
+
+
+class Feed:
+    """Inputs where a rank has the first stage, targets where it has the last, by microbatch."""
+
+    def __init__(self, plan: PipelinePlan, *, is_first: bool, is_last: bool) -> None:
+        self._plan, self._is_first, self._is_last = plan, is_first, is_last
+        self.inputs: dict[int, tuple[Tensor, ...]] = {}
+        self.targets: dict[int, Tensor] = {}
+
+    def take(self, batch: int, inputs: Any, target: Any) -> None:
+        """Part batch number ``batch``.
+
+        Raises:
+            OptionError: it has another size than the plan's.
+        """
+        first = batch * self._plan.microbatches
+        if self._is_first:
+            inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+            self._check(inputs)
+            microbatches = zip(*(self._parted(tensor, "inputs") for tensor in inputs), strict=True)
+            self.inputs.update(enumerate(microbatches, first))
+        if self._is_last and target is not None:
+            self.targets.update(enumerate(self._parted(target, "target"), first))
+
+    def _check(self, inputs: tuple[Any, ...]) -> None:
+        """Refuse inputs of other forms than the plan's, if it names any."""
+        wanted = [(form.shape, form.dtype) for form in self._plan.inputs]
+        found = [
+            (tuple(each.shape[1:]), str(each.dtype).removeprefix("torch."))
+            for each in inputs
+            if isinstance(each, Tensor)
+        ]
+        if wanted and found != wanted:
+            raise OptionError(
+                f"inputs: samples are {found}, and the plan is for {wanted}. Pass such, or make a plan for "
+                "these."
+            )
+
+    def _parted(self, tensor: Any, what: str) -> tuple[Tensor, ...]:
+        plan = self._plan
+        size = plan.microbatch * plan.microbatches
+        if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) != size:
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise OptionError(
+                f"{what}: {shape}, and the plan's batch is {plan.microbatches} microbatches of "
+                f"{plan.microbatch} samples, {size} along the first dimension, in each pipeline. Pass that "
+                "number (leave out a last, smaller batch), or make a plan for this batch."
+            )
+        return tuple(tensor.split(plan.microbatch))
+
+
+class Forwards:
+    """Forwards of a rank's ``stages``, with the connections that they need.
+
+    ``loss_fn`` is called where the last stage is, for a part of the batch's mean loss.
+    """
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        stages: Mapping[int, Stage],
+        links: Links,
+        feed: Feed,
+        loss_fn: Callable[..., Tensor],
+    ) -> None:
+        self.plan, self.stages, self.links = plan, stages, links
+        self._feed, self._loss_fn = feed, loss_fn
+
+    def is_loss(self, stage: int) -> bool:
+        """Whether the loss follows on this stage."""
+        return stage == len(self.plan.stages) - 1
+
+    def run(self, action: Action) -> Passage:
+        """Do one, and hand on what comes out."""
+        stage, number = action.stage, action.microbatch
+        if stage == 0:
+            buffers: list[Tensor] = []
+            leaves = list(self._feed.inputs.pop(number))
+        else:
+            buffers, leaves = self.links.receive(stage, number)
+        if self.is_loss(stage):
+            loss_of = functools.partial(self._loss_of, self._feed.targets.pop(number, None))
+            return Passage(action.version, buffers, leaves, [*self.stages[stage](*leaves, loss_of=loss_of)])
+        outputs = self.stages[stage](*leaves)
+        self.links.send(stage, number, apart(outputs, buffers))
+        kept = [output for output in outputs if output.requires_grad]
+        return Passage(action.version, buffers, leaves, kept)
+
+    def of_batch(self, batch: int) -> Tensor | None:
+        """All forwards of a batch and nothing else: its mean loss where the last stage is."""
+        self.links.expect(self.plan.microbatches)
+        first, losses = batch * self.plan.microbatches, []
+        for number in range(first, first + self.plan.microbatches):
+            for stage in self.stages:
+                passage = self.run(Action(kind=Kind.FORWARD, stage=stage, microbatch=number))
+                self.links.release(stage, passage.received, None)
+                losses += passage.outputs if self.is_loss(stage) else []
+        self.links.settle()
+        return torch.stack(losses).sum() if losses else None
+
+    def in_evaluation(self, model: nn.Module) -> Forwards:
+        """The same with the graph that the model has in evaluation mode, and connections of their own.
+
+        Raises:
+            UnsupportedModelError: this graph is cut elsewhere, so that ranks lack weights.
+        """
+        pieces = cut(model, example(self.plan, device_of(model)))
+        stages = {}
+        for number, own in self.stages.items():
+            planned = self.plan.stages[number]
+            stages[number] = stage = Stage(pieces[planned.first : planned.end], recompute=False)
+            if {*map(id, stage.parameters())} != {*map(id, own.parameters())}:
+                raise UnsupportedModelError(
+                    f"in evaluation mode the model's graph is cut elsewhere than in training, at stage "
+                    f"{number}, so ranks lack weights. Put all ranks' state_dict() together, and evaluate in "
+                    "one process."
+                )
+        return Forwards(self.plan, stages, self.links.plain("evaluation"), self._feed, self._loss_fn)
+
+    def _loss_of(self, target: Any, *outputs: Any) -> Tensor:
+        output = outputs[0] if len(outputs) == 1 else outputs
+        loss = self._loss_fn(output) if target is None else self._loss_fn(output, target)
+        return loss / self.plan.microbatches
 
 
 class Turns:

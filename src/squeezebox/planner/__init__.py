@@ -8,16 +8,15 @@ May touch: squeezebox.schedules, squeezebox.schema, numpy, and scipy for the opt
 from squeezebox.planner._batches import at_batch, largest_batch
 from squeezebox.planner._greedy import first_fit, peak, solve
 from squeezebox.planner._milp import optimum
-from squeezebox.planner._pipedream import (
+from squeezebox.planner._pipeline import plan_pipeline
+from squeezebox.planner._shortage import floor, planned_peak, shortage, smallest
+from squeezebox.planner._slices import free_slices, in_slices, slicings
+from squeezebox.planner._split import (
     ReplicatedSplit,
     ReplicatedStage,
     all_reduce_seconds,
     pipedream_split,
 )
-from squeezebox.planner._pipeline import plan_pipeline
-from squeezebox.planner._shortage import planned_peak, shortage
-from squeezebox.planner._slices import free_slices, in_slices, slicings
-from squeezebox.planner._smallest import floor, smallest
 from squeezebox.planner._stages import stage_memory
 
 __all__ = [

@@ -28,7 +28,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from squeezebox.planning._attach import attach
-    from squeezebox.planning._calibration import within
+    from squeezebox.planning._choices import within
     from squeezebox.planning._estimate import estimate
     from squeezebox.planning._find import find_batch
     from squeezebox.planning._max_batch import max_batch
@@ -41,7 +41,7 @@ else:  # hidden from type checkers, who would take any name for an attribute
         __name__,
         {
             "attach": "_attach",
-            "within": "_calibration",
+            "within": "_choices",
             "estimate": "_estimate",
             "find_batch": "_find",
             "max_batch": "_max_batch",

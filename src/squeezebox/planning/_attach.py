@@ -12,7 +12,7 @@ import torch
 
 from squeezebox import codecs
 from squeezebox.bounds import Comet, Controller, NoiseBudget
-from squeezebox.planning._measured import rehearsed
+from squeezebox.planning._choices import rehearsed
 from squeezebox.planning._plans import make_plan
 from squeezebox.planning._state_costs import packed_updates
 from squeezebox.reports import StepPlan

@@ -1,16 +1,136 @@
-"""Which way to work a step, whole or with its first layers in slices, and the plan for it."""
+"""Which way to work a step, whole or in slices, the plan for it, and a step that measures the plan."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
 
 from squeezebox import planner
+from squeezebox.bounds import Controller
+from squeezebox.memory import within_room
+from squeezebox.planning._profiles import run_step
 from squeezebox.planning._slicing import Slices
+from squeezebox.profiling import state_bytes
+from squeezebox.reports import StepPlan
 from squeezebox.schema import Action, Budget, BudgetError, Option, Plan, StepProfile
+from squeezebox.session import begin
+from squeezebox.steps import TrainingStep, restored, tensors_in
+
+_REHEARSED_STEPS = 4  # of an arena, whose places should be large enough for the bounds that follow
+
+
+@within_room("a step under the plan")
+def measured_noise(step: TrainingStep, plan: StepPlan) -> float | None:
+    """Of a step under the plan, with its weights as they are; None where no gradient is other than zero."""
+    model, loss_fn, plan = step.model, step.loss_fn, dataclasses.replace(plan, weights=None)
+    with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
+        engine = begin(model, step.optimizer, None, plan=plan)
+        try:
+            noise = engine.noise_of(lambda: run_step(step, engine.framed()))
+            return None if math.isnan(noise) else noise
+        finally:
+            engine.detach()
+
+
+@within_room("a step under the plan")
+def measured_peak(step: TrainingStep, plan: StepPlan) -> int | None:
+    """Of a step under the plan, with the state that the optimizer will have; None without a meter."""
+    model, loss_fn, optimizer = step.model, step.loss_fn, step.optimizer
+    present = sum(state.nbytes for state in tensors_in([*optimizer.state.values()])) if optimizer else 0
+    with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
+        engine = begin(model, optimizer, None, plan=plan)
+        try:
+            model.zero_grad(set_to_none=True)
+            run_step(step, engine.framed())
+            engine.close_step()
+            peak = engine.records.peak_bytes
+        finally:
+            engine.detach()
+    return None if peak is None else peak + state_bytes(model, optimizer) - present
+
+
+def rehearsed(step: TrainingStep, controller: Controller | None) -> Mapping[str, int]:
+    """The places that an arena has after a few steps of the sample, with bounds that follow it."""
+    model, loss_fn = step.model, step.loss_fn
+    with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
+        engine = begin(model, step.optimizer, controller, arena=True)
+        try:
+            for _ in range(1 if controller is None else _REHEARSED_STEPS):
+                model.zero_grad(set_to_none=True)
+                run_step(step, engine.framed())
+            engine.store.start_places(measured=False, guessed=False)
+            return engine.store.places
+        finally:
+            engine.detach()
+
+
+_ATTEMPTS = 4
+_MARGIN = 1.05
+T = TypeVar("T")
+
+
+def within(noise: float, attempt: Callable[[float], tuple[T, float, float]]) -> T | None:
+    """The first of a few attempts whose measured noise is at most ``noise``.
+
+    The error law and its checks predict a step's noise to within a factor of two or so. That factor changes
+    little from one choice to the next, so one for as much less comes out right.
+
+    Args:
+        noise: what is allowed.
+        attempt: what can be had for so much noise by the error law, its noise by that law, and as measured.
+    """
+    limit = noise
+    for _ in range(_ATTEMPTS):
+        made, predicted, found = attempt(limit)
+        if found <= noise:
+            return made
+        limit = predicted * noise / (_MARGIN * found)
+    return None
+
+
+def plan_within(
+    noise: float, plan_for: Callable[[float], StepPlan], measure: Callable[[StepPlan], float | None]
+) -> StepPlan:
+    """A plan whose measured noise is at most ``noise``; after a few attempts, one without any.
+
+    Args:
+        noise: what is allowed.
+        plan_for: the plan of so much noise by the error law.
+        measure: its noise on the sample; None if there is no gradient to compare with.
+
+    Returns:
+        The plan; its ``predicted_noise`` is what was measured.
+
+    Raises:
+        BudgetError: no plan fits.
+    """
+    measured = 0.0
+
+    def attempt(limit: float) -> tuple[StepPlan, float, float]:
+        nonlocal measured
+        try:
+            plan = plan_for(limit)
+        except BudgetError as error:
+            if not measured:
+                raise
+            raise BudgetError(
+                f"a plan fits by the error law, but its noise on the sample is {measured:.1e} where "
+                f"{noise:g} is allowed; and with less noise, {error}"
+            ) from error
+        found = measure(plan) if plan.predicted_noise else None
+        if found is None:
+            return plan, 0.0, 0.0
+        measured = found
+        return dataclasses.replace(plan, predicted_noise=found), plan.predicted_noise, found
+
+    return within(noise, attempt) or plan_for(0.0)
+
 
 _PAYS = 0.98  # of a peak beyond what is there anyway: slices must bring it lower to be worth their time
 _PROFILED = 4  # ways in slices of one budget, at most

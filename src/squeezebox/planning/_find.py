@@ -11,10 +11,9 @@ import torch
 
 from squeezebox import planner
 from squeezebox.memory import free_bytes, require_imports, within_room
-from squeezebox.planning._batches import Batches
-from squeezebox.planning._choices import fits
+from squeezebox.planning._choices import fits, measured_peak
 from squeezebox.planning._estimate import estimate
-from squeezebox.planning._measured import measured_peak
+from squeezebox.planning._max_batch import Batches
 from squeezebox.planning._plans import plain_peak, plannable, size_named
 from squeezebox.planning._profiles import profile_step
 from squeezebox.reports import FoundBatch, StepPlan, exact_bytes

@@ -1,19 +1,25 @@
-"""Frozen weights as rows of a step's profile."""
+"""Frozen weights, and weights that autocast casts, as rows of a step's profile."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from squeezebox import codecs
-from squeezebox.memory import disk_speed, movable_weights, usual_folder
-from squeezebox.optim import SMALL_BYTES
+from squeezebox.capture import Store
+from squeezebox.memory import Lender, Loans, disk_speed, movable_weights, move, settle, usual_folder
+from squeezebox.optim import SMALL_BYTES, SplitWeights, splittable
+from squeezebox.profiling import StepProfiler
 from squeezebox.schema import (
     Action,
     CodecError,
@@ -26,6 +32,164 @@ from squeezebox.schema import (
 )
 from squeezebox.session import codec_of
 from squeezebox.steps import TrainingStep
+
+
+@contextlib.contextmanager
+def watching(step: TrainingStep, profiler: StepProfiler, store: Store) -> Iterator[set[str]]:
+    """Around a step: its frozen weights come into memory as they would from a file, and the profiler sees it.
+
+    Gives the names, once the step is over, of those that must stay in memory.
+    """
+    weights = movable_weights(step.model, SMALL_BYTES) if step.moves_weights else {}
+    fixed: set[str] = set()
+    if not weights:
+        yield fixed
+        return
+    store.loans = Loans()
+    lenders = {name: _Watched(name, each.data, profiler) for name, each in weights.items()}
+    for name, weight in weights.items():
+        move(weight, lenders[name], store.loans)
+    try:
+        yield fixed
+    finally:
+        for name, weight in weights.items():
+            settle(weight)
+            weight.data = lenders[name].stand_in
+        store.loans.check()
+        store.loans = None
+    fixed.update(name for name, lender in lenders.items() if lender.is_fixed)
+
+
+class _Watched(Lender):
+    """A weight that stays in memory, of which every reader gets a copy."""
+
+    def __init__(self, name: str, value: torch.Tensor, profiler: StepProfiler) -> None:
+        self.name, self.version = name, 0
+        self._value, self._profiler = value, profiler
+        self.is_fixed = False  # whether it must stay in memory
+
+    @property
+    def stand_in(self) -> torch.Tensor:
+        """The weight itself."""
+        return self._value
+
+    def load(self) -> torch.Tensor:
+        """A copy, as a file's reader allocates it."""
+        value = self._value
+        with self._profiler.lending(self.name):
+            flat = torch.empty(value.numel(), dtype=value.dtype, device="cpu")
+        copied = flat.as_strided(value.shape, value.stride())
+        with torch.no_grad():
+            return copied.copy_(value)
+
+    def take(self, value: torch.Tensor) -> None:
+        """Noted, and done."""
+        self.is_fixed, self._value = True, value
+
+    def refuse(self, name: str) -> Any:
+        """Noted, and answered as without."""
+        self.is_fixed = True
+        return getattr(self._value, name)()
+
+    def lose(self) -> None:
+        """Noted."""
+        self.is_fixed = True
+
+    def changing(self) -> torch.Tensor:
+        """Noted."""
+        self.is_fixed = True
+        return self._value
+
+    def detached(self) -> torch.Tensor:
+        """Noted: an operator on it is one that the profiler does not see."""
+        self.is_fixed = True
+        return self._value
+
+
+class CastWeights:
+    """The optimizer's weights of which a step makes nothing but a cast to bfloat16, and how they are held.
+
+    Args:
+        step: one whose plan may split weights, under autocast; else there are none.
+    """
+
+    def __init__(self, step: TrainingStep) -> None:
+        self._step = step
+        self._found: dict[str, torch.nn.Parameter] = {}
+        self._split: SplitWeights | None = None
+        self.seconds = 0.0  # that a step takes to restore and to split them all again
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Once they are found."""
+        return tuple(self._found)
+
+    @property
+    def rest_bytes(self) -> int:
+        """What they have beyond bfloat16 in memory now, by itself."""
+        return sum(each.nbytes // 2 for each in self._found.values()) if self._split else 0
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """Around a step: find them."""
+        optimizer, model = self._step.optimizer, self._step.model
+        if not (self._step.splits_weights and optimizer and torch.is_autocast_enabled("cpu")):
+            yield
+            return
+        stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        weights = splittable(model, SMALL_BYTES)
+        readings = _Readings({name: each for name, each in weights.items() if id(each) in stepped})
+        with readings:
+            yield
+        cast = readings.cast - readings.read
+        self._found = {name: each for name, each in weights.items() if name in cast}
+
+    def split(self) -> None:
+        """Hold them as a plan will."""
+        if self._split is None:
+            begun = time.perf_counter()
+            self._split = SplitWeights(self._found)
+            with torch.no_grad():
+                for each in self._found.values():
+                    each.sum()  # which restores it
+            self.seconds = time.perf_counter() - begun
+
+    def close(self) -> None:
+        """Hold them as before."""
+        if self._split is not None:
+            self._split.close()
+            self._split = None
+
+
+class _Readings(TorchDispatchMode):
+    """Sees every operator on the weights, or on views of them."""
+
+    def __init__(self, weights: Mapping[str, torch.nn.Parameter]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.cast: set[str] = set()
+        self.read: set[str] = set()
+        self._names = {each.untyped_storage()._cdata: name for name, each in weights.items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        casts = func is _aten._to_copy.default and kwargs == {"dtype": torch.bfloat16}
+        for each in () if func in _SAME else tree_leaves((args, kwargs)):
+            name = self._names.get(_storage_of(each)) if isinstance(each, torch.Tensor) else None
+            if name is not None:
+                (self.cast if casts else self.read).add(name)
+        return func(*args, **kwargs)
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return (
+        tensor.untyped_storage()._cdata if type(tensor) in _PLAIN and tensor.layout is torch.strided else -1
+    )
+
+
+_aten: Any = torch.ops.aten
+_SAME = (_aten.detach.default, _aten.alias.default)  # who computes with these shows
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 _BITS = {"8 bit": 8, "4 bit": 4}
 _TRIED, _TRIALS = 1 << 20, 7  # elements, and how often

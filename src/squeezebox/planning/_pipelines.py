@@ -12,8 +12,7 @@ import torch
 from squeezebox import pipeline, planner, profiling
 from squeezebox.bounds import Planned
 from squeezebox.pipeline import Piece
-from squeezebox.planning._blocks import bounds_of, measure_blocks, state_share
-from squeezebox.planning._stages import Stages
+from squeezebox.planning._stages import Stages, bounds_of, measure_blocks, state_share
 from squeezebox.schedules import PUBLISHED, SYNCHRONOUS
 from squeezebox.schema import BudgetError, InputForm, Link, OptionError, PipelinePlan
 from squeezebox.session import Session, begin

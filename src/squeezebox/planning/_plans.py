@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,17 @@ from torch.nn.parallel import DistributedDataParallel
 from squeezebox import codecs, planner
 from squeezebox.bounds import NoiseBudget
 from squeezebox.capture import SMALL_BYTES, foreign_hooks, refuse_transforms
-from squeezebox.memory import require_imports, within_room
-from squeezebox.planning._calibration import plan_within
-from squeezebox.planning._choices import Choice, fastest, leanest, solved
+from squeezebox.memory import (
+    DiskFolder,
+    disk_folder,
+    disk_speed,
+    offload_record,
+    require_imports,
+    usual_folder,
+    within_room,
+)
+from squeezebox.planning._choices import Choice, fastest, leanest, measured_noise, plan_within, solved
 from squeezebox.planning._frozen import weights_plan, with_weights
-from squeezebox.planning._measured import measured_noise
-from squeezebox.planning._offload import named_folder, with_folder
 from squeezebox.planning._profiles import (
     cached,
     keeping,
@@ -43,6 +49,28 @@ from squeezebox.schema import (
 )
 from squeezebox.session import profile_with_places
 from squeezebox.steps import LossFunction, Progress, TrainingStep, batch_of, check_sample, device_of
+
+
+def named_folder(offload: bool | str | os.PathLike[str]) -> DiskFolder:
+    """That of squeezebox.plan()'s argument.
+
+    Raises:
+        OptionError: it is in memory, missing or not writable.
+    """
+    return usual_folder() if isinstance(offload, bool) else disk_folder(offload)
+
+
+def with_folder(plan: StepPlan, folder: DiskFolder) -> StepPlan:
+    """The plan, saying where it moves tensors to, if any, and what that takes."""
+    saved = sum(each.saved_bytes for each in plan.tensors if each.option.codec == "file")
+    others = (plan.optimizer, plan.weights)
+    moved = [saved, *(0 if each is None else each.moved_bytes for each in others)]
+    if not any(moved):
+        return plan
+    record = offload_record(folder, sum(moved), direct=disk_speed(folder).direct)
+    files = sum(nbytes > 0 for nbytes in moved)  # each has buffers of its own
+    record = replace(record, buffer_bytes=files * record.buffer_bytes, cache_bytes=files * record.cache_bytes)
+    return replace(plan, offload=record)
 
 
 @within_room("planning this sample's step; squeezebox.max_batch() plans it from smaller ones")

@@ -14,9 +14,8 @@ import torch
 from squeezebox.bounds import NoiseBudget
 from squeezebox.capture import Onlooker, Row, Stopwatch, Tracer
 from squeezebox.memory import freed_returned, usual_folder, within_room
-from squeezebox.planning._casts import CastWeights
-from squeezebox.planning._gradients import found_sliced, marked
-from squeezebox.planning._watched import watching
+from squeezebox.planning._frozen import CastWeights, watching
+from squeezebox.planning._state_costs import found_sliced, marked
 from squeezebox.profiling import (
     Gain,
     GainProfiler,

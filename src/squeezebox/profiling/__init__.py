@@ -7,10 +7,9 @@ May touch: torch's profiler, allocator counters, fake tensors, and a folder of p
 from squeezebox.memory import Peak, PeakMeter, free_at_peak, free_bytes, live_bytes
 from squeezebox.profiling._cache import load_profile, profile_key, store_profile
 from squeezebox.profiling._chain import PartCosts, measure_parts
-from squeezebox.profiling._clock import now
 from squeezebox.profiling._closure import record_closure
 from squeezebox.profiling._gains import Gain, GainProfiler
-from squeezebox.profiling._marks import Marks, measure_marks
+from squeezebox.profiling._ledgers import Marks, measure_marks, now
 from squeezebox.profiling._optimizer import (
     ParameterNeeds,
     optimizer_named,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from squeezebox.profiling._marks import Marks, measure_marks
+from squeezebox.profiling._ledgers import Marks, measure_marks
 
 Part = Callable[..., tuple[Any, ...]]
 

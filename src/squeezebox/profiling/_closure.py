@@ -10,8 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from squeezebox.memory import parts_of
 from squeezebox.profiling._ledgers import RealLedger
-from squeezebox.profiling._reading import Reading
-from squeezebox.profiling._record import StepMarks, states_of
+from squeezebox.profiling._record import Reading, StepMarks, states_of
 from squeezebox.schema import Activity, Kind, StepTrace
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from squeezebox import codecs
-from squeezebox.profiling._clock import now
+from squeezebox.profiling._ledgers import now
 
 
 class Row(Protocol):

@@ -13,9 +13,9 @@ import torch
 
 from squeezebox import codecs
 from squeezebox.memory import DiskFolder
-from squeezebox.profiling._clock import now
+from squeezebox.profiling._cache import as_known, outlived
 from squeezebox.profiling._gains import Gain
-from squeezebox.profiling._known import as_known, outlived
+from squeezebox.profiling._ledgers import now
 from squeezebox.profiling._timeline import Life, Timeline, Trace
 from squeezebox.profiling._transfer import Transfer, transfer_of
 from squeezebox.schema import Action, Moment, Option, Profile, TensorProfile

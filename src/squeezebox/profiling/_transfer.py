@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from squeezebox.memory import CudaStreams, DiskFolder, Staging, disk_speed, usual_folder
-from squeezebox.profiling._clock import now
+from squeezebox.profiling._ledgers import now
 
 _BLOCK, _BLOCKS = 1 << 24, 4  # bytes, and how many are moved there and back
 _LEAST = 1 << 12

@@ -16,33 +16,35 @@ from squeezebox.reports._audit import (
     StepCost,
     analyse,
 )
-from squeezebox.reports._audit_runs import AuditRecord
-from squeezebox.reports._batch import BatchPoint, FoundBatch, MaxBatch
-from squeezebox.reports._chart import ChartKind, ChartSpan, PipelineChart
-from squeezebox.reports._compiled import CompiledReport, CompiledTensor
-from squeezebox.reports._environment import EnvironmentCheck
-from squeezebox.reports._equivalence import LEVEL, Equivalence, deviation_uncertainty, equivalence
-from squeezebox.reports._estimate import Estimate
+from squeezebox.reports._audit_statistics import (
+    LEVEL,
+    AuditRecord,
+    Equivalence,
+    deviation_uncertainty,
+    equivalence,
+)
+from squeezebox.reports._doctor import EnvironmentCheck, StepCheck
+from squeezebox.reports._estimate import BatchPoint, Estimate, FoundBatch, MaxBatch
 from squeezebox.reports._page import timeline_html
-from squeezebox.reports._pipeline import PipelineRank, PipelineReport
-from squeezebox.reports._pipeline_plan import (
+from squeezebox.reports._pipeline import (
+    PipelineRank,
+    PipelineReport,
     load_pipeline_plan,
     pipeline_plan_line,
     pipeline_plan_text,
+    trace_events,
 )
-from squeezebox.reports._plan import PlannedTensor, StepPlan, load_plan
-from squeezebox.reports._redundancy import StepCheck
+from squeezebox.reports._plan import PlannedTensor, StepPlan, exact_bytes, explain, explain_floor, load_plan
 from squeezebox.reports._report import (
     BYTE_UNITS,
+    CompiledReport,
+    CompiledTensor,
     Report,
     human_bytes,
     parse_size,
 )
-from squeezebox.reports._shortage import exact_bytes, explain, explain_floor
-from squeezebox.reports._svg import draw_svg
-from squeezebox.reports._timeline import Timeline
-from squeezebox.reports._timeline_trace import timeline_events
-from squeezebox.reports._trace import trace_events
+from squeezebox.reports._svg import ChartKind, ChartSpan, PipelineChart, draw_svg
+from squeezebox.reports._timeline import Timeline, timeline_events
 from squeezebox.schema import require_writable, write_whole
 
 __all__ = [

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from squeezebox.reports import _audit_statistics as statistics
-from squeezebox.reports._audit_runs import AuditRecord
-from squeezebox.reports._audit_statistics import Figure, PartChange
-from squeezebox.reports._equivalence import (
+from squeezebox.reports._audit_statistics import (
+    AuditRecord,
     Equivalence,
+    Figure,
+    PartChange,
     deviation_uncertainty,
     equivalence,
     seeds_needed,

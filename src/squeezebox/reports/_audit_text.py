@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from squeezebox.reports._audit import ArmComparison, Audit, AuditedOperator
-from squeezebox.reports._audit_statistics import Figure, PartChange
-from squeezebox.reports._equivalence import LEVEL
+from squeezebox.reports._audit_statistics import LEVEL, Figure, PartChange
 
 _TOOLING = {
     True: "; changes more predictions than the tooling does",

@@ -1,15 +1,201 @@
-"""A pipeline's drawing as one self-contained SVG."""
+"""A pipeline's drawing as one self-contained SVG, on light and on dark."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from html import escape
+from typing import NamedTuple
 
-from squeezebox.reports._chart import ChartKind, ChartSpan, PipelineChart
-from squeezebox.reports._style import COLOURS, style
-from squeezebox.reports._tiles import Paint, Tile, tiles
+
+class ChartKind(Enum):
+    """What an action does, in a drawing's words."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INPUT = "input gradient"
+    WEIGHT = "weight gradient"
+    UPDATE = "update"
+
+
+class ChartSpan(NamedTuple):
+    """An action, and from when to when it runs, in seconds; an update's microbatch is its batch."""
+
+    kind: ChartKind
+    stage: int
+    microbatch: int
+    batch: int
+    start: float
+    end: float
+
+    def __str__(self) -> str:
+        what = "batch" if self.kind is ChartKind.UPDATE else "microbatch"
+        return f"{self.kind.value} of {what} {self.microbatch} at stage {self.stage}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineChart:
+    """What every rank does when, its actions in order, and what to write above it.
+
+    ``activation_bytes``, a number a stage, are what a microbatch leaves there from its forward to the end of
+    its backward.
+    """
+
+    title: str
+    notes: tuple[str, ...]
+    rows: tuple[tuple[ChartSpan, ...], ...]
+    activation_bytes: tuple[int, ...] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """From 0 to the last action's end."""
+        return max((span.end for row in self.rows for span in row), default=0.0)
+
+    def loops(self) -> dict[int, int]:
+        """Each stage's place among those of its rank."""
+        owned = (sorted({span.stage for span in row}) for row in self.rows)
+        return {stage: place for stages in owned for place, stage in enumerate(stages)}
+
+    def live(self, rank: int) -> Iterator[tuple[float, int, int]]:
+        """When a rank's live microbatches change, how many there are from then on, and their bytes."""
+        count = held = 0
+        for span in self.rows[rank]:
+            if span.kind in _FREES or span.kind is ChartKind.FORWARD:
+                forward = span.kind is ChartKind.FORWARD
+                change = 1 if forward else -1
+                count += change
+                held += change * (self.activation_bytes[span.stage] if self.activation_bytes else 0)
+                yield span.start if forward else span.end, count, held
+
+
+_FREES = (ChartKind.BACKWARD, ChartKind.WEIGHT)
+
+
+# From strong to pale; numbers on them are nearly black in both schemes.
+COLOURS = {
+    ChartKind.FORWARD: ("#5b9bf5", "#8bbaf9", "#b3d2fb", "#d0e3fd"),
+    ChartKind.BACKWARD: ("#55b567", "#84cc92", "#acdfb6", "#cdeed3"),
+    ChartKind.INPUT: ("#ab85e6", "#c4a8ef", "#d9c6f6", "#e8dcfa"),
+    ChartKind.WEIGHT: ("#efa92f", "#f4c169", "#f8d799", "#fbe8c3"),
+    ChartKind.UPDATE: ("#d6455d",),
+}
+_LIGHT = {"page": "#ffffff", "waiting": "#eef0f3", "grid": "#c3c9d1", "ink": "#1b1f24"}
+_DARK = {"page": "#14171c", "waiting": "#262c35", "grid": "#4a525e", "ink": "#e6e9ee"}
+
+
+def style(shortest: float) -> str:
+    """CSS for a drawing whose narrowest action is ``shortest`` pixels wide.
+
+    Updates get an outline, by which those that take no time are seen too.
+    """
+    edge, mark = (0.8 if shortest >= 4.0 else 0.0), min(2.0, max(0.1, 0.3 * shortest))
+    rules = [
+        ".pipeline text{font:12px system-ui,'DejaVu Sans',sans-serif}",
+        ".pipeline .title{font-size:16px;font-weight:600}",
+        ".pipeline .tick{text-anchor:middle}.pipeline .rank{text-anchor:end}",
+        f".pipeline path{{stroke-width:{edge:g}}}.pipeline .grid{{stroke-width:1}}",
+        f".pipeline path.update-0{{stroke:{COLOURS[ChartKind.UPDATE][0]};stroke-width:{mark:.3g}}}",
+        *(
+            f".pipeline .{kind.name.lower()}-{shade}{{fill:{colour}}}"
+            for kind, colours in COLOURS.items()
+            for shade, colour in enumerate(colours)
+        ),
+        _scheme(_LIGHT, edge),
+        f"@media (prefers-color-scheme:dark){{{_scheme(_DARK, edge)}}}",
+        ".pipeline .number{fill:#14171c;font-size:10px;text-anchor:middle;pointer-events:none}",
+    ]
+    return "\n".join(rules)
+
+
+def _scheme(colours: dict[str, str], edge: float) -> str:
+    kinds = [kind.name.lower() for kind in COLOURS if kind is not ChartKind.UPDATE]
+    outlined = ",".join(f".pipeline path[class^={kind}]" for kind in kinds)
+    outlines = f"{outlined}{{stroke:{colours['page']}}}" if edge else ""
+    return (
+        f".pipeline .page{{fill:{colours['page']}}}.pipeline .waiting{{fill:{colours['waiting']}}}"
+        f".pipeline .grid{{stroke:{colours['grid']}}}.pipeline text{{fill:{colours['ink']}}}{outlines}"
+    )
+
+
+SHADES = 4  # of each colour
+_ORDER = {kind: number for number, kind in enumerate(ChartKind)}
+
+
+class Paint(NamedTuple):
+    """A colour: of what kind, and how pale, from 0."""
+
+    kind: ChartKind
+    shade: int
+
+
+class Tile(NamedTuple):
+    """A rectangle: from when to when in seconds, from where to where in shares of its row's height."""
+
+    paint: Paint
+    start: float
+    end: float
+    low: float = 0.0
+    high: float = 1.0
+
+
+def paints(chart: PipelineChart) -> dict[tuple[int, int], int]:
+    """The shade of each stage and batch: by a rank's stages if it has several, else by turns of batches."""
+    loops = chart.loops()
+    several = any(loops.values())
+    keys = {(span.stage, span.batch) for row in chart.rows for span in row}
+    return {(stage, batch): loops[stage] % SHADES if several else batch % 2 for stage, batch in keys}
+
+
+def tiles(chart: PipelineChart, limit: int) -> tuple[list[list[Tile]], bool]:
+    """Every rank's rectangles, and whether each is one action.
+
+    More than ``limit`` are merged: actions of a short while become rectangles on top of each other, as high
+    as their kind's share of that while, so that a colour's area is still its seconds.
+    """
+    shades = paints(chart)
+    actions = sum(map(len, chart.rows))
+    if actions <= limit:
+        return [[_alone(span, shades) for span in row] for row in chart.rows], True
+    while_seconds = chart.seconds * len(chart.rows) / limit
+    while True:
+        rows = [list(_merged(row, shades, while_seconds)) for row in chart.rows]
+        number = sum(map(len, rows))
+        if number <= max(limit, 2 * len(rows)):
+            return rows, False
+        while_seconds *= max(1.1, number / limit)
+
+
+def _alone(span: ChartSpan, shades: dict[tuple[int, int], int]) -> Tile:
+    return Tile(Paint(span.kind, shades[span.stage, span.batch]), span.start, span.end)
+
+
+def _merged(row: Sequence[ChartSpan], shades: dict[tuple[int, int], int], seconds: float) -> Iterator[Tile]:
+    group: list[Tile] = []
+    for tile in (_alone(span, shades) for span in row):
+        if group and tile.end - group[0].start > seconds:
+            yield from _stacked(group)
+            group = []
+        group.append(tile)
+    yield from _stacked(group)
+
+
+def _stacked(group: Sequence[Tile]) -> Iterable[Tile]:
+    """One rectangle a colour, all as long as the group; what is left above them is waiting."""
+    if len(group) < 2:
+        yield from group
+        return
+    start, end = group[0].start, group[-1].end
+    shares: dict[Paint, float] = defaultdict(float)
+    for tile in group:
+        shares[tile.paint] += (tile.end - tile.start) / max(end - start, 1e-300)
+    low = 0.0
+    for paint, share in sorted(shares.items(), key=lambda item: (_ORDER[item[0].kind], item[0].shade)):
+        if share > 0.0:
+            yield Tile(paint, start, end, low, low + share)
+            low += share
+
 
 _TILES = 140_000  # about 25 bytes each
 _TOOLTIPS = 4_000  # about 200 bytes each

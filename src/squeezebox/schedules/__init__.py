@@ -16,9 +16,8 @@ from squeezebox.schedules._orders import (
     two_bw,
     zero_bubble,
 )
-from squeezebox.schedules._simulate import Costs, Span, Timeline, gathers, simulate
+from squeezebox.schedules._simulate import Costs, Span, Timeline, gathers, simulate, validate
 from squeezebox.schedules._table import FLOWS, PUBLISHED, SYNCHRONOUS, Published, make, published
-from squeezebox.schedules._validate import validate
 
 __all__ = [
     "FLOWS",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import count
 
 from squeezebox.schedules._action import Action, Kind, Schedule
-from squeezebox.schedules._validate import validate
+from squeezebox.schedules._simulate import validate
 from squeezebox.schema import OptionError, PlanError
 
 Passes = Iterator[tuple[Kind, int, int]]  # kind, stage and microbatch, of one rank

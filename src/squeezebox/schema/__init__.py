@@ -5,7 +5,6 @@ May touch: the standard library, and files whose paths callers pass; no tensor m
 """
 
 from squeezebox.schema._doors import door
-from squeezebox.schema._environment import CheckedEnvironment, CheckedPackage, EnvironmentFault, Fault
 from squeezebox.schema._errors import (
     AttachError,
     BudgetError,
@@ -23,15 +22,27 @@ from squeezebox.schema._errors import (
     SqueezeboxError,
     UnsupportedModelError,
 )
-from squeezebox.schema._fields import (
+from squeezebox.schema._files import (
     checked,
     checked_flat,
     decoded,
+    load_json,
     plain,
     plain_fields,
     plain_flat,
+    require_writable,
+    save_json,
+    write_whole,
 )
-from squeezebox.schema._files import load_json, require_writable, save_json, write_whole
+from squeezebox.schema._findings import (
+    CheckedEnvironment,
+    CheckedPackage,
+    CheckedStep,
+    EnvironmentFault,
+    Fault,
+    Redundancy,
+    Waste,
+)
 from squeezebox.schema._layout import Buffer, Layout, Operator
 from squeezebox.schema._pipeline import (
     Block,
@@ -61,7 +72,6 @@ from squeezebox.schema._plan import (
     TensorProfile,
     WeightsPlan,
 )
-from squeezebox.schema._redundancy import CheckedStep, Redundancy, Waste
 from squeezebox.schema._saved import (
     ArenaRecord,
     Check,
@@ -76,8 +86,20 @@ from squeezebox.schema._saved import (
     StepStatistics,
     TensorStatistics,
 )
-from squeezebox.schema._timeline import BoundRecord, Forecast, LiveSample, Span, StepTimeline, TimelineCell
-from squeezebox.schema._trace import Activity, Call, Kind, Peak, StepTrace, Storage
+from squeezebox.schema._trace import (
+    Activity,
+    BoundRecord,
+    Call,
+    Forecast,
+    Kind,
+    LiveSample,
+    Peak,
+    Span,
+    StepTimeline,
+    StepTrace,
+    Storage,
+    TimelineCell,
+)
 from squeezebox.schema._version import __version__
 
 __all__ = [

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from squeezebox.schema._errors import FormatError
-from squeezebox.schema._fields import checked, plain_fields
-from squeezebox.schema._files import load_json, save_json
+from squeezebox.schema._files import checked, load_json, plain_fields, save_json
 
 _VERSION = 3
 _AGAIN = "'squeezebox pipeline plan' or squeezebox.plan_pipeline(...)[0].save(path)"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from squeezebox.schema._fields import checked_flat, plain_flat
+from squeezebox.schema._files import checked_flat, plain_flat
 
 
 class Action(Enum):

@@ -23,24 +23,22 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from squeezebox.session._begin import begin
     from squeezebox.session._engine import Engine, attached
-    from squeezebox.session._packed_weights import codec_of
-    from squeezebox.session._places import plan_with_places, profile_with_places
-    from squeezebox.session._replanning import Replanning, shapes_of
-    from squeezebox.session._session import Session
+    from squeezebox.session._offload import codec_of, plan_with_places, profile_with_places
+    from squeezebox.session._policy import Replanning, shapes_of
+    from squeezebox.session._session import Session, begin
 else:  # hidden from type checkers, who would take any name for an attribute
     __getattr__ = door(
         __name__,
         {
-            "begin": "_begin",
+            "begin": "_session",
             "Engine": "_engine",
             "attached": "_engine",
-            "codec_of": "_packed_weights",
-            "plan_with_places": "_places",
-            "profile_with_places": "_places",
-            "Replanning": "_replanning",
-            "shapes_of": "_replanning",
+            "codec_of": "_offload",
+            "plan_with_places": "_offload",
+            "profile_with_places": "_offload",
+            "Replanning": "_policy",
+            "shapes_of": "_policy",
             "Session": "_session",
         },
     )

@@ -21,13 +21,10 @@ from squeezebox.memory import PeakMeter, Weights, live_bytes
 from squeezebox.optim import Updates
 from squeezebox.reports import StepPlan
 from squeezebox.schema import Action, AttachError, Region, Role
-from squeezebox.session._growth import Growth
 from squeezebox.session._offload import make_room, updates_of, weights_of
 from squeezebox.session._passes import Passes
-from squeezebox.session._policy import BoundPolicy, admit, refuse_unsound
-from squeezebox.session._records import Records
-from squeezebox.session._refreshes import Refreshes
-from squeezebox.session._replanning import Replanning, shapes_of
+from squeezebox.session._policy import BoundPolicy, Replanning, admit, refuse_unsound, shapes_of
+from squeezebox.session._records import Growth, Records, Refreshes
 from squeezebox.steps import (
     device_of,
     gradient_noise,

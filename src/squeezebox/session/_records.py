@@ -1,18 +1,33 @@
-"""Closed steps as the report shows them."""
+"""Closed steps as the report shows them, which ones gather statistics, and a session's state."""
 
 from __future__ import annotations
 
 import functools
+import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from squeezebox import bounds
-from squeezebox.capture import Collector, Row, Store
+from squeezebox.bounds import ControllerState
+from squeezebox.capture import Collector, Recorder, Row, Store
 from squeezebox.memory import Peak
-from squeezebox.reports import StepPlan
-from squeezebox.schema import ArenaRecord, BoundRecord, Check, StepRecord
+from squeezebox.reports import StepPlan, human_bytes
+from squeezebox.schema import (
+    ArenaRecord,
+    BoundRecord,
+    Check,
+    FormatError,
+    MemoryGrowthWarning,
+    Role,
+    StepRecord,
+)
 from squeezebox.session._policy import BoundPolicy
+from squeezebox.steps import names_of
 
 _HISTORY = 128  # refreshes whose bounds are remembered: those of 11,000 steps
 
@@ -111,3 +126,133 @@ def bounds_of(step: int, rows: list[Row]) -> BoundRecord:
     """The bounds that a step's lossy tensors had."""
     found = {row.key: row.absolute_bound for row in rows if row.absolute_bound > 0.0}
     return BoundRecord(step=step, bounds=found)
+
+
+_WINDOW = 16  # steps, of which the least counts: what comes and goes is not growth
+_WINDOWS = 5
+_LEAST_BYTES = 32 * 2**20
+_LEAST_SHARE = 0.05
+
+
+@dataclass(slots=True)
+class Growth:
+    """Watches the bytes that a process holds before each step; warns once.
+
+    The alarm is raised when the least of each window of 16 steps is above the one before, over five windows,
+    by 32 MiB and a twentieth altogether; it is added to ``notes``.
+    """
+
+    notes: dict[str, None]
+    _told: bool = False
+    _window: list[int] = field(default_factory=list)
+    _least: list[int] = field(default_factory=list)
+
+    def observe(self, nbytes: int | None) -> None:
+        """Bytes held before a step; None: unknown."""
+        if nbytes is None or self._told:
+            return
+        self._window.append(nbytes)
+        if len(self._window) < _WINDOW:
+            return
+        self._least = [*self._least[1 - _WINDOWS :], min(self._window)]
+        self._window.clear()
+        first, last = self._least[0], self._least[-1]
+        rises = all(earlier < later for earlier, later in zip(self._least, self._least[1:], strict=False))
+        if len(self._least) == _WINDOWS and rises and last - first >= max(_LEAST_BYTES, _LEAST_SHARE * first):
+            self._alarm(first, last)
+
+    def _alarm(self, first: int, last: int) -> None:
+        steps = _WINDOW * (_WINDOWS - 1)
+        note = (
+            f"memory held between steps grew from {human_bytes(first)} to {human_bytes(last)} in {steps} "
+            f"steps, {human_bytes((last - first) / steps)} a step: look for what keeps tensors, such as "
+            "losses that are gathered without .item()"
+        )
+        self.notes[note] = None
+        self._told = True
+        warnings.warn(note, MemoryGrowthWarning, stacklevel=2)
+
+
+_UNKNOWN_COUNT = 64  # lossy tensors of a model, before the first step has counted them
+_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # multiples of it spread evenly over the unit interval
+
+
+class Refreshes:
+    """Of one session.
+
+    ``counts`` are a step's lossy tensors: True for those of weighted layers, False for others. Where
+    ``sums_errors``, a refresh also measures the error of all tensors together.
+    """
+
+    def __init__(self, policy: BoundPolicy, checks_per_refresh: int) -> None:
+        self.counts = {True: _UNKNOWN_COUNT, False: _UNKNOWN_COUNT}
+        self.collector: Collector | None = None  # of the running step, if that is a refresh
+        self.sums_errors = True
+        self._policy, self._checks_per_refresh = policy, checks_per_refresh
+
+    def due(self, step: int) -> bool:
+        """Whether this step gathers statistics."""
+        controller = self._policy.controller
+        return step >= 0 and controller is not None and controller.due(step)
+
+    def begin(self, recorder: Recorder, model: torch.nn.Module, step: int) -> None:
+        """Gather them from now on, if they are due."""
+        if self.due(step):
+            found = Collector(recorder.store, names_of(model), self._is_checked, step)
+            if not self.sums_errors:
+                found.total.fail()
+            self.collector = recorder.collector = found
+
+    def end(self, recorder: Recorder) -> Collector | None:
+        """Take the hooks off the graph; what they gathered, if they did."""
+        found, self.collector, recorder.collector = self.collector, None, None
+        if found is not None:
+            found.close()
+        return found
+
+    def _is_checked(self, weighted: bool, number: int) -> bool:
+        """Whether the lossy tensor of this running number is checked now; turns cover all evenly."""
+        count = max(self.counts[weighted], 1)
+        first = int(self._policy.state.updates * _GOLDEN % 1.0 * count)
+        return number < count and (number - first) % count < self._checks_per_refresh
+
+
+STATE_VERSION = 2
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Where a session was. ``counts`` are its lossy tensors, weighted ones or not.
+
+    ``regions`` counts what the model's own checkpointing saves in a step.
+    """
+
+    controller: ControllerState
+    step: int
+    late_values: dict[str, Role]
+    counts: dict[bool, int]
+    regions: int
+
+
+def read_state(state: Mapping[str, Any]) -> State:
+    """From plain values; FormatError if they are damaged or of a newer version."""
+    version = state.get("version")
+    if version != STATE_VERSION:
+        raise FormatError(
+            f"session state has version {version}; this Squeezebox reads version {STATE_VERSION}. "
+            "Upgrade squeezebox, or start a new session."
+        )
+    try:
+        weighted, others = (int(count) for count in state["counts"])
+        return State(
+            controller=ControllerState.from_dict(dict(state["controller"])),
+            step=int(state["step"]),
+            late_values={str(key): Role(role) for key, role in state["late_values"].items()},
+            counts={True: weighted, False: others},
+            regions=int(state.get("regions", 0)),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise FormatError(
+            f"session state has fields {sorted(state)}, of which one is missing or damaged ({error}). "
+            "Pass the object that state_dict() gave, or start a new session."
+        ) from error

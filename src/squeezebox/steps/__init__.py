@@ -17,8 +17,10 @@ from squeezebox.steps._models import (
     tensors_in,
     ungraded,
 )
-from squeezebox.steps._samples import (
+from squeezebox.steps._step import (
     LossFunction,
+    Progress,
+    TrainingStep,
     apart,
     batch_of,
     check_loss,
@@ -28,7 +30,6 @@ from squeezebox.steps._samples import (
     mapped,
     resize,
 )
-from squeezebox.steps._step import Progress, TrainingStep
 
 __all__ = [
     "LossFunction",

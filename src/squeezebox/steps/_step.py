@@ -1,16 +1,106 @@
-"""One training step as its user runs it."""
+"""One training step as its user runs it: model, samples and loss."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from squeezebox.memory import DiskFolder
-from squeezebox.steps._models import random_states, restored, ungraded
-from squeezebox.steps._samples import LossFunction, batch_of, resize
+from squeezebox.memory import DiskFolder, lacks_memory
+from squeezebox.schema import OptionError, SqueezeboxError
+from squeezebox.steps._models import random_states, restored, tensors_in, ungraded
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+def check_sample(sample: Any, loss_fn: LossFunction | None) -> tuple[tuple[Any, Any], LossFunction]:
+    """Both as they are."""
+    if not isinstance(sample, (tuple, list)) or len(sample) != 2 or loss_fn is None:
+        raise OptionError("a plan needs sample=(inputs, target) and loss_fn=, to see what a step saves.")
+    return (sample[0], sample[1]), loss_fn
+
+
+def batch_of(sample: tuple[Any, Any]) -> int:
+    """First size of the first of the sample's inputs that has one; 0 if none has."""
+    return next((tensor.shape[0] for tensor in tensors_in(sample[0]) if tensor.dim()), 0)
+
+
+def resize(sample: tuple[Any, Any], batch: int, size: int) -> tuple[Any, Any]:
+    """The sample with ``size`` instead of ``batch`` rows, cut off or repeated."""
+    if size == batch:
+        return sample
+
+    def resized(tensor: torch.Tensor, multiple: bool) -> torch.Tensor:
+        rows = tensor.shape[0] if tensor.dim() else 0
+        if rows == 0 or rows % batch or (rows > batch and not multiple):
+            return tensor
+        needed = rows // batch * size
+        with torch.no_grad():
+            repeated = torch.cat([tensor] * math.ceil(needed / rows)) if needed > rows else tensor
+            return repeated[:needed].clone().requires_grad_(tensor.requires_grad)
+
+    inputs, target = sample
+    return mapped(lambda t: resized(t, False), inputs), mapped(lambda t: resized(t, True), target)
+
+
+def mapped(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
+    """The same tuples, lists and dictionaries with their tensors changed."""
+    if isinstance(values, torch.Tensor):
+        return change(values)
+    if isinstance(values, Mapping):
+        return {key: mapped(change, value) for key, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        changed = [mapped(change, value) for value in values]
+        return type(values)(*changed) if hasattr(values, "_fields") else type(values)(changed)
+    return values
+
+
+def apart(values: Any) -> Any:
+    """The same values cut off from whatever made them, so that backward ends there."""
+    if not any(tensor.requires_grad for tensor in tensors_in(values)):
+        return values
+    return mapped(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), values)
+
+
+def described(values: Any) -> str:
+    """Shapes and dtypes of the tensors within."""
+    found = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors_in(values)]
+    return ", ".join(found) or f"no tensor ({type(values).__name__})"
+
+
+@contextlib.contextmanager
+def explained(inputs: Any, target: Any) -> Iterator[None]:
+    """Errors of the model or the loss say what they were given."""
+    try:
+        yield
+    except SqueezeboxError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        if lacks_memory(error):
+            raise
+        why = str(error).rstrip(".")
+        raise OptionError(
+            f"the model or the loss fails on the sample with inputs {described(inputs)} and target "
+            f"{described(target)}: {type(error).__name__}: {why}. Give sample=(inputs, target) as a "
+            "training step gets them; several inputs are a tuple."
+        ) from error
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse what backward cannot start from."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = f"a tensor {described(loss)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        raise OptionError(f"loss_fn returned {what}; backward starts from one number, such as its mean.")
+    if not loss.requires_grad:
+        raise OptionError(
+            "loss_fn returned a tensor that does not depend on any parameter by differentiable operations "
+            "(detached, argmax, frozen parameters, or inside torch.no_grad()), so there is no backward."
+        )
+
 
 Progress = Callable[[int, int, str], None]  # units done, of how many, and what the last one was
 

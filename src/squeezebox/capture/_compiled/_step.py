@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from squeezebox.capture._compiled._bits import BitRule, Matcher
+from squeezebox.capture._compiled._codes import BitRule, Matcher
 from squeezebox.reports import CompiledReport
 from squeezebox.schema import AttachError, SqueezeboxError
 
