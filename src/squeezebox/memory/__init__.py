@@ -13,7 +13,6 @@ from squeezebox.memory._chunks import CHUNK_BYTES
 from squeezebox.memory._disk import DiskFile, DiskFolder, disk_folder, usual_folder
 from squeezebox.memory._disk_speed import DiskSpeed, disk_speed
 from squeezebox.memory._peak import Peak, PeakMeter, Recording
-from squeezebox.memory._problem import layout_csv, read_buffers
 from squeezebox.memory._reserve import HEADROOM, Reserve, Room, aligned
 from squeezebox.memory._room import (
     asked_bytes,
@@ -100,7 +99,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from squeezebox.memory._layout import Packer, layout, verify
-    from squeezebox.memory._problem import Problem
+    from squeezebox.memory._problem import Problem, layout_csv, read_buffers
     from squeezebox.memory._search import search
     from squeezebox.memory._sharing import safe_sharing
     from squeezebox.memory._somas import somas
@@ -110,6 +109,8 @@ else:
         "Packer": "_layout",
         "Problem": "_problem",
         "layout": "_layout",
+        "layout_csv": "_problem",
+        "read_buffers": "_problem",
         "safe_sharing": "_sharing",
         "search": "_search",
         "somas": "_somas",
