@@ -106,8 +106,8 @@ def main() -> None:
         "|---|---|---|---|---|---|",
         *(row(name, each) for name, each in figures.items()),
         "",
-        f"`squeezebox.check_environment(['torch'])` took {environment:.1f} s: {package.files} files, byte "
-        f"code of {package.byte_code_files}, classes of {package.loaded} loaded modules; nothing was wrong.",
+        f"`squeezebox.check_environment(['torch'])` took {environment:.1f} s: {package.files} files, "
+        f"classes of {package.loaded} loaded modules; nothing was wrong.",
     ]
     payload = {"steps": figures, "environment_seconds": environment}
     _report.write("doctor", payload, "\n".join(table))

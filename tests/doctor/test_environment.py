@@ -7,22 +7,18 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
-import marshal
 import os
 import pickle
 import py_compile
 import sys
-from pathlib import Path
 
 import pytest
 from torch import nn
 from torch.fx import symbolic_trace
 
 import squeezebox
-from squeezebox.doctor._byte_code import what_is_wrong
 from squeezebox.doctor._environment import _faults_of, _import_apart, _import_here, _unmet
-from squeezebox.doctor._forwards import check_forwards, loaded_modules
-from squeezebox.doctor._packages import _Comparer, check_byte_code, check_files, installed
+from squeezebox.doctor._packages import check_files, check_forwards, installed, loaded_modules
 from squeezebox.schema import Fault, OptionError
 
 LAYERS = """
@@ -128,8 +124,7 @@ def planted(tmp_path, monkeypatch):
     (info / "RECORD").write_text("".join(lines) + "planted-1.0.dist-info/RECORD,,\n")
     for name in FILES:
         if name.endswith(".py"):
-            for level in (0, 1, 2):
-                py_compile.compile(str(tmp_path / name), optimize=level)
+            py_compile.compile(str(tmp_path / name))
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     importlib.invalidate_caches()
     yield tmp_path
@@ -142,9 +137,8 @@ def check(**options):
 
 
 def faults():
-    """Of files and byte code."""
-    package = installed("planted")
-    found = [*check_files(package, ignore), *check_byte_code(package, ignore)[1]]
+    """Of files."""
+    found = check_files(installed("planted"), ignore)
     return [(each.fault, os.path.basename(each.subject)) for each in found]
 
 
@@ -163,7 +157,7 @@ def test_a_clean_package_is_silent(planted):
     assert found.healthy and found.figures.faults == ()
     (package,) = found.figures.packages
     assert (package.name, package.version, package.skipped) == ("planted", "1.0", "")
-    assert (package.files, package.byte_code_files, package.loaded) == (4, 9, 3)
+    assert (package.files, package.loaded) == (4, 3)
     assert "torch" in found.figures.facts and "planted" in str(found)
     assert json.loads(json.dumps(found.to_dict()))["healthy"]
 
@@ -182,85 +176,6 @@ def test_changed_missing_and_added_files_are_named_and_nothing_of_them_is_run(pl
         (Fault.MISSING, "decorators.py"),
     ]
     assert "planted" not in sys.modules
-
-
-def rewritten(path, source, **header):
-    """Byte code of other source, under the header that was there."""
-    data = path.read_bytes()
-    code = compile(source, str(path), "exec", optimize=header.pop("optimize", -1))
-    path.write_bytes(header.get("header", data[:16]) + marshal.dumps(code))
-
-
-@pytest.mark.parametrize("level", ["", "1", "2"])
-def test_byte_code_that_its_source_does_not_make_is_named(planted, level):
-    source = planted / "planted/layers.py"
-    path = importlib.util.cache_from_source(str(source), optimization=level)
-    changed = LAYERS.replace("scale = 1.0", "scale = 1.5")
-    rewritten(planted / path, changed, optimize=int(level or 0))
-    assert faults() == [(Fault.BYTE_CODE, os.path.basename(path))]
-
-
-def wrong(folder, text, header=None, data=None):
-    """What is found wrong with byte code beside the source ``text``, where other code or data was put."""
-    source = folder / "module.py"
-    source.write_text(text)
-    path = folder / "module.pyc"
-    py_compile.compile(
-        str(source), str(path), invalidation_mode=header or py_compile.PycInvalidationMode.TIMESTAMP
-    )
-    if data is not None:
-        path.write_bytes(path.read_bytes()[:16] + data)
-    return what_is_wrong(str(source), str(path), 0)
-
-
-def other(text):
-    return marshal.dumps(compile(text, "module.py", "exec"))
-
-
-CHECKED, UNCHECKED = (
-    py_compile.PycInvalidationMode.CHECKED_HASH,
-    py_compile.PycInvalidationMode.UNCHECKED_HASH,
-)
-SAME = "x = (1, 2.0, -0.0, 'a', b'b', frozenset({1, 2}), None, ...)\nf = lambda y: {y in {1, 2}: 3j}\n"
-
-
-@pytest.mark.parametrize("header", [None, CHECKED, UNCHECKED])
-def test_byte_code_is_compared_constant_by_constant(tmp_path, header):
-    assert wrong(tmp_path, SAME, header) == ""
-    assert wrong(tmp_path, SAME, header, other(SAME)) == ""
-    for old, new in (("1, 2.0", "1.0, 2.0"), ("1, 2.0", "True, 2.0"), ("-0.0", "0.0"), ("3j", "4j")):
-        assert "another code" in wrong(tmp_path, SAME, header, other(SAME.replace(old, new)))
-    assert "cannot be read" in wrong(tmp_path, SAME, header, b"")
-    assert "holds a int" in wrong(tmp_path, SAME, header, marshal.dumps(3))
-
-
-def test_byte_code_that_is_out_of_date_is_not_loaded_and_no_fault(tmp_path):
-    for header, expected in ((None, ""), (CHECKED, ""), (UNCHECKED, "another code than the source's")):
-        wrong(tmp_path, "x = 1\n", header)
-        (tmp_path / "module.py").write_text("x = 1000\n")
-        found = what_is_wrong(str(tmp_path / "module.py"), str(tmp_path / "module.pyc"), 0)
-        assert found == expected
-
-
-def test_byte_code_that_would_take_all_memory_is_named_and_the_rest_still_compared(planted):
-    first, second = (
-        planted / importlib.util.cache_from_source(str(planted / f"planted/{name}.py"))
-        for name in ("layers", "decorators")
-    )
-    first.write_bytes(first.read_bytes()[:16] + b"(" + b"\xff\xff\xff\x7f")  # a tuple of 2**31 - 1
-    rewritten(second, "x = 1")
-    assert faults() == [(Fault.BYTE_CODE, first.name), (Fault.BYTE_CODE, second.name)]
-
-
-def test_a_reader_that_ends_is_begun_anew(tmp_path):
-    (tmp_path / "module.py").write_text("x = 1\n")
-    path = py_compile.compile(str(tmp_path / "module.py"))
-    with _Comparer() as comparer:
-        comparer._process.kill()
-        comparer._process.wait()
-        pair = tmp_path / "module.py", Path(path), 0
-        assert "ends the interpreter" in comparer.ask(pair)
-        assert comparer.ask(pair) == ""
 
 
 def evil(self, x):

@@ -356,9 +356,6 @@ def doctor(
     packages: Annotated[
         str | None, typer.Option(help="Check and import these: timm,transformers (default: usual ones).")
     ] = None,
-    byte_code: Annotated[
-        bool, typer.Option("--byte-code/--no-byte-code", help="Whether to compile all their sources.")
-    ] = True,
     as_json: Json = False,
 ) -> None:
     """Check a training step, or without one the environment.
@@ -372,7 +369,7 @@ def doctor(
 
     found = None if step is None else examine_step(step, batch, as_device)
     wanted = step is None or packages is not None
-    show(found, examine_environment(packages, byte_code) if wanted else None, as_json)
+    show(found, examine_environment(packages) if wanted else None, as_json)
 
 
 @app.command()

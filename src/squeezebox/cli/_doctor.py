@@ -31,7 +31,7 @@ def examine_step(name: str, batch: str | None, as_device: bool) -> StepCheck:
         return found
 
 
-def examine_environment(packages: str | None, byte_code: bool) -> EnvironmentCheck:
+def examine_environment(packages: str | None) -> EnvironmentCheck:
     """Check packages joined by commas, or those for models that are installed.
 
     Raises:
@@ -39,7 +39,7 @@ def examine_environment(packages: str | None, byte_code: bool) -> EnvironmentChe
     """
     names = None if packages is None else [name.strip() for name in packages.split(",")]
     with progress("checking") as on_progress:
-        return squeezebox.check_environment(names, byte_code=byte_code, on_progress=on_progress)
+        return squeezebox.check_environment(names, on_progress=on_progress)
 
 
 def show(step: StepCheck | None, environment: EnvironmentCheck | None, as_json: bool) -> None:

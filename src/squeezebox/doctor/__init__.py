@@ -1,7 +1,7 @@
 """What a training step does needlessly, and whether the environment is as it was installed.
 
 In: a function that takes a step, names of packages. Out: findings by line of Python, faults by package.
-May touch: sources and byte code of installed packages, to read them; processes that import them.
+May touch: files of installed packages, to read them; processes that import them.
 """
 
 from __future__ import annotations

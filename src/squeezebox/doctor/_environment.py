@@ -15,8 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from squeezebox.doctor._forwards import check_forwards, loaded_modules
-from squeezebox.doctor._packages import Installed, check_byte_code, check_files, installed
+from squeezebox.doctor._packages import Installed, check_files, check_forwards, installed, loaded_modules
 from squeezebox.profiling import free_bytes
 from squeezebox.reports import EnvironmentCheck, human_bytes
 from squeezebox.schema import (
@@ -43,25 +42,23 @@ _COMPILERS = ("g++", "clang++", "c++", "cl")
 
 
 def check_environment(
-    packages: Iterable[str] | None = None, *, byte_code: bool = True, on_progress: Progress | None = None
+    packages: Iterable[str] | None = None, *, on_progress: Progress | None = None
 ) -> EnvironmentCheck:
     """Check versions and devices, and whether installed packages still are what was installed.
 
-    Of each package: whether its files have the hashes of its RECORD, with none missing and none added;
-    whether the byte code that Python would load is what its source compiles to; and whether the loaded
-    classes' ``forward``, ``__call__`` and ``backward`` are what their source defines (always asked of
-    torch). This is no protection against somebody who can also write the RECORD.
+    Of each package: whether its files have the hashes of its RECORD, with none missing and none added, and
+    whether the loaded classes' ``forward``, ``__call__`` and ``backward`` are what their source defines
+    (always asked of torch). This is no protection against somebody who can also write the RECORD.
 
     Args:
         packages: names of distributions, which are then imported too, unless their files are not as
             installed. None: those of a list of packages for models that are installed, as far as they
             are loaded.
-        byte_code: compiling a large package takes a while; False leaves it out.
         on_progress: called with (done, total, note).
 
     Returns:
-        Versions, devices, and for each package how many files, byte code and classes were looked at and which
-        are not as installed. As text, ``to_dict()`` and ``save(path)``.
+        Versions, devices, and for each package how many files and classes were looked at and which are
+        not as installed. As text, ``to_dict()`` and ``save(path)``.
 
     Raises:
         OptionError: a named package is not installed.
@@ -73,7 +70,7 @@ def check_environment(
     checked, faults = list[CheckedPackage](), list[EnvironmentFault]()
     chosen = list(_chosen(packages))
     for package in chosen:
-        row, found = _examined(package, byte_code, progress)
+        row, found = _examined(package, progress)
         if not found and packages is not None:
             found = _faults_of(_import_here, package)
         elif not found and package.name in _BUILT_FOR_ONE_TORCH:
@@ -109,15 +106,11 @@ def _with_torch(packages: list[Installed]) -> list[Installed]:
     return packages if torch_itself is None else [*packages, torch_itself]
 
 
-def _examined(
-    package: Installed, byte_code: bool, progress: Progress
-) -> tuple[CheckedPackage, list[EnvironmentFault]]:
+def _examined(package: Installed, progress: Progress) -> tuple[CheckedPackage, list[EnvironmentFault]]:
     row = CheckedPackage(name=package.name, version=package.version, skipped=package.skipped)
     if package.skipped:
         return row, []
-    faults = list(check_files(package, progress))
-    number, found = check_byte_code(package, progress) if byte_code else (0, [])
-    return replace(row, files=len(package.hashed), byte_code_files=number), faults + found
+    return replace(row, files=len(package.hashed)), list(check_files(package, progress))
 
 
 def _faults_of(run: Callable[[str], str], package: Installed) -> list[EnvironmentFault]:

@@ -151,7 +151,4 @@ def _from_dict(values: Any) -> EnvironmentCheck:
 def _package(package: CheckedPackage) -> str:
     if package.skipped:
         return f"{package.version}, not checked: {package.skipped}"
-    return (
-        f"{package.version}, checked {package.files} files, byte code of {package.byte_code_files}, "
-        f"classes of {package.loaded} loaded modules"
-    )
+    return f"{package.version}, checked {package.files} files, classes of {package.loaded} loaded modules"

@@ -65,7 +65,6 @@ class Fault(enum.Enum):
     CHANGED = "changed since it was installed"
     MISSING = "missing"
     ADDED = "not of the package's installation"
-    BYTE_CODE = "byte code that its source does not make"
     PATCHED = "not what its source defines"
     BROKEN = "does not work here"
 
@@ -87,7 +86,6 @@ class CheckedPackage:
     name: str
     version: str
     files: int = 0
-    byte_code_files: int = 0
     loaded: int = 0
     skipped: str = ""
 
