@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from squeezebox import codecs
-from squeezebox.capture._arena import Arena
-from squeezebox.capture._layouts import Scale, flattened, give_sign, placeholder
+from squeezebox.capture._layouts import Arena, Scale, flattened, give_sign, placeholder
 from squeezebox.capture._lineage import Derivation, Origin, Recipe, derivation
 from squeezebox.capture._onlooker import spent_on
 from squeezebox.memory import HostSlot, Lender, Slot

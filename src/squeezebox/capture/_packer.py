@@ -12,11 +12,10 @@ from typing import Any, Protocol
 import torch
 
 from squeezebox import codecs
-from squeezebox.capture._arena import Arena
 from squeezebox.capture._device import DeviceBlocks, table_bytes
 from squeezebox.capture._entries import Entry, Handle, Row
 from squeezebox.capture._held import Held, Kept, Offloaded, Packed, Recomputed, Sign, Staged, again
-from squeezebox.capture._layouts import Scale, dither_of, flattened, lag_of, scale_of, why_no_interval
+from squeezebox.capture._layouts import Arena, Scale, dither_of, flattened, lag_of, scale_of, why_no_interval
 from squeezebox.capture._lineage import Recipe
 from squeezebox.capture._onlooker import Onlooker, ignored, spent_on
 from squeezebox.capture._rules import Rule

@@ -5,12 +5,11 @@ and their Link. Out: a Plan, or PipelinePlans, or why there is none.
 May touch: squeezebox.schedules, squeezebox.schema, numpy, and scipy for the optimum; no torch.
 """
 
-from squeezebox.planner._batches import at_batch, largest_batch
+from squeezebox.planner._batches import at_batch, free_slices, in_slices, largest_batch, slicings
 from squeezebox.planner._greedy import first_fit, peak, solve
 from squeezebox.planner._milp import optimum
 from squeezebox.planner._pipeline import plan_pipeline
 from squeezebox.planner._shortage import floor, planned_peak, shortage, smallest
-from squeezebox.planner._slices import free_slices, in_slices, slicings
 from squeezebox.planner._split import (
     ReplicatedSplit,
     ReplicatedStage,

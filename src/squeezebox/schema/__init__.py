@@ -43,7 +43,6 @@ from squeezebox.schema._findings import (
     Redundancy,
     Waste,
 )
-from squeezebox.schema._layout import Buffer, Layout, Operator
 from squeezebox.schema._pipeline import (
     Block,
     Holding,
@@ -89,10 +88,13 @@ from squeezebox.schema._saved import (
 from squeezebox.schema._trace import (
     Activity,
     BoundRecord,
+    Buffer,
     Call,
     Forecast,
     Kind,
+    Layout,
     LiveSample,
+    Operator,
     Peak,
     Span,
     StepTimeline,

@@ -1,4 +1,4 @@
-"""What one training step allocates, when, for whom and for how long; and where its time goes."""
+"""What one training step allocates, when, for whom and for how long, and where buffers lie in one block."""
 
 from __future__ import annotations
 
@@ -7,8 +7,49 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from squeezebox.schema._layout import Buffer
 from squeezebox.schema._saved import StepRecord
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Buffer:
+    """Bytes that nobody else may touch during [lower, upper), counted in steps of time."""
+
+    name: str
+    lower: int
+    upper: int
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Where buffers lie in an arena of ``nbytes``.
+
+    ``offsets`` are in the order of the buffers, in bytes from the arena's start, each a multiple of
+    ``alignment``. No arrangement with that alignment needs fewer than ``lower_bound_bytes``: so much must be
+    there at the same time. ``packer`` names the algorithm that found the offsets.
+    """
+
+    offsets: tuple[int, ...]
+    nbytes: int
+    lower_bound_bytes: int
+    alignment: int
+    packer: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operator:
+    """What is issued to a stream: the names of the tensors it reads and writes.
+
+    It runs after the operator issued before it to the same stream, after those that first write what it
+    reads or writes, and after those called ``waits``, as by an event recorded behind each of these. It may
+    run at the same time as any other.
+    """
+
+    name: str
+    stream: str
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    waits: tuple[str, ...] = ()
 
 
 class Kind(Enum):
