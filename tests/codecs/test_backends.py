@@ -161,6 +161,23 @@ def test_blocks_without_room_go_elsewhere_or_are_counted(ours: Backend) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("scaled", (False, True))
+@pytest.mark.parametrize("keep_sign", (False, True))
+def test_planes(ours: Backend, dtype: torch.dtype, scaled: bool, keep_sign: bool) -> None:
+    scale = torch.tensor([0.5, 3.0, 1e-3, 1e-39], device=ours.device) if scaled else None
+    hostile = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0], device=ours.device, dtype=dtype)
+    kinds = [*ours.inputs(dtype), torch.cat([hostile, hostile.new_ones(600) * 70])]
+    if ours.name == "triton":  # few programs, for the interpreter
+        kinds = [torch.cat([x[:300] for x in kinds])]
+    for x in (*kinds, hostile[:0]):
+        for bound in (1e-3, 0.2, 0.0, 1e38):
+            options = (bound, keep_sign, scale, 7)
+            packed = ours("pack_planes")(x, *options)
+            assert same(packed, REFERENCE["pack_planes"](x, *options))
+            assert decoded_alike(ours, "unpack_planes", packed, options, x)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_flags(ours: Backend, dtype: torch.dtype) -> None:
     for x in ours.inputs(dtype):
         assert same(ours("pack_positive")(x), REFERENCE["pack_positive"](x))

@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 from squeezebox.codecs._triton import _block_kernels as blocks
 from squeezebox.codecs._triton import _flag_kernels as flags
 from squeezebox.codecs._triton import _group_kernels as groups
+from squeezebox.codecs._triton import _plane_kernels as planes
 from squeezebox.codecs._triton._launch import SHAPES
 
 def compiled(kernel, types, **constants):
@@ -43,6 +44,10 @@ for dtype, bits in (("fp32", 4), ("bf16", 3), ("fp16", 8)):
     options = {"SCALED": bits != 4, "DITHERED": bits != 8, "ITEM_BYTES": 4 if dtype == "fp32" else 2}
     for kernel in (blocks._pack, blocks._unpack):
         compiled(kernel, types, **options)
+    types |= {"heads": "*i16", "ends": "*i64", "least": "fp32", "most": "fp32", "ahead": "fp32", "largest": "i32"}
+    for placed in (False, True):
+        compiled(planes._pack, types, SCALED=bits != 4, PLACED=placed, BLOCKS=8)
+    compiled(planes._unpack, types, SCALED=bits != 4, BLOCKS=8)
 types = {"codes": "*u8", "packed": "*u8", "numel": "i32", "groups": "i32"}
 for kernel, bits in itertools.product((flags._pack_codes, flags._unpack_codes), (2, 3)):
     compiled(kernel, types, **shaped(bits))

@@ -222,7 +222,7 @@ def _register() -> None:
             LIBRARY.impl(name, _compiled_first(kernel, _family(name)), "CPU")
     if find_spec("triton") is not None:
         for name, *_ in OPERATORS:
-            if not name.endswith(("chunks", "planes", *_STATES)):
+            if not name.endswith(("chunks", *_STATES)):
                 LIBRARY.impl(name, _in_triton(name), "CUDA")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from squeezebox.codecs._triton import _block_kernels, _flag_kernels, _group_kernels
+from squeezebox.codecs._triton import _block_kernels, _flag_kernels, _group_kernels, _plane_kernels
 
 KERNELS: dict[str, Callable[..., Any]] = {
     "pack_zero": _group_kernels.pack_zero,
@@ -22,6 +22,8 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "unpack_bits": _flag_kernels.unpack_bits,
     "pack_blocks": _block_kernels.pack_blocks,
     "unpack_blocks": _block_kernels.unpack_blocks,
+    "pack_planes": _plane_kernels.pack_planes,
+    "unpack_planes": _plane_kernels.unpack_planes,
     "pack_codes": _flag_kernels.pack_codes,
     "unpack_codes": _flag_kernels.unpack_codes,
     "pack_offsets": _flag_kernels.pack_offsets,
