@@ -44,7 +44,8 @@ for dtype, bits in (("fp32", 4), ("bf16", 3), ("fp16", 8)):
     options = {"SCALED": bits != 4, "DITHERED": bits != 8, "ITEM_BYTES": 4 if dtype == "fp32" else 2}
     for kernel in (blocks._pack, blocks._unpack):
         compiled(kernel, types, **options)
-    types |= {"heads": "*i16", "ends": "*i64", "least": "fp32", "most": "fp32", "ahead": "fp32", "largest": "i32"}
+    types |= {"heads": "*i16", "ends": "*i64", "least": "fp32", "most": "fp32", "ahead": "fp32"}
+    types |= {"largest": "i32"}
     for placed in (False, True):
         compiled(planes._pack, types, SCALED=bits != 4, PLACED=placed, BLOCKS=8)
     compiled(planes._unpack, types, SCALED=bits != 4, BLOCKS=8)

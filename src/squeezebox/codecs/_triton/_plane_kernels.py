@@ -171,7 +171,11 @@ def _ahead(keep_sign: bool) -> float:
 
 
 def _launch(
-    kernel: triton.JITFunction, blocks: int, arguments: tuple[object, ...], scale: Tensor | None, **named: bool
+    kernel: triton.JITFunction,
+    blocks: int,
+    arguments: tuple[object, ...],
+    scale: Tensor | None,
+    **named: bool,
 ) -> None:
     """Run over all blocks, on the device of the first argument, without fusing roundings away."""
     first = arguments[0]
