@@ -137,7 +137,8 @@ def pack_planes(
         return _planes.pack_planes(flat, bound, keep_sign, scale, inner)
     blocks = -(-flat.numel() // _planes.BLOCK)
     heads = flat.new_empty(blocks, dtype=torch.int16)
-    options = (*_planes.usable_steps(bound, flat.dtype), _ahead(keep_sign), _planes.LARGEST[flat.dtype], inner)
+    steps, largest = _planes.usable_steps(bound, flat.dtype), _planes.LARGEST[flat.dtype]
+    options = (*steps, _ahead(keep_sign), largest, inner)
     ends, packed = heads, heads  # not there yet, and not looked at
     for placed in (False, True):
         if placed:
