@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 import squeezebox
+from squeezebox.cli._estimate import require_step
 from squeezebox.cli._memory import memory
 from squeezebox.cli._pipeline import pipeline
-from squeezebox.cli._plan import require_step
 from squeezebox.cli._show import progress
 
 app = typer.Typer(
@@ -70,7 +70,7 @@ def estimate(
 
     MODULE is looked for in the current directory first.
     """
-    from squeezebox.cli._plan import call_factory, load_factory, load_loss, parse_shape
+    from squeezebox.cli._estimate import call_factory, load_factory, load_loss, parse_shape
 
     require_step(input, batch)
     with progress("estimating"):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import squeezebox
-from squeezebox.cli._plan import load_call
+from squeezebox.cli._estimate import load_call
 from squeezebox.cli._show import progress
 from squeezebox.schema import OptionError, SqueezeboxError
 

@@ -6,7 +6,7 @@ import functools
 import json
 
 import squeezebox
-from squeezebox.cli._plan import call_factory, load_factory
+from squeezebox.cli._estimate import call_factory, load_factory
 from squeezebox.cli._show import progress
 from squeezebox.reports import EnvironmentCheck, StepCheck
 from squeezebox.schema import SqueezeboxError

@@ -18,17 +18,8 @@ import torch
 from torch import nn
 
 from squeezebox import pipeline
-from squeezebox.cli._plan import (
-    load_factory,
-    load_loss,
-    load_model,
-    load_sample,
-    needed_arguments,
-    parse_shape,
-    random_inputs,
-    require_step,
-    stand_in,
-)
+from squeezebox.cli._estimate import load_factory, load_loss, needed_arguments, parse_shape, require_step
+from squeezebox.cli._plan import load_model, load_sample, random_inputs, stand_in
 from squeezebox.cli._show import progress
 from squeezebox.planning import attach_stages, peak_meter, plan_pipeline
 from squeezebox.profiling import optimizer_named
