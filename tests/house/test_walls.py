@@ -4,6 +4,7 @@ import-linter (layers, private files, torch-free rooms) runs in scripts/check.
 """
 
 import ast
+import graphlib
 import runpy
 import subprocess
 import sys
@@ -73,3 +74,25 @@ def test_restricted_apis_stay_in_their_rooms():
 def test_nobody_reaches_into_another_objects_private_names():
     house = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "house"))
     assert not house["private_accesses"]()
+
+
+def files_imported_by(path: Path) -> set[str]:
+    """Private files of the package that this one imports as it is loaded, types apart."""
+    found = set[str]()
+    waiting: list[ast.stmt] = ast.parse(path.read_text()).body
+    for node in waiting:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.If) and ast.unparse(node.test) != "TYPE_CHECKING":
+            waiting += node.body + node.orelse
+    return found
+
+
+def test_no_file_imports_itself_through_others():
+    files = {
+        ".".join(("squeezebox", *path.relative_to(SOURCE).with_suffix("").parts)): path
+        for path in SOURCE.rglob("_*.py")
+        if path.stem != "__init__"
+    }
+    graph = {name: files_imported_by(path) & files.keys() - {name} for name, path in files.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
