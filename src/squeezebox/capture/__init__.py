@@ -20,6 +20,7 @@ from squeezebox.capture._install import (
 from squeezebox.capture._onlooker import Onlooker, Stopwatch
 from squeezebox.capture._overwrites import Overwrite, Overwrites
 from squeezebox.capture._packer import Choice, Policy
+from squeezebox.capture._path import ModulePath
 from squeezebox.capture._readings import in_backward, leaves
 from squeezebox.capture._recorder import Recorder, observing, saved_bytes
 from squeezebox.capture._region import Slicer, Tracer, Work, work_of
@@ -38,6 +39,7 @@ __all__ = [
     "DeviceBlocks",
     "HalfSteps",
     "Installation",
+    "ModulePath",
     "Onlooker",
     "Overwrite",
     "Overwrites",

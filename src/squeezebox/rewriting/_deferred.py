@@ -1,0 +1,226 @@
+"""Calls that wait until their result is read, so that the reader and they can be computed as one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from squeezebox.memory import Absent
+from squeezebox.schema import CaptureError
+
+# What a deferred tensor answers itself.
+_OF_TENSORS = "shape dtype device layout ndim requires_grad is_leaf itemsize grad_fn nbytes _version"
+_FLAGS = "is_cuda is_cpu is_meta is_sparse is_nested is_quantized is_mkldnn output_nr"
+_METHODS = "size stride dim ndimension numel nelement is_floating_point is_complex element_size get_device"
+METADATA: frozenset[Any] = frozenset(
+    {
+        *(getattr(torch.Tensor, name).__get__ for name in f"{_OF_TENSORS} {_FLAGS}".split()),
+        *(getattr(torch.Tensor, name) for name in _METHODS.split()),
+        *(torch.numel, torch.is_floating_point, torch.is_complex, torch.Tensor.__len__),
+    }
+)
+
+
+class Reader(Protocol):
+    """What a rule does with a call that waits: ``read`` gives NotImplemented where its result is needed."""
+
+    def read(self, call: Waiting, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of ``func``, which reads the call's, by another way."""
+
+
+class Waiting:
+    """A call that was not made: ``function(*args, **kwargs)``, and under what it was to run.
+
+    Args:
+        reader: of its result.
+        function: with its arguments; deferred tensors among them are made before it.
+        args: of the function.
+        kwargs: of the function.
+        shape: of the result.
+        dtype: of the result.
+        note: called with "fused" or "made" for each reading.
+        state: what the reader wants to remember.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        note: Callable[[str], None],
+        state: Any = None,
+    ) -> None:
+        self.reader, self.function, self.args, self.kwargs = reader, function, args, kwargs
+        self.shape, self.dtype, self.note, self.state = tuple(shape), dtype, note, state
+        self.inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        self.parents = [each.call for each in self.inputs if isinstance(each, Deferred)]
+        self.device = self.inputs[0].device
+        self.made: torch.Tensor | None = None
+        self._version = 0
+        self._versions = [each._version for each in self.inputs]
+        self._grad, kind = torch.is_grad_enabled(), self.device.type
+        self.autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+    @property
+    def waits(self) -> bool:
+        """Whether neither it nor what it reads was made."""
+        return self.made is None and all(each.waits for each in self.parents)
+
+    def reads_any_of(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether an input shares memory with one of them."""
+        own = [each for each in self.inputs if not isinstance(each, Deferred)]
+        shared = any(_storage(each) == _storage(other) for each in own for other in tensors)
+        return shared or any(each.reads_any_of(tensors) for each in self.parents)
+
+    def require_unchanged(self) -> None:
+        """CaptureError where an input was changed in place since."""
+        for each in self.parents:
+            each.require_unchanged()
+        if any(each._version != version for each, version in zip(self.inputs, self._versions, strict=True)):
+            raise CaptureError(
+                f"an input of {self.function.__name__} was changed in place before a rewrite made the call, "
+                "which would give another result than the model does. Leave this rewrite out: "
+                "squeezebox.rewrite(..., without=[...])."
+            )
+
+    def make(self) -> torch.Tensor:
+        """The result, as the model would have had it."""
+        if self.made is None:
+            self.require_unchanged()
+            self.note("made")
+            with torch.set_grad_enabled(self._grad), self.within_autocast():
+                self.made = self.function(*made(self.args), **made(self.kwargs))
+            self._version = self.made._version
+        return self.made
+
+    def read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What the reader gives, if the call still waits."""
+        if not self.waits:
+            return NotImplemented
+        return self.reader.read(self, func, args, kwargs)
+
+    @contextlib.contextmanager
+    def within_autocast(self) -> Iterator[None]:
+        """As it was around the call."""
+        enabled, kind = self.autocast
+        with torch.autocast(self.device.type, dtype=kind, enabled=enabled):
+            yield
+
+    def unseen(self) -> torch.Tensor:
+        """The result for somebody whom function modes do not see; its gradient comes to :class:`_Place`."""
+        found = self.make()
+        if found._version != self._version:
+            raise CaptureError(
+                f"the result of {self.function.__name__} was changed in place and then read where torch's "
+                "function modes do not see it (by a torch.autograd.Function, say); its gradient would be "
+                "wrong. Leave this rewrite out: squeezebox.rewrite(..., without=[...])."
+            )
+        return found.detach()
+
+    def gradients(self, gradient: torch.Tensor) -> list[torch.Tensor | None]:
+        """Of the inputs, when the result's is known."""
+        alone = [made(each).detach().requires_grad_(each.requires_grad) for each in self.inputs]
+        own = {id(each): copy for each, copy in zip(self.inputs, alone, strict=True)}
+        args, kwargs = tree_map_only(torch.Tensor, lambda each: own[id(each)], (self.args, self.kwargs))
+        with torch.enable_grad(), self.within_autocast():
+            result = self.function(*args, **kwargs)
+        wanted = [each for each in alone if each.requires_grad]
+        found = iter(torch.autograd.grad(result, wanted, gradient, allow_unused=True))
+        return [next(found) if each.requires_grad else None for each in alone]
+
+
+class Deferred(Absent):
+    """The result of a call that waits. It knows its shape and dtype; whoever reads more has the call made."""
+
+    call: Waiting
+
+    @staticmethod
+    def of(call: Waiting) -> Deferred:
+        """A tensor that stands for the call's result."""
+        found: Deferred = _Place.apply(call, *call.inputs)  # type: ignore[no-untyped-call]
+        found.call = call
+        return found
+
+    data = property(lambda self: self)
+
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """Nothing of it is in memory, or what was made."""
+        found = self.call.made if hasattr(self, "call") else None
+        return () if found is None else (found,)
+
+    def untyped_storage(self) -> Any:
+        """Of what it stands for."""
+        return self.call.make().untyped_storage()
+
+    def data_ptr(self) -> int:
+        """Of what it stands for."""
+        return self.call.make().data_ptr()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return read(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(Deferred, lambda each: each.call.unseen(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
+        return repr(self.call.make())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.call.make().__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.call.make().__reduce_ex__(protocol)
+
+
+def is_deferred(value: Any) -> bool:
+    """Whether it is one."""
+    return isinstance(value, Deferred)
+
+
+def read(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call ``func`` on deferred tensors: by the way of the first one's reader, or after they are made."""
+    if func not in METADATA:
+        for each in filter(is_deferred, tree_leaves((args, kwargs))):
+            found = each.call.read(func, args, kwargs)
+            if found is not NotImplemented:
+                return found
+        args, kwargs = made((args, kwargs))
+    return func(*args, **kwargs)
+
+
+def made(values: Any) -> Any:
+    """The same with every deferred tensor made."""
+    return tree_map_only(Deferred, lambda each: each.call.make(), values)
+
+
+class _Place(torch.autograd.Function):
+    """Makes a deferred tensor that autograd knows, for readers whom function modes do not see."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Waiting, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.call = call  # not saved as tensors: hooks would hold them once more
+        made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+            Deferred, call.shape, dtype=call.dtype, device=call.device
+        )
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (None, *ctx.call.gradients(gradient))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return 0 if isinstance(tensor, Absent) else tensor.untyped_storage()._cdata
