@@ -74,7 +74,7 @@ class SlicedLoss:
             return NotImplemented
         try:
             changed = _CHANGES[func](call.state, *args[1:], **kwargs)
-        except TypeError:  # it was called in another way
+        except (TypeError, RuntimeError):  # it was called in another way
             return NotImplemented
         if changed is None:
             return NotImplemented

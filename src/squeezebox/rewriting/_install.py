@@ -84,7 +84,18 @@ def _methods(own: type[torch.nn.Module]) -> dict[str, Any]:
     def reduced(module: Any, protocol: Any) -> Any:
         return _without(module, type(module).own, lambda: module.__reduce_ex__(protocol))
 
-    return {"forward": forward, "__deepcopy__": deep_copy, "__reduce_ex__": reduced}
+    def become(module: Any, kind: type[torch.nn.Module]) -> None:
+        """Somebody changes the class, as fully_shard does."""
+        program = type(module).program
+        _set_class(module, kind)
+        install(module, program)
+
+    return {
+        "__class__": property(lambda _: own, become),
+        "forward": forward,
+        "__deepcopy__": deep_copy,
+        "__reduce_ex__": reduced,
+    }
 
 
 def _without(module: torch.nn.Module, own: type[torch.nn.Module], do: Any) -> Any:
