@@ -59,11 +59,13 @@ __all__ = [
     "find_batch",
     "load_pipeline_plan",
     "load_plan",
+    "load_rewrites",
     "max_batch",
     "memory",
     "pipeline",
     "plan",
     "plan_pipeline",
+    "rewrite",
     "schedules",
     "schema",
     "streaming",
@@ -85,7 +87,8 @@ if TYPE_CHECKING:
         plan_pipeline,
     )
     from squeezebox.planning import make_plan as plan
-    from squeezebox.reports import load_pipeline_plan, load_plan
+    from squeezebox.reports import load_pipeline_plan, load_plan, load_rewrites
+    from squeezebox.rewriting import rewrite
 else:
     _ROOMS = ("bounds", "codecs", "memory", "pipeline", "schedules", "schema", "streaming")
     _FUNCTIONS = {
@@ -101,8 +104,10 @@ else:
         "find_batch": "planning",
         "load_pipeline_plan": "reports",
         "load_plan": "reports",
+        "load_rewrites": "reports",
         "max_batch": "planning",
         "plan": "planning",
+        "rewrite": "rewriting",
         "plan_pipeline": "planning",
     }
     _OWN_NAMES = {"compile": "compile_model", "plan": "make_plan"}

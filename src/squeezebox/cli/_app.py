@@ -373,6 +373,35 @@ def doctor(
 
 
 @app.command()
+def rewrite(
+    factory: Factory,
+    input: Input = None,
+    batch: Annotated[int | None, typer.Option(help="Samples a step (default: 8).")] = None,
+    sample: Sample = None,
+    loss: Loss = None,
+    optimizer: Optimizer = "sgd-momentum",
+    input_dtype: InputDtype = None,
+    without: Annotated[str, typer.Option(help="Rewrites to leave out, by name, with commas.")] = "",
+    out: Annotated[Path, typer.Option(help="Where the table goes, as JSON.")] = Path("rewrites.json"),
+    as_json: Json = False,
+) -> None:
+    """Find parts of a model that can be computed in less memory, and check them on the sample.
+
+    Your script applies them: squeezebox.rewrite(model, rewrites=squeezebox.load_rewrites("rewrites.json")).
+    """
+    require_step(input, batch)
+    from squeezebox.cli._plan import Step, found_rewrites
+
+    names = tuple(name.strip() for name in without.split(",") if name.strip())
+    found = found_rewrites(
+        Step(factory, input, batch, sample, loss, optimizer, usual_batch=8, input_dtype=input_dtype),
+        without=names,
+        out=str(out),
+    )
+    print(json.dumps(found.to_dict(), indent=1) if as_json else found)
+
+
+@app.command()
 def compile_kernels(as_json: Json = False) -> None:
     """Compile what packing on a CPU needs, once for each machine or Docker image."""
     begun = time.monotonic()

@@ -17,7 +17,7 @@ import squeezebox
 from squeezebox.cli._estimate import call_factory, load_factory, load_loss, parse_shape, require_step
 from squeezebox.cli._show import progress
 from squeezebox.profiling import optimizer_named
-from squeezebox.reports import FoundBatch, MaxBatch, StepPlan, require_writable
+from squeezebox.reports import FoundBatch, MaxBatch, Rewrites, StepPlan, require_writable
 from squeezebox.schema import OptionError
 
 
@@ -116,6 +116,20 @@ def make(step: Step, *, cache: bool, out: str, **options: Any) -> StepPlan:
         )
     plan.save(out)
     return plan
+
+
+def found_rewrites(step: Step, *, without: tuple[str, ...], out: str) -> Rewrites:
+    """What squeezebox.rewrite() finds, written to ``out``.
+
+    Raises:
+        OptionError: an argument is out of range or names nothing.
+        OutputError: ``out`` cannot be written; found before anything is run.
+    """
+    require_writable(out)
+    with progress("estimating and checking rewrites"):
+        found = squeezebox.rewrite(**step.load(), without=without).rewrites
+    found.save(out)
+    return found
 
 
 def largest_batch(step: Step, **options: Any) -> MaxBatch:

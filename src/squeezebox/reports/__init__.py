@@ -43,6 +43,7 @@ from squeezebox.reports._report import (
     human_bytes,
     parse_size,
 )
+from squeezebox.reports._rewrites import Rewrite, Rewrites, load_rewrites
 from squeezebox.reports._svg import ChartKind, ChartSpan, PipelineChart, draw_svg
 from squeezebox.reports._timeline import Timeline, timeline_events
 from squeezebox.schema import require_writable, write_whole
@@ -72,6 +73,8 @@ __all__ = [
     "PipelineReport",
     "PlannedTensor",
     "Report",
+    "Rewrite",
+    "Rewrites",
     "SeriesSpread",
     "StepCheck",
     "StepCost",
@@ -87,6 +90,7 @@ __all__ = [
     "human_bytes",
     "load_pipeline_plan",
     "load_plan",
+    "load_rewrites",
     "parse_size",
     "pipeline_plan_line",
     "pipeline_plan_text",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -63,8 +64,8 @@ class Waiting:
         self.parents = [each.call for each in self.inputs if isinstance(each, Deferred)]
         self.device = self.inputs[0].device
         self.made: torch.Tensor | None = None
-        self._version = 0
-        self._versions = [each._version for each in self.inputs]
+        self._made_version = 0
+        self._given_versions = [each._version for each in self.inputs]
         self._grad, kind = torch.is_grad_enabled(), self.device.type
         self.autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
@@ -83,7 +84,7 @@ class Waiting:
         """CaptureError where an input was changed in place since."""
         for each in self.parents:
             each.require_unchanged()
-        if any(each._version != version for each, version in zip(self.inputs, self._versions, strict=True)):
+        if [each._version for each in self.inputs] != self._given_versions:
             raise CaptureError(
                 f"an input of {self.function.__name__} was changed in place before a rewrite made the call, "
                 "which would give another result than the model does. Leave this rewrite out: "
@@ -97,7 +98,7 @@ class Waiting:
             self.note("made")
             with torch.set_grad_enabled(self._grad), self.within_autocast():
                 self.made = self.function(*made(self.args), **made(self.kwargs))
-            self._version = self.made._version
+            self._made_version = self.made._version
         return self.made
 
     def read(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -116,7 +117,7 @@ class Waiting:
     def unseen(self) -> torch.Tensor:
         """The result for somebody whom function modes do not see; its gradient comes to :class:`_Place`."""
         found = self.make()
-        if found._version != self._version:
+        if found._version != self._made_version:
             raise CaptureError(
                 f"the result of {self.function.__name__} was changed in place and then read where torch's "
                 "function modes do not see it (by a torch.autograd.Function, say); its gradient would be "
@@ -137,7 +138,7 @@ class Waiting:
 
 
 class Deferred(Absent):
-    """The result of a call that waits. It knows its shape and dtype; whoever reads more has the call made."""
+    """The result of a call that waits. It knows its shape and dtype; any other reading has the call made."""
 
     call: Waiting
 
@@ -155,11 +156,11 @@ class Deferred(Absent):
         found = self.call.made if hasattr(self, "call") else None
         return () if found is None else (found,)
 
-    def untyped_storage(self) -> Any:
+    def untyped_storage(self) -> Any:  # type: ignore[override]
         """Of what it stands for."""
         return self.call.make().untyped_storage()
 
-    def data_ptr(self) -> int:
+    def data_ptr(self) -> int:  # type: ignore[override]
         """Of what it stands for."""
         return self.call.make().data_ptr()
 
@@ -179,7 +180,7 @@ class Deferred(Absent):
         return repr(self.call.make())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return self.call.make().__deepcopy__(memo)
+        return copy.deepcopy(self.call.make(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.call.make().__reduce_ex__(protocol)
@@ -203,7 +204,8 @@ def read(func: Any, args: Any, kwargs: Any) -> Any:
 
 def made(values: Any) -> Any:
     """The same with every deferred tensor made."""
-    return tree_map_only(Deferred, lambda each: each.call.make(), values)
+    found: Any = tree_map_only(Deferred, lambda each: each.call.make(), values)
+    return found
 
 
 class _Place(torch.autograd.Function):
@@ -212,10 +214,10 @@ class _Place(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Waiting, *inputs: torch.Tensor) -> torch.Tensor:
         ctx.call = call  # not saved as tensors: hooks would hold them once more
-        made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+        place: torch.Tensor = torch.Tensor._make_wrapper_subclass(
             Deferred, call.shape, dtype=call.dtype, device=call.device
         )
-        return made
+        return place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -78,7 +78,8 @@ class SlicedLoss:
             return NotImplemented
         if changed is None:
             return NotImplemented
-        return Deferred.of(Waiting(self, func, args, kwargs, changed.shape, changed.dtype, call.note, changed))
+        shape, dtype = changed.shape, changed.dtype
+        return Deferred.of(Waiting(self, func, args, kwargs, shape, dtype, call.note, changed))
 
 
 def _linear(
@@ -158,8 +159,9 @@ def _cast(dtype: torch.dtype) -> Callable[[_Head], _Head]:
 
 def _to(head: _Head, *args: Any, **kwargs: Any) -> _Head | None:
     """``.to(...)`` without a move."""
-    device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
-    moves = device is not None and torch.device(device) not in (head.x.device, torch.device(head.x.device.type))
+    parsed: Any = torch._C._nn._parse_to(*args, **kwargs)
+    device, dtype, _, layout = parsed
+    moves = device is not None and device not in (head.x.device, torch.device(head.x.device.type))
     if moves or layout is not None or not (dtype is None or dtype.is_floating_point):
         return None
     return head if dtype is None else replace(head, dtype=dtype)

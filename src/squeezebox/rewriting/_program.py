@@ -35,7 +35,7 @@ class Rule(Protocol):
 
 
 class Program:
-    """Rules by the places where they are in force, and how often they were ("fused") or came to nothing ("made").
+    """Rules by the places where they are in force, and how often they were: "fused", or "made" after all.
 
     Args:
         rules: to choose from.

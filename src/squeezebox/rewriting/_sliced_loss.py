@@ -154,7 +154,7 @@ class _SlicedLoss(torch.autograd.Function):
         return (total if rows.divisor is None else total / rows.divisor).to(settings.result)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         made, ctx.made = ctx.made, None  # a second backward computes them again
         x, weight, bias, target, w, lse = ctx.saved_tensors
@@ -165,8 +165,8 @@ class _SlicedLoss(torch.autograd.Function):
             picked, smooth = rows.scales(gradient.to(ctx.settings.inner))
             made = _Gradients.of(x, weight, bias, ctx.needs_input_grad[:3], ctx.settings.inner)
             for start, stop in _spans(len(weight), _block_columns(x, weight)):
-                _backward(made, (x, weight, bias, w), rows.y, lse, picked, smooth, rows.total, start, stop,
-                          ctx.settings)
+                tensors, scales = (x, weight, bias, w), (picked, smooth, rows.total)
+                _backward(made, tensors, rows.y, lse, scales, (start, stop), ctx.settings)
         return (*made.cast_to(x), None, None, None)
 
 
@@ -221,13 +221,14 @@ def _forward(
     losses, lse = (torch.empty(len(x), dtype=settings.inner, device=x.device) for _ in range(2))
     scales = rows.scales(None) if made is not None else None
     for start, stop in _spans(len(x), slice_rows(weight.shape[1])):
-        z, part = _exponentials(x[start:stop], weight, bias, w, rows, losses, lse, slice(start, stop), settings)
+        own = slice(start, stop)
+        z, part = _exponentials(x[own], weight, bias, w, rows, losses, lse, own, settings)
         if made is not None and scales is not None:
-            picked, smooth = (None if each is None else each[start:stop] for each in scales)
+            picked, smooth = (None if each is None else each[own] for each in scales)
             assert picked is not None
             _to_gradient(z, part, picked, smooth, rows.total, w)
-            z.scatter_add_(1, rows.y[start:stop], -picked[:, None])
-            _add_rows(made, z.to(settings.product), x, weight, slice(start, stop))
+            z.scatter_add_(1, rows.y[own], -picked[:, None])
+            _add_rows(made, z.to(settings.product), x, weight, own)
         del z
     return losses, lse
 
@@ -289,15 +290,12 @@ def _backward(
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
     y: torch.Tensor,
     lse: torch.Tensor,
-    picked: torch.Tensor,
-    smooth: torch.Tensor | None,
-    total: torch.Tensor | int,
-    start: int,
-    stop: int,
+    scales: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | int],
+    span: tuple[int, int],
     settings: Settings,
 ) -> None:
     """Gradients that come from some classes, whose part of z is computed again."""
-    x, weight, bias, w = tensors
+    (x, weight, bias, w), (picked, smooth, total), (start, stop) = tensors, scales, span
     x, some = x.to(settings.product), weight[start:stop].to(settings.product)
     own_bias = None if bias is None else bias[start:stop].to(settings.product)
     z = functional.linear(x, some, own_bias).to(settings.result).to(settings.inner)

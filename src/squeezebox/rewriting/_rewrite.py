@@ -1,0 +1,202 @@
+"""From a model and a sample to a rewritten model, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from squeezebox.capture import check_supported
+from squeezebox.planning import estimate
+from squeezebox.reports import Rewrite, Rewrites
+from squeezebox.rewriting._check import Outcome, error, is_equal, outcomes, tolerance
+from squeezebox.rewriting._install import install, program_of, uninstall
+from squeezebox.rewriting._program import Place, Program
+from squeezebox.rewriting._rules import RULES
+from squeezebox.rewriting._search import Cost, Found, best
+from squeezebox.schema import AttachError, OptionError
+from squeezebox.steps import LossFunction, TrainingStep, check_sample, explained
+
+_RULES = {rule.name: rule for rule in RULES}
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A model under rewrites, until :meth:`undo`; ``str()`` is their table."""
+
+    model: torch.nn.Module
+    rewrites: Rewrites
+
+    def undo(self) -> None:
+        """Leave the model as it was. Safe to call twice.
+
+        Raises:
+            AttachError: a session was attached since; detach that first.
+        """
+        uninstall(self.model)
+
+    def __str__(self) -> str:
+        return str(self.rewrites)
+
+
+def rewrite(
+    model: torch.nn.Module,
+    *,
+    sample: tuple[Any, Any] | None = None,
+    loss_fn: LossFunction | None = None,
+    optimizer: str | torch.optim.Optimizer = "sgd-momentum",
+    without: Collection[str] = (),
+    rewrites: Rewrites | None = None,
+) -> Rewritten:
+    """Compute parts of a model in ways that need less memory, checked on a sample.
+
+    Estimates say which patterns of docs/rewrite.md lower the peak of a training step, or what it saves. Each
+    that does is tried on the sample, in training and evaluation mode: outputs, loss, gradients and buffers
+    must be the model's, to the bit where the table says "exact" and within rounding elsewhere (1e-5 of a
+    tensor's largest value in float32). One that fails is not applied, and its row says why. Weights, their
+    names and ``state_dict()`` stay as they are, and so does all code around the model. Make plans afterwards.
+
+    Args:
+        model: any module, on one device. It is changed in place; :meth:`Rewritten.undo` takes that back.
+        sample: (inputs, target) as a training step gets them; several inputs are a tuple.
+        loss_fn: ``loss_fn(output, target)`` is what backward starts from.
+        optimizer: for the estimates, as in :func:`squeezebox.estimate`.
+        without: names of rewrites that are not to be tried.
+        rewrites: what was found before, from :func:`squeezebox.load_rewrites`; nothing is searched then. With
+            ``sample`` and ``loss_fn`` they are checked again.
+
+    Raises:
+        AttachError: the model is rewritten already, or has a session; a session comes afterwards.
+        OptionError: an argument is out of range, or the model fails on the sample.
+        UnsupportedModelError: the model is compiled, on several devices, or its forward is replaced.
+    """
+    check_supported(model)
+    if program_of(model) is not None:
+        raise AttachError("the model is rewritten already; undo() that first.")
+    unknown = sorted({*without, *((row.rule for row in rewrites.rows) if rewrites else ())} - {*_RULES})
+    if unknown:
+        raise OptionError(f"there is no rewrite '{unknown[0]}'; there are {', '.join(_RULES)}.")
+    if rewrites is not None and sample is None:
+        install(model, Program(RULES, _places(rewrites.applied)))
+        return Rewritten(model, rewrites)
+    given, loss = check_sample(sample, loss_fn)
+    step = TrainingStep(model=model, sample=given, loss_fn=loss)
+    before = _outcomes(step)
+    if rewrites is None:
+        rewrites = _searched(step, optimizer, [name for name in _RULES if name not in without])
+    checked = _checked(step, before, rewrites)
+    if checked.applied:
+        install(model, Program(RULES, _places(checked.applied)))
+    return Rewritten(model, checked)
+
+
+def _outcomes(step: TrainingStep) -> list[Outcome]:
+    with explained(step.sample[0], step.sample[1]):
+        found = outcomes(step)
+    return found
+
+
+def _places(rows: Iterable[Rewrite]) -> set[Place]:
+    return {(row.rule, where) for row in rows for where in row.where}
+
+
+def _searched(step: TrainingStep, optimizer: Any, names: Collection[str]) -> Rewrites:
+    """Rows that lower the peak, or what is saved; none of them checked yet."""
+    rules = [_RULES[name] for name in names]
+
+    def cost_of(program: Program | None) -> Cost:
+        found = _under(step.model, program, lambda: _estimate(step, optimizer))
+        return found.peak_bytes, found.saved_bytes
+
+    scout = Program(rules, None)
+    cost_of(scout)
+    places: dict[str, list[str]] = {}
+    for name, where in sorted(scout.happened("fused")):
+        places.setdefault(name, []).append(where)
+
+    def cost(members: frozenset[str]) -> Cost:
+        wanted = {(name, where) for name in members for where in places[name]}
+        return cost_of(Program(rules, wanted) if wanted else None)
+
+    return _as_rewrites(best(places, cost), places)
+
+
+def _estimate(step: TrainingStep, optimizer: Any) -> Any:
+    return estimate(step.model, sample=step.sample, loss_fn=step.loss_fn, optimizer=optimizer)
+
+
+def _as_rewrites(found: Found, places: dict[str, list[str]]) -> Rewrites:
+    pairs = zip(found.members, found.costs, found.costs[1:], strict=False)
+    rows = tuple(
+        Rewrite(
+            rule=name,
+            where=tuple(places[name]),
+            exact=_RULES[name].exact,
+            before_bytes=before[0],
+            after_bytes=after[0],
+        )
+        for name, before, after in pairs
+    )
+    return Rewrites(plain_bytes=found.costs[0][0], peak_bytes=found.peak_bytes, rows=rows)
+
+
+def _checked(step: TrainingStep, before: list[Outcome], rewrites: Rewrites) -> Rewrites:
+    """Each row on its own, and then all that passed together."""
+    rows = [_checked_row(step, before, row) for row in rewrites.applied]
+    passed = [row for row in rows if not row.refused]
+    if len(passed) > 1:
+        whole = _failure(step, before, passed)[1]
+        if whole:
+            why = f"together with the others, {whole}"
+            rows = [_with(row, row.error, row.refused or why) for row in rows]
+    refused = [row for row in rows if row.refused]
+    peak = rewrites.plain_bytes if len(refused) == len(rows) else rewrites.peak_bytes
+    return Rewrites(plain_bytes=rewrites.plain_bytes, peak_bytes=peak, rows=tuple(rows))
+
+
+def _checked_row(step: TrainingStep, before: list[Outcome], row: Rewrite) -> Rewrite:
+    return _with(row, *_failure(step, before, [row]))
+
+
+def _with(row: Rewrite, measured: float | None, refused: str) -> Rewrite:
+    return Rewrite(
+        rule=row.rule,
+        where=row.where,
+        exact=row.exact,
+        before_bytes=row.before_bytes,
+        after_bytes=row.after_bytes,
+        error=measured,
+        refused=refused,
+    )
+
+
+def _failure(
+    step: TrainingStep, before: list[Outcome], rows: Collection[Rewrite]
+) -> tuple[float | None, str]:
+    """The rows' error on the sample, and why they are not to be applied, "" if they are."""
+    program = Program(RULES, _places(rows))
+    try:
+        after = _under(step.model, program, lambda: outcomes(step))
+    except (RuntimeError, ValueError, TypeError, IndexError) as problem:
+        return None, f"the step fails with it ({type(problem).__name__}: {str(problem).rstrip('.')})"
+    measured, allowed = error(before, after), tolerance(step.model, before)
+    if not program.happened("fused"):
+        return measured, "the step on the sample does not come to it"
+    if all(row.exact for row in rows) and not is_equal(before, after):
+        return measured, f"it should be equal to the bit, and differs by {measured:.1e}"
+    if not measured <= allowed:
+        return measured, f"it differs by {measured:.1e}, more than the {allowed:.0e} that rounding may"
+    return measured, ""
+
+
+def _under(model: torch.nn.Module, program: Program | None, do: Callable[[], Any]) -> Any:
+    """Do it while the model runs the program."""
+    if program is None:
+        return do()
+    install(model, program)
+    try:
+        return do()
+    finally:
+        uninstall(model)

@@ -1,0 +1,59 @@
+"""Which rewrites lower the peak of a step: a beam over sets of them, each estimated as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+WIDTH = 4
+SLACK = 0.05  # of the best peak: a set may be that much worse, and lead to a better one
+
+Cost = tuple[int, int]  # bytes of the peak, and of what is saved
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The best set, in the order in which its members joined, with the peak before and after each."""
+
+    members: tuple[str, ...]
+    costs: tuple[Cost, ...]  # one more than members
+
+    @property
+    def peak_bytes(self) -> int:
+        """With all of them."""
+        return self.costs[-1][0]
+
+
+def best(candidates: Iterable[str], cost: Callable[[frozenset[str]], Cost]) -> Found:
+    """The set of lowest cost that a beam of :data:`WIDTH` finds.
+
+    A step adds one candidate to each set of the beam. Those within :data:`SLACK` of the best peak so far stay
+    in, although they may be worse than what they came from; two steps without a new best end the search. A
+    member without which the cost is no higher is left out in the end. (Tolerance for a temporary loss is
+    what He et al., "X-RLflow: graph reinforcement learning for neural network subgraphs transformation",
+    2023, found missing in greedy searches; they learn a policy where this keeps a beam.)
+    """
+    names, known = list(candidates), dict[frozenset[str], Cost]()
+
+    def priced(members: tuple[str, ...]) -> Cost:
+        key = frozenset(members)
+        if key not in known:
+            known[key] = cost(key)
+        return known[key]
+
+    beam: list[tuple[str, ...]] = [()]
+    winner: tuple[str, ...] = ()
+    idle = 0
+    while beam and idle < 2:
+        longer = [(*each, name) for each in beam for name in names if name not in each]
+        steps = {frozenset(each): each for each in longer}
+        ranked = sorted(steps.values(), key=priced)
+        idle = 0 if ranked and priced(ranked[0]) < priced(winner) else idle + 1
+        winner = min([winner, *ranked[:1]], key=priced)
+        limit = (1 + SLACK) * priced(winner)[0]
+        beam = [each for each in ranked[:WIDTH] if priced(each)[0] <= limit]
+    for name in winner:
+        others = tuple(each for each in winner if each != name)
+        if priced(others) <= priced(winner):
+            winner = others
+    return Found(winner, tuple(priced(winner[:count]) for count in range(len(winner) + 1)))
