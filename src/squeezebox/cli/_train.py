@@ -172,10 +172,10 @@ def run(request: Request) -> None:
             patience=request.patience,
         )
         sessions = attach_stages(runner)
+        batches = _batches(request, runner)
         first = 0
         if request.resume and request.checkpoint is not None:
             first = runner.load(request.checkpoint)
-        batches = itertools.islice(_batches(request.data, runner), first, request.steps)
         peak, seconds = _train(request, runner, batches, first)
         for session in sessions:
             session.detach()
@@ -190,12 +190,17 @@ def _check(request: Request) -> None:
         raise OptionError(f"--log-every {request.log_every}: give 1 or more batches.")
 
 
-def _batches(name: str, runner: pipeline.Runner) -> Iterator[Any]:
-    """This pipeline's share of each batch."""
-    made = load_factory(name, arguments=2)
-    if needed_arguments(made):
-        return iter(made(runner.replica, runner.plan.replicas))
-    return (_share(batch, runner) for batch in made())
+def _batches(request: Request, runner: pipeline.Runner) -> Iterator[Any]:
+    """This pipeline's share of each batch from the first one on; nothing is made before it is read."""
+    made = load_factory(request.data, arguments=2)
+
+    def read() -> Iterator[Any]:
+        if needed_arguments(made):
+            yield from made(runner.replica, runner.plan.replicas)
+        else:
+            yield from (_share(batch, runner) for batch in made())
+
+    return itertools.islice(read(), request.steps)
 
 
 def _share(batch: Any, runner: pipeline.Runner) -> Any:
@@ -224,7 +229,7 @@ def _train(
         runner.drain()
         return held + meter.stop(()).total_bytes
 
-    for number, batch in enumerate(batches, first):
+    for number, batch in enumerate(runner.read(batches), first):
         if number == first:  # what making batches takes is not the pipeline's
             meter.start()
         begun = time.perf_counter()

@@ -6,16 +6,17 @@ import contextlib
 import os
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from squeezebox.pipeline._data import random_state, restore_random_state
 from squeezebox.schema import FormatError, OutputError
 
 _COMPLETE = re.compile(r"batch-(\d+)$")
-_FORMAT = 1
+_FORMAT = 2
 
 
 def write(
@@ -60,16 +61,17 @@ def write(
     meet(f"complete {batch}")
 
 
-def random_states() -> list[torch.Tensor]:
-    """Torch's, of the host and of the current device."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+def random_states() -> dict[str, Any]:
+    """Of the host's generators, and of the current device's."""
+    device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return {**random_state(), "device": device}
 
 
-def restore_random_states(states: Sequence[torch.Tensor]) -> None:
+def restore_random_states(states: Mapping[str, Any]) -> None:
     """Go on where :func:`random_states` was called."""
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1])
+    restore_random_state(states)
+    if states["device"] is not None:
+        torch.cuda.set_rng_state(states["device"])
 
 
 def newest(directory: Path) -> int | None:

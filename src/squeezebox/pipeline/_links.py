@@ -80,6 +80,24 @@ class Wires:
             resumed=self._health.resumes,
         )
 
+    def peers(self, *, is_reading: bool) -> list[Peer]:
+        """The other ranks of this pipeline for one that reads batches, else the one that does."""
+        group = self._groups.words
+        ranks = range(1, self._place.ranks) if is_reading else [0]
+        return [
+            Peer(
+                rank=self._place.of(rank),
+                tag=0,
+                group=group,
+                device=torch.device("cpu"),
+                patience=self._patience,
+                waiting=self._health.waits,
+                resumed=self._health.resumes,
+            )
+            for rank in ranks
+            if group is not None
+        ]
+
     def state(self) -> dict[tuple[int, bool], dict[str, Any]]:
         """What a resume needs of this rank's packers, by boundary and direction."""
         return {key: packer.state() for key, packer in self._packers.items()}

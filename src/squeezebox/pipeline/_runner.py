@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from squeezebox.pipeline._checkpoint import newest, random_states, read, restore_random_states, write
 from squeezebox.pipeline._cut import cut
+from squeezebox.pipeline._data import Channel, Feed, Reader, batches_of
 from squeezebox.pipeline._health import Assembly, Health
 from squeezebox.pipeline._links import Links, Wires
 from squeezebox.pipeline._packing import Wire
@@ -28,7 +30,7 @@ from squeezebox.pipeline._setup import (
     shared,
 )
 from squeezebox.pipeline._stage import Stage, evaluating
-from squeezebox.pipeline._training import Feed, Forwards, Training, Turns
+from squeezebox.pipeline._training import Forwards, Training, Turns
 from squeezebox.pipeline._updates import Exchange, Updates
 from squeezebox.pipeline._weights import Weights, forget
 from squeezebox.pipeline._wire import Traffic
@@ -129,7 +131,11 @@ class Runner:
         self._assembly = Assembly(store, self._health, place.number, place.ranks * place.replicas)
         wires = Wires(place, order, groups, self._health, patience, device_of(model), wire)
         self._links = Links(store, place, order, self._health, wires)
-        self._feed = Feed(plan, is_first=self.is_first, is_last=self.is_last)
+        self._reader = Reader()
+        self._channel = Channel(wires.peers(is_reading=self.is_first), groups.readers, self._health, patience)
+        self._feed = Feed(
+            plan, self._channel, device_of(model), is_first=self.is_first, is_last=self.is_last
+        )
         self._forwards = Forwards(plan, self.stages, self._links, self._feed, loss_fn)
         self._evaluation: Forwards | None = None
         late_from = warmup + 1 if order.name == "2bw" else None
@@ -171,19 +177,54 @@ class Runner:
         """Train on one batch, of which this rank's pipeline gets ``microbatches * microbatch`` samples.
 
         Args:
-            inputs: a tensor or a tuple of them, batch first; other ranks than the first may leave it out.
-            target: a tensor, or None for a loss of the output alone; only the last rank needs it.
+            inputs: a tensor or a tuple of them, batch first. The first rank's count, and go through the
+                stages; other ranks may leave them out.
+            target: a tensor, or a tuple or dict of them, batch first, or None for a loss of the output alone.
+                The first rank's counts, and travels to the last. Where that is given one too, both must be
+                equal.
 
         Returns:
             The batch's mean loss on the last rank, None on all others.
 
         Raises:
-            OptionError: the batch has another size than the plan's.
+            OptionError: the batch has another size than the plan's. All ranks raise it before anything is
+                computed, and can go on with another batch.
             PipelineError: another rank failed; the message names it. No further step is possible.
         """
         with self._health.guard():
-            self._feed.take(self._training.batch, inputs, target)
-            return self._training.step()
+            refused = self._feed.take(self._training.batch, inputs, target)
+            if not refused:
+                return self._training.step()
+        raise OptionError(refused)
+
+    def read(self, batches: Iterable[Any] | None = None) -> Iterator[Any]:
+        """Go over batches that the first rank reads; every rank must, and gives each one to :meth:`step`.
+
+        Their order depends on the random states in which the runner was made, not on what stages draw for
+        dropout. :meth:`save` notes how many were read, and after :meth:`load` the next pass begins
+        behind them. That holds for a DataLoader that shuffles, with workers, or with a generator of its own.
+
+        Args:
+            batches: tuples ``(inputs, target)``, such as a DataLoader yields; only the first rank's count.
+
+        Yields:
+            What was read on the first rank, ``()`` on all others.
+
+        Raises:
+            PipelineError: another rank failed.
+            OptionError: the first rank was given nothing, or replicas read different numbers of batches.
+        """
+        found = batches_of(self._reader, self._channel, batches, reads=self.is_first)
+        while True:
+            with self._health.guard():
+                try:
+                    batch = next(found)
+                except StopIteration as end:
+                    refused = end.value
+                    break
+            yield batch
+        if refused:
+            raise OptionError(refused)
 
     def drain(self) -> None:
         """Finish all microbatches and updates under way: do it before evaluation and checkpoints.
@@ -203,15 +244,18 @@ class Runner:
         with self._health.guard(), torch.no_grad(), evaluating(self._model):
             if self._evaluation is None:
                 self._evaluation = self._forwards.in_evaluation(self._model)
-            self._feed.take(self._training.batch, inputs, target)
-            self._weights.select(self._weights.newest)
-            return self._evaluation.of_batch(self._training.batch)
+            refused = self._feed.take(self._training.batch, inputs, target)
+            if not refused:
+                self._weights.select(self._weights.newest)
+                return self._evaluation.of_batch(self._training.batch)
+        raise OptionError(refused)
 
     def save(self, directory: str | Path) -> None:
         """Write a checkpoint to ``directory/batch-N``, which appears when all ranks have written their part.
 
-        It holds all versions of the weights, the optimizer's state, buffers, random states and what the wire
-        still owes; what is under way is finished first. Everything goes on from there to the bit.
+        It holds all versions of the weights, the optimizer's state, buffers, random states, where
+        :meth:`read` is, and what the wire still owes. What is under way is finished first. Everything goes on
+        from there to the bit.
 
         Raises:
             OutputError: a file could not be written; earlier checkpoints are as they were.
@@ -226,6 +270,7 @@ class Runner:
                 "updates": self._updates.state(),
                 "buffers": {number: dict(stage.named_buffers()) for number, stage in self.stages.items()},
                 "random": random_states(),
+                "reading": self._reader.state(),
                 "links": self._links.wires.state(),
             }
             write(Path(directory), self._training.batch, self._place.number, state, self._assembly.meet)
@@ -254,6 +299,7 @@ class Runner:
                 for name, buffer in stage.named_buffers():
                     buffer.copy_(state["buffers"][number][name])
             restore_random_states(state["random"])
+            self._reader.restore(state["reading"])
             self._links.wires.restore(state.get("links", {}))
             self._training.restart(int(state["batch"]))
             return self._training.batch
@@ -290,5 +336,7 @@ class Runner:
         """End this runner's threads, when what it sent has arrived; what it was waiting for is left."""
         if not self._health.failed:
             self._links.close()
+            with contextlib.suppress(RuntimeError):  # the other end is gone
+                self._channel.settle()
         self._updates.stop()
         self._health.stop()

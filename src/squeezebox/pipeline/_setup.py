@@ -256,18 +256,24 @@ def shared(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Groups:
-    """Process groups of a runner's own; None where there would be but one rank."""
+    """Process groups of a runner's own; None where there would be but one rank, or this one is not in it.
+
+    ``words`` joins a pipeline's ranks, and ``readers`` those that read batches, both between CPUs.
+    """
 
     forward: dist.ProcessGroup | None
     backward: dist.ProcessGroup | None
     pipeline: dist.ProcessGroup | None
     replicas: dist.ProcessGroup | None
+    words: dist.ProcessGroup | None
+    readers: dist.ProcessGroup | None
     ties: tuple[Tie, ...]
 
     def all(self) -> list[dist.ProcessGroup]:
         """Every one of them that this rank is in."""
         ties = [tie.group for tie in self.ties]
-        return [each for each in (self.forward, self.backward, self.pipeline, self.replicas, *ties) if each]
+        own = (self.forward, self.backward, self.pipeline, self.replicas, self.words, self.readers)
+        return [each for each in (*own, *ties) if each]
 
 
 def groups_of(
@@ -284,6 +290,7 @@ def groups_of(
     forward, backward = _group(everybody), _group(everybody)
     pipelines = [everybody[first : first + place.ranks] for first in everybody[:: place.ranks]]
     replicas = [everybody[rank :: place.ranks] for rank in range(place.ranks)]
+    readers = _group(replicas[0], "gloo")
     ties = []
     for parameter, ranks in tied:
         made = [_group([pipeline[rank] for rank in ranks]) for pipeline in pipelines]
@@ -296,12 +303,14 @@ def groups_of(
         backward=backward,
         pipeline=[_group(each) for each in pipelines][place.replica],
         replicas=[_group(each) for each in replicas][place.rank],
+        words=[_group(each, "gloo") for each in pipelines][place.replica],
+        readers=readers if place.rank == 0 else None,
         ties=tuple(ties),
     )
 
 
-def _group(ranks: list[int]) -> dist.ProcessGroup | None:
-    return dist.new_group(ranks) if len(ranks) > 1 else None
+def _group(ranks: list[int], backend: str | None = None) -> dist.ProcessGroup | None:
+    return dist.new_group(ranks, backend=backend) if len(ranks) > 1 else None
 
 
 def example(plan: PipelinePlan, device: torch.device) -> tuple[Tensor, ...]:
