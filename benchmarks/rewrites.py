@@ -3,10 +3,10 @@
 Goes in: nothing; networks with random weights, random batches. Comes out:
 benchmarks/reports/rewrites-<date>.json and .md.
 
-A step is zero_grad, forward, loss, backward and the optimizer's step. Plain and rewritten network are of one seed and
-step in turn in one process; ratios are within a round. A peak is everything that lives at the highest moment, as
-the allocator counts: weights, gradients, optimizer state, inputs and what the step allocates. Losses are compared
-in each of the steps, so the last one's difference has grown through all updates before it.
+A step is zero_grad, forward, loss, backward and the optimizer's step. Plain and rewritten network are of one
+seed and step in turn in one process; ratios are within a round. A peak is all that lives at the highest
+moment, as the allocator counts: weights, gradients, optimizer state, inputs, and what the step allocates.
+Losses are compared in each step, so the last one's difference has grown through all updates before it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Training:
         loss = loss_fn(self.model(self.inputs), self.target)
         loss.backward()
         self.optimizer.step()
-        return float(loss)
+        return loss.item()
 
     def timed(self) -> tuple[float, float]:
         """Seconds, and the loss."""

@@ -69,4 +69,4 @@ def test_a_peak_in_the_loss_is_blamed_on_the_loss():
     model = nn.Sequential(nn.Embedding(500, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 500))
     sample = torch.randint(500, (8, 32)), torch.randint(500, (8 * 32,))
     text = refused(model, sample, "70%", lambda out, target: F.cross_entropy(out.flatten(0, 1), target))
-    assert "in the loss" in text and "slices of the batch" in text
+    assert "in the loss" in text and "loss in slices, as squeezebox.rewrite" in text

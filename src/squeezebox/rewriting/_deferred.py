@@ -193,13 +193,20 @@ def is_deferred(value: Any) -> bool:
 
 def read(func: Any, args: Any, kwargs: Any) -> Any:
     """Call ``func`` on deferred tensors: by the way of the first one's reader, or after they are made."""
-    if func not in METADATA:
-        for each in filter(is_deferred, tree_leaves((args, kwargs))):
-            found = each.call.read(func, args, kwargs)
-            if found is not NotImplemented:
-                return found
-        args, kwargs = made((args, kwargs))
+    found = fused(func, args, kwargs)
+    if found is not NotImplemented:
+        return found
+    args, kwargs = made((args, kwargs))
     return func(*args, **kwargs)
+
+
+def fused(func: Any, args: Any, kwargs: Any) -> Any:
+    """What a deferred tensor's reader makes of the call; NotImplemented where they are needed themselves."""
+    for each in filter(is_deferred, tree_leaves((args, kwargs))):
+        found = each.call.read(func, args, kwargs)
+        if found is not NotImplemented:
+            return found
+    return NotImplemented
 
 
 def made(values: Any) -> Any:

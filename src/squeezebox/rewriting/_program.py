@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from squeezebox.capture import ModulePath
-from squeezebox.rewriting._deferred import METADATA, Deferred, Waiting, read
+from squeezebox.rewriting._deferred import METADATA, Deferred, Waiting, fused, made
 
 Place = tuple[str, str]  # a rule's name, and the path of the module whose forward makes the call
 
@@ -86,13 +86,18 @@ class Rewriting(TorchFunctionMode):
             return func(*args, **kwargs)
         if self._waiting and _changes(func, kwargs):
             self._make_those_of(args, kwargs)
+        if Deferred in types:
+            found = fused(func, args, kwargs)
+            if found is not NotImplemented:
+                return self._noted(found)
+            args, kwargs = made((args, kwargs))
         for rule in self._program.rules.get(func, ()):
             place = (rule.name, self._path.current)
             if self._program.places is None or place in self._program.places:
                 found = rule.begin(func, args, kwargs, self._program.note(place))
                 if found is not NotImplemented:
                     return self._noted(found)
-        return self._noted(read(func, args, kwargs)) if Deferred in types else func(*args, **kwargs)
+        return func(*args, **kwargs)
 
     def _noted(self, result: Any) -> Any:
         if isinstance(result, Deferred):
