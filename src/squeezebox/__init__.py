@@ -57,6 +57,7 @@ __all__ = [
     "estimate",
     "explain_out_of_memory",
     "find_batch",
+    "layers",
     "load_pipeline_plan",
     "load_plan",
     "load_rewrites",
@@ -72,7 +73,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from squeezebox import bounds, codecs, memory, pipeline, schedules, schema, streaming
+    from squeezebox import bounds, codecs, layers, memory, pipeline, schedules, schema, streaming
     from squeezebox.auditing import audit
     from squeezebox.codecs import compile_kernels
     from squeezebox.compiling import compile_model as compile
@@ -90,7 +91,7 @@ if TYPE_CHECKING:
     from squeezebox.reports import load_pipeline_plan, load_plan, load_rewrites
     from squeezebox.rewriting import rewrite
 else:
-    _ROOMS = ("bounds", "codecs", "memory", "pipeline", "schedules", "schema", "streaming")
+    _ROOMS = ("bounds", "codecs", "layers", "memory", "pipeline", "schedules", "schema", "streaming")
     _FUNCTIONS = {
         "attach": "planning",
         "attach_stages": "planning",

@@ -17,7 +17,7 @@ HEAVY = ("torch", "numba", "blosc2", "rich", "typer")
 TORCH_FREE = ("bounds", "planner", "reports", "schedules", "schema")
 RESTRICTED = {
     "torch.autograd.graph": {"capture"},
-    "torch.distributed": {"gradients", "pipeline"},
+    "torch.distributed": {"gradients", "layers", "pipeline"},
 }
 
 

@@ -14,6 +14,8 @@ from squeezebox.codecs._registry import available, get, load_kernels, register
 from squeezebox.codecs._states import StateCodes
 from squeezebox.codecs._sums import energy, mean, mean_abs, unit
 from squeezebox.codecs._wire import dumps, loads
+from squeezebox.codecs._workers import run as in_threads
+from squeezebox.codecs._workers import spans
 
 __all__ = [
     "Arena",
@@ -27,6 +29,7 @@ __all__ = [
     "dumps",
     "energy",
     "get",
+    "in_threads",
     "kind_of",
     "load_kernels",
     "loads",
@@ -35,5 +38,6 @@ __all__ = [
     "ready",
     "register",
     "require",
+    "spans",
     "unit",
 ]

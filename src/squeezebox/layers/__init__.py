@@ -1,0 +1,13 @@
+"""Layers that keep less for backward by the way they are made.
+
+In: a model, or sizes as for torch's own layers. Out: modules that compute their noise where they need it.
+May touch: codecs, memory and schema; torch.distributed; numba on first use.
+"""
+
+from __future__ import annotations
+
+from squeezebox.layers._bayes import BayesConv1d, BayesConv2d, BayesConv3d, BayesLayer, BayesLinear
+from squeezebox.layers._convert import bayesian_
+from squeezebox.layers._divergence import kl
+
+__all__ = ["BayesConv1d", "BayesConv2d", "BayesConv3d", "BayesLayer", "BayesLinear", "bayesian_", "kl"]
