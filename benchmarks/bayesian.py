@@ -2,9 +2,9 @@
 
     python benchmarks/bayesian.py
 
-Stored is torch's autograd with noise of torch.randn in tensors, sample by sample in one graph. For the gradients
-of bayesian-torch and blitz, put `pip install --no-deps --target FOLDER bayesian-torch blitz-bayesian-pytorch` on
-PYTHONPATH.
+Stored is torch's autograd with noise of torch.randn in tensors, sample by sample in one graph. Gradients of
+bayesian-torch and blitz are compared where PYTHONPATH has a folder into which pip installed them without what
+they depend on (`--no-deps --target FOLDER bayesian-torch blitz-bayesian-pytorch`).
 """
 
 import dataclasses
