@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 import squeezebox
+from squeezebox.rewriting._pairs import Silu
 
 
 class Skip(nn.Module):
@@ -70,6 +71,42 @@ def test_a_concatenation_that_is_read_otherwise_is_there(read):
     found = squeezebox.rewrite(Skip(), sample=(inputs, None), loss_fn=loss_fn).rewrites
     squeezebox.rewrite(model, rewrites=found)
     torch.testing.assert_close(gradients(model, inputs), plain, rtol=1e-4, atol=1e-6)
+
+
+class Amplifying(nn.Module):
+    """Batch normalisation of a few nearly equal values: rounding grows far beyond what it was."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(16, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8, eps=1e-12)
+
+    def forward(self, x):
+        for _ in range(3):
+            first = self.first(1e-3 * x[:, :3] + 1.0)
+            x = self.norm(self.second(torch.cat((first, first), dim=1)))
+        return x
+
+
+def test_a_network_that_amplifies_rounding_is_compared_in_float64():
+    model = Amplifying()
+    found = squeezebox.rewrite(model, sample=sample_of(Skip()), loss_fn=lambda y, _: (y**3).mean()).rewrites
+    assert [row.rule for row in found.applied] == ["split conv"] and found.applied[0].error > 1e-5
+
+
+def test_a_rewrite_that_computes_something_else_is_not_applied(monkeypatch):
+    right = Silu.read
+
+    def wrong(self, *given):
+        found = right(self, *given)
+        return found if found is NotImplemented else found * 1.0001
+
+    monkeypatch.setattr(Silu, "read", wrong)
+    model = Gate()
+    found = squeezebox.rewrite(model, sample=sample_of(model), loss_fn=loss_fn).rewrites
+    (row,) = found.rows
+    assert not found.applied and "in float64 by" in row.refused and "not applied" in str(found)
+    assert type(model) is Gate and found.peak_bytes == found.plain_bytes
 
 
 class Changed(nn.Module):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from squeezebox.rewriting._deferred import made
-from squeezebox.steps import TrainingStep, restored, tensors_in, ungraded
+from squeezebox.steps import TrainingStep, mapped, restored, tensors_in, ungraded
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _FLOOR = 1e-3  # of the largest gradient: those far below it are what rounding left of zero
@@ -26,6 +27,19 @@ class Outcome:
     def tensors(self) -> list[torch.Tensor]:
         """All of them."""
         return [*self.outputs, *self.gradients, *self.buffers]
+
+
+def in_double(step: TrainingStep) -> TrainingStep:
+    """The same step of a copy of the model in float64, in which rounding hardly shows."""
+
+    def widened(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.double() if tensor.is_floating_point() else tensor
+
+    sample = (mapped(widened, step.sample[0]), mapped(widened, step.sample[1]))
+    loss_fn = step.loss_fn
+    if isinstance(loss_fn, torch.nn.Module):
+        loss_fn = copy.deepcopy(loss_fn).double()
+    return replace(step, model=copy.deepcopy(step.model).double(), sample=sample, loss_fn=loss_fn)
 
 
 def outcomes(step: TrainingStep) -> list[Outcome]:
@@ -56,9 +70,7 @@ def _outcome(step: TrainingStep, training: bool) -> Outcome:
 def error(before: list[Outcome], after: list[Outcome]) -> float:
     """The largest difference, over the largest value of each tensor; infinity where shapes or NaN differ."""
     return max(
-        max(_errors(one.outputs, other.outputs), default=0.0)
-        if kind == "outputs"
-        else max(_errors(getattr(one, kind), getattr(other, kind)), default=0.0)
+        max(_errors(getattr(one, kind), getattr(other, kind)), default=0.0)
         for one, other in zip(before, after, strict=True)
         for kind in ("outputs", "gradients", "buffers")
     )
@@ -88,7 +100,8 @@ def _errors(before: list[torch.Tensor], after: list[torch.Tensor]) -> Iterator[f
         return
     sizes = [float(each.abs().max()) if each.numel() else 0.0 for each in map(_wide, before)]
     floor = _FLOOR * max((size for size in sizes if size < float("inf")), default=0.0)
-    for one, other, size in zip(map(_wide, before), map(_wide, after), sizes, strict=True):
+    for first, second, size in zip(before, after, sizes, strict=True):
+        one, other = _wide(first), second.to(_wide(first).dtype)
         if not torch.equal(one.isnan(), other.isnan()):
             yield float("inf")
         elif one.numel():
