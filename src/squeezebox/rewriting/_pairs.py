@@ -1,4 +1,4 @@
-"""Rules that take two calls for one: a convolution of a concatenation, and a sigmoid that gates its input."""
+"""Rules that take two calls for one: convolutions of concatenations, gates, chains of products."""
 
 from __future__ import annotations
 
@@ -82,6 +82,49 @@ class Silu:
         call.note("fused")
         x = call.state
         return functional.silu(x)
+
+
+class ProductOrder:
+    """``(a @ b) @ c`` as ``a @ (b @ c)``, or the other way round, where the inner product is smaller."""
+
+    name = "product order"
+    exact = False
+    says = "(a @ b) @ c as a @ (b @ c) where b @ c has fewer elements than a @ b"
+    functions = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.mm})
+
+    def begin(self, func: Any, args: Any, kwargs: Any, note: Callable[[str], None]) -> Any:
+        """Put a product of matrices off."""
+        if kwargs or len(args) != 2 or not _are_matrices(*args):
+            return NotImplemented
+        a, b = args
+        shape = (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+        return Deferred.of(Waiting(self, func, args, kwargs, shape, a.dtype, note, (a, b)))
+
+    def read(self, call: Waiting, func: Any, args: Any, kwargs: Any) -> Any:
+        """Its product with a third matrix, in the other order."""
+        if func not in self.functions or kwargs or len(args) != 2:
+            return NotImplemented
+        a, b = call.state
+        is_left = isinstance(args[0], Deferred) and args[0].call is call
+        other = args[1] if is_left else args[0]
+        inner = (b, other) if is_left else (other, a)
+        fits = not isinstance(other, Deferred) and _are_matrices(*inner)
+        if not fits or inner[0].shape[-2] * inner[1].shape[-1] >= call.shape[-2] * call.shape[-1]:
+            return NotImplemented
+        call.require_unchanged()
+        call.note("fused")
+        small = torch.matmul(*inner)
+        return torch.matmul(a, small) if is_left else torch.matmul(small, b)
+
+
+def _are_matrices(a: Any, b: Any) -> bool:
+    """Whether they are plain, and a product of them is made as it stands."""
+    if not all(isinstance(each, torch.Tensor) and not isinstance(each, Deferred) for each in (a, b)):
+        return False
+    if a.dim() < 2 or b.dim() < 2 or a.dim() != b.dim() or a.shape[-1] != b.shape[-2]:
+        return False
+    alike = a.dtype == b.dtype and a.device == b.device and a.is_floating_point()
+    return bool(alike and a.shape[:-2] == b.shape[:-2] and not torch.is_autocast_enabled(a.device.type))
 
 
 _PRODUCTS = frozenset({torch.mul, torch.multiply, torch.Tensor.mul, torch.Tensor.multiply})
