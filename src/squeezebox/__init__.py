@@ -23,6 +23,7 @@ from squeezebox.schema import (
     OutputError,
     PipelineError,
     PlanError,
+    RankError,
     SqueezeboxError,
     UnsupportedModelError,
     __version__,
@@ -42,6 +43,7 @@ __all__ = [
     "OutputError",
     "PipelineError",
     "PlanError",
+    "RankError",
     "SqueezeboxError",
     "UnsupportedModelError",
     "__version__",
@@ -54,9 +56,11 @@ __all__ = [
     "codecs",
     "compile",
     "compile_kernels",
+    "compress_gradients",
     "estimate",
     "explain_out_of_memory",
     "find_batch",
+    "gradients",
     "layers",
     "load_pipeline_plan",
     "load_plan",
@@ -73,11 +77,12 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from squeezebox import bounds, codecs, layers, memory, pipeline, schedules, schema, streaming
+    from squeezebox import bounds, codecs, gradients, layers, memory, pipeline, schedules, schema, streaming
     from squeezebox.auditing import audit
     from squeezebox.codecs import compile_kernels
     from squeezebox.compiling import compile_model as compile
     from squeezebox.doctor import check_environment, check_step
+    from squeezebox.gradients import compress_gradients
     from squeezebox.planning import (
         attach,
         attach_stages,
@@ -91,7 +96,7 @@ if TYPE_CHECKING:
     from squeezebox.reports import load_pipeline_plan, load_plan, load_rewrites
     from squeezebox.rewriting import rewrite
 else:
-    _ROOMS = ("bounds", "codecs", "layers", "memory", "pipeline", "schedules", "schema", "streaming")
+    _ROOMS = ("bounds", "codecs", "gradients", "layers", "memory", "pipeline", "schedules", "schema", "streaming")
     _FUNCTIONS = {
         "attach": "planning",
         "attach_stages": "planning",
@@ -100,6 +105,7 @@ else:
         "check_step": "doctor",
         "compile": "compiling",
         "compile_kernels": "codecs",
+        "compress_gradients": "gradients",
         "estimate": "planning",
         "explain_out_of_memory": "planning",
         "find_batch": "planning",

@@ -9,8 +9,10 @@ from squeezebox.codecs._blocks import Arena, ArenaUse
 from squeezebox.codecs._codec import Codec, kind_of
 from squeezebox.codecs._hints import Hints
 from squeezebox.codecs._kernels import compile_kernels, ready, require
+from squeezebox.codecs._largest import LargestElements, largest
 from squeezebox.codecs._packed import Packed
 from squeezebox.codecs._registry import available, get, load_kernels, register
+from squeezebox.codecs._share import from_message, pack_share, root_mean_square, to_message
 from squeezebox.codecs._states import StateCodes
 from squeezebox.codecs._sums import energy, mean, mean_abs, unit
 from squeezebox.codecs._wire import dumps, loads
@@ -22,22 +24,28 @@ __all__ = [
     "ArenaUse",
     "Codec",
     "Hints",
+    "LargestElements",
     "Packed",
     "StateCodes",
     "available",
     "compile_kernels",
     "dumps",
     "energy",
+    "from_message",
     "get",
     "in_threads",
     "kind_of",
+    "largest",
     "load_kernels",
     "loads",
     "mean",
     "mean_abs",
+    "pack_share",
     "ready",
     "register",
     "require",
+    "root_mean_square",
     "spans",
+    "to_message",
     "unit",
 ]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from squeezebox import codecs
 from squeezebox.pipeline._wire import Form, Peer, Receiver, Sender, Traffic
-from squeezebox.schema import CodecError, OptionError
+from squeezebox.schema import OptionError
 
 CODECS = (
     "entropy",
@@ -114,28 +114,17 @@ class Packer:
         """A tensor's message."""
         owed = self._residuals.get(place)
         wanted = (tensor if owed is None else tensor + owed).detach().contiguous()
-        bound = self._error * _root_mean_square(wanted)
-        if not math.isfinite(bound):
-            self.left_whole += 1
-            return _message(b"", tensor.detach().contiguous())
-        packed = self._packed(place, wanted, bound)
-        data = b"" if packed is None else codecs.dumps(packed)
-        if packed is None or len(data) >= wanted.nbytes:
-            self.left_whole += 1
-            self._residuals.pop(place, None)
-            return _message(b"", wanted)
-        self._account(place, wanted, packed)
-        return _message(data, wanted)
-
-    def _packed(self, place: int, wanted: Tensor, bound: float) -> codecs.Packed | None:
-        try:
-            packed = self._codec.pack(wanted, bound, codecs.Hints(lag=self._lags.get(place, -1)))
-        except CodecError:
-            if not self._codec.fixed_size:
-                raise
-            return None
-        self._lags[place] = int(packed.meta.get("lag", 0))
-        return packed
+        found = codecs.pack_share(self._codec, wanted, self._error, self._lags.get(place, -1))
+        if found is not None:
+            packed, data = found
+            self._lags[place] = int(packed.meta.get("lag", 0))
+            self._account(place, wanted, packed)
+            return codecs.to_message(data, wanted)
+        self.left_whole += 1
+        if not math.isfinite(codecs.root_mean_square(wanted)):  # what is owed stays owed
+            return codecs.to_message(b"", tensor.detach().contiguous())
+        self._residuals.pop(place, None)
+        return codecs.to_message(b"", wanted)
 
     def _account(self, place: int, wanted: Tensor, packed: codecs.Packed) -> None:
         """Keep what packing lost, and now and then measure it."""
@@ -148,7 +137,7 @@ class Packer:
             self._residuals[place] = lost
         if is_due:
             for which, each in enumerate((lost, wanted)):
-                self._squares[which] += _root_mean_square(each) ** 2 * each.numel()
+                self._squares[which] += codecs.root_mean_square(each) ** 2 * each.numel()
 
 
 class PackedSender:
@@ -198,7 +187,7 @@ class PackedReceiver:
         tensors = self._free.pop() if self._free else [form.empty(self._device) for form in self._forms]
         for message, tensor, form in zip(messages, tensors, self._forms, strict=True):
             if is_packed(form):
-                unpack(message, tensor)
+                codecs.from_message(message, tensor)
             else:
                 tensor.copy_(message)
         self._receiver.release(messages)
@@ -214,35 +203,6 @@ def is_packed(form: Form) -> bool:
     return form.requires_grad and form.dtype.is_floating_point
 
 
-def unpack(message: Tensor, out: Tensor) -> None:
-    """The tensor of a message, into a contiguous one.
-
-    Raises:
-        FormatError: the message is damaged.
-    """
-    nbytes = int(message[:_COUNT].view(torch.int64))
-    flat = out.view(-1)
-    if not nbytes:
-        flat.copy_(message[_COUNT:].view(out.dtype))
-        return
-    packed = codecs.loads(message[_COUNT : _COUNT + nbytes].numpy().tobytes(), max_bytes=flat.nbytes)
-    codecs.get(packed.codec).unpack(packed, flat)
-
-
-def _message(data: bytes, tensor: Tensor) -> Tensor:
-    """The packed bytes, or the tensor if there are none."""
-    message = torch.empty(_COUNT + (len(data) or tensor.nbytes), dtype=torch.uint8, device="cpu")
-    message[:_COUNT].view(torch.int64).fill_(len(data))
-    body = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else tensor.view(-1).view(torch.uint8)
-    message[_COUNT:].copy_(body)
-    return message
-
-
 def _message_form(form: Form) -> Form:
     nbytes = math.prod(form.shape) * form.dtype.itemsize
     return Form((_COUNT + nbytes,), torch.uint8, requires_grad=False)
-
-
-def _root_mean_square(tensor: Tensor) -> float:
-    norm = float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
-    return norm / math.sqrt(max(tensor.numel(), 1))

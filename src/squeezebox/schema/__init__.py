@@ -19,6 +19,7 @@ from squeezebox.schema._errors import (
     OutputError,
     PipelineError,
     PlanError,
+    RankError,
     SqueezeboxError,
     UnsupportedModelError,
 )
@@ -153,6 +154,7 @@ __all__ = [
     "Part",
     "Plan",
     "PlanError",
+    "RankError",
     "PlannedPeak",
     "Profile",
     "Reads",

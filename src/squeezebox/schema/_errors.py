@@ -41,7 +41,11 @@ class OutOfMemoryError(SqueezeboxError, RuntimeError):
     """A step ran out of memory; the message says where, how much was missing, and what would fit."""
 
 
-class PipelineError(SqueezeboxError, RuntimeError):
+class RankError(SqueezeboxError, RuntimeError):
+    """Several ranks cannot begin or go on together; the message names the rank and why."""
+
+
+class PipelineError(RankError):
     """A pipeline of several ranks cannot start or go on; the message names the rank and why."""
 
 

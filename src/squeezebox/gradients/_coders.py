@@ -1,0 +1,176 @@
+"""How a flat gradient becomes one message, and a flat tensor again: one row for each method.
+
+All of them are followed by error feedback: what a message loses is added to the next gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from squeezebox import codecs
+
+Sizes = Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coder(ABC):
+    """A flat floating-point tensor to a message (uint8) and back.
+
+    Args:
+        name: as in the table of methods.
+        steered: whether a ``level`` sets its loss, which noise or a ratio is then reached by.
+    """
+
+    name: str
+    steered: bool = True
+
+    @abstractmethod
+    def encode(self, wanted: Tensor, sizes: Sizes, level: float, step: int) -> Tensor:
+        """The message of a tensor without NaN and infinity.
+
+        Args:
+            wanted: flat, float32 or float64.
+            sizes: of the parameters, or the parts of them, that it consists of.
+            level: how much may be lost, in the coder's own unit; more of it takes fewer bytes.
+            step: number of the pass, the same on all ranks.
+        """
+
+    @abstractmethod
+    def decode(self, message: Tensor, sizes: Sizes, out: Tensor) -> None:
+        """Put the tensor of a message into ``out``."""
+
+    @abstractmethod
+    def start(self, noise: float | None, ratio: float | None) -> float:
+        """The level to begin with, for noise that is allowed or a ratio of bytes that is wanted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounded(Coder):
+    """Every element within ``level`` times the root mean square of its parameter's gradient.
+
+    Parameters differ in scale, so each is measured by its own: a message begins with those (float32).
+    """
+
+    def encode(self, wanted: Tensor, sizes: Sizes, level: float, step: int) -> Tensor:
+        units = _units(wanted, sizes)
+        scaled = wanted.clone()
+        torch._foreach_div_(list(scaled.split(list(sizes))), units.to(wanted.dtype).unbind())
+        found = codecs.pack_share(codecs.get(self.name), scaled, level, 0)
+        if found is None:
+            units.fill_(1.0)
+        body = codecs.to_message(b"" if found is None else found[1], wanted if found is None else scaled)
+        return torch.cat([_aligned(units.view(torch.uint8)), body])
+
+    def decode(self, message: Tensor, sizes: Sizes, out: Tensor) -> None:
+        taken = 4 * len(sizes)
+        units = message[:taken].clone().view(torch.float32)
+        codecs.from_message(message[-(-taken // 8) * 8 :].clone(), out)
+        torch._foreach_mul_(list(out.split(list(sizes))), units.to(out.dtype).unbind())
+
+    def start(self, noise: float | None, ratio: float | None) -> float:
+        """Errors spread evenly over a step have a third of the bound's square (docs/theory.md)."""
+        return math.sqrt(3.0 * noise) if noise is not None else min(max((ratio or 1.0) / 25.0, 0.05), 2.5)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Largest(Coder):
+    """The ``1 / level`` largest elements, as values and places (Aji and Heafield, 2017, arXiv:1704.05021)."""
+
+    def encode(self, wanted: Tensor, sizes: Sizes, level: float, step: int) -> Tensor:
+        places = codecs.largest(wanted.abs(), _count(wanted.numel(), level)).indices
+        values = wanted[places]
+        return torch.cat([values.view(torch.uint8), places.int().view(torch.uint8)])
+
+    def decode(self, message: Tensor, sizes: Sizes, out: Tensor) -> None:
+        count = message.numel() // (out.element_size() + 4)
+        values, places = message[: count * out.element_size()], message[count * out.element_size() :]
+        out.zero_()
+        out[places.clone().view(torch.int32).long()] = values.clone().view(out.dtype)
+
+    def start(self, noise: float | None, ratio: float | None) -> float:
+        return 2.0 * (ratio or 1.0)  # a value takes its place along
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Random(Coder):
+    """``1 / level`` of the elements, the same random ones on all ranks (arXiv:1809.07599)."""
+
+    def encode(self, wanted: Tensor, sizes: Sizes, level: float, step: int) -> Tensor:
+        head = torch.tensor([step], dtype=torch.int64, device="cpu")
+        values = wanted[_chosen(step, wanted.numel(), _count(wanted.numel(), level))]
+        return torch.cat([head.view(torch.uint8), values.view(torch.uint8)])
+
+    def decode(self, message: Tensor, sizes: Sizes, out: Tensor) -> None:
+        step = int(message[:8].clone().view(torch.int64))
+        values = message[8:].clone().view(out.dtype)
+        out.zero_()
+        out[_chosen(step, out.numel(), values.numel())] = values
+
+    def start(self, noise: float | None, ratio: float | None) -> float:
+        return ratio or 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Signs(Coder):
+    """A bit an element: the mean of its parameter's positive or negative ones (Seide et al., 2014)."""
+
+    def encode(self, wanted: Tensor, sizes: Sizes, level: float, step: int) -> Tensor:
+        positive = wanted > 0
+        means = []
+        for part, above in zip(wanted.split(list(sizes)), positive.split(list(sizes)), strict=True):
+            up, count = float(part.clamp(min=0).sum()), int(above.sum())
+            below = part.numel() - count
+            means += [up / max(count, 1), (float(part.sum()) - up) / max(below, 1)]
+        bits = torch.from_numpy(np.packbits(positive.numpy()))
+        return torch.cat([torch.tensor(means, dtype=torch.float32, device="cpu").view(torch.uint8), bits])
+
+    def decode(self, message: Tensor, sizes: Sizes, out: Tensor) -> None:
+        taken = 8 * len(sizes)
+        means = message[:taken].clone().view(torch.float32).view(-1, 2).tolist()
+        bits = torch.from_numpy(np.unpackbits(message[taken:].numpy(), count=out.numel())).bool()
+        parts = zip(out.split(list(sizes)), bits.split(list(sizes)), means, strict=True)
+        for part, above, (up, down) in parts:
+            part.fill_(down)
+            part.masked_fill_(above, up)
+
+    def start(self, noise: float | None, ratio: float | None) -> float:
+        return 1.0
+
+
+CODERS = {
+    coder.name: coder
+    for coder in (
+        Bounded(name="entropy"),
+        Bounded(name="planes"),
+        Largest(name="top-k"),
+        Random(name="random-k"),
+        Signs(name="1-bit", steered=False),
+    )
+}
+
+
+def _units(wanted: Tensor, sizes: Sizes) -> Tensor:
+    """Each part's root mean square in float32; 1 for one of zeros, or beyond float32."""
+    norms = torch.stack(torch._foreach_norm(list(wanted.split(list(sizes))), 2.0)).float()
+    units = norms / torch.tensor(sizes, dtype=torch.float32, device="cpu").clamp(min=1).sqrt()
+    return torch.where((units > 1e-30) & (units < 1e30), units, 1.0)
+
+
+def _aligned(data: Tensor) -> Tensor:
+    """With zeros up to a multiple of 8 bytes."""
+    return torch.cat([data, data.new_zeros(-data.numel() % 8)])
+
+
+def _count(numel: int, level: float) -> int:
+    return min(numel, max(1, round(numel / level)))
+
+
+def _chosen(step: int, numel: int, count: int) -> Tensor:
+    return torch.randperm(numel, generator=torch.Generator().manual_seed(step))[:count]

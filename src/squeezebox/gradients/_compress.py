@@ -1,0 +1,316 @@
+"""Compressing the gradients that the ranks of a DistributedDataParallel model exchange."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import math
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from squeezebox.gradients._coders import CODERS, Coder
+from squeezebox.gradients._exchange import Exchange, all_reduce_bytes
+from squeezebox.gradients._hook import Buckets, Future, hook_of
+from squeezebox.gradients._ranks import Worker, own_group, own_store
+from squeezebox.gradients._residuals import Names, Residuals
+from squeezebox.gradients._turn import Turn
+from squeezebox.schema import FormatError, Link, OptionError, RankError
+
+WHOLE = {"plain": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_FASTEST = 2.0  # factor by which a pass may change the level
+_serials = itertools.count()  # compressions of a process, in the order that all ranks make them in
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """What a rank has sent of its gradients, in one backward pass or in several.
+
+    ``plain_bytes`` an all-reduce of them would have taken, ``sent_bytes`` went. ``noise`` is the sum of
+    squares of what was lost over that of what was packed, which is this rank's gradient with what is owed.
+    ``whole`` counts groups that went as they are, because a rank had NaN or infinity.
+    """
+
+    plain_bytes: int = 0
+    sent_bytes: int = 0
+    noise: float = 0.0
+    whole: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes went."""
+        return self.plain_bytes / self.sent_bytes if self.sent_bytes else 1.0
+
+
+class CompressedGradients:
+    """What :func:`compress_gradients` returns: it knows what was sent, and what is still owed."""
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        method: str,
+        noise: float | None,
+        ratio: float | None,
+        patience: float,
+        link: Link | None,
+    ) -> None:
+        self._noise, self._ratio = noise, ratio
+        named = [(name, each) for name, each in ddp.module.named_parameters() if each.requires_grad]
+        self._sizes = {name: each.numel() for name, each in named}
+        self._buckets = Buckets({id(each): name for name, each in named})
+        self._residuals = Residuals(self._sizes)
+        self._keeps_unused = ddp.find_unused_parameters
+        self._coder, self._dtype = CODERS.get(method), WHOLE.get(method)
+        self._level = 1.0 if self._coder is None else self._coder.start(noise, ratio)
+        self._turns: list[Turn] = []
+        self._passes = 0
+        self._is_closed = False
+        self.method = method
+        self.last, self.total = Traffic(), Traffic()
+        group = own_group(ddp.process_group, patience)
+        self._exchange = Exchange(group, link)
+        store = own_store(next(_serials))
+        ranks = dist.get_process_group_ranks(ddp.process_group)
+        self._worker = Worker(store, dist.get_rank(), ranks, patience)
+        _close_at_exit(self)
+
+    @property
+    def passes(self) -> int:
+        """Backward passes whose gradients were exchanged; the first one's go as they are."""
+        return self._passes
+
+    @property
+    def level(self) -> float:
+        """How much may be lost now, in the method's unit: a share of a root mean square, say."""
+        return self._level
+
+    def take(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """DDP's hook: what one bucket's gradients become."""
+        future = self._buckets.take(bucket, self._passes, self._start)
+        if bucket.is_last():
+            self._worker.finish()
+            self._buckets.finish()
+            self._account()
+        return future
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed training needs to go on to the bit: this rank's own; each rank saves its own.
+
+        It has the residuals by parameter, the level, and which parameters go together.
+        """
+        return {
+            "residuals": self._residuals.state(),
+            "level": self._level,
+            "passes": self._passes,
+            "groups": [list(names) for names in self._buckets.groups],
+            "method": self.method,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict` of the same rank.
+
+        Raises:
+            FormatError: it is of another model or method.
+        """
+        if state["method"] != self.method:
+            raise FormatError(
+                f"the state is of method '{state['method']}', and this is '{self.method}'. Take the same."
+            )
+        self._residuals.restore(state["residuals"])
+        self._level, self._passes = state["level"], state["passes"]
+        self._buckets.groups = tuple(tuple(names) for names in state["groups"])
+
+    def close(self) -> None:
+        """End the thread and the connections; do it last, as DDP takes no other hook."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._worker.stop()
+        if dist.is_initialized():
+            dist.destroy_process_group(self._exchange.group)
+        del self._exchange
+
+    def _start(self, names: Names, flat: Tensor) -> None:
+        """Have a group's gradients exchanged."""
+        sizes = [self._sizes[name] for name in names]
+        is_packed = self._coder is not None and self._passes > 0
+        residual = self._residuals.of(names, flat.dtype) if is_packed else flat
+        turn = Turn(
+            flat=flat,
+            sizes=sizes,
+            residual=residual,
+            level=self._level,
+            step=self._passes,
+            keeps_unused=self._keeps_unused,
+        )
+        self._turns.append(turn)
+        if self._coder is not None and is_packed:
+            job = turn.begin_packed(self._coder, self._exchange)
+        else:
+            job = turn.begin_whole(self._exchange, self._dtype)
+        self._worker.submit(job)
+
+    def _account(self) -> None:
+        """Add up a pass, and set the level of the next one."""
+        turns, self._turns = self._turns, []
+        ranks = self._exchange.ranks
+        lost, wanted = sum(each.lost_squares for each in turns), sum(each.wanted_squares for each in turns)
+        self.last = Traffic(
+            plain_bytes=sum(all_reduce_bytes(each.flat.nbytes, ranks) for each in turns),
+            sent_bytes=self._exchange.sent_bytes - self.total.sent_bytes,
+            noise=lost / wanted if wanted else 0.0,
+            whole=sum(each.went_whole for each in turns),
+        )
+        noises = self.total.noise * self._passes + self.last.noise
+        self._passes += 1
+        self.total = Traffic(
+            plain_bytes=self.total.plain_bytes + self.last.plain_bytes,
+            sent_bytes=self._exchange.sent_bytes,
+            noise=noises / self._passes,
+            whole=self.total.whole + self.last.whole,
+        )
+        if self._coder is not None and self._coder.steered and self._passes > 1 and not self.last.whole:
+            self._level *= self._steered(turns)
+
+    def _steered(self, turns: list[Turn]) -> float:
+        """The factor by which the level meets the noise or the ratio that was asked for."""
+        if self._noise is not None:
+            factor = math.sqrt(self._noise / max(self.last.noise, 1e-12))
+        else:
+            sent = sum(each.message_bytes for each in turns)
+            plain = sum(each.flat.nbytes for each in turns)
+            factor = (self._ratio or 1.0) * sent / max(plain, 1)
+        return min(max(factor, 1.0 / _FASTEST), _FASTEST)
+
+
+def compress_gradients(
+    ddp: nn.Module,
+    method: str = "entropy",
+    *,
+    noise: float | None = None,
+    ratio: float | None = None,
+    patience: float = 60.0,
+    link: Link | None = None,
+) -> CompressedGradients:
+    """Have the ranks of a DistributedDataParallel model exchange compressed gradients.
+
+    Call it on all ranks alike, before the first backward; the training loop stays as it is. What packing
+    loses of a gradient is added to the next one (error feedback), so nothing is lost for good: all that was
+    sent, and what is owed, sum up to the gradients. All ranks decode the same bytes, and so stay equal to the
+    bit. The first backward's gradients go as they are, as DDP then sorts its buckets.
+
+    It takes a tensor of memory for each trained parameter, in float32 (float64 where that is), and two more
+    of the size of a bucket during backward.
+
+    Args:
+        ddp: on CPUs; its gradients are floating-point.
+        method: "entropy" (fewest bytes) or "planes" (fastest) hold every element within a share of its
+            parameter's root mean square; "top-k", "random-k", "1-bit", "fp16", "bf16" are there to compare
+            with, and "plain" is DDP's own exchange.
+        noise: squared error over squared gradient that packing may cause in each backward, such as 0.1; the
+            bound follows what was measured. 0 sends gradients as they are.
+        ratio: how many times fewer bytes to send, such as 50, instead of noise; 1 sends gradients as they
+            are.
+        patience: seconds after which a rank that is waited for counts as failed.
+        link: emulate one that is slower: every exchange takes at least what it would over this.
+
+    Returns:
+        What was sent, and the state to save next to the model's.
+
+    Raises:
+        OptionError: the options or the model are not for this.
+        RankError: ranks do not have the same options. From backward: a rank is gone or hangs.
+    """
+    _check_options(method, noise, ratio, patience)
+    model = _checked_model(ddp)
+    if noise == 0 or ratio == 1:
+        method = "plain"
+    _agree(model, f"method={method}, noise={noise}, ratio={ratio}")
+    made = CompressedGradients(model, method, noise, ratio, patience, link)
+    try:
+        model.register_comm_hook(None, hook_of(made.take))
+    except RuntimeError as error:
+        made.close()
+        raise OptionError(
+            f"this model has a communication hook already ({str(error).splitlines()[0]}); DDP takes one. "
+            "Wrap the model again, and register no other."
+        ) from error
+    return made
+
+
+def _check_options(method: str, noise: float | None, ratio: float | None, patience: float) -> None:
+    coder: Coder | None = CODERS.get(method)
+    if coder is None and method not in WHOLE:
+        raise OptionError(f"no method '{method}'; there are {', '.join([*CODERS, *WHOLE])}.")
+    bounded = method in ("entropy", "planes")
+    if noise is not None and not (0.0 <= noise < 1.0 and (bounded or noise == 0)):
+        raise OptionError(
+            f"noise={noise} with method '{method}': it is a share of the squared gradient from 0 to 1, which "
+            "'entropy' and 'planes' can keep to. Give such a one, or ratio=."
+        )
+    if ratio is not None and not 1.0 <= ratio < math.inf:
+        raise OptionError(f"ratio={ratio}: it says how many times fewer bytes go, from 1. Try 30.")
+    if coder is not None and coder.steered and (noise is None) == (ratio is None):
+        raise OptionError(
+            f"method '{method}' takes {'one of noise= and ratio=' if bounded else 'ratio='}, got "
+            f"noise={noise} and ratio={ratio}. Try {'noise=0.1' if bounded else 'ratio=50'}."
+        )
+    if not patience > 0.0:
+        raise OptionError(f"patience={patience}: a rank must be waited for. Give seconds above 0.")
+
+
+def _checked_model(ddp: nn.Module) -> DistributedDataParallel:
+    if any(cls.__name__ in ("FSDPModule", "FullyShardedDataParallel") for cls in type(ddp).__mro__):
+        raise OptionError(
+            "this model is sharded (FSDP), whose ranks reduce and scatter gradients without a hook for "
+            "compression. Wrap the model in DistributedDataParallel, or leave gradients as they are."
+        )
+    if not isinstance(ddp, DistributedDataParallel):
+        raise OptionError(
+            f"compress_gradients takes a DistributedDataParallel model, got {type(ddp).__name__}: what is "
+            "compressed is what its ranks exchange. Wrap the model first."
+        )
+    if ddp.mixed_precision is not None:
+        raise OptionError("DDP's own mixed_precision has gradients of two dtypes; use torch.autocast instead.")
+    for name, module in ddp.module.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise OptionError(f"'{name}' has sparse gradients, which are not packed; make it with sparse=False.")
+    for name, parameter in ddp.module.named_parameters():
+        if parameter.requires_grad and (parameter.device.type != "cpu" or parameter.dtype not in _FLOATS):
+            raise OptionError(
+                f"'{name}' is {parameter.dtype} on {parameter.device}: gradients are packed between CPUs, in "
+                "float16, bfloat16, float32 and float64. Leave compress_gradients out here."
+            )
+    return ddp
+
+
+def _agree(ddp: DistributedDataParallel, mine: str) -> None:
+    """Refuse to begin with ranks of different options, which would wait for each other for good."""
+    group = ddp.process_group
+    text = torch.frombuffer(bytearray(json.dumps(mine).encode().ljust(256)), dtype=torch.uint8)
+    found = [torch.empty_like(text) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, text, group=group)
+    for rank, each in enumerate(found):
+        theirs = json.loads(bytes(each.numpy()).decode())
+        if theirs != mine:
+            raise RankError(f"rank {rank} has {theirs}, and this one {mine}. Give all ranks the same options.")
+
+
+def _close_at_exit(made: CompressedGradients) -> None:
+    """A gloo group that is held when Python ends may abort the process."""
+    reference = weakref.ref(made)
+
+    def close() -> None:
+        found = reference()
+        if found is not None:
+            found.close()
+
+    atexit.register(close)

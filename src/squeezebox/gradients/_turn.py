@@ -1,0 +1,155 @@
+"""One group of parameters in one pass: its gradients are packed, exchanged, averaged, and what is lost kept."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from squeezebox.gradients._coders import Coder
+from squeezebox.gradients._exchange import MOST_GATHERED, Exchange
+
+_WHOLE = -1  # in place of a message's size: this rank has NaN or infinity
+
+
+@dataclass(kw_only=True, slots=True)
+class Turn:
+    """A group's gradients on their way.
+
+    Args:
+        flat: this rank's gradients, contiguous; takes the mean over ranks.
+        sizes: of the group's parameters, in their order.
+        residual: what all ranks are still owed of this one's gradients; takes what is lost now.
+        level: of the coder.
+        step: number of the pass.
+        keeps_unused: the residual of a parameter without a gradient here waits for one.
+    """
+
+    flat: Tensor
+    sizes: Sequence[int]
+    residual: Tensor
+    level: float
+    step: int
+    keeps_unused: bool = False
+    lost_squares: float = 0.0
+    wanted_squares: float = 0.0
+    message_bytes: int = 0
+    went_whole: bool = False
+
+    def begin_whole(self, exchange: Exchange, dtype: torch.dtype | None = None) -> Callable[[], None]:
+        """As DistributedDataParallel itself does, or rounded to ``dtype`` on the way."""
+        flat = self.flat if dtype is None else self.flat.to(dtype)
+        flat.mul_(1.0 / exchange.ranks)
+        self.message_bytes = flat.nbytes
+
+        def job() -> None:
+            exchange.add(flat)
+            if dtype is not None:
+                self.flat.copy_(flat)
+
+        return job
+
+    def begin_packed(self, coder: Coder, exchange: Exchange) -> Callable[[], None]:
+        """Pack now; what is returned does the rest."""
+        wanted = self._wanted()
+        parts = [(wanted, self.sizes)]
+        if exchange.ranks > MOST_GATHERED:
+            parts = shards(wanted, self.sizes, exchange.ranks)
+        norm = float(torch.linalg.vector_norm(wanted, dtype=torch.float64))
+        messages = []
+        if math.isfinite(norm):
+            self.wanted_squares = norm * norm
+            messages = [coder.encode(part, sizes, self.level, self.step) for part, sizes in parts]
+        self.message_bytes = max((each.numel() for each in messages), default=0)
+        exchanged = self._gathered if len(parts) == 1 else self._scattered
+        return lambda: exchanged(coder, exchange, wanted, messages)
+
+    def _wanted(self) -> Tensor:
+        wanted = self.residual + self.flat
+        if self.keeps_unused:
+            for part, gradient in zip(self._parts(wanted), self._parts(self.flat), strict=True):
+                if not gradient.any():
+                    part.zero_()
+        return wanted
+
+    def _parts(self, flat: Tensor) -> list[Tensor]:
+        return list(flat.split(list(self.sizes)))
+
+    def _gathered(self, coder: Coder, exchange: Exchange, wanted: Tensor, messages: list[Tensor]) -> None:
+        """Everybody gets everybody's message: (W - 1) of them."""
+        counts = exchange.counts([each.numel() for each in messages] or [_WHOLE])
+        if self._goes_whole(exchange, counts):
+            return
+        found = exchange.gather(messages[0], [sizes[0] for sizes in counts])
+        total, one = torch.zeros_like(wanted), torch.empty_like(wanted)
+        for rank, message in enumerate(found):  # in one order, so that all ranks have the same sum
+            coder.decode(message, self.sizes, one)
+            total.add_(one)
+            if rank == exchange.rank:
+                wanted.sub_(one)
+        self._keep(wanted)
+        self.flat.copy_(total.mul_(1.0 / exchange.ranks))
+
+    def _scattered(self, coder: Coder, exchange: Exchange, wanted: Tensor, messages: list[Tensor]) -> None:
+        """Every rank averages a shard and sends it on: 2 (W - 1) / W messages, packed twice."""
+        counts = exchange.counts([each.numel() for each in messages] or [_WHOLE] * exchange.ranks)
+        if self._goes_whole(exchange, counts):
+            return
+        found = exchange.scatter(messages, [sizes[exchange.rank] for sizes in counts])
+        parts = shards(wanted, self.sizes, exchange.ranks)
+        own, sizes = parts[exchange.rank]
+        total, one = torch.zeros_like(own), torch.empty_like(own)
+        for rank, message in enumerate(found):
+            coder.decode(message, sizes, one)
+            total.add_(one)
+            if rank == exchange.rank:
+                own.sub_(one)
+        for rank, (part, part_sizes) in enumerate(parts):
+            if rank != exchange.rank:
+                decoded = torch.empty_like(part)
+                coder.decode(messages[rank], part_sizes, decoded)
+                part.sub_(decoded)
+        total.mul_(1.0 / exchange.ranks)
+        message = coder.encode(total, sizes, self.level, self.step)
+        again = exchange.gather(message, [row[0] for row in exchange.counts([message.numel()])])
+        mean = torch.empty_like(wanted)
+        means = shards(mean, self.sizes, exchange.ranks)
+        for packed, (part, part_sizes) in zip(again, means, strict=True):
+            coder.decode(packed, part_sizes, part)
+        # What the second packing loses of the mean, this rank owes as if it were its own gradient's.
+        own.add_(total.sub_(means[exchange.rank][0]), alpha=exchange.ranks)
+        self._keep(wanted)
+        self.flat.copy_(mean)
+
+    def _goes_whole(self, exchange: Exchange, counts: list[list[int]]) -> bool:
+        """Where a rank has NaN or infinity, all gradients go as they are and residuals stay."""
+        if all(sizes[0] != _WHOLE for sizes in counts):
+            return False
+        self.went_whole, self.wanted_squares = True, 0.0
+        self.begin_whole(exchange)()
+        return True
+
+    def _keep(self, lost: Tensor) -> None:
+        norm = float(torch.linalg.vector_norm(lost, dtype=torch.float64))
+        self.lost_squares = norm * norm
+        if self.keeps_unused:
+            parts = self._parts(lost), self._parts(self.residual), self._parts(self.flat)
+            for part, owed, gradient in zip(*parts, strict=True):
+                if not gradient.any():
+                    part.add_(owed)
+        self.residual.copy_(lost)
+
+
+def shards(flat: Tensor, sizes: Sequence[int], count: int) -> list[tuple[Tensor, list[int]]]:
+    """A flat tensor in ``count`` parts as even as can be, each with the sizes of its parameters' parts."""
+    ends = list(itertools.accumulate(sizes))
+    found = []
+    for number in range(count):
+        first, end = (flat.numel() * each // count for each in (number, number + 1))
+        cuts = [first, *(each for each in ends if first < each < end), end]
+        found.append((flat[first:end], [b - a for a, b in itertools.pairwise(cuts)]))
+    return found

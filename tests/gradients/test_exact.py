@@ -1,0 +1,82 @@
+"""What must hold of compressed gradients: plain's bits where nothing is lost, equal ranks, all of it owed."""
+
+import pytest
+import torch
+from torch import nn
+
+import squeezebox
+from tests.gradients import ranks
+
+
+def _plain_and_squeezed(rank, options, steps):
+    nets = ranks.model(), ranks.model()
+    plain, ddp = (ranks.wrapped(net) for net in nets)
+    squeezed = squeezebox.compress_gradients(ddp, **options)
+    losses = [ranks.train(each, rank, steps) for each in (plain, ddp)]
+    found = [ranks.weights(net) for net in nets]
+    traffic = squeezed.total
+    squeezed.close()
+    return *losses, *found, traffic
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [{"noise": 0.0}, {"method": "top-k", "ratio": 1.0}, {"method": "plain"}])
+def test_nothing_lost_is_plain_to_the_bit(world, options):
+    for result in ranks.run(_plain_and_squeezed, world, options, 4):
+        assert isinstance(result, tuple), result
+        plain_losses, losses, plain_weights, weights, traffic = result
+        assert losses == plain_losses
+        assert torch.equal(weights, plain_weights)
+        assert traffic.ratio == 1.0 and traffic.noise == 0.0
+
+
+METHODS = [
+    {"noise": 1e-2},
+    {"ratio": 10.0},
+    {"method": "planes", "noise": 0.1},
+    {"method": "top-k", "ratio": 20.0},
+    {"method": "random-k", "ratio": 20.0},
+    {"method": "1-bit"},
+]
+
+
+def _conserved(rank, options, steps):
+    """The largest difference, over the gradients' scale, between what came and what should have."""
+    net, whole = ranks.model(), ranks.model()
+    ddp = ranks.wrapped(net)
+    squeezed = squeezebox.compress_gradients(ddp, **options)
+    came = {name: torch.zeros_like(each).double() for name, each in net.named_parameters()}
+    gone = {name: each.clone() for name, each in came.items()}
+    for step in range(steps):
+        for model in (ddp, whole):
+            model.zero_grad()
+            x, y = ranks.batch(rank, step)
+            nn.functional.cross_entropy(model(x), y).backward()
+        for (name, mean), own in zip(net.named_parameters(), whole.parameters(), strict=True):
+            came[name] += mean.grad
+            gone[name] += own.grad
+    state = squeezed.state_dict()
+    found = came, gone, state["residuals"], squeezed.total
+    squeezed.close()
+    return found
+
+
+CASES = [(2, options) for options in METHODS]
+CASES += [pytest.param(world, METHODS[0], marks=pytest.mark.slow) for world in (3, 5)]
+CASES += [pytest.param(5, METHODS[2], marks=pytest.mark.slow), pytest.param(5, METHODS[5], marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("world", "options"), CASES)
+def test_what_came_and_what_is_owed_are_all_gradients(world, options):
+    results = ranks.run(_conserved, world, options, 6)
+    assert all(isinstance(result, tuple) for result in results), results
+    for name, mean in results[0][0].items():
+        total = sum(gone[name] for _, gone, _, _ in results)
+        owed = sum(residuals[name].view_as(total) for _, _, residuals, _ in results)
+        scale = sum(gone[name].abs().max() for _, gone, _, _ in results)
+        assert (world * mean + owed - total).abs().max() <= 2e-6 * scale, name
+        for came, *_ in results:  # all ranks, to the bit
+            assert torch.equal(came[name], mean)
+    traffic = results[0][3]
+    assert traffic.sent_bytes < traffic.plain_bytes
+    assert traffic.noise > 0.0
