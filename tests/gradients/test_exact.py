@@ -63,7 +63,7 @@ def _conserved(rank, options, steps):
 
 CASES = [(2, options) for options in METHODS]
 CASES += [pytest.param(world, METHODS[0], marks=pytest.mark.slow) for world in (3, 5)]
-CASES += [pytest.param(5, METHODS[2], marks=pytest.mark.slow), pytest.param(5, METHODS[5], marks=pytest.mark.slow)]
+CASES += [pytest.param(5, METHODS[place], marks=pytest.mark.slow) for place in (2, 5)]
 
 
 @pytest.mark.parametrize(("world", "options"), CASES)

@@ -113,7 +113,10 @@ def _train(rank, trouble):
     return "nothing happened"
 
 
-@pytest.mark.parametrize("trouble", ["dies", *(pytest.param(each, marks=pytest.mark.slow) for each in ("raises", "hangs"))])
+SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in ("raises", "hangs")]
+
+
+@pytest.mark.parametrize("trouble", ["dies", *SLOW])
 def test_a_missing_rank_is_named(trouble):
     processes, results = ranks.start(_train, 3, trouble)
     found = []

@@ -1,4 +1,4 @@
-"""The ways in which DistributedDataParallel is used: accumulation, unused parameters, uneven inputs, dtypes."""
+"""Ways to use DistributedDataParallel: accumulation, unused parameters, uneven inputs, dtypes."""
 
 import pytest
 import torch

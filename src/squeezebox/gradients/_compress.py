@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from squeezebox.gradients._coders import CODERS, Coder
@@ -92,7 +93,7 @@ class CompressedGradients:
         """How much may be lost now, in the method's unit: a share of a root mean square, say."""
         return self._level
 
-    def take(self, bucket: dist.GradBucket) -> Future[Tensor]:
+    def take(self, bucket: GradBucket) -> Future[Tensor]:
         """DDP's hook: what one bucket's gradients become."""
         future = self._buckets.take(bucket, self._passes, self._start)
         if bucket.is_last():
@@ -279,10 +280,10 @@ def _checked_model(ddp: nn.Module) -> DistributedDataParallel:
             "compressed is what its ranks exchange. Wrap the model first."
         )
     if ddp.mixed_precision is not None:
-        raise OptionError("DDP's own mixed_precision has gradients of two dtypes; use torch.autocast instead.")
+        raise OptionError("DDP's mixed_precision makes gradients of two dtypes; use torch.autocast.")
     for name, module in ddp.module.named_modules():
         if getattr(module, "sparse", False) is True:
-            raise OptionError(f"'{name}' has sparse gradients, which are not packed; make it with sparse=False.")
+            raise OptionError(f"'{name}' has sparse gradients, which do not pack; make it with sparse=False.")
     for name, parameter in ddp.module.named_parameters():
         if parameter.requires_grad and (parameter.device.type != "cpu" or parameter.dtype not in _FLOATS):
             raise OptionError(
@@ -301,7 +302,7 @@ def _agree(ddp: DistributedDataParallel, mine: str) -> None:
     for rank, each in enumerate(found):
         theirs = json.loads(bytes(each.numpy()).decode())
         if theirs != mine:
-            raise RankError(f"rank {rank} has {theirs}, and this one {mine}. Give all ranks the same options.")
+            raise RankError(f"rank {rank} has {theirs}, and this one {mine}. Give all the same options.")
 
 
 def _close_at_exit(made: CompressedGradients) -> None:

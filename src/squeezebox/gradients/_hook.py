@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
 
 from squeezebox.gradients._residuals import Names
 
@@ -41,7 +41,7 @@ class Buckets:
         self._scattered: list[tuple[Tensor, list[Tensor]]] = []
         self._buffers: list[tuple[Future[Tensor], Tensor]] = []
 
-    def take(self, bucket: dist.GradBucket, step: int, start: Start) -> Future[Tensor]:
+    def take(self, bucket: GradBucket, step: int, start: Start) -> Future[Tensor]:
         """Start what is complete with this bucket of pass ``step``; :meth:`finish` fulfils the future."""
         if bucket.index() == 0:
             self._begin(collects=step == 1 or self._own_passes == 0)
@@ -89,5 +89,5 @@ def hook_of(take: Callable[[Any], Future[Tensor]]) -> Callable[..., Future[Tenso
     def compress(state: object, bucket: Any) -> Any:
         return take(bucket)
 
-    compress.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+    compress.__annotations__ = {"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]}
     return compress

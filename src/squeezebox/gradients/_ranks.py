@@ -26,7 +26,7 @@ def missing(store: Store, rank: int, ranks: Sequence[int]) -> list[int]:
     absent = [each for each in ranks if each != rank]
     end = time.monotonic() + _ANSWER
     try:
-        store.set(f"here/{rank}", b"1")
+        store.set(f"here/{rank}", "1")
         while absent and time.monotonic() < end:
             absent = [each for each in absent if not store.check([f"here/{each}"])]
             time.sleep(0.05)
@@ -90,14 +90,14 @@ class Worker:
         if absent:
             found = RankError(
                 f"rank{'s' * (len(absent) > 1)} {names} did not come to the exchange of gradients: gone, or "
-                f"hanging for {self._patience:.0f} s, and silent when called. Look at what was printed there, "
-                "then start all ranks again from the last checkpoint."
+                f"hanging for {self._patience:.0f} s, and silent when called. Look at what was printed "
+                "there, then start all ranks again from the last checkpoint."
             )
         else:
             found = RankError(
-                f"the ranks' exchange of gradients failed: {str(failure).splitlines()[0]}. All of them answer "
-                "when called, so look at the link between them, and at what each printed. Start all again "
-                "from the last checkpoint."
+                f"the ranks' exchange of gradients failed: {str(failure).splitlines()[0]}. All of them "
+                "answer when called, so look at the link between them, and at what each printed. "
+                "Start all again from the last checkpoint."
             )
         found.__cause__ = failure
         return found

@@ -1,4 +1,4 @@
-"""One group of parameters in one pass: its gradients are packed, exchanged, averaged, and what is lost kept."""
+"""One group of parameters in one pass: its gradients are packed, exchanged and averaged; losses are kept."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Turn:
     def begin_packed(self, coder: Coder, exchange: Exchange) -> Callable[[], None]:
         """Pack now; what is returned does the rest."""
         wanted = self._wanted()
-        parts = [(wanted, self.sizes)]
+        parts = [(wanted, list(self.sizes))]
         if exchange.ranks > MOST_GATHERED:
             parts = shards(wanted, self.sizes, exchange.ranks)
         norm = float(torch.linalg.vector_norm(wanted, dtype=torch.float64))

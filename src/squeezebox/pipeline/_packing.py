@@ -1,7 +1,7 @@
 """What crosses a boundary in fewer bytes: packed within a bound by the sender, unpacked by the receiver.
 
-A tensor's message is a count (int64) and that number of bytes of ``codecs.dumps``; the count is 0 where the
-tensor itself follows. Receives have room for that and are posted ahead: gloo takes a shorter message.
+Messages are those of ``codecs.to_message``. Receives have room for a whole tensor and are posted ahead: gloo
+takes a shorter message.
 """
 
 from __future__ import annotations
