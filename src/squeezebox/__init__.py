@@ -96,7 +96,8 @@ if TYPE_CHECKING:
     from squeezebox.reports import load_pipeline_plan, load_plan, load_rewrites
     from squeezebox.rewriting import rewrite
 else:
-    _ROOMS = ("bounds", "codecs", "gradients", "layers", "memory", "pipeline", "schedules", "schema", "streaming")
+    _DATA = ("bounds", "codecs", "memory", "schedules", "schema")
+    _ROOMS = (*_DATA, "gradients", "layers", "pipeline", "streaming")
     _FUNCTIONS = {
         "attach": "planning",
         "attach_stages": "planning",
