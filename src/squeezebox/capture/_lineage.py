@@ -14,38 +14,18 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
+from squeezebox.capture._repeatable import (
+    Blank,
+    RandomState,
+    Stream,
+    draws,
+    fills,
+    is_repeatable,
+    reads_shape,
+)
 from squeezebox.schema import CaptureError, PlanError
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
-
-# Operators whose result depends on nothing but their arguments, and some random ones, by name.
-_PURE = (
-    "relu relu_ leaky_relu leaky_relu_ relu6 hardtanh hardtanh_ hardswish hardsigmoid elu softplus mish gelu "
-    "silu sigmoid sigmoid_ tanh tanh_ softmax log_softmax layer_norm group_norm rms_norm batch_norm "
-    "normalize add add_ __iadd__ __radd__ sub sub_ __isub__ __rsub__ mul mul_ __imul__ __rmul__ div div_ "
-    "__itruediv__ __rdiv__ __rtruediv__ neg pow __rpow__ square sqrt rsqrt exp log abs clamp clamp_ where "
-    "maximum minimum masked_fill masked_fill_ tril triu addcmul addcdiv "
-    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d linear matmul __matmul__ bmm "
-    "baddbmm addmm mm einsum max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d "
-    "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d interpolate pixel_shuffle pixel_unshuffle "
-    "pad mean sum amax amin cat stack concat contiguous reshape flatten clone to float half bfloat16 double "
-    "repeat repeat_interleave roll flip unfold index_select gather __pow__"
-)
-_RANDOM = (
-    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout scaled_dot_product_attention"
-)
-
-
-def _functions(names: str) -> frozenset[Any]:
-    """Torch's own functions of these names, as a TorchFunctionMode sees them."""
-    homes = (torch, F, torch.Tensor)
-    found = (getattr(home, name, None) for home in homes for name in names.split())
-    return frozenset(function for function in found if function is not None) - {torch.batch_norm}
-
-
-_RANDOM_FUNCTIONS = _functions(_RANDOM)
-_REPEATABLE = _functions(_PURE) | _RANDOM_FUNCTIONS
-
 
 @dataclass(slots=True, eq=False)
 class Origin:
@@ -68,7 +48,7 @@ class Call:
     args: Any
     kwargs: Any
     device: torch.device
-    random_state: torch.Tensor | None  # that device's
+    random_state: RandomState | None  # that device's, where it draws from that
     autocast: tuple[bool, torch.dtype]
     changed: list[Origin] = field(default_factory=list)  # inputs that it changes in place
 
@@ -79,8 +59,10 @@ class Call:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the random state that it started from."""
-        return 0 if self.random_state is None else self.random_state.nbytes
+        """Bytes of the random state that it started from, the device's or that of a generator."""
+        streams = (leaf for leaf in _leaves((self.args, self.kwargs)) if isinstance(leaf, Stream))
+        states = [self.random_state, *(stream.state for stream in streams)]
+        return sum(state.nbytes for state in states if state is not None)
 
     def is_current(self) -> bool:
         """Whether what others hold for it is as it was."""
@@ -109,14 +91,6 @@ class _Held:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ones:
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-@dataclass(frozen=True, slots=True)
 class Derivation:
     """How one tensor comes from others: the calls to do again, and the keys of the rows they start from."""
 
@@ -136,6 +110,7 @@ class Lineage:
         self._origins: dict[int, Origin] = {}
         self._numbers = itertools.count()
         self._switches = _switches()
+        self._before: torch.Tensor | None = None  # the random state as the running call began
 
     def clear(self) -> None:
         """Forget every call, and number them from 0 again; recipes that are bound live on."""
@@ -152,25 +127,36 @@ class Lineage:
 
     def begin(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Call | None:
         """To be asked before a call; None where it cannot be repeated."""
-        if function not in _REPEATABLE or _switches() != self._switches or _is_transformed():
+        if _switches() != self._switches or _is_transformed():
             return None
-        args, kwargs = _stateless(function, args, kwargs or {})
+        device = _device_of(args, kwargs or {})
+        if not is_repeatable(function, device):
+            return None
+        args, kwargs = self._unread(function, *_stateless(function, args, kwargs or {}))
         if not all(map(self._is_plain_or_held, _leaves((args, kwargs)))):
             return None
-        device = next((tensor.device for tensor in _tensors((args, kwargs))), torch.device("cpu"))
+        own = any(isinstance(leaf, torch.Generator) for leaf in _leaves(kwargs))
+        self._before = _random_state(device) if draws(function) and not own else None
         return Call(
             number=next(self._numbers),
             function=function,
             args=_mapped(self._input, args),
             kwargs=_mapped(self._input, kwargs),
             device=device,
-            random_state=_random_state(device) if function in _RANDOM_FUNCTIONS else None,
+            random_state=None,
             autocast=(torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)),
         )
 
     def end(self, call: Call, args: Any, kwargs: Any, out: Any) -> None:
         """To be called after it: what it returned is its result, also what it changed in place."""
+        if self._before is not None and not torch.equal(self._before, _random_state(call.device)):
+            call.random_state = RandomState(self._before)
+        self._before = None
         given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs)) if self._is_plain(t)}
+        if isinstance(out, torch.Tensor) and next(_tensors((args, kwargs)), None) is None:
+            call.kwargs = {**call.kwargs, "dtype": out.dtype, "device": out.device}
+        if fills(call.function) and isinstance(call.args[0], Blank):
+            given.clear()
         before = {id(origin): origin for origin in call.inputs}
         for number, tensor in enumerate(_tensors(out)):
             if not self._is_plain(tensor) or tensor.is_inference():
@@ -197,7 +183,7 @@ class Lineage:
         first = call.args[0] if call.args else call.kwargs.get("input")
         if not isinstance(first, _Input) or first.geometry[:2] != (tuple(mask.shape), mask.stride()):
             return
-        ones = _Ones(tuple(mask.shape), mask.stride(), first.dtype, mask.device)
+        ones = Blank(tuple(mask.shape), mask.stride(), first.dtype, mask.device, 1.0)
         args = (ones, *call.args[1:]) if call.args else ()
         kwargs = call.kwargs if call.args else {**call.kwargs, "input": ones}
         origin = self.origin(mask)
@@ -215,7 +201,22 @@ class Lineage:
             return True
         return self._is_plain(leaf) and not (leaf.is_neg() or leaf.is_conj())
 
+    def _unread(self, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments without a tensor of which only shape and dtype count, or that is overwritten."""
+        first = args[0] if args else None
+        if not isinstance(first, torch.Tensor) or not self._is_plain(first.data):
+            return args, kwargs
+        if reads_shape(function):
+            device = kwargs.get("device") or first.device
+            return (Blank.like(first, torch.device("meta")), *args[1:]), {**kwargs, "device": device}
+        whole = first.numel() * first.element_size() == first.untyped_storage().nbytes()
+        if fills(function) and whole and not self._is_held(first):
+            return (Blank.like(first), *args[1:]), kwargs
+        return args, kwargs
+
     def _input(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Generator):
+            return Stream(RandomState(leaf.get_state()), leaf.device)
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if self._is_held(leaf):
@@ -316,9 +317,9 @@ def _repeat(call: Call, args: Any, kwargs: Any) -> list[torch.Tensor]:
         on_device = call.device.type == "cuda"
         with torch.random.fork_rng(devices=[call.device] if on_device else []):
             if on_device:
-                torch.cuda.set_rng_state(call.random_state, call.device)
+                torch.cuda.set_rng_state(call.random_state.whole(), call.device)
             else:
-                torch.set_rng_state(call.random_state)
+                torch.set_rng_state(call.random_state.whole())
             return list(_tensors(call.function(*args, **kwargs)))
 
 
@@ -326,14 +327,21 @@ def _is_nonzero(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any
     return function(*args, **kwargs) != 0
 
 
+def _device_of(args: Any, kwargs: Mapping[str, Any]) -> torch.device:
+    """Where the call's result is made, and drawn."""
+    named = kwargs.get("device")
+    if named is not None:
+        return torch.empty(0, device=named).device
+    return next((tensor.device for tensor in _tensors((args, kwargs))), torch.get_default_device())
+
+
 def _random_state(device: torch.device) -> torch.Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def _literal(leaf: Any) -> Any:
-    if isinstance(leaf, _Ones):
-        empty = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device)
-        return empty.fill_(1)
+    if isinstance(leaf, Blank | Stream):
+        return leaf.make()
     if not isinstance(leaf, _Held):
         return leaf
     if leaf.tensor._version != leaf.version:

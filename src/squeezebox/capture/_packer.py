@@ -110,6 +110,7 @@ def _placed(packed: codecs.Packed, room: Room) -> codecs.Packed | None:
     return replace(packed, payload=kept) if len(kept) == len(parts) else None
 
 
+_COMPLETE = frozenset({"narrow", "mask"})  # codecs of one reading that have all values, for every other
 _NO_HINTS = codecs.Hints()
 
 
@@ -151,7 +152,8 @@ class Packer:
         if self._means.ready is not None and not self._means.ready(entry.dtype):
             self._means.unready = True
             return kept(entry, tensor)
-        entry.row.reads_values |= rule.codec is None and rule.reads is not Reads.SIGN
+        whole = rule.codec is None and rule.reads is not Reads.SIGN
+        entry.row.reads_values |= whole or rule.codec in _COMPLETE
         planned = self._planned(entry, tensor)
         if planned is not None:
             return planned
@@ -198,6 +200,8 @@ class Packer:
                 self._pooled.add((entry.row.key, form))
             entry.parts[form] = Packed(row=entry.row, packed=packed)
             entry.row.packed[codec] = entry.row.packed.get(codec, 0) + packed.nbytes
+            if codec in _COMPLETE and entry.values is None:
+                entry.values = entry.parts[form]
         return entry.parts[form]
 
     def _pack_sign(self, entry: Entry, tensor: torch.Tensor, rule: Rule) -> Held:

@@ -50,6 +50,7 @@ _RULES: Mapping[tuple[str, str], Rule] = {
     ("AddmmBackward", "mat1"): _values(Role.LINEAR_INPUT),
     ("MmBackward", "self"): _values(Role.LINEAR_INPUT),
     ("LinearBackward", "input"): _values(Role.LINEAR_INPUT),
+    ("GroupedMmBackward", "self"): _values(Role.LINEAR_INPUT),
     ("BmmBackward", "self"): _values(Role.MATMUL_OPERAND),
     ("BmmBackward", "mat2"): _values(Role.MATMUL_OPERAND),
     ("NativeBatchNormBackward", "input"): _BATCH_NORM,

@@ -43,6 +43,7 @@ _WEIGHTED = {
     "AddmmBackward": ("mat1", 2),
     "MmBackward": ("self", 1),
     "LinearBackward": ("input", 1),
+    "GroupedMmBackward": ("self", 1),  # expert by expert, each of its own rows: the sum is over all rows
 }
 _WEIGHTED_ROLES = frozenset({Role.CONV_INPUT, Role.LINEAR_INPUT})
 
