@@ -170,7 +170,7 @@ def test_a_plan_draws_bayesian_weights_again():
     found = gradients(model, x, y)
     session.detach()
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-    assert plan.predicted_peak_bytes < 0.5 * plan.plain_peak_bytes
+    assert plan.predicted_peak_bytes < 0.7 * plan.plain_peak_bytes  # half of the rest are gradients
 
 
 def test_a_state_is_held_in_half_its_bytes_and_given_back_whole():
