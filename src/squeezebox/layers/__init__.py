@@ -9,5 +9,16 @@ from __future__ import annotations
 from squeezebox.layers._bayes import BayesConv1d, BayesConv2d, BayesConv3d, BayesLayer, BayesLinear
 from squeezebox.layers._convert import bayesian_
 from squeezebox.layers._divergence import kl
+from squeezebox.layers._experts import ExpertMLP, lean_experts_
 
-__all__ = ["BayesConv1d", "BayesConv2d", "BayesConv3d", "BayesLayer", "BayesLinear", "bayesian_", "kl"]
+__all__ = [
+    "BayesConv1d",
+    "BayesConv2d",
+    "BayesConv3d",
+    "BayesLayer",
+    "BayesLinear",
+    "ExpertMLP",
+    "bayesian_",
+    "kl",
+    "lean_experts_",
+]
