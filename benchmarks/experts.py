@@ -1,9 +1,9 @@
-"""Mixtures of experts of transformers: bytes that autograd holds, the step's peak and seconds, plain and lean.
+"""Mixtures of experts of transformers, plain and lean: bytes that autograd holds, the peak, and seconds.
 
     python benchmarks/experts.py
 
-One layer of Mixtral's experts, 2048 tokens of 256, 16 experts of 512, two for each token. Recomputed keeps the
-input alone.
+One layer of Mixtral's experts, 2048 tokens of 256, 16 experts of 512, two for each token. Recomputed keeps
+the input alone.
 """
 
 import copy
@@ -95,8 +95,8 @@ def compare(form):
 
 def table(results):
     rows = [
-        "Outputs are equal to the bit. Error is the largest of a gradient's, relative to its norm. Time is of",
-        "rounds, against plain.",
+        "Outputs are equal to the bit. Error is the largest of a gradient's, relative to its norm. Time is",
+        "of rounds, against plain.",
         "",
         "| form | experts | held by autograd | peak | error | time |",
         "| --- | --- | --- | --- | --- | --- |",

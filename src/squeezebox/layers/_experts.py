@@ -58,7 +58,7 @@ class ExpertMLP(nn.Module):
     ) -> None:
         super().__init__()
         if min(experts, dim, hidden) < 1:
-            raise OptionError(f"{experts} experts of {dim} by {hidden} hold nothing; pick sizes of at least 1.")
+            raise OptionError(f"{experts} experts of {dim} by {hidden} hold nothing; pick sizes above 0.")
         made: Callable[..., Tensor] = torch.empty
         shapes = (experts, 2 * hidden if width is None else width, dim), (experts, dim, hidden)
         self.first, self.second = (nn.Parameter(made(shape, device=device, dtype=dtype)) for shape in shapes)
@@ -75,7 +75,9 @@ class ExpertMLP(nn.Module):
         """The gated sum of each token's experts, of shape (T, D).
 
         Args:
-            x: (T, D). ids: (T, k), integers below E. gates: (T, k); NaN gives that token NaN, and no other.
+            x: (T, D).
+            ids: (T, k), integers below E.
+            gates: (T, k); NaN gives that token NaN, and no other.
 
         Raises:
             OptionError: an id is out of range, or shapes do not match.
@@ -154,7 +156,8 @@ def lean_experts_(model: Model, *, recompute: bool = False) -> Model:
     for name, module in found.items():
         _check_known(name, module)
     for module in found.values():
-        module.__class__ = _lean_class(type(module), recompute)
+        kind: Any = type(module)
+        module.__class__ = _lean_class(kind, recompute)
     return model
 
 

@@ -1,8 +1,9 @@
 """A mixture of experts of which backward needs the input and the first product, or the input alone.
 
-Expert e maps a token x to W2 h, h = act(W1 x), and the router's gate g scales that. Plain autograd keeps W2 h,
-to which g's gradient is <G, W2 h>, and what act reads and makes. But <G, W2 h> = <W2^T G, h>, and W2^T G is what
-h's gradient takes anyway (MegaBlocks, MLSys'23, arXiv:2211.15841, has the layout of rows).
+An expert maps a token x to W2 h, h = act(W1 x), and the router's gate g scales that. Plain autograd keeps
+W2 h, because g's gradient is <G, W2 h>, and what act reads and makes. But <G, W2 h> = <W2^T G, h>, and h's
+gradient takes W2^T G anyway. Rows lie sorted by expert, none dropped, as in MegaBlocks (MLSys'23,
+arXiv:2211.15841).
 """
 
 from __future__ import annotations
@@ -32,8 +33,12 @@ def loop(
     """One expert after the other, as transformers' eager form; and each one's first product.
 
     Args:
-        x: (T, D). gates and ids: (T, k), ids of experts below E.
-        first: (E, F, D). second: (E, D, H). act: maps (n, F) to (n, H).
+        x: (T, D).
+        gates: (T, k).
+        ids: (T, k), below E.
+        first: (E, F, D).
+        second: (E, D, H).
+        act: maps (n, F) to (n, H).
     """
     out, kept = torch.zeros_like(x), []
     for expert, rows in enumerate(_by_choice(ids, first.shape[0])):
@@ -63,8 +68,9 @@ def grouped(
     ends = counts.cumsum(0).to(torch.int32)
     product = F.grouped_mm(x[order // choices], first.transpose(1, 2), offs=ends)
     out = F.grouped_mm(act(product), second.transpose(1, 2), offs=ends)
+    kept = _sorted(product, order, ids, first.shape[0])
     out = (out * gates.flatten()[order, None])[order.argsort()]
-    return out.view(tokens, choices, -1).sum(1).to(x.dtype) if tokens else out, _sorted(product, order, ids, first.shape[0])
+    return out.view(tokens, choices, x.shape[1]).sum(1).to(x.dtype), kept
 
 
 def _sorted(product: Tensor, order: Tensor, ids: Tensor, experts: int) -> list[Tensor]:
