@@ -48,7 +48,7 @@ def results(module, x, ids, gates):
 
 
 def check(plain, lean, x, ids, gates):
-    (out, gradients), (expected, plain_gradients) = results(lean, x, ids, gates), results(plain, x, ids, gates)
+    (out, gradients), (expected, plain_gradients) = (results(each, x, ids, gates) for each in (lean, plain))
     assert torch.equal(out, expected)
     for one, other in zip(gradients, plain_gradients, strict=True):
         assert float((one - other).norm()) <= WITHIN * float(other.norm())
@@ -207,7 +207,8 @@ def test_experts_that_compute_something_else_are_refused():
     class Clamped(nn.Module):
         def __init__(self):
             super().__init__()
-            self.gate_up_proj, self.down_proj = (nn.Parameter(torch.ones(2, *each)) for each in ((6, 4), (4, 3)))
+            self.gate_up_proj = nn.Parameter(torch.ones(2, 6, 4))
+            self.down_proj = nn.Parameter(torch.ones(2, 4, 3))
             self.act_fn, self.num_experts = nn.SiLU(), 2
 
         def forward(self, hidden_states, top_k_index, top_k_weights):

@@ -150,7 +150,7 @@ def lean_experts_(model: Model, *, recompute: bool = False) -> Model:
     found = {name: each for name, each in model.named_modules() if _looks_like_experts(each)}
     if not found:
         raise OptionError(
-            f"{type(model).__name__} has no experts as of transformers' Mixtral (gate_up_proj and down_proj); "
+            f"{type(model).__name__} has no experts as transformers' Mixtral (gate_up_proj and down_proj); "
             "use squeezebox.layers.ExpertMLP within it."
         )
     for name, module in found.items():
@@ -171,7 +171,7 @@ def _looks_like_experts(module: nn.Module) -> bool:
 def _check_known(name: str, module: Any) -> None:
     odd = [key for key, value in _SETTINGS.items() if getattr(module, key, value) != value]
     odd += ["expert parallel"] if getattr(module, "_is_expert_parallel", False) else []
-    odd += ["act_fn with parameters"] if list(_parameters(module.act_fn)) else []
+    odd += ["act_fn with parameters"] if _trains(module.act_fn) else []
     if odd:
         raise OptionError(f"{name} has {', '.join(odd)}, which lean experts do not know; leave it as it is.")
     form = _form(module)
@@ -189,8 +189,8 @@ def _check_known(name: str, module: Any) -> None:
         raise OptionError(f"{name} computes something else than gated experts; leave it as it is.")
 
 
-def _parameters(act: Any) -> Any:
-    return act.parameters() if isinstance(act, nn.Module) else ()
+def _trains(act: Any) -> bool:
+    return isinstance(act, nn.Module) and any(True for _ in act.parameters())
 
 
 def _form(module: Any) -> Form:
