@@ -137,7 +137,7 @@ class Listener(events.Listener):
     def on_end(self, event):
         pass
 
-codecs.compile_kernels()
+codecs.compile_kernels(float64=True)
 events.register("numba:compile", Listener())
 one = torch.randn(300_000)
 for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):

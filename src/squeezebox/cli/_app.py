@@ -402,11 +402,14 @@ def rewrite(
 
 
 @app.command()
-def compile_kernels(as_json: Json = False) -> None:
+def compile_kernels(
+    float64: Annotated[bool, typer.Option(help="Also what float64 tensors need.")] = False,
+    as_json: Json = False,
+) -> None:
     """Compile what packing on a CPU needs, once for each machine or Docker image."""
     begun = time.monotonic()
     with progress("compiling"):
-        squeezebox.compile_kernels()
+        squeezebox.compile_kernels(float64)
     seconds = round(time.monotonic() - begun, 1)
     print(json.dumps({"seconds": seconds}) if as_json else f"all kernels are compiled, after {seconds} s")
 

@@ -64,7 +64,7 @@ class Mask(Codec):
     def pack(self, tensor: Tensor, bound: float | None = None, hints: Hints = NO_HINTS) -> Packed:
         flat = flatten(tensor)
         if flat.dtype == torch.bool:  # nothing to find out, or to wait for
-            bits, _ = torch.ops.squeezebox.pack_nonzero(flat.view(torch.uint8), 1.0, False)
+            bits = torch.ops.squeezebox.pack_codes(flat.view(torch.uint8), 1)
             return make_packed(self, tensor, 0.0, (bits,), {"zero": 0.0, "one": 1.0})
         zero, value = _edges(flat)
         bits, whole = torch.ops.squeezebox.pack_nonzero(flat, value, math.copysign(1.0, zero) < 0)
@@ -98,7 +98,7 @@ class Sign(Codec):
         if nan:
             bits = torch.ops.squeezebox.pack_positive(flat)
         else:
-            bits, _ = torch.ops.squeezebox.pack_nonzero((flat > 0).view(torch.uint8), 1.0, False)
+            bits = torch.ops.squeezebox.pack_codes((flat > 0).view(torch.uint8), 1)
         return make_packed(self, tensor, math.inf, (bits,), {"zero": 0.0, "one": 1.0})
 
     def unpack(self, packed: Packed, out: Tensor | None = None) -> Tensor:

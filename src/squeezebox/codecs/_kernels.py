@@ -22,21 +22,23 @@ import torch
 
 from squeezebox.codecs import _kernel_folder
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FAMILIES = ("values", "groups", "states")
 _LOG = logging.getLogger("squeezebox")
 _PAUSE = 0.1  # seconds between two looks at what another process, or thread, compiles
-Unit = tuple[str, torch.dtype]  # a family, and one of FLOATS
+Unit = tuple[str, torch.dtype]  # a family, and float32 or float64
 
 
-def compile_kernels() -> None:
-    """Compile what packing on a CPU needs, for every dtype, and leave it on disk: once for each machine.
+def compile_kernels(float64: bool = False) -> None:
+    """Compile what packing on a CPU needs, and leave it on disk: once for each machine.
+
+    Args:
+        float64: also what float64 tensors need; bfloat16 and float16 go through the kernels of float32.
 
     Call it as a Docker image is built, or before training, so that tensors are packed from the first step
     on. Without it :func:`squeezebox.attach` has a process compile what it needs in the background, and holds
     tensors exactly until then. Where all are there, it only looks.
     """
-    for dtype in FLOATS:
+    for dtype in (torch.float32, torch.float64) if float64 else (torch.float32,):
         for family in _FAMILIES:
             require(dtype, family)
 
@@ -100,7 +102,8 @@ atexit.register(_state.end)
 
 
 def _unit(dtype: torch.dtype, family: str) -> Unit:
-    return family, dtype if dtype in FLOATS and family != "states" else torch.float32
+    """Loops compute in float32, or in float64 where a tensor's own values are."""
+    return family, torch.float64 if dtype == torch.float64 and family != "states" else torch.float32
 
 
 def _name(unit: Unit) -> str:

@@ -1,31 +1,27 @@
-"""Tensors as the arrays and scratch the compiled loops take."""
+"""Tensors as what the compiled loops take, piece by piece over the worker threads.
+
+Loops compute in float32, or in float64 for float64 tensors. numba knows neither bfloat16 nor float16: torch
+converts their pieces, in this thread's scratch.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from squeezebox.codecs._reference._groups import FLOORS, compute_dtype
+from squeezebox.codecs import _workers
+from squeezebox.codecs._reference._groups import compute_dtype
 
-# Element dtypes the loops read; the others go through the reference.
-READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.uint8)
-TAGS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.bool: torch.uint8}
-PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-Space = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
-
-
-def array(flat: Tensor) -> NDArray[Any]:
-    """The tensor's memory; bfloat16 as uint16 and float16 as int16, which is how the loops know them."""
-    return flat.detach().view(TAGS.get(flat.dtype, flat.dtype)).numpy()
-
-
-def patterns(flat: Tensor) -> NDArray[Any]:
-    """The tensor's memory as integers of the same size."""
-    return flat.detach().view(PATTERNS[flat.element_size()]).numpy()
+Result = TypeVar("Result")
+GROUP = 256
+WIDE = (torch.float32, torch.float64)
+PIECE = 512  # groups: fewer are not worth a thread, and more do not stay in the cache until they are packed
+_GRAIN = 1 << 15  # torch copies so many elements on the thread that asks
 
 
 def scalar(dtype: torch.dtype) -> type[np.float32] | type[np.float64]:
@@ -33,36 +29,52 @@ def scalar(dtype: torch.dtype) -> type[np.float32] | type[np.float64]:
     return np.float64 if dtype == torch.float64 else np.float32
 
 
-def block(dtype: torch.dtype, size: int = 256) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Scratch for ``size`` elements, and its integer view."""
-    kind = scalar(dtype)
-    values = np.empty(size, kind)
-    return values, values.view(np.int64 if kind is np.float64 else np.int32)
-
-
-def space(dtype: torch.dtype) -> Space:
-    """Scratch of the group loops: values, their integer view, noise, codes."""
-    values, integers = block(dtype)
-    return values, integers, np.empty_like(values), np.empty(256, np.uint8)
-
-
-def floor(dtype: torch.dtype) -> Any:
-    """The smallest scale, in the type the loops compute in."""
-    return scalar(dtype)(FLOORS[dtype])
-
-
-def largest(dtype: torch.dtype) -> Any:
-    """The largest value of this dtype, in the type the loops compute in."""
-    return scalar(dtype)(torch.finfo(dtype).max)
-
-
 def rounded(value: float, dtype: torch.dtype) -> Any:
     """A scalar as a comparison with a tensor of this dtype sees it, in the type the loops compute in."""
-    if not dtype.is_floating_point:
-        return np.float32(value)
     return scalar(dtype)(torch.tensor(value, dtype=torch.float64, device="cpu").to(dtype).item())
 
 
 def new_scales(flat: Tensor, count: int) -> Tensor:
     """Room for ``count`` scales."""
     return torch.empty(count, dtype=compute_dtype(flat.dtype), device="cpu")
+
+
+def new_codes(groups: int, bits: int) -> Tensor:
+    """Room for the codes of this many groups."""
+    return torch.empty(groups * 32 * bits, dtype=torch.uint8, device="cpu")
+
+
+def numbers(piece: Tensor) -> NDArray[Any]:
+    """A flat piece's elements to compute with: themselves, or a copy that lasts until the next call."""
+    if piece.dtype in WIDE:
+        return piece.detach().numpy()
+    room: NDArray[Any] = _workers.scratch("numbers", piece.numel(), np.float32)
+    _copy(torch.from_numpy(room), piece)
+    return room
+
+
+def fill(piece: Tensor, work: Callable[[NDArray[Any]], object]) -> None:
+    """Have ``work`` make a flat piece's elements, which are rounded to its dtype."""
+    if piece.dtype in WIDE:
+        work(piece.detach().numpy())
+        return
+    room = _workers.scratch("numbers", piece.numel(), np.float32)
+    work(room)
+    _copy(piece, torch.from_numpy(room))
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    for here, there in zip(target.split(_GRAIN), source.split(_GRAIN), strict=True):
+        here.copy_(there)
+
+
+def over_groups(work: Callable[[slice, slice], Result], numel: int) -> list[Result]:
+    """``work(elements, groups)`` for runs of groups of 256 that together make ``numel`` elements."""
+    groups = -(-numel // GROUP)
+    size = min(max(groups, 1), PIECE)
+
+    def one(index: int) -> Result:
+        first, last = index * size, min((index + 1) * size, groups)
+        return work(slice(first * GROUP, min(last * GROUP, numel)), slice(first, last))
+
+    return _workers.run(one, -(-groups // size))

@@ -39,11 +39,8 @@ def run_states(_: torch.dtype) -> None:
 
 
 def _run_flags(flat: torch.Tensor) -> None:
-    for tensor in (flat, flat > 0, (flat > 0).to(torch.uint8)):
-        bits, _ = _flag_kernels.pack_nonzero(tensor, 1.0, False)
-        _flag_kernels.unpack_bits(bits, 0.0, 1.0, torch.empty_like(tensor))
-    _flag_kernels.pack_positive(flat)
-    _flag_kernels.pack_between(flat, 0.0, 1.0, True)
+    bits = _flag_kernels.pack_positive(flat)
+    _flag_kernels.unpack_bits(bits, 0.0, 1.0, torch.empty_like(flat))
     codes = (flat > 0).to(torch.uint8)
     _flag_kernels.unpack_codes(_flag_kernels.pack_codes(codes, 2), 2, codes.numel())
     base, places = torch.zeros(16, dtype=torch.int64, device="cpu"), torch.arange(2, device="cpu")
@@ -66,13 +63,14 @@ def _run_entropy(flat: torch.Tensor) -> None:
 
 
 def _run_steps(flat: torch.Tensor, codes: torch.Tensor, width: int) -> None:
-    if flat.dtype != torch.float32:
+    if width == 32:
         _quantise.dequantise(codes, 0.25, False, torch.empty_like(flat))
+    if flat.dtype != torch.float32:
         return
     steps = torch.ones(1, device="cpu")
     if width < 32:
         _quantise.narrow(flat, 0, flat.numel(), steps, 0, False, width)
-    _quantise.widen(codes, 0, flat.numel(), steps, 0, False, torch.empty_like(flat))
+        _quantise.widen(codes, 0, flat.numel(), steps, 0, False, torch.empty_like(flat))
 
 
 def _run_planes(flat: torch.Tensor) -> None:

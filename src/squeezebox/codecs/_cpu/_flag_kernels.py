@@ -1,114 +1,117 @@
-"""The operators' CPU kernels: allocate, split over threads, run the compiled loops.
+"""The flag operators' CPU kernels: every function computes what that of the same name in ``_reference`` does.
 
-Every function computes what the function of the same name in ``_reference`` does. The loops are imported
-inside, so that numba is loaded by the first call and not before.
+The loops are imported inside, so that numba is loaded by the first call and not before.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from squeezebox.codecs._cpu._arrays import (
-    READABLE,
-    array,
-    block,
-    patterns,
-    rounded,
-)
-from squeezebox.codecs._cpu._split import LEAST_GROUPS, new_codes, over_groups
+from squeezebox.codecs import _workers
+from squeezebox.codecs._codec import FLOATS
+from squeezebox.codecs._cpu._arrays import PIECE, fill, new_codes, numbers, over_groups, rounded
 from squeezebox.codecs._reference import _bits
 from squeezebox.codecs._reference._groups import compute_dtype
+
+_INTEGERS = {4: np.int32, 8: np.int64}
+
+
+def _between(
+    flat: Tensor, lower: float, upper: float, inclusive: bool, compared: torch.dtype, zero: float = 0.0
+) -> tuple[Tensor, bool]:
+    """Bits of lying in an interval, and whether all others are this zero."""
+    from squeezebox.codecs._cpu import _flag_loops
+
+    codes = new_codes(_bits.group_count(flat.numel()), 1)
+    edges = rounded(lower, compared), rounded(upper, compared)
+    other = np.array(zero, type(edges[0])).view(_INTEGERS[edges[0].itemsize])[()]
+
+    def work(own: slice, groups: slice) -> bool:
+        values = numbers(flat[own])
+        flags = _workers.scratch("flags", values.size, np.uint8)
+        whole = _flag_loops.between(values, values.view(other.dtype), *edges, inclusive, other, flags)
+        _flag_loops.pack_codes(flags, 1, codes[32 * groups.start : 32 * groups.stop].numpy())
+        return bool(whole)
+
+    return codes, all(over_groups(work, flat.numel()))
 
 
 def pack_nonzero(flat: Tensor, value: float, negative: bool) -> tuple[Tensor, Tensor]:
     """Bits of ``x == value``, and whether all others are zeros of one sign."""
-    if flat.dtype not in READABLE:
+    if flat.dtype not in FLOATS:
         return _bits.pack_nonzero(flat, value, negative)
-    from squeezebox.codecs._cpu import _flag_loops
-
-    groups = _bits.group_count(flat.numel())
-    codes, wanted = new_codes(groups, 1), rounded(value, flat.dtype)
-    source, packed = array(flat), codes.numpy()
-
-    def work(first: int, last: int) -> int:
-        scratch = block(flat.dtype)
-        others: int = _flag_loops.pack_nonzero(source, wanted, negative, *scratch, packed, first, last)
-        return others
-
-    return codes, torch.tensor(sum(over_groups(work, groups)) == 0, device="cpu")
+    codes, whole = _between(flat, value, value, True, flat.dtype, -0.0 if negative else 0.0)
+    return codes, torch.tensor(whole, device="cpu")
 
 
 def pack_positive(flat: Tensor) -> Tensor:
-    """Bits of ``not (x <= 0)``."""
-    if flat.dtype not in READABLE:
+    """Bits of ``not (x <= 0)``: no x is above NaN."""
+    if flat.dtype not in FLOATS:
         return _bits.pack_positive(flat)
-    from squeezebox.codecs._cpu import _flag_loops
-
-    groups = _bits.group_count(flat.numel())
-    codes = new_codes(groups, 1)
-    source, packed = array(flat), codes.numpy()
-    over_groups(
-        lambda first, last: _flag_loops.pack_positive(source, *block(flat.dtype), packed, first, last),
-        groups,
-    )
-    return codes
+    return _between(flat, 0.0, float("nan"), False, flat.dtype)[0]
 
 
 def pack_between(flat: Tensor, lower: float, upper: float, inclusive: bool) -> Tensor:
     """Bits of lying in an interval."""
-    if flat.dtype not in READABLE:
+    if flat.dtype not in FLOATS:
         return _bits.pack_between(flat, lower, upper, inclusive)
-    from squeezebox.codecs._cpu import _flag_loops
-
-    groups = _bits.group_count(flat.numel())
-    compared = flat.dtype if inclusive else compute_dtype(flat.dtype)
-    codes, edges = new_codes(groups, 1), (rounded(lower, compared), rounded(upper, compared))
-    source, packed = array(flat), codes.numpy()
-
-    def work(first: int, last: int) -> None:
-        scratch = block(flat.dtype)
-        _flag_loops.pack_between(source, *edges, inclusive, *scratch, packed, first, last)
-
-    over_groups(work, groups)
-    return codes
+    return _between(flat, lower, upper, inclusive, flat.dtype if inclusive else compute_dtype(flat.dtype))[0]
 
 
 def unpack_bits(packed: Tensor, zero: float, one: float, out: Tensor) -> None:
     """One of two values for each bit, into ``out``."""
     from squeezebox.codecs._cpu import _flag_loops
 
-    pair = torch.tensor([zero, one], dtype=torch.float64, device="cpu").to(out.dtype)
-    low, high = patterns(pair)
-    bits, target = packed.numpy(), patterns(out)
-    over_groups(
-        lambda first, last: _flag_loops.unpack_bits(bits, low, high, target, first, last),
-        packed.numel() // 32,
-    )
+    if out.dtype == torch.uint8 and (zero, one) == (0.0, 1.0):
+        _unpack_codes(packed, 1, out)
+        return
+    if out.dtype not in FLOATS:
+        _bits.unpack_bits(packed, zero, one, out)
+        return
+    pair = rounded(zero, out.dtype), rounded(one, out.dtype)
+
+    def work(own: slice, groups: slice) -> None:
+        flags = _workers.scratch("flags", own.stop - own.start, np.uint8)
+        _flag_loops.unpack_codes(packed[32 * groups.start : 32 * groups.stop].numpy(), 1, flags)
+        fill(out[own], lambda values: _flag_loops.choose(flags, *pair, values))
+
+    over_groups(work, out.numel())
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Bytes to lanes of ``bits`` bits."""
     from squeezebox.codecs._cpu import _flag_loops
 
-    groups = _bits.group_count(codes.numel())
-    packed = new_codes(groups, bits)
+    packed, width = new_codes(_bits.group_count(codes.numel()), bits), 32 * bits
     source, target = codes.numpy(), packed.numpy()
-    over_groups(lambda first, last: _flag_loops.pack_codes(source, bits, target, first, last), groups)
+    over_groups(
+        lambda own, groups: _flag_loops.pack_codes(
+            source[own], bits, target[width * groups.start : width * groups.stop]
+        ),
+        codes.numel(),
+    )
     return packed
 
 
 def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
     """Lanes of ``bits`` bits to bytes."""
+    codes = torch.empty(numel, dtype=torch.uint8, device="cpu")
+    _unpack_codes(packed, bits, codes)
+    return codes
+
+
+def _unpack_codes(packed: Tensor, bits: int, codes: Tensor) -> None:
     from squeezebox.codecs._cpu import _flag_loops
 
-    codes = torch.empty(numel, dtype=torch.uint8, device="cpu")
-    source, target = packed.numpy(), codes.numpy()
+    source, target, width = packed.numpy(), codes.numpy(), 32 * bits
     over_groups(
-        lambda first, last: _flag_loops.unpack_codes(source, bits, target, first, last),
-        _bits.group_count(numel),
+        lambda own, groups: _flag_loops.unpack_codes(
+            source[width * groups.start : width * groups.stop], bits, target[own]
+        ),
+        codes.numel(),
     )
-    return codes
 
 
 def pack_offsets(indices: Tensor, base: Tensor, places: Tensor, inner: int) -> tuple[Tensor, Tensor]:
@@ -117,13 +120,8 @@ def pack_offsets(indices: Tensor, base: Tensor, places: Tensor, inner: int) -> t
 
     codes = torch.empty(indices.numel(), dtype=torch.uint8, device="cpu")
     arrays = indices.numpy(), base.numpy(), places.numpy(), inner, codes.numpy()
-    planes = indices.numel() // (base.numel() * inner)
-
-    def work(first: int, last: int) -> int:
-        missing: int = _flag_loops.pack_offsets(*arrays, first, last)
-        return missing
-
-    missing = sum(over_groups(work, planes, _least_planes(base, inner)))
+    parts = _workers.spans(indices.numel() // (base.numel() * inner), _least_planes(base, inner))
+    missing = sum(_workers.run(lambda index: _flag_loops.pack_offsets(*arrays, *parts[index]), len(parts)))
     return codes, torch.tensor(missing == 0, device="cpu")
 
 
@@ -133,12 +131,9 @@ def unpack_offsets(codes: Tensor, base: Tensor, places: Tensor, inner: int, out:
 
     arrays = codes.numpy(), base.numpy(), places.numpy(), inner, out.numpy()
     planes = codes.numel() // max(1, base.numel() * inner)
-    over_groups(
-        lambda first, last: _flag_loops.unpack_offsets(*arrays, first, last),
-        planes,
-        _least_planes(base, inner),
-    )
+    parts = _workers.spans(planes, _least_planes(base, inner))
+    _workers.run(lambda index: _flag_loops.unpack_offsets(*arrays, *parts[index]), len(parts))
 
 
 def _least_planes(base: Tensor, inner: int) -> int:
-    return -(-LEAST_GROUPS * 256 // max(1, base.numel() * inner))
+    return -(-PIECE * 256 // max(1, base.numel() * inner))

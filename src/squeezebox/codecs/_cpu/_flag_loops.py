@@ -1,4 +1,4 @@
-"""Loops of the one-bit codecs and of pool indices."""
+"""Loops of the one-bit codecs, of codes of a few bits, and of pool indices."""
 
 # numba infers the types of what it compiles.
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -8,102 +8,91 @@ from __future__ import annotations
 
 import numpy as np
 
-from squeezebox.codecs._cpu._blocks import BLOCK, copy, load
-from squeezebox.codecs._cpu._lanes import pack_bits, pack_lanes, unpack_lanes
-from squeezebox.codecs._cpu._lanes import unpack_bits as unpack_byte_lanes
 from squeezebox.codecs._cpu._numba import kernel, part
+from squeezebox.codecs._reference._bits import GROUP
+
+_ONES = np.uint64(0x0101010101010101)
 
 
 @part
-def _fill(bits, count):
-    for i in range(count, BLOCK):
-        bits[i] = np.uint8(0)
+def _pack(codes, shift, bits, packed):
+    """Lanes of the ``bits`` bits at ``shift`` of 256 codes; eight codes are a 64-bit word."""
+    keep, words = _ONES * np.uint64((1 << bits) - 1), np.uint64(4 * bits)
+    for i in range(words):
+        held = np.uint64(0)
+        for lane in range(np.uint64(8 // bits)):
+            code = (codes[lane * words + i] >> np.uint64(shift)) & keep
+            held |= code << (lane * np.uint64(bits))
+        packed[i] = held
+
+
+@part
+def _unpack(packed, shift, bits, codes):
+    """The inverse of ``_pack``, added to what is there."""
+    keep, words = _ONES * np.uint64((1 << bits) - 1), np.uint64(4 * bits)
+    for i in range(words):
+        held = packed[i]
+        for lane in range(np.uint64(8 // bits)):
+            code = (held >> (lane * np.uint64(bits))) & keep
+            codes[lane * words + i] |= code << np.uint64(shift)
 
 
 @kernel
-def pack_nonzero(flat, value, negative, block, integers, packed, first, last):
-    """Bits of ``x == value``; the number of elements that are neither that nor a zero of this sign."""
-    bits = np.empty(BLOCK, np.uint8)
-    zero = block.dtype.type(0)
-    others = np.int64(0)
-    for group in range(first, last):
-        source = flat[group * BLOCK : (group + 1) * BLOCK]
-        load(source, block, integers)
-        strange = np.int32(0)
-        for i in range(BLOCK):
-            bits[i] = np.uint8(block[i] == value)
-            other_zero = (block[i] == zero) & ((integers[i] >= 0) != negative)
-            strange += np.int32((block[i] != value) & (not other_zero))
-        _fill(bits, source.size)
-        pack_bits(bits, np.uint8(0), packed[group * 32 : (group + 1) * 32])
-        others += strange
-    return others
+def pack_codes(codes, bits, packed):
+    """Codes of one byte to lanes of ``bits`` bits, as ``_reference._bits`` lays them out."""
+    filled, width = np.empty(GROUP // 8, np.uint64), 4 * bits
+    room, target = filled.view(np.uint8), packed.view(np.uint64)
+    for group in range(target.size // width):
+        source = codes[group * GROUP : (group + 1) * GROUP]
+        for i in range(GROUP):
+            room[i] = source[i] if i < source.size else np.uint8(0)
+        own = target[group * width : (group + 1) * width]
+        low = 2 if bits == 3 else bits
+        _pack(filled, 0, low, own)
+        if bits == 3:
+            _pack(filled, 2, 1, own[8:])
 
 
 @kernel
-def pack_positive(flat, block, integers, packed, first, last):
-    """Bits of ``not (x <= 0)``."""
-    bits = np.empty(BLOCK, np.uint8)
-    zero = block.dtype.type(0)
-    for group in range(first, last):
-        source = flat[group * BLOCK : (group + 1) * BLOCK]
-        load(source, block, integers)
-        for i in range(BLOCK):
-            bits[i] = np.uint8(not (block[i] <= zero))
-        _fill(bits, source.size)
-        pack_bits(bits, np.uint8(0), packed[group * 32 : (group + 1) * 32])
-
-
-@kernel
-def pack_between(flat, lower, upper, inclusive, block, integers, packed, first, last):
-    """Bits of ``lower <= x <= upper``, or of ``not (x <= lower or x >= upper)``."""
-    bits = np.empty(BLOCK, np.uint8)
-    for group in range(first, last):
-        source = flat[group * BLOCK : (group + 1) * BLOCK]
-        load(source, block, integers)
-        for i in range(BLOCK):
-            closed = np.uint8((block[i] >= lower) & (block[i] <= upper))
-            opened = np.uint8(not ((block[i] <= lower) | (block[i] >= upper)))
-            bits[i] = closed if inclusive else opened
-        _fill(bits, source.size)
-        pack_bits(bits, np.uint8(0), packed[group * 32 : (group + 1) * 32])
-
-
-@kernel
-def unpack_bits(packed, zero, one, out, first, last):
-    """Bit patterns ``one`` where the bit is set, else ``zero``."""
-    bits = np.empty(BLOCK, np.uint8)
-    for group in range(first, last):
-        unpack_byte_lanes(packed[group * 32 : (group + 1) * 32], bits)
-        target = out[group * BLOCK : (group + 1) * BLOCK]
-        for i in range(target.size):
-            target[i] = one if bits[i] else zero
-
-
-@kernel
-def pack_codes(codes, bits, packed, first, last):
-    """Codes of one byte to lanes of ``bits`` bits."""
-    filled = np.zeros(BLOCK, np.uint8)
-    width = 32 * bits
-    for group in range(first, last):
-        source = codes[group * BLOCK : (group + 1) * BLOCK]
-        target = packed[group * width : (group + 1) * width]
-        if source.size == BLOCK:
-            pack_lanes(source, bits, target)
-        else:
-            copy(source, filled[: source.size])
-            pack_lanes(filled, bits, target)
-
-
-@kernel
-def unpack_codes(packed, bits, codes, first, last):
+def unpack_codes(packed, bits, codes):
     """The inverse of ``pack_codes``."""
-    filled = np.empty(BLOCK, np.uint8)
-    width = 32 * bits
-    for group in range(first, last):
-        target = codes[group * BLOCK : (group + 1) * BLOCK]
-        unpack_lanes(packed[group * width : (group + 1) * width], bits, filled)
-        copy(filled, target)
+    filled, width = np.empty(GROUP // 8, np.uint64), 4 * bits
+    room, source = filled.view(np.uint8), packed.view(np.uint64)
+    for group in range(source.size // width):
+        for i in range(filled.size):
+            filled[i] = np.uint64(0)
+        own = source[group * width : (group + 1) * width]
+        low = 2 if bits == 3 else bits
+        _unpack(own, 0, low, filled)
+        if bits == 3:
+            _unpack(own[8:], 2, 1, filled)
+        target = codes[group * GROUP : (group + 1) * GROUP]
+        for i in range(target.size):
+            target[i] = room[i]
+
+
+@kernel
+def between(values, bits, lower, upper, inclusive, other, codes):
+    """1 for ``lower <= x <= upper``, or for ``not (x <= lower or x >= upper)``, else 0.
+
+    Returns:
+        Whether the bits of all others are ``other``.
+    """
+    strange = bits.dtype.type(0)
+    for i in range(values.size):
+        closed = (values[i] >= lower) & (values[i] <= upper)
+        opened = not ((values[i] <= lower) | (values[i] >= upper))
+        inside = closed if inclusive else opened
+        codes[i] = np.uint8(inside)
+        strange |= bits.dtype.type(0) if inside else bits.dtype.type(bits[i] ^ other)
+    return strange == 0
+
+
+@kernel
+def choose(codes, zero, one, values):
+    """One of two values for each code."""
+    for i in range(values.size):
+        values[i] = one if codes[i] else zero
 
 
 @part
@@ -123,20 +112,14 @@ def _places_of(source, base, places, codes):
 def pack_offsets(indices, base, places, inner, codes, first, last):
     """The place of each index in its window, planes ``first`` to ``last``; how many lie in none."""
     positions = base.size
-    same = np.empty(inner, np.int64)
+    same = np.empty(positions * inner, np.int64)
+    for position in range(positions):
+        for i in range(position * inner, (position + 1) * inner):
+            same[i] = base[position]
     missing = np.int64(0)
     for plane in range(first, last):
-        start = plane * positions * inner
-        if inner == 1:
-            end = start + positions
-            missing += _places_of(indices[start:end], base, places, codes[start:end])
-            continue
-        for position in range(positions):
-            begin = start + position * inner
-            for i in range(inner):
-                same[i] = base[position]
-            end = begin + inner
-            missing += _places_of(indices[begin:end], same, places, codes[begin:end])
+        start, end = plane * same.size, (plane + 1) * same.size
+        missing += _places_of(indices[start:end], same, places, codes[start:end])
     return missing
 
 

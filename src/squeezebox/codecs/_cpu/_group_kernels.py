@@ -1,79 +1,82 @@
-"""The operators' CPU kernels: allocate, split over threads, run the compiled loops.
-
-Every function computes what the function of the same name in ``_reference`` does. The loops are imported
-inside, so that numba is loaded by the first call and not before.
-"""
+"""`zero*` and `minmax*` on the CPU: functions compute what those of the same name in ``_reference`` do."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import torch
 from torch import Tensor
 
+from squeezebox.codecs import _workers
 from squeezebox.codecs._cpu._arrays import (
-    array,
-    floor,
-    largest,
+    GROUP,
+    fill,
+    new_codes,
     new_scales,
-    space,
+    numbers,
+    over_groups,
+    scalar,
 )
-from squeezebox.codecs._cpu._split import new_codes, over_groups
 from squeezebox.codecs._reference import _bits
+from squeezebox.codecs._reference._groups import FLOORS
 
 
 def pack_zero(flat: Tensor, bits: int, stochastic: bool, seed: int) -> tuple[Tensor, Tensor]:
     """Codes and scales of `zero*`."""
-    from squeezebox.codecs._cpu import _group_loops
-
-    groups = _bits.group_count(flat.numel())
-    codes, scales = new_codes(groups, bits), new_scales(flat, groups)
-    source, low, packed, scale = array(flat), floor(flat.dtype), codes.numpy(), scales.numpy()
-
-    def work(first: int, last: int) -> None:
-        scratch = space(flat.dtype)
-        _group_loops.pack_zero(source, bits, stochastic, seed, low, scratch, packed, scale, first, last)
-
-    over_groups(work, groups)
-    return codes, scales
-
-
-def unpack_zero(codes: Tensor, scales: Tensor, bits: int, stochastic: bool, out: Tensor) -> None:
-    """Values of `zero*`, into ``out``."""
-    from squeezebox.codecs._cpu import _group_loops
-
-    packed, scale, target = codes.numpy(), scales.numpy(), array(out)
-    limit = largest(out.dtype)
-
-    def work(first: int, last: int) -> None:
-        scratch = space(out.dtype)
-        _group_loops.unpack_zero(packed, scale, bits, stochastic, limit, scratch, target, first, last)
-
-    over_groups(work, scales.numel())
+    return _pack("pack_zero", 1, flat, bits, stochastic, seed)
 
 
 def pack_minmax(flat: Tensor, bits: int, stochastic: bool, seed: int) -> tuple[Tensor, Tensor]:
     """Codes and scales of `minmax*`."""
-    from squeezebox.codecs._cpu import _minmax_loops
+    return _pack("pack_minmax", 2, flat, bits, stochastic, seed)
 
-    groups = _bits.group_count(flat.numel())
-    codes, scales = new_codes(groups, bits), new_scales(flat, 2 * groups)
-    source, low, packed, scale = array(flat), floor(flat.dtype), codes.numpy(), scales.numpy()
 
-    def work(first: int, last: int) -> None:
-        scratch = space(flat.dtype)
-        _minmax_loops.pack_minmax(source, bits, stochastic, seed, low, scratch, packed, scale, first, last)
+def _pack(
+    loop: str, count: int, flat: Tensor, bits: int, stochastic: bool, seed: int
+) -> tuple[Tensor, Tensor]:
+    """By the loop of that name, which makes ``count`` scales a group."""
+    from squeezebox.codecs._cpu import _flag_loops, _group_loops
 
-    over_groups(work, groups)
-    return codes, scales
+    groups, kind = _bits.group_count(flat.numel()), scalar(flat.dtype)
+    packed, scales = new_codes(groups, bits), new_scales(flat, count * groups)
+    target, scale, width, floor = packed.numpy(), scales.numpy(), 32 * bits, kind(FLOORS[flat.dtype])
+
+    def work(own: slice, part: slice) -> None:
+        pair = np.empty(2, kind)
+        space = np.empty(GROUP, kind), np.empty(GROUP, kind), pair, pair.view(f"int{8 * pair.itemsize}")
+        codes = _workers.scratch("codes", (part.stop - part.start) * GROUP, np.uint8)
+        here = scale[count * part.start : count * part.stop]
+        how = own.start, bits, stochastic, seed, floor, space
+        getattr(_group_loops, loop)(numbers(flat[own]), *how, codes, here)
+        _flag_loops.pack_codes(codes, bits, target[width * part.start : width * part.stop])
+
+    over_groups(work, flat.numel())
+    return packed, scales
+
+
+def unpack_zero(codes: Tensor, scales: Tensor, bits: int, stochastic: bool, out: Tensor) -> None:
+    """Values of `zero*`, into ``out``."""
+    _unpack("unpack_zero", 1, codes, scales, bits, (stochastic,), out)
 
 
 def unpack_minmax(codes: Tensor, scales: Tensor, bits: int, out: Tensor) -> None:
     """Values of `minmax*`, into ``out``."""
-    from squeezebox.codecs._cpu import _minmax_loops
+    _unpack("unpack_minmax", 2, codes, scales, bits, (), out)
 
-    packed, scale, target = codes.numpy(), scales.numpy(), array(out)
-    limit = largest(out.dtype)
 
-    def work(first: int, last: int) -> None:
-        scratch = space(out.dtype)
-        _minmax_loops.unpack_minmax(packed, scale, bits, limit, scratch, target, first, last)
+def _unpack(
+    loop: str, count: int, packed: Tensor, scales: Tensor, bits: int, how: tuple[Any, ...], out: Tensor
+) -> None:
+    from squeezebox.codecs._cpu import _flag_loops, _group_loops
 
-    over_groups(work, scales.numel() // 2)
+    source, scale, width = packed.numpy(), scales.numpy(), 32 * bits
+    limit = scalar(out.dtype)(torch.finfo(out.dtype).max)
+
+    def work(own: slice, part: slice) -> None:
+        codes = _workers.scratch("codes", (part.stop - part.start) * GROUP, np.uint8)
+        _flag_loops.unpack_codes(source[width * part.start : width * part.stop], bits, codes)
+        here = scale[count * part.start : count * part.stop]
+        fill(out[own], lambda values: getattr(_group_loops, loop)(codes, here, bits, *how, limit, values))
+
+    over_groups(work, out.numel())

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from squeezebox.codecs._cpu._blocks import BLOCK, load, magnitude_mask, store
-from squeezebox.codecs._cpu._lanes import pack_lanes, unpack_lanes
+from squeezebox.codecs._cpu._blocks import magnitude_mask, mirrored, order, whole_block
 from squeezebox.codecs._cpu._numba import kernel, part
+from squeezebox.codecs._reference._bits import GROUP
 
 
 @part
-def uniform(first, seed, noise):
+def _uniform(first, seed, noise):
     """256 numbers in [0, 1) for the elements from ``first`` on, as ``_reference/_random.py``."""
     scale = noise.dtype.type(2.0**-24)
     base = np.uint32(np.uint64(seed) + (np.uint64(first) >> np.uint64(32)) * np.uint64(0x632BE5AB))
     start = np.uint32(first)
-    for i in range(BLOCK):
+    for i in range(GROUP):
         hashed = np.uint32(np.uint32(np.uint32(start + np.uint32(i)) * np.uint32(0x9E3779B1)) + base)
         hashed = np.uint32(hashed ^ (hashed >> np.uint32(16)))
         hashed = np.uint32(hashed * np.uint32(0x7FEB352D))
@@ -31,91 +31,138 @@ def uniform(first, seed, noise):
 
 @part
 def _peak(block, bits):
-    """Largest magnitude (NaN and infinity win) and whether any element is negative."""
+    """Bits of the largest magnitude (NaN and infinity win) and whether any element is negative."""
     mask = magnitude_mask(bits)
     largest = bits.dtype.type(0)
     negative = bits.dtype.type(0)
     zero = block.dtype.type(0)
-    for i in range(BLOCK):
+    for i in range(GROUP):
         largest = bits.dtype.type(max(largest, bits.dtype.type(bits[i] & mask)))
         negative = bits.dtype.type(negative | bits.dtype.type(block[i] < zero))
     return largest, negative != 0
 
 
 @part
-def _zero_codes(block, inverse, levels, keep, codes):
+def _zero_codes(block, noise, inverse, levels, stochastic, keep, codes):
     zero, one = block.dtype.type(0), block.dtype.type(1)
-    for i in range(BLOCK):
-        value = block[i]
-        code = min(max(np.ceil(abs(value) * inverse), one), levels)
-        code = zero if value == zero else code
-        code = -code if value < zero else code
-        codes[i] = np.uint8(np.int32(code)) & keep
-
-
-@part
-def _zero_codes_stochastic(block, noise, inverse, levels, keep, codes):
-    zero, one = block.dtype.type(0), block.dtype.type(1)
-    for i in range(BLOCK):
+    for i in range(GROUP):
         value = block[i]
         scaled = abs(value) * inverse
         whole = np.floor(scaled)
-        code = min(whole + one if scaled - whole > noise[i] else whole, levels)
+        near = zero if value == zero else max(np.ceil(scaled), one)
+        code = (whole + one if scaled - whole > noise[i] else whole) if stochastic else near
+        code = min(code, levels)
         code = -code if value < zero else code
         codes[i] = np.uint8(np.int32(code)) & keep
 
 
 @kernel
-def pack_zero(flat, bits, stochastic, seed, floor, space, packed, scales, first, last):
-    """Groups ``first`` to ``last`` of ``_reference/_groups.py``'s ``pack_zero``."""
-    block, integers, noise, codes = space
+def pack_zero(values, start, bits, stochastic, seed, floor, space, codes, scales):
+    """``_reference._groups.pack_zero`` without lanes, from element ``start`` on.
+
+    ``space`` is scratch: two groups, two numbers, and their integer view.
+    """
+    room, noise, one, pattern = space
     keep = np.uint8((1 << bits) - 1)
-    for group in range(first, last):
-        load(flat[group * BLOCK : (group + 1) * BLOCK], block, integers)
-        largest, signed = _peak(block, integers)
-        integers[0], kept = largest, integers[0]
-        peak = floor if block[0] < floor else block[0]  # NaN stays
-        integers[0] = kept
-        levels = block.dtype.type((1 << (bits - 1)) - 1 if signed else (1 << bits) - 1)
+    for group in range(scales.size):
+        block = whole_block(values[group * GROUP : (group + 1) * GROUP], room)
+        pattern[0], signed = _peak(block, block.view(pattern.dtype))
+        peak = floor if one[0] < floor else one[0]  # NaN stays
+        levels = room.dtype.type((1 << (bits - 1)) - 1 if signed else (1 << bits) - 1)
         if stochastic:
-            uniform(group * BLOCK, seed, noise)
-            _zero_codes_stochastic(block, noise, levels / peak, levels, keep, codes)
-        else:
-            _zero_codes(block, levels / peak, levels, keep, codes)
-        pack_lanes(codes, bits, packed[group * 32 * bits : (group + 1) * 32 * bits])
+            _uniform(start + group * GROUP, seed, noise)
+        own = codes[group * GROUP : (group + 1) * GROUP]
+        _zero_codes(block, noise, levels / peak, levels, stochastic, keep, own)
         scales[group] = -peak if signed else peak
 
 
-@part
-def _one_sided(codes, step, shift, limit, block):
-    zero = block.dtype.type(0)
-    for i in range(BLOCK):
-        value = min((block.dtype.type(np.int32(codes[i])) - shift) * step, limit)
-        block[i] = value if codes[i] != np.uint8(0) else zero
+@kernel
+def unpack_zero(codes, scales, bits, stochastic, limit, values):
+    """The inverse of ``pack_zero``."""
+    zero, shift = values.dtype.type(0), values.dtype.type(0.0 if stochastic else 0.5)
+    for group in range(scales.size):
+        source = codes[group * GROUP : (group + 1) * GROUP]
+        target = values[group * GROUP : (group + 1) * GROUP]
+        scale = scales[group]
+        half = np.int32(1 << (bits - 1)) if scale < 0 else np.int32(0)
+        levels = values.dtype.type((1 << (bits - 1)) - 1 if scale < 0 else (1 << bits) - 1)
+        step = abs(scale) / levels
+        for i in range(target.size):
+            value = values.dtype.type(np.int32((np.int32(source[i]) ^ half) - half))
+            inward = shift if value > zero else -shift
+            value = (value - inward) * step if value != zero else zero
+            target[i] = min(max(value, -limit), limit)
 
 
 @part
-def _two_sided(codes, half, step, shift, limit, block):
-    zero = block.dtype.type(0)
-    for i in range(BLOCK):
-        value = block.dtype.type((np.int32(codes[i]) ^ half) - half)
-        inward = shift if value > zero else -shift
-        value = (value - inward) * step if value != zero else zero
-        block[i] = min(max(value, -limit), limit)
+def _extent(integers):
+    """Bits of the smallest and largest element, and whether any is zero; NaN counts as outermost."""
+    first = mirrored(integers, integers[0])
+    low, high = order(integers, first, first)
+    mask, nought = magnitude_mask(integers), integers.dtype.type(0)
+    zeros = nought
+    for i in range(GROUP):
+        is_zero = integers.dtype.type(integers[i] & mask) == nought
+        zeros = integers.dtype.type(zeros | integers.dtype.type(is_zero))
+    return mirrored(integers, low), mirrored(integers, high), zeros != nought
+
+
+@part
+def _grid(edges, pinned, top, stochastic, floor):
+    """(offset, step) of a group, as ``_reference/_groups.py`` chooses them; NaN stays NaN."""
+    low, high = edges[0], edges[1]
+    nought, one, half = edges.dtype.type(0), edges.dtype.type(1), edges.dtype.type(0.5)
+    step = high / top - low / top
+    step = floor if step < floor else step
+    if not pinned:
+        return low * half + high * half, step
+    zero = min(max(np.rint(-low / step), nought), top) + nought
+    if stochastic:
+        if low < nought and high > nought:
+            zero = min(max(zero, one), top - one)
+        step = max(-low / max(zero, one), high / max(top - zero, one))
+        step = floor if step < floor else step
+    return zero, step
+
+
+@part
+def _minmax_codes(block, noise, shift, inverse, origin, top, stochastic, codes):
+    zero, one = block.dtype.type(0), block.dtype.type(1)
+    for i in range(GROUP):
+        scaled = (block[i] - shift) * inverse + origin
+        whole = np.floor(scaled)
+        code = (whole + one if scaled - whole > noise[i] else whole) if stochastic else np.rint(scaled)
+        codes[i] = np.uint8(np.int32(min(max(code, zero), top)))
 
 
 @kernel
-def unpack_zero(packed, scales, bits, stochastic, limit, space, out, first, last):
-    """Groups ``first`` to ``last`` of ``_reference/_groups.py``'s ``unpack_zero``."""
-    block, integers, _, codes = space
-    shift = block.dtype.type(0.0 if stochastic else 0.5)
-    half = np.int32(1 << (bits - 1))
-    for group in range(first, last):
-        unpack_lanes(packed[group * 32 * bits : (group + 1) * 32 * bits], bits, codes)
-        scale = scales[group]
-        if scale < 0:
-            levels = block.dtype.type((1 << (bits - 1)) - 1)
-            _two_sided(codes, half, -scale / levels, shift, limit, block)
-        else:
-            _one_sided(codes, scale / block.dtype.type((1 << bits) - 1), shift, limit, block)
-        store(block, integers, out[group * BLOCK : (group + 1) * BLOCK])
+def pack_minmax(values, start, bits, stochastic, seed, floor, space, codes, scales):
+    """``_reference._groups.pack_minmax`` without lanes, from element ``start`` on."""
+    room, noise, edges, edge_bits = space
+    zero, one = room.dtype.type(0), room.dtype.type(1)
+    top = room.dtype.type((1 << bits) - 1)
+    for group in range(scales.size // 2):
+        block = whole_block(values[group * GROUP : (group + 1) * GROUP], room)
+        edge_bits[0], edge_bits[1], pinned = _extent(block.view(edge_bits.dtype))
+        offset, step = _grid(edges, pinned, top, stochastic, floor)
+        shift, origin = (zero, offset) if pinned else (offset, top * room.dtype.type(0.5))
+        if stochastic:
+            _uniform(start + group * GROUP, seed, noise)
+        own = codes[group * GROUP : (group + 1) * GROUP]
+        _minmax_codes(block, noise, shift, one / step, origin, top, stochastic, own)
+        scales[2 * group], scales[2 * group + 1] = offset, -step if pinned else step
+
+
+@kernel
+def unpack_minmax(codes, scales, bits, limit, values):
+    """The inverse of ``pack_minmax``."""
+    middle = values.dtype.type(((1 << bits) - 1) * 0.5)
+    for group in range(scales.size // 2):
+        source = codes[group * GROUP : (group + 1) * GROUP]
+        target = values[group * GROUP : (group + 1) * GROUP]
+        offset, step = scales[2 * group], scales[2 * group + 1]
+        shift = values.dtype.type(0) if step < 0 else offset
+        origin = offset if step < 0 else middle
+        for i in range(target.size):
+            value = (values.dtype.type(np.int32(source[i])) - origin) * abs(step) + shift
+            target[i] = min(max(value, -limit), limit)

@@ -16,11 +16,9 @@ the end.
 from __future__ import annotations
 
 import numpy as np
-from numba.extending import overload
 
-from squeezebox.codecs._cpu._blocks import copy, store, whole_block
+from squeezebox.codecs._cpu._blocks import spread, whole_block
 from squeezebox.codecs._cpu._numba import kernel, part
-from squeezebox.codecs._cpu._quantise_loops import _own
 from squeezebox.codecs._reference._planes import BLOCK, LANES, LEAST, MOST, RAW, WIDTH_BITS
 
 _WORDS = LANES // 8  # 64-bit words of a row
@@ -29,56 +27,21 @@ _BYTE = np.uint64(0xFF)
 
 
 @part
-def _quantise_run(values, inverse, ahead, codes):
-    """Codes of neighbours, and whether one has none."""
+def _quantise(values, inverses, ahead, codes):
+    """Codes of a block, whether one has none, the least and the largest."""
     zero, far = values.dtype.type(0), values.dtype.type(MOST + 1)
-    misses = np.int32(0)
-    for i in range(values.size):
+    misses, low, high = np.int32(0), np.int32(MOST), np.int32(LEAST)
+    for i in range(BLOCK):
         value = values[i]
-        steps = value * _own(inverse, i)
+        steps = value * inverses[i]
         near = abs(steps) < far  # false for NaN
         moved = ahead if value > zero else -ahead
         moved = moved if value != zero else zero
         codes[i] = np.int32(np.rint((steps if near else zero) + moved))
         misses = max(misses, np.int32(0) if near else np.int32(1))
-    return misses
-
-
-@part
-def _extent(codes):
-    low, high = np.int32(MOST), np.int32(LEAST)
-    for i in range(codes.size):
-        code = codes[i]
-        low, high = min(low, code), max(high, code)
-    return low, high
-
-
-@part
-def _quantise(values, start, inverses, inner, ahead, most, codes):
-    """Codes of a block, the least one, and the width of the others above it."""
-    misses, done = np.int32(0), 0
-    while done < values.size:
-        channel = (start + done) // inner % inverses.size
-        run = inverses.size - channel if inner == 1 else inner - (start + done) % inner
-        end = min(done + run, values.size)
-        here, there = values[done:end], codes[done:end]
-        if inner == 1:
-            found = _quantise_run(here, inverses[channel:], ahead, there)
-        else:
-            found = _quantise_run(here, inverses[channel], ahead, there)
-        misses = max(misses, found)
-        done = end
-    low, high = _extent(codes)
-    width = 0
-    while (high - low) >> width:
-        width += 1
-    return low, (RAW if misses or low < -most - 1 or high > most else width)
-
-
-@part
-def _bytes_above(codes, low, shift, out):
-    for i in range(codes.size):
-        out[i] = np.uint8((codes[i] - low) >> shift)
+    for i in range(BLOCK):
+        low, high = min(low, codes[i]), max(high, codes[i])
+    return misses != 0, low, high
 
 
 @part
@@ -119,120 +82,68 @@ def _unpack_lanes(packed, width, rows):
 
 
 @kernel
-def pack(source, start, inverses, inner, ahead, most, space, heads, out):
-    """Bytes of ``out`` that the blocks of ``source`` take; ``space``: scratch."""
-    block, bits, codes, lanes = space
-    rows = lanes.view(np.uint64)
+def pack(source, raw, start, inverses, inner, ahead, most, space, heads, out):
+    """Bytes of ``out`` that the blocks of ``source`` take.
+
+    ``raw`` are the elements' own bytes, ``space`` is scratch: a block, its inverse steps, codes, bytes.
+    """
+    block, own, codes, lanes = space
+    rows, item = lanes.view(np.uint64), raw.size // source.size
+    words = out.view(np.uint64)
     taken = 0
     for number in range(heads.size):
         first = number * BLOCK
-        piece = source[first : first + BLOCK]
-        values = whole_block(piece, block, bits)
-        low, width = _quantise(values, start + first, inverses, inner, ahead, most, codes)
-        heads[number] = np.int16(low << WIDTH_BITS | width) if width != RAW else RAW
-        if width == RAW:
-            raw = out[taken : taken + BLOCK * source.itemsize].view(source.dtype)
-            copy(piece, raw[: piece.size])
-            for i in range(piece.size, BLOCK):
-                raw[i] = piece[piece.size - 1]
-            taken += BLOCK * source.itemsize
-        elif width:
-            target = out[taken : taken + LANES * width].view(np.uint64)
-            _bytes_above(codes, low, np.int32(0), lanes)
-            _pack_lanes(rows, min(width, 8), target)
-            if width > 8:
-                _bytes_above(codes, low, np.int32(8), lanes)
-                _pack_lanes(rows, width - 8, target[BLOCK // 8 :])
-            taken += LANES * width
+        values = whole_block(source[first : first + BLOCK], block)
+        if number == 0 or inverses.size > 1:
+            spread(inverses, inner, start + first, own)
+        misses, low, high = _quantise(values, own, ahead, codes)
+        if misses or low < -most - 1 or high > most:
+            heads[number] = RAW
+            end = raw.size - first * item
+            for i in range(BLOCK * item):
+                out[taken + i] = raw[first * item + (i if i < end else end - item + i % item)]
+            taken += BLOCK * item
+            continue
+        width = 0
+        while (high - low) >> width:
+            width += 1
+        heads[number] = np.int16(low << WIDTH_BITS | width)
+        at = taken // 8
+        for shift in range(0, width, 8):
+            for i in range(BLOCK):
+                lanes[i] = np.uint8(np.int32(codes[i] - low) >> np.int32(shift))
+            _pack_lanes(rows, min(width - shift, 8), words[at : at + _WORDS * min(width - shift, 8)])
+            at += BLOCK // 8
+        taken += LANES * width
     return taken
 
 
-def _target(piece, block):
-    """Where to compute: the piece itself where it has the computing dtype; chosen in ``_target_for``."""
-    raise NotImplementedError
-
-
-@overload(_target)
-def _target_for(piece, block):
-    if piece.dtype == block.dtype:
-        return lambda piece, block: piece
-    return lambda piece, block: block[: piece.size]
-
-
-def _finish(whole, bits, piece):
-    """Round what was computed to the piece's dtype; chosen in ``_finish_for``."""
-    raise NotImplementedError
-
-
-@overload(_finish)
-def _finish_for(whole, bits, piece):
-    if piece.dtype == whole.dtype:
-        return lambda whole, bits, piece: None
-    return lambda whole, bits, piece: store(whole, bits, piece)
-
-
-@part
-def _widen_run(codes, low, step, ahead, out):
-    zero = out.dtype.type(0)
-    for i in range(out.size):
-        value = out.dtype.type(np.int32(np.int32(codes[i]) + low))
-        moved = ahead if value > zero else -ahead
-        moved = moved if value != zero else zero
-        out[i] = (value - moved) * _own(step, i)
-
-
-@part
-def _widen(codes, low, start, steps, inner, ahead, out):
-    """Values of a block's codes, channel by channel."""
-    done = 0
-    while done < out.size:
-        channel = (start + done) // inner % steps.size
-        run = steps.size - channel if inner == 1 else inner - (start + done) % inner
-        end = min(done + run, out.size)
-        here, there = codes[done:end], out[done:end]
-        if inner == 1:
-            _widen_run(here, low, steps[channel:], ahead, there)
-        else:
-            _widen_run(here, low, steps[channel], ahead, there)
-        done = end
-
-
-@part
-def _add_high_bytes(packed, width, lanes, codes):
-    """Codes above the least one: their low bytes are in ``lanes``, where the high ones come through."""
-    for i in range(BLOCK):
-        codes[i] = lanes[i]
-    _unpack_lanes(packed, width, lanes.view(np.uint64))
-    for i in range(BLOCK):
-        codes[i] |= np.int32(lanes[i]) << 8
-
-
 @kernel
-def unpack(heads, packed, start, steps, inner, ahead, space, target):
-    """The inverse of ``pack``."""
-    block, bits, codes, lanes = space
-    taken = 0
+def unpack(heads, packed, start, steps, inner, ahead, space, item, target):
+    """The inverse of ``pack``, but for raw blocks, whose elements have ``item`` bytes: they are left out."""
+    own, codes, lanes = space
+    rows, words = lanes.view(np.uint64), packed[: packed.size // 8 * 8].view(np.uint64)
+    zero, at = target.dtype.type(0), 0
     for number in range(heads.size):
         first = number * BLOCK
-        piece = target[first : first + BLOCK]
         head = np.int32(heads[number])
-        low, width = head >> WIDTH_BITS, int(head & RAW)
+        low, width = head >> np.int32(WIDTH_BITS), int(head & RAW)
+        if number == 0 or steps.size > 1:
+            spread(steps, inner, start + first, own)
         if width == RAW:
-            raw = packed[taken : taken + BLOCK * target.itemsize].view(target.dtype)
-            copy(raw, piece)
-            taken += BLOCK * target.itemsize
+            at += BLOCK * item // 8
             continue
-        if width:
-            rows = packed[taken : taken + LANES * width].view(np.uint64)
-            _unpack_lanes(rows, min(width, 8), lanes.view(np.uint64))
-            taken += LANES * width
-        else:
+        for i in range(BLOCK):
+            codes[i] = low
+        for shift in range(0, width, 8):
+            wide = min(width - shift, 8)
+            _unpack_lanes(words[at : at + _WORDS * wide], wide, rows)
+            at += _WORDS * wide
             for i in range(BLOCK):
-                lanes[i] = 0
-        whole = _target(piece, block)
-        if width > 8:
-            _add_high_bytes(rows[BLOCK // 8 :], width - 8, lanes, codes)
-            _widen(codes, low, start + first, steps, inner, ahead, whole)
-        else:
-            _widen(lanes, low, start + first, steps, inner, ahead, whole)
-        _finish(whole, bits, piece)
+                codes[i] = np.int32(codes[i] + np.int32(np.int32(lanes[i]) << np.int32(shift)))
+        whole = target[first : first + BLOCK]
+        for i in range(whole.size):
+            value = target.dtype.type(codes[i])
+            moved = ahead if value > zero else -ahead
+            moved = moved if value != zero else zero
+            whole[i] = (value - moved) * own[i]

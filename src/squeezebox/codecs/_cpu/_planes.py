@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -10,22 +11,35 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from squeezebox.codecs import _workers
-from squeezebox.codecs._cpu._arrays import array, block, scalar
+from squeezebox.codecs._cpu._arrays import fill, numbers, scalar
 from squeezebox.codecs._reference import _planes
 
-_BLOCKS = 2048  # of a piece: what it packs to stays in the cache until it is copied
+_BLOCKS = 512  # of a piece: what it is converted and packed to stays in the cache
+_SIZE = _BLOCKS * _planes.BLOCK
 _FEW = 1024  # channels next to each other are repeated up to here, so that loops are long enough
 _EVERY = 1 << 62  # neighbours of one channel, where there is one
-_Scratch = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
+_RAW = _planes.RAW
 
 
-def _channels(bound: float, scale: Tensor | None, inner: int, dtype: torch.dtype) -> tuple[NDArray[Any], int]:
-    """Each channel's step, NaN where it is not usable, and how many neighbours share one."""
+@lru_cache(maxsize=256)
+def _one_step(bound: float, dtype: torch.dtype) -> NDArray[Any]:
+    return _usable(np.ones(1, scalar(dtype)), bound, dtype)
+
+
+def _usable(scale: NDArray[Any], bound: float, dtype: torch.dtype) -> NDArray[Any]:
+    """Each channel's step, NaN where it is not usable."""
     unit, least, most = _planes.usable_steps(bound, dtype)
     kind = scalar(dtype)
     with np.errstate(over="ignore", invalid="ignore"):  # no such step is usable
-        steps = np.full(1, unit, kind) if scale is None else scale.numpy() * kind(unit)
-    steps = np.where((steps >= kind(least)) & (steps <= kind(most)), steps, kind(np.nan))
+        steps = scale * kind(unit)
+    return np.where((steps >= kind(least)) & (steps <= kind(most)), steps, kind(np.nan))
+
+
+def _channels(bound: float, scale: Tensor | None, inner: int, dtype: torch.dtype) -> tuple[NDArray[Any], int]:
+    """Each channel's step, and how many neighbours share one."""
+    if scale is None:
+        return _one_step(bound, dtype), _EVERY
+    steps = _usable(scale.numpy(), bound, dtype)
     if steps.size == 1:
         return steps, _EVERY
     if inner == 1 and steps.size < _FEW:
@@ -33,21 +47,14 @@ def _channels(bound: float, scale: Tensor | None, inner: int, dtype: torch.dtype
     return steps, inner
 
 
-def _scratch(dtype: torch.dtype) -> _Scratch:
-    return *block(dtype, _planes.BLOCK), np.empty(_planes.BLOCK, np.int32), np.empty(_planes.BLOCK, np.uint8)
+def _scratch(dtype: torch.dtype, count: int) -> tuple[NDArray[Any], ...]:
+    """Blocks to compute with, and a block's codes and bytes."""
+    blocks = tuple(np.empty(_planes.BLOCK, scalar(dtype)) for _ in range(count))
+    return *blocks, np.empty(_planes.BLOCK, np.int32), np.empty(_planes.BLOCK, np.uint8)
 
 
 def _ahead(keep_sign: bool, dtype: torch.dtype) -> Any:
     return scalar(dtype)(_planes.AHEAD if keep_sign else 0.0)
-
-
-def _sizes(heads: NDArray[Any], item_bytes: int) -> NDArray[Any]:
-    """Bytes of each piece."""
-    widths = heads & _planes.RAW
-    blocks = np.where(
-        widths == _planes.RAW, _planes.BLOCK * item_bytes, _planes.LANES * widths.astype(np.int64)
-    )
-    return np.add.reduceat(blocks, np.arange(0, heads.size, _BLOCKS))
 
 
 def pack_planes(
@@ -58,18 +65,16 @@ def pack_planes(
 
     steps, inner = _channels(bound, scale, inner, flat.dtype)
     inverses = steps.dtype.type(1) / steps
-    source, ahead, most = array(flat), _ahead(keep_sign, flat.dtype), _planes.LARGEST[flat.dtype]
+    item, ahead, most = flat.element_size(), _ahead(keep_sign, flat.dtype), _planes.LARGEST[flat.dtype]
     heads = torch.empty(-(-flat.numel() // _planes.BLOCK), dtype=torch.int16, device="cpu")
-    found = heads.numpy()
+    found, raw = heads.numpy(), flat.detach().view(torch.uint8).numpy()
 
     def work(index: int) -> NDArray[np.uint8]:
-        first = index * _BLOCKS
-        piece = source[first * _planes.BLOCK : (first + _BLOCKS) * _planes.BLOCK]
-        room = _workers.scratch("planes", _BLOCKS * _planes.BLOCK * flat.element_size(), np.uint8)
-        here, start = found[first : first + _BLOCKS], first * _planes.BLOCK
-        taken = _plane_loops.pack(
-            piece, start, inverses, inner, ahead, most, _scratch(flat.dtype), here, room
-        )
+        start, end = index * _SIZE, min((index + 1) * _SIZE, flat.numel())
+        here = found[index * _BLOCKS : (index + 1) * _BLOCKS]
+        room = _workers.scratch("planes", here.size * _planes.BLOCK * item, np.uint8)
+        how = start, inverses, inner, ahead, most, _scratch(flat.dtype, 2)
+        taken = _plane_loops.pack(numbers(flat[start:end]), raw[start * item : end * item], *how, here, room)
         return room[:taken].copy()
 
     parts = _workers.run(work, -(-found.size // _BLOCKS))
@@ -94,15 +99,21 @@ def unpack_planes(
     from squeezebox.codecs._cpu import _plane_loops
 
     steps, inner = _channels(bound, scale, inner, out.dtype)
-    target, ahead, found, data = array(out), _ahead(keep_sign, out.dtype), heads.numpy(), packed.numpy()
-    sizes = _sizes(found, out.element_size())
+    ahead, found, data, item = _ahead(keep_sign, out.dtype), heads.numpy(), packed.numpy(), out.element_size()
+    widths = (found & _RAW).astype(np.int64)
+    sizes = np.where(widths == _RAW, _planes.BLOCK * item, _planes.LANES * widths)
     ends = np.cumsum(sizes)
 
     def work(index: int) -> None:
-        first = index * _BLOCKS
-        piece = target[first * _planes.BLOCK : (first + _BLOCKS) * _planes.BLOCK]
-        here, bytes_ = found[first : first + _BLOCKS], data[ends[index] - sizes[index] : ends[index]]
-        start = first * _planes.BLOCK
-        _plane_loops.unpack(here, bytes_, start, steps, inner, ahead, _scratch(out.dtype), piece)
+        start, end = index * _SIZE, min((index + 1) * _SIZE, out.numel())
+        blocks = slice(index * _BLOCKS, min((index + 1) * _BLOCKS, found.size))
+        bytes_ = data[ends[blocks.start] - sizes[blocks.start] : ends[blocks.stop - 1]]
+        how = start, steps, inner, ahead, _scratch(out.dtype, 1), item
+        fill(out[start:end], lambda values: _plane_loops.unpack(found[blocks], bytes_, *how, values))
 
-    _workers.run(work, len(ends))
+    _workers.run(work, -(-found.size // _BLOCKS))
+    raw = out.detach().view(torch.uint8).numpy()
+    for block in np.flatnonzero(widths == _RAW):  # as they are, NaN and all
+        first = block * _planes.BLOCK * item
+        own = raw[first : first + _planes.BLOCK * item]
+        own[:] = data[ends[block] - sizes[block] :][: own.size]

@@ -10,22 +10,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from squeezebox.codecs import _chunks
-from squeezebox.codecs._cpu._arrays import array, block, scalar
+from squeezebox.codecs._cpu._arrays import fill, numbers, scalar
 from squeezebox.codecs._reference._quantise import INTEGERS, inverse
 from squeezebox.codecs._workers import scratch
 
 # Elements computed at a time: few enough for the innermost cache, enough to hide each block's set-up.
 BLOCK = 1024
+_ROUNDING = {torch.bfloat16: 1, torch.float16: 2}  # of what is decoded: see ``_blocks.round_block``
 
 
 def extent(flat: Tensor) -> tuple[float, float]:
     """Smallest and largest element of a chunk, or NaN twice."""
     from squeezebox.codecs._cpu import _quantise_loops
 
-    edges = np.empty(2, scalar(flat.dtype))
-    _quantise_loops.extent(array(flat), *block(flat.dtype, BLOCK), edges)
+    values, edges = numbers(flat), np.empty(2, scalar(flat.dtype))
+    integer = f"int{8 * edges.itemsize}"
+    _quantise_loops.extent(values.view(integer), edges.view(integer))
     low, high = float(edges[0]), float(edges[1])
     return (low, high) if np.isfinite(edges).all() else (float("nan"), float("nan"))
+
+
+def _blocks() -> tuple[NDArray[Any], NDArray[Any]]:
+    return np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
 
 
 def narrow(
@@ -36,10 +42,8 @@ def narrow(
 
     codes = torch.from_numpy(scratch("codes", flat.numel(), f"int{width}"))
     most = np.float32((1 << (width - 1)) - 1)
-    fits = _quantise_loops.narrow(
-        flat.numpy(), start, inner, inverses.numpy(), dither, keep_sign, most, codes.numpy()
-    )
-    return codes if fits else None
+    how = start, inner, inverses.numpy(), dither, keep_sign, most, _blocks()
+    return codes if _quantise_loops.narrow(flat.numpy(), *how, codes.numpy()) else None
 
 
 def widen(
@@ -48,16 +52,9 @@ def widen(
     """As the reference's ``widen``."""
     from squeezebox.codecs._cpu import _quantise_loops
 
-    _quantise_loops.widen(codes.numpy(), start, inner, steps.numpy(), dither, keep_sign, out.numpy())
-
-
-def _by_width(codes: Tensor) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """The codes as the one of three arrays that has their width; one kernel then serves all widths."""
-    bytes_, halves, words = (np.empty(0, f"int{width}") for width in INTEGERS)
-    found = codes.numpy()
-    if found.itemsize == 1:
-        return found, halves, words
-    return (bytes_, found, words) if found.itemsize == 2 else (bytes_, halves, found)
+    known = codes if codes.dtype == torch.int8 else codes.int()  # one loop for those that are rare
+    how = start, inner, steps.numpy(), dither, keep_sign, _blocks()
+    _quantise_loops.widen(known.numpy(), *how, out.numpy())
 
 
 def quantise(flat: Tensor, step: float, limit: float, keep_sign: bool, width: int) -> Tensor | None:
@@ -65,14 +62,22 @@ def quantise(flat: Tensor, step: float, limit: float, keep_sign: bool, width: in
     from squeezebox.codecs._cpu import _quantise_loops
 
     kind = scalar(flat.dtype)
-    codes = torch.empty(flat.numel(), dtype=INTEGERS[width], device="cpu")
-    space = (*block(flat.dtype, BLOCK), *block(flat.dtype, BLOCK), np.empty(BLOCK, np.int32))
-    rounded = array(torch.empty(BLOCK, dtype=flat.dtype, device="cpu"))
+    codes = scratch("wide codes", flat.numel(), np.int32)
+    block, decoded = np.empty(BLOCK, kind), np.empty(BLOCK, kind)
+    space = block, decoded, decoded.view(f"int{8 * decoded.itemsize}"), np.empty(BLOCK, np.int32)
     scalars = kind(step), kind(inverse(step, flat.dtype)), kind(limit)
-    target = _by_width(codes)
-    if not _quantise_loops.quantise(array(flat), *scalars, keep_sign, space, rounded, target):
+    rounding = _ROUNDING.get(flat.dtype, 0)
+    if not _quantise_loops.quantise(numbers(flat), *scalars, keep_sign, space, rounding, codes):
         return None
-    return codes
+    return torch.from_numpy(codes).to(INTEGERS[width])
+
+
+def dequantise(codes: Tensor, step: float, keep_sign: bool, out: Tensor) -> None:
+    """Values of a chunk, into ``out``."""
+    from squeezebox.codecs._cpu import _quantise_loops
+
+    wide, kind = codes.int().numpy(), scalar(out.dtype)
+    fill(out, lambda values: _quantise_loops.dequantise(wide, kind(step), keep_sign, values))
 
 
 def difference(codes: Tensor, lag: int) -> Tensor:
@@ -93,15 +98,6 @@ def accumulate(codes: Tensor, lag: int) -> Tensor:
     if 0 < lag < codes.numel():
         _quantise_loops.accumulate(codes.numpy(), lag)
     return codes
-
-
-def dequantise(codes: Tensor, step: float, keep_sign: bool, out: Tensor) -> None:
-    """Values of a chunk, into ``out``."""
-    from squeezebox.codecs._cpu import _quantise_loops
-
-    kind = scalar(out.dtype)
-    space = (*block(out.dtype, BLOCK), np.empty(BLOCK, np.int32))
-    _quantise_loops.dequantise(_by_width(codes), kind(step), keep_sign, space, array(out))
 
 
 class _Huffman:

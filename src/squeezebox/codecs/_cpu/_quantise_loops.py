@@ -7,10 +7,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import types
-from numba.extending import overload
 
-from squeezebox.codecs._cpu._blocks import mirrored, order, round_block, store, whole_block
+from squeezebox.codecs._cpu._blocks import mirrored, order, round_block, spread, whole_block
 from squeezebox.codecs._cpu._numba import kernel, part
 from squeezebox.codecs._reference._quantise import FIRST_TURN, NEXT_TURN, OFFSET, SHIFT
 
@@ -20,16 +18,11 @@ WIDE_LAG = 24
 
 
 @kernel
-def extent(flat, block, integers, edges):
-    """Smallest and largest element into ``edges``; NaN if any element is NaN or infinite."""
-    low = high = integers.dtype.type(0)
-    for start in range(0, flat.size, block.size):
-        bits = whole_block(flat[start : start + block.size], block, integers).view(integers.dtype)
-        if start == 0:
-            low = high = mirrored(bits, bits[0])
-        low, high = order(bits, low, high)
-    edges.view(integers.dtype)[0] = mirrored(integers, low)
-    edges.view(integers.dtype)[1] = mirrored(integers, high)
+def extent(bits, edges):
+    """Bits of the smallest and largest element, NaN and infinity among them, into ``edges``."""
+    first = mirrored(bits, bits[0])
+    low, high = order(bits, first, first)
+    edges[0], edges[1] = mirrored(bits, low), mirrored(bits, high)
 
 
 @part
@@ -65,56 +58,39 @@ def _misses(block, decoded, limit, keep_sign):
     return misses != 0
 
 
-def _own(factor, i):
-    """The factor of element ``i``: one for all, or the ``i``-th of an array; chosen in ``_own_for``."""
-    raise NotImplementedError
-
-
-@overload(_own)
-def _own_for(factor, i):
-    if isinstance(factor, types.Array):
-        return lambda factor, i: factor[i]
-    return lambda factor, i: factor
+@part
+def _phases(position, dither, keep_sign, own):
+    """Each element's phase into ``own``; ``dither`` neighbours share one, 0: all."""
+    done = 0
+    while done < own.size:
+        end, phase = own.size, np.float32(SHIFT) if keep_sign else np.float32(0)
+        if dither:
+            run = (position + done) // dither
+            end = min(done + dither - (position + done) % dither, own.size)
+            turn = ((_FIRST_SIGNED if keep_sign else _FIRST_NEAREST) + run * NEXT_TURN) & 0xFFFF
+            phase = np.float32(turn * 2.0**-17 if keep_sign else turn * 2.0**-16 - 0.5)
+        for i in range(done, end):
+            own[i] = phase
+        done = end
 
 
 @part
-def _run(position, inner, channels, dither):
-    """Elements from ``position`` on of the same channel (or channels in order) and phase, at most."""
-    run = channels - position % channels if inner == 1 else inner - position % inner
-    return min(run, dither - position % dither) if dither else run
-
-
-@part
-def _phase(position, dither, keep_sign):
-    if keep_sign:
-        if not dither:
-            return np.float32(SHIFT)
-        turn = (_FIRST_SIGNED + position // dither * NEXT_TURN) & 0xFFFF
-        return np.float32(turn * 2.0**-17)
-    if not dither:
-        return np.float32(0)
-    turn = (_FIRST_NEAREST + position // dither * NEXT_TURN) & 0xFFFF
-    return np.float32(turn * 2.0**-16 - 0.5)
-
-
-@part
-def _narrow_nearest(flat, inverse, phase, most, codes):
+def _narrow_nearest(flat, inverses, phases, most, codes):
     zero, misses = np.float32(0), np.int32(0)
-    moved = phase != zero
     for i in range(flat.size):
-        code = np.rint(flat[i] * _own(inverse, i) + phase)
-        misses |= np.int32(not (abs(code) <= most)) | np.int32(moved & (flat[i] == zero))
+        code = np.rint(flat[i] * inverses[i] + phases[i])
+        misses |= np.int32(not (abs(code) <= most)) | np.int32((phases[i] != zero) & (flat[i] == zero))
         codes[i] = codes.dtype.type(np.int32(code))
     return misses
 
 
 @part
-def _narrow_signed(flat, inverse, phase, most, codes):
+def _narrow_signed(flat, inverses, phases, most, codes):
     zero, one = np.float32(0), np.float32(1)
     misses = np.int32(0)
     for i in range(flat.size):
         value = flat[i]
-        code = np.ceil(abs(value) * _own(inverse, i) + phase)
+        code = np.ceil(abs(value) * inverses[i] + phases[i])
         misses |= np.int32(not (code <= most))
         code = code if code > one else one
         code = -code if value < zero else code
@@ -123,130 +99,77 @@ def _narrow_signed(flat, inverse, phase, most, codes):
     return misses
 
 
-@part
-def _narrow_run(flat, inverse, phase, keep_sign, most, codes):
-    if keep_sign:
-        return _narrow_signed(flat, inverse, phase, most, codes)
-    return _narrow_nearest(flat, inverse, phase, most, codes)
-
-
 @kernel
-def narrow(flat, start, inner, inverses, dither, keep_sign, most, codes):
-    """``narrow`` of the reference; False where it gives None."""
-    misses, done = np.int32(0), 0
-    while done < flat.size:
-        position = start + done
-        channel = position // inner % inverses.size
-        run = _run(position, inner, inverses.size, dither)
-        phase = _phase(position, dither, keep_sign)
-        here, there = flat[done : done + run], codes[done : done + run]
-        if inner == 1:
-            misses |= _narrow_run(here, inverses[channel:], phase, keep_sign, most, there)
+def narrow(flat, start, inner, inverses, dither, keep_sign, most, space, codes):
+    """``narrow`` of the reference; False where it gives None. ``space``: two blocks."""
+    own, phases = space
+    misses, moves = np.int32(0), inverses.size > 1
+    for begin in range(0, flat.size, own.size):
+        if begin == 0 or moves:
+            spread(inverses, inner, start + begin, own)
+        if begin == 0 or dither:
+            _phases(start + begin, dither, keep_sign, phases)
+        here, there = flat[begin : begin + own.size], codes[begin : begin + own.size]
+        if keep_sign:
+            misses |= _narrow_signed(here, own, phases, most, there)
         else:
-            misses |= _narrow_run(here, inverses[channel], phase, keep_sign, most, there)
-        done += run
+            misses |= _narrow_nearest(here, own, phases, most, there)
     return misses == 0
 
 
-@part
-def _value(code, phase, keep_sign):
-    """A code in units of the step."""
-    zero = np.float32(0)
-    size = np.float32(np.int32(code))
-    if keep_sign:
-        offset = phase + np.float32(0.5)
-        inward = offset if size > zero else -offset
-        return size - inward if size != zero else zero
-    return size - phase
-
-
-@part
-def _widen_run(codes, step, phase, keep_sign, out):
-    for i in range(out.size):
-        out[i] = _value(codes[i], phase, keep_sign) * _own(step, i)
-
-
 @kernel
-def widen(codes, start, inner, steps, dither, keep_sign, out):
+def widen(codes, start, inner, steps, dither, keep_sign, space, out):
     """``widen`` of the reference."""
-    done = 0
-    while done < out.size:
-        position = start + done
-        channel = position // inner % steps.size
-        run = _run(position, inner, steps.size, dither)
-        phase = _phase(position, dither, keep_sign)
-        here, there = codes[done : done + run], out[done : done + run]
-        if inner == 1:
-            _widen_run(here, steps[channel:], phase, keep_sign, there)
+    own, phases = space
+    zero, half, moves = np.float32(0), np.float32(0.5), steps.size > 1
+    for begin in range(0, out.size, own.size):
+        if begin == 0 or moves:
+            spread(steps, inner, start + begin, own)
+        if begin == 0 or dither:
+            _phases(start + begin, dither, keep_sign, phases)
+        here, there = codes[begin : begin + own.size], out[begin : begin + own.size]
+        if keep_sign:
+            for i in range(there.size):
+                size = np.float32(np.int32(here[i]))
+                offset = phases[i] + half
+                inward = offset if size > zero else -offset
+                there[i] = (size - inward if size != zero else zero) * own[i]
         else:
-            _widen_run(here, steps[channel], phase, keep_sign, there)
-        done += run
-
-
-@part
-def _put_codes(source, target):
-    for i in range(target.size):
-        target[i] = target.dtype.type(source[i])
-
-
-@part
-def _take_codes(source, target):
-    for i in range(source.size):
-        target[i] = source[i]
+            for i in range(there.size):
+                there[i] = (np.float32(np.int32(here[i])) - phases[i]) * own[i]
 
 
 @kernel
-def quantise(flat, step, inverse, limit, keep_sign, space, rounded, codes):
-    """Codes of a chunk; False as soon as a block has an element that would miss ``limit`` or become zero.
+def quantise(flat, step, inverse, limit, keep_sign, space, rounding, codes):
+    """int32 codes of a chunk; False once a block has an element that would miss ``limit`` or become zero.
 
-    ``rounded`` is a block in the chunk's dtype: decoded values pass through it, so they are compared as
-    they will come back. ``codes`` are int8, int16 and int32, two of them empty.
+    Decoded values are rounded as ``rounding`` says (see ``round_block``): compared as they will come back.
     """
-    scratch, integers, decoded, decoded_bits, block_codes = space
-    bytes_, halves, words = codes
+    scratch, decoded, bits, block_codes = space
     for start in range(0, flat.size, scratch.size):
-        block = whole_block(flat[start : start + scratch.size], scratch, integers)
+        block = whole_block(flat[start : start + scratch.size], scratch)
         if keep_sign:
             _signed(block, step, inverse, decoded, block_codes)
         else:
             _nearest(block, step, inverse, decoded, block_codes)
-        round_block(decoded, decoded_bits, rounded)
+        round_block(decoded, bits, rounding)
         if _misses(block, decoded, limit, keep_sign):
             return False
-        end = min(start + scratch.size, flat.size)
-        if bytes_.size:
-            _put_codes(block_codes, bytes_[start:end])
-        elif halves.size:
-            _put_codes(block_codes, halves[start:end])
-        else:
-            _put_codes(block_codes, words[start:end])
+        target = codes[start : start + scratch.size]
+        for i in range(target.size):
+            target[i] = block_codes[i]
     return True
 
 
 @kernel
-def dequantise(codes, step, keep_sign, space, out):
-    """Values of a chunk's codes, in the dtype of ``out``; ``codes`` as for ``quantise``."""
-    block, integers, source = space
-    bytes_, halves, words = codes
-    zero, offset = block.dtype.type(0), block.dtype.type(OFFSET)
-    for start in range(0, out.size, block.size):
-        target = out[start : start + block.size]
-        end = min(start + block.size, out.size)
-        if bytes_.size:
-            _take_codes(bytes_[start:end], source)
-        elif halves.size:
-            _take_codes(halves[start:end], source)
-        else:
-            _take_codes(words[start:end], source)
-        if keep_sign:
-            for i in range(target.size):
-                code = block.dtype.type(np.int32(source[i]))
-                inward = offset if code > zero else -offset
-                block[i] = (code - inward) * step if code != zero else zero
-        else:
-            for i in range(target.size):
-                block[i] = block.dtype.type(np.int32(source[i])) * step
-        store(block, integers, target)
+def dequantise(codes, step, keep_sign, values):
+    """Values of a chunk's int32 codes."""
+    zero, offset = values.dtype.type(0), values.dtype.type(OFFSET)
+    for i in range(values.size):
+        code = values.dtype.type(codes[i])
+        inward = offset if code > zero else -offset
+        inward = inward if keep_sign and code != zero else zero
+        values[i] = (code - inward) * step
 
 
 @kernel
