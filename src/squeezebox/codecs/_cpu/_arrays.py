@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 GROUP = 256
 WIDE = (torch.float32, torch.float64)
 PIECE = 512  # groups: fewer are not worth a thread, and more do not stay in the cache until they are packed
-_GRAIN = 1 << 15  # torch copies so many elements on the thread that asks
+_GRAIN = 1 << 15  # torch copies that number of elements on the thread that asks
 
 
 def scalar(dtype: torch.dtype) -> type[np.float32] | type[np.float64]:
