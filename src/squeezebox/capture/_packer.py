@@ -20,7 +20,7 @@ from squeezebox.capture._lineage import Recipe
 from squeezebox.capture._onlooker import Onlooker, ignored, spent_on
 from squeezebox.capture._rules import Rule
 from squeezebox.memory import HostSlot, Loans, Reserve, Room, Spill, Staging
-from squeezebox.schema import Action, Activity, CaptureError, CodecError, Option, OptionError, Reads, Role
+from squeezebox.schema import Action, Activity, CaptureError, CodecError, Option, OptionError, PlanError, Reads, Role
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +61,7 @@ class Means:
     room: int = 0  # and how many bytes they get, where a plan says so
     loans: Loans | None = None  # of weights that are elsewhere
     onlookers: tuple[Onlooker, ...] = ()
+    follows_values: bool = False  # whether sizes of this step follow from values, as an expert's tokens do
     ready: Callable[[torch.dtype], bool] | None = None  # whether packing can be; asked where it need not be
     unready: bool = False  # whether a tensor of this step is kept because of it
     unready_steps: int = 0  # and of how many before
@@ -306,7 +307,12 @@ class Packer:
     def _derive(self, entry: Entry, tensor: torch.Tensor, option: Option) -> Held:
         if entry.values is None:
             assert entry.origin is not None
-            recipe = Recipe(entry.origin, option.sources)
+            try:
+                recipe = Recipe(entry.origin, option.sources)
+            except PlanError:
+                if not self._means.follows_values:
+                    raise
+                return self._refused(entry, tensor, "it was made in another way than planned")
             entry.row.packed["recompute"] = 0
             sign = self._sign(entry, tensor) if option.codec == "sign" else None
             entry.values = Recomputed(row=entry.row, recipe=recipe, dtype=entry.dtype, sign=sign)

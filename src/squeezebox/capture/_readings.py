@@ -121,6 +121,8 @@ def readings_of(
 ) -> list[Reading]:
     """What the backward of the node reads of each handle; ``function`` is torch's that was called."""
     handles = dict(readers)
+    if operator.endswith("ReduceBackward"):
+        operator = f"{operator}:{getattr(node, '_saved_reduce', '')}"
     found = []
     for attribute, handle in readers:
         rule = _rule(operator, attribute, function, handle)

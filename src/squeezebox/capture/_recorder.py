@@ -28,6 +28,7 @@ from squeezebox.capture._readings import (
     sequence_number,
 )
 from squeezebox.capture._region import Slicer
+from squeezebox.capture._repeatable import reads_values
 from squeezebox.capture._rules import OTHER, Rule, operator_name
 from squeezebox.capture._stand_in import Deferred
 from squeezebox.capture._statistics import Collector
@@ -129,6 +130,7 @@ class Recorder(TorchFunctionMode):
         for each in onlookers:
             each.held()
         out, call = self._called(func, args, kwargs)
+        self.store.follows_values |= reads_values(func, args)
         for each in onlookers:
             each.holding()
         if self.store.spares is not None and not (torch.is_grad_enabled() and self.hooks.innermost):

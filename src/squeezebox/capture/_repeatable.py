@@ -43,6 +43,8 @@ _RANDOM = (
 _LIKE = "zeros_like ones_like full_like new_zeros new_ones new_full"
 _RANDOM_LIKE = "randn_like rand_like randint_like"
 _FILLING = "normal_ uniform_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_ random_"
+# Those that tell the program of values, from which sizes may follow.
+_TELLING = "nonzero argwhere masked_select unique unique_consecutive tolist item __int__ __index__"
 
 
 def _functions(names: str) -> frozenset[Any]:
@@ -55,6 +57,7 @@ def _functions(names: str) -> frozenset[Any]:
 _ORDERED = _functions(_SUMMING)
 _FILLERS = _functions(f"{_FILLING} fill_ zero_")
 _LIKES = _functions(f"{_LIKE} {_RANDOM_LIKE}")
+_TELLERS = _functions(_TELLING)
 _DRAWING = _functions(f"{_RANDOM} {_RANDOM_LIKE} {_FILLING}")
 _REPEATABLE = _functions(_PURE) | _ORDERED | _DRAWING | _FILLERS | _LIKES
 
@@ -73,6 +76,16 @@ def draws(function: Callable[..., Any]) -> bool:
 def reads_shape(function: Callable[..., Any]) -> bool:
     """Whether it reads no values of its first argument, and makes a new tensor."""
     return function in _LIKES
+
+
+def reads_values(function: Callable[..., Any], args: Any) -> bool:
+    """Whether sizes may follow from values that it reads: those of a mask, or what it gives the program."""
+    if function is torch.where:
+        return len(args) == 1
+    if function is not torch.Tensor.__getitem__:
+        return function in _TELLERS
+    indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return any(isinstance(each, torch.Tensor) and each.dtype == torch.bool for each in indices)
 
 
 def fills(function: Callable[..., Any]) -> bool:

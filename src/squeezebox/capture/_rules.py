@@ -36,6 +36,7 @@ def _values(role: Role, *, dense: bool = False) -> Rule:
 
 
 _POOL_INPUT = Rule(role=Role.POOL_INPUT, reads=Reads.SHAPE)
+_SHAPE = Rule(role=Role.OTHER, reads=Reads.SHAPE)
 _POOL_INDEX = Rule(role=Role.POOL_INDEX, reads=Reads.EXACT, codec="narrow")
 _SIGN = Rule(role=Role.RELU_OUTPUT, reads=Reads.SIGN)
 _POSITIVE = Rule(role=Role.RELU_OUTPUT, reads=Reads.SIGN, nan=False)
@@ -83,6 +84,13 @@ _RULES: Mapping[tuple[str, str], Rule] = {
     ("MaxPool3DWithIndicesBackward", "result1"): _POOL_INDEX,
     ("AdaptiveMaxPool2DBackward", "self"): _POOL_INPUT,
     ("AdaptiveMaxPool2DBackward", "result1"): _POOL_INDEX,
+    ("IndexAddBackward", "source"): _SHAPE,
+    **{
+        (f"{kind}ReduceBackward:{reduce}", attribute): _SHAPE
+        for kind in ("Scatter", "Segment")
+        for reduce in ("sum", "mean")
+        for attribute in ("self", "src", "data", "result")
+    },
     ("AvgPool2DBackward", "self"): _POOL_INPUT,
     ("AvgPool3DBackward", "self"): _POOL_INPUT,
     ("AdaptiveAvgPool2DBackward", "self"): _POOL_INPUT,

@@ -49,7 +49,8 @@ class Store(Means):
         super().__init__(policy)
         self.small_bytes = SMALL_BYTES
         self.lineage: Lineage | None = None
-        self.admit: Callable[[str, int], None] | None = None  # raises for a key and bytes that no plan knows
+        # raises for a key and bytes that no plan knows, unless they follow from values
+        self.admit: Callable[[str, int, bool], None] | None = None
         self.rows: list[Row] = []
         self.borrowed: dict[int, int] = {}
         self.small: dict[int, int] = {}
@@ -111,6 +112,7 @@ class Store(Means):
         self.borrowed = {}
         self.small = {}
         self.small_keys = {}
+        self.follows_values = False
         self.clear()
 
     def start_places(self, *, measured: bool, guessed: bool) -> None:
@@ -221,7 +223,7 @@ class Store(Means):
             return entry
         name, module = key()
         if self.admit is not None:
-            self.admit(name, tensor.untyped_storage().nbytes())
+            self.admit(name, tensor.untyped_storage().nbytes(), self.follows_values)
         row = Row(
             key=name,
             module=module,

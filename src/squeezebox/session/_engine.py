@@ -274,8 +274,9 @@ class Engine:
         planned = {tensor.key: tensor.saved_bytes for tensor in plan.tensors}
         planned |= dict.fromkeys(plan.region.keys if plan.region else (), sys.maxsize)  # see Slicer
         self.slice(plan.region)
-        notes = None if self._replanning is None else self.notes
-        self.store.admit = functools.partial(admit, plan.model, planned, notes, self._passes.why_other)
+        replans = self._replanning is not None
+        why_other = self._passes.why_other
+        self.store.admit = functools.partial(admit, plan.model, planned, self.notes, replans, why_other)
 
     def _fit_plan(self, known: Replanning, inputs: Any) -> None:
         """Before a forward: use the plan that covers its inputs, or make one."""

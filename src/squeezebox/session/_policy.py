@@ -81,16 +81,21 @@ class BoundPolicy:
 def admit(
     model: str,
     planned: Mapping[str, int],
-    notes: dict[str, None] | None,
+    notes: dict[str, None],
+    replans: bool,
     why_other: Callable[[], str],
     key: str,
     nbytes: int,
+    follows_values: bool,
 ) -> None:
-    """Refuse, or note, a tensor that the plan does not know, or not of that size; a smaller one is fine."""
+    """Refuse, or note, a tensor that the plan does not know, or not of that size; a smaller one is fine.
+
+    It is noted where a plan may be of other inputs (``replans``), or sizes of this step follow from values.
+    """
     known = planned.get(key)
     if known is not None and nbytes <= known:
         return
-    if notes is not None:
+    if replans or follows_values:
         notes[f"'{key}' was larger than planned, or not planned and held exactly"] = None
     else:
         size = "no such tensor" if known is None else f"{known} bytes"
