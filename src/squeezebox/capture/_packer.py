@@ -20,7 +20,17 @@ from squeezebox.capture._lineage import Recipe
 from squeezebox.capture._onlooker import Onlooker, ignored, spent_on
 from squeezebox.capture._rules import Rule
 from squeezebox.memory import HostSlot, Loans, Reserve, Room, Spill, Staging
-from squeezebox.schema import Action, Activity, CaptureError, CodecError, Option, OptionError, PlanError, Reads, Role
+from squeezebox.schema import (
+    Action,
+    Activity,
+    CaptureError,
+    CodecError,
+    Option,
+    OptionError,
+    PlanError,
+    Reads,
+    Role,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
