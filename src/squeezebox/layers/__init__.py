@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from squeezebox.layers._bayes import BayesConv1d, BayesConv2d, BayesConv3d, BayesLayer, BayesLinear
 from squeezebox.layers._convert import bayesian_
+from squeezebox.layers._dispatch import Dispatch
 from squeezebox.layers._divergence import kl
 from squeezebox.layers._experts import ExpertMLP, lean_experts_
+from squeezebox.layers._sharded import Experts
 
 __all__ = [
     "BayesConv1d",
@@ -17,7 +19,9 @@ __all__ = [
     "BayesConv3d",
     "BayesLayer",
     "BayesLinear",
+    "Dispatch",
     "ExpertMLP",
+    "Experts",
     "bayesian_",
     "kl",
     "lean_experts_",
