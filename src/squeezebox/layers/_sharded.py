@@ -205,7 +205,10 @@ class _Sharded(torch.autograd.Function):
             for expert, (parts, answers) in enumerate(pairs):
                 packed = torch.cat(parts)
                 _scatter(_expert(packed, first[expert], second[expert]), answers)
-            out.index_add_(0, rows // choices, place.swap(answer, got, given))
+            _free([came])
+            back = place.swap(answer, got, given)
+            out.index_add_(0, rows // choices, back)
+            _free([back])
 
         def work(expert: int, weights: list[Tensor]) -> None:
             for rows in place.borrowed_rows(order, expert):
@@ -240,8 +243,10 @@ class _Sharded(torch.autograd.Function):
             for expert, (parts, answers) in enumerate(pairs):
                 of_weights = of_first[expert], of_second[expert]
                 _scatter(_back(torch.cat(parts), first[expert], second[expert], *of_weights), answers)
-            del came
-            take(rows, place.swap(answer, got, given))
+            _free([came])
+            back = place.swap(answer, got, given)
+            take(rows, back)
+            _free([back])
         def work(expert: int, weights: list[Tensor]) -> list[Tensor]:
             of_weights = [torch.zeros_like(each) for each in weights]
             for rows in place.borrowed_rows(order, expert):
