@@ -2,8 +2,8 @@
 # PYTHON=python3.12 picks the interpreter for a new .venv; PIP_* variables reach pip.
 
 VENV ?= .venv
-BENCHMARKS ?= architectures codecs step_time whole_step rewrites packed_state first_use comet_table budget ways packed \
-	compiled accuracy audit start_up planning static_allocation traces arena offload estimate estimate_layers \
+BENCHMARKS ?= architectures codecs step_time whole_step rewrites made_again packed_state first_use comet_table budget ways \
+	packed compiled accuracy audit start_up planning static_allocation traces arena offload estimate estimate_layers \
 	estimate_architectures pipeline_paper pipeline_memory pipeline_schedules pipeline_training pipeline_wire \
 	streaming gigapixel torch_databases
 export VENV PYTHON
