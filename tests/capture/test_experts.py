@@ -177,3 +177,47 @@ def test_aggregation_holds_no_values(aggregate):
     assert all(torch.equal(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))
     seen = [row for row in rows if "float" in row.dtype and ":Mm." not in row.key]
     assert [row.key for row in seen if row.packed_bytes] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ("Mixtral", "Qwen2Moe"))
+@pytest.mark.parametrize("experts", ("eager", "batched_mm", "grouped_mm"))
+def test_unmodified_networks_of_transformers_are_exact_under_a_plan(family, experts):
+    transformers = pytest.importorskip("transformers")
+    number = "num_local_experts" if family == "Mixtral" else "num_experts"
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts_per_tok=2,
+        use_cache=False,
+        **{number: 4},
+    )
+    config._experts_implementation = experts
+    network = getattr(transformers, f"{family}ForCausalLM")(config).train()
+
+    def loss_fn(output, target):
+        return F.cross_entropy(output.logits.flatten(0, 1), target.flatten())
+
+    def results(tokens):
+        network.zero_grad()
+        loss = loss_fn(network(tokens), tokens.roll(-1, 1))
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in network.parameters())]
+
+    sample = torch.randint(64, (4, 64))
+    batches = (sample, torch.randint(64, (4, 64)), torch.full_like(sample, 5))
+    expected = [results(tokens) for tokens in batches]
+    plan = squeezebox.plan(
+        network, sample=(sample, sample.roll(-1, 1)), loss_fn=loss_fn, exact=True, offload=False
+    )
+    assert plan.predicted_peak_bytes < 0.8 * plan.plain_peak_bytes
+    session = squeezebox.attach(network, plan=plan)
+    found = [results(tokens) for tokens in batches]
+    session.detach()
+    for one, other in zip(expected, found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
