@@ -1,4 +1,4 @@
-"""`attach(speed="small")` beside `speed="fast"`: a step's time and peak, against plain PyTorch's.
+"""`attach(speed="small")` beside `speed="fast"`: a step's time, peak and noise, against plain PyTorch's.
 
 Goes in: nothing; networks of benchmarks/models.py on made-up samples: smooth noise, and tokens. Comes out:
 benchmarks/reports/speeds-<date>.json and .md.
@@ -67,9 +67,13 @@ class Arm:
 
     def rest_of_step(self) -> None:
         """A step's remainder once the gradients are freed."""
+        self.backward()
+        self.optimizer.step()
+
+    def backward(self) -> None:
+        """Forward and backward of the sample."""
         inputs, target = self.sample
         torch.nn.functional.cross_entropy(self.model(inputs).flatten(0, -2), target.flatten()).backward()
-        self.optimizer.step()
 
     def peak_bytes(self) -> int:
         """Of one step, beyond parameters, gradients and momentum."""
@@ -110,6 +114,7 @@ def measure(name: str, noise: float, repeats: int) -> dict[str, Any]:
     peaks = {way: arm.peak_bytes() for way, arm in arms.items()}
     result = asdict(_report.interleaved(arms, repeats)) | {"peak_bytes": peaks}
     result["packed_bytes"] = {way: session.report().packed_bytes for way, session in sessions.items()}
+    result["noise"] = {way: session.measure_noise(arms[way].backward) for way, session in sessions.items()}
     for session in sessions.values():
         session.detach()
     return result
@@ -118,11 +123,12 @@ def measure(name: str, noise: float, repeats: int) -> dict[str, Any]:
 def table(results: dict[str, Any]) -> str:
     """The Markdown of the report."""
     lines = [
-        "A step's time, and its peak beyond parameters, gradients and momentum. Median (lowest to highest).",
+        "A step's time, and its peak beyond parameters, gradients and momentum. Median (lowest to highest). "
+        "Noise is that of the step after the timed ones, where 1e-3 is allowed unless the command says otherwise.",
         "",
         "| network | small / plain, s | fast / plain, s | plain MiB | small MiB | fast MiB "
-        "| peak, fast / small | held, fast / small |",
-        "|---|---|---|---|---|---|---|---|",
+        "| peak, fast / small | held, fast / small | noise, small | noise, fast |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in results.items():
         ratios = [row["ratios"][f"{way}/plain"] for way in SPEEDS]
@@ -130,7 +136,8 @@ def table(results: dict[str, Any]) -> str:
         peaks, held = row["peak_bytes"], row["packed_bytes"]
         sizes = [f"{peaks[way] / 2**20:.1f}" for way in ("plain", *SPEEDS)]
         more = [f"{found['fast'] / found['small']:.3f}" for found in (peaks, held)]
-        lines.append(f"| {name} | {' | '.join([*times, *sizes, *more])} |")
+        noises = [f"{row['noise'][way]:.1e}" for way in SPEEDS]
+        lines.append(f"| {name} | {' | '.join([*times, *sizes, *more, *noises])} |")
     return "\n".join(lines)
 
 
