@@ -139,7 +139,7 @@ def header() -> dict[str, object]:
     """What a reader needs to repeat the run: command, machine, versions, commit."""
     facts: dict[str, object] = {
         "date": date.today().isoformat(),
-        "command": shlex.join(sys.orig_argv),
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

@@ -124,7 +124,7 @@ def table(results: dict[str, Any]) -> str:
     """The Markdown of the report."""
     lines = [
         "A step's time, and its peak beyond parameters, gradients and momentum. Median (lowest to highest). "
-        "Noise is that of the step after the timed ones, where 1e-3 is allowed unless the command says otherwise.",
+        "Noise is that of the step after the timed ones; 1e-3 is allowed unless the command says otherwise.",
         "",
         "| network | small / plain, s | fast / plain, s | plain MiB | small MiB | fast MiB "
         "| peak, fast / small | held, fast / small | noise, small | noise, fast |",
