@@ -27,7 +27,8 @@ napoleon_numpy_docstring = False
 
 # Every reference must lead somewhere; those to other libraries lead nowhere, as the site stands alone.
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(?!squeezebox).*")]
+_TYPE_VARIABLES = r"squeezebox\..*\._\w+\.(Model|Result)"
+nitpick_ignore_regex = [("py:.*", r"(?!squeezebox).*"), ("py:class", _TYPE_VARIABLES)]
 
 html_theme = "furo"
 html_title = f"Squeezebox {version}"
