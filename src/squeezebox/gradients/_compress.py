@@ -66,10 +66,10 @@ class CompressedGradients:
         self._noise, self._ratio = noise, ratio
         named = [(name, each) for name, each in ddp.module.named_parameters() if each.requires_grad]
         self._sizes = {name: each.numel() for name, each in named}
-        self._buckets = Buckets({id(each): name for name, each in named})
         self._residuals = Residuals(self._sizes)
         self._keeps_unused = ddp.find_unused_parameters
         self._coder, self._dtype = CODERS.get(method), WHOLE.get(method)
+        self._buckets = Buckets({id(each): name for name, each in named}, owes=self._coder is not None)
         self._level = 1.0 if self._coder is None else self._coder.start(noise, ratio)
         self._turns: list[Turn] = []
         self._passes = 0

@@ -29,11 +29,12 @@ class Buckets:
 
     A group is a bucket. But DDP rebuilds its buckets after a process's first backward, in the order in which
     gradients came. So a process's first pass, and the second one of all, collect the ``groups`` of the pass
-    before: a resumed training then goes on to the bit as if it had not stopped.
+    before: a resumed training then goes on to the bit as if it had not stopped. Where nothing is owed
+    (``owes`` is False) groups are DDP's buckets in every pass, which keeps its order of sums.
     """
 
-    def __init__(self, names: Mapping[int, str]) -> None:
-        self._names = names
+    def __init__(self, names: Mapping[int, str], *, owes: bool) -> None:
+        self._names, self._owes = names, owes
         self.groups: tuple[Names, ...] = ()
         self._own_passes = 0  # of this process
         self._seen: list[Names] = []
@@ -44,7 +45,7 @@ class Buckets:
     def take(self, bucket: GradBucket, step: int, start: Start) -> Future[Tensor]:
         """Start what is complete with this bucket of pass ``step``; :meth:`finish` fulfils the future."""
         if bucket.index() == 0:
-            self._begin(collects=step == 1 or self._own_passes == 0)
+            self._begin(collects=self._owes and (step == 1 or self._own_passes == 0))
         names = tuple(self._names[id(each)] for each in bucket.parameters())
         self._seen.append(names)
         if not self._open or names in self.groups:
