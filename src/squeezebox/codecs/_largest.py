@@ -13,7 +13,7 @@ from squeezebox.schema import OptionError
 
 _FEW = 1 << 14  # elements up to which sorting them all is as fast
 _SPARSE = 1e-2  # share of elements up to which delegates win, and
-_MIDDLE = 3e-2  # up to which partitioning does; measured by benchmarks/gradients.py
+_MIDDLE = 3e-2  # up to which partitioning does, on a CPU
 _NUMPY = (torch.float32, torch.float64, torch.int32, torch.int64)
 
 
