@@ -37,6 +37,7 @@ METHODS = [
     {"method": "top-k", "ratio": 20.0},
     {"method": "random-k", "ratio": 20.0},
     {"method": "1-bit"},
+    {"method": "powersgd", "rank": 2},
 ]
 
 
@@ -80,3 +81,33 @@ def test_what_came_and_what_is_owed_are_all_gradients(world, options):
     traffic = results[0][3]
     assert traffic.sent_bytes < traffic.plain_bytes
     assert traffic.noise > 0.0
+
+
+def _low_ranks(rank, columns, steps):
+    """As torch's hook has it, in one bucket, and this house's in one and in several."""
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    nets = ranks.model(), ranks.model(), ranks.model()
+    theirs = nn.parallel.DistributedDataParallel(nets[0])
+    state = PowerSGDState(None, columns, start_powerSGD_iter=2)
+    theirs.register_comm_hook(state, powerSGD_hook)
+    ours = nn.parallel.DistributedDataParallel(nets[1])
+    several = ranks.wrapped(nets[2])
+    made = [squeezebox.compress_gradients(each, "powersgd", rank=columns) for each in (ours, several)]
+    for model in (theirs, ours, several):
+        ranks.train(model, rank, steps)
+    residuals = [each.state_dict()["residuals"] for each in made]
+    for each in made:
+        each.close()
+    return [ranks.weights(net) for net in nets], state.error_dict[0], residuals
+
+
+@pytest.mark.parametrize("columns", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_low_rank_is_torchs_to_the_bit(columns):
+    results = ranks.run(_low_ranks, 2, columns, 5)
+    assert all(isinstance(result, tuple) for result in results), results
+    for (theirs, ours, several), owed, (mine, _) in results:
+        assert torch.equal(ours, theirs)
+        assert torch.equal(owed.sort().values, torch.cat(list(mine.values())).sort().values)
+        assert torch.equal(several, results[0][0][2])
+        assert not torch.equal(several, ours)  # other factors to begin with

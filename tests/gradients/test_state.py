@@ -45,8 +45,10 @@ def _resumed(rank, options, before, after, files):
     ("options", "before"),
     [
         ({"noise": 0.1}, 3),
+        ({"method": "powersgd", "rank": 2}, 3),
         pytest.param({"noise": 0.1}, 1, marks=pytest.mark.slow),
         pytest.param({"noise": 0.1}, 2, marks=pytest.mark.slow),
+        pytest.param({"method": "powersgd"}, 2, marks=pytest.mark.slow),
         pytest.param({"method": "random-k", "ratio": 10.0}, 3, marks=pytest.mark.slow),
     ],
 )
@@ -65,7 +67,7 @@ def _wrong(rank):
     said = []
     squeezed = squeezebox.compress_gradients(ranks.wrapped(ranks.model()), noise=0.1)
     ranks_state = squeezed.state_dict()
-    for change in ({"method": "planes"}, {"residuals": {"nothing.weight": torch.zeros(3)}}):
+    for change in ({"method": "planes"}, {"rank": 2}, {"residuals": {"nothing.weight": torch.zeros(3)}}):
         try:
             squeezed.load_state_dict(ranks_state | change)
         except FormatError as error:
@@ -77,4 +79,5 @@ def _wrong(rank):
 def test_a_state_of_something_else_is_refused():
     (said,) = ranks.run(_wrong, 1)
     assert "'planes'" in said[0]
-    assert "'nothing.weight'" in said[1]
+    assert "rank=2" in said[1]
+    assert "'nothing.weight'" in said[2]

@@ -13,11 +13,11 @@ def _finished(squeezed, *found):
     return found
 
 
-def _nan(rank, method):
+def _nan(rank, method, options):
     """NaN in rank 1's third gradient: what comes on all ranks, and what is owed before and after."""
     net = ranks.model()
     ddp = ranks.wrapped(net)
-    squeezed = squeezebox.compress_gradients(ddp, method, ratio=8.0)
+    squeezed = squeezebox.compress_gradients(ddp, method, **options)
     ranks.train(ddp, rank, 3)
     before = squeezed.state_dict()
     ddp.zero_grad()
@@ -30,9 +30,11 @@ def _nan(rank, method):
     return _finished(squeezed, before, after, bool(grads.isnan().all()), last, ranks.weights(net))
 
 
-@pytest.mark.parametrize("method", ["entropy", "top-k"])
-def test_all_ranks_treat_nan_alike(method):
-    results = ranks.run(_nan, 2, method)
+@pytest.mark.parametrize(
+    ("method", "options"), [("entropy", {"ratio": 8.0}), ("top-k", {"ratio": 8.0}), ("powersgd", {})]
+)
+def test_all_ranks_treat_nan_alike(method, options):
+    results = ranks.run(_nan, 2, method, options)
     for before, after, is_nan, last, weights in results:
         assert is_nan
         assert last.whole > 0 and last.noise == 0.0
@@ -54,11 +56,11 @@ class _Branches(nn.Module):
         return (self.left if self.goes_left else self.right)(self.stem(x).tanh())
 
 
-def _unused(rank, steps):
+def _unused(rank, options, steps):
     """As ``_conserved`` of the exact tests, with parameters that no rank, or one, uses."""
     net, whole = _Branches(), _Branches()
     ddp = nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
-    squeezed = squeezebox.compress_gradients(ddp, ratio=12.0)
+    squeezed = squeezebox.compress_gradients(ddp, **options)
     came = {name: torch.zeros_like(each).double() for name, each in net.named_parameters()}
     gone = {name: each.clone() for name, each in came.items()}
     for step in range(steps):
@@ -75,8 +77,11 @@ def _unused(rank, steps):
     return _finished(squeezed, came, gone, squeezed.state_dict()["residuals"])
 
 
-def test_what_is_owed_of_an_unused_parameter_waits():
-    results = ranks.run(_unused, 2, 9)
+@pytest.mark.parametrize(
+    "options", [{"ratio": 12.0}, pytest.param({"method": "powersgd", "rank": 1}, marks=pytest.mark.slow)]
+)
+def test_what_is_owed_of_an_unused_parameter_waits(options):
+    results = ranks.run(_unused, 2, options, 9)
     assert all(isinstance(result, tuple) for result in results), results
     for name, mean in results[0][0].items():
         total = sum(gone[name] for _, gone, _ in results)

@@ -20,12 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 from squeezebox.gradients._coders import CODERS, Coder
 from squeezebox.gradients._exchange import Exchange, all_reduce_bytes
 from squeezebox.gradients._hook import Buckets, Future, hook_of
+from squeezebox.gradients._low_rank import LowRank
 from squeezebox.gradients._ranks import Worker, own_group, own_store
 from squeezebox.gradients._residuals import Names, Residuals
 from squeezebox.gradients._turn import Turn
 from squeezebox.schema import FormatError, Link, OptionError, RankError
 
 WHOLE = {"plain": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+POWER = "powersgd"
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _FASTEST = 2.0  # factor by which a pass may change the level
 _serials = itertools.count()  # compressions of a process, in the order that all ranks make them in
@@ -60,6 +62,7 @@ class CompressedGradients:
         method: str,
         noise: float | None,
         ratio: float | None,
+        rank: int | None,
         patience: float,
         link: Link | None,
     ) -> None:
@@ -69,7 +72,10 @@ class CompressedGradients:
         self._residuals = Residuals(self._sizes)
         self._keeps_unused = ddp.find_unused_parameters
         self._coder, self._dtype = CODERS.get(method), WHOLE.get(method)
-        self._buckets = Buckets({id(each): name for name, each in named}, owes=self._coder is not None)
+        shapes = {name: each.shape for name, each in named}
+        self._low_rank = LowRank(rank or 1, shapes) if method == POWER else None
+        self._owes = self._coder is not None or self._low_rank is not None
+        self._buckets = Buckets({id(each): name for name, each in named}, owes=self._owes)
         self._level = 1.0 if self._coder is None else self._coder.start(noise, ratio)
         self._turns: list[Turn] = []
         self._passes = 0
@@ -85,7 +91,7 @@ class CompressedGradients:
 
     @property
     def passes(self) -> int:
-        """Backward passes whose gradients were exchanged; the first one's go as they are."""
+        """Backward passes whose gradients were exchanged; the first one's go as they are (PowerSGD: two)."""
         return self._passes
 
     @property
@@ -107,27 +113,34 @@ class CompressedGradients:
 
         It has the residuals by parameter, the level, and which parameters go together.
         """
+        groups = self._buckets.groups
         return {
             "residuals": self._residuals.state(),
             "level": self._level,
             "passes": self._passes,
-            "groups": [list(names) for names in self._buckets.groups],
+            "groups": [list(names) for names in groups],
             "method": self.method,
+            "rank": None if self._low_rank is None else self._low_rank.rank,
+            "factors": None if self._low_rank is None else self._low_rank.state(groups),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict` of the same rank.
 
         Raises:
-            FormatError: it is of another model or method.
+            FormatError: it is of another model, method or rank of matrices.
         """
-        if state["method"] != self.method:
+        rank = None if self._low_rank is None else self._low_rank.rank
+        if (state["method"], state["rank"]) != (self.method, rank):
             raise FormatError(
-                f"the state is of method '{state['method']}', and this is '{self.method}'. Take the same."
+                f"the state is of method '{state['method']}' with rank={state['rank']}, and this is "
+                f"'{self.method}' with rank={rank}. Take the same."
             )
         self._residuals.restore(state["residuals"])
         self._level, self._passes = state["level"], state["passes"]
         self._buckets.groups = tuple(tuple(names) for names in state["groups"])
+        if self._low_rank is not None:
+            self._low_rank.restore(self._buckets.groups, state["factors"])
 
     def close(self) -> None:
         """End the thread and the connections; do it last, as DDP takes no other hook."""
@@ -142,7 +155,7 @@ class CompressedGradients:
     def _start(self, names: Names, flat: Tensor) -> None:
         """Have a group's gradients exchanged."""
         sizes = [self._sizes[name] for name in names]
-        is_packed = self._coder is not None and self._passes > 0
+        is_packed = self._owes and self._passes > (0 if self._low_rank is None else 1)
         residual = self._residuals.of(names, flat.dtype) if is_packed else flat
         turn = Turn(
             flat=flat,
@@ -154,10 +167,14 @@ class CompressedGradients:
         )
         self._turns.append(turn)
         if self._coder is not None and is_packed:
-            job = turn.begin_packed(self._coder, self._exchange)
+            self._worker.submit(turn.begin_packed(self._coder, self._exchange))
+        elif self._low_rank is not None and is_packed:
+            draws = not self._low_rank.knows(names)
+            self._worker.submit(turn.begin_low_rank(self._low_rank, names, self._exchange))
+            if draws:  # from the global generator, which recomputing in backward may want meanwhile
+                self._worker.finish()
         else:
-            job = turn.begin_whole(self._exchange, self._dtype)
-        self._worker.submit(job)
+            self._worker.submit(turn.begin_whole(self._exchange, self._dtype))
 
     def _account(self) -> None:
         """Add up a pass, and set the level of the next one."""
@@ -198,6 +215,7 @@ def compress_gradients(
     *,
     noise: float | None = None,
     ratio: float | None = None,
+    rank: int | None = None,
     patience: float = 60.0,
     link: Link | None = None,
 ) -> CompressedGradients:
@@ -214,12 +232,14 @@ def compress_gradients(
     Args:
         ddp: on CPUs; its gradients are floating-point.
         method: "entropy" (fewest bytes) or "planes" (fastest) hold every element within a share of its
-            parameter's root mean square; "top-k", "random-k", "1-bit", "fp16", "bf16" are there to compare
-            with, and "plain" is DDP's own exchange.
+            parameter's root mean square; "powersgd", "top-k", "random-k", "1-bit", "fp16", "bf16" are there
+            to compare with, and "plain" is DDP's own exchange.
         noise: squared error over squared gradient that packing may cause in each backward, such as 0.1; the
             bound follows what was measured. 0 sends gradients as they are.
         ratio: how many times fewer bytes to send, such as 50, instead of noise; 1 sends gradients as they
             are.
+        rank: of "powersgd", the columns of the two matrices that stand for a gradient, usually 1 to 4
+            (default: 1). Gradients of fewer than two dimensions go as they are.
         patience: seconds after which a rank that is waited for counts as failed.
         link: emulate one that is slower: every exchange takes at least what it would over this.
 
@@ -230,12 +250,12 @@ def compress_gradients(
         OptionError: the options or the model are not for this.
         RankError: ranks do not have the same options. From backward: a rank is gone or hangs.
     """
-    _check_options(method, noise, ratio, patience)
+    _check_options(method, noise, ratio, rank, patience)
     model = _checked_model(ddp)
     if noise == 0 or ratio == 1:
         method = "plain"
-    _agree(model, f"method={method}, noise={noise}, ratio={ratio}")
-    made = CompressedGradients(model, method, noise, ratio, patience, link)
+    _agree(model, f"method={method}, noise={noise}, ratio={ratio}, rank={rank}")
+    made = CompressedGradients(model, method, noise, ratio, rank, patience, link)
     try:
         model.register_comm_hook(None, hook_of(made.take))
     except RuntimeError as error:
@@ -247,10 +267,23 @@ def compress_gradients(
     return made
 
 
-def _check_options(method: str, noise: float | None, ratio: float | None, patience: float) -> None:
+def _check_options(
+    method: str, noise: float | None, ratio: float | None, rank: int | None, patience: float
+) -> None:
     coder: Coder | None = CODERS.get(method)
-    if coder is None and method not in WHOLE:
-        raise OptionError(f"no method '{method}'; there are {', '.join([*CODERS, *WHOLE])}.")
+    if coder is None and method != POWER and method not in WHOLE:
+        raise OptionError(f"no method '{method}'; there are {', '.join([*CODERS, POWER, *WHOLE])}.")
+    if rank is not None and not (method == POWER and isinstance(rank, int) and rank >= 1):
+        raise OptionError(
+            f"rank={rank} with method '{method}': it is the number of columns, from 1, of the matrices of "
+            f"'{POWER}'. Leave it out, or take that with rank=1 to 4."
+        )
+    steered = coder is not None and coder.steered
+    if not steered and (noise or ratio not in (None, 1)):
+        raise OptionError(
+            f"method '{method}' has one size of messages, got noise={noise} and ratio={ratio}. Leave them "
+            "out, or take 'entropy'."
+        )
     bounded = method in ("entropy", "planes")
     if noise is not None and not (0.0 <= noise < 1.0 and (bounded or noise == 0)):
         raise OptionError(
@@ -259,7 +292,7 @@ def _check_options(method: str, noise: float | None, ratio: float | None, patien
         )
     if ratio is not None and not 1.0 <= ratio < math.inf:
         raise OptionError(f"ratio={ratio}: it says how many times fewer bytes go, from 1. Try 30.")
-    if coder is not None and coder.steered and (noise is None) == (ratio is None):
+    if steered and (noise is None) == (ratio is None):
         raise OptionError(
             f"method '{method}' takes {'one of noise= and ratio=' if bounded else 'ratio='}, got "
             f"noise={noise} and ratio={ratio}. Try {'noise=0.1' if bounded else 'ratio=50'}."

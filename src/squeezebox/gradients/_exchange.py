@@ -32,6 +32,10 @@ class Exchange:
         with self._sent(all_reduce_bytes(tensor.nbytes, self.ranks)):
             dist.all_reduce(tensor, group=self.group)
 
+    def count_reduced(self, nbytes: int) -> None:
+        """Somebody else has summed up ``nbytes`` of all ranks over this group."""
+        self.sent_bytes += all_reduce_bytes(nbytes, self.ranks)
+
     def counts(self, numbers: Sequence[int]) -> list[list[int]]:
         """Every rank's numbers, by rank."""
         mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")

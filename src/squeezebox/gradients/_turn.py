@@ -12,6 +12,8 @@ from torch import Tensor
 
 from squeezebox.gradients._coders import Coder
 from squeezebox.gradients._exchange import MOST_GATHERED, Exchange
+from squeezebox.gradients._low_rank import LowRank
+from squeezebox.gradients._residuals import Names
 
 _WHOLE = -1  # in place of a message's size: this rank has NaN or infinity
 
@@ -67,6 +69,22 @@ class Turn:
         self.message_bytes = max((each.numel() for each in messages), default=0)
         exchanged = self._gathered if len(parts) == 1 else self._scattered
         return lambda: exchanged(coder, exchange, wanted, messages)
+
+    def begin_low_rank(self, low_rank: LowRank, names: Names, exchange: Exchange) -> Callable[[], None]:
+        """What is returned reduces factors, from which every rank has the same mean."""
+        wanted = self._wanted()
+        norm = float(torch.linalg.vector_norm(wanted, dtype=torch.float64))
+        self.wanted_squares = norm * norm
+
+        def job() -> None:
+            if self._goes_whole(exchange, exchange.counts([0 if math.isfinite(norm) else _WHOLE])):
+                return
+            mean = wanted.clone()
+            self.message_bytes = low_rank.average(exchange, names, mean)
+            self._keep(wanted.sub_(mean))
+            self.flat.copy_(mean)
+
+        return job
 
     def _wanted(self) -> Tensor:
         wanted = self.residual + self.flat
