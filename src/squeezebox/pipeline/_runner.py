@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ from squeezebox.pipeline._setup import (
     shared,
 )
 from squeezebox.pipeline._stage import Stage, evaluating
+from squeezebox.pipeline._torch import TorchPasses, TorchTraining, default_engine, joined_by, require_suited
 from squeezebox.pipeline._training import Forwards, Training, Turns
 from squeezebox.pipeline._updates import Exchange, Updates
 from squeezebox.pipeline._weights import Weights, forget
@@ -66,6 +68,9 @@ class Runner:
         wire: what activations and their gradients may lose on their way between ranks, to go in fewer bytes
             (default: nothing, and they go as they are).
         patience: seconds after which a rank that is waited for counts as failed.
+        engine: whose loop makes the passes: this package's "own", or "torch" for that of
+            torch.distributed.pipelining, which flushes after each batch and packs nothing. Both give the same
+            to the bit. Default: "torch" on CUDA where the schedule flushes, else "own".
 
     Stages run where the model's parameters are.
 
@@ -89,20 +94,24 @@ class Runner:
         schedule: Schedule | None = None,
         wire: Wire | None = None,
         patience: float = 60.0,
+        engine: str | None = None,
     ) -> None:
         if wire is not None and device_of(model).type != "cpu":
             raise OptionError(
                 f"wire= packs what crosses between CPUs; the model is on {device_of(model)}. Leave it out."
             )
         check_options(plan, clip, skip_overflow, correction, patience)
+        self.engine = engine or default_engine(plan, device_of(model), wire)
         self.plan, self._model = plan, model
         self._identity = f"{plan!r}, warmup={warmup}, correction={correction}"
         order = schedule_of(plan, warmup, schedule)
+        if self.engine == "torch":
+            require_suited(plan, order, wire)
         self._place = place = placed(plan)
         pieces = cut(model, example(plan, device_of(model)))
         store = own_store(next(_serials))
         check_stages(plan, pieces)
-        agree(store, place, plan, order, pieces, wire, patience)
+        agree(store, place, plan, order, pieces, wire, self.engine, patience)
         self.stages = {
             number: Stage(pieces[stage.first : stage.end], recompute=stage.policy == "recompute")
             for number, stage in enumerate(plan.stages)
@@ -114,6 +123,7 @@ class Runner:
                 "weights are tied over stages, and PipeDream's stages update each on its own. Take 2bw."
             )
         groups = groups_of(place, tied, own)
+        joined = [joined_by(place, patience)] if self.engine == "torch" else []
         self._weights = Weights(own)
         self._weights.hand_over(optimizer)
         forget(model, [each for stage in self.stages.values() for each in stage.parameters()])
@@ -127,22 +137,27 @@ class Runner:
         )
         exchange.level(self._weights.versions[0])
         self._updates = Updates(self._weights, optimizer, exchange, correction)
-        self._health = Health(store, place.number, place.names(order.placement), patience, groups.all())
+        names = place.names(order.placement)
+        self._health = Health(store, place.number, names, patience, [*groups.all(), *joined])
         self._assembly = Assembly(store, self._health, place.number, place.ranks * place.replicas)
         wires = Wires(place, order, groups, self._health, patience, device_of(model), wire)
         self._links = Links(store, place, order, self._health, wires)
         self._reader = Reader()
         self._channel = Channel(wires.peers(is_reading=self.is_first), groups.readers, self._health, patience)
-        self._feed = Feed(
-            plan, self._channel, device_of(model), is_first=self.is_first, is_last=self.is_last
-        )
-        self._forwards = Forwards(plan, self.stages, self._links, self._feed, loss_fn)
-        self._evaluation: Forwards | None = None
+        self._feed = Feed(plan, self._channel, device_of(model), is_first=self.is_first, is_last=self.is_last)
+        self._evaluation: Forwards | TorchPasses | None = None
+        self._training: Training | TorchTraining
+        forwards = Forwards(plan, self.stages, self._links, self._feed, loss_fn)
+        if self.engine == "torch":
+            make = functools.partial(
+                TorchPasses, plan, order, place, self._feed, forwards.loss_of, joined[0], store, self._health
+            )
+            with self._health.guard():
+                self._training = TorchTraining(make, self.stages, self._weights, self._updates, self._health)
+            return
         late_from = warmup + 1 if order.name == "2bw" else None
         turns = Turns(order, place.rank)
-        self._training = Training(
-            turns, self._forwards, self._weights, self._updates, self._health, late_from
-        )
+        self._training = Training(turns, forwards, self._weights, self._updates, self._health, late_from)
 
     @property
     def replica(self) -> int:
@@ -243,7 +258,7 @@ class Runner:
         self.drain()
         with self._health.guard(), torch.no_grad(), evaluating(self._model):
             if self._evaluation is None:
-                self._evaluation = self._forwards.in_evaluation(self._model)
+                self._evaluation = self._training.evaluation(self._model)
             refused = self._feed.take(self._training.batch, inputs, target)
             if not refused:
                 self._weights.select(self._weights.newest)
@@ -323,7 +338,7 @@ class Runner:
 
         Activations come first. Evaluation is not counted, nor what stages of one rank hand to each other.
         """
-        return self._links.traffic()
+        return self._training.traffic()
 
     def _agreed(self, directory: Path, batch: int | None) -> int:
         """The batch whose checkpoint all ranks load: the first one's choice."""

@@ -80,11 +80,6 @@ def check_options(
             "PipeDream's stages update each on its own, so clip= and skip_overflow= cannot be exact with it. "
             "Take 2bw, or leave them out."
         )
-    if len(plan.stages) > plan.ranks > 1 and dist.get_backend() == "nccl":
-        raise OptionError(
-            "several stages a rank need messages with tags, which nccl does not have. Take a schedule of one "
-            "stage a rank, such as 1f1b, or gloo."
-        )
     if correction and plan.schedule != "2bw":
         raise OptionError(
             f"correction=True is for gradients that are one batch late, and those of '{plan.schedule}' are "
@@ -182,9 +177,10 @@ def agree(
     schedule: Schedule,
     pieces: Sequence[Piece],
     wire: Wire | None,
+    engine: str,
     patience: float,
 ) -> None:
-    """Refuse to start unless all ranks have the same plan, schedule, model, wire and torch.
+    """Refuse to start unless all ranks have the same plan, schedule, model, wire, engine and torch.
 
     Raises:
         PipelineError: names the rank that differs and in what.
@@ -194,6 +190,7 @@ def agree(
         "schedule": f"{schedule.name} {zlib.crc32(repr(schedule.orders).encode()):08x}",
         "model": fingerprint(pieces),
         "wire": repr(wire),
+        "engine": engine,
         "torch": torch.__version__,
     }
     store.set(f"hello/{place.number}", json.dumps(mine))

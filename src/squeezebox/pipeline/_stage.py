@@ -74,7 +74,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-class _Alias(torch.autograd.Function):
+class Alias(torch.autograd.Function):
     """The same values as a tensor that may be detached in place, as views and a stage's inputs may not."""
 
     @staticmethod
@@ -112,7 +112,7 @@ class Passage:
         inputs = [leaf for leaf in self.leaves if leaf.requires_grad]
         if not inputs:
             return []
-        outputs = [_Alias.apply(output) for output in self.outputs]  # type: ignore[no-untyped-call]
+        outputs = [Alias.apply(output) for output in self.outputs]  # type: ignore[no-untyped-call]
         _, self.groups = split_backward.stage_backward_input(outputs, self.gradients, inputs, iter(weights))
         self.outputs = []
         return self._of_inputs()

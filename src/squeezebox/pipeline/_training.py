@@ -17,7 +17,7 @@ from squeezebox.pipeline._setup import device_of, example
 from squeezebox.pipeline._stage import Passage, Stage
 from squeezebox.pipeline._updates import Settings, Updates
 from squeezebox.pipeline._weights import Flat, Weights
-from squeezebox.pipeline._wire import apart
+from squeezebox.pipeline._wire import Traffic, apart
 from squeezebox.schedules import Action, Kind, Schedule
 from squeezebox.schema import PipelinePlan, UnsupportedModelError
 
@@ -52,7 +52,7 @@ class Forwards:
         else:
             buffers, leaves = self.links.receive(stage, number)
         if self.is_loss(stage):
-            loss_of = functools.partial(self._loss_of, self._feed.targets.pop(number))
+            loss_of = functools.partial(self.loss_of, self._feed.targets.pop(number))
             return Passage(action.version, buffers, leaves, [*self.stages[stage](*leaves, loss_of=loss_of)])
         outputs = self.stages[stage](*leaves)
         self.links.send(stage, number, apart(outputs, buffers))
@@ -77,23 +77,34 @@ class Forwards:
         Raises:
             UnsupportedModelError: this graph is cut elsewhere, so that ranks lack weights.
         """
-        pieces = cut(model, example(self.plan, device_of(model)))
-        stages = {}
-        for number, own in self.stages.items():
-            planned = self.plan.stages[number]
-            stages[number] = stage = Stage(pieces[planned.first : planned.end], recompute=False)
-            if {*map(id, stage.parameters())} != {*map(id, own.parameters())}:
-                raise UnsupportedModelError(
-                    f"in evaluation mode the model's graph is cut elsewhere than in training, at stage "
-                    f"{number}, so ranks lack weights. Put all ranks' state_dict() together, and evaluate in "
-                    "one process."
-                )
+        stages = evaluation_stages(self.plan, self.stages, model)
         return Forwards(self.plan, stages, self.links.plain("evaluation"), self._feed, self._loss_fn)
 
-    def _loss_of(self, target: Any, *outputs: Any) -> Tensor:
+    def loss_of(self, target: Any, *outputs: Any) -> Tensor:
+        """A microbatch's part of the batch's mean loss."""
         output = outputs[0] if len(outputs) == 1 else outputs
         loss = self._loss_fn(output) if target is None else self._loss_fn(output, target)
         return loss / self.plan.microbatches
+
+
+def evaluation_stages(plan: PipelinePlan, stages: Mapping[int, Stage], model: nn.Module) -> dict[int, Stage]:
+    """A rank's ``stages`` with the graph that the model has in evaluation mode.
+
+    Raises:
+        UnsupportedModelError: this graph is cut elsewhere, so that ranks lack weights.
+    """
+    pieces = cut(model, example(plan, device_of(model)))
+    made = {}
+    for number, own in stages.items():
+        planned = plan.stages[number]
+        made[number] = stage = Stage(pieces[planned.first : planned.end], recompute=False)
+        if {*map(id, stage.parameters())} != {*map(id, own.parameters())}:
+            raise UnsupportedModelError(
+                f"in evaluation mode the model's graph is cut elsewhere than in training, at stage "
+                f"{number}, so ranks lack weights. Put all ranks' state_dict() together, and evaluate in "
+                "one process."
+            )
+    return made
 
 
 class Turns:
@@ -182,6 +193,14 @@ class Training:
         """Go on after ``batch`` batches, with nothing under way."""
         self.batch, self._ended_stages = batch, batch * len(self._stages)
         self._turns.restart(batch)
+
+    def evaluation(self, model: nn.Module) -> Forwards:
+        """The passes of a batch in evaluation mode; UnsupportedModelError if ranks lack weights for them."""
+        return self._forwards.in_evaluation(model)
+
+    def traffic(self) -> tuple[Traffic, ...]:
+        """What was sent in training so far."""
+        return self._links.traffic()
 
     def _do(self, action: Action) -> None:
         self._health.works(f"works at {action}")
