@@ -9,13 +9,15 @@ round, medians over the rounds. Peaks are whole, measured in two ways: as the al
 the process holds them (its highest resident set, beyond what it had before it made the network). After the
 timed steps a digest of weights and optimizer state says whether they are plain PyTorch's to the bit.
 
-Rivals are torch.utils.checkpoint on every block, torchao's 8-bit AdamW, and both, where torchao is installed.
+Rivals are torch.utils.checkpoint on every block, torch's save_on_cpu, torch.compile with its memory budget at
+0.5, torchao's 8-bit AdamW, and the latter with checkpoints, where torchao is installed.
 Where LD_PRELOAD names another allocator than the C library's, all of them have it, plain PyTorch too.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -25,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ from squeezebox.steps import nbytes_of, persistent
 
 _MIB = 1 << 20
 CLIP = 1.0
+_COMPILED = "compiled, memory budget 0.5"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +117,7 @@ class Training:
         shape = self.inputs.shape if self.inputs.dim() == 2 else self.inputs.shape[:1]
         self.target = torch.randint(setup.classes, shape)
         self.session: Session | None = None
-        self.checkpoints = False
+        self.checkpoints = self.saves_on_cpu = False
 
     def attach(self, plan: StepPlan) -> None:
         """Train under the plan from now on."""
@@ -126,14 +129,20 @@ class Training:
 
         self.optimizer = AdamW8bit(self.model.parameters(), lr=_ADAMW.keywords["lr"])
 
+    def compile(self) -> None:
+        """By torch.compile, with half of its default memory for what autograd saves."""
+        torch._functorch.config.activation_memory_budget = 0.5  # type: ignore[attr-defined]
+        self.model.compile()
+
     def step(self) -> None:
         """From zero_grad to the optimizer's step, with the same random numbers for every way."""
         torch.manual_seed(1)
         self.optimizer.zero_grad()
-        if self.checkpoints:
-            with checkpointing.checkpointed(self.model):
-                self._backward()
-        else:
+        with contextlib.ExitStack() as ways:
+            if self.checkpoints:
+                ways.enter_context(checkpointing.checkpointed(self.model))
+            if self.saves_on_cpu:
+                ways.enter_context(torch.autograd.graph.save_on_cpu())
             self._backward()
         if self.clips:
             nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
@@ -188,6 +197,7 @@ def main() -> None:
     parser.add_argument("networks", nargs="*", default=list(NETWORKS), metavar="network")
     parser.add_argument("--repeats", type=int, default=9, help="rounds of a timing")
     parser.add_argument("--name", default="whole_step", help="of the report")
+    parser.add_argument("--ways", nargs="+", help="only those ways whose names these are")
     parser.add_argument("--alone", nargs=2, metavar=("WAY", "PLAN"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.alone:
@@ -195,14 +205,14 @@ def main() -> None:
         return
     networks: dict[str, Any] = dict(_report.today(arguments.name))
     for name in arguments.networks:
-        networks[name] = measure(name, arguments.repeats)
+        networks[name] = measure(name, arguments.repeats, arguments.ways)
         print(name, *_report.write(arguments.name, networks, render(networks)), file=sys.stderr, flush=True)
 
 
-def measure(name: str, repeats: int) -> dict[str, Any]:
-    """Every way of one network, those that clip next to a plain step that does."""
+def measure(name: str, repeats: int, only: Sequence[str] | None = None) -> dict[str, Any]:
+    """Every way of one network, or only those named; those that clip next to a plain step that does."""
     budgets = NETWORKS[name].budgets
-    rivals = ["checkpointing"]
+    rivals = ["checkpointing", "save_on_cpu", _COMPILED]
     if find_spec("torchao") and NETWORKS[name].optimizer is _ADAMW:
         rivals += ["torchao 8 bit", "checkpointing, torchao 8 bit"]
     packed = {"noise": 1e-2, "update_noise": 0.02, "offload": False}
@@ -217,7 +227,8 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
         "without states, least": {"states": False},
         f"clipped, states, {budgets[0]}": {"budget": budgets[0], "clip": CLIP},
     }
-    return {"rows": [_row(name, way, options, repeats) for way, options in ways.items()]}
+    wanted = ways if only is None else {way: ways[way] for way in ways if way in only}
+    return {"rows": [_row(name, way, options, repeats) for way, options in wanted.items()]}
 
 
 def _row(name: str, way: str, options: dict[str, Any] | None, repeats: int) -> dict[str, Any]:
@@ -309,6 +320,9 @@ def serve(name: str, way: str, path: str) -> None:
     before = _resident("VmRSS")
     training = Training(name, clips=way.startswith(("clipped", "plain, clipped")))
     training.checkpoints = way.startswith("checkpointing")
+    training.saves_on_cpu = way == "save_on_cpu"
+    if way == _COMPILED:
+        training.compile()
     if way.endswith("torchao 8 bit"):
         training.use_torchao()
     if Path(path).exists():
