@@ -152,7 +152,7 @@ def header() -> dict[str, object]:
         "dirty": bool(_git("status", "--porcelain", "--", ".", ":(exclude)benchmarks/reports")),
     }
     if "LD_PRELOAD" in os.environ:
-        facts["preloaded"] = os.environ["LD_PRELOAD"]  # an allocator, say
+        facts["preloaded"] = Path(os.environ["LD_PRELOAD"]).name  # an allocator, say
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
     return facts
