@@ -6,7 +6,7 @@ Real processes over gloo on one machine, a thread each. Each part writes a repor
 
 accuracy: the trainings of benchmarks/_tasks.py, cut short, in two ranks of half a batch each. Every seed
 trains each arm from the same weights on the same batches. The question is put as in benchmarks/accuracy.py:
-two one-sided t tests on paired differences, arm minus plain, with the deviation of plain over seeds as margin.
+two one-sided t tests on paired differences, arm minus plain; the margin is the deviation of plain over seeds.
 The report is written after every training; the next run goes on from the newest one.
 """
 
@@ -150,7 +150,7 @@ def accuracy_table(results: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"{count} seeds, {RANKS} ranks of half a batch each. Results are {task.measure}. Differences are "
             "paired, arm minus plain, with their 90 % interval; the margin is plain's deviation over seeds. "
-            "Fewer bytes: what plain sends over what went in the whole training, with the first passes, which "
+            "Fewer bytes: what plain sends over what went in the whole training, with first passes, which "
             "go as they are. Noise is owed over wanted, on a rank; PowerSGD's includes how ranks differ."
         )
         lines = [

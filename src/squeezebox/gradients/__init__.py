@@ -5,5 +5,6 @@ May touch: torch.distributed, codecs, planner and schema; the model's communicat
 """
 
 from squeezebox.gradients._compress import CompressedGradients, Traffic, compress_gradients
+from squeezebox.gradients._link import LinkGroup, link_group
 
-__all__ = ["CompressedGradients", "Traffic", "compress_gradients"]
+__all__ = ["CompressedGradients", "LinkGroup", "Traffic", "compress_gradients", "link_group"]

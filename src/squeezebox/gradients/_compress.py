@@ -18,13 +18,14 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from squeezebox.gradients._coders import CODERS, Coder
-from squeezebox.gradients._exchange import Exchange, all_reduce_bytes
+from squeezebox.gradients._exchange import Exchange
 from squeezebox.gradients._hook import Buckets, Future, hook_of
+from squeezebox.gradients._link import all_reduce_bytes, group_like
 from squeezebox.gradients._low_rank import LowRank
-from squeezebox.gradients._ranks import Worker, own_group, own_store
+from squeezebox.gradients._ranks import Worker, own_store
 from squeezebox.gradients._residuals import Names, Residuals
 from squeezebox.gradients._turn import Turn
-from squeezebox.schema import FormatError, Link, OptionError, RankError
+from squeezebox.schema import FormatError, OptionError, RankError
 
 WHOLE = {"plain": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 POWER = "powersgd"
@@ -64,7 +65,6 @@ class CompressedGradients:
         ratio: float | None,
         rank: int | None,
         patience: float,
-        link: Link | None,
     ) -> None:
         self._noise, self._ratio = noise, ratio
         named = [(name, each) for name, each in ddp.module.named_parameters() if each.requires_grad]
@@ -82,8 +82,7 @@ class CompressedGradients:
         self._is_closed = False
         self.method = method
         self.last, self.total = Traffic(), Traffic()
-        group = own_group(ddp.process_group, patience)
-        self._exchange = Exchange(group, link)
+        self._exchange = Exchange(group_like(ddp.process_group, patience))
         store = own_store(next(_serials))
         ranks = dist.get_process_group_ranks(ddp.process_group)
         self._worker = Worker(store, dist.get_rank(), ranks, patience)
@@ -217,7 +216,6 @@ def compress_gradients(
     ratio: float | None = None,
     rank: int | None = None,
     patience: float = 60.0,
-    link: Link | None = None,
 ) -> CompressedGradients:
     """Have the ranks of a DistributedDataParallel model exchange compressed gradients.
 
@@ -241,7 +239,6 @@ def compress_gradients(
         rank: of "powersgd", the columns of the two matrices that stand for a gradient, usually 1 to 4
             (default: 1). Gradients of fewer than two dimensions go as they are.
         patience: seconds after which a rank that is waited for counts as failed.
-        link: emulate one that is slower: every exchange takes at least what it would over this.
 
     Returns:
         What was sent, and the state to save next to the model's.
@@ -255,7 +252,7 @@ def compress_gradients(
     if noise == 0 or ratio == 1:
         method = "plain"
     _agree(model, f"method={method}, noise={noise}, ratio={ratio}, rank={rank}")
-    made = CompressedGradients(model, method, noise, ratio, rank, patience, link)
+    made = CompressedGradients(model, method, noise, ratio, rank, patience)
     try:
         model.register_comm_hook(None, hook_of(made.take))
     except RuntimeError as error:

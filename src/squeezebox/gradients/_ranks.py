@@ -6,7 +6,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
@@ -101,15 +100,3 @@ class Worker:
             )
         found.__cause__ = failure
         return found
-
-
-def own_group(like: dist.ProcessGroup, patience: float) -> dist.ProcessGroup:
-    """A group of the same ranks, over gloo, whose waits end after ``patience`` seconds."""
-    made: dist.ProcessGroup | None = dist.new_group(
-        dist.get_process_group_ranks(like),
-        timeout=timedelta(seconds=patience),
-        backend="gloo",
-        use_local_synchronization=True,
-    )
-    assert made is not None
-    return made
