@@ -11,7 +11,7 @@ import torch
 
 import squeezebox
 from squeezebox import codecs
-from squeezebox.codecs import _kernel_folder, _kernels
+from squeezebox.codecs import _kernels
 
 SOURCE = Path(squeezebox.__file__).parents[1]
 TRAINING = """
@@ -163,18 +163,18 @@ print("compiled", sorted(set(compiled)))
 def test_two_cannot_have_the_lock_at_once(tmp_path):
     if sys.platform == "win32":
         pytest.skip("has none")
-    with _kernel_folder.locked(tmp_path) as first, _kernel_folder.locked(tmp_path) as second:
+    with _kernels.locked(tmp_path) as first, _kernels.locked(tmp_path) as second:
         assert first and not second
-    with _kernel_folder.locked(tmp_path) as third:
+    with _kernels.locked(tmp_path) as third:
         assert third
 
 
 def test_what_another_process_compiles_is_waited_for(tmp_path, monkeypatch):
     mark = tmp_path / "mark"
-    monkeypatch.setattr(_kernels._kernel_folder, "mark_of", lambda name: mark)
+    monkeypatch.setattr(_kernels, "mark_of", lambda name: mark)
     monkeypatch.setattr(_kernels, "_state", _kernels._State())
     monkeypatch.setattr(_kernels, "_in_a_process", lambda unit: pytest.fail("somebody else compiles"))
-    with _kernel_folder.locked(tmp_path):
+    with _kernels.locked(tmp_path):
         assert not _kernels.ready(torch.float32) and not _kernels.ready(torch.float32)
         mark.touch()
     codecs.require(torch.float32)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from squeezebox import codecs
-from squeezebox.codecs import _largest
+from squeezebox.codecs import _measures
 from squeezebox.schema import OptionError
 
 
@@ -37,7 +37,7 @@ def test_equals_a_stable_sort(numel, share, dtype, levels, seed):
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, levels, (numel,), generator=generator).to(dtype)
     with pytest.MonkeyPatch.context() as patch:  # every way, at sizes that are quick to try
-        patch.setattr(_largest, "_FEW", 0)
+        patch.setattr(_measures, "_FEW", 0)
         check(values, round(share * numel))
 
 

@@ -11,10 +11,9 @@ import itertools, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from squeezebox.codecs._triton import _block_kernels as blocks
-from squeezebox.codecs._triton import _flag_kernels as flags
 from squeezebox.codecs._triton import _group_kernels as groups
 from squeezebox.codecs._triton import _plane_kernels as planes
-from squeezebox.codecs._triton._launch import SHAPES
+from squeezebox.codecs._triton._parts import SHAPES
 
 def compiled(kernel, types, **constants):
     types = {**types, **dict.fromkeys(constants, "constexpr")}
@@ -34,9 +33,9 @@ for dtype, bits in (("fp32", 4), ("bf16", 3), ("fp16", 8)):
     compiled(groups._unpack_minmax, types, **shaped(bits))
     values = dict.fromkeys(("value", "lower", "upper", "zero", "one"), "fp32")
     types |= {**values, "others": "*i32", "packed": "*u8", "negative": "i32"}
-    for kernel in (flags._pack_nonzero, flags._pack_positive, flags._unpack_bits):
+    for kernel in (groups._pack_nonzero, groups._pack_positive, groups._unpack_bits):
         compiled(kernel, types, **shaped(1))
-    compiled(flags._pack_between, types, INCLUSIVE=bits == 3, **shaped(1))
+    compiled(groups._pack_between, types, INCLUSIVE=bits == 3, **shaped(1))
     types |= dict.fromkeys(("bound", "unit", "rounding"), "fp32")
     types |= dict.fromkeys(("arena", "spill", "table", "scratch"), "*i32")
     types |= {"scale": "*fp32", "counters": "*i64", "slot": "i32", "blocks": "i32", "room": "i32"}
@@ -50,11 +49,11 @@ for dtype, bits in (("fp32", 4), ("bf16", 3), ("fp16", 8)):
         compiled(planes._pack, types, SCALED=bits != 4, PLACED=placed, BLOCKS=8)
     compiled(planes._unpack, types, SCALED=bits != 4, BLOCKS=8)
 types = {"codes": "*u8", "packed": "*u8", "numel": "i32", "groups": "i32"}
-for kernel, bits in itertools.product((flags._pack_codes, flags._unpack_codes), (2, 3)):
+for kernel, bits in itertools.product((groups._pack_codes, groups._unpack_codes), (2, 3)):
     compiled(kernel, types, **shaped(bits))
 types = dict.fromkeys(("indices", "base", "places", "out"), "*i64")
 types |= {"codes": "*u8", "missing": "*i32"} | dict.fromkeys(("numel", "positions", "inner", "count"), "i32")
-for kernel in (flags._pack_offsets, flags._unpack_offsets):
+for kernel in (groups._pack_offsets, groups._unpack_offsets):
     compiled(kernel, types, BLOCK=1024)
 print("compiled")
 """

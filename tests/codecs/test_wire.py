@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from squeezebox import codecs
-from squeezebox.codecs import _ranges, _wire
+from squeezebox.codecs import _wire
 from squeezebox.codecs._chunks import ROW
 from squeezebox.schema import FormatError
 from tests.codecs import mutations
@@ -160,7 +160,7 @@ def test_headers_that_nest_are_refused(depth: int) -> None:
 
 
 def test_every_codec_has_its_ranges() -> None:
-    assert set(_ranges.CLAIMS) == set(codecs.available())
+    assert set(_wire.CLAIMS) == set(codecs.available())
 
 
 def test_mutations_decode_or_are_refused() -> None:

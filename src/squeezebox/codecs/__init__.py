@@ -6,16 +6,12 @@ that compiles kernels.
 """
 
 from squeezebox.codecs._blocks import Arena, ArenaUse
-from squeezebox.codecs._codec import Codec, kind_of
-from squeezebox.codecs._hints import Hints
-from squeezebox.codecs._kernels import compile_kernels, ready, require
-from squeezebox.codecs._largest import LargestElements, largest
-from squeezebox.codecs._packed import Packed
+from squeezebox.codecs._codec import Codec, Hints, Packed, kind_of
+from squeezebox.codecs._kernels import compile_kernels, kernel, kernel_part, ready, require
+from squeezebox.codecs._measures import LargestElements, energy, largest, mean, mean_abs, unit
 from squeezebox.codecs._registry import available, get, load_kernels, register
-from squeezebox.codecs._share import from_message, pack_share, root_mean_square, to_message
 from squeezebox.codecs._states import StateCodes
-from squeezebox.codecs._sums import energy, mean, mean_abs, unit
-from squeezebox.codecs._wire import dumps, loads
+from squeezebox.codecs._wire import dumps, from_message, loads, pack_share, root_mean_square, to_message
 from squeezebox.codecs._workers import run as in_threads
 from squeezebox.codecs._workers import spans
 
@@ -34,6 +30,8 @@ __all__ = [
     "from_message",
     "get",
     "in_threads",
+    "kernel",
+    "kernel_part",
     "kind_of",
     "largest",
     "load_kernels",

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from squeezebox.codecs import _blosc, _huffman, _workers
+from squeezebox.codecs import _coders, _workers
 from squeezebox.codecs._reference import _huffman as _huffman_loops
 from squeezebox.codecs._reference import _quantise
 from squeezebox.schema import FormatError
@@ -54,7 +54,7 @@ class Kernels:
     extent: Callable[[Tensor], tuple[float, float]]
     quantise: Callable[[Tensor, float, float, bool, int], Tensor | None]
     dequantise: Callable[[Tensor, float, bool, Tensor], None]
-    huffman: _huffman.Loops
+    huffman: _coders.Loops
 
 
 REFERENCE = Kernels(
@@ -152,7 +152,7 @@ def _bytes(flat: Tensor) -> NDArray[Any]:
 
 
 def _raw(flat: Tensor) -> Chunk:
-    return Chunk(kind=RAW, data=_blosc.compress(_bytes(flat)))
+    return Chunk(kind=RAW, data=_coders.compress_bytes(_bytes(flat)))
 
 
 def encode(kernels: Kernels, flat: Tensor, start: int, bound: float, coding: Coding) -> Chunk:
@@ -221,10 +221,10 @@ def _unfold(codes: NDArray[Any]) -> None:
 def _shrink(kernels: Kernels, codes: Tensor, lag: int) -> tuple[int, bytes]:
     """The codes' differences by Huffman, or by Blosc2: wide ones, few, and those with long runs."""
     changes = kernels.difference(codes, lag).cpu().numpy()
-    coded = _huffman.compress(kernels.huffman, changes) if changes.dtype == np.int8 else None
+    coded = _coders.compress_codes(kernels.huffman, changes) if changes.dtype == np.int8 else None
     if coded is not None and len(coded) > RUNS * changes.size:
         return HUFFMAN, coded
-    data = _blosc.compress(_folded(changes) if lag else changes)
+    data = _coders.compress_bytes(_folded(changes) if lag else changes)
     return (CODES, data) if coded is None or len(data) <= len(coded) else (HUFFMAN, coded)
 
 
@@ -239,7 +239,7 @@ def decode(
         out.fill_(value if kind == CONSTANT else 0)
     elif kind == RAW:
         raw = torch.empty(out.numel() * out.element_size(), dtype=torch.uint8, device="cpu")
-        _blosc.decompress(data, raw.numpy())
+        _coders.decompress_bytes(data, raw.numpy())
         out.copy_(raw.view(out.dtype))
     elif (kind == CODES and width in CODE_LIMITS) or (kind == HUFFMAN and width == 8):
         codes = torch.from_numpy(_workers.scratch("codes", out.numel(), f"int{width}"))
@@ -261,9 +261,9 @@ def _representable(value: float, dtype: torch.dtype) -> bool:
 def _expand(kernels: Kernels, data: NDArray[np.uint8], kind: int, lag: int, codes: Tensor) -> Tensor:
     """The inverse of ``_shrink``, in ``codes`` where the kernels can."""
     if kind == HUFFMAN:
-        _huffman.decompress(kernels.huffman, data, codes.numpy())
+        _coders.decompress_codes(kernels.huffman, data, codes.numpy())
     else:
-        _blosc.decompress(data, codes.numpy())
+        _coders.decompress_bytes(data, codes.numpy())
         if lag:
             _unfold(codes.numpy())
     return kernels.accumulate(codes, lag)

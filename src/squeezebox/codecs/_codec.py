@@ -1,23 +1,141 @@
-"""The contract every codec signs, and the checks they share."""
+"""The contract every codec signs: what goes in and comes out, memory order, and the checks they share."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from squeezebox.codecs._hints import NO_HINTS, Hints
-from squeezebox.codecs._layout import layout_of
-from squeezebox.codecs._packed import Packed
 from squeezebox.schema import CodecError, FormatError, OptionError
+
+if TYPE_CHECKING:
+    from squeezebox.codecs._blocks import Arena
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Packed:
+    """One packed tensor: everything needed to decode it, and the error it guarantees.
+
+    ``|x - unpack(packed)| <= bound`` for every element (0.0: exact to the bit; infinity: only what the
+    codec names is kept, such as the sign). ``meta`` holds the codec's scalars; docs/formats.md lists them.
+    """
+
+    codec: str
+    version: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    bound: float
+    payload: tuple[torch.Tensor, ...]
+    meta: Mapping[str, int | float] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes really held: codes, scales and tables."""
+        return sum(part.numel() * part.element_size() for part in self.payload)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor that was packed."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hints:
+    """What helps to pack a tensor. All but a scale may be ignored.
+
+    ``scale`` (float32, one positive number a channel): the bound is in its units. ``inner`` elements next to
+    each other in memory share a channel, and the channels repeat: the number of pixels of an NCHW map, 1 for
+    channels_last. A codec that cannot do so refuses a scale, unless it is exact.
+
+    ``lag`` is the distance, in elements of memory order, to the one that resembles each (0: none, -1: choose
+    by a trial). ``dither`` > 0 moves the steps by another phase every ``dither`` elements, so that equal
+    values do not have equal errors; 0: all share one. ``seed`` is that of stochastic rounding. ``room`` are
+    flat bytes of the host in which the result is made where it fits, ``arena`` is where blocks go.
+    """
+
+    lag: int = -1
+    scale: Tensor | None = None
+    inner: int = 1
+    dither: int = 0
+    seed: int = 0
+    room: Tensor | None = None
+    arena: Arena | None = None
+
+
+NO_HINTS = Hints()
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether these strides visit ``numel`` neighbouring elements once each (any order of dims)."""
+    expected = 1
+    for step, size in sorted((st, sz) for sz, st in zip(shape, stride, strict=True) if sz != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides of a shape."""
+    stride: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def layout_of(tensor: Tensor) -> tuple[int, ...]:
+    """The strides the tensor will come back with: its own if dense, else row-major."""
+    if tensor.numel() and is_dense(tensor.shape, tensor.stride()):
+        return tuple(tensor.stride())
+    return contiguous_stride(tensor.shape)
+
+
+def flatten(tensor: Tensor) -> Tensor:
+    """Elements in memory order, 1-D and contiguous: a view where the layout is dense, else a copy."""
+    if tensor.layout is not torch.strided:
+        raise CodecError(f"only strided tensors can be packed, not layout {tensor.layout}; use to_dense().")
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.numel() == 0:
+        return tensor.new_empty(0)
+    if is_dense(tensor.shape, tensor.stride()):
+        return tensor.as_strided((tensor.numel(),), (1,))
+    return tensor.contiguous().view(-1)
+
+
+def buffer_for(packed: Packed, out: Tensor | None) -> Tensor:
+    """Where to decode to: the first ``numel`` elements of ``out``, or a new flat tensor."""
+    if out is None:
+        return torch.empty(packed.numel, dtype=packed.dtype, device=packed.device)
+    if out.dtype != packed.dtype or out.dim() != 1 or not out.is_contiguous() or out.numel() < packed.numel:
+        raise CodecError(
+            f"out must be a flat contiguous {packed.dtype} tensor of at least {packed.numel} elements, "
+            f"got {out.dtype} of shape {tuple(out.shape)}."
+        )
+    return out[: packed.numel]
+
+
+def restore(flat: Tensor, packed: Packed) -> Tensor:
+    """The flat elements seen with the packed tensor's shape and strides."""
+    return flat.as_strided(packed.shape, packed.stride)
+
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 INTEGERS = (*SIGNED, torch.uint8)
+# No distance between elements reaches so far.
+FARTHEST = 1 << 48
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

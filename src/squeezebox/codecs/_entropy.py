@@ -9,17 +9,20 @@ from torch import Tensor
 
 from squeezebox.codecs import _chunks
 from squeezebox.codecs._codec import (
+    FARTHEST,
+    NO_HINTS,
     Codec,
+    Hints,
+    Packed,
+    buffer_for,
+    flatten,
     make_packed,
     require_bound,
     require_float,
     require_own,
     require_scale,
+    restore,
 )
-from squeezebox.codecs._hints import NO_HINTS, Hints
-from squeezebox.codecs._layout import buffer_for, flatten, restore
-from squeezebox.codecs._packed import Packed
-from squeezebox.codecs._ranges import FARTHEST
 from squeezebox.schema import FormatError, OptionError
 
 # Elements of the trial that chooses a lag.

@@ -11,17 +11,20 @@ import torch
 from torch import Tensor
 
 from squeezebox.codecs._codec import (
+    NO_HINTS,
     Codec,
+    Hints,
+    Packed,
+    buffer_for,
     expect_parts,
+    flatten,
     make_packed,
     refuse_scale,
     require_float,
     require_own,
+    restore,
     within,
 )
-from squeezebox.codecs._hints import NO_HINTS, Hints
-from squeezebox.codecs._layout import buffer_for, flatten, restore
-from squeezebox.codecs._packed import Packed
 from squeezebox.codecs._reference._groups import FLOORS, compute_dtype
 from squeezebox.schema import CodecError
 

@@ -8,24 +8,121 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import hashlib
 import logging
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from squeezebox.codecs import _kernel_folder
+_HERE = Path(__file__).parent
+_LOCK = "squeezebox.lock"
 
+
+def mark_of(name: str) -> Path | None:
+    """The file that says that these kernels are on disk; None where numba finds no folder to write to."""
+    from squeezebox.codecs._cpu import _entropy_loops  # loads numba
+
+    folder = _entropy_loops.extent.stats.cache_path
+    return None if folder is None else Path(folder) / f"squeezebox-{_digest()}-{name.replace(' ', '-')}"
+
+
+@functools.cache
+def _digest() -> str:
+    """Of what numba looks at before it takes a compiled function from disk, and of all sources together."""
+    import llvmlite.binding
+    import numba
+    import numpy
+
+    found = hashlib.blake2b(digest_size=8)
+    sources = sorted([*_HERE.glob("_cpu/*.py"), *_HERE.glob("_reference/*.py")])
+    for source in sources:
+        stat = source.stat()
+        found.update(f"{source.name} {stat.st_mtime_ns} {stat.st_size}\n".encode())
+    machine = (llvmlite.binding.get_host_cpu_name(), llvmlite.binding.get_host_cpu_features().flatten())
+    versions = (numba.__version__, llvmlite.__version__, numpy.__version__)
+    settings = [os.environ.get(f"NUMBA_CPU_{name}") for name in ("NAME", "FEATURES")]
+    found.update(repr((machine, versions, settings, sys.version_info)).encode())
+    return found.hexdigest()
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[bool]:
+    """Whether this process now has the folder's lock; True too where there are no locks."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError:
+        yield True
+        return
+    mine = _take(descriptor)
+    try:
+        yield mine
+    finally:
+        if mine:
+            _give(descriptor)
+        os.close(descriptor)
+
+
+def _take(descriptor: int) -> bool:
+    """Whether the lock is this process's; filesystems that know no locks give it to everybody."""
+    if sys.platform == "win32":
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _give(descriptor: int) -> None:
+    """Before the descriptor is closed: a forked worker may have it too."""
+    if sys.platform != "win32":
+        import fcntl
+
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+_ANY: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+PART: dict[str, Any] = {**_ANY, "no_cpython_wrapper": True}
+"""Of a function that only compiled ones call: without what Python would call it by, which costs most."""
 _FAMILIES = ("values", "groups", "states")
 _LOG = logging.getLogger("squeezebox")
+_SERVE = "import sys; from squeezebox.codecs import _kernels; _kernels.serve(*sys.argv[1:])"
 _PAUSE = 0.1  # seconds between two looks at what another process, or thread, compiles
 Unit = tuple[str, torch.dtype]  # a family, and float32 or float64
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """A loop that Python calls, compiled by numba; kept on disk, unless numba finds no folder to write to."""
+    from numba import njit
+
+    compiled = njit(**_ANY)(function)
+    try:
+        compiled.enable_caching()
+    except (RuntimeError, OSError):
+        return compiled  # each process then compiles for itself
+    return compiled
+
+
+def kernel_part(function: Callable[..., Any]) -> Any:
+    """A function that kernels call, kept on disk within each of them."""
+    from numba import njit
+
+    return njit(**PART)(function)
 
 
 def compile_kernels(float64: bool = False) -> None:
@@ -112,7 +209,7 @@ def _name(unit: Unit) -> str:
 
 def _begin(unit: Unit) -> threading.Thread | None:
     """A thread that has a process compile the unit; None where it is there, or this process has to."""
-    mark = None if find_spec("numba") is None else _kernel_folder.mark_of(_name(unit))
+    mark = None if find_spec("numba") is None else mark_of(_name(unit))
     if find_spec("numba") is None or (mark is not None and mark.exists()):
         _state.ready.add(unit)
         return None
@@ -133,7 +230,7 @@ def _watch(unit: Unit, mark: Path) -> None:
     """Until somebody's process has compiled the unit, or this one's has failed."""
     begun = time.monotonic()
     while not mark.exists() and not _state.ending:
-        with _kernel_folder.locked(mark.parent) as mine:
+        with locked(mark.parent) as mine:
             if mine and not mark.exists():
                 why = _in_a_process(unit)
                 if not mark.exists():
@@ -161,7 +258,7 @@ def _in_a_process(unit: Unit) -> str:
     """Have a process compile the unit; what it said last, should it fail."""
     paths = os.pathsep.join(str(path) for path in sys.path if path)
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "squeezebox.codecs", *_name(unit).split()]
+    command = [sys.executable, "-c", _SERVE, *_name(unit).split()]
     pipe = subprocess.PIPE  # of stdin, whose end tells the process that this one is gone
     try:
         process = subprocess.Popen(
@@ -183,7 +280,7 @@ def _in_a_process(unit: Unit) -> str:
 def _compile_here(unit: Unit) -> None:
     """In this process, as soon as no other one does."""
     if find_spec("numba") is not None:
-        mark = _kernel_folder.mark_of(_name(unit))
+        mark = mark_of(_name(unit))
         if mark is None or not mark.exists():
             _LOG.warning(
                 "Squeezebox compiles its kernels (%s), once on this machine, for some seconds.",
@@ -198,7 +295,7 @@ def _compile_here(unit: Unit) -> None:
 def _turn_at(mark: Path | None) -> Iterator[None]:
     """Alone in the folder of the mark, or once the mark is there."""
     while mark is not None:
-        with _kernel_folder.locked(mark.parent) as mine:
+        with locked(mark.parent) as mine:
             if mine or mark.exists():
                 yield
                 return
@@ -208,9 +305,9 @@ def _turn_at(mark: Path | None) -> Iterator[None]:
 
 def run(unit: Unit, mark: Path | None) -> None:
     """Run the unit's kernels, which compiles what is not on disk, and mark that they are there."""
-    from squeezebox.codecs._cpu import _families
+    from squeezebox.codecs import _cpu
 
-    runs = (_families.run_values, _families.run_groups, _families.run_states)
+    runs = (_cpu.run_values, _cpu.run_groups, _cpu.run_states)
     dict(zip(_FAMILIES, runs, strict=True))[unit[0]](unit[1])
     if mark is not None:
         with contextlib.suppress(OSError):  # the next process looks again
@@ -223,7 +320,7 @@ def serve(family: str, dtype: str) -> None:
     if hasattr(os, "nice"):
         os.nice(5)  # of ten, two busy cores leave it a tenth of one
     unit = family, getattr(torch, dtype)
-    run(unit, _kernel_folder.mark_of(_name(unit)))
+    run(unit, mark_of(_name(unit)))
 
 
 def _end_with_parent() -> None:

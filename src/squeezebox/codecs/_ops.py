@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from squeezebox.codecs import _chunks, _kernels
-from squeezebox.codecs._reference import _bits, _blocks, _groups, _planes, _states, _window
+from squeezebox.codecs._reference import _blocks, _groups, _planes, _states
 
 LIBRARY = torch.library.Library("squeezebox", "FRAGMENT")  # noqa: TOR901
 
@@ -91,32 +91,32 @@ OPERATORS: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] =
     (
         "pack_nonzero",
         "(Tensor flat, float value, bool negative) -> (Tensor, Tensor)",
-        _bits.pack_nonzero,
+        _groups.pack_nonzero,
         lambda flat, value, negative: (_fake_codes(flat, 1), _fake_flag(flat)),
     ),
-    ("pack_positive", "(Tensor flat) -> Tensor", _bits.pack_positive, lambda flat: _fake_codes(flat, 1)),
+    ("pack_positive", "(Tensor flat) -> Tensor", _groups.pack_positive, lambda flat: _fake_codes(flat, 1)),
     (
         "pack_between",
         "(Tensor flat, float lower, float upper, bool inclusive) -> Tensor",
-        _bits.pack_between,
+        _groups.pack_between,
         lambda flat, lower, upper, inclusive: _fake_codes(flat, 1),
     ),
     (
         "unpack_bits",
         "(Tensor packed, float zero, float one, Tensor(a!) out) -> ()",
-        _bits.unpack_bits,
+        _groups.unpack_bits,
         _nothing,
     ),
     (
         "pack_codes",
         "(Tensor codes, int bits) -> Tensor",
-        _bits.pack_codes,
+        _groups.pack_codes,
         _fake_codes,
     ),
     (
         "unpack_codes",
         "(Tensor packed, int bits, int numel) -> Tensor",
-        lambda packed, bits, numel: _bits.unpack_codes(packed, bits, numel).contiguous(),
+        lambda packed, bits, numel: _groups.unpack_codes(packed, bits, numel).contiguous(),
         lambda packed, bits, numel: packed.new_empty(numel),
     ),
     (
@@ -150,7 +150,7 @@ OPERATORS: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] =
     (
         "pack_offsets",
         "(Tensor indices, Tensor base, Tensor places, int inner) -> (Tensor, Tensor)",
-        _window.pack_offsets,
+        _groups.pack_offsets,
         lambda indices, base, places, inner: (
             indices.new_empty(indices.numel(), dtype=torch.uint8),
             _fake_flag(indices),
@@ -159,7 +159,7 @@ OPERATORS: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] =
     (
         "unpack_offsets",
         "(Tensor codes, Tensor base, Tensor places, int inner, Tensor(a!) out) -> ()",
-        _window.unpack_offsets,
+        _groups.unpack_offsets,
         _nothing,
     ),
     (

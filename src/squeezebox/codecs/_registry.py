@@ -9,17 +9,13 @@ from itertools import product
 import torch
 
 from squeezebox.codecs import _ops  # noqa: F401  (registers the operators the codecs call)
-from squeezebox.codecs._blocks import Blocks
-from squeezebox.codecs._cast import Cast
+from squeezebox.codecs._blocks import Blocks, Planes
 from squeezebox.codecs._codec import FLOATS, Codec
+from squeezebox.codecs._elementwise import Cast, Keep, Narrow
 from squeezebox.codecs._entropy import Entropy, Lossless
-from squeezebox.codecs._flags import Interval, Mask, Sign
+from squeezebox.codecs._flags import Interval, Mask, PoolIndex, Sign
 from squeezebox.codecs._groups import MINMAX, ZERO, Groups
-from squeezebox.codecs._keep import Keep
 from squeezebox.codecs._kernels import require
-from squeezebox.codecs._narrow import Narrow
-from squeezebox.codecs._planes import Planes
-from squeezebox.codecs._pool_index import PoolIndex
 from squeezebox.schema import OptionError
 
 _LOADING = 1 << 18  # elements, enough for several threads

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from squeezebox.codecs import kernel, kernel_part
 from squeezebox.layers import _normals as numbers
 
 _BLOCK = 4 * numbers.RUN
@@ -26,23 +26,9 @@ _SHIFT = np.int32(numbers.EXPONENT_BITS)
 _L0, _L1, _L2, _L3, _L4, _L5, _L6, _L7 = (np.float32(each) for each in numbers.LOG)
 _S0, _S1, _S2, _S3 = (np.float32(each) for each in numbers.SINE)
 _C0, _C1, _C2, _C3 = (np.float32(each) for each in numbers.COSINE)
-_ANY: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 
-def _part(function):
-    return njit(**{**_ANY, "no_cpython_wrapper": True})(function)
-
-
-def _kernel(function):
-    compiled = njit(**_ANY)(function)
-    try:
-        compiled.enable_caching()
-    except (RuntimeError, OSError):
-        return compiled  # each process then compiles for itself
-    return compiled
-
-
-@_part
+@kernel_part
 def _words(block, seed, draw, sample, module, found):
     for run in range(_RUN):
         a, b, c, d = np.uint64(block * _RUN + run) & _LOW, draw, sample, module
@@ -58,7 +44,7 @@ def _words(block, seed, draw, sample, module, found):
         found[3, run] = np.uint32(d)
 
 
-@_part
+@kernel_part
 def _normals(words, uniform, bits, split, fraction, values):
     """Pairs of runs of words into pairs of runs of values; the arrays between have one run each."""
     for pair in range(2):
@@ -93,14 +79,14 @@ def _normals(words, uniform, bits, split, fraction, values):
             values[(2 * pair + 1) * _RUN + run] = radius * y
 
 
-@_part
+@kernel_part
 def _scratch():
     words = np.empty((4, _RUN), np.uint32)
     uniform, split = np.empty(_RUN, np.float32), np.empty(_RUN, np.int32)
     return words, uniform, uniform.view(np.int32), split, split.view(np.float32), np.empty(_BLOCK, np.float32)
 
 
-@_part
+@kernel_part
 def _block(block, seed, draw, sample, module, scratch):
     words, uniform, bits, split, fraction, values = scratch
     _words(block, seed, draw, sample, module, words)
@@ -108,7 +94,7 @@ def _block(block, seed, draw, sample, module, scratch):
     return values
 
 
-@_kernel
+@kernel
 def add(values, mean, start, seed, draw, sample, module):
     """In place, values = mean + values * normals; ``start`` is a multiple of 1024."""
     scratch = _scratch()
@@ -119,7 +105,7 @@ def add(values, mean, start, seed, draw, sample, module):
             here[i] = middle[i] + here[i] * noise[i]
 
 
-@_kernel
+@kernel
 def scale(values, start, seed, draw, sample, module):
     """In place, values *= normals."""
     scratch = _scratch()

@@ -1,4 +1,4 @@
-"""Loops of `zero*` and `minmax*`: one group of 256 at a time, two passes over the innermost cache."""
+"""Loops over groups of 256: codes of few bits, flags, pool indices, `zero*` and `minmax*`."""
 
 # numba infers the types of what it compiles.
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -8,14 +8,136 @@ from __future__ import annotations
 
 import numpy as np
 
-from squeezebox.codecs._cpu._blocks import magnitude_mask, mirrored, order, whole_block
-from squeezebox.codecs._cpu._numba import kernel, part
-from squeezebox.codecs._reference._bits import GROUP
+from squeezebox.codecs._cpu._parts import magnitude_mask, mirrored, order, whole_block
+from squeezebox.codecs._kernels import kernel, kernel_part
+from squeezebox.codecs._reference._groups import GROUP
+
+_ONES = np.uint64(0x0101010101010101)
 
 
-@part
+@kernel_part
+def _pack(codes, shift, bits, packed):
+    """Lanes of the ``bits`` bits at ``shift`` of 256 codes; eight codes are a 64-bit word."""
+    keep, words = _ONES * np.uint64((1 << bits) - 1), np.uint64(4 * bits)
+    for i in range(words):
+        held = np.uint64(0)
+        for lane in range(np.uint64(8 // bits)):
+            code = (codes[lane * words + i] >> np.uint64(shift)) & keep
+            held |= code << (lane * np.uint64(bits))
+        packed[i] = held
+
+
+@kernel_part
+def _unpack(packed, shift, bits, codes):
+    """The inverse of ``_pack``, added to what is there."""
+    keep, words = _ONES * np.uint64((1 << bits) - 1), np.uint64(4 * bits)
+    for i in range(words):
+        held = packed[i]
+        for lane in range(np.uint64(8 // bits)):
+            code = (held >> (lane * np.uint64(bits))) & keep
+            codes[lane * words + i] |= code << np.uint64(shift)
+
+
+@kernel
+def pack_codes(codes, bits, packed):
+    """Codes of one byte to lanes of ``bits`` bits, as ``_reference._groups`` lays them out."""
+    filled, width = np.empty(GROUP // 8, np.uint64), 4 * bits
+    room, target = filled.view(np.uint8), packed.view(np.uint64)
+    for group in range(target.size // width):
+        source = codes[group * GROUP : (group + 1) * GROUP]
+        for i in range(GROUP):
+            room[i] = source[i] if i < source.size else np.uint8(0)
+        own = target[group * width : (group + 1) * width]
+        low = 2 if bits == 3 else bits
+        _pack(filled, 0, low, own)
+        if bits == 3:
+            _pack(filled, 2, 1, own[8:])
+
+
+@kernel
+def unpack_codes(packed, bits, codes):
+    """The inverse of ``pack_codes``."""
+    filled, width = np.empty(GROUP // 8, np.uint64), 4 * bits
+    room, source = filled.view(np.uint8), packed.view(np.uint64)
+    for group in range(source.size // width):
+        for i in range(filled.size):
+            filled[i] = np.uint64(0)
+        own = source[group * width : (group + 1) * width]
+        low = 2 if bits == 3 else bits
+        _unpack(own, 0, low, filled)
+        if bits == 3:
+            _unpack(own[8:], 2, 1, filled)
+        target = codes[group * GROUP : (group + 1) * GROUP]
+        for i in range(target.size):
+            target[i] = room[i]
+
+
+@kernel
+def between(values, bits, lower, upper, inclusive, other, codes):
+    """1 for ``lower <= x <= upper``, or for ``not (x <= lower or x >= upper)``, else 0.
+
+    Returns:
+        Whether the bits of all others are ``other``.
+    """
+    strange = bits.dtype.type(0)
+    for i in range(values.size):
+        closed = (values[i] >= lower) & (values[i] <= upper)
+        opened = not ((values[i] <= lower) | (values[i] >= upper))
+        inside = closed if inclusive else opened
+        codes[i] = np.uint8(inside)
+        strange |= bits.dtype.type(0) if inside else bits.dtype.type(bits[i] ^ other)
+    return strange == 0
+
+
+@kernel
+def choose(codes, zero, one, values):
+    """One of two values for each code."""
+    for i in range(values.size):
+        values[i] = one if codes[i] else zero
+
+
+@kernel_part
+def _places_of(source, base, places, codes):
+    missing = np.int64(0)
+    for i in range(source.size):
+        codes[i] = np.uint8(255)
+    for place in range(places.size):
+        for i in range(source.size):
+            codes[i] = np.uint8(place) if source[i] - base[i] == places[place] else codes[i]
+    for i in range(source.size):
+        missing += np.int64(codes[i] == np.uint8(255)) & np.int64(source[i] - base[i] != places[-1])
+    return missing
+
+
+@kernel
+def pack_offsets(indices, base, places, inner, codes, first, last):
+    """The place of each index in its window, planes ``first`` to ``last``; how many lie in none."""
+    positions = base.size
+    same = np.empty(positions * inner, np.int64)
+    for position in range(positions):
+        for i in range(position * inner, (position + 1) * inner):
+            same[i] = base[position]
+    missing = np.int64(0)
+    for plane in range(first, last):
+        start, end = plane * same.size, (plane + 1) * same.size
+        missing += _places_of(indices[start:end], same, places, codes[start:end])
+    return missing
+
+
+@kernel
+def unpack_offsets(codes, base, places, inner, out, first, last):
+    """The inverse of ``pack_offsets``."""
+    positions = base.size
+    for plane in range(first, last):
+        for position in range(positions):
+            begin = (plane * positions + position) * inner
+            for i in range(begin, begin + inner):
+                out[i] = base[position] + places[codes[i]]
+
+
+@kernel_part
 def _uniform(first, seed, noise):
-    """256 numbers in [0, 1) for the elements from ``first`` on, as ``_reference/_random.py``."""
+    """256 numbers in [0, 1) for the elements from ``first`` on, as ``_reference._groups``."""
     scale = noise.dtype.type(2.0**-24)
     base = np.uint32(np.uint64(seed) + (np.uint64(first) >> np.uint64(32)) * np.uint64(0x632BE5AB))
     start = np.uint32(first)
@@ -29,7 +151,7 @@ def _uniform(first, seed, noise):
         noise[i] = noise.dtype.type(np.int32(hashed >> np.uint32(8))) * scale
 
 
-@part
+@kernel_part
 def _peak(block, bits):
     """Bits of the largest magnitude (NaN and infinity win) and whether any element is negative."""
     mask = magnitude_mask(bits)
@@ -42,7 +164,7 @@ def _peak(block, bits):
     return largest, negative != 0
 
 
-@part
+@kernel_part
 def _zero_codes(block, noise, inverse, levels, stochastic, keep, codes):
     zero, one = block.dtype.type(0), block.dtype.type(1)
     for i in range(GROUP):
@@ -94,7 +216,7 @@ def unpack_zero(codes, scales, bits, stochastic, limit, values):
             target[i] = min(max(value, -limit), limit)
 
 
-@part
+@kernel_part
 def _extent(integers):
     """Bits of the smallest and largest element, and whether any is zero; NaN counts as outermost."""
     first = mirrored(integers, integers[0])
@@ -107,7 +229,7 @@ def _extent(integers):
     return mirrored(integers, low), mirrored(integers, high), zeros != nought
 
 
-@part
+@kernel_part
 def _grid(edges, pinned, top, stochastic, floor):
     """(offset, step) of a group, as ``_reference/_groups.py`` chooses them; NaN stays NaN."""
     low, high = edges[0], edges[1]
@@ -125,7 +247,7 @@ def _grid(edges, pinned, top, stochastic, floor):
     return zero, step
 
 
-@part
+@kernel_part
 def _minmax_codes(block, noise, shift, inverse, origin, top, stochastic, codes):
     zero, one = block.dtype.type(0), block.dtype.type(1)
     for i in range(GROUP):

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from squeezebox.codecs._cpu._blocks import spread, whole_block
-from squeezebox.codecs._cpu._numba import kernel, part
+from squeezebox.codecs._cpu._parts import spread, whole_block
+from squeezebox.codecs._kernels import kernel, kernel_part
 from squeezebox.codecs._reference._planes import BLOCK, LANES, LEAST, MOST, RAW, WIDTH_BITS
 
 _WORDS = LANES // 8  # 64-bit words of a row
@@ -26,7 +26,7 @@ _ONES = np.uint64(0x0101010101010101)
 _BYTE = np.uint64(0xFF)
 
 
-@part
+@kernel_part
 def _quantise(values, inverses, ahead, codes):
     """Codes of a block, whether one has none, the least and the largest."""
     zero, far = values.dtype.type(0), values.dtype.type(MOST + 1)
@@ -44,7 +44,7 @@ def _quantise(values, inverses, ahead, codes):
     return misses != 0, low, high
 
 
-@part
+@kernel_part
 def _pack_lanes(rows, width, out):
     """Eight rows of codes below 2^width as width rows of bytes."""
     wide, whole = np.uint64(width), np.uint64(8)
@@ -61,7 +61,7 @@ def _pack_lanes(rows, width, out):
                 at += np.uint64(_WORDS)
 
 
-@part
+@kernel_part
 def _unpack_lanes(packed, width, rows):
     """The inverse of ``_pack_lanes``."""
     wide, whole = np.uint64(width), np.uint64(8)

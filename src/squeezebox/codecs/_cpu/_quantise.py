@@ -21,11 +21,11 @@ _ROUNDING = {torch.bfloat16: 1, torch.float16: 2}  # of what is decoded: see ``_
 
 def extent(flat: Tensor) -> tuple[float, float]:
     """Smallest and largest element of a chunk, or NaN twice."""
-    from squeezebox.codecs._cpu import _quantise_loops
+    from squeezebox.codecs._cpu import _entropy_loops
 
     values, edges = numbers(flat), np.empty(2, scalar(flat.dtype))
     integer = f"int{8 * edges.itemsize}"
-    _quantise_loops.extent(values.view(integer), edges.view(integer))
+    _entropy_loops.extent(values.view(integer), edges.view(integer))
     low, high = float(edges[0]), float(edges[1])
     return (low, high) if np.isfinite(edges).all() else (float("nan"), float("nan"))
 
@@ -38,28 +38,28 @@ def narrow(
     flat: Tensor, start: int, inner: int, inverses: Tensor, dither: int, keep_sign: bool, width: int
 ) -> Tensor | None:
     """As the reference's ``narrow``."""
-    from squeezebox.codecs._cpu import _quantise_loops
+    from squeezebox.codecs._cpu import _entropy_loops
 
     codes = torch.from_numpy(scratch("codes", flat.numel(), f"int{width}"))
     most = np.float32((1 << (width - 1)) - 1)
     how = start, inner, inverses.numpy(), dither, keep_sign, most, _blocks()
-    return codes if _quantise_loops.narrow(flat.numpy(), *how, codes.numpy()) else None
+    return codes if _entropy_loops.narrow(flat.numpy(), *how, codes.numpy()) else None
 
 
 def widen(
     codes: Tensor, start: int, inner: int, steps: Tensor, dither: int, keep_sign: bool, out: Tensor
 ) -> None:
     """As the reference's ``widen``."""
-    from squeezebox.codecs._cpu import _quantise_loops
+    from squeezebox.codecs._cpu import _entropy_loops
 
     known = codes if codes.dtype == torch.int8 else codes.int()  # one loop for those that are rare
     how = start, inner, steps.numpy(), dither, keep_sign, _blocks()
-    _quantise_loops.widen(known.numpy(), *how, out.numpy())
+    _entropy_loops.widen(known.numpy(), *how, out.numpy())
 
 
 def quantise(flat: Tensor, step: float, limit: float, keep_sign: bool, width: int) -> Tensor | None:
     """Codes; None where an element would miss ``limit``."""
-    from squeezebox.codecs._cpu import _quantise_loops
+    from squeezebox.codecs._cpu import _entropy_loops
 
     kind = scalar(flat.dtype)
     codes = scratch("wide codes", flat.numel(), np.int32)
@@ -67,17 +67,17 @@ def quantise(flat: Tensor, step: float, limit: float, keep_sign: bool, width: in
     space = block, decoded, decoded.view(f"int{8 * decoded.itemsize}"), np.empty(BLOCK, np.int32)
     scalars = kind(step), kind(inverse(step, flat.dtype)), kind(limit)
     rounding = _ROUNDING.get(flat.dtype, 0)
-    if not _quantise_loops.quantise(numbers(flat), *scalars, keep_sign, space, rounding, codes):
+    if not _entropy_loops.quantise(numbers(flat), *scalars, keep_sign, space, rounding, codes):
         return None
     return torch.from_numpy(codes).to(INTEGERS[width])
 
 
 def dequantise(codes: Tensor, step: float, keep_sign: bool, out: Tensor) -> None:
     """Values of a chunk, into ``out``."""
-    from squeezebox.codecs._cpu import _quantise_loops
+    from squeezebox.codecs._cpu import _entropy_loops
 
     wide, kind = codes.int().numpy(), scalar(out.dtype)
-    fill(out, lambda values: _quantise_loops.dequantise(wide, kind(step), keep_sign, values))
+    fill(out, lambda values: _entropy_loops.dequantise(wide, kind(step), keep_sign, values))
 
 
 def difference(codes: Tensor, lag: int) -> Tensor:
@@ -93,10 +93,10 @@ def difference(codes: Tensor, lag: int) -> Tensor:
 
 def accumulate(codes: Tensor, lag: int) -> Tensor:
     """As the reference's ``accumulate``; ``codes`` are overwritten."""
-    from squeezebox.codecs._cpu import _quantise_loops
+    from squeezebox.codecs._cpu import _entropy_loops
 
     if 0 < lag < codes.numel():
-        _quantise_loops.accumulate(codes.numpy(), lag)
+        _entropy_loops.accumulate(codes.numpy(), lag)
     return codes
 
 
@@ -104,9 +104,9 @@ class _Huffman:
     """The compiled Huffman loops, under the reference's names."""
 
     def __getattr__(self, name: str) -> Any:
-        from squeezebox.codecs._cpu import _huffman_loops
+        from squeezebox.codecs._cpu import _entropy_loops
 
-        return getattr(_huffman_loops, name)
+        return getattr(_entropy_loops, name)
 
 
 LOOPS = _chunks.Kernels(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from squeezebox.codecs._cpu._numba import kernel, part
+from squeezebox.codecs._kernels import kernel, kernel_part
 from squeezebox.codecs._reference._states import BLOCK, CUT, MOST
 
 _CUT = np.int32(CUT)
@@ -20,7 +20,7 @@ _MOST = np.float32(MOST)
 _RANDOM = np.float32(2.0**-24)
 
 
-@part
+@kernel_part
 def _hash(number):
     """Of an element's number times the golden ratio plus the key, as uint32."""
     number = np.uint32((number ^ (number >> np.uint32(16))) * np.uint32(0x85EBCA6B))
@@ -28,18 +28,18 @@ def _hash(number):
     return np.uint32(number ^ (number >> np.uint32(16)))
 
 
-@part
+@kernel_part
 def _noise(first, random):
     for i in range(random.size):
         random[i] = _hash(np.uint32(first + np.uint32(i) * np.uint32(0x9E3779B1)))
 
 
-@part
+@kernel_part
 def _first(key, start):
     return np.uint32(np.uint32(key) + np.uint32(start) * np.uint32(0x9E3779B1))
 
 
-@part
+@kernel_part
 def _pack_squares(bits, random, codes):
     top = np.int32(0)
     for i in range(bits.size):
@@ -66,7 +66,7 @@ def pack_squares(flat, key, start, codes, heads):
         heads[block] = _pack_squares(own, random, codes[begin : begin + BLOCK])
 
 
-@part
+@kernel_part
 def _unpack_squares(codes, head, bits):
     for i in range(codes.size):
         code = np.int32(codes[i])
@@ -82,7 +82,7 @@ def unpack_squares(codes, heads, out):
         _unpack_squares(codes[begin : begin + BLOCK], heads[block], bits[begin : begin + BLOCK])
 
 
-@part
+@kernel_part
 def _largest(bits):
     top = np.int32(0)
     for i in range(bits.size):
@@ -90,7 +90,7 @@ def _largest(bits):
     return top
 
 
-@part
+@kernel_part
 def _pack_signed(values, units, random, codes, sizes, top):
     """Codes of a block, and its step; ``units`` are ones or roots; ``sizes`` and ``top``: scratch."""
     for i in range(values.size):
@@ -107,7 +107,7 @@ def _pack_signed(values, units, random, codes, sizes, top):
     return step
 
 
-@part
+@kernel_part
 def _roots(squares, units):
     for i in range(squares.size):
         units[i] = np.sqrt(squares[i])
@@ -127,7 +127,7 @@ def pack_signed(flat, squares, key, start, codes, steps):
         steps[block] = _pack_signed(own, units, random, codes[begin : begin + BLOCK], sizes, top)
 
 
-@part
+@kernel_part
 def _unpack_signed(codes, units, step, out):
     for i in range(codes.size):
         out[i] = np.float32(codes[i]) * (units[i] * step)
@@ -154,7 +154,7 @@ def pack_short(flat, key, start, codes):
         _pack_short(bits[begin : begin + BLOCK], random, codes[begin : begin + BLOCK])
 
 
-@part
+@kernel_part
 def _pack_short(bits, random, codes):
     for i in range(bits.size):
         more = np.int32(random[i] >> np.uint32(16))

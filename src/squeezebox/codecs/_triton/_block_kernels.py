@@ -12,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from squeezebox.codecs._reference import _blocks, _quantise
-from squeezebox.codecs._triton._cast import rounded
-from squeezebox.codecs._triton._launch import READABLE, device_of
+from squeezebox.codecs._triton._parts import READABLE, device_of, rounded
 
 _PROGRAMS = 2112  # 16 for each of 132 multiprocessors
 _DENSE = tl.constexpr(_blocks.DENSE)

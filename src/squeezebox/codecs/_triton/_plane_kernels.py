@@ -12,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from squeezebox.codecs._reference import _planes
-from squeezebox.codecs._triton._cast import rounded
-from squeezebox.codecs._triton._launch import READABLE, device_of
+from squeezebox.codecs._triton._parts import READABLE, device_of, rounded
 
 _BLOCKS = 8  # of a program
 _RAW = tl.constexpr(_planes.RAW)

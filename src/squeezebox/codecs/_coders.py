@@ -1,12 +1,14 @@
-"""One chunk of 8-bit codes, Huffman coded: one, two or four neighbouring codes are a symbol.
+"""Bytes in, fewer bytes out: Blosc2, imported on first use, and Huffman coding of one chunk of 8-bit codes.
 
-Layout, little endian: codes in a symbol (u1), 3 unused bytes, bytes of escaped codes (u4), bytes of the
-four streams (u4 each), code lengths of the symbols (4 bits each, the even one low), the streams, eight
+Huffman's layout, little endian: codes in a symbol (u1), 3 unused bytes, bytes of escaped codes (u4), bytes of
+the four streams (u4 each), code lengths of the symbols (4 bits each, the even one low), the streams, eight
 zero bytes, the escaped codes.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +16,57 @@ from numpy.typing import NDArray
 
 from squeezebox.codecs._reference._huffman import LONGEST, ROOM
 from squeezebox.codecs._workers import scratch
-from squeezebox.schema import FormatError
+from squeezebox.schema import CodecError, FormatError
+
+# Blosc2's header, which comes on top of data that it stores unchanged.
+HEADER_BYTES = 32
+
+
+@lru_cache(maxsize=1)
+def _library() -> ModuleType:
+    try:
+        import blosc2
+    except ImportError as missing:
+        raise CodecError(
+            "the 'entropy' and 'lossless' codecs need Blosc2, which is not installed; pip install blosc2."
+        ) from missing
+    blosc2.set_releasegil(True)
+    module: ModuleType = blosc2
+    return module
+
+
+def compress_bytes(data: NDArray[Any]) -> bytes:
+    """One Blosc2 chunk: bit shuffle for codes of one byte, byte shuffle for wider items, then zstd 1."""
+    blosc2 = _library()
+    shuffle = blosc2.Filter.BITSHUFFLE if data.dtype.kind == "i" else blosc2.Filter.SHUFFLE
+    packed: bytes = blosc2.compress2(
+        data,
+        codec=blosc2.Codec.ZSTD,
+        clevel=1,
+        filters=[blosc2.Filter.NOFILTER] * 5 + [shuffle],
+        typesize=data.itemsize,
+        blocksize=max(data.nbytes, 32),
+        nthreads=1,
+    )
+    return packed
+
+
+def decompress_bytes(packed: NDArray[np.uint8], out: NDArray[Any]) -> None:
+    """Fill ``out`` from one chunk; FormatError if the chunk says it holds another size."""
+    blosc2 = _library()
+    if packed.nbytes < HEADER_BYTES:
+        raise FormatError(f"a compressed chunk has only {packed.nbytes} bytes; truncated.")
+    size, held, _ = blosc2.get_cbuffer_sizes(packed)
+    if size != out.nbytes or held != packed.nbytes:
+        raise FormatError(
+            f"a compressed chunk claims {held} bytes for {size}, but {packed.nbytes} for {out.nbytes} "
+            "were expected; damaged."
+        )
+    try:
+        blosc2.decompress2(packed, dst=out, nthreads=1)
+    except (RuntimeError, ValueError) as failure:
+        raise FormatError(f"Blosc2 cannot decode a chunk of {packed.nbytes} bytes; damaged.") from failure
+
 
 # Number of symbols for each size of group; the last one stands for a group that has no symbol.
 SYMBOLS = {1: 256, 2: 256, 4: 626}
@@ -56,7 +108,7 @@ MERGED = _merged()
 EXPAND = {size: _expand(size) for size in SYMBOLS}
 
 
-def compress(loops: Loops, codes: NDArray[np.int8]) -> bytes | None:
+def compress_codes(loops: Loops, codes: NDArray[np.int8]) -> bytes | None:
     """The chunk's bytes, or None where there are too few codes to be worth it."""
     if codes.size < FEWEST:
         return None
@@ -70,8 +122,8 @@ def compress(loops: Loops, codes: NDArray[np.int8]) -> bytes | None:
     return target[:nbytes].tobytes()
 
 
-def decompress(loops: Loops, data: NDArray[np.uint8], codes: NDArray[np.int8]) -> None:
-    """The inverse of ``compress``, into ``codes``; FormatError if the parts do not fit together."""
+def decompress_codes(loops: Loops, data: NDArray[np.uint8], codes: NDArray[np.int8]) -> None:
+    """The inverse of ``compress_codes``, into ``codes``; FormatError if the parts do not fit together."""
     size = int(data[0]) if data.size else 0
     missing = -codes.size % MULTIPLE
     target = np.empty(codes.size + missing, np.int8) if missing else codes

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from squeezebox.codecs._cpu._numba import part
+from squeezebox.codecs._kernels import kernel_part
 
 BFLOAT16, FLOAT16 = 1, 2  # how ``round_block`` rounds; 0: not at all
 
 
-@part
+@kernel_part
 def magnitude_mask(bits):
     """All bits but the sign, in the type of ``bits``."""
     return bits.dtype.type(0x7FFFFFFF if bits.itemsize == 4 else 0x7FFFFFFFFFFFFFFF)
 
 
-@part
+@kernel_part
 def order(bits, low, high):
     """``low`` and ``high`` widened by a block, compared as integers in the order of the floats.
 
@@ -35,13 +35,13 @@ def order(bits, low, high):
     return low, high
 
 
-@part
+@kernel_part
 def mirrored(bits, key):
     """The bits of a float with this place in the order, or the place of a float with these bits."""
     return bits.dtype.type(key ^ ((key >> (8 * bits.itemsize - 1)) & magnitude_mask(bits)))
 
 
-@part
+@kernel_part
 def whole_block(source, block):
     """The source itself where it is as large as ``block``, or ``block`` filled up with its last element."""
     if source.size == block.size:
@@ -51,7 +51,7 @@ def whole_block(source, block):
     return block
 
 
-@part
+@kernel_part
 def spread(factors, inner, position, own):
     """Each element's factor into ``own``: ``inner`` neighbours share a channel, and channels repeat."""
     done = 0
@@ -68,7 +68,7 @@ def spread(factors, inner, position, own):
         done = end
 
 
-@part
+@kernel_part
 def round_block(block, bits, rounding):
     """A block of float32 (``bits``: its integer view) as it will be after rounding to a narrower dtype."""
     if rounding == BFLOAT16:

@@ -1,4 +1,4 @@
-"""Loops of the entropy codecs, over one chunk."""
+"""Loops of the entropy codecs over one chunk; those of Huffman coding are the reference's own, compiled."""
 
 # numba infers the types of what it compiles.
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -6,10 +6,16 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
-from squeezebox.codecs._cpu._blocks import mirrored, order, round_block, spread, whole_block
-from squeezebox.codecs._cpu._numba import kernel, part
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload, register_jitable
+
+from squeezebox.codecs._cpu._parts import mirrored, order, round_block, spread, whole_block
+from squeezebox.codecs._kernels import PART, kernel, kernel_part
+from squeezebox.codecs._reference import _huffman
 from squeezebox.codecs._reference._quantise import FIRST_TURN, NEXT_TURN, OFFSET, SHIFT
 
 _FIRST_NEAREST, _FIRST_SIGNED = FIRST_TURN[False], FIRST_TURN[True]
@@ -25,7 +31,7 @@ def extent(bits, edges):
     edges[0], edges[1] = mirrored(bits, low), mirrored(bits, high)
 
 
-@part
+@kernel_part
 def _nearest(block, step, inverse, decoded, codes):
     for i in range(block.size):
         code = np.rint(block[i] * inverse)
@@ -33,7 +39,7 @@ def _nearest(block, step, inverse, decoded, codes):
         codes[i] = codes.dtype.type(np.int32(code))
 
 
-@part
+@kernel_part
 def _signed(block, step, inverse, decoded, codes):
     zero, one = block.dtype.type(0), block.dtype.type(1)
     shift, offset = block.dtype.type(SHIFT), block.dtype.type(OFFSET)
@@ -47,7 +53,7 @@ def _signed(block, step, inverse, decoded, codes):
         codes[i] = codes.dtype.type(np.int32(zero if value == zero else code))
 
 
-@part
+@kernel_part
 def _misses(block, decoded, limit, keep_sign):
     zero = block.dtype.type(0)
     misses = np.int32(0)
@@ -58,7 +64,7 @@ def _misses(block, decoded, limit, keep_sign):
     return misses != 0
 
 
-@part
+@kernel_part
 def _phases(position, dither, keep_sign, own):
     """Each element's phase into ``own``; ``dither`` neighbours share one, 0: all."""
     done = 0
@@ -74,7 +80,7 @@ def _phases(position, dither, keep_sign, own):
         done = end
 
 
-@part
+@kernel_part
 def _narrow_nearest(flat, inverses, phases, most, codes):
     zero, misses = np.float32(0), np.int32(0)
     for i in range(flat.size):
@@ -84,7 +90,7 @@ def _narrow_nearest(flat, inverses, phases, most, codes):
     return misses
 
 
-@part
+@kernel_part
 def _narrow_signed(flat, inverses, phases, most, codes):
     zero, one = np.float32(0), np.float32(1)
     misses = np.int32(0)
@@ -189,3 +195,112 @@ def accumulate(codes, lag):
             here, before = codes[start : start + lag], codes[start - lag : start]
             for i in range(here.size):
                 here[i] = codes.dtype.type(here[i] + before[i])
+
+
+_WORD = ir.IntType(64)
+
+
+def _word_at(context, builder, kind, array, byte):
+    """Pointer to eight bytes of a uint8 array, on no particular boundary."""
+    data = context.make_array(kind)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [byte]), _WORD.as_pointer())
+
+
+@intrinsic
+def _load(typing_context, data, position):
+    def generate(context, builder, signature, arguments):
+        byte = builder.lshr(arguments[1], _WORD(3))
+        word = builder.load(_word_at(context, builder, signature.args[0], arguments[0], byte), align=1)
+        shifted = builder.lshr(word, builder.and_(arguments[1], _WORD(7)))
+        return builder.and_(shifted, _WORD((1 << 57) - 1))
+
+    return types.int64(data, types.int64), generate
+
+
+@intrinsic
+def _load_pair(typing_context, codes, at):
+    def generate(context, builder, signature, arguments):
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        address = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(16).as_pointer())
+        return builder.zext(builder.load(address, align=1), _WORD)
+
+    return types.int64(codes, types.int64), generate
+
+
+@intrinsic
+def _store(typing_context, target, at, bits):
+    def generate(context, builder, signature, arguments):
+        address = _word_at(context, builder, signature.args[0], arguments[0], arguments[1])
+        builder.store(arguments[2], address, align=1)
+        return context.get_dummy_value()
+
+    return types.void(target, types.int64, types.int64), generate
+
+
+@intrinsic
+def _store_group(typing_context, target, at, group, size):
+    def generate(context, builder, signature, arguments):
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        address = builder.gep(data, [arguments[1]])
+
+        def store(nbytes):
+            kind = ir.IntType(8 * nbytes)
+            word = arguments[2] if nbytes == 4 else builder.trunc(arguments[2], kind)
+            builder.store(word, builder.bitcast(address, kind.as_pointer()), align=1)
+
+        # The size does not change within a loop, so no branch waits for it.
+        with builder.if_else(builder.icmp_signed("==", arguments[3], _WORD(4))) as (four, fewer):
+            with four:
+                store(4)
+            with fewer, builder.if_else(builder.icmp_signed("==", arguments[3], _WORD(2))) as (two, one):
+                with two:
+                    store(2)
+                with one:
+                    store(1)
+        return context.get_dummy_value()
+
+    return types.void(target, types.int64, types.uint32, types.int64), generate
+
+
+@overload(_huffman.window)
+def _window(data, position):
+    return lambda data, position: _load(data, position)  # type: ignore[call-arg]
+
+
+@overload(_huffman.pair)
+def _pair(codes, at):
+    return lambda codes, at: _load_pair(codes, at)  # type: ignore[call-arg]
+
+
+@overload(_huffman.emit)
+def _emit(target, at, bits):
+    return lambda target, at, bits: _store(target, at, bits)  # type: ignore[call-arg]
+
+
+@overload(_huffman.put_group)
+def _put_group(target, at, group, size):
+    return lambda target, at, group, size: _store_group(target, at, group, size)  # type: ignore[call-arg]
+
+
+for _step in (
+    _huffman.pair_symbols,
+    _huffman.quad_symbols,
+    _huffman.group_size,
+    _huffman.count,
+    _huffman.take_escaped,
+    _huffman.put_escaped,
+    _huffman.put_number,
+    _huffman.number_at,
+    _huffman.ascending,
+    _huffman.depths,
+    _huffman.limited,
+    _huffman.code_lengths,
+    _huffman.code_words,
+    _huffman.encode,
+    _huffman.decode_table,
+    _huffman.decode,
+):
+    register_jitable(**PART)(_step)
+
+compress: Any = kernel(_huffman.compress)
+decompress: Any = kernel(_huffman.decompress)
