@@ -1,6 +1,7 @@
 """Gradients between two ranks in fewer bytes: accuracy, step time over links, and the hook's own time.
 
     python -m benchmarks.gradients accuracy --seeds 10
+    python -m benchmarks.gradients links
 
 Real processes over gloo on one machine, a thread each. Each part writes a report of its own:
 
@@ -8,6 +9,9 @@ accuracy: the trainings of benchmarks/_tasks.py, cut short, in two ranks of half
 trains each arm from the same weights on the same batches. The question is put as in benchmarks/accuracy.py:
 two one-sided t tests on paired differences, arm minus plain; the margin is the deviation of plain over seeds.
 The report is written after every training; the next run goes on from the newest one.
+
+links: seconds of a training step over emulated links. All arms take turns in the
+same two processes. A step lasts until the later rank has ended it, from when both have begun.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import squeezebox
@@ -27,6 +33,7 @@ from benchmarks import _ranks, _report
 from benchmarks._tasks import TASKS, loss_fn
 from benchmarks.accuracy import column, vars_of
 from squeezebox.reports import LEVEL, equivalence
+from squeezebox.schema import Link
 
 RANKS = 2
 Row = dict[str, Any]
@@ -178,15 +185,104 @@ def accuracy_line(arm: str, row: Mapping[str, Any], scale: float) -> str:
     )
 
 
+# --- links ---------------------------------------------------------------------------------------------
+
+LINKS = {"100 Mb/s": 1.25e7, "1 Gb/s": 1.25e8, "10 Gb/s": 1.25e9}
+SENDERS: Mapping[str, Mapping[str, Any] | None] = {
+    "plain": None,
+    "fp16 (torch's hook)": None,
+    "PowerSGD, rank 1": {"method": "powersgd", "rank": 1},
+    "PowerSGD, rank 2": {"method": "powersgd", "rank": 2},
+    "PowerSGD, rank 3": {"method": "powersgd", "rank": 3},
+    "PowerSGD, rank 4": {"method": "powersgd", "rank": 4},
+    "entropy, 36 times": {"ratio": 36},
+    "planes, noise 0.1": {"method": "planes", "noise": 0.1},
+}
+
+
+def links(rounds: int) -> None:
+    """Every link in turn, and the report."""
+    squeezebox.compile_kernels()
+    results = {name: slowest(_ranks.run(step_times, RANKS, speed, rounds)) for name, speed in LINKS.items()}
+    text = "\n\n".join(link_table(results, rounds))
+    print(text)
+    _report.write("gradients_links", results, text)
+
+
+def step_times(rank: int, speed: float, rounds: int) -> dict[str, Row]:
+    """Each arm's seconds, and what it sent in its last step."""
+    group = squeezebox.gradients.link_group(Link(bytes_per_second=speed), patience=600.0)
+    task = TASKS["images"]
+    inputs, target = next(task.batches(rank))
+    inputs, target = inputs[:32], target[:32]
+    arms = {}
+    for arm, options in SENDERS.items():
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(task.model(), process_group=group)
+        if options is not None:
+            squeezebox.compress_gradients(ddp, **options, patience=600.0)
+        elif arm != "plain":
+            ddp.register_comm_hook(group, default_hooks.fp16_compress_hook)
+        arms[arm] = ddp, task.optimizer(ddp.module)
+    found: dict[str, Row] = {arm: {"seconds": [], "sent_bytes": 0} for arm in arms}
+    for number in range(-4, rounds):  # buckets, factors and levels settle first
+        for arm, (ddp, optimizer) in arms.items():
+            before = group.wire.sent_bytes
+            dist.barrier()
+            begun = time.perf_counter()
+            optimizer.zero_grad()
+            loss_fn(ddp(inputs), target).backward()
+            optimizer.step()
+            if number >= 0:
+                found[arm]["seconds"].append(time.perf_counter() - begun)
+            found[arm]["sent_bytes"] = group.wire.sent_bytes - before
+    return found
+
+
+def slowest(ranks: Sequence[Mapping[str, Row]]) -> dict[str, Row]:
+    """Of every step the later rank's end."""
+    pairs = {arm: zip(*(each[arm]["seconds"] for each in ranks), strict=True) for arm in SENDERS}
+    return {
+        arm: {"seconds": [max(pair) for pair in pairs[arm]], "sent_bytes": ranks[0][arm]["sent_bytes"]}
+        for arm in SENDERS
+    }
+
+
+def link_table(results: Mapping[str, Mapping[str, Row]], rounds: int) -> Iterator[str]:
+    yield (
+        f"ResNet-18 with BatchNorm, its stages a quarter as wide (0.7 M parameters), {RANKS} ranks of 32 "
+        f"images, {rounds} rounds. Milliseconds of a step: median (least to most). Times plain: median of "
+        "each round's ratio, below 1 is faster. The ranks share two cores with what else runs."
+    )
+    for link, arms in results.items():
+        lines = [
+            f"| {link} | bytes a step | ms a step | times plain |",
+            "|---|---|---|---|",
+            *(link_line(arm, row, arms["plain"]["seconds"]) for arm, row in arms.items()),
+        ]
+        yield "\n".join(lines)
+
+
+def link_line(arm: str, row: Row, plain: Sequence[float]) -> str:
+    times = [1e3 * each for each in row["seconds"]]
+    ratio = statistics.median(a / b for a, b in zip(row["seconds"], plain, strict=True))
+    spread = f"{statistics.median(times):.0f} ({min(times):.0f} to {max(times):.0f})"
+    return f"| {arm} | {row['sent_bytes']:,} | {spread} | {ratio:.2f} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True)
     one = parts.add_parser("accuracy")
     one.add_argument("--seeds", type=int, default=10, help="trainings of every arm, at least 2")
     one.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    other = parts.add_parser("links")
+    other.add_argument("--rounds", type=int, default=11, help="measured steps of each arm on each link")
     arguments = parser.parse_args()
     if arguments.part == "accuracy":
         accuracy(arguments.seeds, arguments.tasks)
+    else:
+        links(arguments.rounds)
 
 
 if __name__ == "__main__":
