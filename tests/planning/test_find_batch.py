@@ -63,8 +63,8 @@ def test_a_first_probe_that_would_not_fit_is_not_run():
 
 def test_an_answer_that_needs_more_than_predicted_is_made_smaller(monkeypatch):
     _, fitting = found_for(1_000_000)
-    own = _find.measured_peak
-    monkeypatch.setattr(_find, "measured_peak", lambda *of: int(1.3 * own(*of)))
+    own = _find.measured_at_load
+    monkeypatch.setattr(_find, "measured_at_load", lambda *of: int(1.3 * own(*of)))
     _, found = found_for(1_000_000)
     assert found.measured_peak_bytes is None and "not run" in str(found)
     assert 0.6 * fitting.batch < found.batch < fitting.batch

@@ -241,19 +241,14 @@ def test_a_model_without_a_backward():
         squeezebox.estimate(nn.Identity, input_shape=(4,), batch=2)
 
 
-class Experts(nn.Module):
+class Clipped(nn.Module):
     def __init__(self):
         super().__init__()
-        self.router = nn.Linear(64, 4)
-        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.linear = nn.Linear(64, 64)
 
     def forward(self, x):
-        share, chosen = self.router(x).softmax(-1).max(-1)
-        out = torch.zeros_like(x)
-        for number, count in enumerate(torch.bincount(chosen, minlength=4).tolist()):
-            rows = (chosen == number).nonzero()[:count, 0]
-            out = out.index_add(0, rows, self.experts[number](x[rows]) * share[rows, None])
-        return out
+        x = self.linear(x)
+        return x / 2 if float(x.detach().abs().max()) > 1.0 else x
 
 
 class Grouped(nn.Module):
@@ -289,22 +284,22 @@ def against_a_real_step(model, x):
     return found, record_step(model, optimizer=optimizer, **step).peak().nbytes
 
 
-@pytest.mark.parametrize("kind", (Experts, Grouped))
-def test_where_fake_tensors_fail_a_copy_takes_the_step_on_the_sample(kind):
-    found, measured = against_a_real_step(kind(), torch.randn(512, 64))
+def test_where_fake_tensors_fail_a_copy_takes_the_step_on_the_sample():
+    found, measured = against_a_real_step(Clipped(), torch.randn(512, 64))
     assert found.peak_bytes == pytest.approx(measured, rel=0.01)
     assert found.why_real and found.why_real in str(found)
     with pytest.raises(OptionError, match=r"give sample=\(inputs, target\) with values"):
-        squeezebox.estimate(kind(), input_shape=(64,), batch=512)
+        squeezebox.estimate(Clipped(), input_shape=(64,), batch=512)
 
 
 @pytest.mark.parametrize(
     ("make", "x"),
     (
         (Nearest, torch.randn(512, 64)),
+        (Grouped, torch.randn(512, 64)),
         (lambda: nn.Embedding(1000, 64, sparse=True), torch.arange(900).view(30, 30)),
     ),
-    ids=("cdist and topk", "sparse embedding"),
+    ids=("cdist and topk", "grouped products", "sparse embedding"),
 )
 def test_operators_with_memory_of_their_own(make, x):
     found, measured = against_a_real_step(make(), x)

@@ -27,6 +27,7 @@ from squeezebox.schema import CaptureError, PlanError
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 
+
 @dataclass(slots=True, eq=False)
 class Origin:
     """What a storage held at one version: the call that made it, and who holds it."""

@@ -36,6 +36,7 @@ Loss = Annotated[str | None, typer.Option(metavar="MODULE:CALLABLE", help="loss(
 Optimizer = Annotated[str, typer.Option(help="sgd, sgd-momentum, adam or adamw.")]
 Noise = Annotated[float | None, typer.Option(help="Allowed gradient noise (default: 1e-3).")]
 Exact = Annotated[bool, typer.Option("--exact", help="Lose nothing.")]
+Load = Annotated[str | None, typer.Option(help="How tokens choose experts: balanced or worst.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
@@ -64,6 +65,7 @@ def estimate(
     optimizer: Optimizer = "sgd-momentum",
     dtype: Annotated[str | None, typer.Option(help="Of model and input, such as bfloat16.")] = None,
     input_dtype: InputDtype = None,
+    load: Load = None,
     as_json: Json = False,
 ) -> None:
     """Say what a training step would hold, without training and without using the memory.
@@ -84,6 +86,7 @@ def estimate(
             optimizer=optimizer,
             dtype=dtype,
             input_dtype=input_dtype,
+            load=load or "balanced",
         )
     print(json.dumps(result.to_dict(), indent=1) if as_json else result)
 
@@ -134,6 +137,7 @@ def plan(
         float | None,
         typer.Option(help="With --states: error up to which frozen weights may be packed, 0.02."),
     ] = None,
+    load: Load = None,
     cache: Annotated[
         bool, typer.Option("--cache/--no-cache", help="Keep profiles, and use them again.")
     ] = True,
@@ -170,6 +174,7 @@ def plan(
         accumulate=accumulate,
         update_noise=update_noise,
         weight_noise=weight_noise,
+        load=load,
         cache=cache,
         out=str(out),
     )
@@ -228,6 +233,7 @@ def find_batch(
     input_dtype: InputDtype = None,
     noise: Noise = None,
     exact: Exact = False,
+    load: Load = None,
     out: Annotated[Path | None, typer.Option(help="Where its plan goes (default: nowhere).")] = None,
     as_json: Json = False,
 ) -> None:
@@ -245,6 +251,7 @@ def find_batch(
         effective=effective,
         noise=noise,
         exact=exact,
+        load=load,
         out=None if out is None else str(out),
     )
     print(json.dumps(result.to_dict(), indent=1) if as_json else result)

@@ -29,9 +29,7 @@ class Product(Protocol):
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The output."""
 
-    def backward(
-        self, grad: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]
-    ) -> Gradients:
+    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]) -> Gradients:
         """Gradients of x, of the weight and of the bias, as far as they are wanted."""
 
 
@@ -43,9 +41,7 @@ class Linear:
         """The output."""
         return F.linear(x, weight, bias)
 
-    def backward(
-        self, grad: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]
-    ) -> Gradients:
+    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]) -> Gradients:
         """The products of torch's own backward."""
         rows = grad.reshape(-1, grad.shape[-1])
         return (
@@ -72,9 +68,7 @@ class Convolution:
         out: Tensor = torch.ops.aten.convolution(x, weight, bias, *self._places())
         return out
 
-    def backward(
-        self, grad: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]
-    ) -> Gradients:
+    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]) -> Gradients:
         """As torch's own."""
         found: Gradients = torch.ops.aten.convolution_backward(
             grad, x, weight, [weight.shape[0]], *self._places(), wanted

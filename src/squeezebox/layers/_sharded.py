@@ -247,6 +247,7 @@ class _Sharded(torch.autograd.Function):
             back = place.swap(answer, got, given)
             take(rows, back)
             _free([back])
+
         def work(expert: int, weights: list[Tensor]) -> list[Tensor]:
             of_weights = [torch.zeros_like(each) for each in weights]
             for rows in place.borrowed_rows(order, expert):

@@ -16,8 +16,8 @@ from squeezebox.bounds import Controller
 from squeezebox.memory import within_room
 from squeezebox.planning._profiles import run_step
 from squeezebox.planning._slicing import Slices
-from squeezebox.profiling import state_bytes
-from squeezebox.reports import StepPlan
+from squeezebox.profiling import loads_named, routed, state_bytes
+from squeezebox.reports import StepPlan, exact_bytes
 from squeezebox.schema import Action, Budget, BudgetError, Option, Plan, StepProfile
 from squeezebox.session import begin
 from squeezebox.steps import TrainingStep, restored, tensors_in
@@ -130,6 +130,40 @@ def plan_within(
         return dataclasses.replace(plan, predicted_noise=found), plan.predicted_noise, found
 
     return within(noise, attempt) or plan_for(0.0)
+
+
+def measured_at_load(step: TrainingStep, plan: StepPlan, load: str | None) -> int | None:
+    """:func:`measured_peak` of the worst step of that load."""
+    if load is None:
+        return measured_peak(step, plan)
+    peaks = []
+    for each in loads_named(load):
+        with routed(each):
+            peaks.append(measured_peak(step, plan))
+    return max((peak for peak in peaks if peak is not None), default=None)
+
+
+def at_worst(step: TrainingStep, plan_below: Callable[[int | None], StepPlan], limit: int | None) -> StepPlan:
+    """A plan under which a step with all tokens at the same experts stays within ``limit``, too.
+
+    Raises:
+        BudgetError: there is none.
+    """
+    aim, worst = limit, None
+    while True:
+        try:
+            plan = plan_below(aim)
+        except BudgetError as error:
+            if worst is None:
+                raise
+            raise BudgetError(
+                f"a plan fits a balanced load of experts, but a step with all tokens at the same ones takes "
+                f"{exact_bytes(worst)}; below that, {error}"
+            ) from error
+        worst = measured_at_load(step, plan, "worst")
+        if limit is None or aim is None or worst is None or worst <= limit:
+            return dataclasses.replace(plan, budget_bytes=limit, worst_peak_bytes=worst)
+        aim -= worst - limit
 
 
 _PAYS = 0.98  # of a peak beyond what is there anyway: slices must bring it lower to be worth their time

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any, cast
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from squeezebox.capture import Store, observing, refuse_transforms, saved_bytes
+from squeezebox.capture import observing, refuse_transforms, saved_bytes
 from squeezebox.profiling import Simulation, fake_like, simulate
 from squeezebox.reports import Estimate
 from squeezebox.schema import OptionError
@@ -31,13 +30,15 @@ def estimate(
     dtype: torch.dtype | str | None = None,
     input_dtype: torch.dtype | str | None = None,
     run: bool = True,
+    load: str = "balanced",
 ) -> Estimate:
     """Say what a plain training step would hold, without training and without using the memory.
 
     Forward, loss, backward and the optimizer's step run on fake tensors, which compute nothing. On a CPU
     convolutions and their like are run all the same, each on a few samples of zeros, for what they take and
-    give back before they return. Where fake tensors fail, as where sizes follow from values (experts, for
-    one), a copy of the model takes the step on the sample: that uses the memory, and the estimate says so.
+    give back before they return. Where sizes follow from what a router chooses, the estimate assumes a
+    ``load``. Where they follow from other values, a copy of the model takes the step on the sample: that uses
+    the memory. The estimate says which.
 
     Args:
         model: a module (left alone), or a function or class that makes one.
@@ -51,6 +52,7 @@ def estimate(
         dtype: of the model and floating-point inputs, such as "bfloat16" (default: as they are).
         input_dtype: of the input, such as "int64" for tokens (default: ``dtype``).
         run: whether a copy may take that step on the sample; without, an error says what fake tensors cannot.
+        load: how tokens choose experts: "balanced", in turn; "worst", all of them the same ones.
 
     Raises:
         OptionError: an argument is out of range, or the model does not take such an input.
@@ -76,25 +78,18 @@ def estimate(
             return None
         return _of_kind(given, kind)
 
-    stores: list[Store] = []
-
-    @contextlib.contextmanager
-    def watch(fake: torch.nn.Module, inputs: list[torch.Tensor]) -> Iterator[None]:
-        with observing(fake, inputs) as store:
-            stores.append(store)
-            yield
-
     simulation, why_real = simulate(
         model,
         sample=make_sample,
         loss_fn=loss_fn,
         optimizer=optimizer,
         dtype=kind,
-        watch=watch,
+        watch=observing,
         values=values,
+        load=load,
     )
     named = optimizer if isinstance(optimizer, str) else simulation.optimizer
-    return _as_estimate(simulation, saved_bytes(stores[-1]), named, why_real)
+    return _as_estimate(simulation, saved_bytes(simulation.watched), named, why_real)
 
 
 def _as_estimate(simulation: Simulation, saved: dict[str, int], optimizer: str, why_real: str) -> Estimate:
@@ -115,6 +110,7 @@ def _as_estimate(simulation: Simulation, saved: dict[str, int], optimizer: str, 
         peak_phase=peak.call.phase if peak.call is not None else "forward",
         peak=peak,
         why_real=why_real,
+        assumed_load=simulation.load,
     )
 
 

@@ -11,11 +11,12 @@ import torch
 
 from squeezebox import planner
 from squeezebox.memory import free_bytes, require_imports, within_room
-from squeezebox.planning._choices import fits, measured_peak
+from squeezebox.planning._choices import fits, measured_at_load
 from squeezebox.planning._estimate import estimate
 from squeezebox.planning._max_batch import Batches
 from squeezebox.planning._plans import plain_peak, plannable, size_named
 from squeezebox.planning._profiles import profile_step
+from squeezebox.profiling import at_balanced_load
 from squeezebox.reports import FoundBatch, StepPlan, exact_bytes
 from squeezebox.schema import (
     Budget,
@@ -50,6 +51,7 @@ _VARIES = (
 
 
 @within_room("the batches that find_batch() measures")
+@at_balanced_load
 def find_batch(
     model: torch.nn.Module,
     sample: tuple[Any, Any],
@@ -61,6 +63,7 @@ def find_batch(
     noise: float | None = None,
     exact: bool = False,
     effective: int | None = None,
+    load: str | None = None,
     on_progress: Progress | None = None,
 ) -> FoundBatch:
     """The largest batch that trains in ``memory`` with a reserve, found by runs that are predicted to fit.
@@ -77,7 +80,7 @@ def find_batch(
     all that is imported and compiled before the free memory is measured.
 
     Args:
-        model: see :func:`plan`; so are ``loss_fn``, ``optimizer``, ``noise``, ``exact`` and ``on_progress``.
+        model: see :func:`plan`; so are ``loss_fn``, ``optimizer``, ``noise``, ``exact``, ``on_progress``.
         sample: inputs and target of any batch; others repeat or cut it, as :func:`max_batch` does.
         loss_fn: see above.
         memory: what the step may take, parameters, gradients and optimizer state included: bytes or "8GiB";
@@ -88,6 +91,8 @@ def find_batch(
         exact: see above.
         effective: samples of one update: they are divided into microbatches that fit, as alike as can be,
             whose gradients add up. Batch normalisation then sees the microbatches.
+        load: see above; with "worst", the answer is run with all tokens at the same experts. The first batch
+            fits by an estimate of that load, or of the worst.
         on_progress: see above.
 
     Returns:
@@ -117,14 +122,14 @@ def find_batch(
         noise=allowed,
         on_progress=on_progress,
     )
-    known = probe(step, limit)
+    known = probe(step, limit, load or "worst")
 
     batches = Batches(step.of_size(min(known)), known, is_run=False)
     answer, predicted = max(batches.largest(limit, min(known)), 1), limit
     while True:
         plan = batches.plan(model, answer, predicted)
         try:
-            measured = _run_beside(reserve_bytes if memory is None else 0, step.of_size(answer), plan)
+            measured = _run_beside(reserve_bytes if memory is None else 0, step.of_size(answer), plan, load)
             break
         except BudgetError:  # there was less memory than said
             if answer == 1:
@@ -153,7 +158,7 @@ def find_batch(
     )
 
 
-def probe(step: TrainingStep, limit: int) -> dict[int, StepProfile]:
+def probe(step: TrainingStep, limit: int, load: str = "worst") -> dict[int, StepProfile]:
     """Profiles of at most two batches of the step's sample, made within ``limit`` bytes.
 
     The first is the sample's, or one that fits; the second the largest that is safe and may be asked for.
@@ -162,7 +167,7 @@ def probe(step: TrainingStep, limit: int) -> dict[int, StepProfile]:
         BudgetError: not even the least batch is predicted to fit; or what is imported for it finds no room.
     """
     require_imports("numba", "torch._dynamo")
-    first, seen = _begun(step, _first(step, limit))
+    first, seen = _begun(step, _first(step, limit, load))
     known = {first: seen}
     safe = planner.largest_batch(lambda size: _held(known[first], first, size) <= _SAFE * limit)
     budget = Budget(peak_bytes=limit, noise=step.noise)
@@ -203,11 +208,11 @@ def _load(lossy: bool) -> None:
     )
 
 
-def _run_beside(reserve_bytes: int, step: TrainingStep, plan: StepPlan) -> int | None:
+def _run_beside(reserve_bytes: int, step: TrainingStep, plan: StepPlan, load: str | None) -> int | None:
     """What a step under the plan takes; BudgetError if it does not run with the reserve taken too."""
     with within_room("a step under the plan, and the reserve"):
         reserve = torch.empty(reserve_bytes, dtype=torch.uint8, device=device_of(step.model))
-    measured = measured_peak(step, plan)
+    measured = measured_at_load(step, plan, load)
     del reserve  # not before
     return measured
 
@@ -244,13 +249,13 @@ def _room(
     return memory_bytes, reserve_bytes
 
 
-def _first(step: TrainingStep, limit: int) -> int:
+def _first(step: TrainingStep, limit: int, load: str) -> int:
     """A batch to begin with whose profile is predicted to fit."""
     batch = step.batch
     tried: list[tuple[int, int]] = []
     with contextlib.suppress(OptionError):  # of what fake tensors cannot run, or a single sample
         for size in (batch >> halved for halved in range(batch.bit_length())):
-            tried.append((size, _predicted(step.of_size(size))))
+            tried.append((size, _predicted(step.of_size(size), load)))
             if tried[-1][1] <= limit:
                 return size
     if not tried:
@@ -263,7 +268,7 @@ def _first(step: TrainingStep, limit: int) -> int:
     )
 
 
-def _predicted(step: TrainingStep) -> int:
+def _predicted(step: TrainingStep, load: str) -> int:
     """What a profile of the step's sample may hold, by a plain step on fake tensors."""
     found = estimate(
         step.model,
@@ -271,6 +276,7 @@ def _predicted(step: TrainingStep) -> int:
         loss_fn=step.loss_fn,
         optimizer=step.optimizer or "sgd",
         run=False,
+        load=load,
     )
     held = found.parameter_bytes + found.buffer_bytes + found.optimizer_bytes + found.input_bytes
     return held + math.ceil((_LOSSY if step.noise else 1.0 / _SAFE) * (found.peak_bytes - held))

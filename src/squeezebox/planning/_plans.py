@@ -26,7 +26,15 @@ from squeezebox.memory import (
     usual_folder,
     within_room,
 )
-from squeezebox.planning._choices import Choice, fastest, leanest, measured_noise, plan_within, solved
+from squeezebox.planning._choices import (
+    Choice,
+    at_worst,
+    fastest,
+    leanest,
+    measured_noise,
+    plan_within,
+    solved,
+)
 from squeezebox.planning._frozen import weights_plan, with_weights
 from squeezebox.planning._profiles import (
     cached,
@@ -38,6 +46,7 @@ from squeezebox.planning._profiles import (
 from squeezebox.planning._slicing import Slices
 from squeezebox.planning._state_costs import state_costs
 from squeezebox.planning._states import check_states, hinting, optimizer_plan, with_states
+from squeezebox.profiling import at_balanced_load
 from squeezebox.reports import BYTE_UNITS, PlannedTensor, StepPlan, explain
 from squeezebox.schema import (
     Action,
@@ -74,6 +83,7 @@ def with_folder(plan: StepPlan, folder: DiskFolder) -> StepPlan:
 
 
 @within_room("planning this sample's step; squeezebox.max_batch() plans it from smaller ones")
+@at_balanced_load
 def make_plan(
     model: torch.nn.Module,
     *,
@@ -92,6 +102,7 @@ def make_plan(
     accumulate: int = 1,
     update_noise: float | None = None,
     weight_noise: float | None = None,
+    load: str | None = None,
     cache: str | os.PathLike[str] | None = None,
     on_progress: Progress | None = None,
 ) -> StepPlan:
@@ -136,6 +147,9 @@ def make_plan(
         weight_noise: allowed squared error of a frozen weight over its squared norm; it may then be packed in
             8 or 4 bits an element, and needs no file. Normally distributed ones have 4e-5 and 0.012. None:
             weights are exact.
+        load: how tokens choose experts while the step is measured. "balanced": in turn. "worst": so too, but
+            the budget also holds for a step in which all choose the same ones, which is then measured under
+            the plan. None: as the model's routers do.
         cache: a folder in which profiles are kept and found again; it may be deleted at any time. One is used
             again for the same model, weights, sample, loss, noise, optimizer, versions and machine; a change
             in what the loss or a module's forward calls is not noticed.
@@ -169,12 +183,17 @@ def make_plan(
         and (weight_noise is not None or (offload is not False and not folder.is_in_memory)),
         splits_weights=states is True,
     )
+    if load == "worst" and states:
+        raise OptionError(
+            "load='worst' measures a step under the plan, and states=True would update weights in it; give "
+            "load='balanced'."
+        )
     check_states(step, clip, accumulate, update_noise, weight_noise, wanted=states)
     codes = (
         state_costs(step.optimizer, update_noise, device_of(model)) if step.optimizer and update_noise else ()
     )
     profiled = functools.partial(profile_step, step, None if states else budget_bytes)
-    seen = profiled() if cache is None else cached(Path(cache), key_of(step), profiled)
+    seen = profiled() if cache is None else cached(Path(cache), key_of(step, load), profiled)
     allowed_actions = {Action.OFFLOAD: offload is not False, Action.RECOMPUTE: recompute}
     barred = [action for action, is_allowed in allowed_actions.items() if not is_allowed]
     whole_peak = plain_peak(seen)
@@ -192,12 +211,18 @@ def make_plan(
     seconds = math.inf if time_limit is None else _seconds_left(seen, time_limit)
     slices = Slices(step, held)
 
-    def plan_for(lawful: float) -> StepPlan:
+    def plan_for(limit: int | None, lawful: float) -> StepPlan:
         with hinting(step, seen, limit, lawful, whole_peak):
             plan = planned(model, seen, limit, lawful, batch_of(sample), seconds, slices, optimizer)
         return with_folder(dataclasses.replace(plan, noise=allowed, arena=arena), folder)
 
-    return plan_within(allowed, plan_for, functools.partial(measured_noise, step))
+    def plan_below(limit: int | None) -> StepPlan:
+        return plan_within(
+            allowed, functools.partial(plan_for, limit), functools.partial(measured_noise, step)
+        )
+
+    found = at_worst(step, plan_below, limit) if load == "worst" else plan_below(limit)
+    return dataclasses.replace(found, assumed_load=load or "")
 
 
 def plannable(model: torch.nn.Module, noise: float | None, exact: bool) -> float:

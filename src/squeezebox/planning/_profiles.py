@@ -406,13 +406,13 @@ def cached(folder: Path, key: str, make: Callable[[], StepProfile]) -> StepProfi
     return seen
 
 
-def key_of(step: TrainingStep) -> str:
+def key_of(step: TrainingStep, load: str | None) -> str:
     """What a profile depends on, as a file's name."""
     loss_fn, optimizer = step.loss_fn, step.optimizer
     weights = tensors_in(list(loss_fn.parameters())) if isinstance(loss_fn, torch.nn.Module) else ()
     held = state_bytes(step.model, optimizer)
     folder = step.folder or usual_folder()
-    settings = (__version__, step.noise, type(optimizer).__name__, held, folder, step.moves_weights)
+    settings = (__version__, step.noise, type(optimizer).__name__, held, folder, step.moves_weights, load)
     of_weights = (step.splits_weights, torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
     return profile_key(step.model, [*tensors_in(step.sample), *weights], loss_fn, *settings, *of_weights)
 

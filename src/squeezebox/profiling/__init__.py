@@ -10,6 +10,7 @@ from squeezebox.profiling._chain import PartCosts, measure_parts
 from squeezebox.profiling._closure import record_closure
 from squeezebox.profiling._gains import Gain, GainProfiler
 from squeezebox.profiling._ledgers import Marks, measure_marks, now
+from squeezebox.profiling._load import Load, at_balanced_load, loads_named, routed
 from squeezebox.profiling._optimizer import (
     ParameterNeeds,
     optimizer_named,
@@ -26,6 +27,7 @@ from squeezebox.profiling._transfer import transfer_of
 __all__ = [
     "Gain",
     "GainProfiler",
+    "Load",
     "Marks",
     "ParameterNeeds",
     "PartCosts",
@@ -34,12 +36,14 @@ __all__ = [
     "Simulation",
     "StepMarks",
     "StepProfiler",
+    "at_balanced_load",
     "check_redundancy",
     "fake_like",
     "free_at_peak",
     "free_bytes",
     "live_bytes",
     "load_profile",
+    "loads_named",
     "measure_marks",
     "measure_parts",
     "now",
@@ -49,6 +53,7 @@ __all__ = [
     "profile_key",
     "record_closure",
     "record_step",
+    "routed",
     "simulate",
     "state_bytes",
     "store_profile",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,11 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from squeezebox.memory import parts_of
+from squeezebox.profiling._load import Followed, loads_named, remembered
 from squeezebox.profiling._optimizer import MakeOptimizer, optimizer_named
 from squeezebox.profiling._record import record_step, step_counts
 from squeezebox.schema import OptionError, StepTrace
 
-Watch = Callable[[torch.nn.Module, list[torch.Tensor]], AbstractContextManager[object]]
+Watch = Callable[[torch.nn.Module, list[torch.Tensor]], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +29,8 @@ class Simulation:
     """One training step from the second on, when optimizer state is there and gradients are not.
 
     Sizes are bytes; ``gradient_bytes`` those of all gradients together. ``optimizer`` names its class.
+    ``watched`` is what the context gave that was asked to watch. ``load`` says how routers were taken to
+    choose, "" where no size follows from that.
     """
 
     optimizer: str
@@ -38,6 +42,8 @@ class Simulation:
     input_bytes: int
     input_shapes: tuple[tuple[int, ...], ...]
     trace: StepTrace
+    watched: Any
+    load: str = ""
 
 
 class _NotOnFakes(OptionError):
@@ -53,6 +59,7 @@ def simulate(
     dtype: torch.dtype | None,
     watch: Watch,
     values: Callable[[], tuple[Any, Any] | None],
+    load: str,
 ) -> tuple[Simulation, str]:
     """Run forward, loss, backward and the optimizer's step on fake tensors, or else on copies of real ones.
 
@@ -65,8 +72,9 @@ def simulate(
             makes one of parameters.
         dtype: of parameters and buffers; None leaves them as they are.
         watch: gives the context in which forward and loss run, from the copied model and its inputs.
-        values: gives inputs and target with their values, if there are any: where fake tensors fail, as those
-            do whose sizes follow from values, the step is taken on these by a copy of the model.
+        values: gives inputs and target with their values, if there are any: where fake tensors fail, the
+            step is taken on these by a copy of the model.
+        load: how routers are taken to choose where sizes follow from that, "balanced" or "worst".
 
     Returns:
         The step, and why it was taken on real tensors ("" if it was not).
@@ -76,17 +84,35 @@ def simulate(
     """
     wanted = optimizer_named(optimizer) if isinstance(optimizer, str) else optimizer
     original = _made(model)
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+
+    def on_fakes(followed: AbstractContextManager[object]) -> Simulation:
+        with FakeTensorMode(allow_non_fake_inputs=True), followed:
             fake, twins = _fake_copy(original, dtype)
-            return _taken(fake, twins, sample(fake), loss_fn, wanted, watch, fake=True), ""
-    except _NotOnFakes as error:
-        given = values()
-        if given is None:
-            raise
-        with torch.random.fork_rng(devices=[]):
+            return _taken(fake, twins, sample(fake), loss_fn, wanted, watch, fake=True)
+
+    with contextlib.suppress(_NotOnFakes):
+        return on_fakes(contextlib.nullcontext()), ""
+    with torch.random.fork_rng(devices=[]):
+        try:
+            return _at_load(on_fakes, load), ""
+        except _NotOnFakes as error:
+            given = values()
+            if given is None:
+                raise
             real, twins = _real_copy(model, dtype)
             return _taken(real, twins, given, loss_fn, wanted, watch, fake=False), str(error.__cause__)
+
+
+def _at_load(on_fakes: Callable[[AbstractContextManager[object]], Simulation], load: str) -> Simulation:
+    """The step of the highest peak among those that may be meant."""
+    found = []
+    for each in loads_named(load):
+        followed = Followed(each)
+        simulation = on_fakes(followed)
+        found.append(replace(simulation, load=load if followed.assumed else ""))
+        if not followed.assumed:
+            break
+    return max(found, key=lambda each: each.trace.peak().nbytes)
 
 
 def _taken(
@@ -105,9 +131,12 @@ def _taken(
     if taken is not None:
         _make_state(taken, fake=fake)
 
+    watched: list[Any] = []
+
     @contextmanager
     def around() -> Iterator[None]:
-        with _quiet(), _explained(inputs, fake), watch(model, _tensors(inputs)):
+        with _quiet(), _explained(inputs, fake), watch(model, _tensors(inputs)) as seen:
+            watched.append(seen)
             yield
 
     trace = record_step(model, sample=sample, loss_fn=loss_fn or _sum, optimizer=taken, around=around)
@@ -121,6 +150,7 @@ def _taken(
         optimizer_bytes=_nbytes(_tensors([list(state.values()) for state in states])),
         gradient_bytes=_nbytes(p.grad for p in model.parameters() if p.grad is not None),
         trace=trace,
+        watched=watched[0],
     )
 
 
@@ -182,7 +212,8 @@ def _fake(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     device = "cpu" if tensor.is_meta else tensor.device
     kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device=device)
-    return made.requires_grad_(tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter))
+    made.requires_grad_(tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter))
+    return remembered(made, tensor)
 
 
 def _optimizer(

@@ -24,7 +24,8 @@ class Estimate:
     it by role. ``peak_bytes`` counts everything, at the worst moment of a step
     whose optimizer state is there already; ``peak_phase`` says when that is: ``"forward"``, ``"loss"``,
     ``"backward"`` or ``"optimizer"``. ``peak`` says what is live then, and what is running. ``why_real``: why
-    the step was taken on real tensors, "" where fake ones did.
+    the step was taken on real tensors, "" where fake ones did. ``assumed_load``: how routers were taken to
+    choose, "" where no size follows from that.
     """
 
     input_shape: tuple[int, ...]
@@ -41,6 +42,7 @@ class Estimate:
     peak_phase: str
     peak: Peak
     why_real: str = ""
+    assumed_load: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as written by :meth:`save`."""
@@ -71,6 +73,10 @@ class Estimate:
         width = max(len(label) for label, _ in rows)
         lines = [f"{label:<{width}}  {human_bytes(nbytes):>10}" for label, nbytes in rows]
         lines.append(f"The peak is in {owner(self.peak.call)}.")
+        if self.assumed_load:
+            lines.append(
+                f"Sizes follow from what a router chooses: its load is taken to be {self.assumed_load}."
+            )
         if self.why_real:
             lines.append(f"A copy of the model took the step on the sample: {self.why_real}.")
         return "\n".join(lines)

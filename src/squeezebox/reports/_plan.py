@@ -121,6 +121,8 @@ _LATER = {
     "offload": None,
     "optimizer": None,
     "weights": None,
+    "assumed_load": "",
+    "worst_peak_bytes": None,
 }  # what files of earlier releases lack
 
 
@@ -156,6 +158,9 @@ class StepPlan:
     and what memory that takes on top of the peak. ``optimizer`` says what becomes of gradients and of the
     optimizer's state, and ``weights`` what becomes of frozen parameters, where the plan was made with
     ``states=True`` and there are such.
+    ``assumed_load`` is the load of experts that was asked for, "" where routers chose by themselves.
+    ``worst_peak_bytes``, where that is "worst", is what a step under the plan took with all tokens at the
+    same experts.
     """
 
     model: str
@@ -174,6 +179,8 @@ class StepPlan:
     offload: OffloadRecord | None = None
     optimizer: OptimizerPlan | None = None
     weights: WeightsPlan | None = None
+    assumed_load: str = ""
+    worst_peak_bytes: int | None = None
 
     def __getitem__(self, key: str) -> Option:
         """How the tensor of that key is held."""
@@ -263,11 +270,19 @@ class StepPlan:
             *(_updates(self.optimizer) if self.optimizer is not None else ()),
             *(_weights(self.weights) if self.weights is not None else ()),
             *([offloaded(self.offload)] if self.offload else []),
+            *([_load(self)] if self.assumed_load else []),
             *([f"{self.region} in {self.region.slices} slices of the batch"] if self.region else []),
             "",
         ]
         width = max((len(tensor.key) for tensor in self.tensors), default=0)
         return "\n".join([*rows, *(_line(tensor, width) for tensor in self.tensors)])
+
+
+def _load(plan: StepPlan) -> str:
+    worst = plan.worst_peak_bytes
+    return "measured at a balanced load of experts" + (
+        "" if worst is None else f"; with all tokens at the same ones the peak is {human_bytes(worst)}"
+    )
 
 
 def load_plan(path: str | os.PathLike[str]) -> StepPlan:

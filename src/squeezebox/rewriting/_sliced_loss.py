@@ -274,9 +274,7 @@ def _to_gradient(
         z.sub_(smooth[:, None] if w is None else smooth[:, None] * w.to(z.dtype))
 
 
-def _add_rows(
-    made: _Gradients, dz: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, own: slice
-) -> None:
+def _add_rows(made: _Gradients, dz: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, own: slice) -> None:
     if made.x is not None:
         made.x[own] = dz @ weight
     if made.weight is not None:
