@@ -68,6 +68,19 @@ def test_a_bound_in_units_of_each_channel(name, channels, inner):
         assert torch.equal(back.sign(), x.sign())
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16, torch.float64), ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_with_a_scale_are_read_again_in_every_dtype(name, dtype):
+    codec, scale = codecs.get(name), torch.tensor([0.25, 3.0, 1e-3])
+    x = torch.randn(3000, generator=torch.Generator().manual_seed(7)).to(dtype)
+    packed = codecs.loads(codecs.dumps(codec.pack(x, 0.3, codecs.Hints(scale=scale, inner=5))))
+    back, again = codec.unpack(packed), torch.empty_like(x)
+    reference.unpack_planes(*packed.payload[:2], 0.3, codec.keep_sign, scale, 5, again)
+    assert torch.equal(back, again)
+    own = scale[torch.arange(len(x)) // 5 % 3].double()
+    assert ((back.double() - x.double()).abs() <= 0.3 * own).all()
+
+
 def test_a_block_takes_the_bits_that_its_range_needs():
     x = torch.cat(
         [torch.zeros(256), torch.full((256,), 9.0), torch.linspace(0, 7, 256), torch.ones(256) * 1e9]

@@ -211,9 +211,7 @@ class Planes(Codec):
         rows = -(-packed.numel // _planes.BLOCK)
         if len(found) not in (2, 3) or found[0] != (torch.int16, rows) or found[1][0] != torch.uint8:
             raise FormatError(f"packed by '{self.name}': no {rows} heads and bytes in {found}; damaged.")
-        if len(found) == 3 and (
-            found[2][0] != torch.float32 or found[2][1] == 0 or packed.dtype != torch.float32
-        ):
+        if len(found) == 3 and (found[2][0] != torch.float32 or found[2][1] == 0):
             raise FormatError(f"packed by '{self.name}': the last part is no scale, {found}; damaged.")
         heads = packed.payload[0]
         widths = heads.int() & _planes.RAW
