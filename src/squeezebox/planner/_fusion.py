@@ -54,7 +54,7 @@ class Way:
     noise: float
 
     def over(self, slowness: float) -> Way:
-        """The same over a link whose bytes take so many times longer."""
+        """The same over a link whose bytes take ``slowness`` times as long."""
         return replace(self, exchange=replace(self.exchange, each=self.exchange.each * slowness))
 
 
