@@ -157,9 +157,8 @@ def _refused(rank, cases):
         model = ranks.chain()
         try:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            Runner(
-                model, plan, optimizer=optimizer, loss_fn=nn.functional.mse_loss, engine="torch", **options
-            )
+            options = {"engine": "torch"} | options
+            Runner(model, plan, optimizer=optimizer, loss_fn=nn.functional.mse_loss, **options)
         except Exception as error:  # noqa: BLE001
             found.append(f"{type(error).__name__}: {error}")
     return found
@@ -169,8 +168,10 @@ def test_what_torch_has_no_place_for_is_refused():
     cases = [
         (ranks.plan(8, 1, "2bw", 1), {}),
         (ranks.plan(8, 1, "1f1b", 1), {"wire": Wire(activation_error=0.1)}),
+        (ranks.plan(8, 1, "1f1b", 1), {"engine": "fast"}),
     ]
     (found,) = ranks.run(_refused, 1, cases)
-    assert [each.partition(":")[0] for each in found] == ["OptionError"] * 2
+    assert [each.partition(":")[0] for each in found] == ["OptionError"] * 3
     assert "one version of the weights, and '2bw' reads earlier ones" in found[0]
     assert "engine='torch' sends all as it is" in found[1]
+    assert "engine='fast' is neither 'own' nor 'torch'" in found[2]

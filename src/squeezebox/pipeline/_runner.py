@@ -31,7 +31,7 @@ from squeezebox.pipeline._setup import (
     shared,
 )
 from squeezebox.pipeline._stage import Stage, evaluating
-from squeezebox.pipeline._torch import TorchPasses, TorchTraining, default_engine, joined_by, require_suited
+from squeezebox.pipeline._torch import TorchPasses, TorchTraining, engine_of, joined_by, require_suited
 from squeezebox.pipeline._training import Forwards, Training, Turns
 from squeezebox.pipeline._updates import Exchange, Updates
 from squeezebox.pipeline._weights import Weights, forget
@@ -101,7 +101,7 @@ class Runner:
                 f"wire= packs what crosses between CPUs; the model is on {device_of(model)}. Leave it out."
             )
         check_options(plan, clip, skip_overflow, correction, patience)
-        self.engine = engine or default_engine(plan, device_of(model), wire)
+        self.engine = engine_of(plan, device_of(model), wire, engine)
         self.plan, self._model = plan, model
         self._identity = f"{plan!r}, warmup={warmup}, correction={correction}"
         order = schedule_of(plan, warmup, schedule)
