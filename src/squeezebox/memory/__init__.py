@@ -2,16 +2,17 @@
 
 In: running code, buffers' lifetimes, operators on streams, tensors. Out: peaks, safe offsets, slots to read.
 May touch: torch's profiler, what Linux says of free memory, tensors' bytes, pinned host memory with streams
-to it, one temporary file.
+to it, one temporary file, another rank that lends memory.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from squeezebox.memory._chunks import CHUNK_BYTES
+from squeezebox.memory._chunks import CHUNK_BYTES, sectors
 from squeezebox.memory._disk import DiskFile, DiskFolder, disk_folder, usual_folder
 from squeezebox.memory._disk_speed import DiskSpeed, disk_speed
+from squeezebox.memory._elsewhere import Area, Elsewhere
 from squeezebox.memory._peak import Peak, PeakMeter, Recording
 from squeezebox.memory._reserve import HEADROOM, Reserve, Room, aligned
 from squeezebox.memory._room import (
@@ -45,15 +46,18 @@ __all__ = [
     "CHUNK_BYTES",
     "HEADROOM",
     "Absent",
+    "Area",
     "CudaStreams",
     "DiskFile",
     "DiskFolder",
     "DiskSpeed",
+    "Elsewhere",
     "FileTensor",
     "HostSlot",
     "Lender",
     "Loans",
     "MovedWeight",
+    "Neighbour",
     "Packer",
     "Peak",
     "PeakMeter",
@@ -81,6 +85,7 @@ __all__ = [
     "lacks_memory",
     "layout",
     "layout_csv",
+    "lend",
     "live_bytes",
     "movable_weights",
     "move",
@@ -90,6 +95,7 @@ __all__ = [
     "require_imports",
     "safe_sharing",
     "search",
+    "sectors",
     "settle",
     "somas",
     "usual_folder",
@@ -99,17 +105,20 @@ __all__ = [
 
 if TYPE_CHECKING:
     from squeezebox.memory._layout import Packer, layout, verify
+    from squeezebox.memory._neighbour import Neighbour, lend
     from squeezebox.memory._problem import Problem, layout_csv, read_buffers
     from squeezebox.memory._search import search
     from squeezebox.memory._sharing import safe_sharing
     from squeezebox.memory._somas import somas
 else:
-    # Those that load numba, which takes longer than all the rest of attach().
+    # Those that load numba or torch.distributed, which takes longer than all the rest of attach().
     _FILES = {
+        "Neighbour": "_neighbour",
         "Packer": "_layout",
         "Problem": "_problem",
         "layout": "_layout",
         "layout_csv": "_problem",
+        "lend": "_neighbour",
         "read_buffers": "_problem",
         "safe_sharing": "_sharing",
         "search": "_search",

@@ -1,20 +1,20 @@
-"""Buffers between tensors and a file, which threads write and fill while the step goes on."""
+"""Buffers between tensors and what is elsewhere, written and filled while the step goes on."""
 
 from __future__ import annotations
 
 import mmap
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from squeezebox.memory._disk import SECTOR, DiskFile
+from squeezebox.memory._disk import SECTOR
+from squeezebox.memory._elsewhere import Area
 
 Bytes = NDArray[np.uint8]
 CHUNK_BYTES = 1 << 21
 CHUNKS = 8
-THREADS = 3  # a disk is slower where it waits for the next request
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +31,7 @@ class _Chunk:
 
     @property
     def is_pending(self) -> bool:
-        """Whether a thread is at it."""
+        """Whether it is still on its way."""
         return self.done is not None and not self.done.done()
 
     def data(self, nbytes: int) -> Bytes:
@@ -44,11 +44,10 @@ class Chunks:
     What was put is served from its buffer while that has no other use. What was got is not held any longer.
     """
 
-    def __init__(self, file: DiskFile) -> None:
+    def __init__(self, file: Area) -> None:
         self._file = file
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="squeezebox-offload")
         self._used: dict[int, _Chunk] = {}  # offset -> chunk, the oldest first
-        self._free: list[_Chunk] = []  # which a thread may still be filling
+        self._free: list[_Chunk] = []  # which may still be being filled
         self._lost: dict[int, OSError] = {}  # offsets that could not be written
 
     def put(self, offset: int, data: Bytes) -> None:
@@ -66,6 +65,15 @@ class Chunks:
                 return False
             self._start(self._take(offset), nbytes, written=False)
         return True
+
+    def begin_get(self, offset: int, out: Bytes) -> Future[None]:
+        """As :meth:`get`, of an area that fills anything: what is in no buffer needs none."""
+        if offset not in self._used and offset not in self._lost:
+            return self._file.begin_read(out.data, offset)
+        self.get(offset, out)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     def get(self, offset: int, out: Bytes) -> None:
         """Fill ``out``; raises OSError if the bytes could not be written or cannot be read."""
@@ -121,8 +129,8 @@ class Chunks:
         self._reclaim()
 
     def close(self, *, wait: bool) -> None:
-        """Let the threads end after what was begun."""
-        self._threads.shutdown(wait=wait)
+        """Begin nothing more."""
+        self._file.finish(wait=wait)
 
     def _reclaim(self) -> None:
         """Free the buffers that nobody wants; one that is being written stays, and its place with it."""
@@ -156,8 +164,8 @@ class Chunks:
     def _start(self, chunk: _Chunk, nbytes: int, *, written: bool) -> None:
         view = memoryview(chunk.memory)[: sectors(nbytes)]
         chunk.written = written
-        move = self._file.write if written else self._file.read
-        chunk.done = self._threads.submit(move, view, chunk.offset)
+        begin = self._file.begin_write if written else self._file.begin_read
+        chunk.done = begin(view, chunk.offset)
 
 
 def sectors(nbytes: int) -> int:

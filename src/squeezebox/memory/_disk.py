@@ -6,33 +6,56 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 import sys
 import tempfile
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from squeezebox.memory._elsewhere import Area, Elsewhere
 from squeezebox.memory._room import keep_freed, return_freed
 from squeezebox.schema import OptionError
 
+THREADS = 3  # a disk is slower where it waits for the next request
 SECTOR = 4096  # bytes at multiples of which a disk is read and written past the cache
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "rootfs", "hugetlbfs"})
 _MEMORY_DEVICE = re.compile(r"/dev/z?ram\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class DiskFolder:
+class DiskFolder(Elsewhere):
     """A folder that can be written to, and the name of its filesystem ("" where the system does not say)."""
 
     path: str
     filesystem: str
+    kind, most_bytes = "file", None
+    advice = (
+        "Free space there, set TMPDIR or make the plan with offload='another folder', or with a larger "
+        "budget, which offloads less or nothing.",
+        "Look after that disk, or make the plan with offload=False.",
+    )
 
     @property
     def is_in_memory(self) -> bool:
         """Whether what is written there takes memory."""
         return _memory_of(self.path) is not None
+
+    @property
+    def keeps_state(self) -> bool:
+        """A disk does."""
+        return not self.is_in_memory
+
+    def free_bytes(self) -> int:
+        """Of its disk."""
+        return shutil.disk_usage(self.path).free
+
+    def open(self) -> DiskFile:
+        """A new file there."""
+        return DiskFile(self.path)
 
     def __str__(self) -> str:
         return f"{self.path} ({self.filesystem})" if self.filesystem else self.path
@@ -138,7 +161,7 @@ def _plain(field: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
 
 
-class DiskFile:
+class DiskFile(Area):
     """A file without a name, so that nothing is left of it however the process ends.
 
     It is written and read past the system's cache (direct I/O), and where the filesystem has no such way,
@@ -147,14 +170,21 @@ class DiskFile:
     Offsets, sizes and addresses of buffers are multiples of :data:`SECTOR`. Every method raises OSError.
     """
 
+    fills_anything = False
+
     def __init__(self, folder: str, *, direct: bool = True) -> None:
         file = tempfile.TemporaryFile(dir=folder, buffering=0)
         return_freed()
-        self.close = weakref.finalize(self, _close, file)
+        self._close = weakref.finalize(self, _close, file)
         self._descriptor = file.fileno()
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="squeezebox-offload")
         self.direct = direct and _set_direct(self._descriptor, True)
         if not self.direct:
             _advise(self._descriptor, "POSIX_FADV_RANDOM", 0, 0)  # which reads nothing ahead into the cache
+
+    def close(self) -> None:
+        """Give the disk's bytes back."""
+        self._close()
 
     def fileno(self) -> int:
         """Its descriptor."""
@@ -164,6 +194,18 @@ class DiskFile:
         """Have the disk set these bytes aside, so that writing them finds no full disk."""
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(self._descriptor, offset, nbytes)
+
+    def begin_write(self, data: memoryview, offset: int) -> Future[None]:
+        """Have a thread :meth:`write`."""
+        return self._threads.submit(self.write, data, offset)
+
+    def begin_read(self, data: memoryview, offset: int) -> Future[None]:
+        """Have a thread :meth:`read`."""
+        return self._threads.submit(self.read, data, offset)
+
+    def finish(self, *, wait: bool) -> None:
+        """Let the threads end after what was begun."""
+        self._threads.shutdown(wait=wait)
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write all of ``data`` to the disk."""

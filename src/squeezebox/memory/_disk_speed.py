@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from squeezebox.memory._chunks import CHUNK_BYTES, THREADS
-from squeezebox.memory._disk import DiskFile, DiskFolder
+from squeezebox.memory._chunks import CHUNK_BYTES
+from squeezebox.memory._disk import THREADS
+from squeezebox.memory._elsewhere import Elsewhere
 from squeezebox.memory._spill import Spill, full
 from squeezebox.schema import CaptureError
 
@@ -40,7 +41,7 @@ class DiskSpeed:
 
 
 @functools.cache
-def disk_speed(folder: DiskFolder) -> DiskSpeed:
+def disk_speed(folder: Elsewhere) -> DiskSpeed:
     """The median of a few rounds, measured once, in about 0.6 s, with some 300 MiB moved."""
     spill = Spill(folder)
     noise = torch.Generator().manual_seed(0)  # some disks write zeros faster than data
@@ -92,13 +93,13 @@ def _round(spill: Spill, data: torch.Tensor, out: torch.Tensor) -> list[float]:
     ]
 
 
-def _slowing(folder: DiskFolder, data: torch.Tensor) -> float:
+def _slowing(folder: Elsewhere, data: torch.Tensor) -> float:
     """Seconds a byte by which products take longer while threads write and read chunks.
 
     Raises:
         CaptureError: the disk is full.
     """
-    file, matrix = DiskFile(folder.path), torch.ones(_SIZE, _SIZE, device="cpu")
+    file, matrix = folder.open(), torch.ones(_SIZE, _SIZE, device="cpu")
     moved, ended = [0] * THREADS, threading.Event()
     try:
         file.reserve(0, THREADS * CHUNK_BYTES)
@@ -108,10 +109,10 @@ def _slowing(folder: DiskFolder, data: torch.Tensor) -> float:
     def move(number: int) -> None:
         memory = memoryview(mmap.mmap(-1, CHUNK_BYTES))
         memory[:] = data.numpy().tobytes()
-        for way in itertools.cycle((file.write, file.read)):
+        for way in itertools.cycle((file.begin_write, file.begin_read)):
             if ended.is_set():
                 return
-            way(memory, number * CHUNK_BYTES)
+            way(memory, number * CHUNK_BYTES).result()
             moved[number] += CHUNK_BYTES
 
     def computed() -> float:
@@ -135,5 +136,6 @@ def _slowing(folder: DiskFolder, data: torch.Tensor) -> float:
             ended.set()
     for each in moving:
         each.result()  # where the disk has failed
+    file.finish(wait=True)
     file.close()
     return max(0.0, found)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 import weakref
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 import torch
 
-from squeezebox.memory._chunks import CHUNK_BYTES, CHUNKS, Chunks, sectors
-from squeezebox.memory._disk import DiskFile, DiskFolder, usual_folder
+from squeezebox.memory._chunks import CHUNK_BYTES, CHUNKS, Bytes, Chunks, sectors
+from squeezebox.memory._disk import usual_folder
+from squeezebox.memory._elsewhere import Area, Elsewhere
 from squeezebox.schema import CaptureError, OffloadRecord
 
 Key = TypeVar("Key")
@@ -70,9 +70,9 @@ class Spill:
         folder: where the file is made when the first tensor comes; see :func:`usual_folder`.
     """
 
-    def __init__(self, folder: DiskFolder | None = None) -> None:
+    def __init__(self, folder: Elsewhere | None = None) -> None:
         self.folder = folder  # of the next file
-        self._file: DiskFile | None = None
+        self._file: Area | None = None
         self._chunks: Chunks | None = None
         self._end = 0
         self._living = 0
@@ -116,17 +116,29 @@ class Spill:
             CaptureError: the file cannot be read.
         """
         slot.was_read = True
-        assert self._chunks is not None  # as long as a slot lives
+        assert self._file is not None and self.folder is not None  # as long as a slot lives
         data = out.view(torch.uint8).numpy()
         try:
-            for start, stop in slot.parts():
-                self._chunks.get(slot.offset + start, data[start:stop])
-                self._fetch_ahead(slot, start)
+            (self._read_at_once if self._file.fills_anything else self._read_in_turn)(slot, data)
         except OSError as error:
             raise CaptureError(
-                f"{slot.nbytes} bytes offloaded to {self.folder} do not come back: {error}. Look after that "
-                "disk, or make the plan with offload=False."
+                f"{slot.nbytes} bytes offloaded to {self.folder} do not come back: {error}. "
+                f"{self.folder.advice[1]}"
             ) from error
+
+    def _read_in_turn(self, slot: Slot, data: Bytes) -> None:
+        assert self._chunks is not None
+        for start, stop in slot.parts():
+            self._chunks.get(slot.offset + start, data[start:stop])
+            self._fetch_ahead(slot, start)
+
+    def _read_at_once(self, slot: Slot, data: Bytes) -> None:
+        assert self._chunks is not None
+        parts = [(slot.offset + start, data[start:stop]) for start, stop in slot.parts()]
+        arriving = [self._chunks.begin_get(*part) for part in parts]
+        self._fetch_ahead(slot, 0)
+        for each in reversed(arriving):  # they come in order, so that one wait is enough
+            each.result()
 
     def settle(self) -> None:
         """Wait until everything is on the disk, from where it is read from now on."""
@@ -164,15 +176,15 @@ class Spill:
             if self._end + sectors(nbytes) > self._most_bytes:
                 file.reserve(self._end, sectors(nbytes))
         except OSError as error:
-            raise CaptureError(full(nbytes, self._end, self.folder, error)) from error
+            raise CaptureError(full(nbytes, self._end, self.folder or usual_folder(), error)) from error
         offset, self._end = self._end, self._end + sectors(nbytes)
         self._most_bytes = max(self._most_bytes, self._end)
         return offset
 
-    def _opened(self) -> DiskFile:
+    def _opened(self) -> Area:
         if self._file is None:
             self.folder = self.folder or usual_folder()
-            self._file, self._most_bytes = DiskFile(self.folder.path), 0
+            self._file, self._most_bytes = self.folder.open(), 0
             self._chunks = Chunks(self._file)
         return self._file
 
@@ -204,7 +216,7 @@ class Spill:
 BUFFER_BYTES = CHUNKS * CHUNK_BYTES
 
 
-def offload_record(folder: DiskFolder, file_bytes: int, *, direct: bool) -> OffloadRecord:
+def offload_record(folder: Elsewhere, file_bytes: int, *, direct: bool) -> OffloadRecord:
     """What ``file_bytes`` in that folder take; ``direct`` writes past the system's cache."""
     return OffloadRecord(
         folder=folder.path,
@@ -215,14 +227,13 @@ def offload_record(folder: DiskFolder, file_bytes: int, *, direct: bool) -> Offl
     )
 
 
-def full(nbytes: int, there: int, folder: DiskFolder | None, error: OSError) -> str:
+def full(nbytes: int, there: int, folder: Elsewhere, error: OSError) -> str:
     """What was wanted, what is left and what helps."""
     try:
-        free = f"has {shutil.disk_usage(folder.path if folder else '').free} bytes free"
+        free = f"has {folder.free_bytes()} bytes free"
     except OSError:
         free = "cannot be looked at"
     return (
         f"{nbytes} bytes could not be offloaded to {folder}, which {free}; {there} bytes are there already: "
-        f"{error}. Free space there, set TMPDIR or make the plan with offload='another folder', or with a "
-        "larger budget, which offloads less or nothing."
+        f"{error}. {folder.advice[0]}"
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from squeezebox.memory._chunks import CHUNK_BYTES, CHUNKS, Chunks, sectors
-from squeezebox.memory._disk import DiskFile, DiskFolder
+from squeezebox.memory._disk import DiskFolder
 from squeezebox.memory._spill import Successors, full
 from squeezebox.memory._stored import Absent, MovedWeight, StoredTensor, flat_in_memory
 from squeezebox.schema import CaptureError
@@ -64,7 +64,7 @@ class TensorFile:
     def __init__(self, folder: DiskFolder, *, reads_on: bool = False) -> None:
         self.folder = folder
         self._order: Successors[Place] | None = Successors() if reads_on else None
-        self._file = DiskFile(folder.path)
+        self._file = folder.open()
         self._chunks = Chunks(self._file)
         self._end = 0
         self._is_closed = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from numbers import Real
@@ -12,8 +13,9 @@ import torch
 
 from squeezebox import codecs
 from squeezebox.bounds import Comet, Controller, NoiseBudget
+from squeezebox.memory import Elsewhere
 from squeezebox.planning._choices import rehearsed
-from squeezebox.planning._plans import make_plan
+from squeezebox.planning._plans import make_plan, named_place
 from squeezebox.planning._state_costs import packed_updates
 from squeezebox.reports import StepPlan
 from squeezebox.schema import AttachError, OptionError
@@ -41,6 +43,7 @@ def attach(
     speed: str = "small",
     checks: bool = False,
     update_noise: float | None = None,
+    offload: bool | str | os.PathLike[str] | Elsewhere = True,
 ) -> Session:
     """Hold what training ``model`` saves between forward and backward in fewer bytes.
 
@@ -90,6 +93,8 @@ def attach(
         update_noise: allowed relative squared error of a parameter's update: the optimizer's state is packed
             in the fewest bits that have no more, 16 or 8 an element (see :func:`plan`). The loop stays as it
             is, with clipping, GradScaler and accumulation. None: state stays exact.
+        offload: for a budget as in :func:`plan`; for a plan, where tensors are moved to instead of where it
+            says, such as the ``squeezebox.memory.Neighbour`` that it was made with.
 
     Returns:
         The session, with ``report()``, ``step()``, ``measure_noise()``, ``state_dict()``, ``detach()``.
@@ -113,6 +118,7 @@ def attach(
         raise OptionError(f"on_mismatch {on_mismatch!r} is neither 'refuse' nor 'replan'.")
     _check_state(update_noise, planned=plan is not None or budget is not None)
     _check_codec(codec, speed, chosen_elsewhere=exact or plan is not None or budget is not None)
+    place = _place(offload, model, planned=plan is not None or budget is not None)
     replan = on_mismatch == "replan"
     if replan and plan is None and budget is None:
         raise OptionError("on_mismatch='replan' is for a plan or a budget; give one of them.")
@@ -131,6 +137,7 @@ def attach(
             noise=noise,
             exact=exact,
             arena=arena,
+            offload=offload,
         )
         noise, exact = None, False
     if plan is not None and (noise is not None or controller is not None or exact):
@@ -138,7 +145,7 @@ def attach(
     if plan is not None and arena and not plan.arena:
         plan = plan_with_places(plan)
     chosen = None if plan is not None else _controller(noise, controller, exact, optimizer is not None)
-    replanning = _replanning(model, plan, sample, loss_fn, optimizer) if plan and replan else None
+    replanning = _replanning(model, plan, sample, loss_fn, optimizer, place) if plan and replan else None
     places: Mapping[str, int] = {}
     if rehearse and (sample is not None or loss_fn is not None):
         sample, loss_fn = check_sample(sample, loss_fn)
@@ -149,6 +156,7 @@ def attach(
         optimizer,
         chosen,
         plan=plan,
+        place=place,
         replanning=replanning,
         checks_per_refresh=checks_per_refresh,
         arena=arena,
@@ -171,6 +179,17 @@ def _pack_state(
     except BaseException:
         engine.detach()
         raise
+
+
+def _place(
+    offload: bool | str | os.PathLike[str] | Elsewhere, model: torch.nn.Module, *, planned: bool
+) -> Elsewhere | None:
+    """Where a plan's tensors are moved to, if that is named; OptionError without a plan."""
+    if isinstance(offload, bool):
+        return None
+    if not planned:
+        raise OptionError("offload says where a plan moves tensors to; give budget or plan too.")
+    return named_place(offload, model)
 
 
 def _check_kinds(model: object, noise: object, controller: object, plan: object, checks: object) -> None:
@@ -224,6 +243,7 @@ def _replanning(
     sample: tuple[Any, Any] | None,
     loss_fn: LossFunction | None,
     optimizer: torch.optim.Optimizer | None,
+    place: Elsewhere | None,
 ) -> Replanning:
     """Holds the sample's shapes and target, not its inputs; cannot plan without sample and loss."""
     if sample is None or loss_fn is None:
@@ -238,7 +258,7 @@ def _replanning(
         noise=None if exact else plan.noise,
         exact=exact,
         arena=plan.arena,
-        offload=True if plan.offload is None else plan.offload.folder,
+        offload=place or (True if plan.offload is None else plan.offload.folder),
     )
     shapes = shapes_of(sample[0])
     return Replanning(plans={shapes: plan}, sample=shapes, target=sample[1], planner=make)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,12 +13,12 @@ import torch
 
 from squeezebox import planner
 from squeezebox.bounds import Controller
-from squeezebox.memory import within_room
+from squeezebox.memory import sectors, within_room
 from squeezebox.planning._profiles import run_step
 from squeezebox.planning._slicing import Slices
 from squeezebox.profiling import loads_named, routed, state_bytes
 from squeezebox.reports import StepPlan, exact_bytes
-from squeezebox.schema import Action, Budget, BudgetError, Option, Plan, StepProfile
+from squeezebox.schema import Action, Budget, BudgetError, Option, Plan, StepProfile, TensorProfile
 from squeezebox.session import begin
 from squeezebox.steps import TrainingStep, restored, tensors_in
 
@@ -30,7 +30,7 @@ def measured_noise(step: TrainingStep, plan: StepPlan) -> float | None:
     """Of a step under the plan, with its weights as they are; None where no gradient is other than zero."""
     model, loss_fn, plan = step.model, step.loss_fn, dataclasses.replace(plan, weights=None)
     with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
-        engine = begin(model, step.optimizer, None, plan=plan)
+        engine = begin(model, step.optimizer, None, plan=plan, place=step.folder)
         try:
             noise = engine.noise_of(lambda: run_step(step, engine.framed()))
             return None if math.isnan(noise) else noise
@@ -279,17 +279,39 @@ def _smallest(seen: StepProfile, noise: float, seconds: float) -> Choice:
     return Choice(seen, planner.smallest(_without_file(seen).profile, noise, seconds))
 
 
-def _without_file(seen: StepProfile) -> StepProfile:
-    """The step with nothing in a file that can be elsewhere."""
+def with_room(seen: StepProfile, nbytes: int) -> StepProfile:
+    """The step in which at most ``nbytes`` can be moved: of tensors that are dearest to hold otherwise."""
+
+    def dearness(tensor: TensorProfile) -> float:
+        saved = seen.saved_bytes[tensor.key]
+        moving = min(each.seconds for each in tensor.options if _is_moved(each))
+        others = (o.seconds for o in tensor.options if not _is_moved(o) and o.held_bytes < saved)
+        return (min(others, default=math.inf) - moving) / max(saved, 1)
+
+    movable = [each for each in seen.profile.tensors if any(map(_is_moved, each.options))]
+    crowded_out = set()
+    for each in sorted(movable, key=dearness, reverse=True):
+        taken = sectors(seen.saved_bytes[each.key])
+        if taken > nbytes:
+            crowded_out.add(each.key)
+        else:
+            nbytes -= taken
+    return _without_file(seen, crowded_out)
+
+
+def _without_file(seen: StepProfile, keys: Container[str] | None = None) -> StepProfile:
+    """The step with nothing in a file that can be elsewhere, or none of these."""
     tensors = tuple(
         dataclasses.replace(each, options=tuple(o for o in each.options if not _is_moved(o)) or each.options)
+        if keys is None or each.key in keys
+        else each
         for each in seen.profile.tensors
     )
     return dataclasses.replace(seen, profile=dataclasses.replace(seen.profile, tensors=tensors))
 
 
 def _is_moved(option: Option) -> bool:
-    return option.action is Action.OFFLOAD and option.codec == "file"
+    return option.action is Action.OFFLOAD and option.codec != "host"
 
 
 def fits(seen: StepProfile, budget: Budget) -> bool:

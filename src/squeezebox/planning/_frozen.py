@@ -208,7 +208,7 @@ def with_weights(seen: StepProfile, step: TrainingStep, weight_noise: float | No
     read = sum(len(profile.weights_at[name]) * nbytes for name, nbytes in sizes.items())
     hidden = seen.plain_seconds / max(read, 1)
     seconds = math.inf
-    if not folder.is_in_memory:
+    if folder.keeps_state:
         speed = disk_speed(folder)
         seconds = speed.returning + speed.slowing + max(0.0, speed.reading - hidden)
     rows = [_row(name, known[name], profile.weights_at[name], seconds, weight_noise) for name in sizes]

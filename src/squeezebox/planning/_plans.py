@@ -18,7 +18,7 @@ from squeezebox import codecs, planner
 from squeezebox.bounds import NoiseBudget
 from squeezebox.capture import SMALL_BYTES, foreign_hooks, refuse_transforms
 from squeezebox.memory import (
-    DiskFolder,
+    Elsewhere,
     disk_folder,
     disk_speed,
     offload_record,
@@ -34,6 +34,7 @@ from squeezebox.planning._choices import (
     measured_noise,
     plan_within,
     solved,
+    with_room,
 )
 from squeezebox.planning._frozen import weights_plan, with_weights
 from squeezebox.planning._profiles import (
@@ -60,18 +61,27 @@ from squeezebox.session import profile_with_places
 from squeezebox.steps import LossFunction, Progress, TrainingStep, batch_of, check_sample, device_of
 
 
-def named_folder(offload: bool | str | os.PathLike[str]) -> DiskFolder:
+def named_place(offload: bool | str | os.PathLike[str] | Elsewhere, model: torch.nn.Module) -> Elsewhere:
     """That of squeezebox.plan()'s argument.
 
     Raises:
-        OptionError: it is in memory, missing or not writable.
+        OptionError: it is in memory, missing or not writable; or a neighbour's, and the model on a device.
     """
-    return usual_folder() if isinstance(offload, bool) else disk_folder(offload)
+    if isinstance(offload, bool):
+        return usual_folder()
+    if not isinstance(offload, Elsewhere):
+        return disk_folder(offload)
+    if device_of(model).type != "cpu":
+        raise OptionError(
+            f"the model is on {device_of(model)}, whose tensors are moved to this host's memory, not to "
+            f"{offload}. Give offload=True."
+        )
+    return offload
 
 
-def with_folder(plan: StepPlan, folder: DiskFolder) -> StepPlan:
+def with_folder(plan: StepPlan, folder: Elsewhere) -> StepPlan:
     """The plan, saying where it moves tensors to, if any, and what that takes."""
-    saved = sum(each.saved_bytes for each in plan.tensors if each.option.codec == "file")
+    saved = sum(each.saved_bytes for each in plan.tensors if each.option.codec == folder.kind)
     others = (plan.optimizer, plan.weights)
     moved = [saved, *(0 if each is None else each.moved_bytes for each in others)]
     if not any(moved):
@@ -93,7 +103,7 @@ def make_plan(
     budget: int | str | None = None,
     noise: float | None = None,
     exact: bool = False,
-    offload: bool | str | os.PathLike[str] = True,
+    offload: bool | str | os.PathLike[str] | Elsewhere = True,
     recompute: bool = True,
     time_limit: float | None = None,
     arena: bool = False,
@@ -128,7 +138,8 @@ def make_plan(
             file is written and read past the system's page cache. Its price is measured: the disk's own
             speed, copies, and what computing loses meanwhile. The usual folder is the one for temporary
             files; where that is in memory (tmpfs), ``/var/tmp``, ``~/.cache/squeezebox`` or the working
-            directory. The plan says which.
+            directory. The plan says which. Or a ``squeezebox.memory.Neighbour``: memory that another process
+            lends. Gradients, optimizer state and weights do not go there, as it may end.
         recompute: whether tensors may be recomputed, by repeating operators.
         time_limit: of a step, as a multiple of the plain step's time, such as 1.3; instead of a budget: as
             little memory as fits the time.
@@ -170,7 +181,7 @@ def make_plan(
     _check_time_limit(time_limit, budget)
     factor, share = (0.0, False) if budget is None else size_named(budget)
     budget_bytes = factor if factor and not share else None
-    folder = named_folder(offload)
+    folder = named_place(offload, model)
     step = TrainingStep(
         model=model,
         sample=sample,
@@ -180,7 +191,7 @@ def make_plan(
         on_progress=on_progress,
         folder=folder,
         moves_weights=states is True
-        and (weight_noise is not None or (offload is not False and not folder.is_in_memory)),
+        and (weight_noise is not None or (offload is not False and folder.keeps_state)),
         splits_weights=states is True,
     )
     if load == "worst" and states:
@@ -205,6 +216,8 @@ def make_plan(
             seen = with_weights(seen, step, weight_noise)
             seen = with_states(seen, step, whole_peak, clip=clips, accumulate=accumulate, codes=codes)
         seen = without(seen, barred)
+        if folder.most_bytes is not None:
+            seen = with_room(seen, folder.most_bytes)
         return profile_with_places(seen) if arena else seen
 
     seen = held(seen)

@@ -84,7 +84,8 @@ def profile_step(
     controller = NoiseBudget(noise=step.noise) if step.noise else None
     with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
         engine = begin(model, step.optimizer, controller)
-        engine.store.spill.folder = step.folder
+        if step.folder is not None and step.folder.most_bytes is None:  # or else a disk takes what is tried
+            engine.store.spill.folder = step.folder
         if whole is not None:
             engine.store.late_values = {key: Role(role) for key, role in whole.late_values.items()}
         try:

@@ -258,7 +258,7 @@ def _seconds_a_byte(seen: StepProfile, step: TrainingStep, total: int) -> float:
     ``total`` are all bytes that the disk moves in the step, saved tensors too.
     """
     folder = step.folder or usual_folder()
-    if device_of(step.model).type != "cpu" or folder.is_in_memory:
+    if device_of(step.model).type != "cpu" or not folder.keeps_state:
         return math.inf
     speed, hidden = disk_speed(folder), _BACKWARD * seen.plain_seconds / max(total, 1)
     return _LEAST_SECONDS + 2 * speed.slowing + max(0.0, speed.writing + speed.reading - hidden)
@@ -271,7 +271,7 @@ def _repriced(profile: Profile, seen: StepProfile, step: TrainingStep, total: in
     def option(tensor: TensorProfile, given: Option) -> Option:
         if tensor.part is not Part.SAVED:
             return given
-        if given.action is not Action.OFFLOAD or given.codec != "file" or transfer is None:
+        if given.action is not Action.OFFLOAD or given.codec == "host" or transfer is None:
             return given
         again = 1 + len(tensor.gaps)
         seconds = seen.saved_bytes[tensor.key] * (transfer.leaving + again * transfer.returning)

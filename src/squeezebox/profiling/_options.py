@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from squeezebox import codecs
-from squeezebox.memory import DiskFolder
+from squeezebox.memory import Elsewhere
 from squeezebox.profiling._cache import as_known, outlived
 from squeezebox.profiling._gains import Gain
 from squeezebox.profiling._ledgers import now
@@ -103,7 +103,7 @@ class StepProfiler:
         self,
         device: torch.device,
         gains: Mapping[str, Gain] | None = None,
-        folder: DiskFolder | None = None,
+        folder: Elsewhere | None = None,
         known: Mapping[str, tuple[Option, ...]] | None = None,
     ) -> None:
         self._gains, self._known = gains or {}, known or {}

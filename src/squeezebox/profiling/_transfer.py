@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from squeezebox.memory import CudaStreams, DiskFolder, Staging, disk_speed, usual_folder
+from squeezebox.memory import CudaStreams, Elsewhere, Staging, disk_speed, usual_folder
 from squeezebox.profiling._ledgers import now
 
 _BLOCK, _BLOCKS = 1 << 24, 4  # bytes, and how many are moved there and back
@@ -26,7 +26,7 @@ class Transfer:
 
 
 def transfer_of(
-    device: torch.device, folder: DiskFolder | None, moved: Sequence[int], seconds: float
+    device: torch.device, folder: Elsewhere | None, moved: Sequence[int], seconds: float
 ) -> Transfer | None:
     """To where tensors of a device can be moved, if that saves memory.
 
@@ -41,7 +41,7 @@ def transfer_of(
     return _to_host(device, max(moved, default=0))
 
 
-def _to_disk(folder: DiskFolder, total: int, seconds: float) -> Transfer | None:
+def _to_disk(folder: Elsewhere, total: int, seconds: float) -> Transfer | None:
     """The disk works while the step goes on: what it takes in all is less by that, and shared by all bytes.
 
     So that is right where most of them are moved, and too much where few are.
@@ -50,7 +50,7 @@ def _to_disk(folder: DiskFolder, total: int, seconds: float) -> Transfer | None:
         return None
     speed, hidden = disk_speed(folder), seconds / max(total, 1)
     return Transfer(
-        "file",
+        folder.kind,
         leaving=speed.leaving + speed.slowing + max(0.0, speed.writing - _FORWARD * hidden),
         returning=speed.returning + speed.slowing + max(0.0, speed.reading - (1 - _FORWARD) * hidden),
     )

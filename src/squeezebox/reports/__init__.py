@@ -35,18 +35,11 @@ from squeezebox.reports._pipeline import (
     trace_events,
 )
 from squeezebox.reports._plan import PlannedTensor, StepPlan, exact_bytes, explain, explain_floor, load_plan
-from squeezebox.reports._report import (
-    BYTE_UNITS,
-    CompiledReport,
-    CompiledTensor,
-    Report,
-    human_bytes,
-    parse_size,
-)
+from squeezebox.reports._report import CompiledReport, CompiledTensor, Report
 from squeezebox.reports._rewrites import Rewrite, Rewrites, load_rewrites
 from squeezebox.reports._svg import ChartKind, ChartSpan, PipelineChart, draw_svg
 from squeezebox.reports._timeline import Timeline, timeline_events
-from squeezebox.schema import require_writable, write_whole
+from squeezebox.schema import BYTE_UNITS, human_bytes, parse_size, require_writable, write_whole
 
 __all__ = [
     "BYTE_UNITS",

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from squeezebox.reports._report import human_bytes
 from squeezebox.schema import (
     CheckedEnvironment,
     CheckedPackage,
@@ -16,6 +15,7 @@ from squeezebox.schema import (
     Waste,
     checked,
     decoded,
+    human_bytes,
     load_json,
     plain_fields,
     save_json,

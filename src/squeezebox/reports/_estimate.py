@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from squeezebox.reports._plan import StepPlan
-from squeezebox.reports._report import human_bytes
-from squeezebox.schema import Call, Peak, checked, decoded, load_json, plain_fields, save_json
+from squeezebox.schema import Call, Peak, checked, decoded, human_bytes, load_json, plain_fields, save_json
 
 _WHERE = ("phase", "module", "operator")  # of the peak's call, which a file has by themselves too
 

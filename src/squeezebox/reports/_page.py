@@ -11,8 +11,15 @@ from dataclasses import fields
 from importlib.resources import files
 from typing import Any
 
-from squeezebox.reports._report import human_bytes
-from squeezebox.schema import BoundRecord, Forecast, LiveSample, SavedTensor, StepTimeline, TimelineCell
+from squeezebox.schema import (
+    BoundRecord,
+    Forecast,
+    LiveSample,
+    SavedTensor,
+    StepTimeline,
+    TimelineCell,
+    human_bytes,
+)
 
 # Beyond these numbers rows are added up in one, and the rest left out: a file stays under 500 kB.
 _MOST_LAYERS, _MOST_CELLS, _MOST_TENSORS = 250, 400, 300

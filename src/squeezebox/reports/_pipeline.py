@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from squeezebox.reports._report import human_bytes
 from squeezebox.reports._svg import ChartSpan, PipelineChart
 from squeezebox.schema import (
     PipelinePlan,
     StageMemory,
     StagePlan,
     checked,
+    human_bytes,
     load_json,
     plain_fields,
     save_json,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from squeezebox.reports._report import human_bytes, offloaded
+from squeezebox.reports._report import offloaded
 from squeezebox.schema import (
     Action,
     FormatError,
@@ -23,6 +23,7 @@ from squeezebox.schema import (
     WeightsPlan,
     checked,
     checked_flat,
+    human_bytes,
     load_json,
     plain_fields,
     plain_flat,

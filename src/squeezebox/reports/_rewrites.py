@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from squeezebox.reports._report import human_bytes
-from squeezebox.schema import decoded, load_json, plain_fields, save_json
+from squeezebox.schema import decoded, human_bytes, load_json, plain_fields, save_json
 
 _PLACES = 3  # named in text; JSON has all
 _AGAIN = "squeezebox.rewrite(...).rewrites.save(path)"

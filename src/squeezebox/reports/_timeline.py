@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from squeezebox.reports._page import PHASES, UNITS, owner, timeline_html
-from squeezebox.reports._report import human_bytes
 from squeezebox.schema import (
     Activity,
     FormatError,
     Span,
     StepTimeline,
     decoded,
+    human_bytes,
     load_json,
     plain_fields,
     write_whole,

@@ -86,6 +86,7 @@ from squeezebox.schema._saved import (
     StepStatistics,
     TensorStatistics,
 )
+from squeezebox.schema._sizes import BYTE_UNITS, human_bytes, parse_size
 from squeezebox.schema._trace import (
     Activity,
     BoundRecord,
@@ -106,6 +107,7 @@ from squeezebox.schema._trace import (
 from squeezebox.schema._version import __version__
 
 __all__ = [
+    "BYTE_UNITS",
     "Action",
     "Activity",
     "ArenaRecord",
@@ -184,7 +186,9 @@ __all__ = [
     "checked_flat",
     "decoded",
     "door",
+    "human_bytes",
     "load_json",
+    "parse_size",
     "plain",
     "plain_flat",
     "plain_fields",

@@ -17,7 +17,7 @@ import torch
 
 from squeezebox.bounds import Planned
 from squeezebox.capture import Installation, Recorder, Slicer, Store, is_innermost
-from squeezebox.memory import PeakMeter, Weights, live_bytes
+from squeezebox.memory import Elsewhere, PeakMeter, Weights, live_bytes
 from squeezebox.optim import Updates
 from squeezebox.reports import StepPlan
 from squeezebox.schema import Action, AttachError, Region, Role
@@ -64,12 +64,14 @@ class Engine:
         policy: BoundPolicy,
         checks_per_refresh: int = 1,
         plan: StepPlan | None = None,
+        place: Elsewhere | None = None,
         replanning: Replanning | None = None,
         overlapping: bool = False,
         arena: bool = False,
     ) -> None:
         self.model, self.optimizer, self.policy = model, optimizer, policy
         self.store = Store(policy)
+        self.store.spill.folder = place
         if not policy.on_host:
             self.store.use_device(device_of(model))
         if arena:

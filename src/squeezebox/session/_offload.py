@@ -20,6 +20,7 @@ from squeezebox.memory import (
     aligned,
     disk_folder,
     movable_weights,
+    sectors,
 )
 from squeezebox.optim import Updates, splittable
 from squeezebox.reports import StepPlan, human_bytes
@@ -118,11 +119,26 @@ def make_room(store: Store, plan: StepPlan, notes: dict[str, None]) -> None:
     """Have a session's tensors go where the plan says; another folder than the plan's is noted.
 
     Raises:
-        OptionError: tensors are moved, and there is no folder on a disk.
+        OptionError: tensors are moved, and there is no folder on a disk, or the neighbour's memory is
+            missing or too small.
     """
-    store.plan_arena(*places_of(plan))
-    if plan.keys(Action.OFFLOAD) and store.staging is None:
-        store.spill.folder = _folder_of(plan, notes)
+    packed, moved = places_of(plan)
+    store.plan_arena(packed, moved)
+    if not moved or store.staging is not None:
+        return
+    if store.spill.folder is None and any(each.option.codec == "neighbour" for each in plan.tensors):
+        where = "a neighbour" if plan.offload is None else plan.offload.folder
+        raise OptionError(
+            f"the plan moves tensors to {where}, and no neighbour was given: pass attach(..., "
+            "offload=squeezebox.memory.Neighbour(rank=...)), or make a plan with another offload."
+        )
+    place = store.spill.folder = store.spill.folder or _folder_of(plan, notes)
+    needed = sum(map(sectors, moved))
+    if place.most_bytes is not None and needed > place.most_bytes:
+        raise OptionError(
+            f"the plan moves {human_bytes(needed)}, and {place} has {human_bytes(place.most_bytes)}. "
+            f"{place.advice[0]}"
+        )
 
 
 def updates_of(

@@ -13,7 +13,7 @@ import torch
 from squeezebox import bounds, codecs
 from squeezebox.bounds import Controller, NoiseBudget
 from squeezebox.capture import check_supported
-from squeezebox.memory import HEADROOM
+from squeezebox.memory import HEADROOM, Elsewhere
 from squeezebox.reports import Report, StepPlan, Timeline
 from squeezebox.schema import AttachError, OptionError
 from squeezebox.session._engine import Engine, attached
@@ -29,6 +29,7 @@ def begin(
     controller: Controller | None,
     *,
     plan: StepPlan | None = None,
+    place: Elsewhere | None = None,
     replanning: Replanning | None = None,
     checks_per_refresh: int = 1,
     overlapping: bool = False,
@@ -42,7 +43,8 @@ def begin(
     """For a model that has none and can have one; without controller and plan nothing is lost.
 
     ``overlapping``: every forward is a step of its own, whatever still waits for its backward; no peak is
-    measured, which would be of several at once. ``places``: what an arena is laid out for, in bytes by key.
+    measured, which would be of several at once. ``place``: where the plan's tensors are moved to, instead of
+    where it says. ``places``: what an arena is laid out for, in bytes by key.
     ``checks``: look for saved tensors that are overwritten. ``waits``: steps wait until kernels are compiled,
     where they are not; else their tensors are held exactly until then.
     """
@@ -59,7 +61,7 @@ def begin(
             "parameters, such as torch.optim.SGD(model.parameters(), lr=0.1), or leave it out."
         )
     policy = BoundPolicy(controller, device_of(model).type == "cpu", codec, family)
-    engine = Engine(model, optimizer, policy, checks_per_refresh, plan, replanning, overlapping, arena)
+    engine = Engine(model, optimizer, policy, checks_per_refresh, plan, place, replanning, overlapping, arena)
     if engine.store.reserve is not None and places:
         engine.store.reserve.plan(places, HEADROOM)
     engine.recorder.hooks.checks = checks

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from squeezebox.memory import DiskFolder, lacks_memory
+from squeezebox.memory import Elsewhere, lacks_memory
 from squeezebox.schema import OptionError, SqueezeboxError
 from squeezebox.steps._models import random_states, restored, tensors_in, ungraded
 
@@ -120,7 +120,7 @@ class TrainingStep:
     loss_fn: LossFunction
     optimizer: torch.optim.Optimizer | None = None
     noise: float = 0.0
-    folder: DiskFolder | None = None
+    folder: Elsewhere | None = None
     on_progress: Progress | None = None
     moves_weights: bool = False
     splits_weights: bool = False
