@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
+from squeezebox.gradients._auto import AUTO, Chooser, ExchangePlan
 from squeezebox.gradients._coders import CODERS, Coder
+from squeezebox.gradients._costs import WHOLE, begin
 from squeezebox.gradients._exchange import Exchange
 from squeezebox.gradients._hook import Buckets, Future, hook_of
 from squeezebox.gradients._link import all_reduce_bytes, group_like
@@ -25,11 +28,12 @@ from squeezebox.gradients._low_rank import LowRank
 from squeezebox.gradients._ranks import Worker, own_store
 from squeezebox.gradients._residuals import Names, Residuals
 from squeezebox.gradients._turn import Turn
+from squeezebox.planner import Way
 from squeezebox.schema import FormatError, OptionError, RankError
 
-WHOLE = {"plain": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 POWER = "powersgd"
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_USUAL_NOISE = 1e-2  # that "auto" keeps to
 _FASTEST = 2.0  # factor by which a pass may change the level
 _serials = itertools.count()  # compressions of a process, in the order that all ranks make them in
 
@@ -71,12 +75,20 @@ class CompressedGradients:
         self._sizes = {name: each.numel() for name, each in named}
         self._residuals = Residuals(self._sizes)
         self._keeps_unused = ddp.find_unused_parameters
-        self._coder, self._dtype = CODERS.get(method), WHOLE.get(method)
+        self._usual = ("plain" if method == AUTO else method, 1.0)
+        self._ways: dict[Names, tuple[str, float]] = {}  # of groups that a plan has chosen
+        coder = CODERS.get(method)
         shapes = {name: each.shape for name, each in named}
         self._low_rank = LowRank(rank or 1, shapes) if method == POWER else None
-        self._owes = self._coder is not None or self._low_rank is not None
-        self._buckets = Buckets({id(each): name for name, each in named}, owes=self._owes)
-        self._level = 1.0 if self._coder is None else self._coder.start(noise, ratio)
+        owes = coder is not None or self._low_rank is not None
+        self._buckets = Buckets({id(each): name for name, each in named}, owes=owes)
+        self._level = 1.0 if coder is None else coder.start(noise, ratio)
+        self._is_steered = coder.steered if coder is not None else method == AUTO
+        self._plan: ExchangePlan | None = None
+        self._chooser = Chooser(self._sizes, noise or _USUAL_NOISE) if method == AUTO else None
+        self._held: list[tuple[Names, Tensor]] = []  # gradients of a pass in which arrivals are measured
+        self._is_synced = False  # whether the newest forward's gradients are exchanged
+        self._hooks = self._listen(ddp, named) if method == AUTO else []
         self._turns: list[Turn] = []
         self._passes = 0
         self._is_closed = False
@@ -95,16 +107,34 @@ class CompressedGradients:
 
     @property
     def level(self) -> float:
-        """How much may be lost now, in the method's unit: a share of a root mean square, say."""
+        """How much may be lost now, in the method's unit: a share of a root mean square, say.
+
+        With "auto", times the level of each group's plan.
+        """
         return self._level
+
+    @property
+    def plan(self) -> ExchangePlan | None:
+        """What "auto" has chosen; None before, and with other methods."""
+        return self._plan if self._chooser is not None and self._chooser.is_done else None
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """What each way of sending took when "auto" measured it; none before, and with other methods."""
+        return () if self._chooser is None else self._chooser.ways
 
     def take(self, bucket: GradBucket) -> Future[Tensor]:
         """DDP's hook: what one bucket's gradients become."""
         future = self._buckets.take(bucket, self._passes, self._start)
         if bucket.is_last():
+            for names, flat in self._held:
+                self._send(names, flat)
             self._worker.finish()
             self._buckets.finish()
+            if self._chooser is not None and not self._chooser.is_done:
+                self._choose(self._chooser)
             self._account()
+            self._held, self._is_synced = [], False
         return future
 
     def state_dict(self) -> dict[str, Any]:
@@ -121,6 +151,7 @@ class CompressedGradients:
             "method": self.method,
             "rank": None if self._low_rank is None else self._low_rank.rank,
             "factors": None if self._low_rank is None else self._low_rank.state(groups),
+            "plan": None if self.plan is None else self.plan.to_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -138,6 +169,9 @@ class CompressedGradients:
         self._residuals.restore(state["residuals"])
         self._level, self._passes = state["level"], state["passes"]
         self._buckets.groups = tuple(tuple(names) for names in state["groups"])
+        if state["plan"] is not None and self._chooser is not None:
+            self._follow(ExchangePlan.from_dict(state["plan"]))
+            self._end_choice(self._chooser)
         if self._low_rank is not None:
             self._low_rank.restore(self._buckets.groups, state["factors"])
 
@@ -146,34 +180,103 @@ class CompressedGradients:
         if self._is_closed:
             return
         self._is_closed = True
+        for hook in self._hooks:
+            hook.remove()
         self._worker.stop()
         if dist.is_initialized():
             dist.destroy_process_group(self._exchange.group)
         del self._exchange
 
+    def _listen(
+        self, ddp: DistributedDataParallel, named: Sequence[tuple[str, nn.Parameter]]
+    ) -> list[RemovableHandle]:
+        """Hear when forward ends, and when each gradient is there."""
+
+        def forward_ended(*_: object) -> None:
+            if torch.is_grad_enabled():
+                self._is_synced = ddp.require_backward_grad_sync
+            if self._is_synced:
+                self._held = []
+                self._buckets.begin(self._passes)
+                if self._chooser is not None:
+                    self._chooser.arrivals.begin()
+
+        def hear(name: str, parameter: nn.Parameter) -> RemovableHandle:
+            listen: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
+            return listen(lambda it: self._arrive(name, it.grad))
+
+        return [ddp.register_forward_hook(forward_ended), *(hear(*each) for each in named)]
+
+    def _arrive(self, name: str, gradient: Tensor | None) -> None:
+        if not self._is_synced or gradient is None:
+            return
+        if self._chooser is not None and self._chooser.is_measuring:
+            self._chooser.arrivals.note(name)
+        elif self._buckets.planned:
+            self._buckets.arrive(name, gradient, self._start)
+
+    def _choose(self, chooser: Chooser) -> None:
+        """Follow another plan in the next pass, if it is time to."""
+        groups = [(each.names, each.flat) for each in self._turns]
+        plan = chooser.end_pass(groups, self._exchange, self._worker)
+        if plan is not None:
+            self._follow(plan)
+        if chooser.is_done:
+            self._end_choice(chooser)
+
+    def _follow(self, plan: ExchangePlan) -> None:
+        self._ways = {each.names: (each.method, each.level) for each in plan.groups}
+        self._noise, self._plan = plan.noise, plan
+        self._buckets.planned = not plan.follows_buckets
+        self._buckets.groups = tuple(self._ways)
+
+    def _end_choice(self, chooser: Chooser) -> None:
+        """The plan stays. What the others owe goes with the next gradients."""
+        chooser.is_done, self._buckets.owes = True, True
+        if not self._buckets.planned:
+            for hook in self._hooks:
+                hook.remove()
+
     def _start(self, names: Names, flat: Tensor) -> None:
-        """Have a group's gradients exchanged."""
-        sizes = [self._sizes[name] for name in names]
-        is_packed = self._owes and self._passes > (0 if self._low_rank is None else 1)
-        residual = self._residuals.of(names, flat.dtype) if is_packed else flat
+        """Have a group's gradients exchanged, at the end if arrivals are measured."""
+        if self._chooser is not None and self._chooser.is_measuring:
+            self._held.append((names, flat))
+        else:
+            self._send(names, flat)
+
+    def _send(self, names: Names, flat: Tensor) -> None:
+        method, level = self._ways.get(names, self._usual)
+        coder = CODERS.get(method)
+        is_packed = self._passes > 0 if coder else method == POWER and self._passes > 1
         turn = Turn(
+            names=names,
             flat=flat,
-            sizes=sizes,
-            residual=residual,
-            level=self._level,
+            sizes=[self._sizes[name] for name in names],
+            residual=self._residuals.of(names, flat.dtype) if is_packed else flat,
+            level=self._level * level,
             step=self._passes,
             keeps_unused=self._keeps_unused,
         )
         self._turns.append(turn)
-        if self._coder is not None and is_packed:
-            self._worker.submit(turn.begin_packed(self._coder, self._exchange))
-        elif self._low_rank is not None and is_packed:
+        if self._low_rank is not None and is_packed:
             draws = not self._low_rank.knows(names)
-            self._worker.submit(turn.begin_low_rank(self._low_rank, names, self._exchange))
+            self._worker.submit(turn.begin_low_rank(self._low_rank, self._exchange))
             if draws:  # from the global generator, which recomputing in backward may want meanwhile
                 self._worker.finish()
-        else:
-            self._worker.submit(turn.begin_whole(self._exchange, self._dtype))
+            return
+        if self._plan is not None and not is_packed:
+            self._settle(turn)
+        self._worker.submit(begin(turn, method if is_packed or method in WHOLE else "plain", self._exchange))
+
+    def _settle(self, turn: Turn) -> None:
+        """A group that a plan sends whole takes along what is owed, and counts among all gradients."""
+        if self._chooser is not None and self._chooser.is_done:
+            owed = self._residuals.take(turn.names, turn.flat.dtype)
+            if owed is not None:
+                turn.flat.add_(owed)
+        if any(method in CODERS for method, _ in self._ways.values()):
+            norm = float(torch.linalg.vector_norm(turn.flat, dtype=torch.float64))
+            turn.wanted_squares = norm * norm if math.isfinite(norm) else 0.0
 
     def _account(self) -> None:
         """Add up a pass, and set the level of the next one."""
@@ -194,7 +297,7 @@ class CompressedGradients:
             noise=noises / self._passes,
             whole=self.total.whole + self.last.whole,
         )
-        if self._coder is not None and self._coder.steered and self._passes > 1 and not self.last.whole:
+        if self._is_steered and self._passes > 1 and self.last.noise and not self.last.whole:
             self._level *= self._steered(turns)
 
     def _steered(self, turns: list[Turn]) -> float:
@@ -230,10 +333,11 @@ def compress_gradients(
     Args:
         ddp: on CPUs; its gradients are floating-point.
         method: "entropy" (fewest bytes) or "planes" (fastest) hold every element within a share of its
-            parameter's root mean square; "powersgd", "top-k", "random-k", "1-bit", "fp16", "bf16" are there
-            to compare with, and "plain" is DDP's own exchange.
+            parameter's root mean square; "auto" chooses what is sent together, and how, by what it takes
+            here; "powersgd", "top-k", "random-k", "1-bit", "fp16", "bf16" are there to compare with, and
+            "plain" is DDP's own exchange.
         noise: squared error over squared gradient that packing may cause in each backward, such as 0.1; the
-            bound follows what was measured. 0 sends gradients as they are.
+            bound follows what was measured. 0 sends gradients as they are. For "auto" 0.01 unless given.
         ratio: how many times fewer bytes to send, such as 50, instead of noise; 1 sends gradients as they
             are.
         rank: of "powersgd", the columns of the two matrices that stand for a gradient, usually 1 to 4
@@ -268,20 +372,22 @@ def _check_options(
     method: str, noise: float | None, ratio: float | None, rank: int | None, patience: float
 ) -> None:
     coder: Coder | None = CODERS.get(method)
-    if coder is None and method != POWER and method not in WHOLE:
-        raise OptionError(f"no method '{method}'; there are {', '.join([*CODERS, POWER, *WHOLE])}.")
+    if coder is None and method not in (AUTO, POWER) and method not in WHOLE:
+        raise OptionError(f"no method '{method}'; there are {', '.join([AUTO, *CODERS, POWER, *WHOLE])}.")
     if rank is not None and not (method == POWER and isinstance(rank, int) and rank >= 1):
         raise OptionError(
             f"rank={rank} with method '{method}': it is the number of columns, from 1, of the matrices of "
             f"'{POWER}'. Leave it out, or take that with rank=1 to 4."
         )
     steered = coder is not None and coder.steered
-    if not steered and (noise or ratio not in (None, 1)):
+    if method == AUTO and ratio is not None:
+        raise OptionError(f"method 'auto' keeps to noise, got ratio={ratio}. Give noise={_USUAL_NOISE}, say.")
+    if not steered and method != AUTO and (noise or ratio not in (None, 1)):
         raise OptionError(
             f"method '{method}' has one size of messages, got noise={noise} and ratio={ratio}. Leave them "
             "out, or take 'entropy'."
         )
-    bounded = method in ("entropy", "planes")
+    bounded = method in ("entropy", "planes", AUTO)
     if noise is not None and not (0.0 <= noise < 1.0 and (bounded or noise == 0)):
         raise OptionError(
             f"noise={noise} with method '{method}': it is a share of the squared gradient from 0 to 1, which "

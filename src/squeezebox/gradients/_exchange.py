@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,13 +36,20 @@ class Exchange:
         self.sent_bytes += all_reduce_bytes(nbytes, self.ranks)
 
     def counts(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Every rank's numbers, by rank."""
-        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        found = mine.new_empty((self.ranks, len(numbers)))
-        self.sent_bytes += (self.ranks - 1) * mine.nbytes
-        dist.all_gather(list(found.unbind()), mine, group=self.group)
-        rows: list[list[int]] = found.tolist()
+        """Every rank's integers, by rank."""
+        rows: list[list[int]] = self._rows(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
         return rows
+
+    def numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Every rank's numbers, by rank."""
+        rows: list[list[float]] = self._rows(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
+        return rows
+
+    def first_text(self, text: str) -> str:
+        """The first rank's text."""
+        mine = torch.frombuffer(bytearray(text.encode() if self.rank == 0 else b" "), dtype=torch.uint8)
+        sizes = [row[0] for row in self.counts([mine.numel()])]
+        return bytes(self.gather(mine, sizes)[0].numpy()).decode()
 
     def gather(self, message: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """Every rank's message, whose sizes are known; they go as long as the longest."""
@@ -62,3 +70,10 @@ class Exchange:
             found, mine, list(sizes), [each.numel() for each in messages], group=self.group
         )
         return list(found.split(list(sizes)))
+
+    def _rows(self, mine: Tensor) -> list[list[Any]]:
+        found = mine.new_empty((self.ranks, mine.numel()))
+        self.sent_bytes += (self.ranks - 1) * mine.nbytes
+        dist.all_gather(list(found.unbind()), mine, group=self.group)
+        rows: list[list[Any]] = found.tolist()
+        return rows

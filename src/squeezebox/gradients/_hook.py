@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
 from squeezebox.gradients._residuals import Names
+from squeezebox.schema import OptionError
 
 Start = Callable[[Names, Tensor], None]
 Future = torch.futures.Future
@@ -21,7 +22,7 @@ class _Group:
     """Parameters that go together, and what of their gradients has come."""
 
     names: Names
-    parts: dict[str, Tensor]
+    parts: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Buckets:
@@ -31,57 +32,83 @@ class Buckets:
     gradients came. So a process's first pass, and the second one of all, collect the ``groups`` of the pass
     before: a resumed training then goes on to the bit as if it had not stopped. Where nothing is owed
     (``owes`` is False) groups are DDP's buckets in every pass, which keeps its order of sums.
+
+    Groups that are ``planned`` are collected in every pass, from single gradients too, which :meth:`arrive`
+    before their bucket does. They start in their order, which is the same on all ranks.
     """
 
     def __init__(self, names: Mapping[int, str], *, owes: bool) -> None:
-        self._names, self._owes = names, owes
+        self._names = names
+        self.owes, self.planned = owes, False
         self.groups: tuple[Names, ...] = ()
         self._own_passes = 0  # of this process
         self._seen: list[Names] = []
+        self._waiting: list[_Group] = []  # in their order
         self._open: dict[str, _Group] = {}
-        self._scattered: list[tuple[Tensor, list[Tensor]]] = []
+        self._views: dict[str, Tensor] = {}
+        self._collected: list[tuple[Names, Tensor]] = []
         self._buffers: list[tuple[Future[Tensor], Tensor]] = []
+
+    def begin(self, step: int) -> None:
+        """Pass ``step`` begins; one that was broken off is forgotten."""
+        self._seen, self._buffers, self._collected, self._views = [], [], [], {}
+        collects = self.planned or (self.owes and (step == 1 or self._own_passes == 0))
+        self._waiting = [_Group(names=names) for names in self.groups if collects]
+        self._open = {name: group for group in self._waiting for name in group.names}
+
+    def arrive(self, name: str, gradient: Tensor, start: Start) -> None:
+        """A gradient of a planned group is there.
+
+        Raises:
+            OptionError: a part of it went already.
+        """
+        if name in self._open[name].parts:
+            raise OptionError(
+                f"the gradient of '{name}' came in two parts, as with reentrant checkpoints, and 'auto' had "
+                "its first part on the way. Take use_reentrant=False, or another method."
+            )
+        self._open[name].parts[name] = gradient
+        self._start_complete(start)
 
     def take(self, bucket: GradBucket, step: int, start: Start) -> Future[Tensor]:
         """Start what is complete with this bucket of pass ``step``; :meth:`finish` fulfils the future."""
-        if bucket.index() == 0:
-            self._begin(collects=self._owes and (step == 1 or self._own_passes == 0))
+        if bucket.index() == 0 and not (self.planned and self._open):
+            self.begin(step)
         names = tuple(self._names[id(each)] for each in bucket.parameters())
         self._seen.append(names)
-        if not self._open or names in self.groups:
-            start(names, bucket.buffer())
-        else:
+        if self._open:
             self._collect(names, bucket.gradients(), start)
+        else:
+            start(names, bucket.buffer())
         future: Future[Tensor] = Future()
         self._buffers.append((future, bucket.buffer()))
         return future
 
     def finish(self) -> None:
         """All groups have their mean: hand it to DDP."""
-        for flat, parts in self._scattered:
+        for names, flat in self._collected:
+            parts = [self._views[name] for name in names]
             for part, mean in zip(parts, flat.split([each.numel() for each in parts]), strict=True):
                 part.copy_(mean.view_as(part))
         for future, buffer in self._buffers:
             future.set_result(buffer)
-        self._buffers, self._scattered = [], []
-        if self._own_passes or not self.groups:
+        if not self.planned and (self._own_passes or not self.groups):
             self.groups = tuple(self._seen)
         self._own_passes += 1
-
-    def _begin(self, *, collects: bool) -> None:
-        self._seen, self._buffers, self._scattered = [], [], []
-        groups = [_Group(names=names, parts={}) for names in self.groups if collects]
-        self._open = {name: group for group in groups for name in group.names}
+        self._open, self._buffers, self._collected, self._views = {}, [], [], {}
 
     def _collect(self, names: Names, gradients: Sequence[Tensor], start: Start) -> None:
         for name, gradient in zip(names, gradients, strict=True):
-            group = self._open[name]
-            group.parts[name] = gradient
-            if len(group.parts) == len(group.names):
-                parts = [group.parts[each] for each in group.names]
-                flat = torch.cat([part.reshape(-1) for part in parts])
-                self._scattered.append((flat, parts))
-                start(group.names, flat)
+            self._views[name] = gradient
+            self._open[name].parts.setdefault(name, gradient)
+        self._start_complete(start)
+
+    def _start_complete(self, start: Start) -> None:
+        while self._waiting and len(self._waiting[0].parts) == len(self._waiting[0].names):
+            group = self._waiting.pop(0)
+            flat = torch.cat([group.parts[each].reshape(-1) for each in group.names])
+            self._collected.append((group.names, flat))
+            start(group.names, flat)
 
 
 def hook_of(take: Callable[[Any], Future[Tensor]]) -> Callable[..., Future[Tensor]]:

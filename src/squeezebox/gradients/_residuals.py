@@ -40,6 +40,16 @@ class Residuals:
             self._flats[names] = flat
         return flat
 
+    def take(self, names: Names, dtype: torch.dtype) -> Tensor | None:
+        """What is owed of these parameters, which is owed no more; None if nothing is."""
+        if self._parts.keys().isdisjoint(names):
+            return None
+        flat = self.of(names, dtype)
+        del self._flats[names]
+        for name in names:
+            del self._parts[name]
+        return flat
+
     def state(self) -> dict[str, Tensor]:
         """By parameter, copied."""
         return {name: part.clone() for name, part in self._parts.items()}

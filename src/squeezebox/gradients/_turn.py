@@ -23,14 +23,16 @@ class Turn:
     """A group's gradients on their way.
 
     Args:
+        names: of the group's parameters, in their order.
         flat: this rank's gradients, contiguous; takes the mean over ranks.
-        sizes: of the group's parameters, in their order.
+        sizes: of these parameters.
         residual: what all ranks are still owed of this one's gradients; takes what is lost now.
         level: of the coder.
         step: number of the pass.
         keeps_unused: the residual of a parameter without a gradient here waits for one.
     """
 
+    names: Names
     flat: Tensor
     sizes: Sequence[int]
     residual: Tensor
@@ -43,15 +45,21 @@ class Turn:
     went_whole: bool = False
 
     def begin_whole(self, exchange: Exchange, dtype: torch.dtype | None = None) -> Callable[[], None]:
-        """As DistributedDataParallel itself does, or rounded to ``dtype`` on the way."""
+        """As DistributedDataParallel itself does, or rounded to ``dtype`` on the way if that holds it."""
         flat = self.flat if dtype is None else self.flat.to(dtype)
         flat.mul_(1.0 / exchange.ranks)
         self.message_bytes = flat.nbytes
 
         def job() -> None:
             exchange.add(flat)
-            if dtype is not None:
-                self.flat.copy_(flat)
+            if dtype is None:
+                return
+            mean = flat.to(self.flat.dtype)
+            if not torch.isfinite(torch.linalg.vector_norm(mean)):  # it is the same on all ranks
+                self.went_whole = True
+                self.begin_whole(exchange)()
+                return
+            self.flat.copy_(mean)
 
         return job
 
@@ -70,7 +78,7 @@ class Turn:
         exchanged = self._gathered if len(parts) == 1 else self._scattered
         return lambda: exchanged(coder, exchange, wanted, messages)
 
-    def begin_low_rank(self, low_rank: LowRank, names: Names, exchange: Exchange) -> Callable[[], None]:
+    def begin_low_rank(self, low_rank: LowRank, exchange: Exchange) -> Callable[[], None]:
         """What is returned reduces factors, from which every rank has the same mean."""
         wanted = self._wanted()
         norm = float(torch.linalg.vector_norm(wanted, dtype=torch.float64))
@@ -80,7 +88,7 @@ class Turn:
             if self._goes_whole(exchange, exchange.counts([0 if math.isfinite(norm) else _WHOLE])):
                 return
             mean = wanted.clone()
-            self.message_bytes = low_rank.average(exchange, names, mean)
+            self.message_bytes = low_rank.average(exchange, self.names, mean)
             self._keep(wanted.sub_(mean))
             self.flat.copy_(mean)
 

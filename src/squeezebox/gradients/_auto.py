@@ -1,0 +1,220 @@
+"""Which gradients go together, and how: chosen from what a few passes took on these ranks and their link."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from squeezebox.gradients._costs import measured_ways
+from squeezebox.gradients._exchange import Exchange
+from squeezebox.gradients._ranks import Worker
+from squeezebox.gradients._residuals import Names
+from squeezebox.planner import FusionPlan, Gradient, Group, Way, evaluate_fusion, plan_fusion
+
+AUTO = "auto"
+_SETTLING = 2  # passes of a process before buckets are DDP's final ones
+_MEASURED = 3  # in which arrivals are measured
+_TRIED = 5  # of each candidate
+_NEAR = 1.3  # times the fastest one's planned seconds, within which another is tried too
+_TOLERANCE = 0.005  # share of the seconds by which a plan may miss the optimum
+_WORTH = 0.98  # of the seconds of DDP's own buckets, which groups of ours must stay below
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentGroup:
+    """Parameters whose gradients go together: by a method, whose setting is ``level``."""
+
+    names: Names
+    method: str
+    level: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangePlan:
+    """What ``method="auto"`` chose: groups in their order, and how each goes.
+
+    ``seconds`` from the end of forward until all have come, and ``noise`` of all together, are planned ones.
+    ``follows_buckets`` says that groups are DDP's buckets.
+    """
+
+    groups: tuple[SentGroup, ...]
+    seconds: float
+    noise: float
+    follows_buckets: bool
+
+    @property
+    def label(self) -> str:
+        """The methods that it takes, in words."""
+        return " and ".join(dict.fromkeys(group.method for group in self.groups))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ExchangePlan:
+        """What :meth:`to_dict` gave."""
+        groups = tuple(
+            SentGroup(names=tuple(each["names"]), method=each["method"], level=each["level"])
+            for each in data["groups"]
+        )
+        return cls(**{**data, "groups": groups})
+
+
+class Arrivals:
+    """When backward has each gradient, in seconds from the end of forward."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._seconds: dict[str, list[float]] = {name: [] for name in names}
+        self.repeats = False  # a gradient that comes in parts, as with reentrant checkpoints
+        self.begin()
+
+    def begin(self) -> None:
+        """Forward ends."""
+        self._begun, self._came = time.perf_counter(), set[str]()
+
+    def note(self, name: str) -> None:
+        """A gradient is there."""
+        self.repeats = self.repeats or name in self._came
+        self._came.add(name)
+        self._seconds[name].append(self.elapsed())
+
+    def elapsed(self) -> float:
+        """Seconds since forward ended."""
+        return time.perf_counter() - self._begun
+
+    def medians(self) -> list[float]:
+        """Of every parameter; one that never came is the last."""
+        found = [statistics.median(each) if each else None for each in self._seconds.values()]
+        last = max((each for each in found if each is not None), default=0.0)
+        return [last if each is None else each for each in found]
+
+
+class Chooser:
+    """Passes that measure, then passes that try the plan and DDP's own exchange; the fastest stays."""
+
+    def __init__(self, sizes: Mapping[str, int], noise: float) -> None:
+        self._sizes, self._noise = sizes, noise
+        self.arrivals = Arrivals(list(sizes))
+        self._passes = 0
+        self._candidates: list[ExchangePlan] = []
+        self._tried: list[list[float]] = []
+        self.ways: tuple[Way, ...] = ()
+        self.is_done = False
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether this pass times arrivals, so that nothing should be sent meanwhile."""
+        return not self._candidates and self._passes >= _SETTLING
+
+    def end_pass(
+        self, groups: Sequence[tuple[Names, Tensor]], exchange: Exchange, worker: Worker
+    ) -> ExchangePlan | None:
+        """How the next pass goes; None if as this one. ``groups`` are its mean gradients."""
+        if not all(bool(torch.isfinite(flat).all()) for _, flat in groups):  # on all ranks alike
+            return None
+        self._passes += 1
+        if self._candidates:
+            self._tried[(self._passes - 1) % len(self._candidates)].append(self.arrivals.elapsed())
+        elif self._passes < _SETTLING + _MEASURED:
+            return None
+        else:
+            self._candidates = self._made(groups, exchange, worker)
+            self._tried, self._passes = [[] for _ in self._candidates], 0
+        if len(self._candidates) > 1 and self._passes < _TRIED * len(self._candidates):
+            return self._candidates[self._passes % len(self._candidates)]
+        self.is_done = True
+        return self._fastest(exchange)
+
+    def _fastest(self, exchange: Exchange) -> ExchangePlan:
+        """By the median of what the slowest rank took."""
+        if len(self._candidates) == 1:
+            return self._candidates[0]
+        rows = [exchange.numbers(each) for each in self._tried]
+        medians = [statistics.median(map(max, zip(*each, strict=True))) for each in rows]
+        return self._candidates[medians.index(min(medians))]
+
+    def _made(
+        self, groups: Sequence[tuple[Names, Tensor]], exchange: Exchange, worker: Worker
+    ) -> list[ExchangePlan]:
+        """The plan, and DDP's buckets whole; made by the first rank of what all have measured."""
+        parts = {
+            name: part
+            for names, flat in groups
+            for name, part in zip(names, flat.split([self._sizes[name] for name in names]), strict=True)
+        }
+        self.ways = measured_ways(list(parts.values()), self._noise, exchange, worker)
+        squares = [float(parts[name].double().square().sum()) for name in self._sizes]
+        rows = exchange.numbers([*self.arrivals.medians(), *squares, float(self.arrivals.repeats)])
+        *means, repeats = (statistics.fmean(column) for column in zip(*rows, strict=True))
+        seconds, squares = means[: len(self._sizes)], means[len(self._sizes) :]
+        gradients = {
+            name: Gradient(name=name, numel=numel, ready_seconds=ready, squares=square)
+            for (name, numel), ready, square in zip(self._sizes.items(), seconds, squares, strict=True)
+        }
+        buckets = [names for names, _ in groups]
+        found: list[ExchangePlan] = []
+        if exchange.rank == 0:
+            found = candidates(gradients, buckets, self.ways, self._noise, takes_single=not repeats)
+        text = exchange.first_text(json.dumps([each.to_dict() for each in found]))
+        return [ExchangePlan.from_dict(each) for each in json.loads(text)]
+
+
+def candidates(
+    gradients: Mapping[str, Gradient],
+    buckets: Sequence[Names],
+    ways: Sequence[Way],
+    noise: float,
+    *,
+    takes_single: bool,
+) -> list[ExchangePlan]:
+    """The plan that should be the fastest, then DDP's buckets plain and in half the bits where near it."""
+    allowed = {way.name: way for way in ways if way.noise <= noise}
+    own = [_of_buckets(gradients, buckets, way) for way in ways if way.noise <= noise]
+    best = min(own, key=lambda plan: plan.seconds)
+    if takes_single:
+        ordered = _rising(sorted(gradients.values(), key=lambda each: each.ready_seconds))
+        plan = plan_fusion(ordered, ways, noise, _TOLERANCE)
+        if plan.seconds < _WORTH * best.seconds:
+            best = _plan(ordered, plan, follows_buckets=False)
+    whole = [_of_buckets(gradients, buckets, allowed[name]) for name in ("plain", "fp16") if name in allowed]
+    near = [each for each in whole if each != best and each.seconds < _NEAR * best.seconds]
+    return [best, *near]
+
+
+def _of_buckets(gradients: Mapping[str, Gradient], buckets: Sequence[Names], way: Way) -> ExchangePlan:
+    ordered = _rising([gradients[name] for names in buckets for name in names])
+    ends = list(itertools.accumulate(len(names) for names in buckets))
+    groups = [Group(first=a, end=b, way=way) for a, b in itertools.pairwise([0, *ends])]
+    return _plan(ordered, evaluate_fusion(ordered, groups), follows_buckets=True)
+
+
+def _rising(gradients: Sequence[Gradient]) -> list[Gradient]:
+    """Each is ready no sooner than the one before."""
+    latest, found = 0.0, []
+    for each in gradients:
+        latest = max(latest, each.ready_seconds)
+        found.append(Gradient(name=each.name, numel=each.numel, ready_seconds=latest, squares=each.squares))
+    return found
+
+
+def _plan(ordered: Sequence[Gradient], plan: FusionPlan, *, follows_buckets: bool) -> ExchangePlan:
+    groups = tuple(
+        SentGroup(
+            names=tuple(each.name for each in ordered[group.first : group.end]),
+            method=group.way.name,
+            level=group.way.level,
+        )
+        for group in plan.groups
+    )
+    return ExchangePlan(
+        groups=groups, seconds=plan.seconds, noise=plan.noise, follows_buckets=follows_buckets
+    )

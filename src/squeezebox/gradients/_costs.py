@@ -1,0 +1,139 @@
+"""What each way of sending gradients takes on these machines and this link, measured on gradients at hand."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from squeezebox.gradients._coders import CODERS
+from squeezebox.gradients._exchange import Exchange
+from squeezebox.gradients._ranks import Worker
+from squeezebox.gradients._residuals import wide
+from squeezebox.gradients._turn import Turn
+from squeezebox.planner import Line, Way
+
+WHOLE = {"plain": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+_SHARES = (512, 64, 8, 1)  # of all gradients, a trial has one over this
+_FEWEST = 1024  # elements of a trial, if there are as many
+_REPEATS = 3
+_LONGEST = 0.4  # seconds that a trial may take, as foreseen from the smaller ones
+_LOUDEST = 0.9  # noise above which a gradient is better left out
+_TRIED = {"planes": (1.0, 4.0), "entropy": (0.25, 1.0, 4.0, 16.0)}  # shares of the noise that is allowed
+_TOP_K = 100.0  # elements, of which one goes
+
+
+def begin(turn: Turn, method: str, exchange: Exchange) -> Callable[[], None]:
+    """Pack now; what is returned does the rest."""
+    coder = CODERS.get(method)
+    return turn.begin_whole(exchange, WHOLE[method]) if coder is None else turn.begin_packed(coder, exchange)
+
+
+def measured_ways(
+    parts: Sequence[Tensor], noise: float, exchange: Exchange, worker: Worker
+) -> tuple[Way, ...]:
+    """All ways that a plan may choose from; every rank has the same, the slowest rank's seconds.
+
+    Args:
+        parts: flat gradients in the order in which backward makes them.
+        noise: that is allowed, around which levels are tried.
+        exchange: the one that gradients will go over.
+        worker: the thread that they will go in; it is idle.
+    """
+    found = [_measured(parts, *each, exchange, worker) for each in _candidates(noise)]
+    return tuple(way for way in found if way.noise <= _LOUDEST)
+
+
+def _candidates(noise: float) -> Iterator[tuple[str, float]]:
+    """Methods and their levels."""
+    yield "plain", 1.0
+    yield "fp16", 1.0
+    for name, shares in _TRIED.items():
+        for share in shares:
+            yield name, CODERS[name].start(min(noise * share, 1.0), None)
+    yield "top-k", _TOP_K
+
+
+def _measured(parts: Sequence[Tensor], method: str, level: float, exchange: Exchange, worker: Worker) -> Way:
+    flat = torch.cat(list(parts))
+    rows: list[tuple[int, float, float]] = []  # elements, seconds to pack, seconds of the rest
+    noise = 0.0
+    for share in _SHARES:
+        sizes = _sizes(parts, max(flat.numel() // share, _FEWEST))
+        if rows and sum(sizes) <= rows[-1][0]:
+            continue
+        if rows and sum(rows[-1][1:]) * sum(sizes) / rows[-1][0] > _LONGEST:
+            break
+        trials = []
+        for number in range(_REPEATS + (not rows)):  # the first call of all may compile
+            pack, rest, noise = _trial(flat, sizes, method, level, exchange, worker)
+            if number or rows:
+                trials.append((pack, rest))
+        rows.append((sum(sizes), *(statistics.median(column) for column in zip(*trials, strict=True))))
+    return Way(
+        name=method,
+        level=level,
+        pack=fitted([(count, pack) for count, pack, _ in rows]),
+        exchange=fitted([(count, rest) for count, _, rest in rows]),
+        unpack=Line(fixed=0.0, each=0.0),
+        noise=noise,
+    )
+
+
+def _sizes(parts: Sequence[Tensor], most: int) -> list[int]:
+    """Sizes of the first parameters, up to `most` elements; the last one is cut off."""
+    found: list[int] = []
+    for part in parts:
+        left = most - sum(found)
+        if left > 0:
+            found.append(min(part.numel(), left))
+    return found
+
+
+def _trial(
+    flat: Tensor, sizes: list[int], method: str, level: float, exchange: Exchange, worker: Worker
+) -> tuple[float, float, float]:
+    """Seconds of packing and of the rest, by the slowest rank, and the mean noise."""
+    parts = list(flat[: sum(sizes)].split(sizes))
+    residual = torch.zeros(sum(sizes), dtype=wide(flat.dtype), device="cpu")
+    exchange.numbers([0.0])  # all begin together
+    begun = time.perf_counter()
+    gradients = torch.cat(parts)
+    turn = Turn(names=(), flat=gradients, sizes=sizes, residual=residual, level=level, step=0)
+    job = begin(turn, method, exchange)
+    packed = time.perf_counter()
+    worker.submit(job)
+    worker.finish()
+    residual.copy_(gradients)  # as the mean goes into DDP's buckets
+    ended = time.perf_counter()
+    noise = turn.lost_squares / turn.wanted_squares if turn.wanted_squares else _rounding(flat, method)
+    rows = exchange.numbers([packed - begun, ended - begun, noise])
+    pack, whole = (max(row[place] for row in rows) for place in (0, 1))
+    return pack, max(whole - pack, 0.0), statistics.fmean(row[2] for row in rows)
+
+
+def _rounding(flat: Tensor, method: str) -> float:
+    """Noise of a dtype."""
+    dtype: Any = WHOLE.get(method)
+    if dtype is None:
+        return 0.0
+    noise = float((flat - flat.to(dtype)).square().sum() / flat.square().sum().clamp(min=1e-30))
+    return noise if noise < 1.0 else 1.0  # infinity and NaN too: it does not fit the dtype
+
+
+def fitted(points: Sequence[tuple[int, float]]) -> Line:
+    """The line of least relative squares, neither of whose parts is below 0."""
+    counts, seconds = np.array(points, dtype=float).T
+    weights = 1.0 / np.maximum(seconds, 1e-7)
+    rising = Line(fixed=0.0, each=float((weights * seconds).sum() / (weights * counts).sum()))
+    if len(points) < 2:
+        return rising
+    each, fixed = np.polyfit(counts, seconds, 1, w=weights)
+    if fixed < 0.0:
+        return rising
+    return Line(fixed=float(np.mean(seconds)) if each < 0.0 else float(fixed), each=max(float(each), 0.0))
