@@ -179,6 +179,29 @@ def test_greedy_is_near_the_optimum_on_networks(seed, share):
     assert quick.predicted_seconds <= 1.1 * best.predicted_seconds
 
 
+CHOSEN = {  # the place of each tensor's option, as a letter
+    ("network", 0.8): "aaaaaaaaaddaaaaadaaaaaaaaaaaaedadaaddaea",
+    ("network", 0.5): "dadacdaadaaeadaadcccaacdacaaaedadadccaea",
+    ("network", None): "cbdbcdccccccbccdccccccccccccccdcbddcccca",
+    ("chain", 0.8): "aaaacdaaaaabaaabbaaaaaaaaaaaaa",
+    ("chain", 0.5): "aabbcdbbababcaabbbaaaaaaabaaaa",
+    ("chain", None): "aabbcdbbabaacaabcbbacaabbbbaaa",
+}
+
+
+@pytest.mark.parametrize(("name", "share"), CHOSEN)
+def test_choices_are_those_of_a_slower_search(name, share):
+    """A search that shares less between its moves, and makes the same ones, chose these."""
+    profile = network(4) if name == "network" else chain(random.Random(7), 30)
+    kept = max(usage(profile, {tensor.key: tensor.options[0] for tensor in profile.tensors}))
+    if share is None:
+        plan = smallest(profile, 1e-2)
+    else:
+        plan = solve(profile, Budget(peak_bytes=int(share * kept), noise=1e-2))
+    places = [tensor.options.index(plan.choices[tensor.key]) for tensor in profile.tensors]
+    assert "".join("abcdefgh"[place] for place in places) == CHOSEN[name, share]
+
+
 def test_the_error_says_what_would_be_enough():
     profile = Profile(
         base_bytes=(10, 50, 20),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from squeezebox.planner._table import Floats, Integers, Table, as_chosen, infeasible, tabulate
+from squeezebox.planner._table import Begun, Floats, Integers, Table, as_chosen, infeasible, tabulate
 from squeezebox.schema import Budget, Option, Plan, Profile
 
 _ROUNDS = 200  # of the ascent, at most:
@@ -32,11 +32,11 @@ class _Limits:
     noise: float
     scale: float
 
-    def excess(self, table: Table, choice: Integers) -> tuple[Floats, float]:
+    def excess(self, table: Table, choice: Integers, begun: Begun | None = None) -> tuple[Floats, float]:
         """By how much each position and the noise pass the budget, relative to it; negative below."""
         noise = table.total(table.noise, choice)
         over = noise / self.noise - 1.0 if self.noise > 0.0 else 0.0
-        return table.usage(choice) / self.bytes_ - 1.0, over
+        return table.usage(choice, begun) / self.bytes_ - 1.0, over
 
     def fits(self, table: Table, choice: Integers) -> bool:
         """Whether the choice stays within the budget."""
@@ -120,7 +120,7 @@ def _tried(table: Table, limits: _Limits) -> Iterator[Integers]:
 
 
 def _all_repaired(table: Table, limits: _Limits, tried: Iterable[Integers]) -> Iterator[Integers | None]:
-    return (_repaired(table, limits, choice, frugal=way) for choice in tried for way in (True, False))
+    return (repaired for choice in tried for repaired in _repaired(table, limits, choice))
 
 
 def _worst(table: Table, limits: _Limits, choice: Integers) -> float:
@@ -156,7 +156,8 @@ def _ascend(table: Table, limits: _Limits, quick: Integers) -> list[Integers]:
     found: list[tuple[float, Integers]] = []
     choice, best, since = quick, math.inf, 0
     for number in range(_ROUNDS):
-        bytes_, noise = limits.excess(table, choice)
+        begun = table.begins(choice)
+        bytes_, noise = limits.excess(table, choice, begun)
         passed = max(float(bytes_.max()), noise, 0.0)
         time = table.total(table.seconds, choice) / limits.scale
         found.append((time + 20.0 * passed, choice))
@@ -167,7 +168,7 @@ def _ascend(table: Table, limits: _Limits, quick: Integers) -> list[Integers]:
         step = limits.scale / (norm * (1.0 + 0.1 * number))
         prices = np.maximum(prices + step * bytes_, 0.0)
         noise_price = max(noise_price + step * noise, 0.0)
-        choice = _cheapest(table, limits, prices, noise_price, usable, choice)
+        choice = _cheapest(table, limits, prices, noise_price, usable, choice, begun)
     found.sort(key=lambda pair: pair[0])
     return _unlike([choice for _, choice in found])
 
@@ -188,9 +189,10 @@ def _cheapest(
     noise_price: float,
     usable: NDArray[np.bool_],
     last: Integers,
+    begun: Begun,
 ) -> Integers:
     """What each tensor takes at these prices, in seconds for the whole budget at one position."""
-    costs = table.seconds + table.weighted(prices, last) / limits.bytes_
+    costs = table.seconds + table.weighted(prices, last, begun) / limits.bytes_
     if limits.noise > 0.0:
         costs = costs + noise_price * table.noise / limits.noise
     costs = np.where(usable, costs, np.inf)
@@ -215,59 +217,111 @@ def _cheapest(
     return choice
 
 
+@dataclass(slots=True)
+class _Repair:
+    """A choice on its way into the budget."""
+
+    choice: Integers
+    fresh: NDArray[np.bool_]  # options that are not taken yet; nothing is taken twice, so this ends
+    found: list[Integers]  # choices on the way that fit
+    ways: tuple[bool, ...]  # to count no more than is needed, or not: both while they make the same moves
+
+    def take(self, choice: Integers) -> None:
+        """Move to that choice."""
+        rows = np.flatnonzero(choice != self.choice)
+        self.fresh[rows, choice[rows]] = False
+        self.choice = choice
+
+    def parted(self, choice: Integers) -> _Repair:
+        """The second way, which moves to that choice; this one goes on alone."""
+        first, second = self.ways
+        other = _Repair(self.choice, self.fresh.copy(), [*self.found], (second,))
+        other.take(choice)
+        self.ways = (first,)
+        return other
+
+
 def _repaired(
-    table: Table, limits: _Limits, choice: Integers, *, fixed: int | None = None, frugal: bool = True
-) -> Integers | None:
+    table: Table,
+    limits: _Limits,
+    choice: Integers,
+    *,
+    fixed: int | None = None,
+    ways: tuple[bool, ...] = (True, False),
+) -> Iterator[Integers | None]:
     """The choice made to fit by a few moves, none of the fixed row; or None.
 
-    Moves are made by what they free for their cost; ``frugal`` counts no more than is needed. Where a single
-    one would be the last, the cheapest such is remembered.
+    Moves are made by what they free for their cost; the ``ways`` to count that are tried in turn, and once
+    where they come to the same. Where a single move would be the last, the cheapest such is remembered.
     """
-    choice = _quieted(table, limits, choice)
-    rows = np.arange(len(choice))
-    fresh = table.valid.copy()  # nothing is taken twice, so this ends
+    fresh = table.valid.copy()
     if fixed is not None:
         fresh[fixed] = False
-    found: list[Integers] = []
-    while True:
-        over = np.maximum(table.usage(choice) - limits.bytes_, 0)
-        if not over.any():
-            found += [choice] if limits.fits(table, choice) else []
-            break
-        relief = table.weighted((over > 0).astype(np.float64), choice)
-        gain = relief[rows, choice][:, None] - relief
-        left = limits.noise - table.total(table.noise, choice)
-        seconds = table.seconds - table.seconds[rows, choice][:, None]
-        noise = table.noise - table.noise[rows, choice][:, None]
-        able = fresh & table.allowed(choice) & (gain > 0) & (noise <= max(left, 0.0) * (1 + 1e-12))
-        if not able.any():
-            break
-        last = _finished(table, limits, choice, able & (gain >= over.sum()), over)
-        found += [last] if last is not None else []
-        share = limits.scale * np.maximum(noise, 0.0) / max(left, 1e-30)
-        useful = np.minimum(gain, over.sum()) if frugal else gain
-        score = np.where(able, useful / (np.maximum(seconds, 0.0) + share + _TINY), 0.0)
+    waiting = [_Repair(_quieted(table, limits, choice), fresh, [], ways)]
+    while waiting:
+        repair = waiting.pop()
+        while moves := _moves(table, limits, repair):
+            waiting += [repair.parted(move) for move in moves[1:]]
+            repair.take(moves[0])
+        yield min(repair.found, key=lambda choice: table.total(table.seconds, choice), default=None)
+
+
+def _moves(table: Table, limits: _Limits, repair: _Repair) -> list[Integers]:
+    """The choice after a move, or after one for each way where these differ; none where the repair ends."""
+    choice, rows = repair.choice, np.arange(len(repair.choice))
+    begun = table.begins(choice)
+    over = np.maximum(table.usage(choice, begun) - limits.bytes_, 0)
+    needed = int(over.sum())
+    if not needed:
+        repair.found += [choice] if limits.fits(table, choice) else []
+        return []
+    relief = table.weighted((over > 0).astype(np.float64), choice, begun)
+    gain = relief[rows, choice][:, None] - relief
+    spent = table.total(table.noise, choice)
+    left = max(limits.noise - spent, 0.0)
+    able = repair.fresh & table.allowed(choice) & (gain > 0)
+    row, option = np.nonzero(able)
+    noise = table.noise[row, option] - table.noise[row, choice[row]]
+    quiet = noise <= left * (1 + 1e-12)
+    if not quiet.any():
+        return []
+    row, option, noise = row[quiet], option[quiet], noise[quiet]
+    gain, seconds = gain[row, option], table.seconds[row, option] - table.seconds[row, choice[row]]
+    enough = gain >= needed
+    if enough.any():
+        last = _finished(table, limits, choice, begun, (row[enough], option[enough]), over)
+        repair.found += [last] if last is not None else []
+    cost = np.maximum(seconds, 0.0) + limits.scale * np.maximum(noise, 0.0) / max(left, 1e-30) + _TINY
+    moves = []
+    for frugal in repair.ways if enough.any() else repair.ways[:1]:
+        score = np.zeros(able.shape)
+        score[row, option] = (np.minimum(gain, needed) if frugal else gain) / cost
         moved = _moved(table, choice, score)
-        if table.total(table.noise, moved) > max(left, 0.0) + table.total(table.noise, choice):
+        if table.total(table.noise, moved) > left + spent:
             moved = _moved(table, choice, score, single=True)
-        fresh[moved != choice, moved[moved != choice]] = False
-        choice = moved
-    return min(found, key=lambda choice: table.total(table.seconds, choice), default=None)
+        moves.append(moved)
+    return moves[:1] if len(moves) > 1 and (moves[0] == moves[1]).all() else moves
 
 
 def _finished(
-    table: Table, limits: _Limits, choice: Integers, able: NDArray[np.bool_], over: Integers
+    table: Table,
+    limits: _Limits,
+    choice: Integers,
+    begun: Begun,
+    moves: tuple[Integers, Integers],
+    over: Integers,
 ) -> Integers | None:
     """The choice after the cheapest single move that makes it fit, of those enough where it is worst."""
-    if not able.any():
-        return None
     rows, worst = np.arange(len(choice)), np.zeros(len(over))
     worst[over.argmax()] = 1.0
-    relief = table.weighted(worst, choice)
-    enough = able & (relief[rows, choice][:, None] - relief >= over.max())
-    for move in islice(_by_gain(enough, table.seconds - table.seconds[rows, choice][:, None]), _LAST):
+    relief = table.weighted(worst, choice, begun)
+    row, option = moves
+    seconds = table.seconds[row, option] - table.seconds[row, choice[row]]
+    enough = relief[rows, choice][row] - relief[row, option] >= over.max()
+    order = np.argsort(seconds[enough], kind="stable")[:_LAST]
+    for each in np.flatnonzero(enough)[order]:
         moved = choice.copy()
-        moved[move[0]] = move[1]
+        moved[row[each]] = option[each]
         if limits.fits(table, moved):
             return moved
     return None
@@ -289,11 +343,16 @@ def _quieted(table: Table, limits: _Limits, choice: Integers) -> Integers:
 def _moved(table: Table, choice: Integers, score: Floats, *, single: bool = False) -> Integers:
     """The choice after the move of highest score; of many tensors, after a few such that go together."""
     count = 1 if single else math.ceil(len(choice) / _MANY)
+    if count == 1:
+        row, option = divmod(int(score.argmax()), score.shape[1])
+        moved = choice.copy()
+        moved[row] = option if score[row, option] > 0.0 else choice[row]
+        return moved
     rows = np.argsort(-score.max(1), kind="stable")[:count]
     rows = rows[score[rows].max(1) > 0.0]
     moved = choice.copy()
     moved[rows] = score[rows].argmax(1)
-    return moved if count == 1 or table.is_sound(moved) else _moved(table, choice, score, single=True)
+    return moved if table.is_sound(moved) else _moved(table, choice, score, single=True)
 
 
 def _polish(table: Table, limits: _Limits, choice: Integers) -> Integers:
@@ -328,7 +387,7 @@ def _exchanged(table: Table, limits: _Limits, choice: Integers) -> Integers:
         tried.add(move)
         moved = choice.copy()
         moved[move[0]] = move[1]
-        fitting = _repaired(table, limits, moved, fixed=move[0], frugal=number % 2 == 0)
+        fitting = next(_repaired(table, limits, moved, fixed=move[0], ways=(number % 2 == 0,)))
         fitting = None if fitting is None else _polish(table, limits, fitting)
         if fitting is not None and table.total(table.seconds, fitting) < best * (1 - _WORTHWHILE):
             choice, best = fitting, table.total(table.seconds, fitting)

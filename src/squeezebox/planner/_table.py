@@ -14,6 +14,7 @@ from squeezebox.schema import Action, Budget, BudgetError, Option, OptionError, 
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
+Begun = tuple[Integers, Integers]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -44,10 +45,10 @@ class Table:
     levels: tuple[Integers, ...]  # places in children: of rows from which none are made, only such, and so on
     lent: Integers  # a row for each of children and each gap of its source: where that is in both
 
-    def usage(self, choice: Integers) -> Integers:
-        """Bytes at every position if tensor ``t`` takes option ``choice[t]``."""
+    def usage(self, choice: Integers, begun: Begun | None = None) -> Integers:
+        """Bytes at every position if tensor ``t`` takes option ``choice[t]``; ``begun``: by begins()."""
         rows = np.arange(len(choice))
-        begins, wanted = self.begins(choice)
+        begins, wanted = self.begins(choice) if begun is None else begun
         held, working = self.held[rows, choice], self.working[rows, choice]
         making, packing = self.making[rows, choice], self.packing[rows, choice]
         owners, away, back = self.idle(wanted)
@@ -60,7 +61,7 @@ class Table:
         )
         return self.base + np.cumsum(steps[:-1]).astype(np.int64)  # sums below 2**53 are exact
 
-    def begins(self, choice: Integers) -> tuple[Integers, Integers]:
+    def begins(self, choice: Integers) -> Begun:
         """From where on each tensor is there unpacked, and from where on all the time, for others' sake.
 
         The first is its own first use, or that of one made from it; the second is past all positions where
@@ -101,24 +102,30 @@ class Table:
     def _suited(self, choice: Integers) -> NDArray[np.bool_]:
         return self.suits[np.arange(len(self.suits)), choice[self.sources]]
 
-    def weighted(self, weights: Floats, choice: Integers) -> Floats:
-        """Bytes of every option, each position's by its weight, the other tensors as they are chosen."""
+    def weighted(self, weights: Floats, choice: Integers, begun: Begun) -> Floats:
+        """Bytes of every option, each position's by its weight, the other tensors as they are chosen.
+
+        ``begun`` is what :meth:`begins` found for the choice.
+        """
         before = np.concatenate(([0.0], np.cumsum(weights)))
-        begins, wanted = self.begins(choice)
-        held = self.held * (before[self.ends] - before[self.starts])
+        begins, wanted = begun
+        held = self.held * (before.take(self.ends) - before.take(self.starts))
         owners, starts, ends = self.idle(wanted)
         away = np.bincount(owners, before[ends] - before[starts], len(choice))[:, None]
         there = (before[self.work_ends] - before[begins])[:, None]
         working = self.working * (there - np.where(self.remakes, 0.0, away))
         passing = self.making * weights[begins][:, None] + self.packing * weights[self.saved][:, None]
         bytes_ = np.asarray(held + working + passing, np.float64)
-        first, children, sources = self.first_use[self.sources], self.children, self.sources
-        earlier = before[first] - before[np.minimum(begins[children], first)]
+        first, sources = self.first_use[self.sources], self.sources
+        begun_children = begins[self.children]
+        earlier = before[first] - before[np.minimum(begun_children, first)]
         at, gap = self.lent.T
         _, start, end = self.gaps[gap].T
-        since = np.clip(begins[children[at]], start, end)
+        since = np.clip(begun_children[at], start, end)
         earlier = earlier + np.bincount(at, before[end] - before[since], len(earlier))
-        np.add.at(bytes_, (children, self.made), self.working[sources, choice[sources]] * earlier)
+        lent = self.working[sources, choice[sources]] * earlier
+        places = self.children * bytes_.shape[1] + self.made
+        bytes_ += np.bincount(places, lent, bytes_.size).reshape(bytes_.shape)
         return bytes_
 
     def floor(self, *, quiet: bool) -> int:

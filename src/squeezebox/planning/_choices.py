@@ -272,11 +272,13 @@ def _solved(seen: StepProfile, budget: Budget, exchange: bool) -> Choice | None:
 
 def _smallest(seen: StepProfile, noise: float, seconds: float) -> Choice:
     """Of the lowest peak within the seconds, of which a file takes some; BudgetError if there is none."""
-    with contextlib.suppress(BudgetError):
-        found = Choice(seen, planner.smallest(seen.profile, noise, seconds - seen.file_seconds))
-        if found.has_file or not seen.file_seconds:
-            return found
-    return Choice(seen, planner.smallest(_without_file(seen).profile, noise, seconds))
+    without = _without_file(seen)
+    if without.profile != seen.profile:
+        with contextlib.suppress(BudgetError):
+            found = Choice(seen, planner.smallest(seen.profile, noise, seconds - seen.file_seconds))
+            if found.has_file or not seen.file_seconds:
+                return found
+    return Choice(seen, planner.smallest(without.profile, noise, seconds))
 
 
 def with_room(seen: StepProfile, nbytes: int) -> StepProfile:
