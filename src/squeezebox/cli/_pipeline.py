@@ -117,6 +117,9 @@ def train(
         bool, typer.Option("--correction", help="Of 2bw's late gradients, for a buffer of weights more.")
     ] = False,
     warmup: Annotated[int, typer.Option(help="Batches that 2bw and pipedream flush at first.")] = 0,
+    weights: Annotated[
+        Path | None, typer.Option(help="A safetensors file or a folder of them to begin with.")
+    ] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="A directory for checkpoints.")] = None,
     save_every: Annotated[int, typer.Option(help="Batches from checkpoint to checkpoint; 0: none.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
@@ -143,6 +146,7 @@ def train(
             clip=clip,
             correction=correction,
             warmup=warmup,
+            weights=weights,
             checkpoint=checkpoint,
             save_every=save_every,
             resume=resume,

@@ -64,7 +64,9 @@ def make(request: PlanRequest, out: Path) -> list[PipelinePlan]:
     require_writable(out)
     torch.set_num_threads(max(request.threads, 1))
     with progress("measuring blocks") as on_progress:
-        model = load_model(request.factory)
+        together = "compress" in request.policies  # which runs all of the model at once
+        with contextlib.nullcontext() if together else pipeline.Construction() as construction:
+            model = load_model(request.factory)
         if request.sample is None:
             shape = (request.batch, *parse_shape(request.input))
             sample = random_inputs(model, shape, request.input_dtype), None
@@ -83,6 +85,7 @@ def make(request: PlanRequest, out: Path) -> list[PipelinePlan]:
             noise=request.noise,
             depths=None if request.depth is None else [request.depth],
             link=_link(request),
+            construction=construction,
             on_progress=on_progress,
         )
     plans = [dataclasses.replace(plan, model=request.factory, loss=request.loss or "") for plan in plans]
@@ -136,6 +139,7 @@ class Request:
     clip: float | None
     correction: bool
     warmup: int
+    weights: Path | None
     checkpoint: Path | None
     save_every: int
     resume: bool
@@ -160,7 +164,8 @@ def run(request: Request) -> None:
                 f"{request.plan} names no {'model' if not plan.model else 'loss'}; give --loss."
             )
         pipeline.join()
-        model = load_model(plan.model).to(pipeline.own_device())
+        with pipeline.Construction() as construction:
+            model = load_model(plan.model)
         runner = pipeline.Runner(
             model,
             plan,
@@ -170,6 +175,8 @@ def run(request: Request) -> None:
             correction=request.correction,
             warmup=request.warmup,
             patience=request.patience,
+            construction=construction,
+            weights=request.weights,
         )
         sessions = attach_stages(runner)
         batches = _batches(request, runner)

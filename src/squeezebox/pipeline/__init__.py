@@ -4,7 +4,9 @@ In: a model, a plan that says which blocks make which stage, batches. Out: losse
 May touch: torch.distributed, codecs, schedules and schema; what a stage saves is capture's.
 """
 
+from squeezebox.pipeline._construction import Construction
 from squeezebox.pipeline._cut import Piece, cut, fingerprint
+from squeezebox.pipeline._initial import Initial
 from squeezebox.pipeline._packing import Wire
 from squeezebox.pipeline._runner import Runner
 from squeezebox.pipeline._setup import is_first_process, join, own_device, schedule_of
@@ -12,6 +14,8 @@ from squeezebox.pipeline._stage import Passage, Stage
 from squeezebox.pipeline._wire import Traffic, measure_link
 
 __all__ = [
+    "Construction",
+    "Initial",
     "Passage",
     "Piece",
     "Runner",

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from squeezebox.pipeline._checkpoint import newest, random_states, read, restore_random_states, write
+from squeezebox.pipeline._construction import Construction
 from squeezebox.pipeline._cut import cut
 from squeezebox.pipeline._data import Channel, Feed, Reader, batches_of
 from squeezebox.pipeline._health import Assembly, Health
+from squeezebox.pipeline._initial import Initial
 from squeezebox.pipeline._links import Links, Wires
 from squeezebox.pipeline._packing import Wire
 from squeezebox.pipeline._setup import (
@@ -71,13 +73,21 @@ class Runner:
         engine: whose loop makes the passes: this package's "own", or "torch" for that of
             torch.distributed.pipelining, which flushes after each batch and packs nothing. Both give the same
             to the bit. Default: "torch" on CUDA where the schedule flushes, else "own".
+        device: of a model on the meta device: where stages run (default: this process's CUDA device, or the
+            CPU). Stages of any other model run where its parameters are.
+        construction: in which a model on the meta device was constructed. Without it, values are those that
+            the modules' own ``reset_parameters()`` give, children first.
+        weights: a safetensors file, or a folder of them, to read parameters from by their names; buffers
+            too where they are there.
 
-    Stages run where the model's parameters are.
+    Of a model on the meta device, a rank makes or reads the values of its own stages only, one tensor after
+    the other: so the whole model may be larger than any rank's memory.
 
     Raises:
         PipelineError: ranks, plan and model do not agree, or one of them does not appear.
         OptionError: options that do not go together.
-        UnsupportedModelError: the model cannot be cut.
+        FormatError: ``weights`` cannot be read, or are of another model.
+        UnsupportedModelError: the model cannot be cut, or nothing says what a tensor begins with.
     """
 
     def __init__(
@@ -95,12 +105,17 @@ class Runner:
         wire: Wire | None = None,
         patience: float = 60.0,
         engine: str | None = None,
+        device: torch.device | None = None,
+        construction: Construction | None = None,
+        weights: str | Path | None = None,
     ) -> None:
+        check_options(plan, clip, skip_overflow, correction, patience)
+        path = None if weights is None else Path(weights)
+        initial = Initial(model, device=device, construction=construction, weights=path)
         if wire is not None and device_of(model).type != "cpu":
             raise OptionError(
                 f"wire= packs what crosses between CPUs; the model is on {device_of(model)}. Leave it out."
             )
-        check_options(plan, clip, skip_overflow, correction, patience)
         self.engine = engine_of(plan, device_of(model), wire, engine)
         self.plan, self._model = plan, model
         self._identity = f"{plan!r}, warmup={warmup}, correction={correction}"
@@ -124,7 +139,7 @@ class Runner:
             )
         groups = groups_of(place, tied, own)
         joined = [joined_by(place, patience)] if self.engine == "torch" else []
-        self._weights = Weights(own)
+        self._weights = Weights(own, initial.of)
         self._weights.hand_over(optimizer)
         forget(model, [each for stage in self.stages.values() for each in stage.parameters()])
         self.optimizer = optimizer

@@ -45,13 +45,19 @@ class Flat:
 
 
 class Weights:
-    """The parameters of a rank's stages: their versions, and the optimizer's own view of the newest one."""
+    """The parameters of a rank's stages: their versions, and the optimizer's own view of the newest one.
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    ``value_of`` has a parameter's first values.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], value_of: Callable[[Tensor], Tensor] = Tensor.detach
+    ) -> None:
         self.parameters = list(parameters)
         first = Flat(self.parameters)
         for parameter, view in zip(self.parameters, first.views, strict=True):
-            view.copy_(parameter.detach())
+            view.copy_(value_of(parameter))
+            parameter.data = view  # one after the other, so that nothing is there twice
         self.versions = {0: first}
         self._free: list[Flat] = []
         self._selected: Flat | None = None
@@ -143,10 +149,15 @@ class Weights:
                 state[owned[id(parameter)]] = kept
 
 
+def stand_in(tensor: Tensor, device: torch.device) -> Tensor:
+    """Of a tensor's shape without its memory, and NaN."""
+    value = float("nan") if tensor.is_floating_point() else 0
+    return torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+
 def forget(model: nn.Module, held: Sequence[nn.Parameter]) -> None:
     """Free all but what a rank holds: other parameters keep their shape, and are NaN."""
     kept = {id(parameter) for parameter in held}
     for parameter in model.parameters():
         if id(parameter) not in kept:
-            value = float("nan") if parameter.is_floating_point() else 0
-            parameter.data = parameter.new_full((), value).expand(parameter.shape)
+            parameter.data = stand_in(parameter, parameter.device)

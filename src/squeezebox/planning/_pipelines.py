@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,10 +12,10 @@ import torch
 
 from squeezebox import pipeline, planner, profiling
 from squeezebox.bounds import Planned
-from squeezebox.pipeline import Piece
-from squeezebox.planning._stages import Stages, bounds_of, measure_blocks, state_share
+from squeezebox.pipeline import Construction, Initial, Piece
+from squeezebox.planning._stages import Stages, bounds_of, measure_alone, measure_together, state_share
 from squeezebox.schedules import PUBLISHED, SYNCHRONOUS
-from squeezebox.schema import BudgetError, InputForm, Link, OptionError, PipelinePlan
+from squeezebox.schema import BudgetError, InputForm, Link, OptionError, PipelinePlan, PipelineProfile
 from squeezebox.session import Session, begin
 from squeezebox.steps import LossFunction, TrainingStep, batch_of, check_sample, device_of, resize, restored
 
@@ -37,9 +38,13 @@ def plan_pipeline(
     noise: float = DEFAULT_NOISE,
     depths: Sequence[int] | None = None,
     link: Link | None = None,
+    construction: Construction | None = None,
     on_progress: Callable[[int, int, str], None] | None = None,
 ) -> list[PipelinePlan]:
     """Measure a model's blocks here, and say how a batch would go through ``ranks`` ranks the fastest.
+
+    A model on the meta device may be larger than memory here: its blocks are given their values and run one
+    after the other, on the device of the sample.
 
     Runs a few microbatches of each size, in this process and with all of its threads.
 
@@ -57,6 +62,7 @@ def plan_pipeline(
         noise: what "compress" allows if all stages do, measured on the sample as in ``attach``.
         depths: ranks of one pipeline to try (default: all divisors of ``ranks``).
         link: between ranks (default: measured between two processes here).
+        construction: in which a model on the meta device was constructed; see ``squeezebox.pipeline.Runner``.
         on_progress: called with (done, total, note).
 
     Returns:
@@ -72,21 +78,29 @@ def plan_pipeline(
     batch = batch_of((inputs, target))
     sizes = _sizes(microbatches, batch, ranks)
     splitting = {row.name for row in PUBLISHED.values() if row.splits}
+    initial = _initial(model, inputs, construction)
+    if initial.is_needed and "compress" in policies:
+        raise OptionError(
+            "'compress' weighs all blocks against one another, so all need memory at once, and the model is "
+            "on the meta device. Take keep and recompute, or plan where the model fits."
+        )
     stages, pieces, share = dict[int, Stages](), list[Piece](), state_share(model, optimizer)
-    with restored(model):
+    with contextlib.closing(initial), restored(model):
         for done, size in enumerate(sizes):
             if on_progress is not None:
                 on_progress(done, len(sizes) + 1, f"microbatches of {size}")
             part = resize((inputs, target), batch, size)
             pieces = pipeline.cut(model, part[0])
             microbatch = TrainingStep(model=model, sample=part, loss_fn=loss_fn)
-            bounds = bounds_of(pieces, microbatch, noise) if "compress" in policies else {}
-            profile = measure_blocks(
-                pieces, microbatch, size=size, state_share=share, policies=policies, bounds=bounds
-            )
             made = Stages(
-                profile=profile, pieces=pieces, microbatch=microbatch, bounds=bounds, state_share=share
+                profile=PipelineProfile(microbatch=size, blocks=()),
+                pieces=pieces,
+                initial=initial,
+                microbatch=microbatch,
+                bounds=bounds_of(pieces, microbatch, noise) if "compress" in policies else {},
+                state_share=share,
             )
+            made = measure_alone(made, policies) if initial.is_needed else measure_together(made, policies)
             stages[size] = made.with_pending() if splitting.intersection(schedules) else made
         if on_progress is not None:
             on_progress(len(sizes), len(sizes) + 1, "the best plans' stages")
@@ -129,6 +143,12 @@ def attach_stages(runner: pipeline.Runner) -> list[Session]:
 def peak_meter(stages: Iterable[torch.nn.Module]) -> profiling.PeakMeter:
     """A meter for the memory of a rank's stages."""
     return profiling.PeakMeter(device_of(next(iter(stages))))
+
+
+def _initial(model: torch.nn.Module, inputs: tuple[Any, ...], construction: Construction | None) -> Initial:
+    """The model's values, where the inputs are if it has none itself."""
+    is_meta = any(parameter.is_meta for parameter in model.parameters())
+    return Initial(model, device=inputs[0].device if is_meta else None, construction=construction)
 
 
 def _sizes(microbatches: Sequence[int] | None, batch: int, ranks: int) -> list[int]:

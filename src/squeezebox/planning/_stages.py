@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from squeezebox import pipeline, planner, profiling
 from squeezebox.bounds import Planned
-from squeezebox.pipeline import Passage, Piece, Stage
+from squeezebox.pipeline import Initial, Passage, Piece, Stage
 from squeezebox.planning._attach import attach
 from squeezebox.schedules import PUBLISHED, Costs, simulate
 from squeezebox.schema import Block, Holding, Link, PipelinePlan, PipelineProfile
@@ -28,30 +28,19 @@ _SETTLING = 24  # steps after which bounds have followed what they measured
 _CALIBRATIONS = 4
 
 
-def measure_blocks(
-    pieces: Sequence[Piece],
-    microbatch: TrainingStep,
-    *,
-    size: int,
-    state_share: float,
-    policies: Sequence[str],
-    bounds: Mapping[str, float],
-) -> PipelineProfile:
-    """Run all pieces after one another, in each way to hold what they save.
+def measure_together(stages: Stages, policies: Sequence[str]) -> Stages:
+    """The same with a profile of its pieces: all are run after one another, and back.
 
     Args:
-        pieces: of the model.
-        microbatch: of ``size`` samples.
-        size: samples of it.
-        state_share: bytes of optimizer state for each byte of trained parameters.
-        policies: of "keep", "compress" and "recompute".
-        bounds: of "compress", by tensor, from :func:`bounds_of`.
+        stages: their profile has no blocks yet.
+        policies: "keep", "compress" and "recompute", or some of them.
     """
+    pieces, microbatch = stages.pieces, stages.microbatch
     costs, whole = {}, together(pieces)
     for policy in policies:
         parts = [_recomputed(piece) if policy == "recompute" else piece.module for piece in pieces]
         plainly = contextlib.nullcontext(contextlib.nullcontext)
-        with _packed(pieces, bounds) if policy == "compress" else plainly as around:
+        with _packed(pieces, stages.bounds) if policy == "compress" else plainly as around:
             costs[policy] = profiling.measure_parts(
                 parts,
                 microbatch.inputs,
@@ -64,9 +53,30 @@ def measure_blocks(
         tuple(_block_holding(policy, each[number]) for policy, each in costs.items())
         for number in range(len(pieces))
     ]
-    outputs = [each.output_bytes for each in next(iter(costs.values()))]
-    blocks = map(functools.partial(block_of, state_share), ([piece] for piece in pieces), outputs, holdings)
-    return PipelineProfile(microbatch=size, blocks=tuple(blocks))
+    return _profiled(stages, [each.output_bytes for each in next(iter(costs.values()))], holdings)
+
+
+def measure_alone(stages: Stages, policies: Sequence[str]) -> Stages:
+    """The same with each piece run by itself, so that only one at a time needs its parameters' values."""
+    returned = stages.inputs()[1:]
+    outputs = [sum(each.nbytes for each in values if isinstance(each, Tensor)) for values in returned]
+    holdings = [
+        tuple(stages.measure(number, number + 1, policy, is_split=False) for policy in policies)
+        for number in range(len(stages.pieces))
+    ]
+    return _profiled(stages, outputs, holdings)
+
+
+def _profiled(stages: Stages, outputs: Sequence[int], holdings: Sequence[tuple[Holding, ...]]) -> Stages:
+    blocks = tuple(
+        map(
+            functools.partial(block_of, stages.state_share),
+            ([each] for each in stages.pieces),
+            outputs,
+            holdings,
+        )
+    )
+    return dataclasses.replace(stages, profile=dataclasses.replace(stages.profile, blocks=blocks))
 
 
 def block_of(
@@ -168,6 +178,7 @@ class Stages:
 
     profile: PipelineProfile
     pieces: Sequence[Piece]
+    initial: Initial
     microbatch: TrainingStep
     bounds: Mapping[str, float]
     state_share: float
@@ -182,7 +193,7 @@ class Stages:
                 self.state_share,
                 self.pieces[stage.first : stage.end],
                 self.profile.blocks[stage.end - 1].output_bytes,
-                (self._measure(stage.first, stage.end, stage.policy, is_split=is_split),),
+                (self.measure(stage.first, stage.end, stage.policy, is_split=is_split),),
             )
             for stage in plan.stages
         ]
@@ -213,7 +224,7 @@ class Stages:
         """The same, where blocks know what they hold between two parts of backward."""
         blocks = []
         for number, block in enumerate(self.profile.blocks):
-            each = [self._measure(number, number + 1, own.policy, is_split=True) for own in block.holdings]
+            each = [self.measure(number, number + 1, own.policy, is_split=True) for own in block.holdings]
             holdings = tuple(
                 dataclasses.replace(own, pending_bytes=found.pending_bytes)
                 for own, found in zip(block.holdings, each, strict=True)
@@ -221,26 +232,29 @@ class Stages:
             blocks.append(dataclasses.replace(block, holdings=holdings))
         return dataclasses.replace(self, profile=dataclasses.replace(self.profile, blocks=tuple(blocks)))
 
-    def _measure(self, first: int, end: int, policy: str, *, is_split: bool) -> Holding:
+    def measure(self, first: int, end: int, policy: str, *, is_split: bool) -> Holding:
+        """A stage of these pieces."""
         key = first, end, policy, is_split
         if key not in self._known:
-            self._known[key] = measure_stage(
-                self.pieces[first:end],
-                self._inputs()[first],
-                policy=policy,
-                loss_of=self.microbatch.loss_of if end == len(self.pieces) else None,
-                bounds=self._bounds(first, end) if policy == "compress" else {},
-                is_split=is_split,
-            )
+            given = self.inputs()[first]
+            with self.initial.filled(together(self.pieces[first:end])):
+                self._known[key] = measure_stage(
+                    self.pieces[first:end],
+                    given,
+                    policy=policy,
+                    loss_of=self.microbatch.loss_of if end == len(self.pieces) else None,
+                    bounds=self._bounds(first, end) if policy == "compress" else {},
+                    is_split=is_split,
+                )
         return self._known[key]
 
-    def _inputs(self) -> list[tuple[Any, ...]]:
-        """Of every piece, without a graph."""
-        values = self.microbatch.inputs
-        while len(self._given) < len(self.pieces):
-            self._given.append(values)
-            outputs = self.pieces[len(self._given) - 1].module(*values)
-            values = tuple(map(_apart, outputs))
+    def inputs(self) -> list[tuple[Any, ...]]:
+        """Of every piece, without a graph, and at the end what the last one returns."""
+        if not self._given:
+            self._given.append(self.microbatch.inputs)
+            for piece in self.pieces:
+                with self.initial.filled(piece.module):
+                    self._given.append(tuple(map(_apart, piece.module(*self._given[-1]))))
         return self._given
 
     def _bounds(self, first: int, end: int) -> Mapping[str, float]:

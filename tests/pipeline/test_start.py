@@ -1,0 +1,258 @@
+"""Models without memory: where their values come from, and what a rank needs to start."""
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import squeezebox
+from squeezebox import FormatError, UnsupportedModelError
+from squeezebox.pipeline import Construction, Initial, Runner
+from squeezebox.schema import InputForm, Link
+from tests.pipeline import ranks
+
+safetensors = pytest.importorskip("safetensors.torch")
+WIDTH = 1448  # a square of float32 has 8 MiB
+
+
+class _Layer(nn.Module):
+    def __init__(self, width, rate):
+        super().__init__()
+        self.attention, self.norm = nn.MultiheadAttention(width, 2), nn.LayerNorm(width)
+        self.linear, self.rate = nn.Linear(width, width), rate
+        self.gain = nn.Parameter(torch.randn(width) * 0.02)
+        self.gate = nn.Parameter(torch.tensor(0.5))
+        self.place = nn.Parameter(torch.zeros(1, 3, width))
+        nn.init.trunc_normal_(self.place, std=0.02)
+        self.turn = nn.Linear(width, width, bias=False)
+        nn.init.orthogonal_(self.turn.weight)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(width, width))
+        frequencies = 1.0 / (10000 ** (torch.arange(0, width, 2).float() / width))
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+
+class _Model(nn.Module):
+    """Initialised in every way that models are."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.embed = nn.Embedding(11, width, padding_idx=0)
+        self.mixed = nn.ModuleList([nn.BatchNorm2d(4), nn.Conv2d(3, 4, 3), nn.LSTM(3, 5)])
+        rates = torch.linspace(0, 0.3, 2)
+        assert rates.tolist() == [rate.item() for rate in rates] == list(rates.numpy())
+        self.layers = nn.ModuleList(_Layer(width, rate) for rate in rates.tolist())
+        self.head = nn.Linear(width, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("mask", torch.tril(torch.ones(5, 5)).view(1, 1, 5, 5))
+        self.apply(self._begin)
+        for name, parameter in self.named_parameters():
+            if name.endswith("turn.weight"):
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(6))
+        torch.manual_seed(5)
+        self.wide = nn.Linear(3, 3).double()
+        self.table = nn.Parameter(torch.from_numpy(np.arange(6.0).reshape(2, 3)), requires_grad=False)
+        self.parts = nn.Parameter(torch.empty(3, 3))
+        with torch.no_grad():
+            self.parts.copy_(torch.from_numpy(np.ones((3, 3), dtype=np.float32)))
+            self.parts[0] = 7.0
+            self.parts[:, 1].uniform_(generator=torch.Generator().manual_seed(2))
+        self.order = nn.Parameter(torch.randperm(5).float())
+        if self.order.sum() > 3.0:
+            self.order.data.mul_(2.0)
+
+    def _begin(self, module):
+        if type(module) is nn.Linear:
+            nn.init.normal_(module.weight, 0.0, 0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def _built(make, seed=1):
+    torch.manual_seed(seed)
+    model = make()
+    return model, torch.get_rng_state()
+
+
+def _equal(wanted, model, initial):
+    pairs = zip(
+        [*wanted.named_parameters(), *wanted.named_buffers()],
+        [*model.parameters(), *model.buffers()],
+        strict=True,
+    )
+    for (name, tensor), found in pairs:
+        value = initial.of(found)
+        assert torch.equal(tensor.detach(), value), name
+        assert (value.dtype, value.stride()) == (tensor.dtype, tensor.stride()), name
+        assert found.requires_grad == tensor.requires_grad, name
+
+
+def test_values_are_an_ordinary_constructions_to_the_bit():
+    wanted, state = _built(_Model)
+    with Construction() as construction:
+        model, found = _built(_Model)
+    assert torch.equal(state, found)
+    assert all(each.is_meta for each in [*model.parameters(), *model.buffers()])
+    optimizer = torch.optim.AdamW(model.parameters())
+    initial = Initial(model, device=torch.device("cpu"), construction=construction)
+    assert not any(each.is_meta for each in optimizer.param_groups[0]["params"])
+    _equal(wanted, model, initial)
+    with initial.filled(model.layers[1]):
+        assert torch.equal(model.layers[1].turn.weight, wanted.layers[1].turn.weight)
+    assert model.layers[1].turn.weight.isnan().all()
+
+
+def test_a_model_on_the_meta_device_is_reset():
+    def make():
+        return nn.Sequential(
+            nn.Linear(3, 3),
+            nn.MultiheadAttention(4, 2),
+            nn.BatchNorm1d(3),
+            nn.TransformerEncoderLayer(8, 2, 16),
+        )
+
+    wanted, state = _built(make)
+    with torch.device("meta"):
+        model = make()
+    torch.manual_seed(1)
+    _equal(wanted, model, Initial(model, device=torch.device("cpu")))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_what_nothing_initialises_is_refused():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), _Layer(4, 0.0))
+    with pytest.raises(UnsupportedModelError, match=r"^1\.gain is on the meta device, and nothing says"):
+        Initial(model)
+    assert model[0].weight.is_meta
+
+
+def test_an_initialiser_that_is_changed_afterwards_is_refused():
+    values = torch.zeros(2)
+    with pytest.raises(UnsupportedModelError, match=r"\(2,\) initialises the model and is then written"):
+        with Construction(), torch.no_grad():
+            nn.Linear(2, 2).bias.copy_(values)
+            values += 1.0
+
+
+def test_weights_are_read_by_name(tmp_path):
+    torch.manual_seed(0)
+    wanted = ranks.Tied()
+    tensors = {name: each.clone() for name, each in wanted.state_dict().items()}
+    names = sorted(tensors)
+    for number, part in enumerate((names[::2], names[1::2])):
+        safetensors.save_file({name: tensors[name] for name in part}, tmp_path / f"{number}.safetensors")
+    with torch.device("meta"):
+        model = ranks.Tied()
+    _equal(wanted, model, Initial(model, device=torch.device("cpu"), weights=tmp_path))
+    for other, message in (
+        (ranks.Tied(words=12), "has shape"),
+        (ranks.Tied(depth=4), "4 of the model's par"),
+    ):
+        with pytest.raises(FormatError, match=message):
+            Initial(other, weights=tmp_path)
+    with pytest.raises(FormatError, match="no safetensors file that can be read"):
+        Initial(wanted, weights=tmp_path / "none.safetensors")
+
+
+def _trained(rank, plan, folder, options):
+    return [_trained_one(plan, how, folder, options) for how in ("plain", "constructed", "read")]
+
+
+def _trained_one(plan, how, folder, options):
+    construction = None
+    if how == "constructed":
+        with Construction() as construction:
+            model = ranks.tied()
+    else:
+        model = ranks.tied(seed=0 if how == "plain" else 1)
+    optimizer = ranks.OPTIMIZERS["adamw"](model.parameters())
+    runner = Runner(
+        model,
+        plan,
+        optimizer=optimizer,
+        loss_fn=ranks.entropy,
+        construction=construction,
+        weights=folder if how == "read" else None,
+        **options,
+    )
+    losses = [runner.step(*ranks.words(batch, 8)) for batch in range(3)]
+    losses.append(runner.evaluate(*ranks.words(9, 8)))
+    weights = runner.state_dict()
+    runner.close()
+    return losses, weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["own", "torch"])
+def test_training_is_that_of_an_ordinary_model_to_the_bit(engine, tmp_path):
+    plan = ranks.plan(5, 2, "1f1b", 4, inputs=(InputForm(shape=(5,), dtype="int64"),))
+    safetensors.save_model(ranks.tied(), tmp_path / "model.safetensors")
+    for found in ranks.run(_trained, 2, plan, tmp_path, {"engine": engine}):
+        assert not isinstance(found, str), found
+        (losses, weights), *others = found
+        for again, values in others:
+            assert again == losses
+            assert values.keys() == weights.keys()
+            assert all(torch.equal(values[name], each) for name, each in weights.items())
+
+
+def _status(name):
+    return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def _large(blocks=10):
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(blocks)))
+
+
+def _started(rank, plan):
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    before = _status("VmRSS")
+    with Construction() as construction:
+        model = _large()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    runner = Runner(
+        model, plan, optimizer=optimizer, loss_fn=nn.functional.mse_loss, construction=construction
+    )
+    peak = _status("VmHWM") - before
+    runner.close()
+    return peak, runner.weights_bytes
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system tells no peak")
+def test_a_rank_needs_less_memory_than_the_model_to_start():
+    plan = ranks.plan(10, 5, "1f1b", 2, inputs=(InputForm(shape=(WIDTH,), dtype="float32"),))
+    whole = 10 * 4 * WIDTH * (WIDTH + 1)
+    for result in ranks.run(_started, 5, plan):
+        assert not isinstance(result, str), result
+        peak, own = result
+        assert own == whole // 5
+        assert peak < own + 0.4 * whole  # two or three tensors at a time, and what starting takes
+
+
+def test_blocks_are_planned_one_by_one():
+    with Construction() as construction:
+        model = ranks.tied()
+    sample = ranks.words(0, 8)
+    options = {
+        "sample": sample,
+        "loss_fn": ranks.entropy,
+        "ranks": 2,
+        "memory_bytes": 2**30,
+        "microbatches": [2],
+        "link": Link(bytes_per_second=1e9, latency_seconds=1e-5),
+    }
+    found = squeezebox.plan_pipeline(model, construction=construction, **options)[0]
+    assert all(each.is_meta for each in model.parameters())
+    wanted = squeezebox.plan_pipeline(ranks.tied(), **options)
+    assert found.fingerprint == wanted[0].fingerprint and found.blocks == wanted[0].blocks
+    same = [each for each in wanted if _form(each) == _form(found)]
+    assert [stage.peak_bytes for stage in same[0].stages] == [stage.peak_bytes for stage in found.stages]
+    assert math.isfinite(found.seconds) and found.seconds > 0.0
+
+
+def _form(plan):
+    return plan.schedule, plan.ranks, [(stage.first, stage.end, stage.policy) for stage in plan.stages]
