@@ -2,9 +2,9 @@
 
 Goes in: nothing. Comes out: benchmarks/reports/pipeline_start-<date>.json and .md.
 
-Each of some gloo processes makes a runner of the same model, a chain of large linear layers: one that is there
-as a whole on each rank, as without anything done about it; one constructed without memory; and one on the
-meta device whose weights are read from safetensors files. The peak of the process's resident memory is the
+Each of some gloo processes makes a runner of the same model, a chain of linear layers: one that is whole
+on each rank, as without anything done about it; one constructed without memory; and one on the meta device
+whose weights are read from safetensors files. The peak of the process's resident memory is the
 kernel's own (VmHWM), from before the model is constructed to when the runner is made. Pages of the files
 count too. Then one process plans the same model, whole and block by block.
 """
@@ -45,10 +45,9 @@ def main() -> None:
         for name, tensor in network(arguments).state_dict().items():
             save_file({name: tensor}, Path(folder, f"{name}.safetensors"))
         rows = [measure(arm, arguments, folder) for arm in ARMS]
-        rows += [
-            {"arm": f"plan, {arm}", "peak MiB": [peak / MIB for peak in _repeated(_planned, 1, arm, arguments)]}
-            for arm in ARMS[:2]
-        ]
+        for arm in ARMS[:2]:
+            found = _repeated(_planned, 1, arm, arguments)
+            rows.append({"arm": f"plan, {arm}", "peak MiB": [peak / MIB for peak in found]})
     results = {"rows": rows, "model MiB": network_bytes(arguments) / MIB, "settings": vars(arguments)}
     for path in _report.write("pipeline_start", results, table(rows, results["model MiB"])):
         print(path)
@@ -61,9 +60,7 @@ def measure(arm: str, arguments: argparse.Namespace, folder: str) -> dict[str, A
 
 
 def _repeated(function: Any, ranks: int, arm: str, arguments: argparse.Namespace, *rest: Any) -> list[int]:
-    return sorted(
-        max(_ranks.run(function, ranks, arm, arguments, *rest)) for _ in range(arguments.repeats)
-    )
+    return sorted(max(_ranks.run(function, ranks, arm, arguments, *rest)) for _ in range(arguments.repeats))
 
 
 def network(arguments: argparse.Namespace) -> nn.Sequential:
