@@ -12,6 +12,7 @@ import typer
 
 import squeezebox
 from squeezebox.cli._estimate import require_step
+from squeezebox.cli._gradients import gradients
 from squeezebox.cli._memory import memory
 from squeezebox.cli._pipeline import pipeline
 from squeezebox.cli._show import progress
@@ -25,6 +26,7 @@ app = typer.Typer(
 
 app.add_typer(pipeline, name="pipeline")
 app.add_typer(memory, name="memory")
+app.add_typer(gradients, name="gradients")
 
 Factory = Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Returns the model when called.")]
 Input = Annotated[str | None, typer.Option(help="One sample's shape (default: 3x224x224).")]

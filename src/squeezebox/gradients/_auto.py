@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from squeezebox.gradients._costs import measured_ways
+from squeezebox.gradients._costs import WHOLE, measured_ways
 from squeezebox.gradients._exchange import Exchange
 from squeezebox.gradients._ranks import Worker
 from squeezebox.gradients._residuals import Names
@@ -69,6 +69,27 @@ class ExchangePlan:
         return cls(**{**data, "groups": groups})
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeCosts:
+    """What "auto" measured, alike on all ranks: the slowest rank's seconds.
+
+    ``gradients`` are in the order in which backward makes them, in seconds from the end of forward.
+    ``buckets`` are DDP's.
+    """
+
+    ways: tuple[Way, ...]
+    gradients: tuple[Gradient, ...]
+    buckets: tuple[Names, ...]
+
+    def of_buckets(self, way: Way) -> ExchangePlan:
+        """What DDP's buckets take when all go in one way."""
+        gradients = {each.name: each for each in self.gradients}
+        ordered = _rising([gradients[name] for names in self.buckets for name in names])
+        ends = list(itertools.accumulate(len(names) for names in self.buckets))
+        groups = [Group(first=a, end=b, way=way) for a, b in itertools.pairwise([0, *ends])]
+        return _plan(ordered, evaluate_fusion(ordered, groups), follows_buckets=True)
+
+
 class Arrivals:
     """When backward has each gradient, in seconds from the end of forward."""
 
@@ -107,7 +128,7 @@ class Chooser:
         self._passes = 0
         self._candidates: list[ExchangePlan] = []
         self._tried: list[list[float]] = []
-        self.ways: tuple[Way, ...] = ()
+        self.costs: ExchangeCosts | None = None
         self.is_done = False
 
     @property
@@ -151,50 +172,37 @@ class Chooser:
             for names, flat in groups
             for name, part in zip(names, flat.split([self._sizes[name] for name in names]), strict=True)
         }
-        self.ways = measured_ways(list(parts.values()), self._noise, exchange, worker)
+        ways = measured_ways(list(parts.values()), self._noise, exchange, worker)
         squares = [float(parts[name].double().square().sum()) for name in self._sizes]
         rows = exchange.numbers([*self.arrivals.medians(), *squares, float(self.arrivals.repeats)])
         *means, repeats = (statistics.fmean(column) for column in zip(*rows, strict=True))
-        seconds, squares = means[: len(self._sizes)], means[len(self._sizes) :]
-        gradients = {
-            name: Gradient(name=name, numel=numel, ready_seconds=ready, squares=square)
-            for (name, numel), ready, square in zip(self._sizes.items(), seconds, squares, strict=True)
-        }
-        buckets = [names for names, _ in groups]
+        numbers = zip(self._sizes.items(), means[: len(squares)], means[len(squares) :], strict=True)
+        gradients = [
+            Gradient(name=name, numel=numel, ready_seconds=ready, squares=square)
+            for (name, numel), ready, square in numbers
+        ]
+        self.costs = ExchangeCosts(
+            ways=ways,
+            gradients=tuple(sorted(gradients, key=lambda each: each.ready_seconds)),
+            buckets=tuple(names for names, _ in groups),
+        )
         found: list[ExchangePlan] = []
         if exchange.rank == 0:
-            found = candidates(gradients, buckets, self.ways, self._noise, takes_single=not repeats)
+            found = candidates(self.costs, self._noise, takes_single=not repeats)
         text = exchange.first_text(json.dumps([each.to_dict() for each in found]))
         return [ExchangePlan.from_dict(each) for each in json.loads(text)]
 
 
-def candidates(
-    gradients: Mapping[str, Gradient],
-    buckets: Sequence[Names],
-    ways: Sequence[Way],
-    noise: float,
-    *,
-    takes_single: bool,
-) -> list[ExchangePlan]:
+def candidates(costs: ExchangeCosts, noise: float, *, takes_single: bool) -> list[ExchangePlan]:
     """The plan that should be the fastest, then DDP's buckets plain and in half the bits where near it."""
-    allowed = {way.name: way for way in ways if way.noise <= noise}
-    own = [_of_buckets(gradients, buckets, way) for way in ways if way.noise <= noise]
-    best = min(own, key=lambda plan: plan.seconds)
+    own = {way: costs.of_buckets(way) for way in costs.ways if way.noise <= noise}
+    best = min(own.values(), key=lambda plan: plan.seconds)
     if takes_single:
-        ordered = _rising(sorted(gradients.values(), key=lambda each: each.ready_seconds))
-        plan = plan_fusion(ordered, ways, noise, _TOLERANCE)
+        plan = plan_fusion(costs.gradients, costs.ways, noise, _TOLERANCE)
         if plan.seconds < _WORTH * best.seconds:
-            best = _plan(ordered, plan, follows_buckets=False)
-    whole = [_of_buckets(gradients, buckets, allowed[name]) for name in ("plain", "fp16") if name in allowed]
-    near = [each for each in whole if each != best and each.seconds < _NEAR * best.seconds]
-    return [best, *near]
-
-
-def _of_buckets(gradients: Mapping[str, Gradient], buckets: Sequence[Names], way: Way) -> ExchangePlan:
-    ordered = _rising([gradients[name] for names in buckets for name in names])
-    ends = list(itertools.accumulate(len(names) for names in buckets))
-    groups = [Group(first=a, end=b, way=way) for a, b in itertools.pairwise([0, *ends])]
-    return _plan(ordered, evaluate_fusion(ordered, groups), follows_buckets=True)
+            best = _plan(costs.gradients, plan, follows_buckets=False)
+    whole = [plan for way, plan in own.items() if way.name in WHOLE and plan != best]
+    return [best, *(each for each in whole if each.seconds < _NEAR * best.seconds)]
 
 
 def _rising(gradients: Sequence[Gradient]) -> list[Gradient]:

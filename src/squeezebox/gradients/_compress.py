@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from squeezebox.gradients._auto import AUTO, Chooser, ExchangePlan
+from squeezebox.gradients._auto import AUTO, Chooser, ExchangeCosts, ExchangePlan
 from squeezebox.gradients._coders import CODERS, Coder
 from squeezebox.gradients._costs import WHOLE, begin
 from squeezebox.gradients._exchange import Exchange
@@ -28,7 +28,6 @@ from squeezebox.gradients._low_rank import LowRank
 from squeezebox.gradients._ranks import Worker, own_store
 from squeezebox.gradients._residuals import Names, Residuals
 from squeezebox.gradients._turn import Turn
-from squeezebox.planner import Way
 from squeezebox.schema import FormatError, OptionError, RankError
 
 POWER = "powersgd"
@@ -119,9 +118,9 @@ class CompressedGradients:
         return self._plan if self._chooser is not None and self._chooser.is_done else None
 
     @property
-    def ways(self) -> tuple[Way, ...]:
-        """What each way of sending took when "auto" measured it; none before, and with other methods."""
-        return () if self._chooser is None else self._chooser.ways
+    def costs(self) -> ExchangeCosts | None:
+        """What "auto" has measured; None before, and with other methods."""
+        return None if self._chooser is None else self._chooser.costs
 
     def take(self, bucket: GradBucket) -> Future[Tensor]:
         """DDP's hook: what one bucket's gradients become."""

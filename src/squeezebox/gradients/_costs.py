@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from squeezebox.gradients._residuals import wide
 from squeezebox.gradients._turn import Turn
 from squeezebox.planner import Line, Way
 
-WHOLE = {"plain": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+WHOLE: dict[str, torch.dtype | None] = {"plain": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 _SHARES = (512, 64, 8, 1)  # of all gradients, a trial has one over this
 _FEWEST = 1024  # elements of a trial, if there are as many
 _REPEATS = 3
@@ -111,19 +110,20 @@ def _trial(
     worker.finish()
     residual.copy_(gradients)  # as the mean goes into DDP's buckets
     ended = time.perf_counter()
-    noise = turn.lost_squares / turn.wanted_squares if turn.wanted_squares else _rounding(flat, method)
+    noise = (
+        turn.lost_squares / turn.wanted_squares if turn.wanted_squares else rounding(flat, WHOLE.get(method))
+    )
     rows = exchange.numbers([packed - begun, ended - begun, noise])
     pack, whole = (max(row[place] for row in rows) for place in (0, 1))
     return pack, max(whole - pack, 0.0), statistics.fmean(row[2] for row in rows)
 
 
-def _rounding(flat: Tensor, method: str) -> float:
-    """Noise of a dtype."""
-    dtype: Any = WHOLE.get(method)
+def rounding(flat: Tensor, dtype: torch.dtype | None) -> float:
+    """Noise of a dtype; 1 if it does not hold some element."""
     if dtype is None:
         return 0.0
     noise = float((flat - flat.to(dtype)).square().sum() / flat.square().sum().clamp(min=1e-30))
-    return noise if noise < 1.0 else 1.0  # infinity and NaN too: it does not fit the dtype
+    return noise if noise < 1.0 else 1.0
 
 
 def fitted(points: Sequence[tuple[int, float]]) -> Line:

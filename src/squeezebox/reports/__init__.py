@@ -25,6 +25,7 @@ from squeezebox.reports._audit_statistics import (
 )
 from squeezebox.reports._doctor import EnvironmentCheck, StepCheck
 from squeezebox.reports._estimate import BatchPoint, Estimate, FoundBatch, MaxBatch
+from squeezebox.reports._exchange import ExchangeArm, ExchangeWay, MeasuredExchange
 from squeezebox.reports._page import timeline_html
 from squeezebox.reports._pipeline import (
     PipelineRank,
@@ -59,8 +60,11 @@ __all__ = [
     "Equivalence",
     "Estimate",
     "BatchPoint",
+    "ExchangeArm",
+    "ExchangeWay",
     "FoundBatch",
     "MaxBatch",
+    "MeasuredExchange",
     "PipelineChart",
     "PipelineRank",
     "PipelineReport",

@@ -1,0 +1,120 @@
+"""``squeezebox gradients measure``: processes that train with several exchanges of gradients in turns."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import socket
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+
+import torch
+
+from squeezebox import compile_kernels
+from squeezebox.cli._estimate import load_factory
+from squeezebox.cli._plan import Step
+from squeezebox.cli._show import progress
+from squeezebox.cli._values import require_delay
+from squeezebox.gradients import ExchangedStep, joined, measure_exchange
+from squeezebox.profiling import optimizer_named
+from squeezebox.reports import MeasuredExchange, parse_size, require_writable
+from squeezebox.schema import Link, OptionError, RankError
+
+_LAUNCHED = "TORCHELASTIC_RUN_ID"  # torchrun sets it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the command line names."""
+
+    step: Step
+    noise: float
+    ratio: float
+    bandwidth: str | None
+    latency: float
+    rounds: int
+
+
+def run(request: Request, ranks: int, out: str | None) -> MeasuredExchange | None:
+    """Measure on processes of this machine, or as the rank that torchrun has started.
+
+    Returns:
+        The figures, also written to ``out``; None on all ranks of torchrun but the first.
+
+    Raises:
+        OptionError: an argument is out of range or names nothing.
+        OutputError: ``out`` cannot be written; found before anything is run.
+        RankError: a rank was lost.
+    """
+    _check(request, ranks)
+    if out is not None:
+        require_writable(out)
+    with progress("training with each exchange"):
+        compile_kernels()
+        found = _rank(request, None) if _LAUNCHED in os.environ else _started(request, ranks)
+    if found is not None and out is not None:
+        found.save(out)
+    return found
+
+
+def _check(request: Request, ranks: int) -> None:
+    if ranks < 2:
+        raise OptionError(f"--ranks {ranks}: gradients go between ranks; give 2 or more.")
+    if request.rounds < 1:
+        raise OptionError(f"--rounds {request.rounds}: give 1 or more measured steps.")
+    if not 0.0 < request.noise < 1.0:
+        raise OptionError(f"--noise {request.noise:g}: give a share of the squared gradient between 0 and 1.")
+    if not request.ratio > 1.0:
+        raise OptionError(f"--ratio {request.ratio:g}: give how many times fewer bytes go, above 1.")
+    require_delay("--latency", request.latency)
+    _link(request)
+    load_factory(request.step.factory)
+
+
+def _link(request: Request) -> Link | None:
+    if request.bandwidth is None:
+        return None
+    speed = parse_size("--bandwidth", request.bandwidth)
+    return Link(bytes_per_second=speed, latency_seconds=request.latency)
+
+
+def _started(request: Request, ranks: int) -> MeasuredExchange | None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(ranks, mp_context=context) as pool:
+        futures = [pool.submit(_rank, request, (rank, ranks, port)) for rank in range(ranks)]
+        try:
+            return [each.result() for each in futures][0]
+        except BrokenProcessPool as error:
+            raise RankError(
+                "a process of the measurement was ended from outside, perhaps for want of memory: it trains "
+                "a dozen copies of the model. Take a smaller model, or more memory."
+            ) from error
+
+
+def _rank(request: Request, place: tuple[int, int, int] | None) -> MeasuredExchange | None:
+    if place is not None:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place[1]))
+    with contextlib.redirect_stdout(sys.stderr), joined(place) as rank:
+        torch.manual_seed(rank)
+        loaded = request.step.load()
+        inputs, target = loaded["sample"]
+        found = measure_exchange(
+            ExchangedStep(
+                model=loaded["model"],
+                inputs=inputs,
+                target=target,
+                loss_fn=loaded["loss_fn"],
+                optimizer=optimizer_named(request.step.optimizer),
+            ),
+            noise=request.noise,
+            ratio=request.ratio,
+            rounds=request.rounds,
+            link=_link(request),
+        )
+    return found if rank == 0 else None

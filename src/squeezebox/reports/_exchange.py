@@ -1,0 +1,128 @@
+"""What ways of exchanging gradients take on a link, as text and as JSON."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from squeezebox.schema import decoded, human_bytes, load_json, plain_fields, save_json
+
+_AGAIN = "squeezebox.gradients.measure_exchange(...).save(path)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeArm:
+    """One way of exchanging all gradients, in training steps.
+
+    ``seconds`` of a step and ``backward_seconds`` from the end of its forward are medians of what the slowest
+    rank took. ``times_plain`` is the median of each round's ratio. ``sent_bytes`` went from a rank in a step.
+    ``noise`` is the squared error over the squared gradient that packing caused in the last step.
+    """
+
+    name: str
+    seconds: float
+    backward_seconds: float
+    times_plain: float
+    sent_bytes: int
+    noise: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeWay:
+    """What a method takes for a group: seconds for the group itself, and for each element."""
+
+    method: str
+    level: float
+    noise: float
+    pack_seconds: float
+    pack_each_seconds: float
+    send_seconds: float
+    send_each_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredExchange:
+    """What ``squeezebox gradients measure`` found. ``str()`` is its tables.
+
+    ``alone_seconds`` a step takes whose gradients stay where they are. ``planned_seconds`` is what "auto"
+    planned from the end of forward on, for ``groups``: their methods and parameters.
+    """
+
+    ranks: int
+    elements: int
+    link_bytes_per_second: float
+    alone_seconds: float
+    planned_seconds: float
+    groups: tuple[tuple[str, int], ...]
+    arms: tuple[ExchangeArm, ...]
+    ways: tuple[ExchangeWay, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as written by :meth:`save`."""
+        return plain_fields(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it whole or not at all; OutputError if the path cannot be written."""
+        save_json(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> MeasuredExchange:
+        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another kind."""
+        made: MeasuredExchange = load_json(
+            path, "table of exchanges", _AGAIN, lambda values: decoded(cls, values)
+        )
+        return made
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.elements:,} gradients between {self.ranks} ranks; the link takes "
+            f"{human_bytes(int(self.link_bytes_per_second))} a second. A step without exchange takes "
+            f"{_milliseconds(self.alone_seconds)} ms."
+        )
+        lines = [head, "", _line("exchange", "ms a step", "times plain", "bytes a step", "noise")]
+        lines += [
+            _line(
+                arm.name,
+                _milliseconds(arm.seconds),
+                f"{arm.times_plain:.2f}",
+                human_bytes(arm.sent_bytes),
+                f"{arm.noise:.2g}",
+            )
+            for arm in self.arms
+        ]
+        return "\n".join([*lines, "", *self._way_lines(), *self._plan_lines()])
+
+    def _way_lines(self) -> list[str]:
+        head = _line("a group's", "pack ms", "+ ns each", "send ms", "+ ns each", "noise")
+        return [head] + [
+            _line(
+                f"{way.method}, {way.level:.2g}" if way.noise and way.method != "fp16" else way.method,
+                _milliseconds(way.pack_seconds),
+                f"{1e9 * way.pack_each_seconds:.2f}",
+                _milliseconds(way.send_seconds),
+                f"{1e9 * way.send_each_seconds:.2f}",
+                f"{way.noise:.2g}",
+            )
+            for way in self.ways
+        ]
+
+    def _plan_lines(self) -> list[str]:
+        chosen = [arm for arm in self.arms if arm.name == "auto"]
+        if not chosen:
+            return []
+        groups = ", ".join(f"{count} {method}" for method, count in self.groups)
+        return [
+            "",
+            f"auto sends parameters in these groups: {groups}. From forward's end it planned "
+            f"{_milliseconds(self.planned_seconds)} ms, and took "
+            f"{_milliseconds(chosen[0].backward_seconds)} ms.",
+        ]
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g}"
+
+
+def _line(name: str, *columns: str) -> str:
+    return f"{name:<20}" + "".join(f"{each:>14}" for each in columns)

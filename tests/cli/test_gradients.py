@@ -1,0 +1,54 @@
+"""``squeezebox gradients measure``: processes of its own, and what is refused before they start."""
+
+import json
+
+import pytest
+
+from squeezebox.reports import MeasuredExchange
+from tests.cli.test_commands import models, run  # noqa: F401 - a fixture
+
+STEP = ("gradients", "measure", "my_models:small", "--input", "3x16x16", "--batch", "2")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--ranks", "1"), "give 2 or more"),
+        (("--rounds", "0"), "give 1 or more measured steps"),
+        (("--noise", "1"), "between 0 and 1"),
+        (("--ratio", "1"), "above 1"),
+        (("--bandwidth", "fast"), "--bandwidth fast"),
+        (("--latency", "-1"), "from 0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(options, words, models, capfd):  # noqa: F811
+    code, out, err = run(capfd, *STEP, *options)
+    assert (code, out) == (2, "")
+    assert words in err
+
+
+@pytest.mark.slow
+def test_all_exchanges_are_in_one_table(models, capfd):  # noqa: F811
+    code, out, _ = run(
+        capfd, *STEP, "--bandwidth", "1MB", "--rounds", "2", "--noise", "0.1", "--out", "found.json", "--json"
+    )
+    assert code == 0
+    found = MeasuredExchange.load("found.json")
+    assert json.loads(out) == json.loads(json.dumps(found.to_dict()))
+    arms = {arm.name.split(",")[0]: arm for arm in found.arms}
+    assert set(arms) == {
+        "plain", "fp16", "bf16", "powersgd", "top-k", "random-k", "1-bit", "planes", "entropy", "auto",
+    }  # fmt: skip
+    assert arms["plain"].noise == 0.0 < arms["fp16"].noise < arms["bf16"].noise < 1e-4
+    assert 0.02 < arms["entropy"].noise < 0.2
+    assert arms["plain"].sent_bytes == 4 * found.elements
+    assert arms["fp16"].sent_bytes == arms["bf16"].sent_bytes == 2 * found.elements
+    assert all(arm.seconds >= arm.backward_seconds > 0.0 for arm in found.arms)
+    assert 0.5e6 < found.link_bytes_per_second < 1.1e6
+    assert sum(count for _, count in found.groups) > 0
+    assert "auto sends parameters in these groups" in str(found)
+
+
+def test_a_model_that_is_missing_is_refused(models, capfd):  # noqa: F811
+    code, _, err = run(capfd, "gradients", "measure", "my_models:nothing")
+    assert code == 2 and "has no 'nothing'" in err
