@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import squeezebox
-from squeezebox.schema import BudgetError
+from squeezebox.schema import BudgetError, OptionError
 
 
 def convolutions():
@@ -68,5 +68,32 @@ def test_a_peak_in_the_loss_is_blamed_on_the_loss():
     torch.manual_seed(1)
     model = nn.Sequential(nn.Embedding(500, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 500))
     sample = torch.randint(500, (8, 32)), torch.randint(500, (8 * 32,))
-    text = refused(model, sample, "70%", lambda out, target: F.cross_entropy(out.flatten(0, 1), target))
-    assert "in the loss" in text and "loss in slices, as squeezebox.rewrite" in text
+
+    def loss_fn(output, target):
+        return F.cross_entropy(output.flatten(0, 1), target)
+
+    text = refused(model, sample, "70%", loss_fn)
+    assert "in the loss" in text and "compute the loss in slices" in text
+    budget, after = (
+        int(re.search(rf"{word} [^(]*\((\d+) bytes\)", text)[1]) for word in ("Budget", "loss to")
+    )
+    assert after < budget and "rewrite=True" in text
+    with pytest.raises(BudgetError):
+        squeezebox.attach(model, budget=after // 2, sample=sample, loss_fn=loss_fn, rewrite=True)
+    assert "program" not in vars(type(model))
+    session = squeezebox.attach(model, budget=budget, sample=sample, loss_fn=loss_fn, rewrite=True)
+    assert [row.rule for row in session.rewritten.rewrites.applied] == ["sliced loss"]
+    loss_fn(model(sample[0]), sample[1]).backward()
+    assert session.report().peak_bytes <= budget
+    session.detach()
+    assert "program" not in vars(type(model))
+
+
+def test_rewriting_first_needs_a_sample_and_no_plan():
+    model, sample = convolutions(), batch(4)
+    with pytest.raises(OptionError, match="sample"):
+        squeezebox.attach(model, rewrite=True)
+    plan = squeezebox.plan(model, sample=sample, loss_fn=F.cross_entropy, exact=True)
+    with pytest.raises(OptionError, match="model that was measured"):
+        squeezebox.attach(model, plan=plan, sample=sample, loss_fn=F.cross_entropy, rewrite=True)
+    assert "program" not in vars(type(model))

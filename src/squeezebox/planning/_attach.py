@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -18,13 +18,49 @@ from squeezebox.planning._choices import rehearsed
 from squeezebox.planning._plans import make_plan, named_place
 from squeezebox.planning._state_costs import packed_updates
 from squeezebox.reports import StepPlan
+from squeezebox.rewriting import rewrite as rewritten_by_sample
 from squeezebox.schema import AttachError, OptionError
 from squeezebox.session import Engine, Replanning, Session, begin, plan_with_places, shapes_of
 from squeezebox.steps import LossFunction, TrainingStep, check_sample
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 _FAMILIES = {"small": "entropy", "fast": "planes"}  # of codecs
 
 
+def _rewriting_first(function: Function) -> Function:
+    """The function with an argument ``rewrite``: its model is rewritten before, and not where it fails.
+
+    The function raises OptionError where there is a plan already, or neither sample nor loss.
+    """
+
+    @functools.wraps(function)
+    def wrapped(model: torch.nn.Module, *, rewrite: bool = False, **options: Any) -> Session:
+        if not rewrite:
+            attached: Session = function(model, **options)
+            return attached
+        if options.get("plan") is not None:
+            raise OptionError(
+                "a plan is for the model that was measured, which rewrite=True would change. Call "
+                "squeezebox.rewrite() first, make a plan of what it leaves, and attach that without rewrite."
+            )
+        rewritten = rewritten_by_sample(
+            model,
+            sample=options.get("sample"),
+            loss_fn=options.get("loss_fn"),
+            optimizer=options.get("optimizer") or "sgd",
+        )
+        try:
+            session: Session = function(model, rewrite=True, **options)
+        except BaseException:
+            rewritten.undo()
+            raise
+        session.rewritten = rewritten
+        return session
+
+    return cast("Function", wrapped)
+
+
+@_rewriting_first
 def attach(
     model: torch.nn.Module,
     *,
@@ -44,6 +80,7 @@ def attach(
     checks: bool = False,
     update_noise: float | None = None,
     offload: bool | str | os.PathLike[str] | Elsewhere = True,
+    rewrite: bool = False,
 ) -> Session:
     """Hold what training ``model`` saves between forward and backward in fewer bytes.
 
@@ -95,6 +132,9 @@ def attach(
             is, with clipping, GradScaler and accumulation. None: state stays exact.
         offload: for a budget as in :func:`plan`; for a plan, where tensors are moved to instead of where it
             says, such as the ``squeezebox.memory.Neighbour`` that it was made with.
+        rewrite: first compute parts of the model in ways that need less memory, as
+            :func:`squeezebox.rewrite` finds and checks them on ``sample`` with ``loss_fn``. The session's
+            ``rewritten`` has the table; ``detach()`` takes them back.
 
     Returns:
         The session, with ``report()``, ``step()``, ``measure_noise()``, ``state_dict()``, ``detach()``.
@@ -123,7 +163,8 @@ def attach(
     if replan and plan is None and budget is None:
         raise OptionError("on_mismatch='replan' is for a plan or a budget; give one of them.")
     rehearse = arena and plan is None and budget is None
-    if budget is None and not replan and not rehearse and (sample is not None or loss_fn is not None):
+    measures = budget is not None or replan or rehearse or rewrite
+    if not measures and (sample is not None or loss_fn is not None):
         raise OptionError("sample and loss_fn are for a budget; give budget too, or call squeezebox.plan().")
     if budget is not None:
         if plan is not None or controller is not None:

@@ -49,6 +49,7 @@ from squeezebox.planning._state_costs import state_costs
 from squeezebox.planning._states import check_states, hinting, optimizer_plan, with_states
 from squeezebox.profiling import at_balanced_load
 from squeezebox.reports import BYTE_UNITS, PlannedTensor, StepPlan, explain
+from squeezebox.rewriting import proposed
 from squeezebox.schema import (
     Action,
     Budget,
@@ -234,8 +235,17 @@ def make_plan(
             allowed, functools.partial(plan_for, limit), functools.partial(measured_noise, step)
         )
 
-    found = at_worst(step, plan_below, limit) if load == "worst" else plan_below(limit)
+    try:
+        found = at_worst(step, plan_below, limit) if load == "worst" else plan_below(limit)
+    except BudgetError as error:
+        raise _with_rewrites(error, step) from error.__cause__
     return dataclasses.replace(found, assumed_load=load or "")
+
+
+def _with_rewrites(error: BudgetError, step: TrainingStep) -> BudgetError:
+    """The refusal, and what rewrites of the model would do."""
+    found = proposed(step)
+    return error if found is None else BudgetError(f"{error} {found.proposal}")
 
 
 def plannable(model: torch.nn.Module, noise: float | None, exact: bool) -> float:

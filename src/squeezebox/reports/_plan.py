@@ -100,8 +100,7 @@ def _ways(shortage: Shortage) -> Iterator[str]:
     """The changes that would fit, the cheapest first."""
     if shortage.peak_bytes_but_loss is not None:
         yield (
-            "compute the loss in slices, as squeezebox.rewrite(model, sample=..., loss_fn=...) does after a "
-            "linear head (outside of the loss the peak is "
+            "compute the loss in slices (outside of the loss the peak is "
             f"{exact_bytes(shortage.peak_bytes_but_loss)})"
         )
     if shortage.more_noise is not None and shortage.noise > 0.0:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from squeezebox.reports._plan import exact_bytes
 from squeezebox.schema import decoded, human_bytes, load_json, plain_fields, save_json
 
 _PLACES = 3  # named in text; JSON has all
@@ -62,6 +63,16 @@ class Rewrites:
         """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another kind."""
         made: Rewrites = load_json(path, "table of rewrites", _AGAIN, lambda values: decoded(cls, values))
         return made
+
+    @property
+    def proposal(self) -> str:
+        """In a sentence, what they would do before a plan."""
+        rows = ", ".join(f"{row.rule} to {exact_bytes(row.after_bytes)}" for row in self.applied)
+        return (
+            f"Rewrites lower a plain step's peak from {exact_bytes(self.plain_bytes)}, by estimate: {rows}. "
+            "Call squeezebox.rewrite(model, sample=..., loss_fn=...) before the plan, or attach with "
+            "rewrite=True."
+        )
 
     def __str__(self) -> str:
         if not self.rows:

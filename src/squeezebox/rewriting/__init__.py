@@ -10,13 +10,18 @@ from typing import TYPE_CHECKING
 
 from squeezebox.schema import door
 
-__all__ = ["Rewritten", "rewrite", "sliced_cross_entropy"]
+__all__ = ["Rewritten", "proposed", "rewrite", "sliced_cross_entropy"]
 
 if TYPE_CHECKING:
-    from squeezebox.rewriting._rewrite import Rewritten, rewrite
+    from squeezebox.rewriting._rewrite import Rewritten, proposed, rewrite
     from squeezebox.rewriting._sliced_loss import sliced_cross_entropy
 else:  # hidden from type checkers, who would take any name for an attribute
     __getattr__ = door(
         __name__,
-        {"Rewritten": "_rewrite", "rewrite": "_rewrite", "sliced_cross_entropy": "_sliced_loss"},
+        {
+            "Rewritten": "_rewrite",
+            "proposed": "_rewrite",
+            "rewrite": "_rewrite",
+            "sliced_cross_entropy": "_sliced_loss",
+        },
     )

@@ -16,7 +16,10 @@ from squeezebox.schema import CaptureError
 # What a deferred tensor answers itself.
 _OF_TENSORS = "shape dtype device layout ndim requires_grad is_leaf itemsize grad_fn nbytes _version"
 _FLAGS = "is_cuda is_cpu is_meta is_sparse is_nested is_quantized is_mkldnn output_nr"
-_METHODS = "size stride dim ndimension numel nelement is_floating_point is_complex element_size get_device"
+_METHODS = (
+    "size stride dim ndimension numel nelement is_floating_point is_complex is_inference is_neg is_conj "
+    "element_size get_device"
+)
 METADATA: frozenset[Any] = frozenset(
     {
         *(getattr(torch.Tensor, name).__get__ for name in f"{_OF_TENSORS} {_FLAGS}".split()),

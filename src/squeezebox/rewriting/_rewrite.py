@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from squeezebox.capture import check_supported
-from squeezebox.planning import estimate
+from squeezebox.capture import check_supported, observing, refuse_transforms, saved_bytes
+from squeezebox.profiling import fake_like, simulate
 from squeezebox.reports import Rewrite, Rewrites
 from squeezebox.rewriting._check import Outcome, error, in_double, is_equal, outcomes, tolerance
 from squeezebox.rewriting._install import install, program_of, uninstall
 from squeezebox.rewriting._program import Place, Program
 from squeezebox.rewriting._rules import RULES
 from squeezebox.rewriting._search import Cost, Found, best
-from squeezebox.schema import AttachError, OptionError
+from squeezebox.schema import AttachError, OptionError, SqueezeboxError
 from squeezebox.steps import LossFunction, TrainingStep, check_sample, explained
 
+T = TypeVar("T")
 _RULES = {rule.name: rule for rule in RULES}
 _DOUBLE = 1e-8  # by how much two orders of sums may differ in float64, in a network that amplifies rounding
 _NEARLY = 4.0  # times the model's own distance from float64
@@ -75,6 +76,7 @@ def rewrite(
         OptionError: an argument is out of range, or the model fails on the sample.
         UnsupportedModelError: the model is compiled, on several devices, or its forward is replaced.
     """
+    refuse_transforms()
     check_supported(model)
     if program_of(model) is not None:
         raise AttachError("the model is rewritten already; undo() that first.")
@@ -95,6 +97,18 @@ def rewrite(
     return Rewritten(model, checked)
 
 
+def proposed(step: TrainingStep) -> Rewrites | None:
+    """What would lower the step's peak by estimate, none of it checked; None where nothing does."""
+    if program_of(step.model) is not None:
+        return None
+    try:
+        check_supported(step.model)
+        found = _searched(step, step.optimizer or "sgd", _RULES)
+    except (SqueezeboxError, RuntimeError, ValueError, TypeError, IndexError):  # of the model on fake tensors
+        return None
+    return found if found.peak_bytes < found.plain_bytes else None
+
+
 def _outcomes(step: TrainingStep) -> list[Outcome]:
     with explained(step.sample[0], step.sample[1]):
         found = outcomes(step)
@@ -105,13 +119,12 @@ def _places(rows: Iterable[Rewrite]) -> set[Place]:
     return {(row.rule, where) for row in rows for where in row.where}
 
 
-def _searched(step: TrainingStep, optimizer: Any, names: Collection[str]) -> Rewrites:
+def _searched(step: TrainingStep, optimizer: str | torch.optim.Optimizer, names: Collection[str]) -> Rewrites:
     """Rows that lower the peak, or what is saved; none of them checked yet."""
     rules = [_RULES[name] for name in names]
 
     def cost_of(program: Program | None) -> Cost:
-        found = _under(step.model, program, lambda: _estimate(step, optimizer))
-        return found.peak_bytes, found.saved_bytes
+        return _under(step.model, program, lambda: _estimated(step, optimizer))
 
     scout = Program(rules, None)
     cost_of(scout)
@@ -126,8 +139,18 @@ def _searched(step: TrainingStep, optimizer: Any, names: Collection[str]) -> Rew
     return _as_rewrites(best(places, cost), places)
 
 
-def _estimate(step: TrainingStep, optimizer: Any) -> Any:
-    return estimate(step.model, sample=step.sample, loss_fn=step.loss_fn, optimizer=optimizer)
+def _estimated(step: TrainingStep, optimizer: str | torch.optim.Optimizer) -> Cost:
+    simulation, _ = simulate(
+        step.model,
+        sample=lambda _: fake_like(step.sample, None),
+        loss_fn=step.loss_fn,
+        optimizer=optimizer,
+        dtype=None,
+        watch=observing,
+        values=lambda: step.sample,
+        load="balanced",
+    )
+    return simulation.trace.peak().nbytes, sum(saved_bytes(simulation.watched).values())
 
 
 def _as_rewrites(found: Found, places: dict[str, list[str]]) -> Rewrites:
@@ -218,7 +241,7 @@ def _beyond_rounding(
     return ""
 
 
-def _under(model: torch.nn.Module, program: Program | None, do: Callable[[], Any]) -> Any:
+def _under(model: torch.nn.Module, program: Program | None, do: Callable[[], T]) -> T:
     """Do it while the model runs the program."""
     if program is None:
         return do()

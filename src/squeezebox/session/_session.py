@@ -15,6 +15,7 @@ from squeezebox.bounds import Controller, NoiseBudget
 from squeezebox.capture import check_supported
 from squeezebox.memory import HEADROOM, Elsewhere
 from squeezebox.reports import Report, StepPlan, Timeline
+from squeezebox.rewriting import Rewritten
 from squeezebox.schema import AttachError, OptionError
 from squeezebox.session._engine import Engine, attached
 from squeezebox.session._policy import BoundPolicy, Replanning
@@ -84,10 +85,13 @@ def _check_alone(model: torch.nn.Module) -> None:
 
 
 class Session:
-    """A model under Squeezebox; made by :func:`attach`. ``engine`` is for those who measure its steps."""
+    """A model under Squeezebox; made by :func:`attach`. ``engine`` is for those who measure its steps.
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    ``rewritten`` has the table of rewrites, after ``attach(rewrite=True)``.
+    """
+
+    def __init__(self, engine: Engine, rewritten: Rewritten | None = None) -> None:
+        self.engine, self.rewritten = engine, rewritten
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -186,6 +190,8 @@ class Session:
         A backward that still waits gets its tensors; the file that holds them is closed after it.
         """
         self.engine.detach()
+        if self.rewritten is not None:
+            self.rewritten.undo()
 
     def state_dict(self) -> dict[str, object]:
         """Bounds, sensitivities and counters as plain values; resuming from them is exact."""
