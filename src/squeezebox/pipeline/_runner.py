@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from squeezebox.pipeline._checkpoint import newest, random_states, read, restore_random_states, write
+from squeezebox.pipeline._checkpoint import has, newest, write
 from squeezebox.pipeline._construction import Construction
 from squeezebox.pipeline._cut import cut
 from squeezebox.pipeline._data import Channel, Feed, Reader, batches_of
@@ -33,6 +33,7 @@ from squeezebox.pipeline._setup import (
     shared,
 )
 from squeezebox.pipeline._stage import Stage, evaluating
+from squeezebox.pipeline._state import State
 from squeezebox.pipeline._torch import TorchPasses, TorchTraining, engine_of, joined_by, require_suited
 from squeezebox.pipeline._training import Forwards, Training, Turns
 from squeezebox.pipeline._updates import Exchange, Updates
@@ -118,7 +119,6 @@ class Runner:
             )
         self.engine = engine_of(plan, device_of(model), wire, engine)
         self.plan, self._model = plan, model
-        self._identity = f"{plan!r}, warmup={warmup}, correction={correction}"
         order = schedule_of(plan, warmup, schedule)
         if self.engine == "torch":
             require_suited(plan, order, wire)
@@ -139,7 +139,12 @@ class Runner:
             )
         groups = groups_of(place, tied, own)
         joined = [joined_by(place, patience)] if self.engine == "torch" else []
-        self._weights = Weights(own, initial.of)
+        known = {id(parameter): name for name, parameter in model.named_parameters()}
+        optimized = [
+            [known[id(each)] for each in group["params"] if id(each) in known]
+            for group in optimizer.param_groups
+        ]
+        self._weights = Weights(own, known, initial.of)
         self._weights.hand_over(optimizer)
         forget(model, [each for stage in self.stages.values() for each in stage.parameters()])
         self.optimizer = optimizer
@@ -151,13 +156,23 @@ class Runner:
             skip_overflow=skip_overflow,
         )
         exchange.level(self._weights.versions[0])
-        self._updates = Updates(self._weights, optimizer, exchange, correction)
+        self._updates = Updates(self._weights, optimizer, optimized, exchange, correction)
         names = place.names(order.placement)
         self._health = Health(store, place.number, names, patience, [*groups.all(), *joined])
         self._assembly = Assembly(store, self._health, place.number, place.ranks * place.replicas)
         wires = Wires(place, order, groups, self._health, patience, device_of(model), wire)
         self._links = Links(store, place, order, self._health, wires)
         self._reader = Reader()
+        self._state = State(
+            model=model,
+            plan=plan,
+            place=place,
+            stages=self.stages,
+            weights=self._weights,
+            updates=self._updates,
+            reader=self._reader,
+            wires=wires,
+        )
         self._channel = Channel(wires.peers(is_reading=self.is_first), groups.readers, self._health, patience)
         self._feed = Feed(plan, self._channel, device_of(model), is_first=self.is_first, is_last=self.is_last)
         self._evaluation: Forwards | TorchPasses | None = None
@@ -283,9 +298,9 @@ class Runner:
     def save(self, directory: str | Path) -> None:
         """Write a checkpoint to ``directory/batch-N``, which appears when all ranks have written their part.
 
-        It holds all versions of the weights, the optimizer's state, buffers, random states, where
-        :meth:`read` is, and what the wire still owes. What is under way is finished first. Everything goes on
-        from there to the bit.
+        It is one of torch.distributed.checkpoint, by the names of parameters: the model's and the optimizer's
+        state, earlier versions of the weights, random states, where :meth:`read` is, and what the wire still
+        owes. What is under way is finished first. Everything goes on from there to the bit.
 
         Raises:
             OutputError: a file could not be written; earlier checkpoints are as they were.
@@ -293,46 +308,28 @@ class Runner:
         """
         self.drain()
         with self._health.guard():
-            state = {
-                "batch": self._training.batch,
-                "plan": self._identity,
-                "versions": {version: flat.parts for version, flat in self._weights.versions.items()},
-                "updates": self._updates.state(),
-                "buffers": {number: dict(stage.named_buffers()) for number, stage in self.stages.items()},
-                "random": random_states(),
-                "reading": self._reader.state(),
-                "links": self._links.wires.state(),
-            }
-            write(Path(directory), self._training.batch, self._place.number, state, self._assembly.meet)
+            self._weights.select(self._weights.newest)
+            batch = self._training.batch
+            write(Path(directory), batch, self._place.number, self._state.saved(batch), self._assembly)
 
     def load(self, directory: str | Path, batch: int | None = None) -> int:
-        """Go on from a checkpoint: the newest complete one, or the one after ``batch`` batches.
+        """Go on from the newest checkpoint that is complete for all ranks, or from the one after ``batch``.
+
+        It may have been saved by another split, schedule or number of ranks. Then a
+        :class:`~squeezebox.schema.PipelineWarning` says what training goes on without, such as random states.
 
         Returns:
             How many batches it has seen.
 
         Raises:
-            FormatError: there is none, it is damaged, or it was made with another plan.
+            FormatError: there is none, it is damaged, or it is of another model or optimizer.
             PipelineError: another rank failed.
         """
         self.drain()
         with self._health.guard():
-            state = read(Path(directory), self._agreed(Path(directory), batch), self._place.number)
-            if state["plan"] != self._identity:
-                raise FormatError(
-                    f"the checkpoint in {directory} was made with another plan, warm-up or correction. Give "
-                    "the runner those that it was made with."
-                )
-            self._weights.restore(state["versions"])
-            self._updates.restore(state["updates"])
-            for number, stage in self.stages.items():
-                for name, buffer in stage.named_buffers():
-                    buffer.copy_(state["buffers"][number][name])
-            restore_random_states(state["random"])
-            self._reader.restore(state["reading"])
-            self._links.wires.restore(state.get("links", {}))
-            self._training.restart(int(state["batch"]))
-            return self._training.batch
+            chosen = self._agreed(Path(directory), batch)
+            self._state.restore(Path(directory), chosen, self._training.restart)
+            return chosen
 
     def state_dict(self) -> dict[str, Tensor]:
         """The newest weights and the buffers of this rank's stages, by their names in the model.
@@ -341,12 +338,7 @@ class Runner:
         """
         self.drain()
         self._weights.select(self._weights.newest)
-        own = {id(each) for stage in self.stages.values() for each in [*stage.parameters(), *stage.buffers()]}
-        return {
-            name: tensor.detach().clone()
-            for name, tensor in self._model.state_dict(keep_vars=True).items()
-            if id(tensor) in own
-        }
+        return {name: tensor.clone() for name, tensor in self._state.persistent().items()}
 
     def traffic(self) -> tuple[Traffic, ...]:
         """What this rank has sent to others since it was made: bytes and noise, by boundary and direction.
@@ -356,11 +348,15 @@ class Runner:
         return self._training.traffic()
 
     def _agreed(self, directory: Path, batch: int | None) -> int:
-        """The batch whose checkpoint all ranks load: the first one's choice."""
-        chosen = self._assembly.choose(lambda: newest(directory) if batch is None else batch, "a checkpoint")
-        if chosen is None:
-            raise FormatError(f"there is no complete checkpoint in {directory}. Name the right directory.")
-        return int(chosen)
+        """The batch whose checkpoint all ranks load."""
+        chosen = newest(directory, self._assembly) if batch is None else batch
+        lacking = [] if chosen is None else self._assembly.gather(has(directory, chosen))
+        if chosen is None or not all(lacking):
+            whose = f" for rank {lacking.index(False)}" if lacking else ""
+            raise FormatError(
+                f"there is no complete checkpoint in {directory}{whose}. Name the right directory."
+            )
+        return chosen
 
     def close(self) -> None:
         """End this runner's threads, when what it sent has arrived; what it was waiting for is left."""

@@ -189,10 +189,11 @@ class Training:
         self._reach(self.batch, self._turns.ahead().version)
         self._links.settle()
 
-    def restart(self, batch: int) -> None:
-        """Go on after ``batch`` batches, with nothing under way."""
+    def restart(self, batch: int) -> int:
+        """Go on after ``batch`` batches, with nothing under way; returns the oldest version to be read."""
         self.batch, self._ended_stages = batch, batch * len(self._stages)
         self._turns.restart(batch)
+        return self._turns.ahead().version
 
     def evaluation(self, model: nn.Module) -> Forwards:
         """The passes of a batch in evaluation mode; UnsupportedModelError if ranks lack weights for them."""

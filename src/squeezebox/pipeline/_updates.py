@@ -107,6 +107,19 @@ def _plain(values: Any) -> Any:
     return values.item() if isinstance(values, np.generic) else values
 
 
+def _number(value: Any) -> Any:
+    """A setting as a plain value."""
+    return value.item() if isinstance(value, Tensor) else _plain(value)
+
+
+def _like(settings: Mapping[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Values with tensors where settings have them."""
+    return {
+        name: torch.full_like(settings[name], value) if isinstance(settings.get(name), Tensor) else value
+        for name, value in values.items()
+    }
+
+
 def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
@@ -124,14 +137,21 @@ class _Pending:
 class Updates:
     """Steps the optimizer once a batch, no sooner than needed, so that what ranks exchange costs no time.
 
+    ``groups`` are the names of all of the model's parameters in the optimizer's groups.
     ``correction``: each update is also given what it has grown by against the one before, for the gradients
     are a step late (arXiv:2606.30634): W(t+1) = W(t) + U(t) + (U(t) - U(t-1)).
     """
 
     def __init__(
-        self, weights: Weights, optimizer: torch.optim.Optimizer, exchange: Exchange, correction: bool
+        self,
+        weights: Weights,
+        optimizer: torch.optim.Optimizer,
+        groups: list[list[str]],
+        exchange: Exchange,
+        correction: bool,
     ) -> None:
         self._weights, self._optimizer, self._exchange = weights, optimizer, exchange
+        self._groups = groups
         self._pending: deque[_Pending] = deque()
         self._free: list[Flat] = []
         self._thread = ThreadPoolExecutor(1, "squeezebox-updates") if exchange.is_needed else None
@@ -176,23 +196,46 @@ class Updates:
             self._update(pending, step, oldest)
             self._free.append(pending.gradients)
 
+    def about(self) -> str:
+        """What kind of state there is."""
+        return f"{type(self._optimizer).__name__} with {len(self._groups)} groups"
+
     def state(self) -> dict[str, Any]:
-        """What a resume needs, with nothing pending."""
+        """The optimizer's, by names of parameters as torch.distributed.checkpoint.state_dict has them."""
         assert not self._pending
+        known = dict(zip(self._weights.names, self._weights.owned, strict=True))
+        states = self._optimizer.state
+        groups = [
+            {name: _number(value) for name, value in group.items() if name != "params"}
+            for group in self._optimizer.param_groups
+        ]
         return {
-            "optimizer": _plain(self._optimizer.state_dict()),
-            "last_update": None if self.last_update is None else self.last_update.parts,
-            "skipped": self.skipped,
+            "state": {name: _plain(states[own]) for name, own in known.items() if own in states},
+            "param_groups": [
+                {**group, "params": names} for group, names in zip(groups, self._groups, strict=True)
+            ],
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state` was taken."""
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.skipped, self.last_update = state["skipped"], None
-        if state["last_update"] is not None:
-            self.last_update = Flat(self._weights.parameters)
-            for own, part in zip(self.last_update.parts, state["last_update"], strict=True):
-                own.copy_(part)
+    def restore(self, states: Mapping[str, Any], groups: Mapping[int, Any], last_update: Flat | None) -> None:
+        """Go on with what :meth:`state` had, groups by their number, and with the update before."""
+        names = {id(own): name for name, own in zip(self._weights.names, self._weights.owned, strict=True)}
+        packed = self._optimizer.state_dict()["param_groups"]
+        own = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        numbers = [number for group in packed for number in group["params"]]
+        self._optimizer.load_state_dict(
+            {
+                "state": {
+                    number: states[names[id(parameter)]]
+                    for number, parameter in zip(numbers, own, strict=True)
+                    if names[id(parameter)] in states
+                },
+                "param_groups": [
+                    _like(group, {**groups[number], "params": group["params"]})
+                    for number, group in enumerate(packed)
+                ],
+            }
+        )
+        self.last_update = last_update
 
     def _update(self, pending: _Pending, step: bool, oldest: int) -> None:
         self.skipped += not step

@@ -19,7 +19,7 @@ from squeezebox.schema import OptionError
 class Flat:
     """Tensors shaped like some parameters, side by side in one tensor for each dtype."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.device = parameters[0].device if parameters else torch.device("cpu")
         sizes: dict[torch.dtype, int] = {}
         for parameter in parameters:
@@ -32,6 +32,12 @@ class Flat:
             strides = torch.empty_like(parameter, device="meta").stride()  # its layout, made dense
             self.views.append(rest[:count].as_strided(parameter.shape, strides))
             rests[parameter.dtype] = rest[count:]
+
+    def copy(self) -> Flat:
+        """Another one with the same values."""
+        made = Flat(self.views)
+        made.copy_(self)
+        return made
 
     def copy_(self, other: Flat) -> None:
         """Take over another one's values."""
@@ -47,13 +53,17 @@ class Flat:
 class Weights:
     """The parameters of a rank's stages: their versions, and the optimizer's own view of the newest one.
 
-    ``value_of`` has a parameter's first values.
+    ``names`` are the model's, by a parameter's id; ``value_of`` has a parameter's first values.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], value_of: Callable[[Tensor], Tensor] = Tensor.detach
+        self,
+        parameters: Sequence[nn.Parameter],
+        names: Mapping[int, str],
+        value_of: Callable[[Tensor], Tensor],
     ) -> None:
         self.parameters = list(parameters)
+        self.names = [names[id(parameter)] for parameter in self.parameters]
         first = Flat(self.parameters)
         for parameter, view in zip(self.parameters, first.views, strict=True):
             view.copy_(value_of(parameter))
@@ -111,14 +121,10 @@ class Weights:
             own.grad = None
         return before if after is not before else None
 
-    def restore(self, versions: Mapping[int, Sequence[Tensor]]) -> None:
-        """Take over versions that were saved, in the place of all there are."""
-        self.versions = {version: Flat(self.parameters) for version in versions}
-        for version, parts in versions.items():
-            for own, part in zip(self.versions[version].parts, parts, strict=True):
-                own.copy_(part)
-        self._free = []
-        for own, view in zip(self.owned, self.versions[self.newest].views, strict=True):
+    def restore(self, versions: dict[int, Flat]) -> None:
+        """Take over these versions, in the place of all there are."""
+        self.versions, self._free = versions, []
+        for own, view in zip(self.owned, versions[self.newest].views, strict=True):
             own.data = view
         self.select(self.newest)
 

@@ -61,5 +61,9 @@ class MemoryGrowthWarning(UserWarning):
     """What is held between steps grows; the message says from what to what."""
 
 
+class PipelineWarning(UserWarning):
+    """A pipeline goes on from a checkpoint, but without some of what was saved; the message names it."""
+
+
 class CaptureWarning(UserWarning):
     """A session captures nothing; the message says why."""
