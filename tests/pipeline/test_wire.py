@@ -10,6 +10,7 @@ from torch import nn
 
 from squeezebox import OptionError
 from squeezebox.pipeline import Runner, Wire
+from squeezebox.pipeline._checkpoint import Checkpoint, unpacked
 from squeezebox.schema import InputForm
 from tests.pipeline import ranks
 
@@ -136,7 +137,7 @@ def test_feedback_sends_all_but_a_residual_and_the_residual_is_saved(tmp_path):
     wire = Wire(activation_error=None, gradient_error=0.3, feedback=True)
     (sent, returned, _), (received, gradients, _) = ranks.run(_watched, 2, _plan(6), wire, tmp_path)
     assert all(torch.equal(*pair) for pair in zip(received, sent, strict=True))
-    state = torch.load(tmp_path / "batch-3" / "rank-1.pt")["links"]
+    state = unpacked(Checkpoint(tmp_path, 3).nested("ranks", "1"))["links"]
     residual = state[RESIDUALS]["residuals"][0]
     assert torch.equal(residual, _reach(gradients, returned, 0.3))
     assert residual.abs().max() > 0
