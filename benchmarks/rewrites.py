@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -61,6 +62,34 @@ def _unet() -> tuple[nn.Module, Any, Any]:
     return model, torch.randn(4, 3, 192, 192), torch.randint(4, (4, 192, 192))
 
 
+def _decoder() -> tuple[nn.Module, Any, Any]:
+    """As of an autoencoder of images: three times twice as large, a convolution after each."""
+    widths = (96, 96, 48, 24)
+    larger = [
+        layer
+        for before, after in pairwise(widths)
+        for layer in (
+            nn.Upsample(scale_factor=2),
+            nn.Conv2d(before, after, 3, padding=1),
+            nn.GroupNorm(8, after),
+            nn.SiLU(),
+        )
+    ]
+    model = nn.Sequential(nn.Conv2d(8, widths[0], 3, padding=1), *larger, nn.Conv2d(widths[-1], 4, 1))
+    return model, torch.randn(4, 8, 24, 24), torch.randint(4, (4, 192, 192))
+
+
+def _leaky(in_place: bool) -> tuple[nn.Module, Any, Any]:
+    """As of Darknet: convolution, batch norm and leaky ReLU, at three sizes."""
+    layers: list[nn.Module] = []
+    for before, after in pairwise((3, 32, 32, 64, 64, 128, 128)):
+        norm, activation = nn.BatchNorm2d(after), nn.LeakyReLU(0.1, inplace=in_place)
+        layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), norm, activation]
+        layers += [nn.MaxPool2d(2)] if before != after and before != 3 else []
+    model = nn.Sequential(*layers, nn.Conv2d(128, 4, 1))
+    return model, torch.randn(4, 3, 96, 96), torch.randint(4, (4, 24, 24))
+
+
 def loss_fn(output: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
     """The model's own; or of classes, last for tokens and second for pixels."""
     if target is None:
@@ -74,6 +103,9 @@ NETWORKS: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
     "gpt, 50k words": _gpt,
     "GPT-2 of transformers, 50k words": _hugging_face,
     "unet": _unet,
+    "decoder of images": _decoder,
+    "batch norm and leaky ReLU": functools.partial(_leaky, False),
+    "the same, in place": functools.partial(_leaky, True),
 }
 
 

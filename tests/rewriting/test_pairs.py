@@ -1,5 +1,8 @@
 """Two calls that are computed as one give what they gave, and stay two where something else reads between."""
 
+import copy
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -48,9 +51,40 @@ class LinearAttention(nn.Module):
         return v.transpose(1, 2) @ scores.softmax(-1) if self.is_turned else scores @ v / x.shape[0]
 
 
+class Decoder(nn.Module):
+    """Makes an image larger twice, once by whole numbers that differ."""
+
+    def __init__(self, read=lambda x: 0.0):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, (1, 5), padding=(0, 1))
+        self.up, self.read = nn.Upsample(scale_factor=2), read
+
+    def forward(self, x):
+        large = self.up(x)
+        x = self.first(large).relu() + self.read(large)
+        return self.second(functional.interpolate(x, size=(3 * x.shape[2], 2 * x.shape[3]))).sin()
+
+
+class Leaky(nn.Module):
+    """Blocks as of YOLO; ``read`` looks at a norm's result besides."""
+
+    def __init__(self, read=lambda x: 0.0, inplace=True):
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv2d(n, 8, 3, padding=1, bias=False) for n in (3, 8, 8))
+        self.norm, self.read = nn.BatchNorm2d(8), read
+        self.activation = nn.LeakyReLU(0.1, inplace=inplace)
+
+    def forward(self, x):
+        for convolution in self.convolutions:
+            normal = self.norm(convolution(x))
+            x = self.activation(normal) + self.read(normal)
+        return x
+
+
 def sample_of(model):
     torch.manual_seed(0)
-    return (torch.randn(2, 3, 32, 32) if isinstance(model, Skip) else torch.randn(512, 64)), None
+    images = isinstance(model, (Skip, Decoder, Leaky))
+    return (torch.randn(2, 3, 32, 32) if images else torch.randn(512, 64)), None
 
 
 def loss_fn(output, target):
@@ -64,14 +98,21 @@ def gradients(model, inputs):
 
 
 @pytest.mark.parametrize(
-    ("make", "rule"), [(Skip, "split conv"), (Gate, "silu"), (LinearAttention, "product order")]
+    ("make", "rule", "where"),
+    [
+        (Skip, "split conv", [""]),
+        (Gate, "silu", [""]),
+        (LinearAttention, "product order", [""]),
+        (Decoder, "upsampled conv", ["", "up"]),
+        (Leaky, "invertible activation", ["norm"]),
+    ],
 )
-def test_the_pattern_is_found_and_its_gradients_are_the_models(make, rule):
+def test_the_pattern_is_found_and_its_gradients_are_the_models(make, rule, where):
     model = make()
     sample = sample_of(model)
     plain = gradients(model, sample[0])
     rewritten = squeezebox.rewrite(model, sample=sample, loss_fn=loss_fn)
-    assert [(row.rule, row.where) for row in rewritten.rewrites.applied] == [(rule, ("",))]
+    assert [(row.rule, row.where) for row in rewritten.rewrites.applied] == [(rule, tuple(where))]
     torch.testing.assert_close(gradients(model, sample[0]), plain, rtol=1e-4, atol=1e-6)
     before = squeezebox.estimate(make(), sample=sample, loss_fn=loss_fn)
     after = squeezebox.estimate(model, sample=sample, loss_fn=loss_fn)
@@ -86,6 +127,46 @@ def test_a_concatenation_that_is_read_otherwise_is_there(read):
     found = squeezebox.rewrite(Skip(), sample=(inputs, None), loss_fn=loss_fn).rewrites
     squeezebox.rewrite(model, rewrites=found)
     torch.testing.assert_close(gradients(model, inputs), plain, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("read", [lambda x: x.mean(), lambda x: functional.relu(x).mean()])
+@pytest.mark.parametrize("make", [Decoder, Leaky, functools.partial(Leaky, inplace=False)])
+def test_what_is_read_otherwise_too_is_there_and_is_counted_once(make, read):
+    plain = make(read=read)
+    rewritten, inputs = copy.deepcopy(plain), sample_of(plain)[0]
+    places = squeezebox.rewrite(make(), sample=(inputs, None), loss_fn=loss_fn).rewrites
+    squeezebox.rewrite(rewritten, rewrites=places)
+    assert places.applied
+    pairs = zip(gradients(rewritten, inputs), gradients(plain, inputs), strict=True)
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5 * float(theirs.abs().max()))
+    for ours, theirs in zip(rewritten.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_norm_whose_scale_is_lost_is_not_undone():
+    plain = Leaky()
+    rewritten, inputs = copy.deepcopy(plain), sample_of(plain)[0]
+    squeezebox.rewrite(rewritten, sample=(inputs, None), loss_fn=loss_fn)
+    for model in (plain, rewritten):
+        nn.init.zeros_(model.norm.weight)
+        nn.init.ones_(model.norm.bias)
+    assert all(map(torch.equal, gradients(rewritten, inputs), gradients(plain, inputs)))
+
+
+def test_images_made_larger_in_another_way_stay_as_they_are():
+    convolution = nn.Conv2d(3, 4, 3)
+    for upsample in (nn.Upsample(scale_factor=1.5), nn.Upsample(scale_factor=2, mode="bilinear")):
+        model = nn.Sequential(upsample, convolution)
+        found = squeezebox.rewrite(model, sample=sample_of(Decoder()), loss_fn=loss_fn).rewrites
+        assert not found.rows
+
+
+def test_a_session_leaves_out_what_a_plan_does_better_without():
+    model, sample = Leaky(), sample_of(Leaky())
+    session = squeezebox.attach(model, noise=1e-3, sample=sample, loss_fn=loss_fn, rewrite=True)
+    assert not session.rewritten.rewrites.rows
+    session.detach()
 
 
 def test_softmax_between_two_products_keeps_their_order():

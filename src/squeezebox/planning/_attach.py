@@ -18,6 +18,7 @@ from squeezebox.planning._choices import rehearsed
 from squeezebox.planning._plans import make_plan, named_place
 from squeezebox.planning._state_costs import packed_updates
 from squeezebox.reports import StepPlan
+from squeezebox.rewriting import PLAIN_ONLY
 from squeezebox.rewriting import rewrite as rewritten_by_sample
 from squeezebox.schema import AttachError, OptionError
 from squeezebox.session import Engine, Replanning, Session, begin, plan_with_places, shapes_of
@@ -48,6 +49,7 @@ def _rewriting_first(function: Function) -> Function:
             sample=options.get("sample"),
             loss_fn=options.get("loss_fn"),
             optimizer=options.get("optimizer") or "sgd",
+            without=PLAIN_ONLY,
         )
         try:
             session: Session = function(model, rewrite=True, **options)

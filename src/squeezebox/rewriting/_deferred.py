@@ -94,15 +94,20 @@ class Waiting:
                 "squeezebox.rewrite(..., without=[...])."
             )
 
+    def become(self, result: torch.Tensor) -> None:
+        """The reader changed it in place: whoever reads it from now on sees that result."""
+        self.made, self._made_version = result, result._version
+
     def make(self) -> torch.Tensor:
         """The result, as the model would have had it."""
-        if self.made is None:
-            self.require_unchanged()
-            self.note("made")
-            with torch.set_grad_enabled(self._grad), self.within_autocast():
-                self.made = self.function(*made(self.args), **made(self.kwargs))
-            self._made_version = self.made._version
-        return self.made
+        if self.made is not None:
+            return self.made
+        self.require_unchanged()
+        self.note("made")
+        with torch.set_grad_enabled(self._grad), self.within_autocast():
+            found: torch.Tensor = self.function(*made(self.args), **made(self.kwargs))
+        self.become(found)
+        return found
 
     def read(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What the reader gives, if the call still waits."""

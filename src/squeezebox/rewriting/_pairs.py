@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from squeezebox.rewriting._deferred import Deferred, Waiting
 
-_CONVOLUTIONS = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}  # and their spatial dims
+CONVOLUTIONS = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}  # and their spatial dims
 _CHANNELS = 1
 
 
@@ -36,10 +36,10 @@ class SplitConvolution:
 
     def read(self, call: Waiting, func: Any, args: Any, kwargs: Any) -> Any:
         """A convolution without groups goes over each part."""
-        if func not in _CONVOLUTIONS or len(call.shape) != _CONVOLUTIONS[func] + 2:
+        if func not in CONVOLUTIONS or len(call.shape) != CONVOLUTIONS[func] + 2:
             return NotImplemented
         try:
-            x, weight, bias, rest = _convolution(*args, **kwargs)
+            x, weight, bias, rest = convolution(*args, **kwargs)
         except TypeError:
             return NotImplemented
         fits = isinstance(x, Deferred) and x.call is call and rest.pop("groups") == 1
@@ -143,7 +143,7 @@ def _concatenated(tensors: Sequence[Any], dim: int = 0) -> list[torch.Tensor] | 
     return list(tensors) if len(others) == 1 and len(kinds) == 1 else None
 
 
-def _convolution(
+def convolution(
     input: Any,
     weight: Any,
     bias: Any = None,
@@ -152,5 +152,6 @@ def _convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """Input, weight, bias and the rest of a convolution's arguments."""
     rest = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     return input, weight, bias, rest

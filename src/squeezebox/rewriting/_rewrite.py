@@ -14,7 +14,7 @@ from squeezebox.reports import Rewrite, Rewrites
 from squeezebox.rewriting._check import Outcome, error, in_double, is_equal, outcomes, tolerance
 from squeezebox.rewriting._install import install, program_of, uninstall
 from squeezebox.rewriting._program import Place, Program
-from squeezebox.rewriting._rules import RULES
+from squeezebox.rewriting._rules import PLAIN_ONLY, RULES
 from squeezebox.rewriting._search import Cost, Found, best
 from squeezebox.schema import AttachError, OptionError, SqueezeboxError
 from squeezebox.steps import LossFunction, TrainingStep, check_sample, explained
@@ -98,12 +98,12 @@ def rewrite(
 
 
 def proposed(step: TrainingStep) -> Rewrites | None:
-    """What would lower the step's peak by estimate, none of it checked; None where nothing does."""
+    """What would lower a planned step's peak by estimate, none of it checked; None where nothing does."""
     if program_of(step.model) is not None:
         return None
     try:
         check_supported(step.model)
-        found = _searched(step, step.optimizer or "sgd", _RULES)
+        found = _searched(step, step.optimizer or "sgd", [name for name in _RULES if name not in PLAIN_ONLY])
     except (SqueezeboxError, RuntimeError, ValueError, TypeError, IndexError):  # of the model on fake tensors
         return None
     return found if found.peak_bytes < found.plain_bytes else None
