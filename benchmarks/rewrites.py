@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional
 
 import squeezebox
-from benchmarks import _report, models
+from benchmarks import _report, made_again, models
 from squeezebox.profiling import PeakMeter
 from squeezebox.steps import nbytes_of, persistent
 
@@ -106,6 +106,7 @@ NETWORKS: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
     "decoder of images": _decoder,
     "batch norm and leaky ReLU": functools.partial(_leaky, False),
     "the same, in place": functools.partial(_leaky, True),
+    "4 layers of experts": made_again.NETWORKS["4 layers of experts"],
 }
 
 

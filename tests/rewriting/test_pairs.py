@@ -81,6 +81,24 @@ class Leaky(nn.Module):
         return x
 
 
+class Routed(nn.Module):
+    """Products that a router's gates scale, of two groups of rows and of all."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.first = nn.Linear(64, 2), nn.Linear(64, 64)
+        self.groups = nn.Parameter(torch.randn(2, 64, 64) / 8)
+        self.second = nn.Parameter(torch.randn(64, 64) / 8)
+
+    def forward(self, x):
+        ends = torch.tensor([200, 512], dtype=torch.int32)
+        for _ in range(3):
+            gates, hidden = self.router(x).softmax(-1), self.first(x).relu()
+            x = x + functional.grouped_mm(hidden, self.groups, offs=ends) * gates[:, :1]
+            x = x + gates[:, 1:] * functional.linear(hidden, self.second)
+        return x
+
+
 def sample_of(model):
     torch.manual_seed(0)
     images = isinstance(model, (Skip, Decoder, Leaky))
@@ -105,6 +123,7 @@ def gradients(model, inputs):
         (LinearAttention, "product order", [""]),
         (Decoder, "upsampled conv", ["", "up"]),
         (Leaky, "invertible activation", ["norm"]),
+        (Routed, "gated product", [""]),
     ],
 )
 def test_the_pattern_is_found_and_its_gradients_are_the_models(make, rule, where):

@@ -61,8 +61,10 @@ class Waiting:
         note: Callable[[str], None],
         state: Any = None,
     ) -> None:
-        self.reader, self.function, self.args, self.kwargs = reader, function, args, kwargs
-        self.shape, self.dtype, self.note, self.state = tuple(shape), dtype, note, state
+        self.function, self.args, self.kwargs = function, args, kwargs
+        self.reader, self.note, self.state = reader, note, state
+        self.readers = [(reader, note, state)]
+        self.shape, self.dtype = tuple(shape), dtype
         self.inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         self.parents = [each.call for each in self.inputs if isinstance(each, Deferred)]
         self.device = self.inputs[0].device
@@ -110,10 +112,13 @@ class Waiting:
         return found
 
     def read(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What the reader gives, if the call still waits."""
-        if not self.waits:
-            return NotImplemented
-        return self.reader.read(self, func, args, kwargs)
+        """What the first reader gives that gives any, if the call still waits."""
+        for each in self.readers if self.waits else ():
+            self.reader, self.note, self.state = each
+            found = self.reader.read(self, func, args, kwargs)
+            if found is not NotImplemented:
+                return found
+        return NotImplemented
 
     @contextlib.contextmanager
     def within_autocast(self) -> Iterator[None]:

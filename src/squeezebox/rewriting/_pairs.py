@@ -72,7 +72,7 @@ class Silu:
 
     def read(self, call: Waiting, func: Any, args: Any, kwargs: Any) -> Any:
         """Its product with its own input is a SiLU."""
-        if func not in _PRODUCTS or len(args) != 2 or kwargs:
+        if func not in PRODUCTS or len(args) != 2 or kwargs:
             return NotImplemented
         others = [each for each in args if not (isinstance(each, Deferred) and each.call is call)]
         x: Any = others[0] if len(others) == 1 else None
@@ -127,8 +127,8 @@ def _are_matrices(a: Any, b: Any) -> bool:
     return bool(alike and a.shape[:-2] == b.shape[:-2] and not torch.is_autocast_enabled(a.device.type))
 
 
-_PRODUCTS = frozenset({torch.mul, torch.multiply, torch.Tensor.mul, torch.Tensor.multiply})
-_PRODUCTS |= {torch.Tensor.__mul__, torch.Tensor.__rmul__}
+PRODUCTS = frozenset({torch.mul, torch.multiply, torch.Tensor.mul, torch.Tensor.multiply})
+PRODUCTS |= {torch.Tensor.__mul__, torch.Tensor.__rmul__}
 
 
 def _concatenated(tensors: Sequence[Any], dim: int = 0) -> list[torch.Tensor] | None:

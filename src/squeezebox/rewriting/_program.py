@@ -91,13 +91,19 @@ class Rewriting(TorchFunctionMode):
             if found is not NotImplemented:
                 return self._noted(found)
             args, kwargs = made((args, kwargs))
+        begun = list(self._begun(func, args, kwargs))
+        for other in begun[1:]:
+            begun[0].call.readers += other.call.readers
+        return self._noted(begun[0]) if begun else func(*args, **kwargs)
+
+    def _begun(self, func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+        """The call put off, by each rule that wants to read its result."""
         for rule in self._program.rules.get(func, ()):
             place = (rule.name, self._path.current)
             if self._program.places is None or place in self._program.places:
                 found = rule.begin(func, args, kwargs, self._program.note(place))
                 if found is not NotImplemented:
-                    return self._noted(found)
-        return func(*args, **kwargs)
+                    yield found
 
     def _noted(self, result: Any) -> Any:
         if isinstance(result, Deferred):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from squeezebox.rewriting._gated import GatedProduct
 from squeezebox.rewriting._head import SlicedLoss
 from squeezebox.rewriting._invertible import InvertibleActivation
 from squeezebox.rewriting._pairs import ProductOrder, Silu, SplitConvolution
@@ -13,7 +14,11 @@ RULES: tuple[Rule, ...] = (
     SplitConvolution(),
     UpsampledConvolution(),
     InvertibleActivation(),
+    GatedProduct(),
     Silu(),
     ProductOrder(),
 )
-PLAIN_ONLY = (InvertibleActivation.name,)  # it holds one tensor exactly, of which a plan packs two in less
+PLAIN_ONLY = (
+    InvertibleActivation.name,
+    GatedProduct.name,
+)  # what they hold, a plan neither packs nor makes again
