@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import squeezebox
-from squeezebox.schema import PlanError
+from squeezebox import layers
+from squeezebox.schema import OptionError, PlanError
 from tests.capture.test_lineage import gradients
 
 WIDTH, EXPERTS = 48, 4
@@ -44,8 +45,8 @@ class Routed(nn.Module):
 
 def network(form, depth=1):
     torch.manual_seed(0)
-    layers = [layer for _ in range(depth) for layer in (nn.LayerNorm(WIDTH), Routed(form))]
-    return nn.Sequential(*layers, nn.Linear(WIDTH, 8))
+    blocks = [layer for _ in range(depth) for layer in (nn.LayerNorm(WIDTH), Routed(form))]
+    return nn.Sequential(*blocks, nn.Linear(WIDTH, 8))
 
 
 def towards(model, chosen):
@@ -102,15 +103,41 @@ def test_the_error_law_of_grouped_experts_is_that_of_each_in_turn():
     assert 0.8 < errors["grouped"] / errors["loop"] < 1.25
 
 
+def test_ids_out_of_range_end_one_step_under_a_plan_and_not_the_next():
+    class Chosen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.router, self.experts = nn.Linear(WIDTH, 4), layers.ExpertMLP(4, WIDTH, 32)
+            self.offset = 0
+
+        def forward(self, x):
+            gates, ids = self.router(x).softmax(-1).topk(2, -1)
+            return self.experts(x, ids + self.offset, gates)
+
+    torch.manual_seed(0)
+    model, x, y = Chosen(), torch.randn(64, WIDTH), torch.randint(8, (64,))
+    plan = squeezebox.plan(model, sample=(x, y), loss_fn=F.cross_entropy, noise=1e-2, offload=False)
+    session = squeezebox.attach(model, plan=plan)
+    before = gradients(model, x, y)
+    model.offset = 4
+    with pytest.raises(OptionError, match="there are 0 to 3"):
+        model(x)
+    model.offset = 0
+    assert all(map(torch.equal, gradients(model, x, y), before))
+    session.detach()
+
+
 @pytest.mark.parametrize("form", ("loop", "grouped"))
 def test_nan_in_a_router_is_as_it_is_in_plain_torch(form):
     model, x, y = network(form), torch.randn(64, WIDTH), torch.randint(8, (64,))
+    plan = squeezebox.plan(model, sample=(x.clone(), y), loss_fn=F.cross_entropy, noise=1e-2, offload=False)
     x[3] = float("nan")
     expected = gradients(model, x, y)
-    session = squeezebox.attach(model, exact=True)
-    found = gradients(model, x, y)
-    session.detach()
-    assert all(torch.equal(a.isnan(), b.isnan()) for a, b in zip(expected, found, strict=True))
+    for options in ({"exact": True}, {"plan": plan}):
+        session = squeezebox.attach(model, **options)
+        found = gradients(model, x, y)
+        session.detach()
+        assert all(torch.equal(a.isnan(), b.isnan()) for a, b in zip(expected, found, strict=True))
 
 
 def edges():
@@ -179,10 +206,8 @@ def test_aggregation_holds_no_values(aggregate):
     assert [row.key for row in seen if row.packed_bytes] == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ("Mixtral", "Qwen2Moe"))
-@pytest.mark.parametrize("experts", ("eager", "batched_mm", "grouped_mm"))
-def test_unmodified_networks_of_transformers_are_exact_under_a_plan(family, experts):
+def of_transformers(family, experts):
+    """A small network, and its loss."""
     transformers = pytest.importorskip("transformers")
     number = "num_local_experts" if family == "Mixtral" else "num_experts"
     torch.manual_seed(0)
@@ -202,6 +227,33 @@ def test_unmodified_networks_of_transformers_are_exact_under_a_plan(family, expe
 
     def loss_fn(output, target):
         return F.cross_entropy(output.logits.flatten(0, 1), target.flatten())
+
+    return network, loss_fn
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ("Mixtral", "Qwen2Moe"))
+def test_a_plan_for_a_network_of_transformers_has_the_noise_that_was_allowed(family):
+    network, loss_fn = of_transformers(family, "grouped_mm")
+    sample, other = torch.randint(64, (2, 8, 64))
+    plan = squeezebox.plan(
+        network, sample=(sample, sample.roll(-1, 1)), loss_fn=loss_fn, noise=1e-2, offload=False
+    )
+    assert 0.0 < plan.predicted_noise <= 1e-2
+    session = squeezebox.attach(network, plan=plan)
+    noise = [
+        session.measure_noise(lambda: loss_fn(network(each), each.roll(-1, 1)).backward())  # noqa: B023
+        for each in (sample, other)
+    ]
+    session.detach()
+    assert noise[0] <= 1e-2 and noise[1] <= 2e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ("Mixtral", "Qwen2Moe"))
+@pytest.mark.parametrize("experts", ("eager", "batched_mm", "grouped_mm"))
+def test_unmodified_networks_of_transformers_are_exact_under_a_plan(family, experts):
+    network, loss_fn = of_transformers(family, experts)
 
     def results(tokens):
         network.zero_grad()

@@ -285,6 +285,7 @@ def test_a_compiled_model_calls_the_layer_as_it_is():
     ("make", "says"),
     [
         (lambda: layers.BayesLinear(2, 2, samples=0), "samples=0"),
+        (lambda: layers.bayesian_(network(), samples=1.5), "samples=1.5"),
         (lambda: layers.BayesLinear(2, 2, prior=0.0), "prior=0.0"),
         (lambda: layers.bayesian_(network(), prior=-1.0), "prior=-1.0"),
         (lambda: layers.bayesian_(network(), prior=math.nan), "prior=nan"),

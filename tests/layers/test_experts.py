@@ -178,6 +178,7 @@ def test_a_whole_model_of_transformers_trains_the_same():
     [
         (lambda x, ids, gates: (x, ids + 1, gates), "experts . to 3, and there are 0 to 2"),
         (lambda x, ids, gates: (x, ids - 1, gates), "experts -1 to"),
+        (lambda x, ids, gates: (x, ids.float(), gates), "ids are torch.float32"),
         (lambda x, ids, gates: (x[1:], ids, gates), "do not match"),
         (lambda x, ids, gates: (x, ids, gates[:, 0]), "do not match"),
     ],

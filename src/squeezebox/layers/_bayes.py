@@ -194,8 +194,10 @@ def _paddings(plain: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> tuple[tuple[int, ...]
 
 def check_samples(samples: int) -> None:
     """Refuse a count that is none."""
-    if samples < 1:
-        raise OptionError(f"samples={samples} draws no weight at all; pick at least 1.")
+    if not isinstance(samples, int) or samples < 1:
+        raise OptionError(
+            f"samples={samples!r} is no count of weights to draw; pick a whole number from 1 on."
+        )
 
 
 def check_prior(prior: float) -> None:

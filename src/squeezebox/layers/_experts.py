@@ -20,6 +20,7 @@ _eagerly: Any = torch._disable_dynamo  # type: ignore[attr-defined]  # torch.com
 _FORMS: dict[str | None, Form] = {None: loop, "eager": loop, "batched_mm": batched, "grouped_mm": grouped}
 _ARGUMENTS = ["self", "hidden_states", "top_k_index", "top_k_weights"]
 _SETTINGS = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False}
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _PROBE = 16  # tokens on which a changed module is compared with the unchanged one
 
 
@@ -120,6 +121,8 @@ def check_routing(x: Tensor, gates: Tensor, ids: Tensor, experts: int) -> None:
             f"Tokens {tuple(x.shape)}, ids {tuple(ids.shape)} and gates {tuple(gates.shape)} do not match; "
             "give (T, D), (T, k) and (T, k)."
         )
+    if ids.dtype not in _WHOLE:
+        raise OptionError(f"The ids are {ids.dtype}, which names no expert; give integers, such as topk's.")
     if ids.numel():
         least, most = (int(each) for each in ids.aminmax())
         if least < 0 or most >= experts:

@@ -97,7 +97,7 @@ class Waiting:
             )
 
     def become(self, result: torch.Tensor) -> None:
-        """The reader changed it in place: whoever reads it from now on sees that result."""
+        """The reader changed it in place: those who read it from now on see that result."""
         self.made, self._made_version = result, result._version
 
     def make(self) -> torch.Tensor:

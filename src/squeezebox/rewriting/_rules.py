@@ -21,4 +21,4 @@ RULES: tuple[Rule, ...] = (
 PLAIN_ONLY = (
     InvertibleActivation.name,
     GatedProduct.name,
-)  # what they hold, a plan neither packs nor makes again
+)  # a plan neither packs nor recomputes what they hold
