@@ -167,13 +167,14 @@ def _bad(rank, plan, batches):
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_a_bad_batch_is_refused_by_all_ranks_and_training_goes_on(schedule):
     good = [ranks.numbers(number, 8) for number in range(3)]
-    bad = [(good[0][0][:5], good[0][1][:5]), (good[0][0], good[0][1][:5]), (good[0][0][:, :2], good[0][1])]
+    bad = [ranks.numbers(0, 9), (good[0][0], good[0][1][:5]), (good[0][0][:, :2], good[0][1])]
     plan = ranks.plan(4, 2, schedule, 4)
     plain = ranks.run(_bad, 2, plan, good)
     for found, wanted in zip(ranks.run(_bad, 2, plan, [good[0], *bad, *good[1:]]), plain, strict=True):
         assert [found[0], *found[-2:]] == wanted
         assert all(each.startswith("OptionError") for each in found[1:4])
-        assert "inputs: (5, 6)" in found[1] and "target: (5, 6)" in found[2] and "samples are" in found[3]
+        assert "inputs: [9] samples, and the plan has 4 microbatches of 2" in found[1]
+        assert "inputs have 8 samples, and the target 5." in found[2] and "samples are" in found[3]
 
 
 def _other(rank, plan):

@@ -212,14 +212,12 @@ def _batches(request: Request, runner: pipeline.Runner) -> Iterator[Any]:
 
 def _share(batch: Any, runner: pipeline.Runner) -> Any:
     """The rows of a whole batch that go through this pipeline."""
-    size = runner.plan.microbatches * runner.plan.microbatch
-    rows = slice(runner.replica * size, (runner.replica + 1) * size)
 
     def share(value: Any) -> Any:
         if isinstance(value, tuple | list):
             return tuple(map(share, value))
-        whole = runner.plan.replicas > 1 and len(value) == size * runner.plan.replicas
-        return value[rows] if whole else value
+        size = -(-len(value) // runner.plan.replicas)
+        return value[runner.replica * size : (runner.replica + 1) * size]
 
     inputs, target = batch
     return share(inputs), share(target)

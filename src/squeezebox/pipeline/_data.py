@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import io
 import random
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +27,16 @@ from squeezebox.schema import OptionError, PipelinePlan
 _BATCH, _REFUSED, _END = "batch", "refused", "end"
 _MOST = 8  # messages to a rank that may be on their way
 _TEXT = 1024  # bytes of what readers tell each other
-Word = tuple[str, str, Any]  # what it is, why it is refused, and the target
+
+
+class Word(NamedTuple):
+    """What has been read: why it is refused, or the target and samples, and all pipelines' mean of these."""
+
+    what: str
+    why: str
+    target: Any = None
+    samples: int = 0
+    mean: float = 0.0
 
 
 class Channel:
@@ -49,22 +58,23 @@ class Channel:
         self._senders = [Sender(peer, _MOST) for peer in peers]
         self._heard: Word | None = None
 
-    def tell(self, what: str, why: str = "", target: Any = None) -> Word:
+    def tell(self, what: str, why: str = "", target: Any = None, samples: int = 0) -> Word:
         """Say what has been read; with several pipelines, once all have read, and nothing if they differ.
 
         Returns:
             What all pipelines get to know.
         """
-        what, why = self._agreed(what, why)
+        what, why, mean = self._agreed(what, why, samples)
+        word = Word(what, why, target if what == _BATCH else None, samples, mean)
         for peer, sender in zip(self._peers, self._senders, strict=True):
             file = io.BytesIO()
-            torch.save((what, why, target if peer is self._peers[-1] and what == _BATCH else None), file)
+            torch.save(tuple(word if peer is self._peers[-1] else word._replace(target=None)), file)
             data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
             sender.send([torch.tensor([len(data)])])
             sender.send([data])
         if what != _BATCH:
             self.settle()  # the runner may be gone before anybody computes again
-        return what, why, target
+        return word
 
     def hear(self) -> Word:
         """What was read, if :meth:`listen` has not heard it already."""
@@ -74,7 +84,7 @@ class Channel:
     def listen(self) -> bool:
         """Whether the next thing that was read is a batch, good or bad."""
         self._heard = self._received()
-        if self._heard[0] != _END:
+        if self._heard.what != _END:
             return True
         self._heard = None
         return False
@@ -88,8 +98,7 @@ class Channel:
         peer = self._peers[0]
         length = self._message(peer, Form((1,), torch.int64, False))
         data = self._message(peer, Form((int(length),), torch.uint8, False))
-        word: Word = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
-        return word
+        return Word(*torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True))
 
     def _message(self, peer: Peer, form: Form) -> Tensor:
         buffer = form.empty(peer.device)
@@ -98,11 +107,14 @@ class Channel:
         peer.finish([work], f"waits for rank {peer.rank} to read a batch")
         return buffer
 
-    def _agreed(self, what: str, why: str) -> tuple[str, str]:
-        """The first refusal of any pipeline; refused too if one has ended and another has not."""
+    def _agreed(self, what: str, why: str, samples: int) -> tuple[str, str, float]:
+        """The first refusal of any pipeline; refused too if one has ended and another has not.
+
+        Else also the mean of their samples.
+        """
         if self._readers is None:
-            return what, why
-        mine = f"{what} {why}".encode()[:_TEXT]
+            return what, why, samples
+        mine = f"{what} {samples} {why}".encode()[:_TEXT]
         told = [torch.zeros(_TEXT, dtype=torch.uint8, device="cpu") for _ in range(self._readers.size())]
         told[self._readers.rank()][: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         self._health.waits("waits for the other pipelines to read a batch", dist.get_rank())
@@ -110,21 +122,26 @@ class Channel:
         assert work is not None
         work.wait(timedelta(seconds=self._patience))
         self._health.resumes()
-        words = [bytes(each.tolist()).rstrip(b"\0").decode(errors="ignore").partition(" ") for each in told]
+        words = [bytes(each.tolist()).rstrip(b"\0").decode(errors="ignore").split(" ", 2) for each in told]
         for number, (theirs, _, reason) in enumerate(words):
             if theirs == _REFUSED:
-                return _REFUSED, f"replica {number}: {reason}"
+                return _REFUSED, f"replica {number}: {reason}", 0.0
         ended = [str(number) for number, (theirs, _, _) in enumerate(words) if theirs == _END]
         if ended and len(ended) < len(words):
-            return _REFUSED, (
+            reason = (
                 f"replica {', '.join(ended)} of {len(words)} has no further batch, and others have. Give all "
                 "replicas the same number of batches."
             )
-        return what, why
+            return _REFUSED, reason, 0.0
+        return what, why, sum(int(count) for _, count, _ in words) / len(words)
 
 
 class Feed:
-    """Inputs where a rank has the first stage, targets where it has the last, by microbatch."""
+    """Inputs where a rank has the first stage, targets where it has the last, by microbatch.
+
+    A batch may have fewer samples than the plan's, if ``takes_less``. Then its last microbatches are smaller
+    or missing.
+    """
 
     def __init__(
         self,
@@ -134,11 +151,13 @@ class Feed:
         *,
         is_first: bool,
         is_last: bool,
+        takes_less: bool,
     ) -> None:
         self._plan, self._channel, self._device = plan, channel, device
-        self._is_first, self._is_last = is_first, is_last
+        self._is_first, self._is_last, self._takes_less = is_first, is_last, takes_less
         self.inputs: dict[int, tuple[Tensor, ...]] = {}
         self.targets: dict[int, Any] = {}
+        self._samples: dict[int, tuple[int, float]] = {}  # by batch: here, and all pipelines' mean
 
     def take(self, batch: int, inputs: Any, target: Any) -> str:
         """Part batch number ``batch``, of which the first rank's inputs and target count.
@@ -149,42 +168,72 @@ class Feed:
         Raises:
             OptionError: this rank, the last one, was given another target than the first.
         """
-        what, why, told = self._read(inputs, target) if self._is_first else self._channel.hear()
-        if what == _END:
+        word = self._read(inputs, target) if self._is_first else self._channel.hear()
+        if word.what == _END:
             return "the first rank has no further batch. Let all ranks go over read(), and they end together."
-        if what == _REFUSED:
-            return why
+        if word.what == _REFUSED:
+            return word.why
+        self._samples = {each: own for each, own in self._samples.items() if each >= batch - self._plan.ranks}
+        self._samples[batch] = word.samples, word.mean
         first = batch * self._plan.microbatches
         if self._is_first:
-            parts = zip(*(self._parted(tensor, "inputs") for tensor in _tuple(inputs)), strict=True)
+            parts = zip(*(tensor.split(self._plan.microbatch) for tensor in _tuple(inputs)), strict=True)
             self.inputs.update(enumerate(parts, first))
         if self._is_last:
-            if target is not None and not _equal(target, told):
+            if target is not None and not _equal(target, word.target):
                 raise OptionError(
                     f"batch {batch}: the last rank was given another target than the first, so inputs and "
                     "targets are of different samples. Let the first rank alone read: runner.read(batches)."
                 )
-            there = None if told is None else pytree.tree_map(lambda tensor: tensor.to(self._device), told)
-            self.targets.update(enumerate(self._targets(there), first))
+            self.targets.update(enumerate(self._targets(word), first))
         return ""
+
+    def size(self, number: int) -> int:
+        """Samples of a microbatch: 0 if its batch has too few."""
+        batch, place = divmod(number, self._plan.microbatches)
+        left = self._samples[batch][0] - place * self._plan.microbatch
+        return min(max(left, 0), self._plan.microbatch)
+
+    def sizes(self, batch: int) -> list[int]:
+        """Samples of a batch's microbatches, but for those that it has not."""
+        first = batch * self._plan.microbatches
+        found = [self.size(number) for number in range(first, first + self._plan.microbatches)]
+        return [size for size in found if size]
+
+    def parts(self, number: int) -> float:
+        """Into how many parts a batch goes of which a microbatch is one, by samples of all pipelines."""
+        _, mean = self._samples[number // self._plan.microbatches]
+        return mean / self.size(number)
+
+    def share(self, batch: int) -> float:
+        """What this pipeline's samples of a batch are of the mean pipeline's."""
+        samples, mean = self._samples[batch]
+        return samples / mean
 
     def _read(self, inputs: Any, target: Any) -> Word:
         """Tell the others what this rank has read."""
+        given = _tuple(inputs)
         try:
-            self._check(_tuple(inputs))
-            for tensor in _tuple(inputs):
-                self._parted(tensor, "inputs")
-            self._targets(target)
+            self._check(given)
+            samples = self._counted(given, "inputs")
+            of_target = samples
+            if target is not None:
+                of_target = self._counted(pytree.tree_leaves(target), "target")
+            if of_target != samples:
+                raise OptionError(
+                    f"inputs have {samples} samples, and the target {of_target}. Pass both of the same samples."
+                )
         except OptionError as error:
             return self._channel.tell(_REFUSED, str(error))
-        return self._channel.tell(_BATCH, target=target)
+        return self._channel.tell(_BATCH, target=target, samples=samples)
 
-    def _targets(self, target: Any) -> list[Any]:
+    def _targets(self, word: Word) -> list[Any]:
         """Each microbatch's part of a tensor, or of a tuple or dict of tensors."""
-        if target is None:
-            return [None] * self._plan.microbatches
-        leaves, spec = pytree.tree_flatten(target)
-        parts = zip(*(self._parted(leaf, "target") for leaf in leaves), strict=True)
+        size = self._plan.microbatch
+        if word.target is None:
+            return [None] * -(-word.samples // size)
+        leaves, spec = pytree.tree_flatten(word.target)
+        parts = zip(*(leaf.to(self._device).split(size) for leaf in leaves), strict=True)
         return [pytree.tree_unflatten(list(part), spec) for part in parts]
 
     def _check(self, inputs: tuple[Any, ...]) -> None:
@@ -201,17 +250,24 @@ class Feed:
                 "these."
             )
 
-    def _parted(self, tensor: Any, what: str) -> tuple[Tensor, ...]:
+    def _counted(self, tensors: Sequence[Any], what: str) -> int:
+        """How many samples all tensors have."""
         plan = self._plan
-        size = plan.microbatch * plan.microbatches
-        if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) != size:
-            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+        size, samples = plan.microbatch * plan.microbatches, set[int]()
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor) or tensor.dim() == 0:
+                shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise OptionError(f"{what}: {shape} has no samples. Pass tensors, batch first.")
+            samples.add(len(tensor))
+        least = 1 if self._takes_less else size
+        if len(samples) != 1 or not least <= max(samples) <= size:
+            advice = "or fewer" if self._takes_less else "(engine='own' takes fewer too)"
             raise OptionError(
-                f"{what}: {shape}, and the plan's batch is {plan.microbatches} microbatches of "
-                f"{plan.microbatch} samples, {size} along the first dimension, in each pipeline. Pass that "
-                "number (leave out a last, smaller batch), or make a plan for this batch."
+                f"{what}: {sorted(samples)} samples, and the plan has {plan.microbatches} microbatches "
+                f"of {plan.microbatch}, {size} samples in each pipeline. Pass that number {advice}, or make "
+                "a plan for this batch."
             )
-        return tuple(tensor.split(plan.microbatch))
+        return max(samples)
 
 
 def _tuple(inputs: Any) -> tuple[Any, ...]:
@@ -332,4 +388,4 @@ def batches_of(
     if batches is None:
         raise OptionError("the first rank was given no batches to read; pass them to its read().")
     yield from reader.read(batches)
-    return channel.tell(_END)[1]
+    return channel.tell(_END).why

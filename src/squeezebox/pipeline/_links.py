@@ -141,19 +141,28 @@ class Links:
         self._expected: Counter[int] = Counter()
         self._awaited: Counter[int] = Counter()  # gradients, by stage
         self._by_hand: dict[tuple[bool, int, int], list[Tensor]] = {}
+        self._others: list[Links] = []
 
     def plain(self, purpose: str) -> Links:
         """Connections of their own between the same ranks, over which all goes as it is."""
-        return Links(self._store, self._place, self._schedule, self._health, self.wires.plain(purpose))
+        wires = self.wires.plain(purpose)
+        self._others.append(Links(self._store, self._place, self._schedule, self._health, wires))
+        return self._others[-1]
 
     def expect(self, microbatches: int) -> None:
         """``microbatches`` more will come to each of this rank's stages."""
         for stage, rank in enumerate(self._schedule.placement):
-            if rank == self._place.rank and stage and not self._is_own(stage - 1):
-                if stage in self._receivers:
-                    self._receivers[stage].expect(microbatches)
-                else:
-                    self._expected[stage] += microbatches
+            if rank == self._place.rank and stage:
+                self.expect_at(stage, microbatches)
+
+    def expect_at(self, stage: int, microbatches: int) -> None:
+        """``microbatches`` more will come to this stage."""
+        if self._is_own(stage - 1):
+            return
+        if stage in self._receivers:
+            self._receivers[stage].expect(microbatches)
+        else:
+            self._expected[stage] += microbatches
 
     def send(self, stage: int, microbatch: int, outputs: Sequence[Tensor]) -> None:
         """Hand a stage's outputs to the next one."""
@@ -217,6 +226,8 @@ class Links:
         """Wait until all that was sent has arrived."""
         for sender in [*self._senders.values(), *self._gradient_senders.values()]:
             sender.settle()
+        for other in self._others:
+            other.settle()
 
     def close(self) -> None:
         """Wait until all that was sent has arrived, or the other end is gone."""

@@ -174,10 +174,17 @@ class Runner:
             wires=wires,
         )
         self._channel = Channel(wires.peers(is_reading=self.is_first), groups.readers, self._health, patience)
-        self._feed = Feed(plan, self._channel, device_of(model), is_first=self.is_first, is_last=self.is_last)
+        self._feed = Feed(
+            plan,
+            self._channel,
+            device_of(model),
+            is_first=self.is_first,
+            is_last=self.is_last,
+            takes_less=self.engine == "own",
+        )
         self._evaluation: Forwards | TorchPasses | None = None
         self._training: Training | TorchTraining
-        forwards = Forwards(plan, self.stages, self._links, self._feed, loss_fn)
+        forwards = Forwards(plan, model, self.stages, self._links, self._feed, loss_fn, plan.microbatch)
         if self.engine == "torch":
             make = functools.partial(
                 TorchPasses, plan, order, place, self._feed, forwards.loss_of, joined[0], store, self._health

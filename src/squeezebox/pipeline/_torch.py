@@ -24,7 +24,7 @@ from squeezebox.pipeline._health import Health
 from squeezebox.pipeline._packing import Wire
 from squeezebox.pipeline._setup import Place, device_of, example
 from squeezebox.pipeline._stage import Alias, Stage
-from squeezebox.pipeline._training import evaluation_stages
+from squeezebox.pipeline._training import stages_again
 from squeezebox.pipeline._updates import Updates
 from squeezebox.pipeline._weights import Weights
 from squeezebox.pipeline._wire import Form, Traffic
@@ -209,7 +209,10 @@ class TorchPasses:
         options: list[dict[str, Any]] = [{} for _ in numbers]
         if is_last:
             targets = [self._feed.targets.pop(number) for number in numbers]
-            options = [{"loss_of": functools.partial(self._loss_of, target)} for target in targets]
+            options = [
+                {"loss_of": functools.partial(self._loss_of, number, target)}
+                for number, target in zip(numbers, targets, strict=True)
+            ]
         for stage in self._stages:
             stage.has_backward = self._trains
             stage.clear_runtime_states()
@@ -321,7 +324,9 @@ class TorchTraining:
 
     def evaluation(self, model: nn.Module) -> TorchPasses:
         """The passes of a batch in evaluation mode; UnsupportedModelError if ranks lack weights for them."""
-        return self._make(evaluation_stages(self._passes.plan, self._stages, model), "evaluation")
+        plan = self._passes.plan
+        stages = stages_again(plan, self._stages, model, plan.microbatch, "evaluation mode")
+        return self._make(stages, "evaluation")
 
     def traffic(self) -> tuple[Traffic, ...]:
         """What was sent in training so far."""

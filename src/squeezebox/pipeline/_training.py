@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,53 +23,86 @@ from squeezebox.schema import PipelinePlan, UnsupportedModelError
 
 
 class Forwards:
-    """Forwards of a rank's ``stages``, with the connections that they need.
+    """Forwards of a rank's ``stages`` of the ``model``, with the connections that they need.
 
-    ``loss_fn`` is called where the last stage is, for a part of the batch's mean loss.
+    ``loss_fn`` is called where the last stage is, for a part of the batch's mean loss. ``samples`` are in
+    each microbatch.
     """
 
     def __init__(
         self,
         plan: PipelinePlan,
+        model: nn.Module,
         stages: Mapping[int, Stage],
         links: Links,
         feed: Feed,
         loss_fn: Callable[..., Tensor],
+        samples: int,
     ) -> None:
-        self.plan, self.stages, self.links = plan, stages, links
-        self._feed, self._loss_fn = feed, loss_fn
+        self.plan, self.stages, self.links, self.feed = plan, stages, links, feed
+        self._model, self._loss_fn, self._samples = model, loss_fn, samples
+        self._smaller: dict[int, Forwards] = {}
 
     def is_loss(self, stage: int) -> bool:
         """Whether the loss follows on this stage."""
         return stage == len(self.plan.stages) - 1
+
+    def suited(self, microbatch: int) -> Forwards:
+        """These, or for a smaller microbatch others, with connections of their own.
+
+        Raises:
+            UnsupportedModelError: the graph is another for so few samples, and ranks lack weights for it.
+        """
+        samples = self.feed.size(microbatch)
+        if samples == self._samples:
+            return self
+        if samples not in self._smaller:
+            what = f"microbatches of {samples}"
+            stages = stages_again(self.plan, self.stages, self._model, samples, what)
+            self._smaller[samples] = self._like(stages, f"{self.links.wires.purpose}, {what}", samples)
+        return self._smaller[samples]
 
     def run(self, action: Action) -> Passage:
         """Do one, and hand on what comes out."""
         stage, number = action.stage, action.microbatch
         if stage == 0:
             buffers: list[Tensor] = []
-            leaves = list(self._feed.inputs.pop(number))
+            leaves = list(self.feed.inputs.pop(number))
         else:
+            if self._samples < self.plan.microbatch:
+                self.links.expect_at(stage, 1)
             buffers, leaves = self.links.receive(stage, number)
         if self.is_loss(stage):
-            loss_of = functools.partial(self.loss_of, self._feed.targets.pop(number))
+            loss_of = functools.partial(self.loss_of, number, self.feed.targets.pop(number))
             return Passage(action.version, buffers, leaves, [*self.stages[stage](*leaves, loss_of=loss_of)])
         outputs = self.stages[stage](*leaves)
         self.links.send(stage, number, apart(outputs, buffers))
         kept = [output for output in outputs if output.requires_grad]
         return Passage(action.version, buffers, leaves, kept)
 
+    def begin(self, batch: int) -> None:
+        """A batch's microbatches will come, smaller ones when it is their turn."""
+        self.links.expect(self.feed.sizes(batch).count(self.plan.microbatch))
+
     def of_batch(self, batch: int) -> Tensor | None:
         """All forwards of a batch and nothing else: its mean loss where the last stage is."""
-        self.links.expect(self.plan.microbatches)
+        self.begin(batch)
         first, losses = batch * self.plan.microbatches, []
-        for number in range(first, first + self.plan.microbatches):
+        for number in range(first, first + len(self.feed.sizes(batch))):
+            own = self.suited(number)
             for stage in self.stages:
-                passage = self.run(Action(kind=Kind.FORWARD, stage=stage, microbatch=number))
-                self.links.release(stage, passage.received, None)
+                passage = own.run(Action(kind=Kind.FORWARD, stage=stage, microbatch=number))
+                own.links.release(stage, passage.received, None)
                 losses += passage.outputs if self.is_loss(stage) else []
         self.links.settle()
-        return torch.stack(losses).sum() if losses else None
+        return self.mean(batch, losses)
+
+    def mean(self, batch: int, losses: Sequence[Tensor]) -> Tensor | None:
+        """The mean loss of this pipeline's samples, from its microbatches' parts."""
+        if not losses:
+            return None
+        total, share = torch.stack([*losses]).sum(), self.feed.share(batch)
+        return total if share == 1.0 else total / share
 
     def in_evaluation(self, model: nn.Module) -> Forwards:
         """The same with the graph that the model has in evaluation mode, and connections of their own.
@@ -77,32 +110,38 @@ class Forwards:
         Raises:
             UnsupportedModelError: this graph is cut elsewhere, so that ranks lack weights.
         """
-        stages = evaluation_stages(self.plan, self.stages, model)
-        return Forwards(self.plan, stages, self.links.plain("evaluation"), self._feed, self._loss_fn)
+        stages = stages_again(self.plan, self.stages, model, self._samples, "evaluation mode")
+        return self._like(stages, "evaluation", self._samples)
 
-    def loss_of(self, target: Any, *outputs: Any) -> Tensor:
+    def loss_of(self, number: int, target: Any, *outputs: Any) -> Tensor:
         """A microbatch's part of the batch's mean loss."""
         output = outputs[0] if len(outputs) == 1 else outputs
         loss = self._loss_fn(output) if target is None else self._loss_fn(output, target)
-        return loss / self.plan.microbatches
+        return loss / self.feed.parts(number)
+
+    def _like(self, stages: Mapping[int, Stage], purpose: str, samples: int) -> Forwards:
+        links = self.links.plain(purpose)
+        return Forwards(self.plan, self._model, stages, links, self.feed, self._loss_fn, samples)
 
 
-def evaluation_stages(plan: PipelinePlan, stages: Mapping[int, Stage], model: nn.Module) -> dict[int, Stage]:
-    """A rank's ``stages`` with the graph that the model has in evaluation mode.
+def stages_again(
+    plan: PipelinePlan, stages: Mapping[int, Stage], model: nn.Module, samples: int, what: str
+) -> dict[int, Stage]:
+    """A rank's ``stages`` with the graph that the model has now, for microbatches of so many samples.
 
     Raises:
-        UnsupportedModelError: this graph is cut elsewhere, so that ranks lack weights.
+        UnsupportedModelError: for ``what`` it is, this graph is cut elsewhere, so that ranks lack weights.
     """
-    pieces = cut(model, example(plan, device_of(model)))
+    pieces = cut(model, tuple(each[:samples] for each in example(plan, device_of(model))))
     made = {}
     for number, own in stages.items():
         planned = plan.stages[number]
-        made[number] = stage = Stage(pieces[planned.first : planned.end], recompute=False)
+        again = planned.policy == "recompute"
+        made[number] = stage = Stage(pieces[planned.first : planned.end], recompute=again)
         if {*map(id, stage.parameters())} != {*map(id, own.parameters())}:
             raise UnsupportedModelError(
-                f"in evaluation mode the model's graph is cut elsewhere than in training, at stage "
-                f"{number}, so ranks lack weights. Put all ranks' state_dict() together, and evaluate in "
-                "one process."
+                f"for {what} the model's graph is cut elsewhere than in training, at stage {number}, so "
+                "ranks lack weights. Put all ranks' state_dict() together, and go on in one process."
             )
     return made
 
@@ -170,14 +209,14 @@ class Training:
     def step(self) -> Tensor | None:
         """Do all up to the first action of the next batch: the batch's mean loss on the last rank."""
         self._settings[self.batch] = self._updates.settings()
-        self._links.expect(self._forwards.plan.microbatches)
+        self._forwards.begin(self.batch)
         for action in self._turns.until(self.batch):
             self._do(action)
         version = self._turns.ahead().version
         self._reach(version, version)
+        loss, self._losses = self._forwards.mean(self.batch, self._losses), []
         self.batch += 1
-        losses, self._losses = self._losses, []
-        return torch.stack(losses).sum() if losses else None
+        return loss
 
     def drain(self) -> None:
         """Finish all microbatches and updates under way."""
@@ -208,26 +247,30 @@ class Training:
         key = action.stage, action.microbatch
         if action.kind is Kind.UPDATE:
             self._end_stage(action.microbatch)
-        elif action.kind is Kind.FORWARD:
+            return
+        if not self._forwards.feed.size(action.microbatch):
+            return
+        forwards = self._forwards.suited(action.microbatch)
+        if action.kind is Kind.FORWARD:
             self._reach(action.version, action.version)
             self._weights.select(action.version)
-            self._flights[key] = passage = self._forwards.run(action)
-            if self._forwards.is_loss(action.stage):
+            self._flights[key] = passage = forwards.run(action)
+            if forwards.is_loss(action.stage):
                 self._losses += (loss.detach() for loss in passage.outputs)
         else:
-            self._backward(action, self._flights[key])
+            self._backward(action, self._flights[key], forwards)
             if action.kind is not Kind.INPUT:
                 passage = self._flights.pop(key)
-                self._links.release(action.stage, passage.received, passage.gradients)
+                forwards.links.release(action.stage, passage.received, passage.gradients)
 
-    def _backward(self, action: Action, passage: Passage) -> None:
-        if action.kind is not Kind.WEIGHT and not self._forwards.is_loss(action.stage):
-            passage.gradients = self._links.receive_gradients(action.stage, action.microbatch)
+    def _backward(self, action: Action, passage: Passage, forwards: Forwards) -> None:
+        if action.kind is not Kind.WEIGHT and not forwards.is_loss(action.stage):
+            passage.gradients = forwards.links.receive_gradients(action.stage, action.microbatch)
         self._weights.select(action.version)  # autograd noted the parameters, not their values
         if self._gradients is None:
             self._gradients = self._updates.gradients()
             self._weights.accumulate_into(self._gradients)
-        weights = [each for each in self._stages[action.stage].parameters() if each.requires_grad]
+        weights = [each for each in forwards.stages[action.stage].parameters() if each.requires_grad]
         if action.kind is Kind.WEIGHT:
             passage.backward_to_weights(weights)
             return
@@ -235,7 +278,7 @@ class Training:
         results = passage.backward() if is_whole else passage.backward_to_inputs(weights)
         if action.stage:
             returned = apart(results, passage.gradients or [])
-            self._links.send_gradients(action.stage, action.microbatch, returned)
+            forwards.links.send_gradients(action.stage, action.microbatch, returned)
 
     def _end_stage(self, batch: int) -> None:
         """A stage's gradients of a batch are complete; with those of all stages, its update is queued."""

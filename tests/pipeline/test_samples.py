@@ -1,0 +1,122 @@
+"""Batches of fewer samples than the plan's: microbatches that are smaller or missing, and how they count."""
+
+import pytest
+import torch
+from torch import nn
+
+from squeezebox.pipeline import Runner
+from squeezebox.schema import InputForm
+from tests.pipeline import ranks
+
+SIZES = 8, 5, 8, 2, 7, 1
+TOKENS = (InputForm(shape=(5,), dtype="int64"),)
+
+
+def _data(kind, batch, samples):
+    return ranks.numbers(batch, samples) if kind == "chain" else ranks.words(batch, samples)
+
+
+def _loss(kind):
+    return nn.functional.mse_loss if kind == "chain" else ranks.entropy
+
+
+def _trained(rank, cases):
+    found = []
+    for kind, plan, options in cases:
+        model = ranks.chain() if kind == "chain" else ranks.tied()
+        optimizer = ranks.OPTIMIZERS["adamw"](model.parameters())
+        runner = Runner(model, plan, optimizer=optimizer, loss_fn=_loss(kind), **options)
+        losses = []
+        for batch, size in enumerate(SIZES):
+            x, y = _data(kind, batch, min(size, 2 * plan.microbatches))
+            losses.append(runner.step(x, y))
+        losses.append(runner.evaluate(*_data(kind, 9, 3)))
+        found.append((losses, runner.state_dict()))
+        runner.close()
+    return found
+
+
+def _alone(kind, plan, delay):
+    """The same in one process, each batch's gradient at the weights of ``delay`` batches before."""
+    model, loss_fn = (ranks.chain() if kind == "chain" else ranks.tied()), _loss(kind)
+    names = dict(model.named_parameters())
+    history = [{name: each.detach().clone() for name, each in names.items()}]
+    newest = {name: nn.Parameter(each.clone()) for name, each in history[0].items()}
+    optimizer, losses = ranks.OPTIMIZERS["adamw"](newest.values()), []
+
+    def run(x, y, backward):
+        total = 0.0
+        for a, b in zip(x.split(2), y.split(2), strict=True):
+            loss = loss_fn(model(a), b) / (len(x) / len(a))
+            if backward:
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    for batch, size in enumerate(SIZES):
+        for name, parameter in names.items():
+            parameter.data, parameter.grad = history[max(batch - delay, 0)][name].clone(), None
+        losses.append(run(*_data(kind, batch, min(size, 2 * plan.microbatches)), backward=True))
+        for name, parameter in newest.items():
+            parameter.grad = names[name].grad
+        optimizer.step()
+        history.append({name: each.detach().clone() for name, each in newest.items()})
+    for name, parameter in names.items():
+        parameter.data = history[-1][name]
+    with torch.no_grad():
+        losses.append(run(*_data(kind, 9, min(3, 2 * plan.microbatches)), backward=False))
+    return losses, history[-1]
+
+
+def _check(cases):
+    results = ranks.run(_trained, 2, cases)
+    for number, (kind, plan, _) in enumerate(cases):
+        assert not isinstance(results[0], str), results[0]
+        assert not isinstance(results[1], str), results[1]
+        losses, weights = _alone(kind, plan, 1 if plan.schedule == "2bw" else 0)
+        found = results[0][number][1] | results[1][number][1]
+        exact = 0.0 if kind == "chain" else 1e-12  # tied gradients are added up in another order
+        for name, each in weights.items():
+            assert (found[name] - each).abs().max() <= exact, f"{plan.schedule}: {name}"
+        torch.testing.assert_close(
+            torch.stack(results[1][number][0]), torch.stack(losses), rtol=1e-12, atol=0, msg=plan.schedule
+        )
+
+
+def test_a_smaller_batch_counts_by_its_samples():
+    names = ("1f1b", "2bw", "zb-h1")
+    loops = ranks.plan(8, 2, "interleaved-1f1b", 4, loops=2)
+    _check([*(("chain", ranks.plan(8, 2, name, 4), {}) for name in names), ("chain", loops, {})])
+
+
+@pytest.mark.slow
+def test_a_graph_is_traced_again_for_fewer_samples():
+    plans = [ranks.plan(5, 2, name, 4, inputs=TOKENS) for name in ("1f1b", "2bw")]
+    recomputed = ranks.plan(5, 2, "1f1b", 4, inputs=TOKENS, policy="recompute")
+    _check([("tied", plan, {}) for plan in (*plans, recomputed)])
+
+
+def _replicated(rank, plan):
+    model = ranks.chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    runner = Runner(model, plan, optimizer=optimizer, loss_fn=nn.functional.mse_loss)
+    x, y = ranks.numbers(0, 13)
+    own = slice(0, 5) if rank == 0 else slice(5, 13)
+    loss = runner.step(x[own], y[own])
+    weights = runner.state_dict()
+    runner.close()
+    return loss, weights
+
+
+def test_replicas_of_different_numbers_of_samples_give_the_mean_of_all():
+    results = ranks.run(_replicated, 2, ranks.plan(8, 1, "1f1b", 4, replicas=2))
+    model = ranks.chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = ranks.numbers(0, 13)
+    parts = [nn.functional.mse_loss(model(x[own]), y[own]) for own in (slice(0, 5), slice(5, 13))]
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+    for (loss, weights), part in zip(results, parts, strict=True):
+        torch.testing.assert_close(loss, part.detach(), rtol=1e-12, atol=0)
+        for name, each in model.state_dict().items():
+            torch.testing.assert_close(weights[name], each, rtol=1e-12, atol=1e-15)
