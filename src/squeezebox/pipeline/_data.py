@@ -221,7 +221,7 @@ class Feed:
                 of_target = self._counted(pytree.tree_leaves(target), "target")
             if of_target != samples:
                 raise OptionError(
-                    f"inputs have {samples} samples, and the target {of_target}. Pass both of the same samples."
+                    f"inputs have {samples} samples, and the target {of_target}. Pass both of the same."
                 )
         except OptionError as error:
             return self._channel.tell(_REFUSED, str(error))

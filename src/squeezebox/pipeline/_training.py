@@ -127,7 +127,7 @@ class Forwards:
 def stages_again(
     plan: PipelinePlan, stages: Mapping[int, Stage], model: nn.Module, samples: int, what: str
 ) -> dict[int, Stage]:
-    """A rank's ``stages`` with the graph that the model has now, for microbatches of so many samples.
+    """A rank's ``stages`` with the graph that the model has now, for microbatches of ``samples``.
 
     Raises:
         UnsupportedModelError: for ``what`` it is, this graph is cut elsewhere, so that ranks lack weights.
