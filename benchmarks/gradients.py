@@ -10,8 +10,9 @@ trains each arm from the same weights on the same batches. The question is put a
 two one-sided t tests on paired differences, arm minus plain; the margin is the deviation of plain over seeds.
 The report is written after every training; the next run goes on from the newest one.
 
-links: seconds of a training step over emulated links. All arms take turns in the
-same two processes. A step lasts until the later rank has ended it, from when both have begun.
+links: seconds of a training step over emulated links, as ``squeezebox gradients measure`` takes them. All
+arms take turns in the same two processes. A step lasts until the later rank has ended it, from when both
+have begun.
 """
 
 from __future__ import annotations
@@ -24,15 +25,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import squeezebox
-from benchmarks import _ranks, _report
+from benchmarks import _ranks, _report, models
 from benchmarks._tasks import TASKS, loss_fn
 from benchmarks.accuracy import column, vars_of
-from squeezebox.reports import LEVEL, equivalence
+from squeezebox.gradients import ExchangedStep, measure_exchange
+from squeezebox.reports import LEVEL, ExchangeArm, ExchangeWay, MeasuredExchange, equivalence
 from squeezebox.schema import Link
 
 RANKS = 2
@@ -188,86 +188,92 @@ def accuracy_line(arm: str, row: Mapping[str, Any], scale: float) -> str:
 # --- links ---------------------------------------------------------------------------------------------
 
 LINKS = {"100 Mb/s": 1.25e7, "1 Gb/s": 1.25e8, "10 Gb/s": 1.25e9}
-SENDERS: Mapping[str, Mapping[str, Any] | None] = {
-    "plain": None,
-    "fp16 (torch's hook)": None,
-    "PowerSGD, rank 1": {"method": "powersgd", "rank": 1},
-    "PowerSGD, rank 2": {"method": "powersgd", "rank": 2},
-    "PowerSGD, rank 3": {"method": "powersgd", "rank": 3},
-    "PowerSGD, rank 4": {"method": "powersgd", "rank": 4},
-    "entropy, 36 times": {"ratio": 36},
-    "planes, noise 0.1": {"method": "planes", "noise": 0.1},
+LATENCY = 1e-4
+NOISE = 0.1
+NETWORKS: Mapping[str, tuple[Sequence[int], int]] = {  # widths of stages, images of a rank
+    "0.7 M parameters, 32 images a rank": ((16, 32, 64, 128), 32),
+    "11 M parameters, 8 images a rank": ((64, 128, 256, 512), 8),
 }
 
 
 def links(rounds: int) -> None:
-    """Every link in turn, and the report."""
+    """Every network over every link, and the report."""
     squeezebox.compile_kernels()
-    results = {name: slowest(_ranks.run(step_times, RANKS, speed, rounds)) for name, speed in LINKS.items()}
-    text = "\n\n".join(link_table(results, rounds))
-    print(text)
-    _report.write("gradients_links", results, text)
+    results: dict[str, dict[str, Any]] = {}
+    for network in NETWORKS:
+        results[network] = {}
+        for link, speed in LINKS.items():
+            found = _ranks.run(step_times, RANKS, network, speed, rounds)[0]
+            print(f"{network}, {link}\n{found}\n", flush=True)
+            results[network][link] = found.to_dict()
+            _report.write("gradients_links", results, "\n\n".join(link_tables(results, rounds)))
 
 
-def step_times(rank: int, speed: float, rounds: int) -> dict[str, Row]:
-    """Each arm's seconds, and what it sent in its last step."""
-    group = squeezebox.gradients.link_group(Link(bytes_per_second=speed), patience=600.0)
+def step_times(rank: int, network: str, speed: float, rounds: int) -> MeasuredExchange:
+    """What ``squeezebox gradients measure`` measures."""
+    widths, images = NETWORKS[network]
     task = TASKS["images"]
     inputs, target = next(task.batches(rank))
-    inputs, target = inputs[:32], target[:32]
-    arms = {}
-    for arm, options in SENDERS.items():
-        torch.manual_seed(0)
-        ddp = DistributedDataParallel(task.model(), process_group=group)
-        if options is not None:
-            squeezebox.compress_gradients(ddp, **options, patience=600.0)
-        elif arm != "plain":
-            ddp.register_comm_hook(group, default_hooks.fp16_compress_hook)
-        arms[arm] = ddp, task.optimizer(ddp.module)
-    found: dict[str, Row] = {arm: {"seconds": [], "sent_bytes": 0} for arm in arms}
-    for number in range(-4, rounds):  # buckets, factors and levels settle first
-        for arm, (ddp, optimizer) in arms.items():
-            before = group.wire.sent_bytes
-            dist.barrier()
-            begun = time.perf_counter()
-            optimizer.zero_grad()
-            loss_fn(ddp(inputs), target).backward()
-            optimizer.step()
-            if number >= 0:
-                found[arm]["seconds"].append(time.perf_counter() - begun)
-            found[arm]["sent_bytes"] = group.wire.sent_bytes - before
-    return found
-
-
-def slowest(ranks: Sequence[Mapping[str, Row]]) -> dict[str, Row]:
-    """Of every step the later rank's end."""
-    pairs = {arm: zip(*(each[arm]["seconds"] for each in ranks), strict=True) for arm in SENDERS}
-    return {
-        arm: {"seconds": [max(pair) for pair in pairs[arm]], "sent_bytes": ranks[0][arm]["sent_bytes"]}
-        for arm in SENDERS
-    }
-
-
-def link_table(results: Mapping[str, Mapping[str, Row]], rounds: int) -> Iterator[str]:
-    yield (
-        f"ResNet-18 with BatchNorm, its stages a quarter as wide (0.7 M parameters), {RANKS} ranks of 32 "
-        f"images, {rounds} rounds. Milliseconds of a step: median (least to most). Times plain: median of "
-        "each round's ratio, below 1 is faster. The ranks share two cores with what else runs."
+    torch.manual_seed(0)
+    step = ExchangedStep(
+        model=models.build("resnet18", num_classes=10, widths=widths),
+        inputs=inputs[:images],
+        target=target[:images],
+        loss_fn=loss_fn,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
     )
-    for link, arms in results.items():
-        lines = [
-            f"| {link} | bytes a step | ms a step | times plain |",
-            "|---|---|---|---|",
-            *(link_line(arm, row, arms["plain"]["seconds"]) for arm, row in arms.items()),
-        ]
-        yield "\n".join(lines)
+    link = Link(bytes_per_second=speed, latency_seconds=LATENCY)
+    return measure_exchange(step, noise=NOISE, rounds=rounds, link=link)
 
 
-def link_line(arm: str, row: Row, plain: Sequence[float]) -> str:
-    times = [1e3 * each for each in row["seconds"]]
-    ratio = statistics.median(a / b for a, b in zip(row["seconds"], plain, strict=True))
+def link_tables(results: Mapping[str, Mapping[str, Any]], rounds: int) -> Iterator[str]:
+    yield (
+        f"ResNet-18 with BatchNorm on Fashion-MNIST, {RANKS} ranks, {rounds} rounds in which all exchanges "
+        f"take turns. Links are emulated, with {1e3 * LATENCY:g} ms a collective. planes, entropy and auto "
+        f"keep to a noise of {NOISE}. Milliseconds of the slower rank: median (least to most). Times plain: "
+        "median of each round's ratio, below 1 is faster. To send: from forward's end until all gradients "
+        "are there; planned from what auto measured. The ranks share two cores with what else runs."
+    )
+    for network, by_link in results.items():
+        yield f"## {network}"
+        for link, found in by_link.items():
+            yield link_table(link, MeasuredExchange(**typed(found)))
+
+
+def typed(found: Mapping[str, Any]) -> dict[str, Any]:
+    """A result's fields from those of its JSON."""
+    rows = {"arms": ExchangeArm, "ways": ExchangeWay}
+    return {**found, **{name: tuple(kind(**row) for row in found[name]) for name, kind in rows.items()}}
+
+
+def link_table(link: str, found: MeasuredExchange) -> str:
+    arms = {arm.name: arm for arm in found.arms}
+    best = min(
+        (arms[name] for name in ("plain", "fp16")), key=lambda arm: statistics.median(arm.step_seconds)
+    )
+    auto = arms["auto"]
+    groups = ", ".join(f"{count} {method}" for method, count in found.groups)
+    lines = [
+        f"| {link} | bytes a step | ms a step | times plain | ms to send | planned | over measured | noise |",
+        "|---|---|---|---|---|---|---|---|",
+        *(link_line(arm, arms["plain"]) for arm in found.arms),
+        "",
+        f"A step without exchange takes {1e3 * found.alone_seconds:.0f} ms. auto takes "
+        f"{auto.times(best):.2f} times the faster one of plain and fp16, {best.name}. Its groups: {groups}.",
+    ]
+    return "\n".join(lines)
+
+
+def link_line(arm: ExchangeArm, plain: ExchangeArm) -> str:
+    times = [1e3 * each for each in arm.step_seconds]
     spread = f"{statistics.median(times):.0f} ({min(times):.0f} to {max(times):.0f})"
-    return f"| {arm} | {row['sent_bytes']:,} | {spread} | {ratio:.2f} |"
+    sent = statistics.median(arm.exchange_seconds)
+    planned = arm.planned_seconds
+    shown = " | " if planned is None else f"{1e3 * planned:.0f} | {planned / sent:.2f}"
+    return (
+        f"| {arm.name} | {arm.sent_bytes:,} | {spread} | {arm.times(plain):.2f} | {1e3 * sent:.0f} | {shown} "
+        f"| {arm.noise:.2g} |"
+    )
 
 
 def main() -> None:

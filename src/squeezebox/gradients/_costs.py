@@ -21,6 +21,8 @@ WHOLE: dict[str, torch.dtype | None] = {"plain": None, "fp16": torch.float16, "b
 _SHARES = (512, 64, 8, 1)  # of all gradients, a trial has one over this
 _FEWEST = 1024  # elements of a trial, if there are as many
 _REPEATS = 3
+_MORE = 9  # repeats of a trial that is short
+_SHORT = 0.02  # seconds
 _LONGEST = 0.4  # seconds that a trial may take, as foreseen from the smaller ones
 _LOUDEST = 0.9  # noise above which a gradient is better left out
 _TRIED = {"planes": (1.0, 4.0), "entropy": (0.25, 1.0, 4.0, 16.0)}  # shares of the noise that is allowed
@@ -68,12 +70,13 @@ def _measured(parts: Sequence[Tensor], method: str, level: float, exchange: Exch
             continue
         if rows and sum(rows[-1][1:]) * sum(sizes) / rows[-1][0] > _LONGEST:
             break
-        trials = []
-        for number in range(_REPEATS + (not rows)):  # the first call of all may compile
-            pack, rest, noise = _trial(flat, sizes, method, level, exchange, worker)
-            if number or rows:
-                trials.append((pack, rest))
-        rows.append((sum(sizes), *(statistics.median(column) for column in zip(*trials, strict=True))))
+        if not rows:  # the first call of all may compile
+            _trial(flat, sizes, method, level, exchange, worker)
+        trials = [_trial(flat, sizes, method, level, exchange, worker)]
+        repeats = _MORE if sum(trials[0][:2]) < _SHORT else _REPEATS
+        trials += [_trial(flat, sizes, method, level, exchange, worker) for _ in range(1, repeats)]
+        pack, rest, noise = (statistics.median(column) for column in zip(*trials, strict=True))
+        rows.append((sum(sizes), pack, rest))
     return Way(
         name=method,
         level=level,

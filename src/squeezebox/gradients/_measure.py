@@ -30,7 +30,7 @@ _SETTLING = 4  # steps until buckets, factors and levels have settled, with thos
 
 def arms(noise: float, ratio: float) -> dict[str, Mapping[str, Any] | None]:
     """What is compared, by name: options of compress_gradients, or None for DDP's own and torch's hook."""
-    powers = {f"powersgd, rank {rank}": {"method": "powersgd", "rank": rank} for rank in (1, 2, 4)}
+    powers = {f"powersgd, rank {rank}": {"method": "powersgd", "rank": rank} for rank in (1, 2, 3, 4)}
     parts = {
         f"{method}, {ratio:g} times": {"method": method, "ratio": ratio} for method in ("top-k", "random-k")
     }
@@ -122,14 +122,17 @@ def measure_exchange(
     costs = auto.costs
     assert costs is not None
     plan = auto.plan
+    planned = {way.name: costs.of_buckets(way).seconds for way in reversed(costs.ways) if way.noise <= noise}
+    planned[AUTO] = plan.seconds
     found = MeasuredExchange(
         ranks=exchange.ranks,
         elements=sum(each.numel for each in costs.gradients),
         link_bytes_per_second=_speed(costs, exchange.ranks),
         alone_seconds=statistics.median(alone_seconds[_SETTLING:]),
-        planned_seconds=plan.seconds,
         groups=tuple((each.method, len(each.names)) for each in plan.groups),
-        arms=tuple(_row(name, arm, made["plain"], exchange.ranks) for name, arm in made.items()),
+        arms=tuple(
+            _row(name, arm, made["plain"], planned.get(name), exchange.ranks) for name, arm in made.items()
+        ),
         ways=tuple(_ways(costs)),
     )
     for arm in made.values():
@@ -150,7 +153,7 @@ def _made(
     return arm
 
 
-def _row(name: str, arm: _Arm, plain: _Arm, ranks: int) -> ExchangeArm:
+def _row(name: str, arm: _Arm, plain: _Arm, planned: float | None, ranks: int) -> ExchangeArm:
     gradients = [each.grad for each in plain.ddp.parameters() if each.grad is not None]
     dtype = WHOLE.get(name)
     if arm.squeezed is not None:
@@ -161,12 +164,11 @@ def _row(name: str, arm: _Arm, plain: _Arm, ranks: int) -> ExchangeArm:
         sent, noise = all_reduce_bytes(nbytes, ranks), 0.0
     if dtype is not None:
         noise = rounding(torch.cat([each.reshape(-1) for each in gradients]), dtype)
-    ratios = [own[0] / other[0] for own, other in zip(arm.seconds, plain.seconds, strict=True)]
     return ExchangeArm(
         name=name,
-        seconds=statistics.median(each[0] for each in arm.seconds),
-        backward_seconds=statistics.median(each[1] for each in arm.seconds),
-        times_plain=statistics.median(ratios),
+        step_seconds=tuple(each[0] for each in arm.seconds),
+        exchange_seconds=tuple(each[1] for each in arm.seconds),
+        planned_seconds=planned,
         sent_bytes=sent,
         noise=noise,
     )

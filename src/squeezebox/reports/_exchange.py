@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +16,23 @@ _AGAIN = "squeezebox.gradients.measure_exchange(...).save(path)"
 class ExchangeArm:
     """One way of exchanging all gradients, in training steps.
 
-    ``seconds`` of a step and ``backward_seconds`` from the end of its forward are medians of what the slowest
-    rank took. ``times_plain`` is the median of each round's ratio. ``sent_bytes`` went from a rank in a step.
-    ``noise`` is the squared error over the squared gradient that packing caused in the last step.
+    ``step_seconds`` and ``exchange_seconds``, from the end of forward until all gradients are there, are what
+    the slowest rank took in each round. ``planned_seconds`` of the latter follow from what "auto" measured;
+    None where it knows no such way. ``sent_bytes`` went from a rank in a step. ``noise`` is the squared error
+    over the squared gradient that packing caused in the last step.
     """
 
     name: str
-    seconds: float
-    backward_seconds: float
-    times_plain: float
+    step_seconds: tuple[float, ...]
+    exchange_seconds: tuple[float, ...]
+    planned_seconds: float | None
     sent_bytes: int
     noise: float
+
+    def times(self, other: ExchangeArm) -> float:
+        """The median ratio of steps in the same round; below 1, this one is faster."""
+        pairs = zip(self.step_seconds, other.step_seconds, strict=True)
+        return statistics.median(mine / theirs for mine, theirs in pairs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,15 +52,14 @@ class ExchangeWay:
 class MeasuredExchange:
     """What ``squeezebox gradients measure`` found. ``str()`` is its tables.
 
-    ``alone_seconds`` a step takes whose gradients stay where they are. ``planned_seconds`` is what "auto"
-    planned from the end of forward on, for ``groups``: their methods and parameters.
+    ``alone_seconds`` a step takes whose gradients stay where they are. ``groups`` are what "auto" chose:
+    methods and how many parameters.
     """
 
     ranks: int
     elements: int
     link_bytes_per_second: float
     alone_seconds: float
-    planned_seconds: float
     groups: tuple[tuple[str, int], ...]
     arms: tuple[ExchangeArm, ...]
     ways: tuple[ExchangeWay, ...]
@@ -80,18 +86,22 @@ class MeasuredExchange:
             f"{human_bytes(int(self.link_bytes_per_second))} a second. A step without exchange takes "
             f"{_milliseconds(self.alone_seconds)} ms."
         )
-        lines = [head, "", _line("exchange", "ms a step", "times plain", "bytes a step", "noise")]
-        lines += [
-            _line(
-                arm.name,
-                _milliseconds(arm.seconds),
-                f"{arm.times_plain:.2f}",
-                human_bytes(arm.sent_bytes),
-                f"{arm.noise:.2g}",
-            )
-            for arm in self.arms
-        ]
-        return "\n".join([*lines, "", *self._way_lines(), *self._plan_lines()])
+        heads = "ms a step", "times plain", "ms to send", "planned", "bytes a step", "noise"
+        lines = [head, "", _line("exchange", *heads), *(self._arm_line(arm) for arm in self.arms)]
+        groups = ", ".join(f"{count} {method}" for method, count in self.groups)
+        last = f'"To send" is from forward\'s end to the last gradient. auto sends in groups: {groups}.'
+        return "\n".join([*lines, "", *self._way_lines(), "", last])
+
+    def _arm_line(self, arm: ExchangeArm) -> str:
+        return _line(
+            arm.name,
+            _milliseconds(statistics.median(arm.step_seconds)),
+            f"{arm.times(self.arms[0]):.2f}",
+            _milliseconds(statistics.median(arm.exchange_seconds)),
+            "" if arm.planned_seconds is None else _milliseconds(arm.planned_seconds),
+            human_bytes(arm.sent_bytes),
+            f"{arm.noise:.2g}",
+        )
 
     def _way_lines(self) -> list[str]:
         head = _line("a group's", "pack ms", "+ ns each", "send ms", "+ ns each", "noise")
@@ -105,18 +115,6 @@ class MeasuredExchange:
                 f"{way.noise:.2g}",
             )
             for way in self.ways
-        ]
-
-    def _plan_lines(self) -> list[str]:
-        chosen = [arm for arm in self.arms if arm.name == "auto"]
-        if not chosen:
-            return []
-        groups = ", ".join(f"{count} {method}" for method, count in self.groups)
-        return [
-            "",
-            f"auto sends parameters in these groups: {groups}. From forward's end it planned "
-            f"{_milliseconds(self.planned_seconds)} ms, and took "
-            f"{_milliseconds(chosen[0].backward_seconds)} ms.",
         ]
 
 
