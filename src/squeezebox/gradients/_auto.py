@@ -21,7 +21,7 @@ from squeezebox.planner import FusionPlan, Gradient, Group, Way, evaluate_fusion
 
 AUTO = "auto"
 _SETTLING = 2  # passes of a process before buckets are DDP's final ones
-_MEASURED = 3  # in which arrivals are measured
+_MEASURED = 5  # in which arrivals are measured
 _TRIED = 5  # of each candidate
 _NEAR = 1.3  # times the fastest one's planned seconds, within which another is tried too
 _TOLERANCE = 0.005  # share of the seconds by which a plan may miss the optimum

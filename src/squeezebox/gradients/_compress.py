@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from squeezebox.gradients._auto import AUTO, Chooser, ExchangeCosts, ExchangePlan
 from squeezebox.gradients._coders import CODERS, Coder
-from squeezebox.gradients._costs import WHOLE, begin
+from squeezebox.gradients._costs import WHOLE
 from squeezebox.gradients._exchange import Exchange
 from squeezebox.gradients._hook import Buckets, Future, hook_of
 from squeezebox.gradients._link import all_reduce_bytes, group_like
@@ -86,6 +86,7 @@ class CompressedGradients:
         self._plan: ExchangePlan | None = None
         self._chooser = Chooser(self._sizes, noise or _USUAL_NOISE) if method == AUTO else None
         self._held: list[tuple[Names, Tensor]] = []  # gradients of a pass in which arrivals are measured
+        self._jobs: list[Callable[[], None]] = []  # to be done at the end of a pass without packing
         self._is_synced = False  # whether the newest forward's gradients are exchanged
         self._hooks = self._listen(ddp, named) if method == AUTO else []
         self._turns: list[Turn] = []
@@ -124,16 +125,19 @@ class CompressedGradients:
 
     def take(self, bucket: GradBucket) -> Future[Tensor]:
         """DDP's hook: what one bucket's gradients become."""
+        if bucket.index() == 0 and not self._buckets.planned:
+            self._held, self._jobs = [], []  # of a backward that was broken off
         future = self._buckets.take(bucket, self._passes, self._start)
         if bucket.is_last():
             for names, flat in self._held:
                 self._send(names, flat)
             self._worker.finish()
+            self._worker.run_here(self._jobs)
             self._buckets.finish()
             if self._chooser is not None and not self._chooser.is_done:
                 self._choose(self._chooser)
             self._account()
-            self._held, self._is_synced = [], False
+            self._held, self._jobs, self._is_synced = [], [], False
         return future
 
     def state_dict(self) -> dict[str, Any]:
@@ -195,7 +199,7 @@ class CompressedGradients:
             if torch.is_grad_enabled():
                 self._is_synced = ddp.require_backward_grad_sync
             if self._is_synced:
-                self._held = []
+                self._held, self._jobs = [], []
                 self._buckets.begin(self._passes)
                 if self._chooser is not None:
                     self._chooser.arrivals.begin()
@@ -245,8 +249,7 @@ class CompressedGradients:
 
     def _send(self, names: Names, flat: Tensor) -> None:
         method, level = self._ways.get(names, self._usual)
-        coder = CODERS.get(method)
-        is_packed = self._passes > 0 if coder else method == POWER and self._passes > 1
+        is_packed = self._packs(method)
         turn = Turn(
             names=names,
             flat=flat,
@@ -257,25 +260,32 @@ class CompressedGradients:
             keeps_unused=self._keeps_unused,
         )
         self._turns.append(turn)
-        if self._low_rank is not None and is_packed:
+        if not is_packed:
+            self._send_whole(turn, WHOLE.get(method))
+        elif self._low_rank is None:
+            self._worker.submit(turn.begin_packed(CODERS[method], self._exchange))
+        else:
             draws = not self._low_rank.knows(names)
             self._worker.submit(turn.begin_low_rank(self._low_rank, self._exchange))
             if draws:  # from the global generator, which recomputing in backward may want meanwhile
                 self._worker.finish()
-            return
-        if self._plan is not None and not is_packed:
-            self._settle(turn)
-        self._worker.submit(begin(turn, method if is_packed or method in WHOLE else "plain", self._exchange))
 
-    def _settle(self, turn: Turn) -> None:
-        """A group that a plan sends whole takes along what is owed, and counts among all gradients."""
+    def _packs(self, method: str) -> bool:
+        """Whether groups of this method are packed in this pass."""
+        return self._passes > 1 if method == POWER else self._passes > 0 and method in CODERS
+
+    def _send_whole(self, turn: Turn, dtype: torch.dtype | None) -> None:
+        """With all that is owed once a plan is chosen; in this thread if nothing is packed in the pass."""
         if self._chooser is not None and self._chooser.is_done:
             owed = self._residuals.take(turn.names, turn.flat.dtype)
             if owed is not None:
                 turn.flat.add_(owed)
-        if any(method in CODERS for method, _ in self._ways.values()):
+        if any(self._packs(method) for method, _ in (self._usual, *self._ways.values())):
             norm = float(torch.linalg.vector_norm(turn.flat, dtype=torch.float64))
             turn.wanted_squares = norm * norm if math.isfinite(norm) else 0.0
+            self._worker.submit(turn.begin_whole(self._exchange, dtype))
+        else:
+            self._jobs.append(turn.begin_whole(self._exchange, dtype, is_alone=True))
 
     def _account(self) -> None:
         """Add up a pass, and set the level of the next one."""

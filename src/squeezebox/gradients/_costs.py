@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -27,12 +27,6 @@ _LONGEST = 0.4  # seconds that a trial may take, as foreseen from the smaller on
 _LOUDEST = 0.9  # noise above which a gradient is better left out
 _TRIED = {"planes": (1.0, 4.0), "entropy": (0.25, 1.0, 4.0, 16.0)}  # shares of the noise that is allowed
 _TOP_K = 100.0  # elements, of which one goes
-
-
-def begin(turn: Turn, method: str, exchange: Exchange) -> Callable[[], None]:
-    """Pack now; what is returned does the rest."""
-    coder = CODERS.get(method)
-    return turn.begin_whole(exchange, WHOLE[method]) if coder is None else turn.begin_packed(coder, exchange)
 
 
 def measured_ways(
@@ -70,13 +64,13 @@ def _measured(parts: Sequence[Tensor], method: str, level: float, exchange: Exch
             continue
         if rows and sum(rows[-1][1:]) * sum(sizes) / rows[-1][0] > _LONGEST:
             break
-        if not rows:  # the first call of all may compile
-            _trial(flat, sizes, method, level, exchange, worker)
-        trials = [_trial(flat, sizes, method, level, exchange, worker)]
-        repeats = _MORE if sum(trials[0][:2]) < _SHORT else _REPEATS
-        trials += [_trial(flat, sizes, method, level, exchange, worker) for _ in range(1, repeats)]
-        pack, rest, noise = (statistics.median(column) for column in zip(*trials, strict=True))
+        owed = torch.zeros(sum(sizes), dtype=wide(flat.dtype), device="cpu")
+        trials = [_trial(flat, sizes, owed, method, level, exchange, worker) for _ in range(2)]
+        repeats = _MORE if sum(trials[1][:2]) < _SHORT else _REPEATS
+        trials += [_trial(flat, sizes, owed, method, level, exchange, worker) for _ in range(1, repeats)]
+        pack, rest, _ = (statistics.median(column) for column in zip(*trials[1:], strict=True))
         rows.append((sum(sizes), pack, rest))
+        noise = max(noise, trials[-1][2])  # what is owed by then makes top-k's larger
     return Way(
         name=method,
         level=level,
@@ -98,24 +92,30 @@ def _sizes(parts: Sequence[Tensor], most: int) -> list[int]:
 
 
 def _trial(
-    flat: Tensor, sizes: list[int], method: str, level: float, exchange: Exchange, worker: Worker
+    flat: Tensor,
+    sizes: list[int],
+    owed: Tensor,
+    method: str,
+    level: float,
+    exchange: Exchange,
+    worker: Worker,
 ) -> tuple[float, float, float]:
     """Seconds of packing and of the rest, by the slowest rank, and the mean noise."""
-    parts = list(flat[: sum(sizes)].split(sizes))
-    residual = torch.zeros(sum(sizes), dtype=wide(flat.dtype), device="cpu")
+    parts, coder = list(flat[: sum(sizes)].split(sizes)), CODERS.get(method)
     exchange.numbers([0.0])  # all begin together
     begun = time.perf_counter()
     gradients = torch.cat(parts)
-    turn = Turn(names=(), flat=gradients, sizes=sizes, residual=residual, level=level, step=0)
-    job = begin(turn, method, exchange)
+    turn = Turn(names=(), flat=gradients, sizes=sizes, residual=owed, level=level, step=0)
+    if coder is None:
+        job = turn.begin_whole(exchange, WHOLE[method])
+    else:
+        job = turn.begin_packed(coder, exchange)
     packed = time.perf_counter()
     worker.submit(job)
     worker.finish()
-    residual.copy_(gradients)  # as the mean goes into DDP's buckets
+    torch.empty_like(gradients).copy_(gradients)  # as the mean goes into DDP's buckets
     ended = time.perf_counter()
-    noise = (
-        turn.lost_squares / turn.wanted_squares if turn.wanted_squares else rounding(flat, WHOLE.get(method))
-    )
+    noise = turn.lost_squares / max(turn.wanted_squares, 1e-300) if coder else rounding(flat, WHOLE[method])
     rows = exchange.numbers([packed - begun, ended - begun, noise])
     pack, whole = (max(row[place] for row in rows) for place in (0, 1))
     return pack, max(whole - pack, 0.0), statistics.fmean(row[2] for row in rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,14 @@ class Exchange:
         """Every rank's tensors summed up, in place."""
         self.count_reduced(tensor.nbytes)
         dist.all_reduce(tensor, group=self.group)
+
+    def begin_add(self, tensor: Tensor) -> Callable[[], object]:
+        """The same, until what is returned has been called."""
+        self.count_reduced(tensor.nbytes)
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        assert work is not None
+        wait: Callable[[], object] = work.wait
+        return wait
 
     def count_reduced(self, nbytes: int) -> None:
         """Somebody else has summed up ``nbytes`` of all ranks over this group."""

@@ -63,6 +63,22 @@ class Worker:
         """
         with self._turn:
             self._turn.wait_for(lambda: self._failure is not None or self._done == self._begun)
+        self._raise()
+
+    def run_here(self, jobs: Sequence[Callable[[], None]]) -> None:
+        """Do these in the calling thread, while nothing is submitted.
+
+        Raises:
+            RankError, Exception: as :meth:`finish`.
+        """
+        for job in jobs:
+            try:
+                job()
+            except RuntimeError as failure:  # gloo's: a rank is gone
+                self._failure = failure
+                self._raise()
+
+    def _raise(self) -> None:
         if isinstance(self._failure, RuntimeError) and not isinstance(self._failure, RankError):
             self._failure = self._explained(self._failure)
         if self._failure is not None:

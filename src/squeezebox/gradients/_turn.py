@@ -44,14 +44,24 @@ class Turn:
     message_bytes: int = 0
     went_whole: bool = False
 
-    def begin_whole(self, exchange: Exchange, dtype: torch.dtype | None = None) -> Callable[[], None]:
-        """As DistributedDataParallel itself does, or rounded to ``dtype`` on the way if that holds it."""
+    def begin_whole(
+        self, exchange: Exchange, dtype: torch.dtype | None = None, *, is_alone: bool = False
+    ) -> Callable[[], None]:
+        """As DistributedDataParallel itself does, or rounded to ``dtype`` on the way if that holds it.
+
+        Where this thread ``is_alone`` to use the exchange, it is on its way at once.
+        """
         flat = self.flat if dtype is None else self.flat.to(dtype)
         flat.mul_(1.0 / exchange.ranks)
         self.message_bytes = flat.nbytes
 
+        wait = exchange.begin_add(flat) if is_alone else None
+
         def job() -> None:
-            exchange.add(flat)
+            if wait is None:
+                exchange.add(flat)
+            else:
+                wait()
             if dtype is None:
                 return
             mean = flat.to(self.flat.dtype)
