@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from squeezebox.gradients._costs import WHOLE, measured_ways
+from squeezebox.gradients._costs import measured_ways
 from squeezebox.gradients._exchange import Exchange
 from squeezebox.gradients._ranks import Worker
 from squeezebox.gradients._residuals import Names
@@ -23,7 +24,8 @@ AUTO = "auto"
 _SETTLING = 2  # passes of a process before buckets are DDP's final ones
 _MEASURED = 5  # in which arrivals are measured
 _TRIED = 5  # of each candidate
-_NEAR = 1.3  # times the fastest one's planned seconds, within which another is tried too
+_NEAR = 1.5  # times the fastest one's planned seconds, within which others are tried too
+_MOST = 4  # candidates
 _TOLERANCE = 0.005  # share of the seconds by which a plan may miss the optimum
 _WORTH = 0.98  # of the seconds of DDP's own buckets, which groups of ours must stay below
 
@@ -140,8 +142,8 @@ class Chooser:
         self, groups: Sequence[tuple[Names, Tensor]], exchange: Exchange, worker: Worker
     ) -> ExchangePlan | None:
         """How the next pass goes; None if as this one. ``groups`` are its mean gradients."""
-        if not all(bool(torch.isfinite(flat).all()) for _, flat in groups):  # on all ranks alike
-            return None
+        if not all(math.isfinite(torch.linalg.vector_norm(flat)) for _, flat in groups):
+            return None  # on all ranks alike
         self._passes += 1
         if self._candidates:
             self._tried[(self._passes - 1) % len(self._candidates)].append(self.arrivals.elapsed())
@@ -194,15 +196,15 @@ class Chooser:
 
 
 def candidates(costs: ExchangeCosts, noise: float, *, takes_single: bool) -> list[ExchangePlan]:
-    """The plan that should be the fastest, then DDP's buckets plain and in half the bits where near it."""
-    own = {way: costs.of_buckets(way) for way in costs.ways if way.noise <= noise}
-    best = min(own.values(), key=lambda plan: plan.seconds)
+    """The plan that should be the fastest, then DDP's buckets in each way that comes near it."""
+    best = sorted(
+        (costs.of_buckets(way) for way in costs.ways if way.noise <= noise), key=lambda plan: plan.seconds
+    )
     if takes_single:
         plan = plan_fusion(costs.gradients, costs.ways, noise, _TOLERANCE)
-        if plan.seconds < _WORTH * best.seconds:
-            best = _plan(costs.gradients, plan, follows_buckets=False)
-    whole = [plan for way, plan in own.items() if way.name in WHOLE and plan != best]
-    return [best, *(each for each in whole if each.seconds < _NEAR * best.seconds)]
+        if plan.seconds < _WORTH * best[0].seconds:
+            best.insert(0, _plan(costs.gradients, plan, follows_buckets=False))
+    return [each for each in best if each.seconds < _NEAR * best[0].seconds][:_MOST]
 
 
 def _rising(gradients: Sequence[Gradient]) -> list[Gradient]:

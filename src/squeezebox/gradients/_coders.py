@@ -62,10 +62,11 @@ class Bounded(Coder):
         units = _units(wanted, sizes)
         scaled = wanted.clone()
         torch._foreach_div_(list(scaled.split(list(sizes))), units.to(wanted.dtype).unbind())
-        found = codecs.pack_share(codecs.get(self.name), scaled, level, 0)
-        if found is None:
+        data = codecs.dumps(codecs.get(self.name).pack(scaled, level, codecs.Hints(lag=0)))
+        is_less = len(data) < wanted.nbytes
+        if not is_less:
             units.fill_(1.0)
-        body = codecs.to_message(b"" if found is None else found[1], wanted if found is None else scaled)
+        body = codecs.to_message(data if is_less else b"", wanted)
         return torch.cat([_aligned(units.view(torch.uint8)), body])
 
     def decode(self, message: Tensor, sizes: Sizes, out: Tensor) -> None:

@@ -281,7 +281,7 @@ class CompressedGradients:
             if owed is not None:
                 turn.flat.add_(owed)
         if any(self._packs(method) for method, _ in (self._usual, *self._ways.values())):
-            norm = float(torch.linalg.vector_norm(turn.flat, dtype=torch.float64))
+            norm = float(torch.linalg.vector_norm(turn.flat))
             turn.wanted_squares = norm * norm if math.isfinite(norm) else 0.0
             self._worker.submit(turn.begin_whole(self._exchange, dtype))
         else:

@@ -25,7 +25,7 @@ _MORE = 9  # repeats of a trial that is short
 _SHORT = 0.02  # seconds
 _LONGEST = 0.4  # seconds that a trial may take, as foreseen from the smaller ones
 _LOUDEST = 0.9  # noise above which a gradient is better left out
-_TRIED = {"planes": (1.0, 4.0), "entropy": (0.25, 1.0, 4.0, 16.0)}  # shares of the noise that is allowed
+_TRIED = {"planes": (0.8, 4.0), "entropy": (0.2, 0.8, 4.0, 16.0)}  # shares of the noise that is allowed
 _TOP_K = 100.0  # elements, of which one goes
 
 

@@ -79,7 +79,7 @@ class Turn:
         parts = [(wanted, list(self.sizes))]
         if exchange.ranks > MOST_GATHERED:
             parts = shards(wanted, self.sizes, exchange.ranks)
-        norm = float(torch.linalg.vector_norm(wanted, dtype=torch.float64))
+        norm = float(torch.linalg.vector_norm(wanted))
         messages = []
         if math.isfinite(norm):
             self.wanted_squares = norm * norm
@@ -91,7 +91,7 @@ class Turn:
     def begin_low_rank(self, low_rank: LowRank, exchange: Exchange) -> Callable[[], None]:
         """What is returned reduces factors, from which every rank has the same mean."""
         wanted = self._wanted()
-        norm = float(torch.linalg.vector_norm(wanted, dtype=torch.float64))
+        norm = float(torch.linalg.vector_norm(wanted))
         self.wanted_squares = norm * norm
 
         def job() -> None:
@@ -121,12 +121,13 @@ class Turn:
         if self._goes_whole(exchange, counts):
             return
         found = exchange.gather(messages[0], [sizes[0] for sizes in counts])
-        total, one = torch.zeros_like(wanted), torch.empty_like(wanted)
+        total, one = torch.empty_like(wanted), torch.empty_like(wanted)
         for rank, message in enumerate(found):  # in one order, so that all ranks have the same sum
-            coder.decode(message, self.sizes, one)
-            total.add_(one)
+            coder.decode(message, self.sizes, one if rank else total)
             if rank == exchange.rank:
-                wanted.sub_(one)
+                wanted.sub_(one if rank else total)
+            if rank:
+                total.add_(one)
         self._keep(wanted)
         self.flat.copy_(total.mul_(1.0 / exchange.ranks))
 
@@ -170,7 +171,7 @@ class Turn:
         return True
 
     def _keep(self, lost: Tensor) -> None:
-        norm = float(torch.linalg.vector_norm(lost, dtype=torch.float64))
+        norm = float(torch.linalg.vector_norm(lost))
         self.lost_squares = norm * norm
         if self.keeps_unused:
             parts = self._parts(lost), self._parts(self.residual), self._parts(self.flat)
