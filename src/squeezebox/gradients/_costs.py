@@ -130,10 +130,10 @@ def rounding(flat: Tensor, dtype: torch.dtype | None) -> float:
 
 
 def fitted(points: Sequence[tuple[int, float]]) -> Line:
-    """The line of least relative squares, neither of whose parts is below 0."""
+    """The line of least squares, neither of whose parts is below 0; squares count by one over their seconds."""
     counts, seconds = np.array(points, dtype=float).T
-    weights = 1.0 / np.maximum(seconds, 1e-7)
-    rising = Line(fixed=0.0, each=float((weights * seconds).sum() / (weights * counts).sum()))
+    weights = np.maximum(seconds, 1e-7) ** -0.5
+    rising = Line(fixed=0.0, each=float(seconds.sum() / counts.sum()))
     if len(points) < 2:
         return rising
     each, fixed = np.polyfit(counts, seconds, 1, w=weights)
