@@ -2,6 +2,7 @@
 
     python -m benchmarks.gradients accuracy --seeds 10
     python -m benchmarks.gradients links
+    python -m benchmarks.gradients own
 
 Real processes over gloo on one machine, a thread each. Each part writes a report of its own:
 
@@ -13,18 +14,22 @@ The report is written after every training; the next run goes on from the newest
 links: seconds of a training step over emulated links, as ``squeezebox gradients measure`` takes them. All
 arms take turns in the same two processes. A step lasts until the later rank has ended it, from when both
 have begun.
+
+own: processor time of the exchange itself, and of its parts.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import squeezebox
@@ -32,6 +37,7 @@ from benchmarks import _ranks, _report, models
 from benchmarks._tasks import TASKS, loss_fn
 from benchmarks.accuracy import column, vars_of
 from squeezebox.gradients import ExchangedStep, measure_exchange
+from squeezebox.gradients._coders import CODERS
 from squeezebox.reports import LEVEL, ExchangeArm, ExchangeWay, MeasuredExchange, equivalence
 from squeezebox.schema import Link
 
@@ -276,6 +282,125 @@ def link_line(arm: ExchangeArm, plain: ExchangeArm) -> str:
     )
 
 
+# --- own time ------------------------------------------------------------------------------------------
+
+ELEMENTS = (1 << 16, 1 << 20, 1 << 24)
+PARAMETERS = 16
+TARGET = 0.5  # nanoseconds an element
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "plain": {"method": "plain"},
+    "fp16": {"method": "fp16"},
+    "planes, noise 0.1": {"method": "planes", "noise": NOISE},
+    "entropy, noise 0.1": {"method": "entropy", "noise": NOISE},
+}
+MOVED = 16.0  # bytes an element: gradient and what is owed are read, what is owed and the mean are written
+
+
+def own(rounds: int) -> None:
+    """The hook's own time, its parts, and a floor."""
+    squeezebox.compile_kernels()
+    whole = _ranks.run(hook_times, RANKS, rounds)[0]
+    parts = {count: part_times(count, rounds) for count in ELEMENTS}
+    results = {"whole": whole, "parts": parts}
+    text = "\n\n".join(own_tables(whole, parts, rounds))
+    print(text)
+    _report.write("gradients_own", results, text)
+
+
+def hook_times(rank: int, rounds: int) -> dict[str, dict[int, float]]:
+    """Processor nanoseconds an element of a backward with the exchange, less those of one without."""
+    found: dict[str, dict[int, float]] = {}
+    for way, options in WAYS.items():
+        found[way] = {}
+        for count in ELEMENTS:
+            torch.manual_seed(rank)
+            layer = Scaled(count)
+            ddp = DistributedDataParallel(layer, bucket_cap_mb=1 << 10, gradient_as_bucket_view=True)
+            squeezed = squeezebox.compress_gradients(ddp, **options, patience=600.0)
+            taken = {syncs: [backward_time(ddp, syncs) for _ in range(rounds + 5)] for syncs in (True, False)}
+            squeezed.close()
+            synced, alone = (statistics.median(each[5:]) for each in (taken[True], taken[False]))
+            found[way][count] = 1e9 * (synced - alone) / count
+    return found
+
+
+class Scaled(torch.nn.Module):
+    """Parameters whose gradients are random and cost little."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        sizes = [count // PARAMETERS] * PARAMETERS
+        self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(size)) for size in sizes)
+        self.data = [torch.randn(size) for size in sizes]
+
+    def forward(self, scale: float) -> torch.Tensor:
+        pairs = zip(self.weights, self.data, strict=True)
+        return scale * torch.stack([(weight * each).sum() for weight, each in pairs]).sum()
+
+
+def backward_time(ddp: DistributedDataParallel, syncs: bool) -> float:
+    ddp.zero_grad(set_to_none=False)
+    with contextlib.nullcontext() if syncs else ddp.no_sync():
+        loss = ddp(1.0)
+        dist.barrier()
+        begun = time.process_time()
+        loss.backward()
+        return time.process_time() - begun
+
+
+def part_times(count: int, rounds: int) -> dict[str, float]:
+    """Nanoseconds an element of what a message of planes takes on one thread, and of a copy."""
+    torch.set_num_threads(1)
+    coder, sizes = CODERS["planes"], [count // PARAMETERS] * PARAMETERS
+    gradient, owed, other = (torch.randn(count) for _ in range(3))
+    level = coder.start(NOISE, None)
+    message = coder.encode(gradient, sizes, level, 0)
+    calls = {
+        "add what is owed": lambda: owed + gradient,
+        "norms, to know the noise": lambda: (gradient.norm(), other.norm()),
+        "pack": lambda: coder.encode(gradient, sizes, level, 0),
+        "unpack, of each rank": lambda: coder.decode(message, sizes, other),
+        "sum, difference and mean": lambda: (other.add_(owed), other.sub_(owed), other.mul_(0.5)),
+        "hand over what is owed and the mean": lambda: (other.copy_(owed), other.copy_(gradient)),
+        "a copy": lambda: other.copy_(gradient),
+    }
+    return {name: 1e9 * processor_time(call, rounds) / count for name, call in calls.items()}
+
+
+def processor_time(call: Callable[[], object], rounds: int) -> float:
+    found = []
+    for _ in range(rounds + 1):
+        begun = time.process_time()
+        call()
+        found.append(time.process_time() - begun)
+    return statistics.median(found[1:])
+
+
+def own_tables(
+    whole: Mapping[str, Mapping[int, float]], parts: Mapping[int, Mapping[str, float]], rounds: int
+) -> Iterator[str]:
+    yield (
+        f"Processor time of a rank's backward with the exchange of {PARAMETERS} parameters over gloo, less "
+        f"that of one without, over elements; {RANKS} ranks, median of {rounds} rounds. gloo's copies and "
+        f"sums are in it. The target is {TARGET} ns an element with planes."
+    )
+    head = f"| ns an element | {' | '.join(f'{count:,} elements' for count in ELEMENTS)} |"
+    rule = "|---" * (1 + len(ELEMENTS)) + "|"
+    yield "\n".join([head, rule, *(own_line(way, [row[n] for n in ELEMENTS]) for way, row in whole.items())])
+    yield (
+        "What planes does for a group, on one thread. The floor is the time of a copy for what any hook with "
+        f"feedback must move: {MOVED:g} bytes an element, where a copy moves 8."
+    )
+    names = [name for name in parts[ELEMENTS[0]] if name != "a copy"]
+    lines = [own_line(name, [parts[count][name] for count in ELEMENTS]) for name in names]
+    floor = own_line("floor", [parts[count]["a copy"] * MOVED / 8.0 for count in ELEMENTS])
+    yield "\n".join([head, rule, *lines, floor])
+
+
+def own_line(name: str, values: Sequence[float]) -> str:
+    return f"| {name} | {' | '.join(f'{each:.2f}' for each in values)} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True)
@@ -284,11 +409,15 @@ def main() -> None:
     one.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     other = parts.add_parser("links")
     other.add_argument("--rounds", type=int, default=11, help="measured steps of each arm on each link")
+    last = parts.add_parser("own")
+    last.add_argument("--rounds", type=int, default=21, help="measured backwards of each way")
     arguments = parser.parse_args()
     if arguments.part == "accuracy":
         accuracy(arguments.seeds, arguments.tasks)
-    else:
+    elif arguments.part == "links":
         links(arguments.rounds)
+    else:
+        own(arguments.rounds)
 
 
 if __name__ == "__main__":

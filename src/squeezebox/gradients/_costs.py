@@ -130,7 +130,7 @@ def rounding(flat: Tensor, dtype: torch.dtype | None) -> float:
 
 
 def fitted(points: Sequence[tuple[int, float]]) -> Line:
-    """The line of least squares, neither of whose parts is below 0; squares count by one over their seconds."""
+    """The line of least squares over seconds, neither of whose parts is below 0."""
     counts, seconds = np.array(points, dtype=float).T
     weights = np.maximum(seconds, 1e-7) ** -0.5
     rising = Line(fixed=0.0, each=float(seconds.sum() / counts.sum()))
