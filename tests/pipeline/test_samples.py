@@ -1,11 +1,14 @@
 """Batches of fewer samples than the plan's: microbatches that are smaller or missing, and how they count."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
 
+import squeezebox
 from squeezebox.pipeline import Runner
-from squeezebox.schema import InputForm
+from squeezebox.schema import InputForm, Link, PipelinePlan
 from tests.pipeline import ranks
 
 SIZES = 8, 5, 8, 2, 7, 1
@@ -120,3 +123,71 @@ def test_replicas_of_different_numbers_of_samples_give_the_mean_of_all():
         torch.testing.assert_close(loss, part.detach(), rtol=1e-12, atol=0)
         for name, each in model.state_dict().items():
             torch.testing.assert_close(weights[name], each, rtol=1e-12, atol=1e-15)
+
+
+class _Named(nn.Module):
+    """Takes keywords, and returns several outputs by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x, *, mask=None, scale=None):
+        hidden = self.first(x).tanh() * mask
+        return {"output": self.last(self.middle(hidden).tanh()) * scale, "hidden": hidden}
+
+
+def _named():
+    torch.manual_seed(0)
+    return _Named().double()
+
+
+def _of_both(output, target):
+    return nn.functional.mse_loss(output["output"], target["y"]) + output["hidden"].square().mean()
+
+
+def _named_batch(size):
+    x, y = ranks.numbers(0, size)
+    return {"scale": y[:, :1] + 2.0, "x": x, "mask": (y > 0).double()}, {"y": y}
+
+
+def _keywords(rank, plan):
+    model = _named()
+    runner = Runner(model, plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=_of_both)
+    losses = [runner.step(*_named_batch(size)) for size in (8, 5)]
+    try:
+        runner.step(*ranks.numbers(0, 8))
+    except Exception as error:  # noqa: BLE001
+        losses.append(f"{type(error).__name__}: {error}")
+    weights = runner.state_dict()
+    runner.close()
+    return losses, weights
+
+
+def test_inputs_by_name_and_several_outputs():
+    plan = squeezebox.plan_pipeline(
+        _named(),
+        sample=_named_batch(8),
+        loss_fn=_of_both,
+        ranks=2,
+        depths=[2],
+        schedules=["1f1b"],
+        microbatches=[2],
+        memory_bytes=2**30,
+        link=Link(bytes_per_second=1e9),
+    )[0]
+    assert [form.name for form in plan.inputs] == ["scale", "x", "mask"]
+    first, last = ranks.run(_keywords, 2, PipelinePlan.from_dict(json.loads(json.dumps(plan.to_dict()))))
+    model = _named()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for size, loss in zip((8, 5), last[0], strict=False):
+        inputs, target = _named_batch(size)
+        optimizer.zero_grad()
+        wanted = _of_both(model(**inputs), target)
+        wanted.backward()
+        optimizer.step()
+        torch.testing.assert_close(loss, wanted.detach(), rtol=1e-12, atol=0)
+    for name, each in model.state_dict().items():
+        torch.testing.assert_close((first[1] | last[1])[name], each, rtol=1e-12, atol=1e-15)
+    for found in (first, last):
+        assert "OptionError: inputs come by place, and the plan has them by the names" in found[0][2]

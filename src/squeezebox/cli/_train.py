@@ -9,7 +9,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -216,6 +216,8 @@ def _share(batch: Any, runner: pipeline.Runner) -> Any:
     def share(value: Any) -> Any:
         if isinstance(value, tuple | list):
             return tuple(map(share, value))
+        if isinstance(value, Mapping):
+            return {key: share(each) for key, each in value.items()}
         size = -(-len(value) // runner.plan.replicas)
         return value[runner.replica * size : (runner.replica + 1) * size]
 

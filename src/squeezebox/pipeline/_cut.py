@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,7 +28,7 @@ class Piece:
     module: nn.Module
 
 
-def cut(model: nn.Module, inputs: tuple[Any, ...]) -> list[Piece]:
+def cut(model: nn.Module, inputs: tuple[Any, ...], keywords: Sequence[str] = ()) -> list[Piece]:
     """Part a model into pieces which, called one after the other, are the model.
 
     An ``nn.Sequential`` is parted into its children, and stays as it is. Any other model is exported
@@ -35,16 +36,28 @@ def cut(model: nn.Module, inputs: tuple[Any, ...]) -> list[Piece]:
     its pieces are graphs for inputs of this shape and in the mode, training or evaluation, that the model
     is in; they share its parameters and buffers.
 
+    Args:
+        model: any module.
+        inputs: tensors; the first piece is called with such.
+        keywords: by which the model takes them, "" or nothing for those that it takes by place.
+
     Raises:
         UnsupportedModelError: torch.export cannot trace the model, or no cut is possible.
     """
+    if any(keywords) and isinstance(model, nn.Sequential):
+        raise UnsupportedModelError(
+            f"an nn.Sequential takes its inputs by place, and these are called {', '.join(keywords)}. Pass a "
+            "tensor, or a tuple of them."
+        )
     if isinstance(model, nn.Sequential):
         return [
             Piece(name, _Tupled(children[0] if len(children) == 1 else nn.Sequential(*children)))
             for name, children in _grouped(model)
         ]
+    pairs = [*itertools.zip_longest(inputs, keywords, fillvalue="")]
     try:
-        program = torch.export.export(model, inputs)
+        by_place = tuple(each for each, name in pairs if not name)
+        program = torch.export.export(model, by_place, {name: each for each, name in pairs if name})
     except Exception as error:  # noqa: BLE001  whatever the model's own code raises while it is traced
         raise UnsupportedModelError(
             f"torch.export cannot trace {type(model).__name__}, so there is no telling where to cut it: "

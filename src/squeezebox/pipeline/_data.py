@@ -177,7 +177,8 @@ class Feed:
         self._samples[batch] = word.samples, word.mean
         first = batch * self._plan.microbatches
         if self._is_first:
-            parts = zip(*(tensor.split(self._plan.microbatch) for tensor in _tuple(inputs)), strict=True)
+            given = self._given(inputs)
+            parts = zip(*(tensor.split(self._plan.microbatch) for tensor in given), strict=True)
             self.inputs.update(enumerate(parts, first))
         if self._is_last:
             if target is not None and not _equal(target, word.target):
@@ -212,8 +213,8 @@ class Feed:
 
     def _read(self, inputs: Any, target: Any) -> Word:
         """Tell the others what this rank has read."""
-        given = _tuple(inputs)
         try:
+            given = self._given(inputs)
             self._check(given)
             samples = self._counted(given, "inputs")
             of_target = samples
@@ -235,6 +236,19 @@ class Feed:
         leaves, spec = pytree.tree_flatten(word.target)
         parts = zip(*(leaf.to(self._device).split(size) for leaf in leaves), strict=True)
         return [pytree.tree_unflatten(list(part), spec) for part in parts]
+
+    def _given(self, inputs: Any) -> tuple[Any, ...]:
+        """Inputs in the order of the plan, which has those of a dict by name."""
+        wanted = [form.name for form in self._plan.inputs if form.name]
+        found = [*inputs] if isinstance(inputs, Mapping) else []
+        if sorted(wanted) != sorted(found):
+            raise OptionError(
+                f"inputs come {_by(found)}, and the plan has them {_by(wanted)}. Pass a tensor, a tuple, or "
+                "a dict, as for the plan."
+            )
+        if wanted:
+            return tuple(inputs[name] for name in wanted)
+        return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
 
     def _check(self, inputs: tuple[Any, ...]) -> None:
         """Refuse inputs of other forms than the plan's, if it names any."""
@@ -270,8 +284,8 @@ class Feed:
         return max(samples)
 
 
-def _tuple(inputs: Any) -> tuple[Any, ...]:
-    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+def _by(names: Sequence[str]) -> str:
+    return f"by the names {', '.join(names)}" if names else "by place"
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -27,6 +27,7 @@ from squeezebox.pipeline._setup import (
     device_of,
     example,
     groups_of,
+    keywords,
     own_store,
     placed,
     schedule_of,
@@ -123,7 +124,7 @@ class Runner:
         if self.engine == "torch":
             require_suited(plan, order, wire)
         self._place = place = placed(plan)
-        pieces = cut(model, example(plan, device_of(model)))
+        pieces = cut(model, example(plan, device_of(model)), keywords(plan))
         store = own_store(next(_serials))
         check_stages(plan, pieces)
         agree(store, place, plan, order, pieces, wire, self.engine, patience)
@@ -226,11 +227,11 @@ class Runner:
             return self._assembly.gather(value)
 
     def step(self, inputs: Any = None, target: Any = None) -> Tensor | None:
-        """Train on one batch, of which this rank's pipeline gets ``microbatches * microbatch`` samples.
+        """Train on one batch, of which a pipeline gets at most ``microbatches * microbatch`` samples.
 
         Args:
-            inputs: a tensor or a tuple of them, batch first. The first rank's count, and go through the
-                stages; other ranks may leave them out.
+            inputs: a tensor, a tuple of them, or a dict by the model's keywords, batch first. The first
+                rank's count, and go through the stages; other ranks may leave them out.
             target: a tensor, or a tuple or dict of them, batch first, or None for a loss of the output alone.
                 The first rank's counts, and travels to the last. Where that is given one too, both must be
                 equal.
@@ -239,8 +240,8 @@ class Runner:
             The batch's mean loss on the last rank, None on all others.
 
         Raises:
-            OptionError: the batch has another size than the plan's. All ranks raise it before anything is
-                computed, and can go on with another batch.
+            OptionError: the batch has more samples than the plan's, or other forms. All ranks raise it before
+                anything is computed, and can go on with another batch.
             PipelineError: another rank failed; the message names it. No further step is possible.
         """
         with self._health.guard():

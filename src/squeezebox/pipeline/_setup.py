@@ -318,6 +318,11 @@ def example(plan: PipelinePlan, device: torch.device) -> tuple[Tensor, ...]:
     )
 
 
+def keywords(plan: PipelinePlan) -> tuple[str, ...]:
+    """By which the model takes its inputs."""
+    return tuple(form.name for form in plan.inputs)
+
+
 def device_of(model: nn.Module) -> torch.device:
     """Where a model's parameters are."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

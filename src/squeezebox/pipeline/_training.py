@@ -13,7 +13,7 @@ from squeezebox.pipeline._cut import cut
 from squeezebox.pipeline._data import Feed
 from squeezebox.pipeline._health import Health
 from squeezebox.pipeline._links import Links
-from squeezebox.pipeline._setup import device_of, example
+from squeezebox.pipeline._setup import device_of, example, keywords
 from squeezebox.pipeline._stage import Passage, Stage
 from squeezebox.pipeline._updates import Settings, Updates
 from squeezebox.pipeline._weights import Flat, Weights
@@ -132,7 +132,8 @@ def stages_again(
     Raises:
         UnsupportedModelError: for ``what`` it is, this graph is cut elsewhere, so that ranks lack weights.
     """
-    pieces = cut(model, tuple(each[:samples] for each in example(plan, device_of(model))))
+    inputs = tuple(each[:samples] for each in example(plan, device_of(model)))
+    pieces = cut(model, inputs, keywords(plan))
     made = {}
     for number, own in stages.items():
         planned = plan.stages[number]

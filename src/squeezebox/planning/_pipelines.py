@@ -50,7 +50,8 @@ def plan_pipeline(
 
     Args:
         model: any module that ``squeezebox.pipeline.cut`` can part.
-        sample: (inputs, target) of a whole batch; inputs are a tensor or a tuple of them, batch first.
+        sample: (inputs, target) of a whole batch; inputs are a tensor, a tuple of them, or a dict by the
+            model's keywords, batch first.
         loss_fn: called with output and target.
         ranks: of all replicas together.
         memory_bytes: what one rank may hold.
@@ -74,7 +75,7 @@ def plan_pipeline(
         UnsupportedModelError: the model cannot be cut.
     """
     (inputs, target), loss_fn = check_sample(sample, loss_fn)
-    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+    names, inputs = _parted(inputs)
     batch = batch_of((inputs, target))
     sizes = _sizes(microbatches, batch, ranks)
     splitting = {row.name for row in PUBLISHED.values() if row.splits}
@@ -90,7 +91,7 @@ def plan_pipeline(
             if on_progress is not None:
                 on_progress(done, len(sizes) + 1, f"microbatches of {size}")
             part = resize((inputs, target), batch, size)
-            pieces = pipeline.cut(model, part[0])
+            pieces = pipeline.cut(model, part[0], names)
             microbatch = TrainingStep(model=model, sample=part, loss_fn=loss_fn)
             made = Stages(
                 profile=PipelineProfile(microbatch=size, blocks=()),
@@ -116,8 +117,8 @@ def plan_pipeline(
         plans = _best(search, stages, memory_bytes, link or pipeline.measure_link())
     about: dict[str, Any] = {
         "inputs": tuple(
-            InputForm(shape=tuple(each.shape[1:]), dtype=str(each.dtype).removeprefix("torch."))
-            for each in inputs
+            InputForm(shape=tuple(each.shape[1:]), dtype=str(each.dtype).removeprefix("torch."), name=name)
+            for each, name in zip(inputs, names, strict=True)
         ),
         "noise": noise if "compress" in policies else 0.0,
         "fingerprint": pipeline.fingerprint(pieces),
@@ -143,6 +144,14 @@ def attach_stages(runner: pipeline.Runner) -> list[Session]:
 def peak_meter(stages: Iterable[torch.nn.Module]) -> profiling.PeakMeter:
     """A meter for the memory of a rank's stages."""
     return profiling.PeakMeter(device_of(next(iter(stages))))
+
+
+def _parted(inputs: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """Keywords, "" where there are none, and tensors."""
+    if isinstance(inputs, Mapping):
+        return tuple(inputs), tuple(inputs.values())
+    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+    return ("",) * len(inputs), inputs
 
 
 def _initial(model: torch.nn.Module, inputs: tuple[Any, ...], construction: Construction | None) -> Initial:

@@ -10,7 +10,7 @@ from typing import Any
 from squeezebox.schema._errors import FormatError
 from squeezebox.schema._files import checked, load_json, plain_fields, save_json
 
-_VERSION = 3
+_VERSION = 4
 _AGAIN = "'squeezebox pipeline plan' or squeezebox.plan_pipeline(...)[0].save(path)"
 
 
@@ -91,10 +91,14 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputForm:
-    """One sample of a model's input: its shape, without the batch's dimension, and torch's dtype by name."""
+    """One sample of a model's input: its shape, without the batch's dimension, and torch's dtype by name.
+
+    ``name`` is the keyword by which the model takes it, "" if it takes it by place.
+    """
 
     shape: tuple[int, ...]
     dtype: str
+    name: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
