@@ -94,7 +94,7 @@ class Neighbour(Elsewhere):
     def free_bytes(self) -> int:
         """Of those that it lends."""
         assert self.most_bytes is not None
-        return self.most_bytes - sum(self._used.values())
+        return self.most_bytes - sum([*self._used.values()])  # at once: areas may go meanwhile
 
     def open(self) -> LentArea:
         """An area of its own."""

@@ -1,10 +1,12 @@
-"""Chooses how to hold every saved tensor, how to cut a model into a pipeline, and how gradients go together.
+"""Chooses how to hold every saved tensor, how to cut a pipeline, how gradients go together, and among plans.
 
 In: a Profile (positions, tensors, measured options) and a Budget, or PipelineProfiles, ranks, their memory
-and their Link, or Gradients and Ways. Out: a Plan, PipelinePlans or a FusionPlan, or why there is none.
+and their Link, or Gradients and Ways, or seconds of steps. Out: a Plan, PipelinePlans, a FusionPlan or a
+choice, or why there is none.
 May touch: squeezebox.schedules, squeezebox.schema, numpy, and scipy for the optimum; no torch.
 """
 
+from squeezebox.planner._balance import Balance
 from squeezebox.planner._batches import at_batch, free_slices, in_slices, largest_batch, slicings
 from squeezebox.planner._fusion import FusionPlan, Gradient, Group, Line, Way, evaluate_fusion, plan_fusion
 from squeezebox.planner._greedy import first_fit, peak, solve
@@ -20,6 +22,7 @@ from squeezebox.planner._split import (
 from squeezebox.planner._stages import stage_memory
 
 __all__ = [
+    "Balance",
     "FusionPlan",
     "Gradient",
     "Group",

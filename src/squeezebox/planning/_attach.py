@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from numbers import Real
 from typing import Any, TypeVar, cast
@@ -21,7 +21,7 @@ from squeezebox.reports import StepPlan
 from squeezebox.rewriting import PLAIN_ONLY
 from squeezebox.rewriting import rewrite as rewritten_by_sample
 from squeezebox.schema import AttachError, OptionError
-from squeezebox.session import Engine, Replanning, Session, begin, plan_with_places, shapes_of
+from squeezebox.session import Balanced, Engine, Replanning, Session, begin, plan_with_places, shapes_of
 from squeezebox.steps import LossFunction, TrainingStep, check_sample
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -73,7 +73,7 @@ def attach(
     budget: int | str | None = None,
     sample: tuple[Any, Any] | None = None,
     loss_fn: LossFunction | None = None,
-    plan: StepPlan | None = None,
+    plan: StepPlan | Sequence[StepPlan] | None = None,
     on_mismatch: str = "refuse",
     checks_per_refresh: int = 1,
     arena: bool = False,
@@ -103,7 +103,9 @@ def attach(
         budget: bytes that the step's peak stays under, in the least time: see :func:`plan`.
         sample: see :func:`plan`.
         loss_fn: see :func:`plan`.
-        plan: such a plan made before; goes without noise, controller, exact and budget.
+        plan: such a plan made before; goes without noise, controller, exact and budget. Or several for the
+            same step and budget, such as with and without ``offload``: the one that is fastest is in force,
+            and where a disk or a link becomes slower or faster, another one takes its place.
         on_mismatch: what a forward does whose inputs are larger than the plan's, or not of its kind. "refuse"
             raises PlanError at the first tensor that the plan does not know. "replan" makes a plan for these
             inputs before it runs them, within the same bytes and noise, with the sample's target cut or
@@ -155,6 +157,8 @@ def attach(
             plan recomputes tensors from parameters that fully_shard has taken away.
     """
     _require_packages()
+    balanced = _balanced(plan, plain=not arena and on_mismatch != "replan")
+    plan = cast("StepPlan | None", plan) if balanced is None else balanced.plan
     _check_kinds(model, noise, controller, plan, checks_per_refresh)
     if on_mismatch not in ("refuse", "replan"):
         raise OptionError(f"on_mismatch {on_mismatch!r} is neither 'refuse' nor 'replan'.")
@@ -200,6 +204,7 @@ def attach(
         chosen,
         plan=plan,
         place=place,
+        balanced=balanced,
         replanning=replanning,
         checks_per_refresh=checks_per_refresh,
         arena=arena,
@@ -233,6 +238,18 @@ def _place(
     if not planned:
         raise OptionError("offload says where a plan moves tensors to; give budget or plan too.")
     return named_place(offload, model)
+
+
+def _balanced(plan: StepPlan | Sequence[StepPlan] | None, *, plain: bool) -> Balanced | None:
+    """Several plans, if they are; OptionError where they cannot take turns."""
+    if not isinstance(plan, list | tuple):
+        return None
+    if not plain:
+        raise OptionError(
+            "several plans take turns without arena=True and on_mismatch='replan'; leave these out, or give "
+            "one plan."
+        )
+    return Balanced(plan)
 
 
 def _check_kinds(model: object, noise: object, controller: object, plan: object, checks: object) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from squeezebox.schema import door
 
 __all__ = [
+    "Balanced",
     "Engine",
     "Replanning",
     "Session",
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from squeezebox.session._balanced import Balanced
     from squeezebox.session._engine import Engine, attached
     from squeezebox.session._offload import codec_of, plan_with_places, profile_with_places
     from squeezebox.session._policy import Replanning, shapes_of
@@ -31,6 +33,7 @@ else:  # hidden from type checkers, who would take any name for an attribute
     __getattr__ = door(
         __name__,
         {
+            "Balanced": "_balanced",
             "begin": "_session",
             "Engine": "_engine",
             "attached": "_engine",

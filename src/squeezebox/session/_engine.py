@@ -11,7 +11,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,6 +35,9 @@ from squeezebox.steps import (
     restored,
     tensors_in,
 )
+
+if TYPE_CHECKING:
+    from squeezebox.session._balanced import Balanced
 
 attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
@@ -65,6 +68,7 @@ class Engine:
         checks_per_refresh: int = 1,
         plan: StepPlan | None = None,
         place: Elsewhere | None = None,
+        balanced: Balanced | None = None,
         replanning: Replanning | None = None,
         overlapping: bool = False,
         arena: bool = False,
@@ -83,6 +87,7 @@ class Engine:
         self.plan: StepPlan | None = None
         self.step = -1
         self._overlapping, self._replanning = overlapping, replanning
+        self._balanced = balanced
         self.measures_peaks = not overlapping
         self._passes = Passes(self.recorder, self.notes)
         self._growth = Growth(notes=self.notes)
@@ -306,8 +311,13 @@ class Engine:
     def _open_step(self) -> None:
         if self.plan is not None:
             refuse_unsound(self.plan, self.model)
+        came_to_backward = self._open and self.recorder.hooks.backward_seen
         self.close_step()
         self.abandon()
+        if self._balanced is not None and not self._replaying and not self.store.in_use:
+            chosen = self._balanced.begin(self.step + 1, self.notes, counts=came_to_backward)
+            if chosen is not self.plan:
+                self._use(chosen)
         waited = self.store.unready
         self.recorder.start_step()
         self._open = True

@@ -124,6 +124,8 @@ def make_room(store: Store, plan: StepPlan, notes: dict[str, None]) -> None:
     """
     packed, moved = places_of(plan)
     store.plan_arena(packed, moved)
+    if not moved:
+        store.spill.rest()
     if not moved or store.staging is not None:
         return
     if store.spill.folder is None and any(each.option.codec == "neighbour" for each in plan.tensors):

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,9 @@ from squeezebox.session._records import STATE_VERSION, read_state
 from squeezebox.session._timeline import take_timeline
 from squeezebox.steps import device_of
 
+if TYPE_CHECKING:
+    from squeezebox.session._balanced import Balanced
+
 
 def begin(
     model: torch.nn.Module,
@@ -31,6 +34,7 @@ def begin(
     *,
     plan: StepPlan | None = None,
     place: Elsewhere | None = None,
+    balanced: Balanced | None = None,
     replanning: Replanning | None = None,
     checks_per_refresh: int = 1,
     overlapping: bool = False,
@@ -45,9 +49,10 @@ def begin(
 
     ``overlapping``: every forward is a step of its own, whatever still waits for its backward; no peak is
     measured, which would be of several at once. ``place``: where the plan's tensors are moved to, instead of
-    where it says. ``places``: what an arena is laid out for, in bytes by key.
-    ``checks``: look for saved tensors that are overwritten. ``waits``: steps wait until kernels are compiled,
-    where they are not; else their tensors are held exactly until then.
+    where it says. ``balanced``: the plans that take turns, of which ``plan`` is in force. ``places``: what an
+    arena is laid out for, in bytes by key. ``checks``: look for saved tensors that are overwritten.
+    ``waits``: steps wait until kernels are compiled, where they are not; else their tensors are held exactly
+    until then.
     """
     if model in attached:
         raise AttachError(
@@ -62,7 +67,18 @@ def begin(
             "parameters, such as torch.optim.SGD(model.parameters(), lr=0.1), or leave it out."
         )
     policy = BoundPolicy(controller, device_of(model).type == "cpu", codec, family)
-    engine = Engine(model, optimizer, policy, checks_per_refresh, plan, place, replanning, overlapping, arena)
+    engine = Engine(
+        model,
+        optimizer,
+        policy,
+        checks_per_refresh,
+        plan,
+        place,
+        balanced,
+        replanning,
+        overlapping,
+        arena,
+    )
     if engine.store.reserve is not None and places:
         engine.store.reserve.plan(places, HEADROOM)
     engine.recorder.hooks.checks = checks
