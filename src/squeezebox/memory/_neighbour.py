@@ -96,7 +96,7 @@ class Neighbour(Elsewhere):
         assert self.most_bytes is not None
         return self.most_bytes - sum([*self._used.values()])  # at once: areas may go meanwhile
 
-    def open(self) -> LentArea:
+    def open(self) -> Area:
         """An area of its own."""
         number = next(self._numbers)
         self._used[number] = 0
