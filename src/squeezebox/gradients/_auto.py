@@ -26,6 +26,7 @@ _MEASURED = 5  # in which arrivals are measured
 _TRIED = 5  # of each candidate
 _NEAR = 1.5  # times the fastest one's planned seconds, within which others are tried too
 _MOST = 4  # candidates
+_CLEAR = 0.97  # of the seconds of plain gradients, which another way must stay below
 _TOLERANCE = 0.005  # share of the seconds by which a plan may miss the optimum
 _WORTH = 0.98  # of the seconds of DDP's own buckets, which groups of ours must stay below
 
@@ -53,9 +54,9 @@ class ExchangePlan:
     follows_buckets: bool
 
     @property
-    def label(self) -> str:
-        """The methods that it takes, in words."""
-        return " and ".join(dict.fromkeys(group.method for group in self.groups))
+    def is_plain(self) -> bool:
+        """Whether gradients go as DDP itself sends them."""
+        return self.follows_buckets and all(group.method == "plain" for group in self.groups)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -158,11 +159,14 @@ class Chooser:
         return self._fastest(exchange)
 
     def _fastest(self, exchange: Exchange) -> ExchangePlan:
-        """By the median of what the slowest rank took."""
+        """By the median of what the slowest rank took; plain stays unless one is clearly faster."""
         if len(self._candidates) == 1:
             return self._candidates[0]
         rows = [exchange.numbers(each) for each in self._tried]
         medians = [statistics.median(map(max, zip(*each, strict=True))) for each in rows]
+        for plan, median in zip(self._candidates, medians, strict=True):
+            if plan.is_plain and min(medians) > _CLEAR * median:
+                return plan
         return self._candidates[medians.index(min(medians))]
 
     def _made(
