@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor
 from squeezebox import codecs
 
 Sizes = Sequence[int]
+_PIECE = 1 << 20  # elements that are packed, or unpacked and summed, at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +44,8 @@ class Coder(ABC):
         """
 
     @abstractmethod
-    def decode(self, message: Tensor, sizes: Sizes, out: Tensor) -> None:
-        """Put the tensor of a message into ``out``."""
+    def decode(self, message: Tensor, sizes: Sizes, dtype: torch.dtype) -> Iterator[Tensor]:
+        """The tensor of a message, in pieces one after the other; the next one may overwrite it."""
 
     @abstractmethod
     def start(self, noise: float | None, ratio: float | None) -> float:
@@ -55,25 +56,37 @@ class Coder(ABC):
 class Bounded(Coder):
     """Every element within ``level`` times the root mean square of its parameter's gradient.
 
-    Parameters differ in scale, so each is measured by its own: a message begins with those (float32).
+    Parameters differ in scale, so each is measured by its own: a message begins with those (float32). Pieces
+    that stay in a processor's cache follow.
     """
 
     def encode(self, wanted: Tensor, sizes: Sizes, level: float, step: int) -> Tensor:
         units = _units(wanted, sizes)
-        scaled = wanted.clone()
-        torch._foreach_div_(list(scaled.split(list(sizes))), units.to(wanted.dtype).unbind())
-        data = codecs.dumps(codecs.get(self.name).pack(scaled, level, codecs.Hints(lag=0)))
-        is_less = len(data) < wanted.nbytes
-        if not is_less:
-            units.fill_(1.0)
-        body = codecs.to_message(data if is_less else b"", wanted)
-        return torch.cat([_aligned(units.view(torch.uint8)), body])
+        scales = units.to(wanted.dtype).unbind()
+        codec, begun, bodies = codecs.get(self.name), 0, [_aligned(units.view(torch.uint8))]
+        room = wanted.new_empty(min(_PIECE, wanted.numel()))
+        for piece in _pieces(sizes):
+            own = wanted[begun : begun + sum(count for _, count in piece)]
+            scaled = room[: own.numel()].copy_(own)
+            torch._foreach_div_(_parts(scaled, piece), [scales[place] for place, _ in piece])
+            data = codecs.dumps(codec.pack(scaled, level, codecs.Hints(lag=0)))
+            bodies.append(_aligned(codecs.to_message(data if len(data) < own.nbytes else b"", own)))
+            begun += own.numel()
+        return torch.cat(bodies)
 
-    def decode(self, message: Tensor, sizes: Sizes, out: Tensor) -> None:
-        taken = 4 * len(sizes)
-        units = message[:taken].clone().view(torch.float32)
-        codecs.from_message(message[-(-taken // 8) * 8 :].clone(), out)
-        torch._foreach_mul_(list(out.split(list(sizes))), units.to(out.dtype).unbind())
+    def decode(self, message: Tensor, sizes: Sizes, dtype: torch.dtype) -> Iterator[Tensor]:
+        scales = message[: 4 * len(sizes)].clone().view(torch.float32).to(dtype).unbind()
+        message = message.clone()
+        at = -(-4 * len(sizes) // 8) * 8
+        room = torch.empty(min(_PIECE, sum(sizes)), dtype=dtype, device="cpu")
+        for piece in _pieces(sizes):
+            out = room[: sum(count for _, count in piece)]
+            nbytes = int(message[at : at + 8].view(torch.int64))
+            codecs.from_message(message[at:], out)
+            if nbytes:  # or they came as they are
+                torch._foreach_mul_(_parts(out, piece), [scales[place] for place, _ in piece])
+            at += -(-(8 + (nbytes or out.nbytes)) // 8) * 8
+            yield out
 
     def start(self, noise: float | None, ratio: float | None) -> float:
         """Errors spread evenly over a step have a third of the bound's square (docs/theory.md)."""
@@ -89,11 +102,12 @@ class Largest(Coder):
         values = wanted[places]
         return torch.cat([values.view(torch.uint8), places.int().view(torch.uint8)])
 
-    def decode(self, message: Tensor, sizes: Sizes, out: Tensor) -> None:
+    def decode(self, message: Tensor, sizes: Sizes, dtype: torch.dtype) -> Iterator[Tensor]:
+        out = torch.zeros(sum(sizes), dtype=dtype, device="cpu")
         count = message.numel() // (out.element_size() + 4)
         values, places = message[: count * out.element_size()], message[count * out.element_size() :]
-        out.zero_()
-        out[places.clone().view(torch.int32).long()] = values.clone().view(out.dtype)
+        out[places.clone().view(torch.int32).long()] = values.clone().view(dtype)
+        yield out
 
     def start(self, noise: float | None, ratio: float | None) -> float:
         return 2.0 * (ratio or 1.0)  # a value takes its place along
@@ -108,11 +122,12 @@ class Random(Coder):
         values = wanted[_chosen(step, wanted.numel(), _count(wanted.numel(), level))]
         return torch.cat([head.view(torch.uint8), values.view(torch.uint8)])
 
-    def decode(self, message: Tensor, sizes: Sizes, out: Tensor) -> None:
+    def decode(self, message: Tensor, sizes: Sizes, dtype: torch.dtype) -> Iterator[Tensor]:
         step = int(message[:8].clone().view(torch.int64))
-        values = message[8:].clone().view(out.dtype)
-        out.zero_()
+        values = message[8:].clone().view(dtype)
+        out = torch.zeros(sum(sizes), dtype=dtype, device="cpu")
         out[_chosen(step, out.numel(), values.numel())] = values
+        yield out
 
     def start(self, noise: float | None, ratio: float | None) -> float:
         return ratio or 1.0
@@ -132,7 +147,8 @@ class Signs(Coder):
         bits = torch.from_numpy(np.packbits(positive.numpy()))
         return torch.cat([torch.tensor(means, dtype=torch.float32, device="cpu").view(torch.uint8), bits])
 
-    def decode(self, message: Tensor, sizes: Sizes, out: Tensor) -> None:
+    def decode(self, message: Tensor, sizes: Sizes, dtype: torch.dtype) -> Iterator[Tensor]:
+        out = torch.empty(sum(sizes), dtype=dtype, device="cpu")
         taken = 8 * len(sizes)
         means = message[:taken].clone().view(torch.float32).view(-1, 2).tolist()
         bits = torch.from_numpy(np.unpackbits(message[taken:].numpy(), count=out.numel())).bool()
@@ -140,6 +156,7 @@ class Signs(Coder):
         for part, above, (up, down) in parts:
             part.fill_(down)
             part.masked_fill_(above, up)
+        yield out
 
     def start(self, noise: float | None, ratio: float | None) -> float:
         return 1.0
@@ -162,6 +179,27 @@ def _units(wanted: Tensor, sizes: Sizes) -> Tensor:
     norms = torch.stack(torch._foreach_norm(list(wanted.split(list(sizes))), 2.0)).float()
     units = norms / torch.tensor(sizes, dtype=torch.float32, device="cpu").clamp(min=1).sqrt()
     return torch.where((units > 1e-30) & (units < 1e30), units, 1.0)
+
+
+def _pieces(sizes: Sizes) -> Iterator[list[tuple[int, int]]]:
+    """The parameters that lie in each piece, by place, and how many elements of them."""
+    piece: list[tuple[int, int]] = []
+    room = _PIECE
+    for place, size in enumerate(sizes):
+        left = size
+        while left:
+            count = min(left, room)
+            piece.append((place, count))
+            left, room = left - count, room - count
+            if not room:
+                yield piece
+                piece, room = [], _PIECE
+    if piece:
+        yield piece
+
+
+def _parts(flat: Tensor, piece: Sequence[tuple[int, int]]) -> list[Tensor]:
+    return list(flat.split([count for _, count in piece]))
 
 
 def _aligned(data: Tensor) -> Tensor:

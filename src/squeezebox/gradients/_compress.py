@@ -280,12 +280,14 @@ class CompressedGradients:
             owed = self._residuals.take(turn.names, turn.flat.dtype)
             if owed is not None:
                 turn.flat.add_(owed)
-        if any(self._packs(method) for method, _ in (self._usual, *self._ways.values())):
+        methods = [self._usual[0], *(method for method, _ in self._ways.values())]
+        if any(self._packs(method) for method in methods):
             norm = float(torch.linalg.vector_norm(turn.flat))
             turn.wanted_squares = norm * norm if math.isfinite(norm) else 0.0
-            self._worker.submit(turn.begin_whole(self._exchange, dtype))
-        else:
+        elif POWER not in methods:
             self._jobs.append(turn.begin_whole(self._exchange, dtype, is_alone=True))
+            return
+        self._worker.submit(turn.begin_whole(self._exchange, dtype))
 
     def _account(self) -> None:
         """Add up a pass, and set the level of the next one."""

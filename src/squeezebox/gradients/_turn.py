@@ -121,15 +121,15 @@ class Turn:
         if self._goes_whole(exchange, counts):
             return
         found = exchange.gather(messages[0], [sizes[0] for sizes in counts])
-        total, one = torch.empty_like(wanted), torch.empty_like(wanted)
-        for rank, message in enumerate(found):  # in one order, so that all ranks have the same sum
-            coder.decode(message, self.sizes, one if rank else total)
-            if rank == exchange.rank:
-                wanted.sub_(one if rank else total)
-            if rank:
-                total.add_(one)
+        begun = 0
+        for pieces in zip(*(coder.decode(each, self.sizes, wanted.dtype) for each in found), strict=True):
+            here = slice(begun, begun + pieces[0].numel())
+            wanted[here].sub_(pieces[exchange.rank])
+            for piece in pieces[1:]:  # in one order, so that all ranks have the same sum
+                pieces[0].add_(piece)
+            self.flat[here].copy_(pieces[0].mul_(1.0 / exchange.ranks))
+            begun = here.stop
         self._keep(wanted)
-        self.flat.copy_(total.mul_(1.0 / exchange.ranks))
 
     def _scattered(self, coder: Coder, exchange: Exchange, wanted: Tensor, messages: list[Tensor]) -> None:
         """Every rank averages a shard and sends it on: 2 (W - 1) / W messages, packed twice."""
@@ -139,24 +139,18 @@ class Turn:
         found = exchange.scatter(messages, [sizes[exchange.rank] for sizes in counts])
         parts = shards(wanted, self.sizes, exchange.ranks)
         own, sizes = parts[exchange.rank]
-        total, one = torch.zeros_like(own), torch.empty_like(own)
-        for rank, message in enumerate(found):
-            coder.decode(message, sizes, one)
-            total.add_(one)
-            if rank == exchange.rank:
-                own.sub_(one)
-        for rank, (part, part_sizes) in enumerate(parts):
-            if rank != exchange.rank:
-                decoded = torch.empty_like(part)
-                coder.decode(messages[rank], part_sizes, decoded)
-                part.sub_(decoded)
+        total = torch.zeros_like(own)
+        for message in found:
+            total.add_(_decoded(coder, message, sizes, own))
+        for packed, (part, part_sizes) in zip(messages, parts, strict=True):
+            part.sub_(_decoded(coder, packed, part_sizes, part))
         total.mul_(1.0 / exchange.ranks)
         message = coder.encode(total, sizes, self.level, self.step)
         again = exchange.gather(message, [row[0] for row in exchange.counts([message.numel()])])
         mean = torch.empty_like(wanted)
         means = shards(mean, self.sizes, exchange.ranks)
         for packed, (part, part_sizes) in zip(again, means, strict=True):
-            coder.decode(packed, part_sizes, part)
+            part.copy_(_decoded(coder, packed, part_sizes, part))
         # What the second packing loses of the mean, this rank owes as if it were its own gradient's.
         own.add_(total.sub_(means[exchange.rank][0]), alpha=exchange.ranks)
         self._keep(wanted)
@@ -179,6 +173,15 @@ class Turn:
                 if not gradient.any():
                     part.add_(owed)
         self.residual.copy_(lost)
+
+
+def _decoded(coder: Coder, message: Tensor, sizes: Sequence[int], like: Tensor) -> Tensor:
+    """The whole tensor of a message."""
+    out, begun = torch.empty_like(like), 0
+    for piece in coder.decode(message, sizes, like.dtype):
+        out[begun : begun + piece.numel()].copy_(piece)
+        begun += piece.numel()
+    return out
 
 
 def shards(flat: Tensor, sizes: Sequence[int], count: int) -> list[tuple[Tensor, list[int]]]:
