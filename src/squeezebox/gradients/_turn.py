@@ -43,6 +43,7 @@ class Turn:
     wanted_squares: float = 0.0
     message_bytes: int = 0
     went_whole: bool = False
+    used: Sequence[bool] = ()
 
     def begin_whole(
         self, exchange: Exchange, dtype: torch.dtype | None = None, *, is_alone: bool = False
@@ -107,8 +108,9 @@ class Turn:
     def _wanted(self) -> Tensor:
         wanted = self.residual + self.flat
         if self.keeps_unused:
-            for part, gradient in zip(self._parts(wanted), self._parts(self.flat), strict=True):
-                if not gradient.any():
+            self.used = [bool(gradient.any()) for gradient in self._parts(self.flat)]
+            for part, is_used in zip(self._parts(wanted), self.used, strict=True):
+                if not is_used:
                     part.zero_()
         return wanted
 
@@ -168,9 +170,10 @@ class Turn:
         norm = float(torch.linalg.vector_norm(lost))
         self.lost_squares = norm * norm
         if self.keeps_unused:
-            parts = self._parts(lost), self._parts(self.residual), self._parts(self.flat)
-            for part, owed, gradient in zip(*parts, strict=True):
-                if not gradient.any():
+            for part, owed, is_used in zip(
+                self._parts(lost), self._parts(self.residual), self.used, strict=True
+            ):
+                if not is_used:
                     part.add_(owed)
         self.residual.copy_(lost)
 
