@@ -50,7 +50,7 @@ STEPS: Mapping[str, int] = {"images": 120, "text": 300}
 BATCH: Mapping[str, int] = {"images": 96, "text": 8}  # of both ranks
 ARMS: Mapping[str, Mapping[str, Any]] = {
     "plain": {"method": "plain"},
-    "entropy, 36 times": {"ratio": 36},
+    "entropy, 48 times": {"ratio": 48},
     "entropy, 72 times": {"ratio": 72},
     "PowerSGD, rank 1": {"method": "powersgd", "rank": 1},
     "PowerSGD, rank 2": {"method": "powersgd", "rank": 2},
