@@ -192,6 +192,30 @@ def test_the_peak_is_taken_apart():
     assert f"'{peak.call.module}'" in str(predicted)
 
 
+class Prior(nn.Module):
+    """Has tensors in a distribution and a list, and remembers a result, as Bayesian libraries do."""
+
+    def __init__(self, reads_values):
+        super().__init__()
+        self.linear, self.scales = nn.Linear(8, 8), [torch.ones(8), {"bias": torch.zeros(8)}]
+        self.prior = torch.distributions.Normal(torch.zeros(8), torch.ones(8), validate_args=reads_values)
+        self.latest = None
+
+    def forward(self, x):
+        x = self.linear(x) * self.scales[0] + self.scales[1]["bias"]
+        self.latest = self.prior.log_prob(x)
+        return self.latest
+
+
+@pytest.mark.parametrize("reads_values", (False, True))
+def test_tensors_that_a_model_has_elsewhere_are_copied_too(reads_values):
+    model, sample = Prior(reads_values), (torch.randn(4, 8), None)
+    for _ in range(2):
+        found = squeezebox.estimate(model, sample=sample, loss_fn=lambda output, _: -output.sum())
+        assert found.saved_bytes > 0 and bool(found.why_real) is reads_values
+        model(sample[0])  # which leaves a result in the model
+
+
 def test_a_sample_goes_without_a_shape():
     with pytest.raises(OptionError, match="sample says input_shape"):
         squeezebox.estimate(Pair, sample=pairs(), loss_fn=functional.cross_entropy, batch=4)

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -182,13 +183,27 @@ def _fake_copy(
     twins: dict[int, torch.nn.Parameter] = {}
     for parameter in model.parameters():
         twins[id(parameter)] = torch.nn.Parameter(_fake(parameter, dtype), parameter.requires_grad)
-    memo: dict[int, Any] = dict(twins)
-    for module in model.modules():
-        others = [*module.buffers(recurse=False), *vars(module).values()]
-        for tensor in others:
-            if isinstance(tensor, torch.Tensor):
-                memo[id(tensor)] = _fake(tensor, dtype)
-    return copy.deepcopy(model, memo), twins
+    fakes: dict[int, Any] = {id(tensor): _fake(tensor, dtype) for tensor in _tensors_of(model, set(twins))}
+    return copy.deepcopy(model, {**twins, **fakes}), twins
+
+
+def _tensors_of(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Those that a copy would copy: of modules, in containers, and in objects such as distributions."""
+    if id(value) in seen or isinstance(value, (type, ModuleType)):
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        parts = value
+    elif hasattr(value, "__dict__"):
+        parts = vars(value).values()
+    for part in parts:
+        yield from _tensors_of(part, seen)
 
 
 def _real_copy(
@@ -196,7 +211,8 @@ def _real_copy(
 ) -> tuple[torch.nn.Module, dict[int, torch.nn.Parameter]]:
     """As ``_fake_copy``, with values."""
     original = model if isinstance(model, torch.nn.Module) else model()
-    memo: dict[int, Any] = {}
+    results = (tensor for tensor in _tensors_of(original, set()) if not tensor.is_leaf)  # of an earlier step
+    memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in results}
     copied = copy.deepcopy(original, memo)
     twins = {id(parameter): memo[id(parameter)] for parameter in original.parameters()}
     return (copied if dtype is None else copied.to(dtype)), twins
