@@ -222,3 +222,10 @@ def test_an_unmodified_gpt2_of_transformers():
 
     found = squeezebox.rewrite(Training(), sample=(tokens, None), loss_fn=lambda loss, _: loss)
     assert [row.where for row in found.rewrites.applied] == [("model.lm_head",)]
+
+
+def test_a_rewrite_that_saves_next_to_nothing_is_left_out():
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 3))
+    sample = torch.randn(256, 64), torch.randint(3, (256,))
+    found = squeezebox.rewrite(model, sample=sample, loss_fn=functional.cross_entropy).rewrites
+    assert not found.rows and "No rewrite fits" in str(found)

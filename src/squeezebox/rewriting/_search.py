@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 WIDTH = 4
+PAYS = 0.002  # of the peak, or else of what is saved, is worth another rounding
 SLACK = 0.05  # of the best peak: a set may be that much worse, and lead to a better one
 
 Cost = tuple[int, int]  # bytes of the peak, and of what is saved
@@ -29,7 +30,7 @@ def best(candidates: Iterable[str], cost: Callable[[frozenset[str]], Cost]) -> F
 
     A step adds one candidate to each set of the beam. Those within :data:`SLACK` of the best peak so far stay
     in, although they may be worse than what they came from; two steps without a new best end the search. A
-    member without which the cost is no higher is left out in the end. (Tolerance for a temporary loss is
+    member that pays less than :data:`PAYS` is left out in the end. (Tolerance for a temporary loss is
     what He et al., "X-RLflow: graph reinforcement learning for neural network subgraphs transformation",
     2023, found missing in greedy searches; they learn a policy where this keeps a beam.)
     """
@@ -54,6 +55,14 @@ def best(candidates: Iterable[str], cost: Callable[[frozenset[str]], Cost]) -> F
         beam = [each for each in ranked[:WIDTH] if priced(each)[0] <= limit]
     for name in winner:
         others = tuple(each for each in winner if each != name)
-        if priced(others) <= priced(winner):
+        if not _pays(priced(others), priced(winner)):
             winner = others
     return Found(winner, tuple(priced(winner[:count]) for count in range(len(winner) + 1)))
+
+
+def _pays(before: Cost, after: Cost) -> bool:
+    """Whether a peak falls far enough, or one that stays holds far less."""
+    (peak, saved), (lower_peak, lower_saved) = before, after
+    if peak - lower_peak > PAYS * peak:
+        return True
+    return lower_peak <= peak and saved - lower_saved > PAYS * saved
