@@ -230,6 +230,8 @@ def _family(name: str) -> str:
     """Of kernels that are compiled together."""
     if name.endswith(_STATES):
         return "states"
+    if name.endswith("_blocks"):
+        return "blocks"
     return "groups" if name.endswith(("_zero", "_minmax")) else "values"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from squeezebox.codecs import _coders
-from squeezebox.codecs._cpu import _group_kernels, _planes, _quantise
+from squeezebox.codecs._cpu import _blocks, _group_kernels, _planes, _quantise
 
 KERNELS: dict[str, Callable[..., Any]] = {
     "pack_zero": _group_kernels.pack_zero,
@@ -31,6 +31,8 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "unpack_offsets": _group_kernels.unpack_offsets,
     "pack_chunks": _quantise.pack_chunks,
     "unpack_chunks": _quantise.unpack_chunks,
+    "pack_blocks": _blocks.pack_blocks,
+    "unpack_blocks": _blocks.unpack_blocks,
     "pack_planes": _planes.pack_planes,
     "unpack_planes": _planes.unpack_planes,
     "pack_squares": _group_kernels.pack_squares,
@@ -57,6 +59,15 @@ def run_groups(dtype: torch.dtype) -> None:
     flat = torch.linspace(-1.0, 1.0, _NUMEL, device="cpu").to(dtype)
     _group_kernels.unpack_zero(*_group_kernels.pack_zero(flat, 4, False, 0), 4, False, torch.empty_like(flat))
     _group_kernels.unpack_minmax(*_group_kernels.pack_minmax(flat, 4, False, 0), 4, torch.empty_like(flat))
+
+
+def run_blocks(_: torch.dtype) -> None:
+    """Kernels of `blocks`, which see bits alone."""
+    flat = torch.linspace(-1.0, 1.0, _NUMEL, device="cpu")
+    arena, spill = (torch.zeros(_NUMEL, dtype=torch.int32, device="cpu") for _ in range(2))
+    counters = torch.zeros(4, dtype=torch.int64, device="cpu")
+    table = _blocks.pack_blocks(flat, 0.1, None, 1, 0, arena, spill, counters, 0)
+    _blocks.unpack_blocks(arena, spill, table, 0.1, None, 1, 0, flat)
 
 
 def run_states(_: torch.dtype) -> None:

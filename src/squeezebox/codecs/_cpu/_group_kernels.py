@@ -45,7 +45,7 @@ def _between(
         values = numbers(flat[own])
         flags = _workers.scratch("flags", values.size, np.uint8)
         whole = _group_loops.between(values, values.view(other.dtype), *edges, inclusive, other, flags)
-        _group_loops.pack_codes(flags, 1, codes[32 * groups.start : 32 * groups.stop].numpy())
+        _lanes(flags, 1, codes.numpy()[32 * groups.start : 32 * groups.stop])
         return bool(whole)
 
     return codes, all(over_groups(work, flat.numel()))
@@ -87,22 +87,36 @@ def unpack_bits(packed: Tensor, zero: float, one: float, out: Tensor) -> None:
 
     def work(own: slice, groups: slice) -> None:
         flags = _workers.scratch("flags", own.stop - own.start, np.uint8)
-        _group_loops.unpack_codes(packed[32 * groups.start : 32 * groups.stop].numpy(), 1, flags)
+        _bytes(packed.numpy()[32 * groups.start : 32 * groups.stop], 1, flags)
         fill(out[own], lambda values: _group_loops.choose(flags, *pair, values))
 
     over_groups(work, out.numel())
 
 
-def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Bytes to lanes of ``bits`` bits."""
+def _space() -> tuple[NDArray[Any], NDArray[Any]]:
+    """A group's codes in 64-bit words, and as bytes; views are made here, since numba compiles them slowly."""
+    words = np.empty(GROUP // 8, np.uint64)
+    return words, words.view(np.uint8)
+
+
+def _lanes(codes: NDArray[Any], bits: int, packed: NDArray[Any]) -> None:
     from squeezebox.codecs._cpu import _group_loops
 
+    _group_loops.pack_codes(codes, bits, packed.view(np.uint64), _space())
+
+
+def _bytes(packed: NDArray[Any], bits: int, codes: NDArray[Any]) -> None:
+    from squeezebox.codecs._cpu import _group_loops
+
+    _group_loops.unpack_codes(packed.view(np.uint64), bits, codes, _space())
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Bytes to lanes of ``bits`` bits."""
     packed, width = new_codes(_groups.group_count(codes.numel()), bits), 32 * bits
     source, target = codes.numpy(), packed.numpy()
     over_groups(
-        lambda own, groups: _group_loops.pack_codes(
-            source[own], bits, target[width * groups.start : width * groups.stop]
-        ),
+        lambda own, groups: _lanes(source[own], bits, target[width * groups.start : width * groups.stop]),
         codes.numel(),
     )
     return packed
@@ -116,13 +130,9 @@ def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
 
 
 def _unpack_codes(packed: Tensor, bits: int, codes: Tensor) -> None:
-    from squeezebox.codecs._cpu import _group_loops
-
     source, target, width = packed.numpy(), codes.numpy(), 32 * bits
     over_groups(
-        lambda own, groups: _group_loops.unpack_codes(
-            source[width * groups.start : width * groups.stop], bits, target[own]
-        ),
+        lambda own, groups: _bytes(source[width * groups.start : width * groups.stop], bits, target[own]),
         codes.numel(),
     )
 
@@ -179,7 +189,7 @@ def _pack(
         here = scale[count * part.start : count * part.stop]
         how = own.start, bits, stochastic, seed, floor, space
         getattr(_group_loops, loop)(numbers(flat[own]), *how, codes, here)
-        _group_loops.pack_codes(codes, bits, target[width * part.start : width * part.stop])
+        _lanes(codes, bits, target[width * part.start : width * part.stop])
 
     over_groups(work, flat.numel())
     return packed, scales
@@ -205,7 +215,7 @@ def _unpack(
 
     def work(own: slice, part: slice) -> None:
         codes = _workers.scratch("codes", (part.stop - part.start) * GROUP, np.uint8)
-        _group_loops.unpack_codes(source[width * part.start : width * part.stop], bits, codes)
+        _bytes(source[width * part.start : width * part.stop], bits, codes)
         here = scale[count * part.start : count * part.stop]
         fill(out[own], lambda values: getattr(_group_loops, loop)(codes, here, bits, *how, limit, values))
 
@@ -222,7 +232,7 @@ def pack_squares(flat: Tensor, key: int, start: int, codes: Tensor, heads: Tenso
     source, packed, head = flat.numpy(), codes.numpy(), heads.numpy()
     over_groups(
         lambda own, blocks: _state_loops.pack_squares(
-            source[own], key, start + own.start, packed[own], head[blocks]
+            source[own].view(np.int32), key, start + own.start, packed[own], head[blocks]
         ),
         flat.numel(),
     )
@@ -234,7 +244,7 @@ def unpack_squares(codes: Tensor, heads: Tensor, out: Tensor) -> None:
 
     packed, head, target = codes.numpy(), heads.numpy(), out.numpy()
     over_groups(
-        lambda own, blocks: _state_loops.unpack_squares(packed[own], head[blocks], target[own]),
+        lambda own, blocks: _state_loops.unpack_squares(packed[own], head[blocks], target[own].view(np.int32)),
         out.numel(),
     )
 
@@ -247,12 +257,13 @@ def pack_signed(
 
     source, packed, step = flat.numpy(), codes.numpy(), steps.numpy()
     square = _NONE if squares is None else squares.numpy()
-    over_groups(
-        lambda own, blocks: _state_loops.pack_signed(
-            source[own], square[own], key, start + own.start, packed[own], step[blocks]
-        ),
-        flat.numel(),
-    )
+
+    def work(own: slice, blocks: slice) -> None:
+        sizes = np.empty(GROUP + 1, np.float32)  # a block's, and then the largest
+        how = square[own], key, start + own.start, (sizes, sizes.view(np.int32))
+        _state_loops.pack_signed(source[own], *how, packed[own], step[blocks])
+
+    over_groups(work, flat.numel())
 
 
 def unpack_signed(codes: Tensor, steps: Tensor, squares: Tensor | None, out: Tensor) -> None:
@@ -273,7 +284,9 @@ def pack_short(flat: Tensor, key: int, start: int, codes: Tensor) -> None:
 
     source, packed = flat.numpy(), codes.numpy()
     over_groups(
-        lambda own, blocks: _state_loops.pack_short(source[own], key, start + own.start, packed[own]),
+        lambda own, blocks: _state_loops.pack_short(
+            source[own].view(np.int32), key, start + own.start, packed[own]
+        ),
         flat.numel(),
     )
 
@@ -283,4 +296,4 @@ def unpack_short(codes: Tensor, out: Tensor) -> None:
     from squeezebox.codecs._cpu import _state_loops
 
     packed, target = codes.numpy(), out.numpy()
-    over_groups(lambda own, _: _state_loops.unpack_short(packed[own], target[own]), out.numel())
+    over_groups(lambda own, _: _state_loops.unpack_short(packed[own], target[own].view(np.int32)), out.numel())

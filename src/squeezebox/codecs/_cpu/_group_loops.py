@@ -39,10 +39,12 @@ def _unpack(packed, shift, bits, codes):
 
 
 @kernel
-def pack_codes(codes, bits, packed):
-    """Codes of one byte to lanes of ``bits`` bits, as ``_reference._groups`` lays them out."""
-    filled, width = np.empty(GROUP // 8, np.uint64), 4 * bits
-    room, target = filled.view(np.uint8), packed.view(np.uint64)
+def pack_codes(codes, bits, target, space):
+    """Codes of one byte to lanes of ``bits`` bits, as ``_reference._groups`` lays them out.
+
+    ``target`` is of 64-bit words; ``space`` is scratch: a group's codes as such words, and as bytes.
+    """
+    (filled, room), width = space, 4 * bits
     for group in range(target.size // width):
         source = codes[group * GROUP : (group + 1) * GROUP]
         for i in range(GROUP):
@@ -55,10 +57,9 @@ def pack_codes(codes, bits, packed):
 
 
 @kernel
-def unpack_codes(packed, bits, codes):
+def unpack_codes(source, bits, codes, space):
     """The inverse of ``pack_codes``."""
-    filled, width = np.empty(GROUP // 8, np.uint64), 4 * bits
-    room, source = filled.view(np.uint8), packed.view(np.uint64)
+    (filled, room), width = space, 4 * bits
     for group in range(source.size // width):
         for i in range(filled.size):
             filled[i] = np.uint64(0)

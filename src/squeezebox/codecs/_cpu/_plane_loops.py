@@ -82,15 +82,14 @@ def _unpack_lanes(packed, width, rows):
 
 
 @kernel
-def pack(source, raw, start, inverses, inner, ahead, most, space, heads, out):
+def pack(source, raw, start, inverses, inner, ahead, most, space, heads, out, words):
     """Bytes of ``out`` that the blocks of ``source`` take.
 
-    ``raw`` are the elements' own bytes, ``space`` is scratch: a block, its inverse steps, codes, bytes.
+    ``raw`` are the elements' own bytes, ``words`` those of ``out``, 64 bits each; ``space`` is scratch: a
+    block, its inverse steps, codes, bytes, and such words of these.
     """
-    block, own, codes, lanes = space
-    rows, item = lanes.view(np.uint64), raw.size // source.size
-    words = out.view(np.uint64)
-    taken = 0
+    block, own, codes, lanes, rows = space
+    item, taken = raw.size // source.size, 0
     for number in range(heads.size):
         first = number * BLOCK
         values = whole_block(source[first : first + BLOCK], block)
@@ -119,10 +118,9 @@ def pack(source, raw, start, inverses, inner, ahead, most, space, heads, out):
 
 
 @kernel
-def unpack(heads, packed, start, steps, inner, ahead, space, item, target):
+def unpack(heads, words, start, steps, inner, ahead, space, item, target):
     """The inverse of ``pack``, but for raw blocks, whose elements have ``item`` bytes: they are left out."""
-    own, codes, lanes = space
-    rows, words = lanes.view(np.uint64), packed[: packed.size // 8 * 8].view(np.uint64)
+    own, codes, lanes, rows = space
     zero, at = target.dtype.type(0), 0
     for number in range(heads.size):
         first = number * BLOCK

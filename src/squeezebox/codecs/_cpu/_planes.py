@@ -48,9 +48,10 @@ def _channels(bound: float, scale: Tensor | None, inner: int, dtype: torch.dtype
 
 
 def _scratch(dtype: torch.dtype, count: int) -> tuple[NDArray[Any], ...]:
-    """Blocks to compute with, and a block's codes and bytes."""
+    """Blocks to compute with, a block's codes, and its bytes; views are made here: numba compiles them slowly."""
     blocks = tuple(np.empty(_planes.BLOCK, scalar(dtype)) for _ in range(count))
-    return *blocks, np.empty(_planes.BLOCK, np.int32), np.empty(_planes.BLOCK, np.uint8)
+    words = np.empty(_planes.BLOCK // 8, np.uint64)
+    return *blocks, np.empty(_planes.BLOCK, np.int32), words.view(np.uint8), words
 
 
 def _ahead(keep_sign: bool, dtype: torch.dtype) -> Any:
@@ -74,7 +75,8 @@ def pack_planes(
         here = found[index * _BLOCKS : (index + 1) * _BLOCKS]
         room = _workers.scratch("planes", here.size * _planes.BLOCK * item, np.uint8)
         how = start, inverses, inner, ahead, most, _scratch(flat.dtype, 2)
-        taken = _plane_loops.pack(numbers(flat[start:end]), raw[start * item : end * item], *how, here, room)
+        own = raw[start * item : end * item]
+        taken = _plane_loops.pack(numbers(flat[start:end]), own, *how, here, room, room.view(np.uint64))
         return room[:taken].copy()
 
     parts = _workers.run(work, -(-found.size // _BLOCKS))
@@ -107,9 +109,10 @@ def unpack_planes(
     def work(index: int) -> None:
         start, end = index * _SIZE, min((index + 1) * _SIZE, out.numel())
         blocks = slice(index * _BLOCKS, min((index + 1) * _BLOCKS, found.size))
-        bytes_ = data[ends[blocks.start] - sizes[blocks.start] : ends[blocks.stop - 1]]
+        first, last = ends[blocks.start] - sizes[blocks.start], ends[blocks.stop - 1]
+        words = data[first : first + (last - first) // 8 * 8].view(np.uint64)
         how = start, steps, inner, ahead, _scratch(out.dtype, 1), item
-        fill(out[start:end], lambda values: _plane_loops.unpack(found[blocks], bytes_, *how, values))
+        fill(out[start:end], lambda values: _plane_loops.unpack(found[blocks], words, *how, values))
 
     _workers.run(work, -(-found.size // _BLOCKS))
     raw = out.detach().view(torch.uint8).numpy()

@@ -55,10 +55,9 @@ def _pack_squares(bits, random, codes):
 
 
 @kernel
-def pack_squares(flat, key, start, codes, heads):
-    """Codes and heads of whole blocks of squares."""
+def pack_squares(bits, key, start, codes, heads):
+    """Codes and heads of whole blocks of squares, given by their bits."""
     random = np.empty(BLOCK, np.uint32)
-    bits = flat.view(np.int32)
     for block in range(heads.size):
         begin = block * BLOCK
         own = bits[begin : begin + BLOCK]
@@ -74,9 +73,8 @@ def _unpack_squares(codes, head, bits):
 
 
 @kernel
-def unpack_squares(codes, heads, out):
-    """Squares, into ``out``."""
-    bits = out.view(np.int32)
+def unpack_squares(codes, heads, bits):
+    """Squares, into ``bits``."""
     for block in range(heads.size):
         begin = block * BLOCK
         _unpack_squares(codes[begin : begin + BLOCK], heads[block], bits[begin : begin + BLOCK])
@@ -91,14 +89,15 @@ def _largest(bits):
 
 
 @kernel_part
-def _pack_signed(values, units, random, codes, sizes, top):
-    """Codes of a block, and its step; ``units`` are ones or roots; ``sizes`` and ``top``: scratch."""
+def _pack_signed(values, units, random, codes, space):
+    """Codes of a block, and its step; ``units`` are ones or roots; ``space``: scratch, and its bits."""
+    sizes, bits = space
     for i in range(values.size):
         size = abs(values[i]) / units[i]
         lost = (units[i] == np.float32(0)) & (values[i] == values[i])
         sizes[i] = np.float32(0) if lost else size
-    top.view(np.int32)[0] = _largest(sizes[: values.size].view(np.int32))
-    step = top[0] / _MOST
+    bits[BLOCK] = _largest(bits[: values.size])
+    step = sizes[BLOCK] / _MOST
     for i in range(values.size):
         scale = units[i] * step
         code = np.floor(values[i] / scale + np.float32(random[i] >> np.uint32(8)) * _RANDOM)
@@ -114,17 +113,16 @@ def _roots(squares, units):
 
 
 @kernel
-def pack_signed(flat, squares, key, start, codes, steps):
-    """Codes and steps of whole blocks of values; ``squares`` may be empty."""
-    random, sizes = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.float32)
-    units, top = np.ones(BLOCK, np.float32), np.empty(1, np.float32)
+def pack_signed(flat, squares, key, start, space, codes, steps):
+    """Codes and steps of whole blocks of values; ``squares`` may be empty; ``space``: scratch, and its bits."""
+    random, units = np.empty(BLOCK, np.uint32), np.ones(BLOCK, np.float32)
     for block in range(steps.size):
         begin = block * BLOCK
         _noise(_first(key, start + begin), random)
         if squares.size:
             _roots(squares[begin : begin + BLOCK], units)
         own = flat[begin : begin + BLOCK]
-        steps[block] = _pack_signed(own, units, random, codes[begin : begin + BLOCK], sizes, top)
+        steps[block] = _pack_signed(own, units, random, codes[begin : begin + BLOCK], space)
 
 
 @kernel_part
@@ -145,10 +143,9 @@ def unpack_signed(codes, steps, squares, out):
 
 
 @kernel
-def pack_short(flat, key, start, codes):
+def pack_short(bits, key, start, codes):
     """The first 16 bits of each value."""
     random = np.empty(BLOCK, np.uint32)
-    bits = flat.view(np.int32)
     for begin in range(0, bits.size, BLOCK):
         _noise(_first(key, start + begin), random)
         _pack_short(bits[begin : begin + BLOCK], random, codes[begin : begin + BLOCK])
@@ -163,8 +160,7 @@ def _pack_short(bits, random, codes):
 
 
 @kernel
-def unpack_short(codes, out):
-    """Values, into ``out``."""
-    bits = out.view(np.int32)
+def unpack_short(codes, bits):
+    """Values, into ``bits``."""
     for i in range(codes.size):
         bits[i] = np.int32(np.int32(codes[i]) << np.int32(16))

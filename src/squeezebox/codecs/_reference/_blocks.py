@@ -48,25 +48,53 @@ def block_count(numel: int) -> int:
     return -(-numel // BLOCK)
 
 
-def _limits(numel: int, scale: Tensor | None, inner: int, device: torch.device) -> Tensor:
-    """Every element's scale."""
+def _scales(start: int, numel: int, scale: Tensor | None, inner: int, device: torch.device) -> Tensor:
+    """Every element's scale, a row for each block; ``numel`` elements from ``start`` on."""
     if scale is None:
-        return torch.ones(numel, device=device)
-    return scale[_quantise.channels(0, numel, inner, scale.numel(), device)]
+        return _blocks(torch.ones(numel, device=device), 1.0)
+    return _blocks(scale[_quantise.channels(start, numel, inner, scale.numel(), device)], 1.0)
 
 
 def _blocks(flat: Tensor, fill: float) -> Tensor:
     return torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK), value=fill).view(-1, BLOCK)
 
 
-def _phases(numel: int, dither: int, device: torch.device) -> Tensor:
-    phase = _quantise.phases(0, numel, dither, True, device)
-    return torch.as_tensor(phase, dtype=torch.float32, device=device).expand(numel)
+def _phases(start: int, numel: int, dither: int, device: torch.device) -> Tensor:
+    phase = _quantise.phases(start, numel, dither, True, device)
+    return _blocks(torch.as_tensor(phase, dtype=torch.float32, device=device).expand(numel), 0.0)
 
 
 def _decoded(magnitude: Tensor, step: Tensor, phase: Tensor, dtype: torch.dtype) -> Tensor:
     value = (magnitude.float() - (phase + 0.5)) * step
     return torch.where(magnitude == 0, 0.0, value).to(dtype)
+
+
+def quantised(
+    flat: Tensor, bound: float, scale: Tensor | None, inner: int, dither: int, start: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Elements and magnitudes with their signs, a row for each block; factors, and which blocks have codes.
+
+    ``start``: how many elements of the tensor come before those of ``flat``.
+    """
+    values = _blocks(flat, 0.0)
+    value = values.float()
+    scales = _scales(start, flat.numel(), scale, inner, flat.device)
+    phase = _phases(start, flat.numel(), dither, flat.device)
+    limit = (scales * bound).clamp(max=LARGEST)
+    # Rounding to the dtype may use up this share of the bound; the step gets the rest, in sixteenths.
+    share = (value.abs() / limit * ROUNDING[flat.dtype]).amax(1)
+    factor = ((1.0 - share) * 16.0).floor()
+    step = scales * unit_step(bound) * (factor / 16.0)[:, None]
+    magnitude = torch.ceil(value.abs() * (1.0 / step) + phase).clamp(min=1)
+    magnitude = torch.where(value == 0, 0.0, magnitude)
+    known = (factor >= LEAST_FACTOR) & (magnitude <= MOST).all(1)
+    # Raw blocks have codes from here on too, which nobody reads.
+    factor = factor.nan_to_num(0).clamp(0, 16)
+    magnitude = torch.where(known[:, None], magnitude, 0.0).int()
+    decoded = _decoded(magnitude, step, phase, flat.dtype)
+    off = (value.abs() - decoded.float()).abs()
+    known &= ((off <= limit) & ((decoded > 0) == (value != 0))).all(1)
+    return values, torch.where(value < 0, -magnitude, magnitude), factor.int(), known
 
 
 def pack_blocks(
@@ -86,30 +114,10 @@ def pack_blocks(
     ``scale``: factors of the bound for each channel, of which ``inner`` neighbours share one; ``dither``
     neighbours share a phase (0: all do); what the blocks take is also added to the counter of the ``slot``.
     """
-    numel, device = flat.numel(), flat.device
-    values = _blocks(flat, 0.0)
-    value = values.float()
-    scales = _blocks(_limits(numel, scale, inner, device), 1.0)
-    phase = _blocks(_phases(numel, dither, device), 0.0)
-    limit = (scales * bound).clamp(max=LARGEST)
-    # Rounding to the dtype may use up this share of the bound; the step gets the rest, in sixteenths.
-    share = (value.abs() / limit * ROUNDING[flat.dtype]).amax(1)
-    factor = ((1.0 - share) * 16.0).floor()
-    step = scales * unit_step(bound) * (factor / 16.0)[:, None]
-    magnitude = torch.ceil(value.abs() * (1.0 / step) + phase).clamp(min=1)
-    magnitude = torch.where(value == 0, 0.0, magnitude)
-    known = (factor >= LEAST_FACTOR) & (magnitude <= MOST).all(1)
-    # Raw blocks have codes from here on too, which nobody reads.
-    factor = factor.nan_to_num(0).clamp(0, 16)
-    magnitude = torch.where(known[:, None], magnitude, 0.0).int()
-    decoded = _decoded(magnitude, step, phase, flat.dtype)
-    off = (value.abs() - decoded.float()).abs()
-    known &= ((off <= limit) & ((decoded > 0) == (value != 0))).all(1)
-    table = torch.empty(2 * len(values), dtype=torch.int32, device=device)
+    values, magnitude, factor, known = quantised(flat, bound, scale, inner, dither)
+    table = torch.empty(2 * len(values), dtype=torch.int32, device=flat.device)
     for number, row in enumerate(values):
-        header, words = _block(
-            row, value[number], magnitude[number], int(factor[number]), bool(known[number])
-        )
+        header, words = _block(row, magnitude[number], int(factor[number]), bool(known[number]))
         taken = len(words) + -len(words) % UNIT
         counters[COUNTERS + slot] += taken
         table[2 * number], table[2 * number + 1] = _placed(words, taken, arena, spill, counters), header
@@ -129,19 +137,20 @@ def _placed(words: Tensor, taken: int, arena: Tensor, spill: Tensor, counters: T
     return -1
 
 
-def _block(row: Tensor, value: Tensor, magnitude: Tensor, factor: int, known: bool) -> tuple[int, Tensor]:
+def _block(row: Tensor, magnitude: Tensor, factor: int, known: bool) -> tuple[int, Tensor]:
     """Header and words of one block."""
     if not known:
         return RAW << 22, row.view(torch.int32)
+    negative, magnitude = magnitude < 0, magnitude.abs()
     present = magnitude > 0
-    count, signed = int(present.sum()), int(bool((value < 0).any()))
+    count, signed = int(present.sum()), int(negative.any())
     dense = int(magnitude.max()).bit_length()
     sparse = (int(magnitude.max()) - 1).bit_length() if count else 0
     words = -(-count // 32)
     is_sparse = WORDS + words * (sparse + signed) < WORDS * (dense + signed)
     width = sparse if is_sparse else dense
     code = magnitude - 1 if is_sparse else magnitude
-    code = code | ((value < 0).int() << width)
+    code = code | (negative.int() << width)
     parts = [_words(present.int())] if is_sparse else []
     code = code[present] if is_sparse else code
     parts += [_words((code >> plane) & 1) for plane in range(width + signed)]
@@ -171,24 +180,47 @@ def unpack_blocks(
     out: Tensor,
 ) -> None:
     """The inverse of ``pack_blocks``, into ``out``; NaN where a block had found no room."""
-    numel, device = out.numel(), out.device
-    scales = _blocks(_limits(numel, scale, inner, device), 1.0)
-    phase = _blocks(_phases(numel, dither, device), 0.0)
-    for number, (start, header) in enumerate(table.view(-1, 2).tolist()):
+    rows = torch.zeros(block_count(out.numel()), BLOCK, dtype=torch.int32, device=out.device)
+    for magnitude, (start, header) in zip(rows, table.view(-1, 2).tolist(), strict=True):
+        if start != -1 and header >> 22 != RAW:
+            words = _words_at(arena, spill, start)
+            magnitude.copy_(_magnitudes(words, header, header >> 22 == SPARSE))
+    dequantise(rows, table, bound, scale, inner, dither, out)
+    restore_others(arena, spill, table, out)
+
+
+def dequantise(
+    magnitude: Tensor,
+    table: Tensor,
+    bound: float,
+    scale: Tensor | None,
+    inner: int,
+    dither: int,
+    out: Tensor,
+    start: int = 0,
+) -> None:
+    """Elements of magnitudes with their signs, of blocks that have codes; ``start`` elements come before."""
+    factor = table.view(-1, 2)[:, 1] >> 16 & 31
+    step = _scales(start, out.numel(), scale, inner, out.device) * unit_step(bound) * (factor / 16.0)[:, None]
+    value = _decoded(magnitude.abs(), step, _phases(start, out.numel(), dither, out.device), out.dtype)
+    out.copy_(torch.where(magnitude < 0, -value, value).view(-1)[: out.numel()])
+
+
+def restore_others(arena: Tensor, spill: Tensor, table: Tensor, out: Tensor) -> None:
+    """Blocks that were kept as they are, and NaN for those that had found no room."""
+    rows = table.view(-1, 2)
+    for number in ((rows[:, 0] == -1) | (rows[:, 1] >> 22 == RAW)).nonzero().view(-1).tolist():
+        start = int(rows[number, 0])
         target = out[number * BLOCK : (number + 1) * BLOCK]
         if start == -1:
             target.fill_(float("nan"))
-            continue
-        words = arena[start * UNIT :] if start >= 0 else spill[(-2 - start) * UNIT :].to(device)
-        kind = header >> 22
-        if kind == RAW:
-            nbytes = BLOCK * out.element_size() // 4
-            target.copy_(words[:nbytes].view(out.dtype)[: target.numel()])
-            continue
-        magnitude, negative = _magnitudes(words, header, kind == SPARSE)
-        step = scales[number] * unit_step(bound) * ((header >> 16 & 31) / 16.0)
-        value = _decoded(magnitude, step, phase[number], out.dtype)
-        target.copy_(torch.where(negative, -value, value)[: target.numel()])
+        else:
+            words = _words_at(arena, spill, start)[: BLOCK * out.element_size() // 4]
+            target.copy_(words.to(out.device).view(out.dtype)[: target.numel()])
+
+
+def _words_at(arena: Tensor, spill: Tensor, start: int) -> Tensor:
+    return arena[start * UNIT :] if start >= 0 else spill[(-2 - start) * UNIT :].to(arena.device)
 
 
 def is_sound(arena: Tensor, table: Tensor, item_bytes: int) -> bool:
@@ -206,7 +238,8 @@ def is_sound(arena: Tensor, table: Tensor, item_bytes: int) -> bool:
     return True
 
 
-def _magnitudes(words: Tensor, header: int, is_sparse: bool) -> tuple[Tensor, Tensor]:
+def _magnitudes(words: Tensor, header: int, is_sparse: bool) -> Tensor:
+    """A block's, with their signs."""
     count, width, signed = header & 2047, header >> 11 & 31, header >> 21 & 1
     present = (
         _bits(words[:WORDS]).bool() if is_sparse else torch.ones(BLOCK, dtype=torch.bool, device=words.device)
@@ -219,6 +252,5 @@ def _magnitudes(words: Tensor, header: int, is_sparse: bool) -> tuple[Tensor, Te
         code |= _bits(words[first : first + length])[:slots] << plane
     magnitude = torch.zeros(BLOCK, dtype=torch.int64, device=words.device)
     magnitude[present] = (code & (1 << width) - 1) + int(is_sparse)
-    negative = torch.zeros(BLOCK, dtype=torch.bool, device=words.device)
-    negative[present] = (code >> width).bool()
-    return magnitude, negative
+    magnitude[present] *= 1 - 2 * (code >> width)
+    return magnitude
