@@ -99,7 +99,7 @@ def _give(descriptor: int) -> None:
 _ANY: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 PART: dict[str, Any] = {**_ANY, "no_cpython_wrapper": True}
 """Of a function that only compiled ones call: without what Python would call it by, which costs most."""
-_FAMILIES = ("values", "groups", "states", "blocks")
+_FAMILIES = ("values", "groups", "states")  # `blocks` of a device are rarely unpacked on a CPU
 _LOG = logging.getLogger("squeezebox")
 _SERVE = "import sys; from squeezebox.codecs import _kernels; _kernels.serve(*sys.argv[1:])"
 _PAUSE = 0.1  # seconds between two looks at what another process, or thread, compiles
@@ -200,7 +200,8 @@ atexit.register(_state.end)
 
 def _unit(dtype: torch.dtype, family: str) -> Unit:
     """Loops compute in float32, or in float64 where a tensor's own values are."""
-    return family, torch.float64 if dtype == torch.float64 and family not in ("states", "blocks") else torch.float32
+    wide = dtype == torch.float64 and family in ("values", "groups")
+    return family, torch.float64 if wide else torch.float32
 
 
 def _name(unit: Unit) -> str:
@@ -307,8 +308,8 @@ def run(unit: Unit, mark: Path | None) -> None:
     """Run the unit's kernels, which compiles what is not on disk, and mark that they are there."""
     from squeezebox.codecs import _cpu
 
-    runs = (_cpu.run_values, _cpu.run_groups, _cpu.run_states, _cpu.run_blocks)
-    dict(zip(_FAMILIES, runs, strict=True))[unit[0]](unit[1])
+    runs = {"values": _cpu.run_values, "groups": _cpu.run_groups, "states": _cpu.run_states}
+    runs.get(unit[0], _cpu.run_blocks)(unit[1])
     if mark is not None:
         with contextlib.suppress(OSError):  # the next process looks again
             mark.touch()

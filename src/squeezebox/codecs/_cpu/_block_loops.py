@@ -1,4 +1,4 @@
-"""Loops of `blocks`: magnitudes with their signs to words and back; ``_reference._blocks`` says how they lie."""
+"""Loops of `blocks`: magnitudes with signs to words and back, as ``_reference._blocks`` lays them out."""
 
 # numba infers the types of what it compiles.
 # mypy: allow-untyped-defs, allow-untyped-calls

@@ -16,7 +16,7 @@ def _pieces(flat: Tensor, table: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]
     """Where a piece starts, its elements, and its part of the table."""
     starts = range(0, flat.numel(), _PIECE)
     tables = table.split(2 * _PIECE // _blocks.BLOCK)
-    return zip(starts, flat.split(_PIECE), tables, strict=False)  # an empty tensor has one piece, which is empty
+    return zip(starts, flat.split(_PIECE), tables, strict=False)  # split makes one piece of an empty tensor
 
 
 def pack_blocks(

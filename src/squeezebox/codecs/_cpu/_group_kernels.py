@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from squeezebox.codecs import _workers
@@ -94,7 +95,7 @@ def unpack_bits(packed: Tensor, zero: float, one: float, out: Tensor) -> None:
 
 
 def _space() -> tuple[NDArray[Any], NDArray[Any]]:
-    """A group's codes in 64-bit words, and as bytes; views are made here, since numba compiles them slowly."""
+    """A group's codes in 64-bit words, and as bytes. numba takes a second and more to compile a view."""
     words = np.empty(GROUP // 8, np.uint64)
     return words, words.view(np.uint8)
 
@@ -229,10 +230,10 @@ def pack_squares(flat: Tensor, key: int, start: int, codes: Tensor, heads: Tenso
     """Codes and heads of squares."""
     from squeezebox.codecs._cpu import _state_loops
 
-    source, packed, head = flat.numpy(), codes.numpy(), heads.numpy()
+    source, packed, head = flat.numpy().view(np.int32), codes.numpy(), heads.numpy()
     over_groups(
         lambda own, blocks: _state_loops.pack_squares(
-            source[own].view(np.int32), key, start + own.start, packed[own], head[blocks]
+            source[own], key, start + own.start, packed[own], head[blocks]
         ),
         flat.numel(),
     )
@@ -242,9 +243,9 @@ def unpack_squares(codes: Tensor, heads: Tensor, out: Tensor) -> None:
     """Squares, into ``out``."""
     from squeezebox.codecs._cpu import _state_loops
 
-    packed, head, target = codes.numpy(), heads.numpy(), out.numpy()
+    packed, head, target = codes.numpy(), heads.numpy(), out.numpy().view(np.int32)
     over_groups(
-        lambda own, blocks: _state_loops.unpack_squares(packed[own], head[blocks], target[own].view(np.int32)),
+        lambda own, blocks: _state_loops.unpack_squares(packed[own], head[blocks], target[own]),
         out.numel(),
     )
 
@@ -282,11 +283,9 @@ def pack_short(flat: Tensor, key: int, start: int, codes: Tensor) -> None:
     """The first 16 bits."""
     from squeezebox.codecs._cpu import _state_loops
 
-    source, packed = flat.numpy(), codes.numpy()
+    source, packed = flat.numpy().view(np.int32), codes.numpy()
     over_groups(
-        lambda own, blocks: _state_loops.pack_short(
-            source[own].view(np.int32), key, start + own.start, packed[own]
-        ),
+        lambda own, blocks: _state_loops.pack_short(source[own], key, start + own.start, packed[own]),
         flat.numel(),
     )
 
@@ -295,5 +294,5 @@ def unpack_short(codes: Tensor, out: Tensor) -> None:
     """Values, into ``out``."""
     from squeezebox.codecs._cpu import _state_loops
 
-    packed, target = codes.numpy(), out.numpy()
-    over_groups(lambda own, _: _state_loops.unpack_short(packed[own], target[own].view(np.int32)), out.numel())
+    packed, target = codes.numpy(), out.numpy().view(np.int32)
+    over_groups(lambda own, _: _state_loops.unpack_short(packed[own], target[own]), out.numel())

@@ -48,7 +48,7 @@ def _channels(bound: float, scale: Tensor | None, inner: int, dtype: torch.dtype
 
 
 def _scratch(dtype: torch.dtype, count: int) -> tuple[NDArray[Any], ...]:
-    """Blocks to compute with, a block's codes, and its bytes; views are made here: numba compiles them slowly."""
+    """Blocks to compute with, a block's codes, and its bytes, the last also as 64-bit words."""
     blocks = tuple(np.empty(_planes.BLOCK, scalar(dtype)) for _ in range(count))
     words = np.empty(_planes.BLOCK // 8, np.uint64)
     return *blocks, np.empty(_planes.BLOCK, np.int32), words.view(np.uint8), words

@@ -114,7 +114,7 @@ def _roots(squares, units):
 
 @kernel
 def pack_signed(flat, squares, key, start, space, codes, steps):
-    """Codes and steps of whole blocks of values; ``squares`` may be empty; ``space``: scratch, and its bits."""
+    """Codes and steps of whole blocks of values; ``squares`` may be empty; ``space``: as above."""
     random, units = np.empty(BLOCK, np.uint32), np.ones(BLOCK, np.float32)
     for block in range(steps.size):
         begin = block * BLOCK
