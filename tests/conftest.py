@@ -50,6 +50,19 @@ def collecting_quickly() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test's cases that say ``every(n)``, all but each n-th are slow ones."""
+    seen: dict[tuple[str, str], int] = {}
+    for item in items:
+        mark = item.get_closest_marker("every")
+        if mark is not None:
+            name = str(item.path), item.name.partition("[")[0]
+            seen[name] = seen.get(name, -1) + 1
+            if seen[name] % mark.args[0]:
+                item.add_marker("slow")
+
+
 def pytest_sessionfinish() -> None:
     """Libraries that count what is left as the process ends find nothing."""
     gc.unfreeze()

@@ -102,6 +102,7 @@ def test_text_and_json_say_the_same(planted):
     assert values["sound"] and text.count("equal to the bit") == len(PLANTED)
 
 
+@pytest.mark.slow
 def test_false_alarms_among_real_trainings_are_as_rare_as_the_level_says():
     keys = [_audit_run.RunKey(arm="plain", series="everything", seed=seed) for seed in range(40)]
     scores = [_audit_run.train_once(audited.train, key, None, 1).score for key in keys]

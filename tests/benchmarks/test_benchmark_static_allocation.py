@@ -23,6 +23,7 @@ def test_the_instances_are_the_published_ones():
         )
 
 
+@pytest.mark.slow
 def test_the_search_fits_an_instance_into_its_capacity():
     buffers = memory.read_buffers(static_allocation.INSTANCES / "C.csv")
     heuristic, found = (

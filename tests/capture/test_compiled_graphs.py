@@ -56,6 +56,7 @@ def all_in(bits):
     return _codes.BitRule(default=bits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "at_most", "less"),
     [

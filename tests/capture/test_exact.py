@@ -44,6 +44,7 @@ def test_bf16_autocast(name):
     assert_equal(train(model, make_input, step=step, exact=True), train(model, make_input, step=step))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes(dtype):
     model = resnet().to(dtype)

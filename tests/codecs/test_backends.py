@@ -84,6 +84,7 @@ def decoded_alike(ours: Backend, name: str, packed: Any, options: tuple[Any, ...
     return same(one + 0.0, other + 0.0)  # the sign of a zero is not part of the promise
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bits", (8, 4, 3, 2))
 @pytest.mark.parametrize("stochastic", (False, True))
@@ -123,6 +124,7 @@ def places(device: torch.device, words: int, spill: int = 0) -> tuple[Tensor, Te
     return arena, other, torch.zeros(_blocks.COUNTERS + 2, dtype=torch.int64, device=device)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("scaled", (False, True))
 @pytest.mark.parametrize("dither", (0, 100))
@@ -203,6 +205,7 @@ def test_chunks(loops: Backend, dtype: torch.dtype, keep_sign: bool, lag: int) -
             assert decoded_alike(loops, "unpack_chunks", packed, options, x)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("inner", (1, 7, 300_000))
 @pytest.mark.parametrize("keep_sign", (False, True))
 @pytest.mark.parametrize("dither", (0, 1, 100, 70_000))

@@ -98,6 +98,7 @@ def test_error_stays_within_the_bound(name: str, x: Tensor, bound: float, lag: i
     assert_contract(codec, x, packed, codec.unpack(codecs.loads(codecs.dumps(packed))))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", [*VALUED, "mask"])
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(x=extremes(), bound=st.sampled_from((0.0, 1e-45, 1e-3, 1.0, 1e30, 3e38, 1e300)))

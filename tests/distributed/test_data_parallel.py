@@ -135,6 +135,7 @@ def test_ranks_with_packed_state_stay_together():
     assert ranks.run(packed_state, RANKS) == [True] * RANKS
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("wrappings", WRAPPINGS)
 def test_gradients_are_those_without_a_session(wrappings):
     for found in ranks.run(check_all, RANKS, wrappings):

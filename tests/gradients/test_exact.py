@@ -67,6 +67,7 @@ CASES += [pytest.param(world, METHODS[0], marks=pytest.mark.slow) for world in (
 CASES += [pytest.param(5, METHODS[place], marks=pytest.mark.slow) for place in (2, 5)]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("world", "options"), CASES)
 def test_what_came_and_what_is_owed_are_all_gradients(world, options):
     results = ranks.run(_conserved, world, options, 6)

@@ -41,6 +41,7 @@ def _resumed(rank, options, before, after, files):
     return losses, ranks.weights(net)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("options", "before"),
     [

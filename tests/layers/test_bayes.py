@@ -51,6 +51,7 @@ def gradients(loss, layer, x):
     return torch.autograd.grad(loss, [x, *layer.parameters()])
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("plain", "shape"), PLAIN, ids=lambda each: str(each)[:40])
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

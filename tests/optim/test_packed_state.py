@@ -64,6 +64,7 @@ def train(model, optimizer, steps=60, first=0, *, clip=None):
     return torch.stack(losses)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("bits", [16, 8])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_updates_are_at_most_as_wrong_as_predicted(make, bits):

@@ -121,6 +121,7 @@ def both(make, **options):
     return pair, (model, make(model.parameters(), lr=1e-2))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_training_is_the_same_to_the_bit(make, way, tmp_path):
@@ -327,6 +328,7 @@ class Odd(nn.Module):
         return self.layers(x)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(

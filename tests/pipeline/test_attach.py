@@ -27,6 +27,7 @@ def _train(rank, schedule, options):
     return [None if loss is None else loss.item() for loss in losses], report.saved_bytes, report.packed_bytes
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_stages_are_packed(schedule):
     results = ranks.run(_train, 2, schedule, {"noise": 1e-3})

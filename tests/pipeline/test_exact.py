@@ -170,6 +170,7 @@ def test_clipping_and_tied_weights():
     _check(cases, ranks.run(_tied, 2, cases), _delayed, 1e-12, ranks.tied, ranks.words, ranks.entropy)
 
 
+@pytest.mark.slow
 def test_two_pipelines_of_two():
     cases = [
         ("adamw", ranks.plan(5, 2, schedule, 4, inputs=TOKENS, replicas=2), (), {"clip": 0.3})

@@ -61,6 +61,7 @@ def _train(rank, schedule, trouble):
     return "nothing happened"
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 @pytest.mark.parametrize("trouble", ["dies", "raises", "hangs"])
 def test_others_stop_and_name_it(schedule, trouble):

@@ -104,6 +104,7 @@ def _is_within(received, wanted, error):
     return worst <= error * _root_mean_square(wanted) * (1 + 1e-6)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("codec", ["entropy", "entropy-sign", "zero8", "minmax8", "bf16", "fp8-e4m3"])
 def test_every_element_arrives_within_the_bound_and_zeros_stay_zero(codec, tmp_path):
     error = ERROR if codec.startswith("entropy") else 0.5
@@ -159,6 +160,7 @@ def _trained(rank, cases):
     return found
 
 
+@pytest.mark.slow
 def test_losses_are_nearly_the_same_under_every_schedule_for_fewer_bytes():
     plans = [
         _plan(8, "gpipe"),
@@ -219,6 +221,7 @@ def _resumed(rank, plan, wire, directory):
     return (3, after, weights), again, resumed
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 4), ("2bw", 4), ("pipedream", 1)])
 def test_a_resume_goes_on_to_the_bit(schedule, microbatches, tmp_path):
     plan = _plan(8, schedule, microbatches)

@@ -184,6 +184,7 @@ def test_a_ranks_stages_fit_together(seed):
         assert max(rank_bytes(known, plan)) <= memory_bytes
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("names", (SYNCHRONOUS, ("interleaved-1f1b", "breadth-first"), ("2bw",)))
 def test_the_least_that_fits_does_and_a_byte_less_does_not(seed, names):

@@ -168,6 +168,7 @@ def network(seed, count=40):
     return Profile(base_bytes=base, tensors=tuple(tensors))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize("share", (0.8, 0.5, 0.3))
 def test_greedy_is_near_the_optimum_on_networks(seed, share):

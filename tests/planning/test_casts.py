@@ -99,6 +99,7 @@ def weights_of(model):
     return {name for name, each in model.named_parameters() if isinstance(each, SplitWeight)}
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_peaks_are_as_predicted_and_training_is_the_same_to_the_bit(way):
     plain, optimizer, sample = task()
@@ -122,6 +123,7 @@ def test_peaks_are_as_predicted_and_training_is_the_same_to_the_bit(way):
         assert plan.plain_peak_bytes == pytest.approx(peak, rel=0.03)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 @pytest.mark.parametrize("offload", [False, True], ids=["memory", "file"])
 def test_the_peak_is_lower_than_with_weights_in_float32(make, offload, monkeypatch):

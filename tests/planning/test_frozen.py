@@ -158,6 +158,7 @@ CASES = {
 }
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(("make", "trained", "way"), CASES.values(), ids=CASES)
 def test_peaks_are_as_predicted_and_training_is_the_same_to_the_bit(make, trained, way):
     plain, optimizer, sample = task(make, trained)
@@ -256,6 +257,7 @@ STAYS = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("make", STAYS, ids=lambda make: make.__name__)
 def test_what_operators_do_not_simply_read_stays(make):
     plain, optimizer, sample = task(make)

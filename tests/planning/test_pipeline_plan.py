@@ -109,6 +109,7 @@ def _peak(rank, plan):
     return peak
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("schedule", "policy"),
     [
@@ -129,6 +130,7 @@ def test_peaks_are_as_planned(schedule, policy):
         assert peak == pytest.approx(predicted, rel=0.05)
 
 
+@pytest.mark.slow
 def test_two_bw_holds_a_version_and_a_gradient_more():
     flushing = planned(schedules=["1f1b"], policies=["keep"])[0]
     weights = _weights(flushing)
@@ -152,6 +154,7 @@ def _weights(plan):
     ]
 
 
+@pytest.mark.slow
 def test_compression_is_planned_and_carried_out():
     plan = planned(schedules=["1f1b"], policies=["compress"], noise=1e-2)[0]
     kept = planned(schedules=["1f1b"], policies=["keep"])[0]

@@ -78,6 +78,7 @@ def step(model, x, y):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", (pytest.param(True, marks=pytest.mark.slow), False))
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 10**6), share=st.integers(30, 100), offload=st.booleans())

@@ -60,6 +60,7 @@ def test_time_never_rises_with_the_budget(name):
     assert sliced or name == "groups and SiLU"
 
 
+@pytest.mark.slow
 def test_batches_are_looked_for_in_slices_too():
     model, batch = built("wide", 8)
     options = {"loss_fn": F.cross_entropy, "noise": 1e-2}

@@ -86,6 +86,7 @@ def train(model, optimizer, sample, steps=4, *, clip=None, accumulate=1, meter=N
 WAYS = {"in backward": {}, "clipped": {"clip": 0.5}, "added up": {"accumulate": 2}}
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_peaks_are_as_predicted_and_training_is_the_same_to_the_bit(way):
     plain, optimizer, sample = task()

@@ -259,6 +259,7 @@ def planned():
     return model, options, squeezebox.plan(model, recompute=False, offload=False, **options)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     "within", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plan", "budget"]
 )

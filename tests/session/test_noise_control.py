@@ -121,6 +121,7 @@ def test_a_refresh_measures_the_step_s_own_noise(make, measured):
     assert measured[-1] == pytest.approx(expected, rel=0.2)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "make", [language, lambda: language(tied=True), lambda: language(scale=4.0), convolutions],
     ids=["language", "tied", "steep", "convolutions"],

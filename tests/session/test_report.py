@@ -141,6 +141,7 @@ def test_exact_measures_no_noise():
     session.detach()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("budget", [1e-2, 1e-3])
 def test_measured_noise_is_near_the_predicted(budget):
     """Within a factor of 2, as promised, on a small net after some training."""

@@ -35,6 +35,7 @@ def steps(model, optimizer, first, last):
     return losses
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("through", [through_torch, through_json])
 @pytest.mark.parametrize(
     "options", [{"noise": 1e-2}, {"controller": Comet(interval=4)}], ids=["noise", "comet"]

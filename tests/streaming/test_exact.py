@@ -112,6 +112,7 @@ def networks(draw):
     return nn.Sequential(*layers)
 
 
+@pytest.mark.slow
 @given(
     model=networks(),
     size=st.tuples(st.integers(9, 32), st.integers(9, 32)),
@@ -186,6 +187,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("axis", [-2, -1])
 def test_losses(name, axis):

@@ -48,6 +48,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     module, why = REFUSED[name]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from squeezebox.codecs._reference import _blocks
 
-_PIECE = 64 * _blocks.BLOCK  # elements: what is computed of them stays in the cache
+_PIECE = 16 * _blocks.BLOCK  # elements: what is computed of them stays in the cache
 
 
 def _pieces(flat: Tensor, table: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:

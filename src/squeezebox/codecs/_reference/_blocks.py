@@ -65,8 +65,8 @@ def _phases(start: int, numel: int, dither: int, device: torch.device) -> Tensor
 
 
 def _decoded(magnitude: Tensor, step: Tensor, phase: Tensor, dtype: torch.dtype) -> Tensor:
-    value = (magnitude.float() - (phase + 0.5)) * step
-    return torch.where(magnitude == 0, 0.0, value).to(dtype)
+    value = magnitude.float().sub_(phase + 0.5).mul_(step)
+    return value.masked_fill_(magnitude == 0, 0.0).to(dtype)
 
 
 def quantised(
@@ -203,7 +203,7 @@ def dequantise(
     factor = table.view(-1, 2)[:, 1] >> 16 & 31
     step = _scales(start, out.numel(), scale, inner, out.device) * unit_step(bound) * (factor / 16.0)[:, None]
     value = _decoded(magnitude.abs(), step, _phases(start, out.numel(), dither, out.device), out.dtype)
-    out.copy_(torch.where(magnitude < 0, -value, value).view(-1)[: out.numel()])
+    out.copy_(value.copysign_(magnitude).view(-1)[: out.numel()])
 
 
 def restore_others(arena: Tensor, spill: Tensor, table: Tensor, out: Tensor) -> None:
