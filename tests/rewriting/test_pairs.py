@@ -179,6 +179,9 @@ def test_images_made_larger_in_another_way_stay_as_they_are():
         model = nn.Sequential(upsample, convolution)
         found = squeezebox.rewrite(model, sample=sample_of(Decoder()), loss_fn=loss_fn).rewrites
         assert not found.rows
+    with torch.autocast("cpu", torch.bfloat16):
+        found = squeezebox.rewrite(Decoder(), sample=sample_of(Decoder()), loss_fn=loss_fn).rewrites
+    assert not found.rows
 
 
 def test_a_session_leaves_out_what_a_plan_does_better_without():

@@ -78,7 +78,8 @@ def _repeated(
     if not isinstance(input, torch.Tensor) or isinstance(input, Deferred) or not input.is_floating_point():
         return input, None
     dims = input.dim() - _ASIDE
-    if dims not in _TRANSPOSED or mode not in _NEAREST or antialias or 0 in input.shape:
+    casts = torch.is_autocast_enabled(input.device.type)  # and then repeats pixels in another dtype
+    if dims not in _TRANSPOSED or mode not in _NEAREST or antialias or casts or 0 in input.shape:
         return input, None
     wanted = scale_factor if size is None else size
     each = list(wanted) if isinstance(wanted, Sequence) else [wanted] * dims
