@@ -6,6 +6,7 @@ May touch: that folder, `git`, and what the system tells of its processor and me
 """
 
 import json
+import multiprocessing
 import os
 import platform
 import shlex
@@ -139,7 +140,7 @@ def header() -> dict[str, object]:
     """What a reader needs to repeat the run: command, machine, versions, commit."""
     facts: dict[str, object] = {
         "date": date.today().isoformat(),
-        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+        "command": _command(),
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -195,6 +196,13 @@ def _spread(values: Sequence[float]) -> Spread:
         maximum=max(values),
         count=len(values),
     )
+
+
+def _command() -> str:
+    """As typed; a rank's or worker's own command line is multiprocessing's, and has this machine's paths."""
+    if multiprocessing.parent_process() is None:
+        return shlex.join(["python", *sys.orig_argv[1:]])
+    return shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
 
 
 def _cpu_model() -> str:
