@@ -24,7 +24,7 @@ def run(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "squeezebox.pipeline"])
-    port = _free_port()
+    port = free_port()
     with ProcessPoolExecutor(ranks, mp_context=context) as pool:
         futures = [pool.submit(_call, function, rank, ranks, port, arguments) for rank in range(ranks)]
         return [future.result() for future in futures]
@@ -69,7 +69,7 @@ def _call(function: Callable[..., Any], rank: int, ranks: int, port: int, argume
         dist.destroy_process_group()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

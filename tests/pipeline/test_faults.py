@@ -12,12 +12,13 @@ from torch import nn
 from torch.distributed import HashStore
 
 from squeezebox import schedules
-from squeezebox.pipeline import Runner
+from squeezebox.pipeline import Runner, _runner
 from squeezebox.pipeline._health import Health
 from squeezebox.schema import PipelineError
 from tests.pipeline import ranks
 
 PATIENCE = 6.0
+SHORT = 3.0
 
 
 class _Troubled(nn.Module):
@@ -84,6 +85,62 @@ def test_others_stop_and_name_it(schedule, trouble):
     for process in processes:  # the one that hangs ends itself
         process.join(3 * PATIENCE + 10.0)
         assert process.exitcode is not None
+
+
+def _signalled(rank, when, signal_number, folder):
+    """Rank 1 gets a signal that no process can take: at the start, in a step, or while it saves."""
+
+    def happens(*_, **__):
+        if rank == 1 and (when != "step" or module.calls > 4):
+            os.kill(os.getpid(), signal_number)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)).double()
+    module = model[1]
+    module.calls = 0
+    if when == "start":
+        _runner.groups_of = happens if rank == 1 else _runner.groups_of
+    elif when == "step":
+        module.register_forward_pre_hook(
+            lambda *_: (setattr(module, "calls", module.calls + 1), happens())[1]
+        )
+    else:
+        model.register_state_dict_pre_hook(happens)
+    try:
+        runner = Runner(
+            model,
+            ranks.plan(3, 3, "1f1b", 4),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            loss_fn=nn.functional.mse_loss,
+            patience=SHORT,
+            clip=1.0,
+        )
+        for batch in range(4):
+            runner.step(*ranks.numbers(batch, 8))
+            runner.save(folder)
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}"
+    return "nothing happened"
+
+
+@pytest.mark.parametrize(
+    ("when", "signal_number", "told"),
+    [
+        ("start", signal.SIGKILL, "gives no sign of life"),
+        pytest.param("start", signal.SIGSTOP, "gives no sign of life", marks=pytest.mark.slow),
+        pytest.param("step", signal.SIGSTOP, "gives no sign of life", marks=pytest.mark.slow),
+        pytest.param("save", signal.SIGKILL, "gives no sign of life", marks=pytest.mark.slow),
+        pytest.param("save", signal.SIGSTOP, "gives no sign of life", marks=pytest.mark.slow),
+    ],
+)
+def test_others_stop_wherever_a_rank_is_stopped(when, signal_number, told, tmp_path):
+    processes, results = ranks.start(_signalled, 3, when, signal_number, tmp_path)
+    try:
+        for message in ranks.collect(processes, results, 2).values():
+            assert message.startswith("PipelineError: rank 1 (stage 1) ") and told in message, message
+    finally:
+        processes[1].kill()
+    assert [path.name for path in tmp_path.glob("batch-*")] == ["batch-1"] * (when == "step")
 
 
 def test_a_connection_may_break_before_anything_is_waited_for():

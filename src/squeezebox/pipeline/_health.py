@@ -24,6 +24,7 @@ from squeezebox.schema import PipelineError
 T = TypeVar("T")
 _BEAT = 1.0  # seconds between two signs of life
 _STALE = 3.0 * _BEAT
+_SURE = 0.5  # seconds in which a rank that has failed itself says so
 _FAILURE = "failure"
 _IDLE = "is between two steps"
 _TRANSPORT = "gloo/transport"  # is in the message of a connection's error
@@ -49,14 +50,22 @@ class Health:
         patience: float,
         groups: Sequence[dist.ProcessGroup],
     ) -> None:
-        self._store, self._groups = store, groups
+        self._store, self._groups = store, list(groups)
         self.failed = False
         self._rank, self._names, self._patience = rank, names, patience
         self._work = _IDLE
         self._doing: tuple[str, int | None, float] = (_IDLE, None, time.monotonic())
+        begun = time.monotonic()
+        self._seen: dict[int, tuple[list[Any], float]] = {  # a rank's last sign of life, and when it was new
+            other: ([0, "has never begun", None], begun) for other in range(len(names)) if other != rank
+        }
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="squeezebox-health", daemon=True)
         self._thread.start()
+
+    def connected(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """There are further connections."""
+        self._groups += groups
 
     def works(self, what: str) -> None:
         """From now on this rank computes."""
@@ -150,42 +159,47 @@ class Health:
     def _why(self, error: BaseException) -> dict[str, Any]:
         """Who failed first, as far as this rank can know."""
         waited = time.monotonic() - self._doing[2] >= self._patience
-        before = self._beats()
-        for _ in range(int(_STALE / 0.1)):
+        # What was waited for so long would be known to be silent; else it takes as long to know.
+        end = time.monotonic() + (_SURE if waited and self._patience >= _STALE else _STALE)
+        while True:
             failure = self._failure()
             if failure is not None:
                 return failure
+            self._look()
+            silent = self._silent(_STALE)
+            if silent or time.monotonic() > end:
+                break
             time.sleep(0.1)
-        after = self._beats()
-        rank, silent = self._culprit(before, after)
-        if silent and not waited:
-            return self._report(rank, "is gone: it gives no sign of life, and its connection is closed")
         if silent:
-            return self._report(rank, f"gives no sign of life and was waited for {self._patience:.0f} s")
-        what = after[rank][1] if rank in after else "has never begun"
+            return self._report(silent[0], self._of_silent(waited))
+        rank = self._last_waited_for()
         # Another one's wait that ran out of time closes this one's connections too.
         how = f"was waited for {self._patience:.0f} s" if waited else "is alive, its connection closed"
+        what = self._doing[0] if rank == self._rank else self._seen[rank][0][1]
         return self._report(rank, f"hangs: it {how}, and {what}")
 
-    def _culprit(self, before: dict[int, Any], after: dict[int, Any]) -> tuple[int, bool]:
-        """The rank that all the others wait for in the end, and whether it is silent."""
-        silent = [
-            rank
-            for rank in range(len(self._names))
-            if rank != self._rank and (rank not in after or before.get(rank, [None])[0] == after[rank][0])
-        ]
-        if silent:
-            return silent[0], True
+    def _of_silent(self, waited: bool) -> str:
+        if waited:
+            return f"gives no sign of life and was waited for {self._patience:.0f} s"
+        return "is gone: it gives no sign of life, and its connection is closed"
+
+    def _silent(self, seconds: float) -> list[int]:
+        """The ranks that have given no sign of life for so long."""
+        now = time.monotonic()
+        return [rank for rank, (_, since) in self._seen.items() if now - since >= seconds]
+
+    def _last_waited_for(self) -> int:
+        """The rank that all the others wait for in the end."""
+        awaits = {rank: told[2] for rank, (told, _) in self._seen.items()}
         rank, seen = self._doing[1], {self._rank}  # the ranks on the way
         while rank is not None and rank not in seen:
             seen.add(rank)
-            following = after[rank][2]
-            if following is None:
-                return rank, False
-            rank = following
+            if awaits[rank] is None:
+                return rank
+            rank = awaits[rank]
         # It waits for nobody, or ranks wait in a circle: then one that works and does not wait is named.
-        working = [each for each in after if after[each][2] is None and each != self._rank]
-        return (working or [self._rank if rank is None else rank])[0], False
+        working = [each for each, peer in awaits.items() if peer is None]
+        return (working or [self._rank if rank is None else rank])[0]
 
     def _report(self, rank: int, what: str) -> dict[str, Any]:
         """Write down a failure, unless another one was first, and return the first."""
@@ -204,19 +218,28 @@ class Health:
                 return found
         return None
 
-    def _beats(self) -> dict[int, list[Any]]:
-        """Of each rank that has been heard of: a count of its signs of life, what it does, whom it awaits."""
-        found = {}
+    def _look(self) -> None:
+        """Note the other ranks' signs of life: a count of them, what the rank does, whom it waits for."""
         with contextlib.suppress(RuntimeError, dist.DistError):
-            for rank in range(len(self._names)):
-                if self._store.check([f"beat/{rank}"]):
-                    found[rank] = json.loads(self._store.get(f"beat/{rank}"))
-        return found
+            there = [rank for rank in self._seen if self._store.check([f"beat/{rank}"])]
+            for rank, told in zip(
+                there, self._store.multi_get([f"beat/{rank}" for rank in there]), strict=True
+            ):
+                new = json.loads(told)
+                if new[0] != self._seen[rank][0][0]:
+                    self._seen[rank] = new, time.monotonic()
 
     def _watch(self) -> None:
         count = 0
         while not self._stopped.wait(_BEAT) and not self._others_stopped(count):
             count += 1
+            self._look()
+            silent = self._silent(self._patience)
+            if silent and self._doing[1] is not None:
+                self._report(silent[0], self._of_silent(waited=True))
+                break
+        for group in self._groups if not self._stopped.is_set() else ():
+            _close(group)  # wakes what waits here
         while not self._stopped.wait(_BEAT):
             what, _, since = self._doing
             if what != _IDLE and time.monotonic() - since > self._patience:
@@ -227,7 +250,7 @@ class Health:
         what, peer, since = self._doing
         told = f"{what} for {time.monotonic() - since:.0f} s"
         try:
-            self._store.set(f"beat/{self._rank}", json.dumps([count, told, peer]))
+            self._store.set(f"beat/{self._rank}", json.dumps([count + 1, told, peer]))
             return bool(self._store.check([_FAILURE]))
         except (RuntimeError, dist.DistError):
             return True

@@ -128,74 +128,88 @@ class Runner:
         store = own_store(next(_serials))
         check_stages(plan, pieces)
         agree(store, place, plan, order, pieces, wire, self.engine, patience)
-        self.stages = {
-            number: Stage(pieces[stage.first : stage.end], recompute=stage.policy == "recompute")
-            for number, stage in enumerate(plan.stages)
-            if order.placement[number] == place.rank
-        }
-        own, tied = shared(plan, pieces, place.rank, order.placement)
-        if plan.schedule == "pipedream" and tied:
-            raise OptionError(
-                "weights are tied over stages, and PipeDream's stages update each on its own. Take 2bw."
+        self._health = Health(store, place.number, place.names(order.placement), patience, ())
+        with self._health.guard():
+            self.stages = {
+                number: Stage(pieces[stage.first : stage.end], recompute=stage.policy == "recompute")
+                for number, stage in enumerate(plan.stages)
+                if order.placement[number] == place.rank
+            }
+            own, tied = shared(plan, pieces, place.rank, order.placement)
+            if plan.schedule == "pipedream" and tied:
+                raise OptionError(
+                    "weights are tied over stages, and PipeDream's stages update each on its own. Take 2bw."
+                )
+            self._health.waits("waits for all ranks to connect", place.number)
+            groups = groups_of(place, tied, own, patience)
+            joined = [joined_by(place, patience)] if self.engine == "torch" else []
+            self._health.connected([*groups.all(), *joined])
+            self._health.works("begins")
+            known = {id(parameter): name for name, parameter in model.named_parameters()}
+            optimized = [
+                [known[id(each)] for each in group["params"] if id(each) in known]
+                for group in optimizer.param_groups
+            ]
+            self._weights = Weights(own, known, initial.of)
+            self._weights.hand_over(optimizer)
+            forget(model, [each for stage in self.stages.values() for each in stage.parameters()])
+            self.optimizer = optimizer
+            exchange = Exchange(
+                replicas=groups.replicas,
+                pipeline=groups.pipeline,
+                ties=groups.ties,
+                clip=clip,
+                skip_overflow=skip_overflow,
             )
-        groups = groups_of(place, tied, own)
-        joined = [joined_by(place, patience)] if self.engine == "torch" else []
-        known = {id(parameter): name for name, parameter in model.named_parameters()}
-        optimized = [
-            [known[id(each)] for each in group["params"] if id(each) in known]
-            for group in optimizer.param_groups
-        ]
-        self._weights = Weights(own, known, initial.of)
-        self._weights.hand_over(optimizer)
-        forget(model, [each for stage in self.stages.values() for each in stage.parameters()])
-        self.optimizer = optimizer
-        exchange = Exchange(
-            replicas=groups.replicas,
-            pipeline=groups.pipeline,
-            ties=groups.ties,
-            clip=clip,
-            skip_overflow=skip_overflow,
-        )
-        exchange.level(self._weights.versions[0])
-        self._updates = Updates(self._weights, optimizer, optimized, exchange, correction)
-        names = place.names(order.placement)
-        self._health = Health(store, place.number, names, patience, [*groups.all(), *joined])
-        self._assembly = Assembly(store, self._health, place.number, place.ranks * place.replicas)
-        wires = Wires(place, order, groups, self._health, patience, device_of(model), wire)
-        self._links = Links(store, place, order, self._health, wires)
-        self._reader = Reader()
-        self._state = State(
-            model=model,
-            plan=plan,
-            place=place,
-            stages=self.stages,
-            weights=self._weights,
-            updates=self._updates,
-            reader=self._reader,
-            wires=wires,
-        )
-        self._channel = Channel(wires.peers(is_reading=self.is_first), groups.readers, self._health, patience)
-        self._feed = Feed(
-            plan,
-            self._channel,
-            device_of(model),
-            is_first=self.is_first,
-            is_last=self.is_last,
-            takes_less=self.engine == "own",
-        )
-        self._evaluation: Forwards | TorchPasses | None = None
-        self._training: Training | TorchTraining
-        forwards = Forwards(plan, model, self.stages, self._links, self._feed, loss_fn, plan.microbatch)
-        if self.engine == "torch":
-            make = functools.partial(
-                TorchPasses, plan, order, place, self._feed, forwards.loss_of, joined[0], store, self._health
+            self._health.waits("waits for all ranks' first weights", place.number)
+            exchange.level(self._weights.versions[0])
+            self._health.works("begins")
+            self._updates = Updates(self._weights, optimizer, optimized, exchange, correction)
+            self._assembly = Assembly(store, self._health, place.number, place.ranks * place.replicas)
+            wires = Wires(place, order, groups, self._health, patience, device_of(model), wire)
+            self._links = Links(store, place, order, self._health, wires)
+            self._reader = Reader()
+            self._state = State(
+                model=model,
+                plan=plan,
+                place=place,
+                stages=self.stages,
+                weights=self._weights,
+                updates=self._updates,
+                reader=self._reader,
+                wires=wires,
             )
-            with self._health.guard():
+            self._channel = Channel(
+                wires.peers(is_reading=self.is_first), groups.readers, self._health, patience
+            )
+            self._feed = Feed(
+                plan,
+                self._channel,
+                device_of(model),
+                is_first=self.is_first,
+                is_last=self.is_last,
+                takes_less=self.engine == "own",
+            )
+            self._evaluation: Forwards | TorchPasses | None = None
+            self._training: Training | TorchTraining
+            forwards = Forwards(plan, model, self.stages, self._links, self._feed, loss_fn, plan.microbatch)
+            if self.engine == "torch":
+                make = functools.partial(
+                    TorchPasses,
+                    plan,
+                    order,
+                    place,
+                    self._feed,
+                    forwards.loss_of,
+                    joined[0],
+                    store,
+                    self._health,
+                )
                 self._training = TorchTraining(make, self.stages, self._weights, self._updates, self._health)
-            return
-        late_from = warmup + 1 if order.name == "2bw" else None
-        turns = Turns(order, place.rank)
-        self._training = Training(turns, forwards, self._weights, self._updates, self._health, late_from)
+                return
+            late_from = warmup + 1 if order.name == "2bw" else None
+            turns = Turns(order, place.rank)
+            self._training = Training(turns, forwards, self._weights, self._updates, self._health, late_from)
 
     @property
     def replica(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import zlib
 from collections.abc import Sequence
@@ -12,7 +13,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import (
+    PrefixStore,
+    Store,
+    _get_default_store,
+    _set_pg_timeout,
+    default_pg_timeout,
+)
 
 from squeezebox import schedules
 from squeezebox.pipeline._cut import Piece, fingerprint
@@ -274,7 +281,10 @@ class Groups:
 
 
 def groups_of(
-    place: Place, tied: Sequence[tuple[nn.Parameter, Sequence[int]]], own: Sequence[nn.Parameter]
+    place: Place,
+    tied: Sequence[tuple[nn.Parameter, Sequence[int]]],
+    own: Sequence[nn.Parameter],
+    patience: float,
 ) -> Groups:
     """Make all groups; every process must call it, as each group is made by all of them.
 
@@ -282,7 +292,9 @@ def groups_of(
         place: this process's.
         tied: parameters that several ranks of a pipeline hold, and those ranks.
         own: this rank's parameters.
+        patience: seconds for which this waits for a process.
     """
+    _group = functools.partial(_made, timeout=timedelta(seconds=patience))
     everybody = list(range(place.ranks * place.replicas))
     forward, backward = _group(everybody), _group(everybody)
     pipelines = [everybody[first : first + place.ranks] for first in everybody[:: place.ranks]]
@@ -306,8 +318,14 @@ def groups_of(
     )
 
 
-def _group(ranks: list[int], backend: str | None = None) -> dist.ProcessGroup | None:
-    return dist.new_group(ranks, backend=backend) if len(ranks) > 1 else None
+def _made(ranks: list[int], backend: str | None = None, *, timeout: timedelta) -> dist.ProcessGroup | None:
+    """A group that waits for so long while it is made; later its users count the seconds themselves."""
+    if len(ranks) < 2:
+        return None
+    group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=timeout)
+    if dist.get_rank() in ranks:
+        _set_pg_timeout(default_pg_timeout, group)
+    return group
 
 
 def example(plan: PipelinePlan, device: torch.device) -> tuple[Tensor, ...]:
