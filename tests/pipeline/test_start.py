@@ -169,6 +169,7 @@ def _trained_one(plan, how, folder, options):
             model = ranks.tied()
     else:
         model = ranks.tied(seed=0 if how == "plain" else 1)
+    model.blocks[1][1].weight.requires_grad_(False)
     optimizer = ranks.OPTIMIZERS["adamw"](model.parameters())
     runner = Runner(
         model,

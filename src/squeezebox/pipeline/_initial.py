@@ -59,14 +59,15 @@ class Initial:
             for buffer in model.buffers():
                 buffer.data.copy_(self.of(buffer))
             return
-        self._construction = construction or reset(model)
+        is_read = all(id(tensor) in self._read for tensor in tensors if tensor.is_meta)
+        self._construction = construction or (Construction() if is_read else reset(model))
         self._require_values(model)
         device = device or own_device()
         for parameter in model.parameters():
             self._moved(parameter, stand_in(parameter, device))
             self._stands_for[id(parameter)] = self._before[-1][1]
         for buffer in model.buffers():
-            self._moved(buffer, self.of(buffer).to(device))
+            self._moved(buffer, self.of(buffer).to(device, buffer.dtype))
 
     def of(self, tensor: Tensor) -> Tensor:
         """What one of the model's parameters or buffers begins with; may be on another device."""
@@ -75,12 +76,17 @@ class Initial:
         source = self._stands_for.get(id(tensor), tensor)
         return self._construction.value(source) if source.is_meta else source.detach()
 
+    def fill(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Give parameters their values, in place of stand-ins."""
+        for parameter in parameters:
+            if id(parameter) in self._stands_for or id(parameter) in self._read:
+                parameter.data = self.of(parameter).to(parameter.data)
+
     @contextlib.contextmanager
     def filled(self, module: nn.Module) -> Iterator[None]:
         """A context in which a part of the model has its parameters' values, and no stand-ins."""
         before = [(each, each.data) for each in module.parameters() if id(each) in self._stands_for]
-        for parameter, there in before:
-            parameter.data = self.of(parameter).to(there.device)
+        self.fill(module.parameters())
         try:
             yield
         finally:

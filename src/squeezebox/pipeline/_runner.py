@@ -152,7 +152,9 @@ class Runner:
             ]
             self._weights = Weights(own, known, initial.of)
             self._weights.hand_over(optimizer)
-            forget(model, [each for stage in self.stages.values() for each in stage.parameters()])
+            held = [each for stage in self.stages.values() for each in stage.parameters()]
+            initial.fill(each for each in held if not each.requires_grad)
+            forget(model, held)
             self.optimizer = optimizer
             exchange = Exchange(
                 replicas=groups.replicas,
