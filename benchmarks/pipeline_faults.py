@@ -63,7 +63,7 @@ def row(when: str, what: str, arguments: argparse.Namespace) -> dict[str, Any]:
             found = survivors(when, what, arguments, folder)
             happened = float(Path(folder, "happened").read_text())
         seconds += [at - happened for at, _ in found]
-        message = found[-1][1]
+        message = found[-1][1].replace(folder, "checkpoints")
         print(when, what, *(f"{each:.1f}" for each in seconds), file=sys.stderr, flush=True)
     return {"when": when, "what": what, "seconds": sorted(seconds), "message": message}
 
