@@ -14,6 +14,9 @@ from squeezebox.gradients._exchange import Exchange
 from squeezebox.gradients._residuals import Names
 
 _NOT_ZERO = 1e-20  # added to a column's norm: one of zeros stays zero, and others keep their bits
+# Until the process ends: the hook's callbacks hold a group a little longer than its result is waited for, and
+# gloo ends the process where one of its own threads is the last to let go of a group.
+_groups: set[Any] = set()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +59,7 @@ class LowRank:
         """Put nearly the mean over ranks of a group's flat tensor into it; return bytes that were reduced."""
         state = self._states.get(names) or self._new(names)
         state.process_group = exchange.group
+        _groups.add(exchange.group)
         state.total_numel_after_compression = 0
         bucket: Any = _Bucket(flat=flat, shapes=[self._shapes[name] for name in names])
         powerSGD_hook(state, bucket).wait()
