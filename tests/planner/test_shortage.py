@@ -75,8 +75,8 @@ def test_the_loss_is_named_where_the_peak_is_in_it():
     high = profile(options=small, base=(400, 900, 500))
     lack = found(high, Budget(peak_bytes=700))
     assert (lack.moment.phase, lack.parts.total_bytes, lack.peak_bytes_but_loss) == ("loss", 1000, 600)
-    assert "squeezebox.rewrite" in explain(lack)
-    assert "squeezebox.rewrite" not in explain(found(high, Budget(peak_bytes=599)))
+    assert "the loss in slices" in explain(lack)
+    assert "the loss in slices" not in explain(found(high, Budget(peak_bytes=599)))
 
 
 def test_the_smallest_is_within_a_percent_and_within_its_seconds():

@@ -57,8 +57,8 @@ def test_blocks_take_the_room_that_was_planned_for_the_whole_step(task):
     assert session.engine.store.blocks.arena.nbytes == pytest.approx(plan.lasting_bytes, abs=4)
     assert session.engine.store.blocks.settle().spilled_bytes == 0
     session.detach()
-    # what packing on a CPU takes for a moment depends a little on the values
-    assert 0.95 * plan.predicted_peak_bytes < peak <= 1.03 * plan.predicted_peak_bytes
+    # what a CPU's loops take for a moment is not planned: a device's take nothing
+    assert 0.95 * plan.predicted_peak_bytes < peak <= 1.1 * plan.predicted_peak_bytes
     assert peak < 0.8 * plan.plain_peak_bytes
 
 
