@@ -138,6 +138,7 @@ class Listener(events.Listener):
         pass
 
 codecs.compile_kernels(float64=True)
+codecs.require(torch.float32, "blocks")
 events.register("numba:compile", Listener())
 one = torch.randn(300_000)
 for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
