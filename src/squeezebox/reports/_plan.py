@@ -60,8 +60,8 @@ def explain_floor(budget_bytes: int, parts: MemoryParts) -> str:
     """That a budget is below what a step holds whatever is done with saved tensors."""
     return (
         f"Budget {exact_bytes(budget_bytes)} is below the {exact_bytes(parts.total_bytes)} that "
-        f"{_listed(parts)} take, whatever is done with saved tensors. Put gradients and optimizer state under "
-        "it too, with states=True, raise it well above that, or make the model smaller."
+        f"{_listed(parts)} take, whatever is done with saved tensors. Put gradients and optimizer state "
+        "under it too, with states=True, raise it well above that, or make the model smaller."
     )
 
 
