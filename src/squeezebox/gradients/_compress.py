@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import json
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +26,7 @@ from squeezebox.gradients._low_rank import LowRank
 from squeezebox.gradients._ranks import Worker, own_store
 from squeezebox.gradients._residuals import Names, Residuals
 from squeezebox.gradients._turn import Turn
+from squeezebox.memory import close_at_exit
 from squeezebox.schema import FormatError, OptionError, RankError
 
 POWER = "powersgd"
@@ -98,7 +97,7 @@ class CompressedGradients:
         store = own_store(next(_serials))
         ranks = dist.get_process_group_ranks(ddp.process_group)
         self._worker = Worker(store, dist.get_rank(), ranks, patience)
-        _close_at_exit(self)
+        close_at_exit(self)  # a gloo group that is held when Python ends may abort the process
 
     @property
     def passes(self) -> int:
@@ -450,15 +449,3 @@ def _agree(ddp: DistributedDataParallel, mine: str) -> None:
         theirs = json.loads(bytes(each.numpy()).decode())
         if theirs != mine:
             raise RankError(f"rank {rank} has {theirs}, and this one {mine}. Give all the same options.")
-
-
-def _close_at_exit(made: CompressedGradients) -> None:
-    """A gloo group that is held when Python ends may abort the process."""
-    reference = weakref.ref(made)
-
-    def close() -> None:
-        found = reference()
-        if found is not None:
-            found.close()
-
-    atexit.register(close)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from squeezebox.memory._chunks import CHUNK_BYTES, sectors
 from squeezebox.memory._disk import DiskFile, DiskFolder, disk_folder, usual_folder
 from squeezebox.memory._disk_speed import DiskSpeed, disk_speed
-from squeezebox.memory._elsewhere import Area, Elsewhere
+from squeezebox.memory._elsewhere import Area, Elsewhere, close_at_exit
 from squeezebox.memory._peak import Peak, PeakMeter, Recording
 from squeezebox.memory._reserve import HEADROOM, Reserve, Room, aligned
 from squeezebox.memory._room import (
@@ -75,6 +75,7 @@ __all__ = [
     "Weights",
     "aligned",
     "asked_bytes",
+    "close_at_exit",
     "disk_folder",
     "disk_speed",
     "flat_in_memory",

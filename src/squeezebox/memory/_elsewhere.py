@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
+from typing import Protocol
 
 
 class Area(ABC):
@@ -72,3 +75,19 @@ class Elsewhere(ABC):
     @abstractmethod
     def open(self) -> Area:
         """A new area; OSError if there is none."""
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+def close_at_exit(made: _Closable) -> None:
+    """Have it closed when Python ends, if it is still there."""
+    reference = weakref.ref(made)
+
+    def close() -> None:
+        found = reference()
+        if found is not None:
+            found.close()
+
+    atexit.register(close)

@@ -6,7 +6,6 @@ borrower sends headers and bytes in one order, and the lender takes them in that
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import json
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from squeezebox.memory._elsewhere import Area, Elsewhere
+from squeezebox.memory._elsewhere import Area, Elsewhere, close_at_exit
 from squeezebox.memory._room import free_bytes, keep_freed, return_freed
 from squeezebox.schema import OptionError, RankError, human_bytes, parse_size
 
@@ -84,7 +83,7 @@ class Neighbour(Elsewhere):
         self._used: dict[int, int] = {}  # bytes of each area
         self._numbers = itertools.count()
         self._dropped: deque[int] = deque()  # areas of which the lender has not heard
-        _close_at_exit(self)
+        close_at_exit(self)  # a gloo group that is held when Python ends may abort the process
 
     def __str__(self) -> str:
         return self.path
@@ -356,15 +355,3 @@ def _store(rank: int, *, lender: int, borrower: int) -> Store:
 
 def _group(store: Store, number: int, rank: int, patience: timedelta) -> Any:
     return dist.ProcessGroupGloo(PrefixStore(str(number), store), rank, 2, patience)
-
-
-def _close_at_exit(made: Neighbour) -> None:
-    """A gloo group that is held when Python ends may abort the process."""
-    reference = weakref.ref(made)
-
-    def close() -> None:
-        found = reference()
-        if found is not None:
-            found.close()
-
-    atexit.register(close)
