@@ -117,6 +117,9 @@ def train(
         bool, typer.Option("--correction", help="Of 2bw's late gradients, for a buffer of weights more.")
     ] = False,
     warmup: Annotated[int, typer.Option(help="Batches that 2bw and pipedream flush at first.")] = 0,
+    vertical_sync: Annotated[
+        bool, typer.Option("--vertical-sync", help="All of pipedream's stages read the first one's version.")
+    ] = False,
     weights: Annotated[
         Path | None, typer.Option(help="A safetensors file or a folder of them to begin with.")
     ] = None,
@@ -146,6 +149,7 @@ def train(
             clip=clip,
             correction=correction,
             warmup=warmup,
+            vertical_sync=vertical_sync,
             weights=weights,
             checkpoint=checkpoint,
             save_every=save_every,

@@ -139,6 +139,7 @@ class Request:
     clip: float | None
     correction: bool
     warmup: int
+    vertical_sync: bool
     weights: Path | None
     checkpoint: Path | None
     save_every: int
@@ -174,6 +175,7 @@ def run(request: Request) -> None:
             clip=request.clip,
             correction=request.correction,
             warmup=request.warmup,
+            vertical_sync=request.vertical_sync,
             patience=request.patience,
             construction=construction,
             weights=request.weights,
@@ -274,8 +276,8 @@ def _print_report(plan: PipelinePlan, measured: list[Any], as_json: bool) -> Non
         return
     print(f"seconds a batch: {seconds:.4g}, planned {plan.seconds:.4g}")
     print(f"{'rank':>4} {'stages':<12} {'peak':>10} {'planned':>10}")
+    schedule = pipeline.schedule_of(plan)
     for number, (peak, _) in enumerate(measured):
-        own = range(number % plan.ranks, len(plan.stages), plan.ranks)
         planned = plan.rank_peak_bytes[number % plan.ranks]
-        stages = ", ".join(map(str, own))
+        stages = ", ".join(map(str, schedule.stages_of(number % plan.ranks)))
         print(f"{number:>4} {stages:<12} {human_bytes(peak):>10} {human_bytes(planned):>10}")

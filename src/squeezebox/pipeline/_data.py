@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import io
 import random
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from squeezebox.pipeline._health import Health
+from squeezebox.pipeline._setup import Place
 from squeezebox.pipeline._wire import Form, Peer, Sender
+from squeezebox.schedules import Schedule
 from squeezebox.schema import OptionError, PipelinePlan
 
 _BATCH, _REFUSED, _END = "batch", "refused", "end"
@@ -30,20 +33,24 @@ _TEXT = 1024  # bytes of what readers tell each other
 
 
 class Word(NamedTuple):
-    """What has been read: why it is refused, or the target and samples, and all pipelines' mean of these."""
+    """What has been read: why it is refused, or the target and samples, and all pipelines' mean of these.
+
+    ``inputs`` are those of the microbatches that the rank which hears it takes in, by place in the batch.
+    """
 
     what: str
     why: str
     target: Any = None
     samples: int = 0
     mean: float = 0.0
+    inputs: Any = None
 
 
 class Channel:
     """From the rank that reads to the others of its pipeline, in order; over a group of the CPU's own.
 
-    ``peers`` are the others on the rank that reads, or this one alone; the last one gets targets. ``readers``
-    are all pipelines' reading ranks, on these.
+    ``peers`` are the others on the rank that reads, or this one alone; those of ``targeted`` ranks get
+    targets. ``readers`` are all pipelines' reading ranks, on these.
     """
 
     def __init__(
@@ -52,14 +59,24 @@ class Channel:
         readers: dist.ProcessGroup | None,
         health: Health,
         patience: float,
+        targeted: Container[int] = (),
     ) -> None:
-        self._peers, self._readers = peers, readers
+        self._peers, self._readers, self._targeted = peers, readers, targeted
         self._health, self._patience = health, patience
         self._senders = [Sender(peer, _MOST) for peer in peers]
         self._heard: Word | None = None
 
-    def tell(self, what: str, why: str = "", target: Any = None, samples: int = 0) -> Word:
+    def tell(
+        self,
+        what: str,
+        why: str = "",
+        target: Any = None,
+        samples: int = 0,
+        inputs: Mapping[int, Any] = MappingProxyType({}),
+    ) -> Word:
         """Say what has been read; with several pipelines, once all have read, and nothing if they differ.
+
+        ``inputs`` has those that go to another rank, by its number among all.
 
         Returns:
             What all pipelines get to know.
@@ -67,8 +84,11 @@ class Channel:
         what, why, mean = self._agreed(what, why, samples)
         word = Word(what, why, target if what == _BATCH else None, samples, mean)
         for peer, sender in zip(self._peers, self._senders, strict=True):
+            theirs = word if peer.rank in self._targeted else word._replace(target=None)
+            if word.what == _BATCH:
+                theirs = theirs._replace(inputs=inputs.get(peer.rank))
             file = io.BytesIO()
-            torch.save(tuple(word if peer is self._peers[-1] else word._replace(target=None)), file)
+            torch.save(tuple(theirs), file)
             data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
             sender.send([torch.tensor([len(data)])])
             sender.send([data])
@@ -139,8 +159,8 @@ class Channel:
 class Feed:
     """Inputs where a rank has the first stage, targets where it has the last, by microbatch.
 
-    A batch may have fewer samples than the plan's, if ``takes_less``. Then its last microbatches are smaller
-    or missing.
+    Of several replicas of these stages, each has those of its own microbatches. A batch may have fewer
+    samples than the plan's, if ``takes_less``. Then its last microbatches are smaller or missing.
     """
 
     def __init__(
@@ -148,13 +168,15 @@ class Feed:
         plan: PipelinePlan,
         channel: Channel,
         device: torch.device,
+        schedule: Schedule,
+        place: Place,
         *,
-        is_first: bool,
-        is_last: bool,
         takes_less: bool,
     ) -> None:
         self._plan, self._channel, self._device = plan, channel, device
-        self._is_first, self._is_last, self._takes_less = is_first, is_last, takes_less
+        self._schedule, self._place, self._takes_less = schedule, place, takes_less
+        # PipeDream's microbatches each have an update of their own.
+        self._parts = plan.microbatches if plan.schedule == "pipedream" else 1
         self.inputs: dict[int, tuple[Tensor, ...]] = {}
         self.targets: dict[int, Any] = {}
         self._samples: dict[int, tuple[int, float]] = {}  # by batch: here, and all pipelines' mean
@@ -168,7 +190,7 @@ class Feed:
         Raises:
             OptionError: this rank, the last one, was given another target than the first.
         """
-        word = self._read(inputs, target) if self._is_first else self._channel.hear()
+        word = self._read(batch, inputs, target) if self._place.rank == 0 else self._channel.hear()
         if word.what == _END:
             return "the first rank has no further batch. Let all ranks go over read(), and they end together."
         if word.what == _REFUSED:
@@ -176,18 +198,25 @@ class Feed:
         self._samples = {each: own for each, own in self._samples.items() if each >= batch - self._plan.ranks}
         self._samples[batch] = word.samples, word.mean
         first = batch * self._plan.microbatches
-        if self._is_first:
-            given = self._given(inputs)
-            parts = zip(*(tensor.split(self._plan.microbatch) for tensor in given), strict=True)
-            self.inputs.update(enumerate(parts, first))
-        if self._is_last:
+        for place, part in (word.inputs or {}).items():
+            self.inputs[first + place] = tuple(each.to(self._device) for each in part)
+        last = self._schedule.num_stages - 1
+        if self._place.rank in self._schedule.ranks_of(last):
             if target is not None and not _equal(target, word.target):
                 raise OptionError(
                     f"batch {batch}: the last rank was given another target than the first, so inputs and "
                     "targets are of different samples. Let the first rank alone read: runner.read(batches)."
                 )
-            self.targets.update(enumerate(self._targets(word), first))
+            self.targets.update(
+                (number, part)
+                for number, part in enumerate(self._targets(word), first)
+                if self.takes(last, number)
+            )
         return ""
+
+    def takes(self, stage: int, number: int) -> bool:
+        """Whether this rank takes a microbatch at a stage."""
+        return self._schedule.rank_of(stage, number) == self._place.rank
 
     def size(self, number: int) -> int:
         """Samples of a microbatch: 0 if its batch has too few."""
@@ -202,16 +231,19 @@ class Feed:
         return [size for size in found if size]
 
     def parts(self, number: int) -> float:
-        """Into how many parts a batch goes of which a microbatch is one, by samples of all pipelines."""
+        """Into how many parts an update goes of which a microbatch is one, by samples of all pipelines."""
         _, mean = self._samples[number // self._plan.microbatches]
-        return mean / self.size(number)
+        return mean / self.size(number) / self._parts
 
     def share(self, batch: int) -> float:
-        """What this pipeline's samples of a batch are of the mean pipeline's."""
-        samples, mean = self._samples[batch]
-        return samples / mean
+        """What this rank's samples of a batch at the last stage are of those of the mean pipeline."""
+        _, mean = self._samples[batch]
+        first, last = batch * self._plan.microbatches, self._schedule.num_stages - 1
+        numbers = range(first, first + self._plan.microbatches)
+        samples = sum(self.size(number) for number in numbers if self.takes(last, number))
+        return samples * self._parts / mean
 
-    def _read(self, inputs: Any, target: Any) -> Word:
+    def _read(self, batch: int, inputs: Any, target: Any) -> Word:
         """Tell the others what this rank has read."""
         try:
             given = self._given(inputs)
@@ -226,7 +258,22 @@ class Feed:
                 )
         except OptionError as error:
             return self._channel.tell(_REFUSED, str(error))
-        return self._channel.tell(_BATCH, target=target, samples=samples)
+        parts = self._shared(given, batch * self._plan.microbatches)
+        word = self._channel.tell(_BATCH, target=target, samples=samples, inputs=parts)
+        return word._replace(inputs=parts[self._place.number]) if word.what == _BATCH else word
+
+    def _shared(self, given: Sequence[Tensor], first: int) -> dict[int, dict[int, tuple[Tensor, ...]]]:
+        """Microbatches' inputs by their place in the batch, for each process that takes some of them in."""
+        shared: dict[int, dict[int, tuple[Tensor, ...]]] = {}
+        size = self._plan.microbatch
+        for place, part in enumerate(zip(*(tensor.split(size) for tensor in given), strict=True)):
+            owner = self._place.of(self._schedule.rank_of(0, first + place))
+            is_own = owner == self._place.number
+            # A part that is sent has no more than its own memory.
+            shared.setdefault(owner, {})[place] = (
+                part if is_own else tuple(each.cpu().clone() for each in part)
+            )
+        return shared
 
     def _targets(self, word: Word) -> list[Any]:
         """Each microbatch's part of a tensor, or of a tuple or dict of tensors."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from squeezebox.pipeline._wire import Form, Peer, Receiver, Sender, Traffic
 from squeezebox.schedules import Kind, Schedule
 from squeezebox.schema import OptionError
 
+End = tuple[int, int]  # of a wire: a stage of this rank, and the rank at the other end
 _TAGS = 64  # a boundary's, each way: one for each tensor of a message
 
 
@@ -53,7 +55,7 @@ class Wires:
     def sender(
         self, boundary: int, other: int, forms: Sequence[Form], most: int, *, back: bool
     ) -> Sender | PackedSender:
-        """To the rank of stage ``other``, with at most ``most`` messages on their way."""
+        """To rank ``other`` of this pipeline, with at most ``most`` messages on their way."""
         sender = Sender(self.peer(boundary, other, back=back), most)
         packer = self._packer(boundary, back=back)
         return sender if packer is None else PackedSender(sender, packer, forms)
@@ -61,17 +63,17 @@ class Wires:
     def receiver(
         self, boundary: int, other: int, forms: Sequence[Form], slots: int, *, back: bool
     ) -> Receiver | PackedReceiver:
-        """From the rank of stage ``other``, with room for that number of messages."""
+        """From rank ``other`` of this pipeline, with room for that number of messages."""
         is_plain = self._wire is None or self._wire.error(back=back) is None
         made = Receiver if is_plain else PackedReceiver
         return made(self.peer(boundary, other, back=back), forms, slots)
 
     def peer(self, boundary: int, other: int, *, back: bool) -> Peer:
-        """The rank of stage ``other`` at a boundary."""
+        """Rank ``other`` of this pipeline at a boundary."""
         group: dist.ProcessGroup | None = self._groups.backward if back else self._groups.forward
         assert group is not None
         return Peer(
-            rank=self._place.of(self._schedule.placement[other]),
+            rank=self._place.of(other),
             tag=(4 * boundary + 2 * (self.purpose != "training") + back) * _TAGS,
             group=group,
             device=self._device,
@@ -124,7 +126,8 @@ class Links:
     """A rank's connections: between stages of two ranks over the wire, within a rank by hand.
 
     Boundary b lies between the stages b and b + 1. What crosses it has the same form for every microbatch;
-    the sender puts that into the store when it sends the first one.
+    the sender puts that into the store when it sends the first one. The ends of wires are by stage and by the
+    rank at the other end, of which replicas of the next stage make several.
     """
 
     def __init__(self, store: Store, place: Place, schedule: Schedule, health: Health, wires: Wires) -> None:
@@ -132,14 +135,14 @@ class Links:
         self.wires = wires
         self._in_flight = _at_once(schedule, Kind.FORWARD)
         self._returned = _at_once(schedule, Kind.INPUT)
-        self._senders: dict[int, Sender | PackedSender] = {}
-        self._receivers: dict[int, Receiver | PackedReceiver] = {}
+        self._senders: dict[End, Sender | PackedSender] = {}
+        self._receivers: dict[End, Receiver | PackedReceiver] = {}
         self._forms: dict[int, list[Form]] = {}  # of a stage's inputs
         self._told: dict[int, list[Form]] = {}  # of its outputs
-        self._gradient_senders: dict[int, Sender | PackedSender] = {}
-        self._gradient_receivers: dict[int, Receiver | PackedReceiver] = {}
-        self._expected: Counter[int] = Counter()
-        self._awaited: Counter[int] = Counter()  # gradients, by stage
+        self._gradient_senders: dict[End, Sender | PackedSender] = {}
+        self._gradient_receivers: dict[End, Receiver | PackedReceiver] = {}
+        self._expected: Counter[End] = Counter()
+        self._awaited: Counter[End] = Counter()  # gradients
         self._by_hand: dict[tuple[bool, int, int], list[Tensor]] = {}
         self._others: list[Links] = []
 
@@ -149,32 +152,35 @@ class Links:
         self._others.append(Links(self._store, self._place, self._schedule, self._health, wires))
         return self._others[-1]
 
-    def expect(self, microbatches: int) -> None:
-        """``microbatches`` more will come to each of this rank's stages."""
-        for stage, rank in enumerate(self._schedule.placement):
-            if rank == self._place.rank and stage:
-                self.expect_at(stage, microbatches)
+    def expect(self, microbatches: Iterable[int]) -> None:
+        """These will come to each of this rank's stages, as far as it takes them there."""
+        for microbatch in microbatches:
+            for stage in self._schedule.stages_of(self._place.rank):
+                if stage and self._schedule.rank_of(stage, microbatch) == self._place.rank:
+                    self.expect_at(stage, microbatch)
 
-    def expect_at(self, stage: int, microbatches: int) -> None:
-        """``microbatches`` more will come to this stage."""
+    def expect_at(self, stage: int, microbatch: int) -> None:
+        """This one will come to this stage."""
         if self._is_own(stage - 1):
             return
-        if stage in self._receivers:
-            self._receivers[stage].expect(microbatches)
+        end = self._end(stage, stage - 1, microbatch)
+        if end in self._receivers:
+            self._receivers[end].expect(1)
         else:
-            self._expected[stage] += microbatches
+            self._expected[end] += 1
 
     def send(self, stage: int, microbatch: int, outputs: Sequence[Tensor]) -> None:
         """Hand a stage's outputs to the next one."""
         if self._is_own(stage + 1):
             self._by_hand[True, stage + 1, microbatch] = list(outputs)
             return
-        if stage not in self._senders:
-            self._open(stage, outputs)
+        end = self._end(stage, stage + 1, microbatch)
+        if end not in self._senders:
+            self._open(end, outputs)
         self._require_same(stage, outputs)
-        self._senders[stage].send(outputs)
-        self._gradient_receivers[stage].expect(1)
-        self._awaited[stage] += 1
+        self._senders[end].send(outputs)
+        self._gradient_receivers[end].expect(1)
+        self._awaited[end] += 1
 
     def _require_same(self, stage: int, outputs: Sequence[Tensor]) -> None:
         """Refuse what the other end has no room for, or would take for something else."""
@@ -190,36 +196,40 @@ class Links:
         if self._is_own(stage - 1):
             given = self._by_hand.pop((True, stage, microbatch))
             return [], [each.detach().requires_grad_(each.requires_grad) for each in given]
-        if stage not in self._receivers:
-            self._await(stage)
-        buffers = self._receivers[stage].receive()
+        end = self._end(stage, stage - 1, microbatch)
+        if end not in self._receivers:
+            self._await(end)
+        buffers = self._receivers[end].receive()
         forms = self._forms[stage]
         return buffers, [
             each.detach().requires_grad_(form.requires_grad)
             for each, form in zip(buffers, forms, strict=True)
         ]
 
-    def release(self, stage: int, inputs: list[Tensor], gradients: list[Tensor] | None) -> None:
+    def release(
+        self, stage: int, microbatch: int, inputs: list[Tensor], gradients: list[Tensor] | None
+    ) -> None:
         """Give a microbatch's buffers back."""
         if inputs:
-            self._receivers[stage].release(inputs)
+            self._receivers[self._end(stage, stage - 1, microbatch)].release(inputs)
         if gradients is not None and not self._is_own(stage + 1):
-            self._gradient_receivers[stage].release(gradients)
+            self._gradient_receivers[self._end(stage, stage + 1, microbatch)].release(gradients)
 
     def send_gradients(self, stage: int, microbatch: int, gradients: list[Tensor]) -> None:
         """Hand the gradients of a stage's inputs to the stage before."""
         if self._is_own(stage - 1):
             self._by_hand[False, stage - 1, microbatch] = gradients
         else:
-            self._gradient_senders[stage].send(gradients)
+            self._gradient_senders[self._end(stage, stage - 1, microbatch)].send(gradients)
 
     def receive_gradients(self, stage: int, microbatch: int) -> list[Tensor]:
         """The gradients of a stage's outputs."""
         if self._is_own(stage + 1):
             return self._by_hand.pop((False, stage, microbatch))
-        gradients = self._gradient_receivers[stage].receive()
-        self._awaited[stage] -= 1
-        self._senders[stage].settle(keep=self._awaited[stage])  # what this is the gradient of has arrived
+        end = self._end(stage, stage + 1, microbatch)
+        gradients = self._gradient_receivers[end].receive()
+        self._awaited[end] -= 1
+        self._senders[end].settle(keep=self._awaited[end])  # what this is the gradient of has arrived
         return gradients
 
     def settle(self) -> None:
@@ -235,38 +245,50 @@ class Links:
             self.settle()
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """What was sent so far."""
-        forward = [sender.traffic(stage, back=False) for stage, sender in sorted(self._senders.items())]
+        """What was sent so far, to each rank that it went to."""
+        forward = [sender.traffic(stage, back=False) for (stage, _), sender in sorted(self._senders.items())]
         back = [
-            sender.traffic(stage - 1, back=True) for stage, sender in sorted(self._gradient_senders.items())
+            sender.traffic(stage - 1, back=True)
+            for (stage, _), sender in sorted(self._gradient_senders.items())
         ]
         return (*forward, *back)
 
     def _is_own(self, stage: int) -> bool:
-        return self._schedule.placement[stage] == self._place.rank
+        return self._place.rank in self._schedule.ranks_of(stage)
 
-    def _open(self, stage: int, outputs: Sequence[Tensor]) -> None:
+    def _end(self, stage: int, other: int, microbatch: int) -> End:
+        return stage, self._schedule.rank_of(other, microbatch)
+
+    def _of_those(self, in_flight: int, stage: int, other: int) -> int:
+        """How many of a stage's microbatches in flight are of one replica of the other stage."""
+        own, others = (len(self._schedule.ranks_of(each)) for each in (stage, other))
+        return -(-in_flight * math.gcd(own, others) // others)
+
+    def _open(self, end: End, outputs: Sequence[Tensor]) -> None:
         """Tell the next stage what will come, and make this end of the wires."""
+        stage, other = end
         forms = [Form(tuple(each.shape), each.dtype, each.requires_grad) for each in outputs]
-        self._told[stage] = forms
+        self._told.setdefault(stage, forms)
         self._store.set(self._key(stage), pickle.dumps(forms))  # type: ignore[arg-type]
-        self._senders[stage] = self.wires.sender(stage, stage + 1, forms, self._in_flight[stage], back=False)
+        most = self._of_those(self._in_flight[stage], stage, stage + 1)
+        self._senders[end] = self.wires.sender(stage, other, forms, most, back=False)
         returned = [form for form in forms if form.requires_grad]
         slots = self._returned[stage] + 1
-        self._gradient_receivers[stage] = self.wires.receiver(stage, stage + 1, returned, slots, back=True)
+        self._gradient_receivers[end] = self.wires.receiver(stage, other, returned, slots, back=True)
 
-    def _await(self, stage: int) -> None:
+    def _await(self, end: End) -> None:
         """Learn what will come from the stage before, and make this end of the wires."""
-        peer = self.wires.peer(stage - 1, stage - 1, back=False)
+        stage, other = end
+        peer = self.wires.peer(stage - 1, other, back=False)
         told = self._health.await_key(self._key(stage - 1), f"waits for rank {peer.rank} to send", peer.rank)
         self._forms[stage] = forms = pickle.loads(told)
-        slots = self._in_flight[stage] + 1
-        receiver = self.wires.receiver(stage - 1, stage - 1, forms, slots, back=False)
-        receiver.expect(self._expected.pop(stage))
-        self._receivers[stage] = receiver
+        slots = self._of_those(self._in_flight[stage], stage, stage - 1) + 1
+        receiver = self.wires.receiver(stage - 1, other, forms, slots, back=False)
+        receiver.expect(self._expected.pop(end, 0))
+        self._receivers[end] = receiver
         returned = [form for form in forms if form.requires_grad]
-        self._gradient_senders[stage] = self.wires.sender(
-            stage - 1, stage - 1, returned, self._most_returned(stage), back=True
+        self._gradient_senders[end] = self.wires.sender(
+            stage - 1, other, returned, self._most_returned(stage), back=True
         )
 
     def _most_returned(self, stage: int) -> int:

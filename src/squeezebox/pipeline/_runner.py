@@ -67,6 +67,7 @@ class Runner:
         skip_overflow: with an infinite or NaN gradient anywhere, a batch changes nothing.
         correction: of the delay of gradients in 2bw (arXiv:2606.30634), for one more buffer of weights.
         warmup: batches at the start that 2bw and pipedream flush, reading the newest weights.
+        vertical_sync: all stages of pipedream read the version that the first one reads, for an input.
         schedule: of your own, instead of the one that the plan names: for its ranks, stages and microbatches,
             and with a flush after each batch. The plan's predictions are not of it.
         wire: what activations and their gradients may lose on their way between ranks, to go in fewer bytes
@@ -103,6 +104,7 @@ class Runner:
         skip_overflow: bool = False,
         correction: bool = False,
         warmup: int = 0,
+        vertical_sync: bool = False,
         schedule: Schedule | None = None,
         wire: Wire | None = None,
         patience: float = 60.0,
@@ -120,7 +122,7 @@ class Runner:
             )
         self.engine = engine_of(plan, device_of(model), wire, engine)
         self.plan, self._model = plan, model
-        order = schedule_of(plan, warmup, schedule)
+        order = schedule_of(plan, warmup, schedule, vertical_sync=vertical_sync)
         if self.engine == "torch":
             require_suited(plan, order, wire)
         self._place = place = placed(plan)
@@ -128,20 +130,20 @@ class Runner:
         store = own_store(next(_serials))
         check_stages(plan, pieces)
         agree(store, place, plan, order, pieces, wire, self.engine, patience)
-        self._health = Health(store, place.number, place.names(order.placement), patience, ())
+        self._health = Health(store, place.number, place.names(order), patience, ())
         with self._health.guard():
             self.stages = {
                 number: Stage(pieces[stage.first : stage.end], recompute=stage.policy == "recompute")
                 for number, stage in enumerate(plan.stages)
-                if order.placement[number] == place.rank
+                if place.rank in order.ranks_of(number)
             }
-            own, tied = shared(plan, pieces, place.rank, order.placement)
+            own, tied = shared(plan, pieces, place.rank, order)
             if plan.schedule == "pipedream" and tied:
                 raise OptionError(
                     "weights are tied over stages, and PipeDream's stages update each on its own. Take 2bw."
                 )
             self._health.waits("waits for all ranks to connect", place.number)
-            groups = groups_of(place, tied, own, patience)
+            groups = groups_of(place, order, tied, own, patience)
             joined = [joined_by(place, patience)] if self.engine == "torch" else []
             self._health.connected([*groups.all(), *joined])
             self._health.works("begins")
@@ -156,12 +158,16 @@ class Runner:
             initial.fill(each for each in held if not each.requires_grad)
             forget(model, held)
             self.optimizer = optimizer
+            turns_taken = order.ranks_of(next(iter(self.stages)))
             exchange = Exchange(
                 replicas=groups.replicas,
                 pipeline=groups.pipeline,
                 ties=groups.ties,
                 clip=clip,
                 skip_overflow=skip_overflow,
+                averaged=not order.replicas or plan.schedule == "pipedream",
+                in_turn=len(turns_taken),
+                counted=place.rank == turns_taken[0],
             )
             self._health.waits("waits for all ranks' first weights", place.number)
             exchange.level(self._weights.versions[0])
@@ -182,15 +188,19 @@ class Runner:
                 wires=wires,
             )
             self._channel = Channel(
-                wires.peers(is_reading=self.is_first), groups.readers, self._health, patience
+                wires.peers(is_reading=self.reads),
+                groups.readers,
+                self._health,
+                patience,
+                targeted=[place.of(rank) for rank in order.ranks_of(len(plan.stages) - 1)],
             )
             self._feed = Feed(
                 plan,
                 self._channel,
                 device_of(model),
-                is_first=self.is_first,
-                is_last=self.is_last,
-                takes_less=self.engine == "own",
+                order,
+                place,
+                takes_less=self.engine == "own" and not (order.replicas and plan.schedule == "pipedream"),
             )
             self._evaluation: Forwards | TorchPasses | None = None
             self._training: Training | TorchTraining
@@ -217,6 +227,11 @@ class Runner:
     def replica(self) -> int:
         """Which of the plan's equal pipelines this rank is in."""
         return self._place.replica
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank reads its pipeline's batches: the first one does."""
+        return self._place.rank == 0
 
     @property
     def is_first(self) -> bool:
@@ -253,7 +268,8 @@ class Runner:
                 equal.
 
         Returns:
-            The batch's mean loss on the last rank, None on all others.
+            The batch's mean loss on the last rank, None on all others. Replicas of the last stage have that
+            of their own microbatches.
 
         Raises:
             OptionError: the batch has more samples than the plan's, or other forms. All ranks raise it before
@@ -283,7 +299,7 @@ class Runner:
             PipelineError: another rank failed.
             OptionError: the first rank was given nothing, or replicas read different numbers of batches.
         """
-        found = batches_of(self._reader, self._channel, batches, reads=self.is_first)
+        found = batches_of(self._reader, self._channel, batches, reads=self.reads)
         while True:
             with self._health.guard():
                 try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +31,9 @@ from squeezebox.schedules import Schedule
 from squeezebox.schema import OptionError, PipelineError, PipelinePlan
 
 
-def schedule_of(plan: PipelinePlan, warmup: int = 0, own: Schedule | None = None) -> Schedule:
+def schedule_of(
+    plan: PipelinePlan, warmup: int = 0, own: Schedule | None = None, *, vertical_sync: bool = False
+) -> Schedule:
     """The schedule that a plan names, with batches enough to fill the pipeline; or one of the caller's own.
 
     Raises:
@@ -38,21 +42,34 @@ def schedule_of(plan: PipelinePlan, warmup: int = 0, own: Schedule | None = None
     """
     if own is not None:
         return _own_schedule(plan, own)
-    row = schedules.published(plan.schedule)
-    loops, rest = divmod(len(plan.stages), plan.ranks)
+    row, replicas = schedules.published(plan.schedule), plan.stage_replicas
+    if replicas and plan.replicas > 1:
+        raise OptionError(
+            f"the plan has {plan.replicas} pipelines and {list(replicas)} replicas of stages. Take one "
+            "pipeline with more replicas of each stage."
+        )
+    loops, rest = (1, 0) if replicas else divmod(len(plan.stages), plan.ranks)
     if rest or (loops > 1 and not row.loops):
         raise OptionError(
             f"the plan has {len(plan.stages)} stages for {plan.ranks} ranks: '{plan.schedule}' takes "
             f"{'a multiple of the ranks' if rest and loops else 'one for each rank'}. Cut the model so."
         )
-    if plan.schedule == "pipedream" and plan.microbatches != 1:
+    least = math.lcm(*replicas)
+    if plan.schedule == "pipedream" and plan.microbatches != least:
+        shared = f" ({least} is the least that {list(replicas)} replicas share evenly)" if replicas else ""
         raise OptionError(
             f"PipeDream updates after every microbatch, and the plan has {plan.microbatches} in a batch. "
-            "Give it one, or take 2bw, which updates once a batch."
+            f"Give it {least}{shared}, or take 2bw, which updates once a batch."
         )
-    batches = 1 if row.flushes else plan.ranks
     return schedules.make(
-        plan.schedule, plan.ranks, plan.microbatches, loops=loops, batches=warmup + batches, warmup=warmup
+        plan.schedule,
+        plan.ranks,
+        plan.microbatches,
+        loops=loops,
+        batches=warmup + (1 if row.flushes else plan.ranks),
+        warmup=warmup,
+        replicas=replicas,
+        vertical_sync=vertical_sync,
     )
 
 
@@ -112,13 +129,16 @@ class Place:
         """The number of another rank of this pipeline among all processes."""
         return self.replica * self.ranks + rank
 
-    def names(self, placement: Sequence[int]) -> list[str]:
+    def names(self, schedule: Schedule) -> list[str]:
         """What each process holds, in words."""
         names = []
         for replica in range(self.replicas):
             for rank in range(self.ranks):
-                own = [str(stage) for stage, owner in enumerate(placement) if owner == rank]
-                name = f"stage{'s' * (len(own) > 1)} {', '.join(own)}"
+                own = schedule.stages_of(rank)
+                name = f"stage{'s' * (len(own) > 1)} {', '.join(map(str, own))}"
+                ranks = schedule.ranks_of(own[0])
+                if len(ranks) > 1:
+                    name = f"{name}, replica {ranks.index(rank)}"
                 names.append(name if self.replicas == 1 else f"{name} of replica {replica}")
         return names
 
@@ -243,18 +263,20 @@ def check_stages(plan: PipelinePlan, pieces: Sequence[Piece]) -> None:
 
 
 def shared(
-    plan: PipelinePlan, pieces: Sequence[Piece], rank: int, placement: tuple[int, ...]
+    plan: PipelinePlan, pieces: Sequence[Piece], rank: int, schedule: Schedule
 ) -> tuple[list[nn.Parameter], list[tuple[nn.Parameter, list[int]]]]:
-    """A rank's trained parameters, and those that several ranks hold, with the ranks."""
-    holders: dict[nn.Parameter, list[int]] = {}
+    """A rank's trained parameters, and those that stages of several ranks hold, with all of these ranks."""
+    holders: dict[nn.Parameter, set[range]] = {}
     for number, stage in enumerate(plan.stages):
         for piece in pieces[stage.first : stage.end]:
             for parameter in piece.module.parameters():
-                ranks = holders.setdefault(parameter, [])
-                if parameter.requires_grad and placement[number] not in ranks:
-                    ranks.append(placement[number])
-    own = [parameter for parameter, ranks in holders.items() if rank in ranks]
-    tied = [(parameter, sorted(ranks)) for parameter, ranks in holders.items() if len(ranks) > 1]
+                ranks = holders.setdefault(parameter, set())
+                if parameter.requires_grad:
+                    ranks.add(schedule.ranks_of(number))
+    own = [parameter for parameter, ranks in holders.items() if any(rank in each for each in ranks)]
+    tied = [
+        (parameter, sorted(itertools.chain(*ranks))) for parameter, ranks in holders.items() if len(ranks) > 1
+    ]
     return own, tied
 
 
@@ -282,6 +304,7 @@ class Groups:
 
 def groups_of(
     place: Place,
+    schedule: Schedule,
     tied: Sequence[tuple[nn.Parameter, Sequence[int]]],
     own: Sequence[nn.Parameter],
     patience: float,
@@ -290,6 +313,7 @@ def groups_of(
 
     Args:
         place: this process's.
+        schedule: says which ranks hold a stage.
         tied: parameters that several ranks of a pipeline hold, and those ranks.
         own: this rank's parameters.
         patience: seconds for which this waits for a process.
@@ -298,8 +322,11 @@ def groups_of(
     everybody = list(range(place.ranks * place.replicas))
     forward, backward = _group(everybody), _group(everybody)
     pipelines = [everybody[first : first + place.ranks] for first in everybody[:: place.ranks]]
-    replicas = [everybody[rank :: place.ranks] for rank in range(place.ranks)]
-    readers = _group(replicas[0], "gloo")
+    readers = _group(everybody[:: place.ranks], "gloo")
+    if schedule.replicas:
+        replicas = [[*schedule.ranks_of(stage)] for stage in range(schedule.num_stages)]
+    else:
+        replicas = [everybody[rank :: place.ranks] for rank in range(place.ranks)]
     ties = []
     for parameter, ranks in tied:
         made = [_group([pipeline[rank] for rank in ranks]) for pipeline in pipelines]
@@ -311,7 +338,9 @@ def groups_of(
         forward=forward,
         backward=backward,
         pipeline=[_group(each) for each in pipelines][place.replica],
-        replicas=[_group(each) for each in replicas][place.rank],
+        replicas=next(
+            group for group, ranks in [(_group(each), each) for each in replicas] if place.number in ranks
+        ),
         words=[_group(each, "gloo") for each in pipelines][place.replica],
         readers=readers if place.rank == 0 else None,
         ties=tuple(ties),

@@ -45,10 +45,11 @@ class State:
         """
         about = {"format": _FORMAT, "split": self._split(), "optimizer": self.updates.about()}
         own = {"random": random_states(), "links": self.wires.state()}
-        earlier = {
-            str(version): self._named(flat)
+        newest = self.weights.newest
+        earlier = {  # by the batch, where each has an update
+            str(batch - (newest - version)): self._named(flat)
             for version, flat in self.weights.versions.items()
-            if version != batch
+            if version != newest
         }
         return {
             "about": packed(json.dumps(about)),
@@ -67,13 +68,14 @@ class State:
         named = self.model.state_dict(keep_vars=True)
         return {name: tensor.detach() for name, tensor in named.items() if id(tensor) in own}
 
-    def restore(self, directory: Path, batch: int, restart: Callable[[int], int]) -> None:
+    def restore(self, directory: Path, batch: int, restart: Callable[[int], range]) -> None:
         """Go on from a complete checkpoint.
 
         Args:
             directory: of checkpoints.
             batch: the batches that it has seen.
-            restart: prepares a batch, and returns the oldest version of the weights that will be read.
+            restart: prepares a batch, and returns the versions of the weights, from the oldest one that will
+                be read to the newest.
 
         Raises:
             FormatError: it is of another model or optimizer, or damaged.
@@ -129,7 +131,7 @@ class State:
             )
         return about
 
-    def _read(self, checkpoint: Checkpoint, batch: int, oldest: int) -> list[int]:
+    def _read(self, checkpoint: Checkpoint, batch: int, wanted: range) -> list[int]:
         """Weights, buffers and the optimizer's state; returns versions that are not there."""
         names = self.weights.names
 
@@ -138,7 +140,8 @@ class State:
             return Flat(self.weights.parameters) if is_there else None
 
         newest, update = Flat(self.weights.parameters), room("last_update.")
-        earlier = {version: room(f"versions.{version}.") for version in range(oldest, batch)}
+        saved = {version: batch - (wanted[-1] - version) for version in wanted[:-1]}
+        earlier = {version: room(f"versions.{saved[version]}.") for version in wanted[:-1]}
         buffers = self._other_buffers()
         there = checkpoint.forms("buffers.")
         checkpoint.read(
@@ -147,7 +150,7 @@ class State:
             | {f"buffers.{name}": each for name, each in buffers.items() if name in there}
             | {f"last_update.{name}": each for name, each in self._named(update).items()}
             | {
-                f"versions.{version}.{name}": each
+                f"versions.{saved[version]}.{name}": each
                 for version, flat in earlier.items()
                 for name, each in self._named(flat).items()
             }
@@ -155,7 +158,7 @@ class State:
         states = checkpoint.nested("optim", "state", only=names)
         self.updates.restore(states, checkpoint.nested("optim", "param_groups"), update)
         versions = {version: flat or newest.copy() for version, flat in earlier.items()}
-        self.weights.restore(versions | {batch: newest})
+        self.weights.restore(versions | {wanted[-1]: newest})
         return [version for version, flat in earlier.items() if flat is None]
 
     def _split(self) -> dict[str, Any]:
@@ -168,6 +171,7 @@ class State:
             "microbatch": plan.microbatch,
             "microbatches": plan.microbatches,
             "stages": [[stage.first, stage.end] for stage in plan.stages],
+            **({"stage_replicas": [*plan.stage_replicas]} if plan.stage_replicas else {}),
         }
 
     def _named(self, flat: Flat | None) -> dict[str, Tensor]:

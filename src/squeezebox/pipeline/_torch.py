@@ -317,10 +317,10 @@ class TorchTraining:
     def drain(self) -> None:
         """Nothing is under way between two batches."""
 
-    def restart(self, batch: int) -> int:
+    def restart(self, batch: int) -> range:
         """Go on after ``batch`` batches; returns the version of the weights that will be read."""
         self.batch = batch
-        return batch
+        return range(batch, batch + 1)
 
     def evaluation(self, model: nn.Module) -> TorchPasses:
         """The passes of a batch in evaluation mode; UnsupportedModelError if ranks lack weights for them."""

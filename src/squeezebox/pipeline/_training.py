@@ -70,7 +70,7 @@ class Forwards:
             leaves = list(self.feed.inputs.pop(number))
         else:
             if self._samples < self.plan.microbatch:
-                self.links.expect_at(stage, 1)
+                self.links.expect_at(stage, number)
             buffers, leaves = self.links.receive(stage, number)
         if self.is_loss(stage):
             loss_of = functools.partial(self.loss_of, number, self.feed.targets.pop(number))
@@ -82,7 +82,9 @@ class Forwards:
 
     def begin(self, batch: int) -> None:
         """A batch's microbatches will come, smaller ones when it is their turn."""
-        self.links.expect(self.feed.sizes(batch).count(self.plan.microbatch))
+        first = batch * self.plan.microbatches
+        whole = self.feed.sizes(batch).count(self.plan.microbatch)
+        self.links.expect(range(first, first + whole))
 
     def of_batch(self, batch: int) -> Tensor | None:
         """All forwards of a batch and nothing else: its mean loss where the last stage is."""
@@ -90,15 +92,15 @@ class Forwards:
         first, losses = batch * self.plan.microbatches, []
         for number in range(first, first + len(self.feed.sizes(batch))):
             own = self.suited(number)
-            for stage in self.stages:
+            for stage in (stage for stage in self.stages if self.feed.takes(stage, number)):
                 passage = own.run(Action(kind=Kind.FORWARD, stage=stage, microbatch=number))
-                own.links.release(stage, passage.received, None)
+                own.links.release(stage, number, passage.received, None)
                 losses += passage.outputs if self.is_loss(stage) else []
         self.links.settle()
         return self.mean(batch, losses)
 
     def mean(self, batch: int, losses: Sequence[Tensor]) -> Tensor | None:
-        """The mean loss of this pipeline's samples, from its microbatches' parts."""
+        """The mean loss of the samples that this rank has taken, from their microbatches' parts."""
         if not losses:
             return None
         total, share = torch.stack([*losses]).sum(), self.feed.share(batch)
@@ -179,6 +181,11 @@ class Turns:
         """The batch that an action is for."""
         return self._schedule.batch_of(action)
 
+    @property
+    def updates(self) -> int:
+        """How many of its stages' updates a rank does in a batch, for each of them."""
+        return max(map(self._schedule.updates_of, self._schedule.stages_of(self._rank)))
+
 
 class Training:
     """What a rank does to train, and what lasts from action to action and from batch to batch.
@@ -221,19 +228,28 @@ class Training:
 
     def drain(self) -> None:
         """Finish all microbatches and updates under way."""
-        while self._ended_stages < self.batch * len(self._stages):
+        while self._ended_stages < self._made(self.batch) * len(self._stages):
             action = self._turns.take()
             if self._turns.batch_of(action) < self.batch:
                 self._do(action)
         self._turns.restart(self.batch)
-        self._reach(self.batch, self._turns.ahead().version)
+        self._reach(self._made(self.batch), self._turns.ahead().version)
         self._links.settle()
 
-    def restart(self, batch: int) -> int:
-        """Go on after ``batch`` batches, with nothing under way; returns the oldest version to be read."""
-        self.batch, self._ended_stages = batch, batch * len(self._stages)
+    def restart(self, batch: int) -> range:
+        """Go on after ``batch`` batches, with nothing under way.
+
+        Returns:
+            The versions of the weights from the oldest one that will be read to the newest.
+        """
+        newest = self._made(batch)
+        self.batch, self._ended_stages = batch, newest * len(self._stages)
         self._turns.restart(batch)
-        return self._turns.ahead().version
+        return range(self._turns.ahead().version, newest + 1)
+
+    def _made(self, batch: int) -> int:
+        """The version that so many batches make."""
+        return batch * self._turns.updates
 
     def evaluation(self, model: nn.Module) -> Forwards:
         """The passes of a batch in evaluation mode; UnsupportedModelError if ranks lack weights for them."""
@@ -247,7 +263,7 @@ class Training:
         self._health.works(f"works at {action}")
         key = action.stage, action.microbatch
         if action.kind is Kind.UPDATE:
-            self._end_stage(action.microbatch)
+            self._end_stage(action)
             return
         if not self._forwards.feed.size(action.microbatch):
             return
@@ -262,7 +278,7 @@ class Training:
             self._backward(action, self._flights[key], forwards)
             if action.kind is not Kind.INPUT:
                 passage = self._flights.pop(key)
-                forwards.links.release(action.stage, passage.received, passage.gradients)
+                forwards.links.release(*key, passage.received, passage.gradients)
 
     def _backward(self, action: Action, passage: Passage, forwards: Forwards) -> None:
         if action.kind is not Kind.WEIGHT and not forwards.is_loss(action.stage):
@@ -281,13 +297,16 @@ class Training:
             returned = apart(results, passage.gradients or [])
             forwards.links.send_gradients(action.stage, action.microbatch, returned)
 
-    def _end_stage(self, batch: int) -> None:
-        """A stage's gradients of a batch are complete; with those of all stages, its update is queued."""
+    def _end_stage(self, update: Action) -> None:
+        """A stage's gradients of an update are complete; with those of all stages, it is queued."""
         self._ended_stages += 1
         if self._ended_stages % len(self._stages) == 0:
-            assert self._gradients is not None
+            batch = self._turns.batch_of(update)
             late = self._late_from is not None and batch >= self._late_from
-            self._updates.queue(self._gradients, self._settings.pop(batch), late=late)
+            # A replica that a small batch has no microbatch for has nothing to add.
+            gradients = self._gradients or self._updates.gradients()
+            self._updates.queue(gradients, self._settings[batch], late=late)
+            self._settings = {each: own for each, own in self._settings.items() if each >= batch}
             self._gradients = None
 
     def _reach(self, version: int, oldest: int) -> None:

@@ -37,7 +37,10 @@ class Exchange:
     """What ranks must tell each other of a batch's gradients before they step.
 
     ``replicas`` has the ranks with the same stages, ``pipeline`` those of one pipeline; None where there is
-    but one. ``clip`` bounds the norm of all gradients, as torch.nn.utils.clip_grad_norm_ does.
+    but one. Replicas have gradients of equal weight if ``averaged``, else parts of a batch's. ``in_turn``
+    are the replicas of this rank's stage within the pipeline, and ``counted`` says whether it is this rank
+    that counts the stage in the gradients' norm. ``clip`` bounds the norm of all gradients, as
+    torch.nn.utils.clip_grad_norm_ does.
     ``skip_overflow``: with an infinite or NaN gradient anywhere, nobody steps.
     """
 
@@ -46,6 +49,9 @@ class Exchange:
     ties: tuple[Tie, ...]
     clip: float | None
     skip_overflow: bool
+    averaged: bool = True
+    in_turn: int = 1
+    counted: bool = True
 
     @property
     def is_needed(self) -> bool:
@@ -61,9 +67,12 @@ class Exchange:
         if self.replicas is not None:
             for part in gradients.parts:
                 dist.all_reduce(part, group=self.replicas)
-                part /= self.replicas.size()
+                if self.averaged:
+                    part /= self.replicas.size()
         for tie in self.ties:
-            dist.all_reduce(gradients.views[tie.place], group=tie.group)
+            shared = gradients.views[tie.place]
+            shared /= self.in_turn  # that many ranks of the group have this sum
+            dist.all_reduce(shared, group=tie.group)
         if self.clip is None and not self.skip_overflow:
             return None, True
         norm = self._norm(gradients)
@@ -84,7 +93,8 @@ class Exchange:
 
     def _norm(self, gradients: Flat) -> float:
         elsewhere = {tie.place for tie in self.ties if not tie.counted}
-        own = [view for place, view in enumerate(gradients.views) if place not in elsewhere]
+        views = gradients.views if self.counted else []
+        own = [view for place, view in enumerate(views) if place not in elsewhere]
         total = torch.zeros((), dtype=torch.float64, device=gradients.device)
         for view in own:
             total += torch.linalg.vector_norm(view, dtype=_wide(view)).double() ** 2

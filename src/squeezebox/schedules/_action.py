@@ -26,8 +26,9 @@ class Kind(Enum):
 class Action:
     """One thing that a rank does.
 
-    ``microbatch`` counts on from batch to batch; of an update it is the batch. ``version`` is the number of
-    updates in the weights that are read; an update makes version ``microbatch + 1``.
+    ``microbatch`` counts on from batch to batch; of an update it is the number of the stage's updates before.
+    ``version`` is the number of updates in the weights that are read; an update makes version
+    ``microbatch + 1``.
     """
 
     kind: Kind
@@ -43,8 +44,10 @@ class Action:
 class Schedule:
     """Every rank's actions in order.
 
-    ``placement`` has the rank of each stage, ``microbatches`` are those of one batch. ``orders`` end after
-    ``batches``; ``turns(rank, first)`` goes on without end, from the batch ``first`` in empty pipelines.
+    ``placement`` has the first rank of each stage, ``microbatches`` are those of one batch. ``orders`` end
+    after ``batches``; ``turns(rank, first)`` goes on without end, from batch ``first`` in empty pipelines.
+    ``replicas`` are the ranks of each stage, which take microbatches in turn, ``updates`` those that a stage
+    makes in a batch; empty: one each.
     """
 
     name: str
@@ -52,11 +55,32 @@ class Schedule:
     microbatches: int
     batches: int
     orders: tuple[tuple[Action, ...], ...]
+    replicas: tuple[int, ...] = ()
+    updates: tuple[int, ...] = ()
     turns: Callable[[int, int], Iterator[Action]] | None = field(default=None, compare=False, repr=False)
 
     def batch_of(self, action: Action) -> int:
         """The batch that an action is for."""
-        return action.microbatch // (1 if action.kind is Kind.UPDATE else self.microbatches)
+        is_update = action.kind is Kind.UPDATE
+        return action.microbatch // (self.updates_of(action.stage) if is_update else self.microbatches)
+
+    def updates_of(self, stage: int) -> int:
+        """How many updates a stage makes in a batch."""
+        return self.updates[stage] if self.updates else 1
+
+    def ranks_of(self, stage: int) -> range:
+        """The ranks that hold a stage."""
+        first = self.placement[stage]
+        return range(first, first + (self.replicas[stage] if self.replicas else 1))
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that a rank holds."""
+        return [stage for stage in range(self.num_stages) if rank in self.ranks_of(stage)]
+
+    def rank_of(self, stage: int, microbatch: int) -> int:
+        """The rank that takes a microbatch at a stage, forwards and backwards."""
+        ranks = self.ranks_of(stage)
+        return ranks[microbatch % len(ranks)]
 
     def to_csv(self) -> str:
         """One batch's passes as torch.distributed.pipelining reads them ("compute_only"), a line a rank.

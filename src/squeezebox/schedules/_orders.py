@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import accumulate, count
+from math import lcm
 
 from squeezebox.schedules._action import Action, Kind, Schedule
 from squeezebox.schedules._simulate import validate
@@ -102,42 +103,93 @@ def zero_bubble(ranks: int, microbatches: int, *, doubled: bool = False, batches
     return _flushing(name, range(ranks), microbatches, batches, passes)
 
 
-def pipedream(ranks: int, *, batches: int = 1, vertical_sync: bool = False, warmup: int = 0) -> Schedule:
+def pipedream(
+    ranks: int,
+    *,
+    batches: int = 1,
+    vertical_sync: bool = False,
+    warmup: int = 0,
+    replicas: Sequence[int] = (),
+) -> Schedule:
     """PipeDream with weight stashing (arXiv:1806.03377, section 3.3): an update after every microbatch.
 
     Microbatch k reads at stage s of n the weights after max(k - (n - 1 - s), 0) updates, in forward and
     backward; with ``vertical_sync`` those after max(k - (n - 1), 0) at every stage. The first ``warmup``
-    microbatches go through alone and read the newest weights; no later one reads older weights than theirs.
+    batches go through alone, from the newest weights; no later one reads older weights than theirs.
+
+    With ``replicas`` r(s) of each stage, replica k mod r(s) takes microbatch k (1F1B-RR), and a stage is
+    updated after every r(s) microbatches, with the mean of their gradients. Microbatch k reads
+    max(floor(k / r(s)) - a(s), 0) of these updates, where a replica takes a(s) microbatches in before its
+    first backward, with a(s) + 1 = ceil((r(s) + ... + r(n-1)) / r(s)), which is the paper's NOAM at stage 0.
+    With ``vertical_sync`` a stage reads the newest version that has learned from no other microbatches than
+    the first stage's. A batch is the least that all stages share evenly.
 
     Raises:
         OptionError: a count is below 1, or ``warmup`` below 0.
     """
     _require(ranks=ranks, batches=batches, warmup=warmup)
+    replicas = _replicated(ranks, replicas)
+    ahead = _ahead(replicas)
 
     def version(stage: int, microbatch: int) -> int:
-        return microbatch - (ranks - 1 - (0 if vertical_sync else stage))
+        if not vertical_sync:
+            return microbatch // replicas[stage] - ahead[stage]
+        return (microbatch // replicas[0] - ahead[0]) * replicas[0] // replicas[stage]
 
-    return _flowing("pipedream", ranks, 1, batches, warmup, version)
+    microbatches = lcm(*replicas)
+    updates = [microbatches // count for count in replicas]
+    return _flowing("pipedream", replicas, updates, microbatches, batches, warmup, version)
 
 
-def two_bw(ranks: int, microbatches: int, *, batches: int = 1, warmup: int = 0) -> Schedule:
+def two_bw(
+    ranks: int, microbatches: int, *, batches: int = 1, warmup: int = 0, replicas: Sequence[int] = ()
+) -> Schedule:
     """PipeDream-2BW (arXiv:2006.09503, section 3.1): 1F1B without a flush, and two versions of the weights.
 
     Batch t, counted from 0, reads the weights after max(t - 1, ``warmup``) updates; before that, the first
-    ``warmup`` batches are flushed and read the newest.
+    ``warmup`` batches are flushed and read the newest. ``replicas`` of a stage take microbatches in turn.
 
     Raises:
-        OptionError: there are fewer microbatches than ranks, for which two versions would not do; a count is
-            below 1, or ``warmup`` below 0.
+        OptionError: there are fewer microbatches than ranks, for which two versions would not do, or a
+            stage's replicas cannot share them evenly; a count is below 1, or ``warmup`` below 0.
     """
     _require(ranks=ranks, microbatches=microbatches, batches=batches, warmup=warmup)
+    replicas = _replicated(ranks, replicas)
     if microbatches < ranks:
         raise OptionError(
-            f"2BW with {ranks} stages needs as many microbatches in a batch or more, not {microbatches}."
+            f"2BW with {ranks} ranks needs as many microbatches in a batch or more, not {microbatches}."
         )
+    if microbatches % lcm(*replicas):
+        raise OptionError(
+            f"{microbatches} microbatches in a batch cannot be shared evenly by {list(replicas)} replicas of "
+            f"stages. Take a multiple of {lcm(*replicas)}."
+        )
+    updates = [1] * len(replicas)
     return _flowing(
-        "2bw", ranks, microbatches, batches, warmup, lambda _, microbatch: microbatch // microbatches - 1
+        "2bw",
+        replicas,
+        updates,
+        microbatches,
+        batches,
+        warmup,
+        lambda _, microbatch: microbatch // microbatches - 1,
     )
+
+
+def _replicated(ranks: int, replicas: Sequence[int]) -> Sequence[int]:
+    """Each stage's, one unless they are given."""
+    replicas = replicas or [1] * ranks
+    if min(replicas) < 1 or sum(replicas) != ranks:
+        raise OptionError(
+            f"stages have {list(replicas)} replicas, and there are {ranks} ranks: each stage needs one or "
+            "more, and each rank a stage. Make them add up."
+        )
+    return replicas
+
+
+def _ahead(replicas: Sequence[int]) -> list[int]:
+    """Microbatches that a replica of each stage takes in before its first backward."""
+    return [-(-sum(replicas[stage:]) // own) - 1 for stage, own in enumerate(replicas)]
 
 
 def _looped(name: str, ranks: int, loops: int, microbatches: int, batches: int) -> Schedule:
@@ -208,52 +260,74 @@ def _flushing(
 
 
 def _flowing(
-    name: str, ranks: int, microbatches: int, batches: int, warmup: int, version: Version
+    name: str,
+    replicas: Sequence[int],
+    updates: Sequence[int],
+    microbatches: int,
+    batches: int,
+    warmup: int,
+    version: Version,
 ) -> Schedule:
-    """1F1B over all batches, a stage a rank; an update as soon as a batch's gradients are complete.
+    """1F1B over all batches, a stage a rank; an update as soon as its gradients are complete.
 
-    The first ``warmup`` batches are flushed, each reading the newest weights.
+    The first ``warmup`` batches are flushed, each beginning with the newest weights.
     """
+    holders = [(stage, replica) for stage, count in enumerate(replicas) for replica in range(count)]
+    ahead = _ahead(replicas)
 
     def turns(rank: int, first: int) -> Iterator[Action]:
-        lags = {Kind.FORWARD: 0, Kind.BACKWARD: ranks - 1 - rank}
+        stage, _ = holders[rank]
+        lags = {Kind.FORWARD: 0, Kind.BACKWARD: ahead[stage]}
         for batch in range(first, warmup):
-            yield from actions(rank, batch, batch, _staggered(lags, microbatches))
+            yield from actions(rank, batch, batch, _staggered(lags, microbatches // replicas[stage]))
         yield from actions(rank, max(first, warmup), warmup, _staggered(lags))
 
     def actions(rank: int, first: int, oldest: int, passes: Iterable[tuple[Kind, int]]) -> Iterator[Action]:
+        stage, replica = holders[rank]
+        per_update = microbatches // updates[stage]
         for kind, number in passes:
-            microbatch = first * microbatches + number
-            read = max(version(rank, microbatch), oldest)
-            yield Action(kind=kind, stage=rank, microbatch=microbatch, version=read)
-            batch, place = divmod(microbatch, microbatches)
-            if kind is Kind.BACKWARD and place == microbatches - 1:
-                yield Action(kind=Kind.UPDATE, stage=rank, microbatch=batch, version=batch)
+            microbatch = first * microbatches + number * replicas[stage] + replica
+            read = max(version(stage, microbatch), oldest * updates[stage])
+            yield Action(kind=kind, stage=stage, microbatch=microbatch, version=read)
+            update, place = divmod(microbatch, per_update)
+            if kind is Kind.BACKWARD and place + replicas[stage] >= per_update:
+                yield Action(kind=Kind.UPDATE, stage=stage, microbatch=update, version=update)
 
-    return _ended(name, tuple(range(ranks)), microbatches, batches, turns)
+    placement = tuple(accumulate(replicas, initial=0))[:-1]
+    replicated = {"replicas": tuple(replicas), "updates": tuple(updates)} if max(replicas) > 1 else {}
+    return _ended(name, placement, microbatches, batches, turns, **replicated)
 
 
-def _ended(name: str, placement: tuple[int, ...], microbatches: int, batches: int, turns: Turns) -> Schedule:
+def _ended(
+    name: str,
+    placement: tuple[int, ...],
+    microbatches: int,
+    batches: int,
+    turns: Turns,
+    **replicated: tuple[int, ...],
+) -> Schedule:
     """A schedule without end, up to the last update of ``batches`` batches."""
-
-    def order(rank: int) -> Iterator[Action]:
-        updates = batches * placement.count(rank)
-        for action in turns(rank, 0):
-            is_update = action.kind is Kind.UPDATE
-            if action.microbatch < batches * (1 if is_update else microbatches):
-                yield action
-                updates -= is_update
-            if not updates:
-                return
-
-    return Schedule(
+    empty = Schedule(
         name=name,
         placement=placement,
         microbatches=microbatches,
         batches=batches,
-        orders=tuple(tuple(order(rank)) for rank in range(max(placement) + 1)),
+        orders=(),
         turns=turns,
+        **replicated,
     )
+
+    def order(rank: int) -> Iterator[Action]:
+        updates = batches * sum(empty.updates_of(stage) for stage in empty.stages_of(rank))
+        for action in turns(rank, 0):
+            if empty.batch_of(action) < batches:
+                yield action
+                updates -= action.kind is Kind.UPDATE
+            if not updates:
+                return
+
+    ranks = max(empty.ranks_of(stage).stop for stage in range(len(placement)))
+    return replace(empty, orders=tuple(tuple(order(rank)) for rank in range(ranks)))
 
 
 def _require(**counts: int) -> None:

@@ -130,9 +130,7 @@ def run(schedule: Schedule, seconds: Callable[[Action], float], transfer: float 
             start = max(now, arrived)
             now = start + seconds(action)
             own.append(Span(action, start, now))
-            waiter = events.happened(action, now)
-            if waiter is not None:
-                ready.append(waiter)
+            ready.extend(events.happened(action, now))
     _require_end(schedule, spans)
     return spans
 
@@ -148,9 +146,15 @@ class _Events:
         self._forwards: list[list[float | None]] = [[None] * columns for _ in range(rows)]
         self._inputs: list[list[float | None]] = [[None] * columns for _ in range(rows)]
         self._waiting: dict[tuple[bool, int, int], int] = {}
+        self._reduced = _Reduced(schedule)
 
     def arrival(self, action: Action, rank: int) -> float | None:
         """From when on the action could begin; None, and the rank is remembered, if that is not known yet."""
+        reduced, passed = self._reduced.arrival(action, rank), self._passed(action, rank)
+        return None if reduced is None or passed is None else max(reduced, passed)
+
+    def _passed(self, action: Action, rank: int) -> float | None:
+        """From when on what other stages hand to it is there."""
         kind, stage, microbatch = action.kind, action.stage, action.microbatch
         if kind is Kind.UPDATE:
             return 0.0
@@ -168,13 +172,44 @@ class _Events:
             return None
         return end + later
 
-    def happened(self, action: Action, end: float) -> int | None:
-        """Note when it ended, and say which rank has waited for it."""
-        if action.kind is Kind.UPDATE or action.kind is Kind.WEIGHT:
-            return None
+    def happened(self, action: Action, end: float) -> list[int]:
+        """Note when it ended, and say which ranks have waited for it."""
+        if action.kind is Kind.UPDATE:
+            return self._reduced.happened(action, end)
+        if action.kind is Kind.WEIGHT:
+            return []
         forwards = action.kind is Kind.FORWARD
         (self._forwards if forwards else self._inputs)[action.stage][action.microbatch] = end
-        return self._waiting.pop((forwards, action.stage, action.microbatch), None)
+        key = forwards, action.stage, action.microbatch
+        return [self._waiting.pop(key)] if key in self._waiting else []
+
+
+class _Reduced:
+    """When the gradients of all of a stage's replicas were complete, and who waits for them."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._replicas = schedule.replicas
+        self._ends: dict[tuple[int, int], list[float]] = {}
+        self._waiting: dict[tuple[int, int], list[int]] = {}
+
+    def arrival(self, action: Action, rank: int) -> float | None:
+        """From when on the version that is read can be made, as far as that depends on other ranks."""
+        if not self._replicas or action.kind is Kind.UPDATE or not action.version:
+            return 0.0
+        key = action.stage, action.version - 1
+        ends = self._ends.get(key, [])
+        if len(ends) < self._replicas[action.stage]:
+            self._waiting.setdefault(key, []).append(rank)
+            return None
+        return max(ends)
+
+    def happened(self, action: Action, end: float) -> list[int]:
+        """A rank's own gradients are complete: who has waited for all of them."""
+        key = action.stage, action.microbatch
+        ends = self._ends.setdefault(key, [])
+        ends.append(end)
+        whole = self._replicas and len(ends) == self._replicas[action.stage]
+        return self._waiting.pop(key, []) if whole else []
 
 
 def versions(schedule: Schedule) -> tuple[int, ...]:
@@ -268,38 +303,44 @@ def _problems(schedule: Schedule) -> Iterator[str]:
     total = schedule.batches * schedule.microbatches
     for rank, order in enumerate(schedule.orders):
         for action in order:
-            if not 0 <= action.stage < schedule.num_stages or schedule.placement[action.stage] != rank:
+            if not 0 <= action.stage < schedule.num_stages or rank not in schedule.ranks_of(action.stage):
                 yield f"rank {rank} has {action}, of a stage that is not its own."
-        for stage in (stage for stage, owner in enumerate(schedule.placement) if owner == rank):
+        for stage in schedule.stages_of(rank):
             own = [action for action in order if action.stage == stage]
-            yield from (f"rank {rank}: {problem}" for problem in _of_stage(own, stage, total, schedule))
+            taken = [number for number in range(total) if schedule.rank_of(stage, number) == rank]
+            yield from (f"rank {rank}: {problem}" for problem in _of_stage(own, stage, taken, schedule))
 
 
-def _of_stage(own: list[Action], stage: int, total: int, schedule: Schedule) -> Iterator[str]:
+def _of_stage(own: list[Action], stage: int, taken: list[int], schedule: Schedule) -> Iterator[str]:
     times = Counter((action.kind, action.microbatch) for action in own)
-    for microbatch in range(total):
+    for microbatch in taken:
         counts = tuple(times.pop((kind, microbatch), 0) for kind in Kind if kind is not Kind.UPDATE)
         if counts not in ((1, 1, 0, 0), (1, 0, 1, 1)):
             passes = ", ".join(
                 f"{count} {kind.name.lower()}" for kind, count in zip(Kind, counts, strict=False)
             )
             yield f"microbatch {microbatch} passes stage {stage} with {passes}."
-    for batch in range(schedule.batches):
-        if times.pop((Kind.UPDATE, batch), 0) != 1:
-            yield f"stage {stage} is not updated once after batch {batch}."
+    updates = schedule.updates_of(stage)
+    for update in range(schedule.batches * updates):
+        if times.pop((Kind.UPDATE, update), 0) != 1:
+            yield f"stage {stage} is not updated once after batch {update // updates}."
     for kind, microbatch in times:
         yield f"stage {stage} has a {kind.name.lower()} of microbatch {microbatch}, of which there is none."
-    yield from _weights(own, schedule.microbatches)
+    per_update = schedule.microbatches // updates
+    yield from _weights(own, per_update, per_update // len(schedule.ranks_of(stage)))
 
 
-def _weights(own: list[Action], microbatches: int) -> Iterator[str]:
-    """What is wrong with the versions, and with when they are made."""
+def _weights(own: list[Action], per_update: int, taken: int) -> Iterator[str]:
+    """What is wrong with the versions, and with when they are made.
+
+    An update is of ``per_update`` microbatches, of which ``taken`` are this rank's.
+    """
     made, reads, complete = 0, dict[int, int](), Counter[int]()
     for action in own:
         if action.version > made:
             yield f"{action} reads weights after {action.version} updates; there were {made}."
         if action.kind is Kind.UPDATE:
-            if complete[action.microbatch] < microbatches or action.microbatch != made:
+            if complete[action.microbatch] < taken or action.microbatch != made:
                 yield f"{action} comes before all of its gradients, or out of turn."
             made = action.microbatch + 1
         elif action.kind is Kind.FORWARD:
@@ -307,4 +348,4 @@ def _weights(own: list[Action], microbatches: int) -> Iterator[str]:
         elif reads.get(action.microbatch) != action.version:
             yield f"{action} comes before its forward, or reads other weights."
         if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
-            complete[action.microbatch // microbatches] += 1
+            complete[action.microbatch // per_update] += 1

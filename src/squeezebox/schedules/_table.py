@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from squeezebox.schedules import _flows, _orders
 from squeezebox.schedules._action import Schedule
@@ -17,8 +18,8 @@ class Published:
     """A published schedule.
 
     ``make`` takes ranks, microbatches and batches; of those that do not ``flushes`` after each batch, also
-    ``warmup``, and where a rank has several stages, ``loops``. ``flow`` is its closed form, if there is one.
-    Where it ``splits``, backward comes in two parts.
+    ``warmup`` and ``replicas``, and where a rank has several stages, ``loops``. ``flow`` is its closed form,
+    if there is one. Where it ``splits``, backward comes in two parts.
     """
 
     name: str
@@ -33,8 +34,15 @@ def _zb_h2(ranks: int, microbatches: int, *, batches: int) -> Schedule:
     return _orders.zero_bubble(ranks, microbatches, doubled=True, batches=batches)
 
 
-def _pipedream(ranks: int, microbatches: int, *, batches: int, warmup: int) -> Schedule:
-    return _orders.pipedream(ranks, batches=batches * microbatches, warmup=warmup)
+def _pipedream(ranks: int, microbatches: int, *, batches: int, **options: Any) -> Schedule:
+    made = _orders.pipedream(ranks, batches=batches, **options)
+    per_batch, rest = divmod(microbatches, made.microbatches)
+    if rest:
+        raise OptionError(
+            f"{microbatches} microbatches cannot be shared evenly by {list(made.replicas)} replicas of "
+            f"stages. Take a multiple of {made.microbatches}."
+        )
+    return made if per_batch == 1 else _orders.pipedream(ranks, batches=batches * per_batch, **options)
 
 
 _ROWS = (
@@ -66,7 +74,15 @@ def published(name: str) -> Published:
 
 
 def make(
-    name: str, ranks: int, microbatches: int, *, loops: int = 1, batches: int = 1, warmup: int = 0
+    name: str,
+    ranks: int,
+    microbatches: int,
+    *,
+    loops: int = 1,
+    batches: int = 1,
+    warmup: int = 0,
+    replicas: Sequence[int] = (),
+    vertical_sync: bool = False,
 ) -> Schedule:
     """A published schedule by its name.
 
@@ -77,6 +93,8 @@ def make(
         loops: stages a rank.
         batches: one after the other.
         warmup: batches that are flushed at first, where others are not.
+        replicas: ranks of each stage, which take microbatches in turn, in 2bw and pipedream (default: one).
+        vertical_sync: all stages read the version of an input's admission, in pipedream.
 
     Raises:
         OptionError: there is none of that name or for those numbers.
@@ -91,5 +109,16 @@ def make(
         raise OptionError(
             f"warmup is {warmup}, and {name} flushes after each batch anyway. Leave it out, or take 2bw."
         )
-    own = ({"loops": loops} if row.loops else {}) | ({} if row.flushes else {"warmup": warmup})
+    if row.flushes and max(replicas, default=1) > 1:
+        raise OptionError(
+            f"stages have {list(replicas)} replicas, and with {name} all have as many. Take whole pipelines "
+            "as replicas, or pipedream or 2bw."
+        )
+    if vertical_sync and name != "pipedream":
+        raise OptionError(f"vertical_sync=True is for pipedream, not {name}. Leave it out.")
+    own: dict[str, Any] = {"loops": loops} if row.loops else {}
+    if not row.flushes:
+        own |= {"warmup": warmup, "replicas": replicas}
+    if vertical_sync:
+        own["vertical_sync"] = True
     return row.make(ranks, microbatches, batches=batches, **own)

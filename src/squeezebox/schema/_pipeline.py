@@ -10,7 +10,7 @@ from typing import Any
 from squeezebox.schema._errors import FormatError
 from squeezebox.schema._files import checked, load_json, plain_fields, save_json
 
-_VERSION = 4
+_VERSION = 5
 _AGAIN = "'squeezebox pipeline plan' or squeezebox.plan_pipeline(...)[0].save(path)"
 
 
@@ -78,6 +78,7 @@ class StagePlan:
     The seconds are a microbatch's; the peak is of the stage alone, in a batch in full swing. Where a rank
     has several stages, it holds less than their sum: they are not full at the same time. A stage that
     compresses has the ``bounds`` of its tensors' errors, by their keys in a session of the stage.
+    ``replicas`` are the ranks of a pipeline that hold it, and take microbatches in turn.
     """
 
     first: int
@@ -87,6 +88,7 @@ class StagePlan:
     backward_seconds: float
     peak_bytes: int
     bounds: Mapping[str, float] = field(default_factory=dict)
+    replicas: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +108,8 @@ class PipelinePlan:
     """Which blocks make which stage, and how a batch goes through them.
 
     Stage s is at rank ``s % ranks`` of each of ``replicas`` equal pipelines, so a microbatch passes a rank
-    ``len(stages) // ranks`` times. A batch is ``replicas * microbatches`` microbatches of ``microbatch``
+    ``len(stages) // ranks`` times. Or stages have replicas of their own, on ranks that follow each other, and
+    there is one pipeline. A batch is ``replicas * microbatches`` microbatches of ``microbatch``
     samples each, ``inputs`` are the forms of these. ``schedule`` is a name in
     ``squeezebox.schedules.PUBLISHED``; ``seconds`` is a batch's, ``rank_peak_bytes`` are each rank's.
     ``noise`` is what the bounds of all blocks allow together. ``fingerprint`` and ``blocks`` (their names)
@@ -127,6 +130,12 @@ class PipelinePlan:
     blocks: tuple[str, ...] = ()
     model: str = ""
     loss: str = ""
+
+    @property
+    def stage_replicas(self) -> tuple[int, ...]:
+        """The ranks of each stage, where one has several; else empty."""
+        found = tuple(stage.replicas for stage in self.stages)
+        return found if max(found, default=1) > 1 else ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as written by :meth:`save`."""
