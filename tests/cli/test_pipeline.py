@@ -106,7 +106,7 @@ def test_of_hundreds_of_ranks_a_few_are_shown(capfd):
         (["gpipe", "--batches", "0"], "--batches 0 is below 1"),
         (["gpipe", "--ranks", "10000", "--microbatches", "10000"], "200000000 actions"),
         (["interleaved-1f1b", "--microbatches", "6"], "groups of 4"),
-        (["2bw", "--microbatches", "2"], "2BW with 4 stages"),
+        (["2bw", "--microbatches", "2"], "2BW with 4 ranks"),
         (["gpipe", "--forward", "1,2"], "--forward 1,2 has 2 values for 4 stages"),
         (["interleaved-1f1b", "--backward", "1,2,3,4"], "4 values for 8 stages"),
         (["gpipe", "--forward", "fast"], "--forward fast is no number of seconds"),

@@ -1,4 +1,4 @@
-"""Stages with replicas that take microbatches in turn train as the papers say, in real processes."""
+"""Stages with replicas that take microbatches in turn train by the papers' formulas, in real processes."""
 
 import dataclasses
 import math

@@ -45,7 +45,7 @@ def plan():
     ("change", "message"),
     [
         (lambda values: values.pop("ranks"), "ranks is missing"),
-        (lambda values: values.update(version=2), "its version is 2, and this Squeezebox reads 4"),
+        (lambda values: values.update(version=2), "its version is 2, and this Squeezebox reads 5"),
         (lambda values: values.update(microbatch=-1), "microbatch is -1, not a whole number from 0"),
         (lambda values: values["stages"][1].pop("policy"), r"stages\[1\].policy is missing"),
         (lambda values: values["stages"][0].update(colour=1), r"stages\[0\].colour is unknown"),

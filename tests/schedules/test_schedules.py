@@ -149,7 +149,7 @@ def test_ranks_that_wait_for_each_other_are_named():
 def test_what_makes_no_pipeline_is_refused():
     with pytest.raises(OptionError, match="6 is no multiple"):
         interleaved(4, 6, loops=2)
-    with pytest.raises(OptionError, match="2BW with 4 stages"):
+    with pytest.raises(OptionError, match="2BW with 4 ranks"):
         two_bw(4, 3, batches=2)
     with pytest.raises(OptionError, match="ranks is 0"):
         gpipe(0, 3)

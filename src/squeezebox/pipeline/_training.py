@@ -248,7 +248,7 @@ class Training:
         return range(self._turns.ahead().version, newest + 1)
 
     def _made(self, batch: int) -> int:
-        """The version that so many batches make."""
+        """The version that ``batch`` batches make."""
         return batch * self._turns.updates
 
     def evaluation(self, model: nn.Module) -> Forwards:
