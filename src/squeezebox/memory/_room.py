@@ -204,7 +204,7 @@ def freed_returned() -> Iterator[None]:
 
 @functools.cache
 def _spare_address_space() -> None:
-    """Where a limit counts address space, glibc keeps none of it for later: for good, as plans reckon with it.
+    """Where a limit counts address space, have glibc keep none of it from now on; plans reckon with that.
 
     Its heap in pieces, and one arena for each thread, took four fifths of 325 MiB that nothing was in.
     """
