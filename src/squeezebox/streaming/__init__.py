@@ -5,6 +5,7 @@ Out: the loss, and gradients equal to the whole image's. May touch: memory, repo
 """
 
 from squeezebox.streaming._plan import StreamPlan, StripPlan
-from squeezebox.streaming._step import Progress, StreamedStep
+from squeezebox.streaming._progress import Progress
+from squeezebox.streaming._step import StreamedStep
 
 __all__ = ["Progress", "StreamPlan", "StreamedStep", "StripPlan"]

@@ -62,7 +62,8 @@ class Streamed:
     ``rows`` are the nodes that have the streamed axis, ``operators`` those of them that are made, and
     ``reductions`` take it away. A node's ``level`` says how many passes over the image come before it can be
     known: those with rows are made in every pass from theirs on, reductions in the pass of their input's
-    level. Values without rows, ``single``, are computed once between passes, in order.
+    level. Values without rows, ``single``, are computed once between passes, in order. ``maps`` are the
+    outputs that have rows.
     """
 
     program: Program
@@ -72,11 +73,12 @@ class Streamed:
     level: Mapping[Node, int]
     single: tuple[Node, ...]
     differentiable: frozenset[Node]
+    maps: tuple[Node, ...]
 
     @property
     def passes(self) -> list[int]:
-        """The levels at which there is something to reduce, in order."""
-        return sorted({self.pass_of(node) for node in self.reductions})
+        """The levels at which there is something to reduce or to give, in order."""
+        return sorted({*map(self.pass_of, self.reductions), *map(self.level.__getitem__, self.maps)})
 
     def pass_of(self, reduced: Node) -> int:
         """The pass in which a reduction is made."""
@@ -106,7 +108,7 @@ class Streamed:
 
 
 def analyse(program: Program, axis: int) -> Streamed:
-    """Give every node that the loss, or a buffer's new value, depends on its part.
+    """Give every node that an output, or a buffer's new value, depends on its part.
 
     Args:
         program: the traced program.
@@ -146,6 +148,7 @@ def analyse(program: Program, axis: int) -> Streamed:
             node for node in nodes if node not in rows and node not in reductions and node not in program.held
         ),
         differentiable=differentiable,
+        maps=tuple(node for node in dict.fromkeys(program.outputs) if node in rows),
     )
 
 
@@ -154,7 +157,7 @@ def is_linear(streamed: Streamed, last: int) -> bool:
     varying = set(streamed.reduced_in(last))
     if not all(isinstance(streamed.reductions[node], Sum) for node in varying):
         return False
-    wanted = _ancestors([streamed.program.loss])
+    wanted = _ancestors([*streamed.program.outputs])
     for node in streamed.single:
         inside = [each for each in node.all_input_nodes if each in varying]
         if not inside or node not in wanted:
@@ -169,7 +172,7 @@ def is_linear(streamed: Streamed, last: int) -> bool:
 
 
 def _needed(program: Program) -> set[Node]:
-    return _ancestors([program.loss, *program.mutations])
+    return _ancestors([*(each for each in program.outputs if isinstance(each, Node)), *program.mutations])
 
 
 def _ancestors(ends: list[Node]) -> set[Node]:
@@ -226,7 +229,7 @@ def _operator(call: Call, needed: set[Node]) -> Operator:
 
 
 def _require_values(program: Program, rows: Mapping[Node, Rows]) -> None:
-    if program.loss in rows:
+    if program.loss is not None and program.loss in rows:
         raise refusal(program.loss, "it has a value for every row; take its sum or mean")
     for node in program.mutations:
         if node in rows:
@@ -234,7 +237,7 @@ def _require_values(program: Program, rows: Mapping[Node, Rows]) -> None:
 
 
 def _differentiable(program: Program, nodes: list[Node]) -> frozenset[Node]:
-    found = set(program.trained)
+    found = {*program.trained, *((program.image,) if program.by_image else ())}
     for node in nodes:
         value = node.meta.get("val")
         first = value[0] if isinstance(value, tuple | list) else value

@@ -21,7 +21,7 @@ from squeezebox.streaming._stages import Stage
 class Prepared:
     """One image and target with the graph of their shapes."""
 
-    key: str
+    key: Any
     axis: int
     streamed: Streamed
     stages: list[Stage]
@@ -87,10 +87,23 @@ class Prepared:
         return max(max(read, default=0) - height, 0)
 
 
+class Scaled:
+    """An image of bytes as floating point numbers between 0 and 1, scaled as it is read."""
+
+    def __init__(self, image: Any, dtype: torch.dtype) -> None:
+        self._image, self.shape, self.dtype = image, tuple(image.shape), dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """These elements."""
+        return _tensor(self._image[index], torch.device("cpu")).to(self.dtype) / 255
+
+
 def form_of(value: Any) -> Any:
     """A tensor of the value's shape without memory; plain values are themselves."""
     if not hasattr(value, "shape"):
         return value
+    if isinstance(value, Scaled):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
     empty = value if isinstance(value, Tensor) else _native(np.empty(0, value.dtype))
     return torch.empty(tuple(value.shape), dtype=empty.dtype, device="meta")
 

@@ -92,9 +92,8 @@ class Run:
 
     def _read(self, node: Node, start: int, stop: int) -> Tensor:
         """Rows of the image, of a target, or of what is stored, at which autograd begins then."""
-        if node not in self.streamed.operators:
-            return self._given(node, start, stop)
-        x = self._store.read(node, start, stop)
+        is_stored = node in self.streamed.operators
+        x = self._store.read(node, start, stop) if is_stored else self._given(node, start, stop)
         if torch.is_grad_enabled() and node in self.streamed.differentiable:
             self._begun.append((node, start, x.requires_grad_()))
         return x

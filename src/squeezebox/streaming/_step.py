@@ -3,62 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from squeezebox.memory import DiskFolder, Peak, PeakMeter, require_imports, usual_folder, within_room
 from squeezebox.reports import parse_size
 from squeezebox.schema import OptionError, UnsupportedModelError
 from squeezebox.streaming._graph import Streamed, analyse
+from squeezebox.streaming._outputs import Onto, Outputs, writable
 from squeezebox.streaming._plan import StreamPlan, StripPlan, fitting_height, require_rowless
-from squeezebox.streaming._prepared import Prepared, form_of
+from squeezebox.streaming._prepared import Prepared, Scaled, form_of
+from squeezebox.streaming._progress import Clock, Progress
 from squeezebox.streaming._resume import Position, fingerprint, load, position_of, restore, save
+from squeezebox.streaming._rows import refusal
 from squeezebox.streaming._run import Context, Run
 from squeezebox.streaming._spool import Blank, Layout, Spool, Store, layout
 from squeezebox.streaming._stages import Stage, stages_of
-from squeezebox.streaming._trace import Whole, trace
+from squeezebox.streaming._trace import Aim, Whole, trace
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """How far a step is: strips of all its passes, and seconds."""
-
-    done: int
-    total: int
-    seconds: float
-    seconds_left: float
-
-
-class Clock:
-    """Predicts the time left: strips cost by their rows, backward ones three times as much."""
-
-    def __init__(self, stages: Sequence[tuple[int, int]], rows: int) -> None:
-        self._stages, self._rows = stages, rows
-        self._cost = float(sum(weight * rows for weight, _ in stages))
-        self._total = sum(-(-rows // height) for _, height in stages)
-        self._done, self._spent, self._begun = 0, 0.0, 0.0
-
-    def start(self, position: Position) -> None:
-        """Leave out what was done before."""
-        for number, (weight, height) in enumerate(self._stages[: position.stage + 1]):
-            strips = position.strip if number == position.stage else -(-self._rows // height)
-            self._done += strips
-            self._cost -= weight * min(strips * height, self._rows)
-        self._begun = time.monotonic()
-
-    def tick(self, weight: int, rows: int) -> Progress:
-        """After a strip."""
-        self._done, self._spent = self._done + 1, self._spent + weight * rows
-        seconds = time.monotonic() - self._begun
-        left = seconds * max(self._cost - self._spent, 0.0) / self._spent
-        return Progress(done=self._done, total=self._total, seconds=seconds, seconds_left=left)
+Metric = Callable[[Any, Any], Any]
 
 
 class StreamedStep:
@@ -72,8 +42,11 @@ class StreamedStep:
     wherever later operators need them.
 
     Gradients are added when the step is complete: an exception leaves parameters and buffers as they were.
-    Hooks on parameters are not called, and those on modules only while they are traced. There is no gradient
-    by the image or the target.
+    Hooks on parameters are not called, and those on modules only while they are traced. The gradient by the
+    image is added to an array, if you give one; there is none by the target.
+
+    :meth:`predict` gives the model's output, and :meth:`evaluate` metrics, in strips as well. Both run the
+    model in its mode (call ``model.eval()`` before) and without gradients.
 
     Args:
         model: any module that torch.export can trace, in the mode in which it is to be run.
@@ -141,7 +114,7 @@ class StreamedStep:
         self._memory_bytes = None if memory is None else parse_size("memory", memory)
         is_free = spool is None and checkpoint is None
         self._keepable_bytes = (self._memory_bytes or 0) // 2 if is_free else 0
-        self._whole = Whole(model, loss_fn, prepare or (lambda image: _scaled(image, model)))
+        self._model, self._loss_fn, self._prepare = model, loss_fn, prepare
         self._axis, self._height, self._recompute = axis, height, recompute
         self._context, self._progress = context, progress
         self._checkpoint = None if checkpoint is None else Path(checkpoint)
@@ -150,7 +123,7 @@ class StreamedStep:
         self._plans: dict[Any, StreamPlan] = {}
 
     @within_room("a step in strips")
-    def __call__(self, image: Any, target: Any) -> Tensor:
+    def __call__(self, image: Any, target: Any, *, gradient: Any = None) -> Tensor:
         """One step.
 
         Args:
@@ -160,27 +133,97 @@ class StreamedStep:
             target: what the loss takes, in any structure of tensors, arrays and plain values. Those whose
                 last two dimensions are the image's, or a feature map's of the model, are read strip by strip
                 as well; others, such as labels of whole images, are read whole.
+            gradient: a tensor or numpy array, to which the loss's gradient by the image is added while strips
+                are made, also where the step fails. It has the image's shape and type. Of a uint8 image that
+                is scaled to 0..1, it is the gradient by that, in the parameters' type.
 
         Returns:
             The loss, without a graph.
 
         Raises:
+            OptionError: gradient is no such array, or the image has integers that ``prepare`` takes.
             UnsupportedModelError: model or loss cannot be streamed exactly; names the module and why.
             BudgetError: the smallest strip, or what has no rows, needs more memory; or the process has less.
             FormatError: the checkpoint belongs to another step.
             OutputError: the checkpoint cannot be written, or spool's folder has no room.
         """
-        prepared = self._prepared(image, target)
+        by_image = gradient is not None
+        if by_image and self._checkpoint is not None:
+            raise OptionError(
+                "gradient= is not in a checkpoint, so checkpoint= could not resume; leave one out."
+            )
+        aim = Aim(function=self._loss_fn, derives=True, by_image=by_image)
+        prepared = self._prepared(
+            _derivable(image, self._model, self._prepare) if by_image else image, target, aim
+        )
+        node = prepared.streamed.program.image
+        added = {node: writable("gradient", gradient, node.meta["val"])} if by_image else {}
+        return self._done(prepared, [], added).values.loss.detach()
+
+    @within_room("a prediction in strips")
+    @torch.inference_mode(False)
+    def predict(self, image: Any, out: Any = None) -> Any:
+        """The model's output for an image of any size.
+
+        Args:
+            image: as in a step.
+            out: where the output goes as strips make it: a tensor or a numpy array of its shape and type,
+                such as a numpy.memmap with mode "w+"; several in the form of several outputs. By default new
+                tensors, which take memory in addition to ``memory``.
+
+        Returns:
+            What the model gives: in ``out`` where that was given, else in tensors.
+
+        Raises:
+            OptionError: out is of another form, shape or type; nothing has been computed.
+            UnsupportedModelError, BudgetError, OutputError: as in a step.
+        """
+        prepared = self._prepared(image, None, Aim(function=_output, derives=False))
+        outputs = Outputs(prepared.streamed, out, self._device)
+        return outputs.values(self._done(prepared, outputs.arrays, {}).values.known)
+
+    @within_room("a metric in strips")
+    @torch.inference_mode(False)
+    def evaluate(self, images: Iterable[tuple[Any, Any]], metric: Metric | None = None) -> list[Any]:
+        """A metric of each image, without gradients.
+
+        Args:
+            images: pairs of image and target, as in a step.
+            metric: ``metric(output, target)`` gives what has no rows, such as sums over pixels, in any
+                structure. The loss by default.
+
+        Returns:
+            What the metric gives for each image.
+
+        Raises:
+            UnsupportedModelError: the metric, or the model, cannot be streamed exactly.
+            BudgetError, OutputError: as in a step.
+        """
+        aim, found = Aim(function=metric or self._loss_fn, derives=False), []
+        for image, target in images:
+            prepared = self._prepared(image, target, aim)
+            for node in prepared.streamed.maps:
+                raise refusal(node, "it has a value for every row; take its sum or mean")
+            outputs = Outputs(prepared.streamed, None, self._device)
+            found.append(outputs.values(self._done(prepared, [], {}).values.known))
+        return found
+
+    def _done(
+        self, prepared: Prepared, maps: list[tuple[Node, Tensor]], gradients: dict[Node, Tensor]
+    ) -> Run:
+        """A finished run over an image, whose maps and gradients are in these arrays."""
         with self._opened(prepared) as store:
-            return self._step(prepared, store)
+            onto = Onto(store, prepared.layout, prepared.streamed, maps, gradients)
+            return self._step(prepared, onto)
 
     def _opened(self, prepared: Prepared) -> Spool | nullcontext[Blank]:
         if not prepared.layout.nbytes:
             return nullcontext(prepared.blank)
         return Spool(prepared.layout, prepared.streamed, self._folder, self._device)
 
-    def _step(self, prepared: Prepared, store: Store) -> Tensor:
-        stages, checkpoint = prepared.stages, self._checkpoint
+    def _step(self, prepared: Prepared, store: Store) -> Run:
+        stages = prepared.stages
+        checkpoint = self._checkpoint if prepared.streamed.program.loss is not None else None
         mark = fingerprint(prepared.streamed, prepared.read) if checkpoint else ""
         found = load(checkpoint, mark) if checkpoint else None
         run = prepared.run(self._context, store)
@@ -195,10 +238,10 @@ class StreamedStep:
             if checkpoint and time.monotonic() - written >= self._checkpoint_seconds:
                 save(checkpoint, mark, done, run)
                 written = time.monotonic()
-        loss = run.values.finish()
+        run.values.finish()
         if checkpoint:
             checkpoint.unlink(missing_ok=True)
-        return loss
+        return run
 
     @within_room("measuring strips")
     def plan(self, image: Any, target: Any) -> StreamPlan:
@@ -209,26 +252,31 @@ class StreamedStep:
         Raises:
             As :meth:`__call__`.
         """
-        return self._planned(self._prepared(image, target))
+        return self._planned(self._prepared(image, target, Aim(function=self._loss_fn, derives=True)))
 
     @property
     def _device(self) -> torch.device:
-        parameters = self._whole.model.parameters()
+        parameters = self._model.parameters()
         return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
-    def _prepared(self, image: Any, target: Any) -> Prepared:
+    def _whole(self, aim: Aim) -> Whole:
+        prepare = self._prepare or (lambda image: _scaled(image, self._model))
+        return Whole(self._model, aim.function, prepare)
+
+    def _prepared(self, image: Any, target: Any, aim: Aim) -> Prepared:
         _require_modes(self._device)
         _require_image(image)
         forms = pytree.tree_map(form_of, (image, target))
         longer = -1 if image.shape[-1] > image.shape[-2] else -2
         axis = longer if self._axis is None else self._axis
         key = pytree.tree_map_only(Tensor, lambda form: (tuple(form.shape), form.dtype), forms)
-        key = repr((repr(key), axis, *self._state()))
+        whole = self._whole(aim)
+        key = aim, repr((repr(key), axis, *_state(whole)))
         if key not in self._known:
             require_imports("torch._dynamo")
             # A session leaves forwards without gradient alone, and whatever is within them.
             with torch.no_grad(), self._context() if self._context else nullcontext(), torch.enable_grad():
-                program = trace(self._whole, forms[0], forms[1], self._device)
+                program = trace(whole, aim, forms[0], forms[1], self._device)
             streamed = analyse(program, axis)
             content = layout(streamed, streamed.crossing())
             if self._folder is None and content.nbytes > self._keepable_bytes:
@@ -248,15 +296,6 @@ class StreamedStep:
             given=given,
             device=self._device,
         )
-
-    def _state(self) -> tuple[object, ...]:
-        """What of the model a graph is made for: modes, and which tensors of which form it holds."""
-        whole = self._whole
-        held = [*whole.parameters(), *whole.buffers()]
-        tensors = [
-            (id(each), each.requires_grad, each.dtype, each.device, tuple(each.shape)) for each in held
-        ]
-        return [module.training for module in whole.modules()], tensors
 
     def _planned(self, prepared: Prepared) -> StreamPlan:
         if prepared.key not in self._plans:
@@ -360,6 +399,18 @@ class StreamedStep:
             run.end(stage, number == last_ahead)
 
 
+def _state(whole: Whole) -> tuple[object, ...]:
+    """What of the model a graph is made for: modes, and which tensors of which form it holds."""
+    held = [*whole.parameters(), *whole.buffers()]
+    tensors = [(id(each), each.requires_grad, each.dtype, each.device, tuple(each.shape)) for each in held]
+    return [module.training for module in whole.modules()], tensors
+
+
+def _output(output: Any, target: None) -> Any:
+    """The function of a prediction."""
+    return output
+
+
 def _require_modes(device: torch.device) -> None:
     if torch.is_autocast_enabled(device.type):
         raise OptionError("a streamed step runs in the model's own precision; leave torch.autocast out.")
@@ -380,7 +431,24 @@ def _require_image(image: Any) -> None:
 
 def _scaled(image: Tensor, model: nn.Module) -> Tensor:
     """Bytes between 0 and 1 in the model's precision; others as they are."""
-    if image.dtype != torch.uint8:
-        return image
+    return image.to(_precision(model)) / 255 if image.dtype == torch.uint8 else image
+
+
+def _precision(model: nn.Module) -> torch.dtype:
     floating = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-    return image.to(next(floating, torch.float32)) / 255
+    return next(floating, torch.float32)
+
+
+def _derivable(image: Any, model: nn.Module, prepare: object) -> Any:
+    """The image as floating point numbers, by which there is a gradient.
+
+    Raises:
+        OptionError: it has integers, and what ``prepare`` makes of them has no derivative by them.
+    """
+    _require_image(image)
+    dtype = form_of(image).dtype
+    if dtype.is_floating_point:
+        return image
+    if dtype == torch.uint8 and prepare is None:
+        return Scaled(image, _precision(model))
+    raise OptionError(f"the image is of {dtype}, by which there is no gradient; give floating point numbers.")

@@ -23,9 +23,9 @@ Sink = Callable[[Node, Tensor], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Pass:
-    """The nodes that a pass makes, in order, up to what it reduces or stores.
+    """The nodes that a pass makes, in order, up to what it reduces, stores or gives.
 
-    ``ends`` are these: every reduction with its input, and what is stored with itself; ``ended`` is the same
+    ``ends`` are these: every reduction with its input, and the others with themselves; ``ended`` is the same
     the other way round. ``operators`` are of those nodes that are not read, from the image, a target or the
     store. ``last`` are the nodes that are done with once a node has been made, ``known`` those that an
     earlier pass has made and stored.
@@ -173,7 +173,8 @@ class _Strip:
 def plan_pass(streamed: Streamed, number: int, stored: frozenset[Node]) -> Pass:
     """The pass of this number; it stores what is of its own level, and reads what is of a lower one."""
     ends = {node: streamed.source(node) for node in streamed.reduced_in(number)}
-    ends |= {node: node for node in streamed.operators if node in stored and streamed.level[node] == number}
+    kept = stored.union(streamed.maps)
+    ends |= {node: node for node in streamed.rows if node in kept and streamed.level[node] == number}
     return _pass_to(streamed, number, stored, ends)
 
 

@@ -146,10 +146,11 @@ _KEPT = (
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Program:
-    """A graph from parameters, buffers, constants, the image and the target's tensors to the loss.
+    """A graph from parameters, buffers, constants, the image and the target's tensors to ``outputs``.
 
-    ``held`` are values that the model holds, ``trained`` those of them whose gradient is wanted;
-    ``mutations`` are the nodes whose values buffers get when the step is done.
+    ``held`` are values that the model holds, ``trained`` those of them whose gradient is wanted, as is the
+    image's if ``by_image``; ``mutations`` are the nodes whose values buffers get when the step is done.
+    ``outputs`` are nodes, or plain values, in the order of ``form``. The only one of a step is its ``loss``.
     """
 
     graph: Graph
@@ -158,22 +159,37 @@ class Program:
     image: Node
     targets: Mapping[Node, int]
     mutations: Mapping[Node, Tensor]
-    loss: Node
+    outputs: tuple[Any, ...]
+    form: pytree.TreeSpec
+    loss: Node | None
+    by_image: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Aim:
+    """What is wanted of an image: ``function(output, target)``; if it ``derives``, gradients of that too.
+
+    With ``by_image``, the image's is among them.
+    """
+
+    function: Callable[[Any, Any], Any]
+    derives: bool
+    by_image: bool = False
 
 
 class Whole(nn.Module):
-    """Preparation, model and loss as one module."""
+    """Preparation, model, and a function of its output and the target, as one module."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], prepare: Any) -> None:
+    def __init__(self, model: nn.Module, function: Callable[[Any, Any], Any], prepare: Any) -> None:
         super().__init__()
-        self.model, self.loss, self.prepare = model, loss_fn, prepare
+        self.model, self.loss, self.prepare = model, function, prepare
 
-    def forward(self, image: Tensor, target: Any) -> Tensor:
-        """The loss."""
+    def forward(self, image: Tensor, target: Any) -> Any:
+        """What the function gives."""
         return self.loss(self.model(self.prepare(image)), target)
 
 
-def trace(whole: Whole, image: Tensor, target: Any, device: torch.device) -> Program:
+def trace(whole: Whole, aim: Aim, image: Tensor, target: Any, device: torch.device) -> Program:
     """Trace the module for an image and a target of these shapes (given as tensors on the meta device).
 
     Raises:
@@ -192,10 +208,10 @@ def trace(whole: Whole, image: Tensor, target: Any, device: torch.device) -> Pro
             exported = exported.run_decompositions(table)
     except Exception as error:  # noqa: BLE001  whatever the model's own code raises while it is traced
         raise UnsupportedModelError(
-            f"torch.export cannot trace {type(whole.model).__name__} and its loss for an image of "
-            f"{tuple(image.shape)}, so they cannot be streamed: {type(error).__name__}: {error}"
+            f"torch.export cannot trace {type(whole.model).__name__}{' and its loss' * aim.derives} for an "
+            f"image of {tuple(image.shape)}, so it cannot be streamed: {type(error).__name__}: {error}"
         ) from error
-    return _program(exported, whole)
+    return _program(exported, whole, aim)
 
 
 def _decompositions() -> dict[Any, Any]:
@@ -224,7 +240,7 @@ def _keep_detached(graph: Graph) -> None:
             raise NotImplementedError(f"{node.target} in the model's forward")
 
 
-def _program(exported: Any, whole: nn.Module) -> Program:
+def _program(exported: Any, whole: nn.Module, aim: Aim) -> Program:
     signature = exported.graph_signature
     nodes = {node.name: node for node in exported.graph.nodes}
     held: dict[Node, Tensor] = {}
@@ -236,20 +252,21 @@ def _program(exported: Any, whole: nn.Module) -> Program:
             user.append(node)
         elif spec.kind is InputKind.PARAMETER:
             held[node] = parameter = whole.get_parameter(spec.target)
-            if parameter.requires_grad:
+            if parameter.requires_grad and aim.derives:
                 trained[node] = parameter
         elif spec.kind is InputKind.BUFFER and spec.persistent:
             held[node] = whole.get_buffer(spec.target)
         else:
             held[node] = _constant(exported, whole, spec.target)
     mutations: dict[Node, Tensor] = {}
-    loss: list[Any] = []
+    outputs: list[Any] = []
     for spec in signature.output_specs:
         if spec.kind is OutputKind.BUFFER_MUTATION:
             mutations[nodes[spec.arg.name]] = whole.get_buffer(spec.target)
         else:
-            loss.append(nodes.get(getattr(spec.arg, "name", "")))
-    _require_scalar(loss)
+            outputs.append(nodes.get(spec.arg.name, getattr(spec.arg, "value", None)))
+    if aim.derives:
+        _require_scalar(outputs)
     targets = {node: number for number, node in enumerate(user[1:])}
     return Program(
         graph=exported.graph,
@@ -258,7 +275,10 @@ def _program(exported: Any, whole: nn.Module) -> Program:
         image=user[0],
         targets=targets,
         mutations=mutations,
-        loss=loss[0],
+        outputs=tuple(outputs),
+        form=exported.call_spec.out_spec,
+        loss=outputs[0] if aim.derives else None,
+        by_image=aim.by_image,
     )
 
 
@@ -267,10 +287,9 @@ def _constant(exported: Any, whole: nn.Module, target: str) -> Tensor:
     return found if found is not None else whole.get_buffer(target)
 
 
-def _require_scalar(loss: list[Any]) -> None:
-    shape = (
-        getattr(loss[0].meta.get("val"), "shape", None) if len(loss) == 1 and loss[0] is not None else None
-    )
+def _require_scalar(outputs: list[Any]) -> None:
+    is_node = len(outputs) == 1 and isinstance(outputs[0], Node)
+    shape = getattr(outputs[0].meta.get("val"), "shape", None) if is_node else None
     if shape is None or tuple(shape) != ():
         given = "no tensor" if shape is None else f"a tensor of shape {tuple(shape)}"
         raise OptionError(f"loss_fn gives {given}, and a step needs a single number; take its sum or mean.")

@@ -42,16 +42,18 @@ class Values:
     @property
     def loss(self) -> Tensor:
         """The loss, once all passes ahead are done."""
-        value: Tensor = self.known[self._streamed.program.loss]
+        loss = self._streamed.program.loss
+        assert loss is not None
+        value: Tensor = self.known[loss]
         return value
 
     def turn(self) -> None:
-        """The loss is known: on with its gradient, to what was reduced and to parameters."""
-        if self.loss.requires_grad:
+        """The loss, if there is one, is known: on with its gradient to what was reduced and to parameters."""
+        if self._streamed.program.loss is not None and self.loss.requires_grad:
             self.loss.backward(retain_graph=True)
 
-    def finish(self) -> Tensor:
-        """Add the gradients to the parameters' and set the buffers; gives the loss."""
+    def finish(self) -> None:
+        """Add the gradients to the parameters' and set the buffers."""
         self.hand_on(above=-1)
         for node, parameter in self._streamed.program.trained.items():
             gradient = self._leaves[node].grad
@@ -60,7 +62,6 @@ class Values:
         with torch.no_grad():
             for node, buffer in self._streamed.program.mutations.items():
                 buffer.copy_(self.known[node])
-        return self.loss.detach()
 
     def set(self, node: Node, value: Any) -> None:
         """Take over what was reduced."""
@@ -95,9 +96,8 @@ class Values:
         guess = self._at_zero(stage)
         wanted = [node for node in stage.work.reduced if node in self._streamed.differentiable]
         zeros = [guess[node] for node in wanted]
-        found = torch.autograd.grad(
-            guess[self._streamed.program.loss], zeros, allow_unused=True, retain_graph=True
-        )
+        (loss,) = self._streamed.program.outputs
+        found = torch.autograd.grad(guess[loss], zeros, allow_unused=True, retain_graph=True)
         return {node: (seed,) for node, seed in zip(wanted, found, strict=True)}
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,138 @@
+"""What a caller gets of an image by rows: predictions as strips make them, and the image's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from squeezebox.schema import OptionError
+from squeezebox.streaming._graph import Streamed
+from squeezebox.streaming._spool import Layout, Store
+
+
+class Outputs:
+    """The outputs of one image, in the caller's arrays where there are some, else in new tensors.
+
+    Args:
+        streamed: whose program's outputs they are.
+        out: None, or arrays in the outputs' form, None among them for a new tensor.
+        device: of new tensors.
+
+    Raises:
+        OptionError: an array has another shape or type than the output, cannot be written, or is none.
+    """
+
+    def __init__(self, streamed: Streamed, out: Any, device: torch.device) -> None:
+        program = streamed.program
+        self._nodes, self._form = program.outputs, program.form
+        given, form = pytree.tree_flatten(out)
+        if out is None:
+            given = [None] * len(self._nodes)
+        elif form != self._form:
+            raise OptionError(
+                f"out is a {type(out).__name__} of {len(given)} parts, and the model gives "
+                f"{len(self._nodes)} as {pytree.treespec_pprint(self._form)}; give arrays in that form."
+            )
+        self._given = given
+        self._arrays = [
+            self._array(node, array, node in streamed.maps, device)
+            for node, array in zip(self._nodes, given, strict=True)
+        ]
+
+    def _array(self, node: Any, array: Any, has_rows: bool, device: torch.device) -> Tensor | None:
+        if array is not None:
+            return writable("out", array, node.meta["val"])
+        value = node.meta["val"] if has_rows else None
+        return None if value is None else torch.empty(value.shape, dtype=value.dtype, device=device)
+
+    @property
+    def arrays(self) -> list[tuple[Node, Tensor]]:
+        """Where each output's values go; an output may be given twice."""
+        pairs = zip(self._nodes, self._arrays, strict=True)
+        return [(node, array) for node, array in pairs if array is not None]
+
+    def values(self, known: Mapping[Node, Any]) -> Any:
+        """All of them, of which those without rows are ``known``."""
+        found = []
+        for node, given, array in zip(self._nodes, self._given, self._arrays, strict=True):
+            value = known[node].detach() if node in known else node if array is None else array
+            if array is not None and node in known:
+                array.copy_(value)
+            found.append(value if given is None else given)
+        return pytree.tree_unflatten(found, self._form)
+
+
+class Onto:
+    """A store, and arrays of the caller's: ``maps`` are written, and ``gradients`` added to."""
+
+    def __init__(
+        self,
+        store: Store,
+        content: Layout,
+        streamed: Streamed,
+        maps: list[tuple[Node, Tensor]],
+        gradients: Mapping[Node, Tensor],
+    ) -> None:
+        self._store, self._stored, self._rows = store, content.tensors, streamed.rows
+        self._maps = [(node, array) for node, array in maps if node in streamed.maps]
+        self._gradients = gradients
+
+    def read(self, node: Node, start: int, stop: int) -> Tensor:
+        """The store's."""
+        return self._store.read(node, start, stop)
+
+    def write(self, node: Node, start: int, x: Tensor) -> None:
+        """To every array of the node, and to the store if it keeps the node."""
+        for each, array in self._maps:
+            if each is node:
+                self._part(array, node, start, x).copy_(self._rows[node].apart(x))
+        if node in self._stored:
+            self._store.write(node, start, x)
+
+    def gradient(self, node: Node, start: int, stop: int) -> Tensor | None:
+        """The store's."""
+        return self._store.gradient(node, start, stop)
+
+    def add(self, node: Node, start: int, gradient: Tensor) -> None:
+        """To the array of the node, or to the store."""
+        array = self._gradients.get(node)
+        if array is None:
+            self._store.add(node, start, gradient)
+        else:
+            apart = self._rows[node].apart(gradient)
+            self._part(array, node, start, gradient).add_(apart.to(array.device))
+
+    def _part(self, array: Tensor, node: Node, start: int, x: Tensor) -> Tensor:
+        rows = self._rows[node]
+        count = x.shape[rows.dim] // (rows.before * rows.after)
+        return rows.apart(array).narrow(rows.dim + 1, start, count)
+
+
+def writable(name: str, array: Any, value: Any) -> Tensor:
+    """The array as a tensor with the same memory.
+
+    Raises:
+        OptionError: it is no array like ``value``, a tensor; or it cannot be written.
+    """
+    shape = getattr(value, "shape", None)
+    if shape is None:
+        raise OptionError(f"{name} has an array where the model gives {value!r}; give None there.")
+    wanted = f"{tuple(shape)} of {value.dtype}"
+    if isinstance(array, np.ndarray):
+        if not array.flags.writeable:
+            raise OptionError(f"{name} is read-only; open it with mode='r+' or 'w+', as {wanted}.")
+        try:
+            array = torch.from_numpy(array)
+        except (TypeError, ValueError) as error:
+            raise OptionError(f"{name} must be {wanted}, in this machine's order: {error}") from error
+    if not isinstance(array, Tensor):
+        raise OptionError(f"{name} is a {type(array).__name__}; give a tensor or a numpy array of {wanted}.")
+    if array.shape != shape or array.dtype != value.dtype:
+        raise OptionError(f"{name} is {tuple(array.shape)} of {array.dtype}; it must be {wanted}.")
+    return array.detach()
