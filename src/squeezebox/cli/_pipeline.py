@@ -120,6 +120,9 @@ def train(
     vertical_sync: Annotated[
         bool, typer.Option("--vertical-sync", help="All of pipedream's stages read the first one's version.")
     ] = False,
+    shard: Annotated[
+        bool, typer.Option("--shard", help="Replicas keep a part of weights and optimizer state each.")
+    ] = False,
     weights: Annotated[
         Path | None, typer.Option(help="A safetensors file or a folder of them to begin with.")
     ] = None,
@@ -150,6 +153,7 @@ def train(
             correction=correction,
             warmup=warmup,
             vertical_sync=vertical_sync,
+            shard=shard,
             weights=weights,
             checkpoint=checkpoint,
             save_every=save_every,

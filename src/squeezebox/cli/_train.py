@@ -140,6 +140,7 @@ class Request:
     correction: bool
     warmup: int
     vertical_sync: bool
+    shard: bool
     weights: Path | None
     checkpoint: Path | None
     save_every: int
@@ -176,6 +177,7 @@ def run(request: Request) -> None:
             correction=request.correction,
             warmup=request.warmup,
             vertical_sync=request.vertical_sync,
+            shard=request.shard,
             patience=request.patience,
             construction=construction,
             weights=request.weights,

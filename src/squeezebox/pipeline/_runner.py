@@ -23,6 +23,7 @@ from squeezebox.pipeline._packing import Wire
 from squeezebox.pipeline._setup import (
     agree,
     check_options,
+    check_shards,
     check_stages,
     device_of,
     example,
@@ -33,6 +34,7 @@ from squeezebox.pipeline._setup import (
     schedule_of,
     shared,
 )
+from squeezebox.pipeline._shards import Shards
 from squeezebox.pipeline._stage import Stage, evaluating
 from squeezebox.pipeline._state import State
 from squeezebox.pipeline._torch import TorchPasses, TorchTraining, engine_of, joined_by, require_suited
@@ -40,7 +42,7 @@ from squeezebox.pipeline._training import Forwards, Training, Turns
 from squeezebox.pipeline._updates import Exchange, Updates
 from squeezebox.pipeline._weights import Weights, forget
 from squeezebox.pipeline._wire import Traffic
-from squeezebox.schedules import Schedule
+from squeezebox.schedules import Schedule, Sharing
 from squeezebox.schema import FormatError, OptionError, PipelinePlan
 
 _serials = itertools.count()  # runners of a process, in the order that all ranks make them in
@@ -68,6 +70,9 @@ class Runner:
         correction: of the delay of gradients in 2bw (arXiv:2606.30634), for one more buffer of weights.
         warmup: batches at the start that 2bw and pipedream flush, reading the newest weights.
         vertical_sync: all stages of pipedream read the version that the first one reads, for an input.
+        shard: the replicas of a plan keep a part of weights, gradients and the optimizer's state each. They
+            gather a stage's weights when they come to it, and scatter its gradients when they leave: in
+            "breadth-first" once a batch (arXiv:2211.05953). The optimizer must step each element by itself.
         schedule: of your own, instead of the one that the plan names: for its ranks, stages and microbatches,
             and with a flush after each batch. The plan's predictions are not of it.
         wire: what activations and their gradients may lose on their way between ranks, to go in fewer bytes
@@ -105,6 +110,7 @@ class Runner:
         correction: bool = False,
         warmup: int = 0,
         vertical_sync: bool = False,
+        shard: bool = False,
         schedule: Schedule | None = None,
         wire: Wire | None = None,
         patience: float = 60.0,
@@ -142,8 +148,15 @@ class Runner:
                 raise OptionError(
                     "weights are tied over stages, and PipeDream's stages update each on its own. Take 2bw."
                 )
+            trained = {
+                number: [each for each in stage.parameters() if each.requires_grad]
+                for number, stage in self.stages.items()
+            }
+            if shard:
+                is_tied = bool(tied) or sum(map(len, trained.values())) > len(own)
+                check_shards(plan, self.engine, is_tied)
             self._health.waits("waits for all ranks to connect", place.number)
-            groups = groups_of(place, order, tied, own, patience)
+            groups = groups_of(place, order, tied, own, patience, shard=shard)
             joined = [joined_by(place, patience)] if self.engine == "torch" else []
             self._health.connected([*groups.all(), *joined])
             self._health.works("begins")
@@ -152,7 +165,13 @@ class Runner:
                 [known[id(each)] for each in group["params"] if id(each) in known]
                 for group in optimizer.param_groups
             ]
-            self._weights = Weights(own, known, initial.of)
+            self._weights: Weights | Shards
+            if shard:
+                assert groups.replicas is not None
+                self._weights = Shards(trained, known, initial.of, groups.replicas, self._health, patience)
+            else:
+                self._weights = Weights(own, known, initial.of)
+            kept = self._weights.kept if isinstance(self._weights, Shards) else self._weights
             self._weights.hand_over(optimizer)
             held = [each for stage in self.stages.values() for each in stage.parameters()]
             initial.fill(each for each in held if not each.requires_grad)
@@ -160,7 +179,7 @@ class Runner:
             self.optimizer = optimizer
             turns_taken = order.ranks_of(next(iter(self.stages)))
             exchange = Exchange(
-                replicas=groups.replicas,
+                replicas=None if shard else groups.replicas,
                 pipeline=groups.pipeline,
                 ties=groups.ties,
                 clip=clip,
@@ -170,9 +189,9 @@ class Runner:
                 counted=place.rank == turns_taken[0],
             )
             self._health.waits("waits for all ranks' first weights", place.number)
-            exchange.level(self._weights.versions[0])
+            exchange.level(kept.versions[0])
             self._health.works("begins")
-            self._updates = Updates(self._weights, optimizer, optimized, exchange, correction)
+            self._updates = Updates(kept, optimizer, optimized, exchange, correction)
             self._assembly = Assembly(store, self._health, place.number, place.ranks * place.replicas)
             wires = Wires(place, order, groups, self._health, patience, device_of(model), wire)
             self._links = Links(store, place, order, self._health, wires)
@@ -182,7 +201,8 @@ class Runner:
                 plan=plan,
                 place=place,
                 stages=self.stages,
-                weights=self._weights,
+                weights=kept,
+                shards=self._weights if isinstance(self._weights, Shards) else None,
                 updates=self._updates,
                 reader=self._reader,
                 wires=wires,
@@ -204,7 +224,16 @@ class Runner:
             )
             self._evaluation: Forwards | TorchPasses | None = None
             self._training: Training | TorchTraining
-            forwards = Forwards(plan, model, self.stages, self._links, self._feed, loss_fn, plan.microbatch)
+            forwards = Forwards(
+                plan,
+                model,
+                self.stages,
+                self._links,
+                self._feed,
+                loss_fn,
+                plan.microbatch,
+                lambda stage: self._weights.select(self._weights.newest, stage),
+            )
             if self.engine == "torch":
                 make = functools.partial(
                     TorchPasses,
@@ -217,7 +246,7 @@ class Runner:
                     store,
                     self._health,
                 )
-                self._training = TorchTraining(make, self.stages, self._weights, self._updates, self._health)
+                self._training = TorchTraining(make, self.stages, kept, self._updates, self._health)
                 return
             late_from = warmup + 1 if order.name == "2bw" else None
             turns = Turns(order, place.rank)
@@ -331,8 +360,10 @@ class Runner:
                 self._evaluation = self._training.evaluation(self._model)
             refused = self._feed.take(self._training.batch, inputs, target)
             if not refused:
-                self._weights.select(self._weights.newest)
-                return self._evaluation.of_batch(self._training.batch)
+                self._weights.select(self._weights.newest, next(iter(self.stages)))
+                loss = self._evaluation.of_batch(self._training.batch)
+                self._weights.leave()
+                return loss
         raise OptionError(refused)
 
     def save(self, directory: str | Path) -> None:
@@ -348,7 +379,8 @@ class Runner:
         """
         self.drain()
         with self._health.guard():
-            self._weights.select(self._weights.newest)
+            if isinstance(self._weights, Weights):
+                self._weights.select(self._weights.newest)
             batch = self._training.batch
             write(Path(directory), batch, self._place.number, self._state.saved(batch), self._assembly)
 
@@ -377,8 +409,14 @@ class Runner:
         All ranks' together are the model's ``state_dict()``. What is under way is finished first.
         """
         self.drain()
-        self._weights.select(self._weights.newest)
-        return {name: tensor.clone() for name, tensor in self._state.persistent().items()}
+        found: dict[str, Tensor] = {}
+        with self._health.guard():
+            for stage in self.stages:
+                self._weights.select(self._weights.newest, stage)
+                own = self._state.persistent([stage])
+                found |= {name: tensor.clone() for name, tensor in own.items()}
+            self._weights.leave()
+        return found
 
     def traffic(self) -> tuple[Traffic, ...]:
         """What this rank has sent to others since it was made: bytes and noise, by boundary and direction.
@@ -386,6 +424,10 @@ class Runner:
         Activations come first. Evaluation is not counted, nor what stages of one rank hand to each other.
         """
         return self._training.traffic()
+
+    def sharing(self) -> Sharing | None:
+        """How often this rank has gathered and scattered stages with ``shard``, and the bytes that came."""
+        return self._weights.shared() if isinstance(self._weights, Shards) else None
 
     def _agreed(self, directory: Path, batch: int | None) -> int:
         """The batch whose checkpoint all ranks load."""

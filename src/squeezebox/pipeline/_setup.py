@@ -85,6 +85,22 @@ def _own_schedule(plan: PipelinePlan, own: Schedule) -> Schedule:
     return schedules.repeated(own)
 
 
+def check_shards(plan: PipelinePlan, engine: str, is_tied: bool) -> None:
+    """Refuse what replicas cannot share.
+
+    Raises:
+        OptionError: says what that is.
+    """
+    if plan.replicas < 2 or not schedules.published(plan.schedule).flushes:
+        raise OptionError(
+            f"shard=True parts weights over equal pipelines that flush, and the plan has {plan.replicas}, by "
+            f"{plan.schedule}. Plan for more, by breadth-first, or leave it out."
+        )
+    if engine == "torch" or is_tied:
+        what = "weights are tied over stages" if is_tied else "engine='torch' makes the passes"
+        raise OptionError(f"{what}, and shard=True needs all of a stage to itself. Leave it out.")
+
+
 def check_options(
     plan: PipelinePlan, clip: float | None, skip_overflow: bool, correction: bool, patience: float
 ) -> None:
@@ -284,7 +300,8 @@ def shared(
 class Groups:
     """Process groups of a runner's own; None where there would be but one rank, or this one is not in it.
 
-    ``words`` joins a pipeline's ranks, and ``readers`` those that read batches, both between CPUs.
+    ``pipeline`` has those whose gradients have one norm. ``words`` joins a pipeline's ranks, and ``readers``
+    those that read batches, both between CPUs.
     """
 
     forward: dist.ProcessGroup | None
@@ -308,6 +325,8 @@ def groups_of(
     tied: Sequence[tuple[nn.Parameter, Sequence[int]]],
     own: Sequence[nn.Parameter],
     patience: float,
+    *,
+    shard: bool = False,
 ) -> Groups:
     """Make all groups; every process must call it, as each group is made by all of them.
 
@@ -317,6 +336,7 @@ def groups_of(
         tied: parameters that several ranks of a pipeline hold, and those ranks.
         own: this rank's parameters.
         patience: seconds for which this waits for a process.
+        shard: replicas keep parts, so that a norm is of all processes'.
     """
     _group = functools.partial(_made, timeout=timedelta(seconds=patience))
     everybody = list(range(place.ranks * place.replicas))
@@ -337,7 +357,7 @@ def groups_of(
     return Groups(
         forward=forward,
         backward=backward,
-        pipeline=[_group(each) for each in pipelines][place.replica],
+        pipeline=_group(everybody) if shard else [_group(each) for each in pipelines][place.replica],
         replicas=next(
             group for group, ranks in [(_group(each), each) for each in replicas] if place.number in ranks
         ),

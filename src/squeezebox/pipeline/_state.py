@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from squeezebox.pipeline._checkpoint import Checkpoint, packed, unpacked
 from squeezebox.pipeline._data import Reader, random_state, restore_random_state
 from squeezebox.pipeline._links import Wires
 from squeezebox.pipeline._setup import Place
+from squeezebox.pipeline._shards import Shards
 from squeezebox.pipeline._stage import Stage
 from squeezebox.pipeline._updates import Updates
 from squeezebox.pipeline._weights import Flat, Weights
@@ -33,6 +35,7 @@ class State:
     place: Place
     stages: Mapping[int, Stage]
     weights: Weights
+    shards: Shards | None
     updates: Updates
     reader: Reader
     wires: Wires
@@ -44,6 +47,8 @@ class State:
         earlier weights, and ``ranks`` what is a rank's alone.
         """
         about = {"format": _FORMAT, "split": self._split(), "optimizer": self.updates.about()}
+        about |= {"shard": True} if self.shards else {}
+        optim = self.updates.state()
         own = {"random": random_states(), "links": self.wires.state()}
         newest = self.weights.newest
         earlier = {  # by the batch, where each has an update
@@ -53,18 +58,24 @@ class State:
         }
         return {
             "about": packed(json.dumps(about)),
-            "model": self.persistent(),
+            "model": self.persistent()
+            if self.shards is None
+            else self._assembled(self.shards, optim["state"]),
             "buffers": self._other_buffers(),
-            "optim": self.updates.state(),
+            "optim": optim,
             "versions": earlier,
             "last_update": self._named(self.updates.last_update),
             "ranks": {str(self.place.number): packed(own)},
             "readers": {str(self.place.replica): packed(self.reader.state())} if self.place.rank == 0 else {},
         }
 
-    def persistent(self) -> dict[str, Tensor]:
-        """This rank's part of the model's ``state_dict()``, not copied."""
-        own = {id(each) for stage in self.stages.values() for each in (*stage.parameters(), *stage.buffers())}
+    def persistent(self, stages: Collection[int] | None = None) -> dict[str, Tensor]:
+        """This rank's part of the model's ``state_dict()``, or that of some stages, not copied."""
+        stages = self.stages if stages is None else stages
+        held = [
+            (*stage.parameters(), *stage.buffers()) for each, stage in self.stages.items() if each in stages
+        ]
+        own = {id(each) for tensors in held for each in tensors}
         named = self.model.state_dict(keep_vars=True)
         return {name: tensor.detach() for name, tensor in named.items() if id(tensor) in own}
 
@@ -81,10 +92,19 @@ class State:
             FormatError: it is of another model or optimizer, or damaged.
         """
         checkpoint = Checkpoint(directory, batch)
-        split = self._checked(checkpoint)["split"]
+        about = self._checked(checkpoint)
+        split = about["split"]
+        whole = checkpoint
         if split == self._split():
             checkpoint = Checkpoint(directory, batch, self.place.number)
-        lost = [f"version {each} of the weights" for each in self._read(checkpoint, batch, restart(batch))]
+        self._read_buffers(checkpoint)
+        wanted = restart(batch)
+        if self.shards is not None:
+            lost = []
+            self._read_shards(whole, self.shards, wanted[-1])
+        else:
+            weights = whole if "shard" in about else checkpoint
+            lost = [f"version {each} of the weights" for each in self._read(weights, batch, wanted)]
         if split == self._split():
             own = unpacked(checkpoint.nested("ranks", str(self.place.number)))
             restore_random_states(own["random"])
@@ -132,7 +152,7 @@ class State:
         return about
 
     def _read(self, checkpoint: Checkpoint, batch: int, wanted: range) -> list[int]:
-        """Weights, buffers and the optimizer's state; returns versions that are not there."""
+        """Weights and the optimizer's state; returns versions that are not there."""
         names = self.weights.names
 
         def room(prefix: str) -> Flat | None:
@@ -142,12 +162,8 @@ class State:
         newest, update = Flat(self.weights.parameters), room("last_update.")
         saved = {version: batch - (wanted[-1] - version) for version in wanted[:-1]}
         earlier = {version: room(f"versions.{saved[version]}.") for version in wanted[:-1]}
-        buffers = self._other_buffers()
-        there = checkpoint.forms("buffers.")
         checkpoint.read(
-            {f"model.{name}": each for name, each in self.persistent().items()}
-            | {f"model.{name}": each for name, each in self._named(newest).items()}
-            | {f"buffers.{name}": each for name, each in buffers.items() if name in there}
+            {f"model.{name}": each for name, each in self._named(newest).items()}
             | {f"last_update.{name}": each for name, each in self._named(update).items()}
             | {
                 f"versions.{saved[version]}.{name}": each
@@ -160,6 +176,70 @@ class State:
         versions = {version: flat or newest.copy() for version, flat in earlier.items()}
         self.weights.restore(versions | {wanted[-1]: newest})
         return [version for version, flat in earlier.items() if flat is None]
+
+    def _read_buffers(self, checkpoint: Checkpoint) -> None:
+        """Buffers, and what is not trained."""
+        there = checkpoint.forms("buffers.")
+        checkpoint.read(
+            {f"model.{name}": each for name, each in self._untrained().items()}
+            | {f"buffers.{name}": each for name, each in self._other_buffers().items() if name in there}
+        )
+
+    def _untrained(self) -> dict[str, Tensor]:
+        named = self.model.state_dict(keep_vars=True)
+        return {name: each for name, each in self.persistent().items() if not named[name].requires_grad}
+
+    def _assembled(self, shards: Shards, states: dict[str, Any]) -> dict[str, Tensor]:
+        """The model's tensors out of all replicas' parts; the same is done to the optimizer's states.
+
+        Each replica has some of the parameters whole, so that none needs room for all.
+        """
+        model = shards.assembled(self.weights.versions[self.weights.newest])
+        names = {id(parameter): name for name, parameter in shards.parameters().items()}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if names.get(id(tensor)) in model:
+                model[name] = model[names[id(tensor)]]  # a parameter may have several names
+        model |= self._untrained()
+        of_parts = {
+            name: {key for key, value in state.items() if isinstance(value, Tensor) and value.dim()}
+            for name, state in states.items()
+        }
+        single = {
+            name: {key: value for key, value in state.items() if key not in of_parts[name]}
+            for name, state in states.items()
+        }
+        parted = {*itertools.chain(*of_parts.values())}
+        told = shards.told((single, parted))
+        whole = {name: dict(state) for each, _ in told for name, state in each.items()}
+        for key in sorted({*itertools.chain(*(keys for _, keys in told))}):
+            flat = Flat(self.weights.parameters)
+            for name, view in zip(self.weights.names, flat.views, strict=True):
+                if key in states.get(name, {}):
+                    view.copy_(states[name][key])
+            for name, tensor in shards.assembled(flat).items():
+                whole[name][key] = tensor
+        states.clear()
+        states.update({name: state for name, state in whole.items() if name in model})
+        return model
+
+    def _read_shards(self, checkpoint: Checkpoint, shards: Shards, version: int) -> None:
+        """This rank's part of weights and of the optimizer's state, from one parameter after the other."""
+        newest, states = Flat(self.weights.parameters), {}
+        views = self._named(newest)
+        for name, parameter in shards.parameters().items():
+            if name not in views:
+                continue
+            values = torch.empty_like(parameter, device="cpu", memory_format=torch.contiguous_format)
+            checkpoint.read({f"model.{name}": values})
+            views[name].copy_(shards.part_of(parameter, values))
+            saved = checkpoint.nested("optim", "state", only=[name]).get(name, {})
+            states[name] = {
+                key: shards.part_of(parameter, value) if isinstance(value, Tensor) and value.dim() else value
+                for key, value in saved.items()
+            }
+        self.updates.restore(states, checkpoint.nested("optim", "param_groups"), None)
+        shards.leave()
+        self.weights.restore({version: newest})
 
     def _split(self) -> dict[str, Any]:
         """What must be equal for a rank's own state to be another's."""

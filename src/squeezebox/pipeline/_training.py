@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from squeezebox.pipeline._data import Feed
 from squeezebox.pipeline._health import Health
 from squeezebox.pipeline._links import Links
 from squeezebox.pipeline._setup import device_of, example, keywords
+from squeezebox.pipeline._shards import Shards
 from squeezebox.pipeline._stage import Passage, Stage
 from squeezebox.pipeline._updates import Settings, Updates
 from squeezebox.pipeline._weights import Flat, Weights
@@ -26,7 +28,7 @@ class Forwards:
     """Forwards of a rank's ``stages`` of the ``model``, with the connections that they need.
 
     ``loss_fn`` is called where the last stage is, for a part of the batch's mean loss. ``samples`` are in
-    each microbatch.
+    each microbatch. ``enter`` has the newest weights of a stage ready, where no schedule says which.
     """
 
     def __init__(
@@ -38,7 +40,9 @@ class Forwards:
         feed: Feed,
         loss_fn: Callable[..., Tensor],
         samples: int,
+        enter: Callable[[int], None],
     ) -> None:
+        self._enter = enter
         self.plan, self.stages, self.links, self.feed = plan, stages, links, feed
         self._model, self._loss_fn, self._samples = model, loss_fn, samples
         self._smaller: dict[int, Forwards] = {}
@@ -90,9 +94,10 @@ class Forwards:
         """All forwards of a batch and nothing else: its mean loss where the last stage is."""
         self.begin(batch)
         first, losses = batch * self.plan.microbatches, []
-        for number in range(first, first + len(self.feed.sizes(batch))):
-            own = self.suited(number)
-            for stage in (stage for stage in self.stages if self.feed.takes(stage, number)):
+        for number, stage in itertools.product(range(first, first + self.plan.microbatches), self.stages):
+            self._enter(stage)
+            if self.feed.takes(stage, number) and self.feed.size(number):
+                own = self.suited(number)
                 passage = own.run(Action(kind=Kind.FORWARD, stage=stage, microbatch=number))
                 own.links.release(stage, number, passage.received, None)
                 losses += passage.outputs if self.is_loss(stage) else []
@@ -123,7 +128,8 @@ class Forwards:
 
     def _like(self, stages: Mapping[int, Stage], purpose: str, samples: int) -> Forwards:
         links = self.links.plain(purpose)
-        return Forwards(self.plan, self._model, stages, links, self.feed, self._loss_fn, samples)
+        options = self.feed, self._loss_fn, samples, self._enter
+        return Forwards(self.plan, self._model, stages, links, *options)
 
 
 def stages_again(
@@ -198,7 +204,7 @@ class Training:
         self,
         turns: Turns,
         forwards: Forwards,
-        weights: Weights,
+        weights: Weights | Shards,
         updates: Updates,
         health: Health,
         late_from: int | None,
@@ -263,14 +269,14 @@ class Training:
         self._health.works(f"works at {action}")
         key = action.stage, action.microbatch
         if action.kind is Kind.UPDATE:
+            self._weights.leave()
             self._end_stage(action)
             return
+        self._ready(action)  # with replicas that may have a microbatch more
         if not self._forwards.feed.size(action.microbatch):
             return
         forwards = self._forwards.suited(action.microbatch)
         if action.kind is Kind.FORWARD:
-            self._reach(action.version, action.version)
-            self._weights.select(action.version)
             self._flights[key] = passage = forwards.run(action)
             if forwards.is_loss(action.stage):
                 self._losses += (loss.detach() for loss in passage.outputs)
@@ -280,13 +286,19 @@ class Training:
                 passage = self._flights.pop(key)
                 forwards.links.release(*key, passage.received, passage.gradients)
 
+    def _ready(self, action: Action) -> None:
+        """Have an action's version made and read, and in backward room for its gradients."""
+        if action.kind is Kind.FORWARD:
+            self._reach(action.version, action.version)
+        elif self._gradients is None:
+            self._gradients = self._updates.gradients()
+            self._weights.accumulate_into(self._gradients)
+        # Autograd noted the parameters, not their values.
+        self._weights.select(action.version, action.stage, backward=action.kind is not Kind.FORWARD)
+
     def _backward(self, action: Action, passage: Passage, forwards: Forwards) -> None:
         if action.kind is not Kind.WEIGHT and not forwards.is_loss(action.stage):
             passage.gradients = forwards.links.receive_gradients(action.stage, action.microbatch)
-        self._weights.select(action.version)  # autograd noted the parameters, not their values
-        if self._gradients is None:
-            self._gradients = self._updates.gradients()
-            self._weights.accumulate_into(self._gradients)
         weights = [each for each in forwards.stages[action.stage].parameters() if each.requires_grad]
         if action.kind is Kind.WEIGHT:
             passage.backward_to_weights(weights)
@@ -303,9 +315,8 @@ class Training:
         if self._ended_stages % len(self._stages) == 0:
             batch = self._turns.batch_of(update)
             late = self._late_from is not None and batch >= self._late_from
-            # A replica that a small batch has no microbatch for has nothing to add.
-            gradients = self._gradients or self._updates.gradients()
-            self._updates.queue(gradients, self._settings[batch], late=late)
+            assert self._gradients is not None
+            self._updates.queue(self._gradients, self._settings[batch], late=late)
             self._settings = {each: own for each, own in self._settings.items() if each >= batch}
             self._gradients = None
 

@@ -17,14 +17,20 @@ from squeezebox.schema import OptionError
 
 
 class Flat:
-    """Tensors shaped like some parameters, side by side in one tensor for each dtype."""
+    """Tensors shaped like some parameters, side by side in one tensor for each dtype.
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    Such a tensor is filled up until its length is one that ``multiple`` divides.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], multiple: int = 1) -> None:
         self.device = parameters[0].device if parameters else torch.device("cpu")
         sizes: dict[torch.dtype, int] = {}
         for parameter in parameters:
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
-        self.parts = [torch.zeros(size, dtype=dtype, device=self.device) for dtype, size in sizes.items()]
+        self.parts = [
+            torch.zeros(-(-size // multiple) * multiple, dtype=dtype, device=self.device)
+            for dtype, size in sizes.items()
+        ]
         rests = {part.dtype: part for part in self.parts}
         self.views: list[Tensor] = []
         for parameter in parameters:
@@ -79,8 +85,8 @@ class Weights:
         """How many updates the newest version has seen."""
         return max(self.versions)
 
-    def select(self, version: int) -> None:
-        """Let the model read this version."""
+    def select(self, version: int, stage: int = 0, *, backward: bool = False) -> None:
+        """Let the model read this version, at any stage, forwards and backwards."""
         flat = self.versions[version]
         if flat is not self._selected:
             self._selected = flat
@@ -91,6 +97,9 @@ class Weights:
         """Let backward add up its gradients there."""
         for parameter, view in zip(self.parameters, gradients.views, strict=True):
             parameter.grad = view
+
+    def leave(self) -> None:
+        """All stages' weights stay as they are."""
 
     def update(self, gradients: Flat, step: Callable[[], Any], oldest: int) -> Flat | None:
         """Make the next version out of the newest one by an optimizer's step.

@@ -16,7 +16,16 @@ from squeezebox.schedules._orders import (
     two_bw,
     zero_bubble,
 )
-from squeezebox.schedules._simulate import Costs, Span, Timeline, gathers, simulate, validate
+from squeezebox.schedules._simulate import (
+    Costs,
+    Sharing,
+    Span,
+    Timeline,
+    gathers,
+    sharing,
+    simulate,
+    validate,
+)
 from squeezebox.schedules._table import FLOWS, PUBLISHED, SYNCHRONOUS, Published, make, published
 
 __all__ = [
@@ -31,6 +40,7 @@ __all__ = [
     "Pipe",
     "Published",
     "Schedule",
+    "Sharing",
     "Span",
     "Timeline",
     "breadth_first",
@@ -42,6 +52,7 @@ __all__ = [
     "pipedream",
     "published",
     "repeated",
+    "sharing",
     "simulate",
     "two_bw",
     "validate",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -234,19 +234,58 @@ def versions(schedule: Schedule) -> tuple[int, ...]:
     return tuple(most)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharing:
+    """What a rank does where replicas keep a part of its stages each.
+
+    ``gathers`` counts how often it has a stage's weights gathered, ``reductions`` how often a stage's
+    gradients summed and scattered; the bytes are those of the other replicas' parts.
+    """
+
+    gathers: int
+    gathered_bytes: int
+    reductions: int
+    reduced_bytes: int
+
+
 def gathers(schedule: Schedule, rank: int, unsharded: int = 1) -> int:
     """How often a rank gathers a stage's weights if ``unsharded`` stages are whole at a time (FSDP)."""
-    whole: list[int] = []
-    count = 0
+    return sharing(schedule, rank, [0] * schedule.num_stages, unsharded).gathers
+
+
+def sharing(schedule: Schedule, rank: int, part_bytes: Sequence[int], unsharded: int = 1) -> Sharing:
+    """What a rank gathers and scatters if ``unsharded`` stages are whole at a time.
+
+    Args:
+        schedule: its orders are counted.
+        rank: of a pipeline.
+        part_bytes: of each stage, those of the parts that the rank does not keep.
+        unsharded: stages that a rank has whole at once. An update lets go of a stage.
+    """
+    whole: dict[int, bool] = {}  # with whether there are gradients
+    gathered: list[int] = []
+    reduced: list[int] = []
+
+    def leave(stage: int) -> None:
+        if whole.pop(stage):
+            reduced.append(part_bytes[stage])
+
     for action in schedule.orders[rank]:
         if action.kind is Kind.UPDATE:
+            if action.stage in whole:
+                leave(action.stage)
             continue
-        if action.stage in whole:
-            whole.remove(action.stage)
-        else:
-            count += 1
-        whole = [*whole, action.stage][-unsharded:]
-    return count
+        if action.stage not in whole:
+            gathered.append(part_bytes[action.stage])
+        whole[action.stage] = whole.pop(action.stage, False) or action.kind is not Kind.FORWARD
+        for stage in [*whole][:-unsharded]:
+            leave(stage)
+    return Sharing(
+        gathers=len(gathered),
+        gathered_bytes=sum(gathered),
+        reductions=len(reduced),
+        reduced_bytes=sum(reduced),
+    )
 
 
 def _require_end(schedule: Schedule, spans: list[list[Span]]) -> None:
