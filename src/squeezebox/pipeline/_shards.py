@@ -56,7 +56,7 @@ class Shards:
         names: the model's, by a parameter's id.
         value_of: has a parameter's first values; the first replica's count.
         group: of the replicas.
-        health: is told of waits.
+        health: notes what is waited for.
         patience: the longest of these, in seconds.
     """
 
@@ -113,7 +113,7 @@ class Shards:
         return self.kept.newest
 
     def shared(self) -> Sharing:
-        """What replicas have told each other so far."""
+        """What has been gathered and scattered so far."""
         return Sharing(
             gathers=self.gathers,
             gathered_bytes=self.gathered_bytes,
@@ -160,7 +160,7 @@ class Shards:
                 "optimizer that steps each element by itself, such as AdamW, or leave shard= out."
             )
         if any(self._slices.get(id(parameter)) is not None for parameter in optimizer.state):
-            raise OptionError("shard=True is for a new optimizer, and this one has state. Make it anew.")
+            raise OptionError("shard=True is for a new optimizer, and this one has state. Make another one.")
         for group in optimizer.param_groups:
             slices = (self._slices.get(id(parameter)) for parameter in group["params"])
             group["params"] = [each for each in slices if each is not None]
@@ -188,7 +188,7 @@ class Shards:
         dense.views[0].copy_(values)
         return dense.parts[0][self._spans.get(id(parameter), slice(0))].clone()
 
-    def told(self, value: Any) -> list[Any]:
+    def of_all(self, value: Any) -> list[Any]:
         """Every replica's plain values."""
         values: list[Any] = [None] * self._group.size()
         dist.all_gather_object(values, value, group=self._group)

@@ -209,7 +209,7 @@ class State:
             for name, state in states.items()
         }
         parted = {*itertools.chain(*of_parts.values())}
-        told = shards.told((single, parted))
+        told = shards.of_all((single, parted))
         whole = {name: dict(state) for each, _ in told for name, state in each.items()}
         for key in sorted({*itertools.chain(*(keys for _, keys in told))}):
             flat = Flat(self.weights.parameters)

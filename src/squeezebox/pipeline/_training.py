@@ -272,8 +272,10 @@ class Training:
             self._weights.leave()
             self._end_stage(action)
             return
-        self._ready(action)  # with replicas that may have a microbatch more
-        if not self._forwards.feed.size(action.microbatch):
+        is_there = self._forwards.feed.size(action.microbatch) > 0
+        if is_there or isinstance(self._weights, Shards):  # whose replicas may have that microbatch
+            self._ready(action)
+        if not is_there:
             return
         forwards = self._forwards.suited(action.microbatch)
         if action.kind is Kind.FORWARD:
@@ -315,8 +317,9 @@ class Training:
         if self._ended_stages % len(self._stages) == 0:
             batch = self._turns.batch_of(update)
             late = self._late_from is not None and batch >= self._late_from
-            assert self._gradients is not None
-            self._updates.queue(self._gradients, self._settings[batch], late=late)
+            # A replica that a small batch has no microbatch for has nothing to add.
+            gradients = self._gradients or self._updates.gradients()
+            self._updates.queue(gradients, self._settings[batch], late=late)
             self._settings = {each: own for each, own in self._settings.items() if each >= batch}
             self._gradients = None
 
