@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from squeezebox.planner import pipedream_split
-from squeezebox.schema import Block, Holding, Link, OptionError
+from squeezebox.planner import pipedream_split, plan_pipeline, stage_memory
+from squeezebox.schema import Block, BudgetError, Holding, Link, OptionError, PipelinePlan, PipelineProfile
 
 
 def block(name, seconds, parameter_bytes=0, output_bytes=0, policy="keep"):
@@ -81,3 +81,24 @@ def test_what_cannot_be_split_is_refused():
         pipedream_split([block("a", 1.0)], 0, link)
     with pytest.raises(OptionError, match="'a' was not measured with policy 'keep'"):
         pipedream_split([block("a", 1.0, policy="recompute")], 2, link)
+
+
+@pytest.mark.parametrize(("schedule", "batch"), [("pipedream", 4), ("2bw", 8)])
+def test_its_split_becomes_a_plan_that_fits(schedule, batch):
+    link = Link(bytes_per_second=1000.0)
+    blocks = block("convolutions", 4.0, 100, 10), block("classifier", 2.0, 10_000, 1)
+    profile = PipelineProfile(microbatch=2, blocks=blocks)
+    search = {"batch": batch, "ranks": 3, "link": link, "schedules": [schedule], "policies": ["keep"]}
+    plans = plan_pipeline([profile], memory_bytes=10**9, **search)
+    (found,) = [plan for plan in plans if plan.stage_replicas]
+    split = pipedream_split(profile.blocks, 3, link)
+    assert found.stage_replicas == tuple(stage.replicas for stage in split.stages) == (2, 1)
+    assert (found.ranks, found.replicas, found.microbatches) == (3, 1, batch // 2)
+    assert found.seconds == pytest.approx(split.seconds * found.microbatches)
+    assert PipelinePlan.from_dict(found.to_dict()) == found
+    for stage, planned in enumerate(found.stages):
+        memory = stage_memory(profile, found, stage)
+        assert memory.total_bytes == planned.peak_bytes
+        assert {found.rank_peak_bytes[rank] for rank in found.ranks_of(stage)} == {planned.peak_bytes}
+    with pytest.raises(BudgetError, match="Stage 1 .* owns the most: weights"):
+        plan_pipeline([profile], memory_bytes=max(found.rank_peak_bytes) - 1, **search)

@@ -278,8 +278,8 @@ def _print_report(plan: PipelinePlan, measured: list[Any], as_json: bool) -> Non
         return
     print(f"seconds a batch: {seconds:.4g}, planned {plan.seconds:.4g}")
     print(f"{'rank':>4} {'stages':<12} {'peak':>10} {'planned':>10}")
-    schedule = pipeline.schedule_of(plan)
     for number, (peak, _) in enumerate(measured):
         planned = plan.rank_peak_bytes[number % plan.ranks]
-        stages = ", ".join(map(str, schedule.stages_of(number % plan.ranks)))
+        own = [stage for stage in range(len(plan.stages)) if number % plan.ranks in plan.ranks_of(stage)]
+        stages = ", ".join(map(str, own))
         print(f"{number:>4} {stages:<12} {human_bytes(peak):>10} {human_bytes(planned):>10}")

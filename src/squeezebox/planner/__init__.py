@@ -12,6 +12,7 @@ from squeezebox.planner._fusion import FusionPlan, Gradient, Group, Line, Way, e
 from squeezebox.planner._greedy import first_fit, peak, solve
 from squeezebox.planner._milp import optimum
 from squeezebox.planner._pipeline import plan_pipeline
+from squeezebox.planner._replicated import with_replicas
 from squeezebox.planner._shortage import floor, planned_peak, shortage, smallest
 from squeezebox.planner._split import (
     ReplicatedSplit,
@@ -49,4 +50,5 @@ __all__ = [
     "smallest",
     "solve",
     "stage_memory",
+    "with_replicas",
 ]

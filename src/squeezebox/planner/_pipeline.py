@@ -4,24 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from squeezebox.planner._replicated import replicated
 from squeezebox.planner._split import Found, Shape, fastest, smallest
 from squeezebox.planner._stages import Runs, runs, stage_memory
 from squeezebox.schedules import FLOWS, SYNCHRONOUS, Pipe
 from squeezebox.schema import BudgetError, Link, OptionError, PipelinePlan, PipelineProfile, StageMemory
 
 
-def too_little(tried: Sequence[tuple[Runs, Shape]], memory_bytes: int, link: Link) -> BudgetError:
+def too_little(
+    tried: Sequence[tuple[Runs, Shape]],
+    uneven: Sequence[tuple[Found, PipelineProfile]],
+    memory_bytes: int,
+    link: Link,
+) -> BudgetError:
     """Names the least that would fit, and the stage that owns the most of it."""
-    found = [(each, blocks) for blocks, shape in tried if (each := smallest(blocks, shape, link))]
+    found = [(each, blocks.profile) for blocks, shape in tried if (each := smallest(blocks, shape, link))]
+    found += uneven
     if not found:
         return BudgetError(
             "no plan can be made: each policy was measured for some blocks only, and a stage holds all of "
             "its blocks alike. Profile every block with one policy at least."
         )
-    least, blocks = min(found, key=lambda pair: pair[0].peak_bytes)
+    least, profile = min(found, key=lambda pair: pair[0].peak_bytes)
     return BudgetError(
         f"no pipeline fits {_size(memory_bytes)} a rank; the least that one does is "
-        f"{_size(least.peak_bytes)}: {_described(least)}. {_owner(least, blocks.profile)} Allow that much, "
+        f"{_size(least.peak_bytes)}: {_described(least)}. {_owner(least, profile)} Allow that much, "
         "or give more ranks, smaller microbatches, or policies that hold less."
     )
 
@@ -80,7 +87,8 @@ def plan_pipeline(
     blocks are cut into contiguous stages so that the slowest one, with the transfers it waits for, is as
     fast as memory allows; each stage holds what it saves by the fastest policy that fits its own number of
     microbatches in flight. A batch's seconds are the schedules' closed forms: exact for even stages, an
-    estimate for others, which squeezebox.schedules.simulate makes exact.
+    estimate for others, which squeezebox.schedules.simulate makes exact. For 2bw and pipedream there is also
+    PipeDream's own split, with replicas of slow stages, unless ``depths`` are given.
 
     Args:
         profiles: the same blocks, measured with microbatches of different sizes.
@@ -105,11 +113,14 @@ def plan_pipeline(
         for profile in profiles
         for shape in _shapes(profile, deep, ranks, batch, schedules, loops)
     ]
-    if not tried:
+    is_free = depths is None and "keep" in policies
+    uneven = [*replicated(profiles, schedules, batch=batch, ranks=ranks, link=link)] if is_free else []
+    if not tried and not uneven:
         raise _indivisible(profiles, deep, ranks, batch, schedules)
     found = [each for blocks, shape in tried if (each := fastest(blocks, shape, memory_bytes, link))]
+    found += [each for each, _ in uneven if each.peak_bytes <= memory_bytes]
     if not found:
-        raise too_little(tried, memory_bytes, link)
+        raise too_little(tried, uneven, memory_bytes, link)
     return [each.plan for each in sorted(found, key=lambda each: (each.plan.seconds, each.peak_bytes))]
 
 

@@ -35,9 +35,14 @@ def stage_memory(profile: PipelineProfile, plan: PipelinePlan, stage: int) -> St
             f"there is no stage {stage} of {len(profile.blocks)} blocks in a plan of {len(plan.stages)} "
             f"stages and {plan.stages[-1].end} blocks; give the profile it was made of, and a stage from 0."
         )
-    pipe = Pipe(ranks=plan.ranks, loops=len(plan.stages) // plan.ranks, microbatches=plan.microbatches)
     own = plan.stages[stage]
-    return memory(profile.blocks, own.first, own.end, own.policy, Place.of(plan.schedule, pipe, stage))
+    if plan.stage_replicas:
+        place = Place.replicated(plan.schedule, plan.stage_replicas, stage)
+    else:
+        loops = len(plan.stages) // plan.ranks
+        pipe = Pipe(ranks=plan.ranks, loops=loops, microbatches=plan.microbatches)
+        place = Place.of(plan.schedule, pipe, stage)
+    return memory(profile.blocks, own.first, own.end, own.policy, place)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +71,16 @@ class Place:
             gradients=flow.gradients,
             returned=max(int(pending.max()), 1) + 1,
             sent=int(_moments(flow, pipe, stage - 1)[0].max()) if pipe.loops > 1 and stage else 1,
+        )
+
+    @staticmethod
+    def replicated(schedule: str, replicas: Sequence[int], stage: int) -> Place:
+        """That of each replica of stage number ``stage``, which take microbatches in turn."""
+        in_flight = -(-sum(replicas[stage:]) // replicas[stage])
+        return Place(
+            moments=((in_flight, 0),),
+            versions=min(in_flight, 2) if schedule == "2bw" else in_flight,
+            gradients=FLOWS[schedule].gradients,
         )
 
     def fullest(self, saved: Any, pending: Any) -> Any:

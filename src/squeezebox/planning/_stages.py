@@ -197,17 +197,7 @@ class Stages:
             )
             for stage in plan.stages
         ]
-        (found,) = planner.plan_pipeline(
-            [PipelineProfile(microbatch=plan.microbatch, blocks=tuple(blocks))],
-            batch=plan.replicas * plan.microbatches * plan.microbatch,
-            ranks=plan.replicas * plan.ranks,
-            memory_bytes=_UNLIMITED,
-            link=link,
-            schedules=[plan.schedule],
-            policies=sorted({stage.policy for stage in plan.stages}),
-            depths=[plan.ranks],
-            loops=[len(plan.stages) // plan.ranks],
-        )
+        found = _planned_again(plan, blocks, link)
         timed = _simulated(found, blocks, link)
         stages = [
             dataclasses.replace(
@@ -345,6 +335,29 @@ def _holding(policy: str, marks: profiling.Marks, is_split: bool) -> Holding:
 def _apart(value: Any) -> Any:
     """The same values without their graph."""
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _planned_again(plan: PipelinePlan, blocks: Sequence[Block], link: Link) -> PipelinePlan:
+    """The plan with what its stages, a block each, have been measured to take."""
+    profile = PipelineProfile(microbatch=plan.microbatch, blocks=tuple(blocks))
+    if plan.stage_replicas:
+        stages = [
+            planner.ReplicatedStage(first=number, end=number + 1, replicas=replicas)
+            for number, replicas in enumerate(plan.stage_replicas)
+        ]
+        return planner.with_replicas(profile, stages, plan.schedule, plan.microbatches, link)
+    (found,) = planner.plan_pipeline(
+        [profile],
+        batch=plan.replicas * plan.microbatches * plan.microbatch,
+        ranks=plan.replicas * plan.ranks,
+        memory_bytes=_UNLIMITED,
+        link=link,
+        schedules=[plan.schedule],
+        policies=sorted({stage.policy for stage in plan.stages}),
+        depths=[plan.ranks],
+        loops=[len(plan.stages) // plan.ranks],
+    )
+    return found
 
 
 def _simulated(plan: PipelinePlan, blocks: Sequence[Block], link: Link) -> PipelinePlan:

@@ -175,7 +175,7 @@ def pipeline_plan_text(plan: PipelinePlan, memories: Sequence[StageMemory] = ())
     ]
     for number, stage in enumerate(plan.stages):
         lines.append(
-            f"{number:>5} {number % plan.ranks:>4}  {_blocks(plan, stage):<40} {stage.policy:<9} "
+            f"{number:>5} {_span(plan.ranks_of(number)):>4}  {_blocks(plan, stage):<40} {stage.policy:<9} "
             f"{_seconds(stage.forward_seconds):>9} {_seconds(stage.backward_seconds):>9} "
             f"{human_bytes(stage.peak_bytes):>10}"
         )
@@ -194,11 +194,16 @@ def pipeline_plan_text(plan: PipelinePlan, memories: Sequence[StageMemory] = ())
 def pipeline_plan_line(plan: PipelinePlan) -> str:
     """A plan in one line, to compare it with others."""
     policies = sorted({stage.policy for stage in plan.stages})
+    replicas = "-".join(map(str, plan.stage_replicas)) or plan.replicas
     peak = max(plan.rank_peak_bytes, default=0)
     return (
         f"{_seconds(plan.seconds):>9}  {human_bytes(peak):>10}  {plan.schedule}, {plan.ranks} ranks x "
-        f"{plan.replicas}, {plan.microbatches} x {plan.microbatch} samples, {', '.join(policies)}"
+        f"{replicas}, {plan.microbatches} x {plan.microbatch} samples, {', '.join(policies)}"
     )
+
+
+def _span(ranks: range) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
 def _blocks(plan: PipelinePlan, stage: StagePlan) -> str:

@@ -137,6 +137,12 @@ class PipelinePlan:
         found = tuple(stage.replicas for stage in self.stages)
         return found if max(found, default=1) > 1 else ()
 
+    def ranks_of(self, stage: int) -> range:
+        """The ranks of each pipeline that hold a stage."""
+        replicas = self.stage_replicas
+        first = sum(replicas[:stage]) if replicas else stage % self.ranks
+        return range(first, first + self.stages[stage].replicas)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as written by :meth:`save`."""
         return {"version": _VERSION, **plain_fields(self)}
