@@ -35,7 +35,6 @@ def squared(x):
 REFUSED = {
     "drawn": (nn.Dropout(0.5), "random"),
     "across": (nn.Sequential(nn.Flatten(2), nn.Linear(12 * 10, 3)), "streamed axis"),
-    "softmaxed": (nn.Softmax(dim=2), "along the streamed axis"),
     "cumulated": (Called(lambda x: x.cumsum(2)), "along the streamed axis"),
     "attended": (Called(attention), "streamed axis|not known"),
     "squared": (Called(squared), "more than one of what it multiplies"),

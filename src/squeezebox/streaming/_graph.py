@@ -25,6 +25,7 @@ from squeezebox.streaming._windows import (
     sliced,
     unshuffled,
 )
+from squeezebox.streaming._written import written
 
 _aten = torch.ops.aten
 _RULES: Mapping[Any, Callable[[Call], Operator]] = {
@@ -80,6 +81,11 @@ class Streamed:
         """The levels at which there is something to reduce or to give, in order."""
         return sorted({*map(self.pass_of, self.reductions), *map(self.level.__getitem__, self.maps)})
 
+    @property
+    def draws(self) -> bool:
+        """Whether values without rows are drawn at random."""
+        return any(node.target is _aten.native_dropout.default for node in self.single)
+
     def pass_of(self, reduced: Node) -> int:
         """The pass in which a reduction is made."""
         return self.level[self.source(reduced)]
@@ -126,9 +132,11 @@ def analyse(program: Program, axis: int) -> Streamed:
         if node.op == "placeholder":
             continue
         call = Call(node=node, inputs={each: rows[each] for each in node.all_input_nodes if each in rows})
-        _refuse_random(node)
+        _refuse_random(call)
         if not call.inputs:
             continue
+        if written(call):
+            return analyse(program, axis)
         found = reduction(call) if len(call.inputs) == 1 else None
         if found is not None:
             reductions[node] = found
@@ -203,12 +211,13 @@ def _inputs(program: Program, axis: int) -> dict[Node, Rows]:
     return found
 
 
-def _refuse_random(node: Node) -> None:
-    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-        raise refusal(
-            node,
+def _refuse_random(call: Call) -> None:
+    if call.target is _aten.native_dropout.default and not call.inputs:
+        return  # of what is computed once
+    if torch.Tag.nondeterministic_seeded in getattr(call.target, "tags", ()):
+        raise call.refuse(
             "it draws random numbers, others for strips than for the whole image, and others again when a "
-            "strip is computed a second time; set its probability to 0 or put the module into eval()",
+            "strip is computed a second time; set its probability to 0 or put the module into eval()"
         )
 
 
@@ -218,7 +227,7 @@ def _operator(call: Call, needed: set[Node]) -> Operator:
         user in needed and user.args[1] == 1 for user in call.node.users
     ):
         raise call.refuse("the indices that it gives would be those within a strip")
-    if target in _ALONG_ROWS and call.source()[1].dim in named_dims(call):
+    if target in _ALONG_ROWS and any(rows.dim in named_dims(call) for rows in call.inputs.values()):
         return _ALONG_ROWS[target](call)
     rule = _RULES.get(target)
     if rule is None and torch.Tag.pointwise in getattr(target, "tags", ()):

@@ -155,6 +155,49 @@ class Extreme:
         return gradient
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogSumExp:
+    """Logarithm of the sum of exponentials; its gradient is softmax."""
+
+    dims: tuple[int, ...]
+    keepdim: bool
+    dtype: torch.dtype
+
+    def partial(self, x: Tensor) -> State:
+        """The largest element, and the sum of exponentials of what others are below it."""
+        largest = x.amax(self.dims, keepdim=True).double()
+        return largest, (x - _finite(largest).to(x.dtype)).exp().sum(self.dims, keepdim=True).double()
+
+    def merge(self, first: State, second: State) -> State:
+        """Both sums below the larger of both."""
+        largest = torch.maximum(first[0], second[0])
+        sums = (total * (top - _finite(largest)).exp() for top, total in (first, second))
+        return largest, sum(sums)
+
+    def finish(self, state: State) -> Tensor:
+        """The logarithm."""
+        value = (_finite(state[0]) + state[1].log()).to(self.dtype)
+        return value if self.keepdim else _squeezed(value, self.dims)
+
+    def slope(self, state: State, seeds: tuple[Tensor | None, ...]) -> State:
+        """The logarithm, and the loss's derivative by it."""
+        (seed,) = seeds
+        assert seed is not None
+        whole = _finite(state[0]) + state[1].log()
+        return whole.to(self.dtype), _kept(seed, self.dims, self.keepdim)
+
+    def gradient(self, x: Tensor, slope: State) -> Tensor:
+        """The seed times softmax."""
+        whole, seed = slope
+        gradient: Tensor = (x - whole).exp() * seed
+        return gradient
+
+
+def _finite(largest: Tensor) -> Tensor:
+    """Zero where there is nothing but minus infinity."""
+    return largest.masked_fill(largest == -torch.inf, 0.0)
+
+
 def reduction(call: Call) -> Reduction | None:
     """The reduction that a node is, if it takes the streamed axis away; None if it does not.
 
@@ -201,6 +244,10 @@ def _smallest(call: Call, dims: tuple[int, ...], shape: tuple[int, ...]) -> Redu
     return Extreme(dims=dims, keepdim=_keepdim(call), largest=False)
 
 
+def _logsumexp(call: Call, dims: tuple[int, ...], shape: tuple[int, ...]) -> Reduction:
+    return LogSumExp(dims=dims, keepdim=_keepdim(call), dtype=call.node.meta["val"].dtype)
+
+
 _aten = torch.ops.aten
 _BUILDERS: dict[Any, Callable[[Call, tuple[int, ...], tuple[int, ...]], Reduction]] = {
     _aten.sum.default: _sum,
@@ -208,6 +255,7 @@ _BUILDERS: dict[Any, Callable[[Call, tuple[int, ...], tuple[int, ...]], Reductio
     _aten.mean.default: _mean,
     _aten.mean.dim: _mean,
     _aten.var_mean.correction: _moments,
+    _aten.logsumexp.default: _logsumexp,
     _aten.amax.default: _largest,
     _aten.amin.default: _smallest,
     _aten.max.default: _largest,

@@ -132,7 +132,18 @@ def refusal(node: Node, why: str) -> UnsupportedModelError:
     path = path.removeprefix("model.") if path not in ("", "model") else path
     kind = str(stack[-1][1]).rpartition(".")[2] if stack else ""
     where = f"module '{path}' ({kind})" if path else "the loss"
+    change = _CHANGES.get(str(getattr(node.target, "overloadpacket", "")), "Change it")
     return UnsupportedModelError(
-        f"{where} cannot be streamed exactly: {node.target} ({why}). Change it, or train on smaller images "
+        f"{where} cannot be streamed exactly: {node.target} ({why}). {change}, or train on smaller images "
         "without StreamedStep."
     )
+
+
+_CHANGES = {
+    "aten.index": "Write x[mask].mean() as (x * mask).sum() / mask.sum()",
+    "aten.nonzero": "Write what is chosen by a mask as (x * mask).sum() / mask.sum()",
+    "aten.topk": "Take logsumexp in place of the largest, or what is above a bound: (x * (x > bound)).sum()",
+    "aten.sort": "Take a loss without order, such as Dice or Jaccard in place of Lovasz",
+    "aten.copy": "Pad with zeros, reflect or replicate in place of circular",
+    "aten.native_dropout": "Put Dropout behind the pooling, where there are no rows",
+}

@@ -285,7 +285,7 @@ ROWWISE: dict[Any, Callable[[Call], Operator]] = {
     **dict.fromkeys((_aten.mm.default, _aten.bmm.default, _aten.linear.default), multiplied),
     **dict.fromkeys((_aten.addmm.default, _aten.baddbmm.default), multiplied),
     **dict.fromkeys((_aten.full_like.default, _aten.zeros_like.default, _aten.ones_like.default), made_like),
-    _aten.linalg_vector_norm.default: without,
+    **dict.fromkeys((_aten.linalg_vector_norm.default, _aten.logsumexp.default), without),
     _aten.gather.default: gathered,
     _aten.detach_copy.default: detached,
     _aten.unsqueeze.default: unsqueezed,

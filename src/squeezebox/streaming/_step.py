@@ -224,6 +224,11 @@ class StreamedStep:
     def _step(self, prepared: Prepared, store: Store) -> Run:
         stages = prepared.stages
         checkpoint = self._checkpoint if prepared.streamed.program.loss is not None else None
+        if checkpoint and prepared.streamed.draws:
+            raise OptionError(
+                "the model draws dropout behind its pooling, which checkpoint= could not draw again. Put "
+                "that module into eval(), or leave checkpoint= out."
+            )
         mark = fingerprint(prepared.streamed, prepared.read) if checkpoint else ""
         found = load(checkpoint, mark) if checkpoint else None
         run = prepared.run(self._context, store)
@@ -300,9 +305,10 @@ class StreamedStep:
     def _planned(self, prepared: Prepared) -> StreamPlan:
         if prepared.key not in self._plans:
             nbytes, on_disk = prepared.layout.nbytes, self._folder is not None
-            rowless = None if self._memory_bytes is None else self._rehearsed(prepared, self._memory_bytes)
-            held = 0 if rowless is None else rowless.left_bytes + (0 if on_disk else nbytes)
-            stages = tuple(self._stage_plan(prepared, stage, held) for stage in prepared.stages)
+            with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+                rowless = self._rehearsed(prepared)
+                held = 0 if rowless is None else rowless.left_bytes + (0 if on_disk else nbytes)
+                stages = tuple(self._stage_plan(prepared, stage, held) for stage in prepared.stages)
             self._plans[prepared.key] = StreamPlan(
                 axis=prepared.axis,
                 rows=prepared.rows,
@@ -313,19 +319,22 @@ class StreamedStep:
             )
         return self._plans[prepared.key]
 
-    def _rehearsed(self, prepared: Prepared, memory_bytes: int) -> Peak:
-        """What has no rows, at its highest moment and while strips run.
+    def _rehearsed(self, prepared: Prepared) -> Peak | None:
+        """What has no rows, at its highest moment and while strips run; None where the height is given.
 
         Raises:
             BudgetError: it needs more than the memory.
         """
+        if self._memory_bytes is None:
+            return None
         meter = self._meter()
         try:
             run = prepared.run(self._context, prepared.blank)
             run.values.rehearse(prepared.stages)
         finally:
             peak = meter.stop(())
-        require_rowless(peak.total_bytes + (0 if self._folder else prepared.layout.nbytes), memory_bytes)
+        kept = 0 if self._folder else prepared.layout.nbytes
+        require_rowless(peak.total_bytes + kept, self._memory_bytes)
         return peak
 
     def _stage_plan(self, prepared: Prepared, stage: Stage, held_bytes: int) -> StripPlan:

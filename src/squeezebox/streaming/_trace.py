@@ -137,6 +137,7 @@ _KEPT = (
     _aten.pixel_shuffle.default,
     _aten.pixel_unshuffle.default,
     _aten.log_sigmoid_forward.default,
+    _aten.logsumexp.default,
     *(_aten.upsample_nearest2d.vec, _aten.upsample_nearest2d.default),
     *(_aten._upsample_nearest_exact2d.vec, _aten._upsample_nearest_exact2d.default),
     *(_aten.upsample_bilinear2d.vec, _aten.upsample_bilinear2d.default),
