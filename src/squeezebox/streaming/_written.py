@@ -47,7 +47,7 @@ def _value(node: Node) -> Any:
     return value[0] if isinstance(value, tuple | list) else value
 
 
-def _softmax(call: Call) -> bool:
+def _softmaxed(call: Call) -> bool:
     """exp(x - logsumexp(x)), or that without exp."""
     ((x, rows),) = call.inputs.items()
     shape = x.meta["val"].shape
@@ -195,7 +195,7 @@ def _channel_windows(call: Call) -> bool:
 
 
 _WRITERS: Mapping[Any, Callable[[Call], bool]] = {
-    **dict.fromkeys((_aten._softmax.default, _aten._log_softmax.default), _softmax),
+    **dict.fromkeys((_aten._softmax.default, _aten._log_softmax.default), _softmaxed),
     **dict.fromkeys((_aten.mm.default, _aten.bmm.default), _product),
     **dict.fromkeys((_aten.addmm.default, _aten.baddbmm.default), _product_added),
     **dict.fromkeys((_aten._adaptive_avg_pool2d.default, _aten.adaptive_max_pool2d.default), _adaptive),
