@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 import squeezebox
+from squeezebox.cli._devices import devices
 from squeezebox.cli._estimate import require_step
 from squeezebox.cli._gradients import gradients
 from squeezebox.cli._memory import memory
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 
 app.add_typer(pipeline, name="pipeline")
+app.add_typer(devices, name="devices")
 app.add_typer(memory, name="memory")
 app.add_typer(gradients, name="gradients")
 

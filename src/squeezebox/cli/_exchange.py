@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import os
-import socket
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
 import torch
@@ -16,14 +11,13 @@ import torch
 from squeezebox import compile_kernels
 from squeezebox.cli._estimate import load_factory
 from squeezebox.cli._plan import Step
+from squeezebox.cli._processes import Place, on_ranks
 from squeezebox.cli._show import progress
 from squeezebox.cli._values import require_delay
 from squeezebox.gradients import ExchangedStep, joined, measure_exchange
 from squeezebox.profiling import optimizer_named
 from squeezebox.reports import MeasuredExchange, parse_size, require_writable
-from squeezebox.schema import Link, OptionError, RankError
-
-_LAUNCHED = "TORCHELASTIC_RUN_ID"  # torchrun sets it
+from squeezebox.schema import Link, OptionError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +48,8 @@ def run(request: Request, ranks: int, out: str | None) -> MeasuredExchange | Non
         require_writable(out)
     with progress("training with each exchange"):
         compile_kernels()
-        found = _rank(request, None) if _LAUNCHED in os.environ else _started(request, ranks)
+        lost = "it trains a dozen copies of the model. Take a smaller model, or more memory."
+        found = on_ranks(_rank, ranks, request, lost=lost)
     if found is not None and out is not None:
         found.save(out)
     return found
@@ -81,25 +76,7 @@ def _link(request: Request) -> Link | None:
     return Link(bytes_per_second=speed, latency_seconds=request.latency)
 
 
-def _started(request: Request, ranks: int) -> MeasuredExchange | None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(ranks, mp_context=context) as pool:
-        futures = [pool.submit(_rank, request, (rank, ranks, port)) for rank in range(ranks)]
-        try:
-            return [each.result() for each in futures][0]
-        except BrokenProcessPool as error:
-            raise RankError(
-                "a process of the measurement was ended from outside, perhaps for want of memory: it trains "
-                "a dozen copies of the model. Take a smaller model, or more memory."
-            ) from error
-
-
-def _rank(request: Request, place: tuple[int, int, int] | None) -> MeasuredExchange | None:
-    if place is not None:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place[1]))
+def _rank(place: Place | None, request: Request) -> MeasuredExchange | None:
     with contextlib.redirect_stdout(sys.stderr), joined(place) as rank:
         torch.manual_seed(rank)
         loaded = request.step.load()

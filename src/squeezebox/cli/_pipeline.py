@@ -19,8 +19,12 @@ def _root() -> None:
 @pipeline.command()
 def plan(
     factory: Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Returns the model when called.")],
-    ranks: Annotated[int, typer.Option(help="Of all replicas together.")],
-    memory: Annotated[str, typer.Option(help="What one rank may hold, such as 2GiB.")],
+    ranks: Annotated[int | None, typer.Option(help="Of all replicas together.")] = None,
+    memory: Annotated[str | None, typer.Option(help="What one rank may hold, such as 2GiB.")] = None,
+    devices: Annotated[
+        Path | None,
+        typer.Option(help="Unequal ones, in place of --ranks and --memory: what 'devices measure' wrote."),
+    ] = None,
     input: Annotated[
         str, typer.Option(help="One sample's shape; 128 for a text of 128 tokens.")
     ] = "3x224x224",
@@ -73,6 +77,7 @@ def plan(
             optimizer=optimizer,
             ranks=ranks,
             memory=memory,
+            devices=devices,
             microbatches=microbatches,
             schedules=schedules,
             policies=policies,

@@ -24,7 +24,7 @@ from squeezebox.cli._show import progress
 from squeezebox.planning import attach_stages, peak_meter, plan_pipeline
 from squeezebox.profiling import optimizer_named
 from squeezebox.reports import human_bytes, load_pipeline_plan, parse_size, require_writable
-from squeezebox.schema import Link, OptionError, PipelinePlan
+from squeezebox.schema import Devices, Link, OptionError, PipelinePlan
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,9 @@ class PlanRequest:
     sample: str | None
     loss: str | None
     optimizer: str
-    ranks: int
-    memory: str
+    ranks: int | None
+    memory: str | None
+    devices: Path | None
     microbatches: str | None
     schedules: str
     policies: str
@@ -61,6 +62,11 @@ def make(request: PlanRequest, out: Path) -> list[PipelinePlan]:
     require_step(request.input, request.batch)
     if request.loss is not None and request.sample is None:
         raise OptionError("--loss needs targets: also give --sample module:callable, or leave it out.")
+    if [request.ranks is None, request.memory is None] != [request.devices is not None] * 2:
+        raise OptionError("give --ranks and --memory, or --devices for devices that are not alike.")
+    if request.devices is not None and request.bandwidth is not None:
+        raise OptionError("--devices has the links, so --bandwidth is for nothing; give one of them.")
+    devices = None if request.devices is None else Devices.load(request.devices)
     require_writable(out)
     torch.set_num_threads(max(request.threads, 1))
     with progress("measuring blocks") as on_progress:
@@ -77,7 +83,8 @@ def make(request: PlanRequest, out: Path) -> list[PipelinePlan]:
             sample=sample,
             loss_fn=stand_in if request.loss is None else load_loss(request.loss),
             ranks=request.ranks,
-            memory_bytes=parse_size("--memory", request.memory),
+            memory_bytes=None if request.memory is None else parse_size("--memory", request.memory),
+            devices=devices,
             optimizer=optimizer_of(request.optimizer, model, None),
             microbatches=None if request.microbatches is None else _integers(request.microbatches),
             schedules=request.schedules.split(","),
@@ -270,16 +277,18 @@ def _print_report(plan: PipelinePlan, measured: list[Any], as_json: bool) -> Non
     if not pipeline.is_first_process():
         return
     seconds = max(each[1] for each in measured)
+    ranks = sorted(range(plan.ranks), key=(plan.processes or range(plan.ranks)).__getitem__)
     if as_json:
         peaks = [peak for peak, _ in measured]
-        planned_peaks = [plan.rank_peak_bytes[number % plan.ranks] for number in range(len(measured))]
+        planned_peaks = [plan.rank_peak_bytes[ranks[number % plan.ranks]] for number in range(len(measured))]
         figures = {"seconds": seconds, "planned_seconds": plan.seconds}
         print(json.dumps({**figures, "peak_bytes": peaks, "planned_peak_bytes": planned_peaks}, indent=1))
         return
     print(f"seconds a batch: {seconds:.4g}, planned {plan.seconds:.4g}")
     print(f"{'rank':>4} {'stages':<12} {'peak':>10} {'planned':>10}")
     for number, (peak, _) in enumerate(measured):
-        planned = plan.rank_peak_bytes[number % plan.ranks]
-        own = [stage for stage in range(len(plan.stages)) if number % plan.ranks in plan.ranks_of(stage)]
+        rank = ranks[number % plan.ranks]
+        planned = plan.rank_peak_bytes[rank]
+        own = [stage for stage in range(len(plan.stages)) if rank in plan.ranks_of(stage)]
         stages = ", ".join(map(str, own))
         print(f"{number:>4} {stages:<12} {human_bytes(peak):>10} {human_bytes(planned):>10}")

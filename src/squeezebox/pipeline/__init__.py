@@ -9,9 +9,9 @@ from squeezebox.pipeline._cut import Piece, cut, fingerprint
 from squeezebox.pipeline._initial import Initial
 from squeezebox.pipeline._packing import Wire
 from squeezebox.pipeline._runner import Runner
-from squeezebox.pipeline._setup import is_first_process, join, own_device, schedule_of
+from squeezebox.pipeline._setup import is_first_process, join, own_device, schedule_of, told_by_all
 from squeezebox.pipeline._stage import Passage, Stage
-from squeezebox.pipeline._wire import Traffic, measure_link
+from squeezebox.pipeline._wire import Traffic, measure_link, measure_links
 
 __all__ = [
     "Construction",
@@ -27,6 +27,8 @@ __all__ = [
     "is_first_process",
     "join",
     "measure_link",
+    "measure_links",
     "own_device",
     "schedule_of",
+    "told_by_all",
 ]

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ from squeezebox.pipeline._packing import Wire
 from squeezebox.pipeline._updates import Tie
 from squeezebox.schedules import Schedule
 from squeezebox.schema import OptionError, PipelineError, PipelinePlan
+
+T = TypeVar("T")
 
 
 def schedule_of(
@@ -129,12 +132,16 @@ def check_options(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where this process stands: its rank in its pipeline, and which of the equal pipelines that is."""
+    """Where this process stands: its rank in its pipeline, and which of the equal pipelines that is.
+
+    ``processes`` are those of each pipeline's ranks, by their place among the pipeline's.
+    """
 
     rank: int
     replica: int
     ranks: int
     replicas: int
+    processes: tuple[int, ...]
 
     @property
     def number(self) -> int:
@@ -143,13 +150,14 @@ class Place:
 
     def of(self, rank: int) -> int:
         """The number of another rank of this pipeline among all processes."""
-        return self.replica * self.ranks + rank
+        return self.replica * self.ranks + self.processes[rank]
 
     def names(self, schedule: Schedule) -> list[str]:
         """What each process holds, in words."""
         names = []
         for replica in range(self.replicas):
-            for rank in range(self.ranks):
+            for process in range(self.ranks):
+                rank = self.processes.index(process)
                 own = schedule.stages_of(rank)
                 name = f"stage{'s' * (len(own) > 1)} {', '.join(map(str, own))}"
                 ranks = schedule.ranks_of(own[0])
@@ -171,6 +179,13 @@ def join() -> None:
             "torchrun --nproc-per-node RANKS -m squeezebox.cli pipeline train PLAN ..."
         )
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+
+
+def told_by_all(value: T) -> list[T]:
+    """Each process's plain value, in their order; all processes must call it."""
+    told: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(told, value)
+    return told
 
 
 def own_device() -> torch.device:
@@ -204,8 +219,20 @@ def placed(plan: PipelinePlan) -> Place:
             f"the plan is for {plan.ranks} ranks x {plan.replicas} replicas = {plan.ranks * plan.replicas} "
             f"processes, and {world} run. Start that number (torchrun --nproc-per-node), or plan for {world}."
         )
-    replica, rank = divmod(dist.get_rank(), plan.ranks)
-    return Place(rank=rank, replica=replica, ranks=plan.ranks, replicas=plan.replicas)
+    processes = plan.processes or tuple(range(plan.ranks))
+    if sorted(processes) != [*range(plan.ranks)]:
+        raise PipelineError(
+            f"the plan has ranks in processes {[*processes]}, and {plan.ranks} run in each pipeline: each "
+            "must have one rank. Make a new plan."
+        )
+    replica, process = divmod(dist.get_rank(), plan.ranks)
+    return Place(
+        rank=processes.index(process),
+        replica=replica,
+        ranks=plan.ranks,
+        replicas=plan.replicas,
+        processes=processes,
+    )
 
 
 def own_store(serial: int) -> Store:
@@ -342,14 +369,17 @@ def groups_of(
     everybody = list(range(place.ranks * place.replicas))
     forward, backward = _group(everybody), _group(everybody)
     pipelines = [everybody[first : first + place.ranks] for first in everybody[:: place.ranks]]
-    readers = _group(everybody[:: place.ranks], "gloo")
+    readers = _group(everybody[place.processes[0] :: place.ranks], "gloo")
     if schedule.replicas:
-        replicas = [[*schedule.ranks_of(stage)] for stage in range(schedule.num_stages)]
+        replicas = [
+            [place.processes[rank] for rank in schedule.ranks_of(stage)]
+            for stage in range(schedule.num_stages)
+        ]
     else:
-        replicas = [everybody[rank :: place.ranks] for rank in range(place.ranks)]
+        replicas = [everybody[process :: place.ranks] for process in range(place.ranks)]
     ties = []
     for parameter, ranks in tied:
-        made = [_group([pipeline[rank] for rank in ranks]) for pipeline in pipelines]
+        made = [_group([pipeline[place.processes[rank]] for rank in ranks]) for pipeline in pipelines]
         group = made[place.replica]
         if place.rank in ranks and group is not None:
             number = next(number for number, each in enumerate(own) if each is parameter)

@@ -196,6 +196,11 @@ class TorchPasses:
             for rank, line in enumerate(lines)
         }
         self._runtime._prepare_schedule_with_comms(order)
+        self._runtime.rank = place.rank  # the schedule's ranks may be in processes of other numbers
+        for each in self._stages:
+            each.stage_index_to_group_rank = {
+                number: place.processes[rank] for number, rank in enumerate(schedule.placement)
+            }
         if not self._trains:
             orders = self._runtime.pipeline_order_with_comms
             for rank, own in orders.items():

@@ -190,26 +190,53 @@ def measure_link(backend: str = "gloo") -> Link:
         for process in processes:
             process.join(1.0)
             process.kill()
+    return _link(small, large)
+
+
+def measure_links(device: torch.device) -> dict[tuple[int, int], Link]:
+    """The link between each two ranks of the process group, measured in turns; all ranks must call it.
+
+    Returns:
+        By the lower and the higher rank, the same on all ranks.
+    """
+    own, world = dist.get_rank(), dist.get_world_size()
+    pairs = [(one, other) for other in range(world) for one in range(other)]
+    measured = torch.zeros(len(pairs), 2, dtype=torch.float64, device=device)
+    for number, (one, other) in enumerate(pairs):
+        if own in (one, other):
+            peer = other if own == one else one
+            found = [_there_and_back(own, peer, nbytes, device) / 2 for nbytes in (_SMALL, _LARGE)]
+            if own == one:
+                measured[number] = torch.tensor(found, dtype=torch.float64, device=device)
+        dist.all_reduce(measured[number])  # also so that nobody else is measured meanwhile
+    return {pair: _link(small, large) for pair, (small, large) in zip(pairs, measured.tolist(), strict=True)}
+
+
+def _link(small: float, large: float) -> Link:
+    """From the seconds of a small and a large message."""
     return Link(bytes_per_second=_LARGE / max(large - small, 1e-9), latency_seconds=small)
 
 
 def _play(rank: int, address: str, backend: str, sending: Connection) -> None:
     dist.init_process_group(backend, init_method=address, rank=rank, world_size=2)
-    found = [_there_and_back(rank, nbytes) / 2 for nbytes in (_SMALL, _LARGE)]
+    device = torch.device("cpu")
+    found = [_there_and_back(rank, 1 - rank, nbytes, device) / 2 for nbytes in (_SMALL, _LARGE)]
     if rank == 0:
         sending.send(found)
     dist.destroy_process_group()
 
 
-def _there_and_back(rank: int, nbytes: int) -> float:
-    message = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+def _there_and_back(rank: int, peer: int, nbytes: int, device: torch.device) -> float:
+    message = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     seconds = []
     for _ in range(_REPEATS):
         begun = time.perf_counter()
-        for sender in (0, 1):
+        for sender in sorted((rank, peer)):
             if rank == sender:
-                dist.send(message, 1 - rank)
+                dist.send(message, peer)
             else:
-                dist.recv(message, 1 - rank)
+                dist.recv(message, peer)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - begun)
     return statistics.median(seconds)

@@ -8,6 +8,7 @@ May touch: squeezebox.schedules, squeezebox.schema, numpy, and scipy for the opt
 
 from squeezebox.planner._balance import Balance
 from squeezebox.planner._batches import at_batch, free_slices, in_slices, largest_batch, slicings
+from squeezebox.planner._devices import plan_on_devices
 from squeezebox.planner._fusion import FusionPlan, Gradient, Group, Line, Way, evaluate_fusion, plan_fusion
 from squeezebox.planner._greedy import first_fit, peak, solve
 from squeezebox.planner._milp import optimum
@@ -31,6 +32,7 @@ __all__ = [
     "Way",
     "evaluate_fusion",
     "plan_fusion",
+    "plan_on_devices",
     "all_reduce_seconds",
     "ReplicatedSplit",
     "ReplicatedStage",

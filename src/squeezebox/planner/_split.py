@@ -241,7 +241,7 @@ def _plan(
     peaks: Sequence[int],
 ) -> PipelinePlan:
     chosen = zip(stages, policies, _places(shape), strict=True)
-    planned = tuple(_stage(runs, *blocks, policy, place) for blocks, policy, place in chosen)
+    planned = tuple(planned_stage(runs, *blocks, policy, place) for blocks, policy, place in chosen)
     return PipelinePlan(
         schedule=shape.schedule,
         ranks=shape.pipe.ranks,
@@ -254,7 +254,8 @@ def _plan(
     )
 
 
-def _stage(runs: Runs, first: int, end: int, policy: str, place: Place) -> StagePlan:
+def planned_stage(runs: Runs, first: int, end: int, policy: str, place: Place) -> StagePlan:
+    """Blocks ``first`` up to ``end`` there."""
     holdings = held_by(runs.profile.blocks[first:end], policy)
     return StagePlan(
         first=first,

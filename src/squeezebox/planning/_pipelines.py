@@ -10,12 +10,21 @@ from typing import Any
 
 import torch
 
-from squeezebox import pipeline, planner, profiling
+from squeezebox import pipeline, profiling
 from squeezebox.bounds import Planned
 from squeezebox.pipeline import Construction, Initial, Piece
+from squeezebox.planning._places import Equal, Unequal
 from squeezebox.planning._stages import Stages, bounds_of, measure_alone, measure_together, state_share
 from squeezebox.schedules import PUBLISHED, SYNCHRONOUS
-from squeezebox.schema import BudgetError, InputForm, Link, OptionError, PipelinePlan, PipelineProfile
+from squeezebox.schema import (
+    BudgetError,
+    Devices,
+    InputForm,
+    Link,
+    OptionError,
+    PipelinePlan,
+    PipelineProfile,
+)
 from squeezebox.session import Session, begin
 from squeezebox.steps import LossFunction, TrainingStep, batch_of, check_sample, device_of, resize, restored
 
@@ -29,8 +38,9 @@ def plan_pipeline(
     *,
     sample: tuple[Any, Any],
     loss_fn: LossFunction,
-    ranks: int,
-    memory_bytes: int,
+    ranks: int | None = None,
+    memory_bytes: int | None = None,
+    devices: Devices | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     microbatches: Sequence[int] | None = None,
     schedules: Sequence[str] = SYNCHRONOUS,
@@ -55,6 +65,8 @@ def plan_pipeline(
         loss_fn: called with output and target.
         ranks: of all replicas together.
         memory_bytes: what one rank may hold.
+        devices: that are not alike, in place of ``ranks``, ``memory_bytes`` and ``link``: one pipeline over
+            some of them is planned. This device's speed is measured, as theirs were.
         optimizer: for the size of its state.
         microbatches: sizes to try (default: powers of two, up to a batch parted once for each rank).
         schedules: names of squeezebox.schedules.FLOWS. "2bw" and "pipedream" only if named, as they
@@ -74,10 +86,15 @@ def plan_pipeline(
         BudgetError: nothing fits; names the least memory that something would.
         UnsupportedModelError: the model cannot be cut.
     """
+    if (devices is None) == (ranks is None) or (devices is None) == (memory_bytes is None):
+        raise OptionError(
+            "devices= says how many ranks there may be and what each may hold; give it, or ranks= and "
+            "memory_bytes=."
+        )
     (inputs, target), loss_fn = check_sample(sample, loss_fn)
     names, inputs = _parted(inputs)
     batch = batch_of((inputs, target))
-    sizes = _sizes(microbatches, batch, ranks)
+    sizes = _sizes(microbatches, batch, ranks or len(devices.devices if devices else ()))
     splitting = {row.name for row in PUBLISHED.values() if row.splits}
     initial = _initial(model, inputs, construction)
     if initial.is_needed and "compress" in policies:
@@ -105,16 +122,22 @@ def plan_pipeline(
             stages[size] = made.with_pending() if splitting.intersection(schedules) else made
         if on_progress is not None:
             on_progress(len(sizes), len(sizes) + 1, "the best plans' stages")
+        where: Equal | Unequal
+        if devices is not None:
+            here = device_of(model) if not initial.is_needed else inputs[0].device
+            where = Unequal(devices, profiling.measure_speed(here))
+        else:
+            assert ranks is not None and memory_bytes is not None
+            where = Equal(ranks, memory_bytes, link or pipeline.measure_link())
         search = functools.partial(
-            planner.plan_pipeline,
+            where.plans,
             [each.profile for each in stages.values()],
             batch=batch,
-            ranks=ranks,
             schedules=schedules,
             policies=policies,
             depths=depths,
         )
-        plans = _best(search, stages, memory_bytes, link or pipeline.measure_link())
+        plans = _best(search, stages, where)
     about: dict[str, Any] = {
         "inputs": tuple(
             InputForm(shape=tuple(each.shape[1:]), dtype=str(each.dtype).removeprefix("torch."), name=name)
@@ -175,29 +198,29 @@ def _sizes(microbatches: Sequence[int] | None, batch: int, ranks: int) -> list[i
 
 
 def _best(
-    search: Callable[..., list[PipelinePlan]], stages: Mapping[int, Stages], memory_bytes: int, link: Link
+    search: Callable[..., list[PipelinePlan]], stages: Mapping[int, Stages], where: Equal | Unequal
 ) -> list[PipelinePlan]:
     """The fastest that fit when their stages are measured as wholes; if none does, among smaller ones.
 
     Raises:
         BudgetError: there are none.
     """
-    limit, least = memory_bytes, 0
+    share, least = 1.0, 0.0
     for _ in range(_SEARCHES):
         try:
-            found = search(memory_bytes=limit, link=link)[:_BEST]
+            found = search(share=share)[:_BEST]
         except BudgetError:
             if not least:
                 raise
             break
-        plans = [stages[plan.microbatch].measured(plan, link) for plan in found]
-        fitting = [plan for plan in plans if max(plan.rank_peak_bytes) <= memory_bytes]
+        plans = [stages[plan.microbatch].measured(plan, where) for plan in found]
+        fitting = [plan for plan in plans if where.filled(plan) <= 1.0]
         if fitting:
             return sorted(fitting, key=lambda plan: plan.seconds)
-        least = min(max(plan.rank_peak_bytes) for plan in plans)
-        limit = limit * memory_bytes // least
+        least = min(map(where.filled, plans))
+        share /= least
     raise BudgetError(
-        f"no pipeline was found that fits {memory_bytes} bytes a rank: the smallest of those whose stages "
-        f"were measured holds {least}. Allow that much, or give more ranks, smaller microbatches, or "
+        f"no pipeline was found that fits {where.memory}: the smallest of those whose stages were measured "
+        f"holds {least:.3g} times as much. Allow that much, or give more ranks, smaller microbatches, or "
         "policies that hold less."
     )

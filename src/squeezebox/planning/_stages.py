@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from squeezebox import pipeline, planner, profiling
+from squeezebox import profiling
 from squeezebox.bounds import Planned
 from squeezebox.pipeline import Initial, Passage, Piece, Stage
 from squeezebox.planning._attach import attach
-from squeezebox.schedules import PUBLISHED, Costs, simulate
-from squeezebox.schema import Block, Holding, Link, PipelinePlan, PipelineProfile
+from squeezebox.planning._places import Equal, Unequal
+from squeezebox.schedules import PUBLISHED
+from squeezebox.schema import Block, Holding, PipelinePlan, PipelineProfile
 from squeezebox.session import begin
 from squeezebox.steps import TrainingStep, device_of
 
@@ -165,7 +166,6 @@ def _packed(
 
 _FORWARD, _BACKWARD, _WEIGHTS, _END = range(4)
 _REPEATS = 3
-_UNLIMITED = 2**62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -185,10 +185,10 @@ class Stages:
     _known: dict[Any, Holding] = field(default_factory=dict)
     _given: list[tuple[Any, ...]] = field(default_factory=list)
 
-    def measured(self, plan: PipelinePlan, link: Link) -> PipelinePlan:
+    def measured(self, plan: PipelinePlan, where: Equal | Unequal) -> PipelinePlan:
         """The plan with its stages' own seconds and bytes, and the bounds of those that compress."""
         is_split = PUBLISHED[plan.schedule].splits
-        blocks = [
+        blocks = tuple(
             block_of(
                 self.state_share,
                 self.pieces[stage.first : stage.end],
@@ -196,9 +196,8 @@ class Stages:
                 (self.measure(stage.first, stage.end, stage.policy, is_split=is_split),),
             )
             for stage in plan.stages
-        ]
-        found = _planned_again(plan, blocks, link)
-        timed = _simulated(found, blocks, link)
+        )
+        found = where.again(plan, PipelineProfile(microbatch=plan.microbatch, blocks=blocks))
         stages = [
             dataclasses.replace(
                 new,
@@ -208,7 +207,7 @@ class Stages:
             )
             for new, old in zip(found.stages, plan.stages, strict=True)
         ]
-        return dataclasses.replace(timed, stages=tuple(stages))
+        return dataclasses.replace(found, stages=tuple(stages))
 
     def with_pending(self) -> Stages:
         """The same, where blocks know what they hold between two parts of backward."""
@@ -335,48 +334,3 @@ def _holding(policy: str, marks: profiling.Marks, is_split: bool) -> Holding:
 def _apart(value: Any) -> Any:
     """The same values without their graph."""
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
-
-
-def _planned_again(plan: PipelinePlan, blocks: Sequence[Block], link: Link) -> PipelinePlan:
-    """The plan with what its stages, a block each, have been measured to take."""
-    profile = PipelineProfile(microbatch=plan.microbatch, blocks=tuple(blocks))
-    if plan.stage_replicas:
-        stages = [
-            planner.ReplicatedStage(first=number, end=number + 1, replicas=replicas)
-            for number, replicas in enumerate(plan.stage_replicas)
-        ]
-        return planner.with_replicas(profile, stages, plan.schedule, plan.microbatches, link)
-    (found,) = planner.plan_pipeline(
-        [profile],
-        batch=plan.replicas * plan.microbatches * plan.microbatch,
-        ranks=plan.replicas * plan.ranks,
-        memory_bytes=_UNLIMITED,
-        link=link,
-        schedules=[plan.schedule],
-        policies=sorted({stage.policy for stage in plan.stages}),
-        depths=[plan.ranks],
-        loops=[len(plan.stages) // plan.ranks],
-    )
-    return found
-
-
-def _simulated(plan: PipelinePlan, blocks: Sequence[Block], link: Link) -> PipelinePlan:
-    """The plan with the seconds of its schedule run on paper, its uneven stages included.
-
-    Schedules without a flush keep theirs, which are those of the slowest stage.
-
-    Args:
-        plan: of stages with a block each.
-        blocks: these.
-        link: between ranks.
-    """
-    if not PUBLISHED[plan.schedule].flushes:
-        return plan
-    costs = Costs(
-        forward=tuple(stage.forward_seconds for stage in plan.stages),
-        backward=tuple(stage.backward_seconds for stage in plan.stages),
-        transfer=max((link.seconds(block.output_bytes) for block in blocks[:-1]), default=0.0),
-    )
-    seconds = simulate(pipeline.schedule_of(plan), costs).seconds
-    most = max(block.parameter_bytes for block in blocks)
-    return dataclasses.replace(plan, seconds=seconds + planner.all_reduce_seconds(most, plan.replicas, link))

@@ -22,6 +22,7 @@ from squeezebox.profiling._options import StepProfiler
 from squeezebox.profiling._record import StepMarks, own_casts, record_step
 from squeezebox.profiling._redundancy import check_redundancy
 from squeezebox.profiling._simulate import Simulation, fake_like, simulate
+from squeezebox.profiling._speed import measure_speed
 from squeezebox.profiling._transfer import transfer_of
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "loads_named",
     "measure_marks",
     "measure_parts",
+    "measure_speed",
     "now",
     "optimizer_named",
     "own_casts",

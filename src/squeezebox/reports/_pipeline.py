@@ -182,6 +182,10 @@ def pipeline_plan_text(plan: PipelinePlan, memories: Sequence[StageMemory] = ())
     if len(plan.stages) > plan.ranks:
         peaks = ", ".join(human_bytes(nbytes) for nbytes in plan.rank_peak_bytes)
         lines.append(f"peaks of the ranks, stages together: {peaks}")
+    if plan.devices:
+        ranks = zip(plan.devices, plan.processes, strict=True)
+        places = [f"rank {rank} on {name} (process {own})" for rank, (name, own) in enumerate(ranks)]
+        lines.append(", ".join(places))
     for number, memory in enumerate(memories):
         parts = [
             f"{name.removesuffix('_bytes').replace('_', ' ')} {human_bytes(value)}"

@@ -20,7 +20,8 @@ class Costs:
     """Seconds of every stage's actions for one microbatch, a number a stage, and of what crosses.
 
     ``input`` and ``weight`` are the parts of ``backward``, half of it each unless given. ``transfer`` is of
-    one boundary between stages on two ranks, either way, and keeps neither of them busy.
+    one boundary between stages on two ranks, either way, and keeps neither of them busy; or it has a number
+    for every boundary.
     ``activation_bytes`` are those that a microbatch leaves at a stage until its backward.
     """
 
@@ -29,7 +30,7 @@ class Costs:
     input: tuple[float, ...] | None = None
     weight: tuple[float, ...] | None = None
     update: tuple[float, ...] | None = None
-    transfer: float = 0.0
+    transfer: float | tuple[float, ...] = 0.0
     activation_bytes: tuple[int, ...] | None = None
 
     @staticmethod
@@ -113,7 +114,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     )
 
 
-def run(schedule: Schedule, seconds: Callable[[Action], float], transfer: float = 0.0) -> list[list[Span]]:
+def run(
+    schedule: Schedule, seconds: Callable[[Action], float], transfer: float | tuple[float, ...] = 0.0
+) -> list[list[Span]]:
     """Every rank's spans; PlanError where they wait for each other."""
     events = _Events(schedule, transfer)
     spans: list[list[Span]] = [[] for _ in schedule.orders]
@@ -138,9 +141,10 @@ def run(schedule: Schedule, seconds: Callable[[Action], float], transfer: float 
 class _Events:
     """When forwards and inputs' gradients were ready, and who waits for them."""
 
-    def __init__(self, schedule: Schedule, transfer: float) -> None:
-        places = schedule.placement
-        crossing = [transfer if one != two else 0.0 for one, two in pairwise(places)]
+    def __init__(self, schedule: Schedule, transfer: float | tuple[float, ...]) -> None:
+        pairs = [*pairwise(schedule.placement)]
+        each = transfer if isinstance(transfer, tuple) else (transfer,) * len(pairs)
+        crossing = [own if one != two else 0.0 for own, (one, two) in zip(each, pairs, strict=True)]
         self._from_before, self._from_after = [0.0, *crossing], [*crossing, 0.0]
         rows, columns = schedule.num_stages, schedule.batches * schedule.microbatches
         self._forwards: list[list[float | None]] = [[None] * columns for _ in range(rows)]

@@ -4,6 +4,7 @@ In: plain Python values, or a file of them. Out: the same values, named and chec
 May touch: the standard library, and files whose paths callers pass; no tensor math, no torch.
 """
 
+from squeezebox.schema._devices import Device, DeviceLink, Devices
 from squeezebox.schema._doors import door
 from squeezebox.schema._errors import (
     AttachError,
@@ -127,6 +128,9 @@ __all__ = [
     "CheckedStep",
     "CodecError",
     "DatasetError",
+    "Device",
+    "DeviceLink",
+    "Devices",
     "Edge",
     "EnvironmentFault",
     "Fault",

@@ -220,9 +220,15 @@ def load_json(path: str | os.PathLike[str], kind: str, again: str, make: Callabl
     Raises:
         FormatError: the file is missing, damaged, or of another kind or version.
     """
+    return load_text(
+        path, kind, again, lambda text: make(json.loads(text, object_pairs_hook=without_duplicates))
+    )
+
+
+def load_text(path: str | os.PathLike[str], kind: str, again: str, make: Callable[[str], T]) -> T:
+    """What ``make`` makes of a file's text; arguments and errors are those of :func:`load_json`."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        return make(json.loads(text, object_pairs_hook=without_duplicates))
+        return make(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # FormatError is a ValueError
         raise FormatError(
             f"'{os.fspath(path)}' is no {kind} that this Squeezebox can read: {error}. Write it again with "

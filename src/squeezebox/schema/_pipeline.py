@@ -114,6 +114,8 @@ class PipelinePlan:
     ``squeezebox.schedules.PUBLISHED``; ``seconds`` is a batch's, ``rank_peak_bytes`` are each rank's.
     ``noise`` is what the bounds of all blocks allow together. ``fingerprint`` and ``blocks`` (their names)
     are the model's; ``model`` and ``loss`` say, as MODULE:CALLABLE, where it came from, if that is known.
+    Where devices are unequal, ``devices`` are those of the pipeline's ranks by name, and ``processes`` the
+    ranks in torch.distributed; else both are empty, and a rank's process has its number.
     """
 
     schedule: str
@@ -130,6 +132,8 @@ class PipelinePlan:
     blocks: tuple[str, ...] = ()
     model: str = ""
     loss: str = ""
+    devices: tuple[str, ...] = ()
+    processes: tuple[int, ...] = ()
 
     @property
     def stage_replicas(self) -> tuple[int, ...]:

@@ -1,0 +1,79 @@
+"""``squeezebox devices measure``: ranks that say what they run on, and time messages between each two."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from squeezebox import pipeline, profiling
+from squeezebox.cli._processes import Place, on_ranks
+from squeezebox.cli._show import progress
+from squeezebox.gradients import joined
+from squeezebox.reports import parse_size, require_writable
+from squeezebox.schema import Device, DeviceLink, Devices, OptionError
+
+
+def run(ranks: int, memory: str | None, out: Path) -> Devices | None:
+    """Measure on processes of this machine, or as the rank that torchrun has started.
+
+    Returns:
+        The devices, also written to ``out``; None on all ranks of torchrun but the first.
+
+    Raises:
+        OptionError: an argument is out of range.
+        OutputError: ``out`` cannot be written; found before anything is run.
+        RankError: a rank was lost.
+    """
+    if ranks < 1:
+        raise OptionError(f"--ranks {ranks}: give 1 or more.")
+    nbytes = None if memory is None else parse_size("--memory", memory)
+    require_writable(out)
+    with progress("measuring devices"):
+        found = on_ranks(_rank, ranks, nbytes, lost="each trains a network of 8 MiB.")
+    if found is not None:
+        found.save(out)
+    return found
+
+
+def _rank(place: Place | None, nbytes: int | None) -> Devices | None:
+    with contextlib.redirect_stdout(sys.stderr), _joined(place):
+        device = pipeline.own_device()
+        hosts = pipeline.told_by_all(socket.gethostname())
+        mates = hosts.count(socket.gethostname()) if device.type == "cpu" else 1
+        free = pipeline.told_by_all(nbytes or profiling.free_bytes(device) // mates)
+        speeds = pipeline.told_by_all(profiling.measure_speed(device))  # all at once, as in training
+        links = pipeline.measure_links(device)
+        if not pipeline.is_first_process():
+            return None
+        names = [f"{host} {rank}" for rank, host in enumerate(hosts)]
+        return Devices(
+            devices=tuple(
+                Device(name=name, memory_bytes=own, speed=speed)
+                for name, own, speed in zip(names, free, speeds, strict=True)
+            ),
+            links=tuple(
+                DeviceLink(
+                    between=(names[one], names[other]),
+                    bytes_per_second=link.bytes_per_second,
+                    latency_seconds=link.latency_seconds,
+                )
+                for (one, other), link in links.items()
+            ),
+        )
+
+
+@contextlib.contextmanager
+def _joined(place: Place | None) -> Iterator[None]:
+    """In the process group that training will be in: over nccl where torchrun starts it and there is CUDA."""
+    if place is None and torch.cuda.is_available():
+        pipeline.own_device()
+        pipeline.join()
+        yield
+    else:
+        with joined(place):
+            yield
