@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from squeezebox.cli import main
+from squeezebox.schema import Devices
 
 MODULE = """
 import torch
@@ -152,3 +153,35 @@ def test_bad_arguments(folder, arguments, ranks, message):
     assert result.returncode
     assert message in result.stderr
     assert "Traceback" not in result.stderr.split("torch/distributed")[0]
+
+
+def test_a_plan_over_unequal_devices(folder):
+    (folder / "devices.toml").write_text(
+        "".join(f'[[devices]]\nname = "{name}"\nmemory_bytes = "64MiB"\nspeed = {speed}\n' for name, speed in
+                (("slow", 1), ("fast", 3)))
+        + '[[links]]\nbetween = ["slow", "fast"]\nbytes_per_second = "1GB"\nlatency_seconds = 0\n'
+    )  # fmt: skip
+    arguments = (
+        "pipeline", "plan", "mine:net", "--input", "8", "--batch", "8", "--microbatches", "2",
+        "--schedules", "1f1b", "--depth", "2", "--out", "unequal.json",
+    )  # fmt: skip
+    found = squeezebox(folder, *arguments, "--devices", "devices.toml")
+    assert found.returncode == 0, found.stderr
+    assert "on slow (process 0)" in found.stdout and "on fast (process 1)" in found.stdout
+    for options in ((), ("--devices", "devices.toml", "--ranks", "2")):
+        refused = squeezebox(folder, *arguments, *options)
+        assert refused.returncode == 2 and "--devices for devices that are not alike" in refused.stderr
+    missing = squeezebox(folder, *arguments, "--devices", "none.toml")
+    assert missing.returncode == 1 and "'squeezebox devices measure'" in missing.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_devices_are_measured(folder, ranks):
+    found = squeezebox(folder, "devices", "measure", "--memory", "64MiB", "--json", ranks=ranks)
+    assert found.returncode == 0, found.stderr
+    values = json.loads(found.stdout)
+    devices = Devices.load(folder / "devices.toml")
+    assert [each["name"] for each in values["devices"]] == [each.name for each in devices.devices]
+    assert len(devices.devices) == 2 and devices.devices[0].memory_bytes == 64 * 2**20
+    assert all(each.speed > 0.0 for each in devices.devices) and devices.links[0].bytes_per_second > 0.0

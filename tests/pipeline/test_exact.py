@@ -118,6 +118,28 @@ def test_four_ranks_equal_one_process_to_the_bit():
     _check(exact, ranks.run(_chains, 4, exact), _delayed)
 
 
+def _unlike(plan, processes):
+    return dataclasses.replace(plan, devices=("a", "b", "c")[: plan.ranks], processes=processes)
+
+
+@pytest.mark.parametrize("processes", [(1, 0), pytest.param((1, 2, 0), marks=pytest.mark.slow)])
+def test_ranks_in_processes_of_other_numbers_equal_one_process(processes):
+    """As a plan over unequal devices has them: losses are where the last stage is."""
+    world = len(processes)
+    cases = [
+        ("adamw", _unlike(ranks.plan(8, world, schedule, 6), processes), drains, options)
+        for schedule, drains, options in (
+            ("1f1b", (), {}),
+            ("2bw", (2,), {}),
+            ("1f1b", (), {"engine": "torch"}),
+            ("zb-h1", (), {"engine": "torch"}),
+        )
+    ]
+    results = ranks.run(_chains, world, cases)
+    assert not [result for result in results if isinstance(result, str)], results
+    _check(cases, [results[process] for process in processes], _delayed)
+
+
 def test_correction_follows_its_formula():
     corrected = [case for case in _cases(2) if case[3].get("correction") and case[1].schedule == "2bw"]
     _check(corrected, ranks.run(_chains, 2, corrected), _delayed, tolerance=1e-12)

@@ -1,6 +1,7 @@
 """Plans of pipelines, from measuring the blocks to training by them."""
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -11,7 +12,7 @@ import squeezebox
 from squeezebox import BudgetError, OptionError
 from squeezebox.pipeline import Runner
 from squeezebox.profiling import PeakMeter
-from squeezebox.schema import Link
+from squeezebox.schema import Device, DeviceLink, Devices, Link
 from tests.pipeline import ranks
 
 LINK = Link(bytes_per_second=1e9, latency_seconds=1e-5)
@@ -89,6 +90,37 @@ def _is_kept_in(memory_bytes):
         return bool(planned(schedules=["1f1b"], policies=["keep"], memory_bytes=memory_bytes))
     except BudgetError:
         return False
+
+
+def unlike(*sizes, speeds=(1e-9, 2e-9, 4e-9)):
+    """Devices so slow that links cost nothing."""
+    names = [f"device {number}" for number in range(len(sizes))]
+    return Devices(
+        devices=tuple(
+            Device(name=name, memory_bytes=size, speed=speed)
+            for name, size, speed in zip(names, sizes, speeds, strict=False)
+        ),
+        links=tuple(
+            DeviceLink(between=pair, bytes_per_second=1e9, latency_seconds=0.0)
+            for pair in itertools.combinations(names, 2)
+        ),
+    )
+
+
+def test_unequal_devices_have_work_by_their_speed_and_memory():
+    options = {"ranks": None, "memory_bytes": None, "link": None, "depths": [3], "schedules": ["1f1b"]}
+    plan = planned(**options, devices=unlike(2**30, 2**30, 2**30))[0]
+    assert sorted(plan.processes) == [0, 1, 2] and plan.replicas == 1
+    each = [stage.forward_seconds + stage.backward_seconds for stage in plan.stages]
+    assert max(each) < 3 * min(each)  # of an equal split, 4 times and more
+    fast = plan.devices.index("device 2")
+    small = unlike(2**30, 2**30, plan.rank_peak_bytes[fast] - 1)
+    other = planned(**options, devices=small)[0]
+    assert other.rank_peak_bytes[other.devices.index("device 2")] < plan.rank_peak_bytes[fast]
+    with pytest.raises(BudgetError, match="'device 1' is short by"):
+        planned(**options, devices=unlike(2**30, 1000, 2**30))
+    with pytest.raises(OptionError, match="give it, or ranks= and memory_bytes="):
+        planned(devices=small)
 
 
 def _peak(rank, plan):

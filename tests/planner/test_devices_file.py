@@ -1,0 +1,68 @@
+"""devices.toml: written, read again, written by hand, and refused in one sentence."""
+
+import pytest
+
+from squeezebox.schema import Device, DeviceLink, Devices, FormatError
+
+BY_HAND = """
+[[devices]]
+name = "old"
+memory_bytes = "2GiB"
+speed = 1
+
+[[devices]]
+name = "new"
+memory_bytes = 8589934592
+speed = 4.5
+
+[[links]]
+between = ["new", "old"]
+bytes_per_second = "1GB"
+latency_seconds = 1e-5
+"""
+
+
+def test_a_file_by_hand_is_read_and_written_again(tmp_path):
+    path = tmp_path / "devices.toml"
+    path.write_text(BY_HAND)
+    devices = Devices.load(path)
+    assert devices.devices == (
+        Device(name="old", memory_bytes=2**31, speed=1.0),
+        Device(name="new", memory_bytes=2**33, speed=4.5),
+    )
+    assert devices.links == (DeviceLink(between=("new", "old"), bytes_per_second=1e9, latency_seconds=1e-5),)
+    assert devices.link(0, 1) == devices.link(1, 0)
+    assert devices.link(0, 1).seconds(10**9) == pytest.approx(1.0 + 1e-5)
+    assert devices.link(1, 1).seconds(10**9) == 0.0
+    devices.save(path)
+    assert Devices.load(path) == devices
+    one = devices.chosen([1])
+    one.save(path)
+    assert Devices.load(path) == one and not one.links
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("speed = 1\n", "", r"devices\[0\].speed is missing"),
+        ("speed = 1\n", "speed = -1\n", r"devices\[0\].speed is -1, not a finite number from 0"),
+        ("speed = 1\n", "speed = 0\n", "'old' has 2147483648 bytes and speed 0, of which neither may be 0"),
+        ('"2GiB"', '"much"', "memory_bytes much is no size"),
+        ('name = "new"', 'name = "old"', "2 devices are called 'old'"),
+        (
+            '["new", "old"]',
+            '["new", "newer"]',
+            "a link between new and newer comes 1 times, or leads nowhere",
+        ),
+        ("[[links]]", "[[other]]", "other is unknown"),
+        ('"1GB"', "0", "carries 0 bytes a second"),
+        ("[[devices]]", "[devices", "no list of devices"),
+        (BY_HAND[BY_HAND.index("[[links]]") :], "", "there is no link between new and old"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(old, new, message, tmp_path):
+    path = tmp_path / "devices.toml"
+    path.write_text(BY_HAND.replace(old, new))
+    with pytest.raises(FormatError, match=message) as caught:
+        Devices.load(path)
+    assert "Write it again with 'squeezebox devices measure', or correct it." in str(caught.value)
