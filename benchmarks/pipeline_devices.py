@@ -197,7 +197,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         lines.append(
             f"| {each['schedule']} | {':'.join(f'{speed:g}' for speed in each['speeds'])} | "
             f"{', '.join(map(str, each['order']))} | {', '.join(map(str, each['ends'][:-1]))} | "
-            f"{shown['equal']} | {shown['planned']} | {100 * each['shorter']:.0f} % | {100 * each['error']:+.1f} % |"
+            f"{shown['equal']} | {shown['planned']} | {each['shorter']:.0%} | {each['error']:+.1%} |"
         )
     least = min(each["shorter"] for each in rows)
     lines += [
