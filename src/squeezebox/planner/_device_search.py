@@ -100,7 +100,7 @@ class Search:
         """The best of some orders: the fastest devices, and chains whose slowest link is the fastest."""
         depth = self._pipe.ranks
         by_speed = sorted(range(len(self._factors)), key=lambda each: self._factors[each])[:depth]
-        orders = {tuple(by_speed), tuple(by_speed[::-1]), self._by_memory()}
+        orders = {tuple(by_speed), tuple(by_speed[::-1]), _by_memory(self._devices, self._pipe.ranks)}
         orders |= {_chain(self._devices, among, depth) for among in (by_speed, range(len(self._factors)))}
         found = [self.simulated(split) for order in orders if (split := self.bottleneck(order))]
         return min(found, default=None, key=lambda split: split.seconds)
@@ -164,7 +164,7 @@ class Search:
 
     def shortage(self, *, exact: bool) -> tuple[float, str]:
         """How much a device lacks at least, and a sentence on that; else of the largest devices in a row."""
-        order = self.order if exact else self._by_memory()
+        order = self.order if exact else _by_memory(self._devices, self._pipe.ranks)
         table = self._table(np.maximum, np.inf, order, short=True)
         total = _least(table)
         if not np.isfinite(total):
@@ -182,11 +182,6 @@ class Search:
             f"{self._schedule} with {self._pipe.microbatches} microbatches of "
             f"{self._runs.profile.microbatch} over {', '.join(names[each] for each in devices)}"
         )
-
-    def _by_memory(self) -> tuple[int, ...]:
-        """The largest devices first: the first stage has most microbatches in flight."""
-        nbytes = [device.memory_bytes for device in self._devices.devices]
-        return tuple(sorted(range(len(nbytes)), key=lambda each: -nbytes[each])[: self._pipe.ranks])
 
     def _best(self, limit: float, order: tuple[int, ...] | None) -> Split | None:
         """The least sum of all whose stages take up to ``limit`` each."""
@@ -362,7 +357,7 @@ def _like(devices: Devices, one: int, other: int) -> bool:
 
 
 def _chain(devices: Devices, among: Sequence[int], depth: int) -> tuple[int, ...]:
-    """So many in a row, each over the fastest link from the one before; the one whose slowest is fastest."""
+    """A row of ``depth``, each over the fastest link from the one before: that whose slowest link is fastest."""
     best, chosen = -1.0, tuple[int, ...]()
     for start in among:
         order, slowest = [start], np.inf
@@ -375,6 +370,12 @@ def _chain(devices: Devices, among: Sequence[int], depth: int) -> tuple[int, ...
         if slowest > best:
             best, chosen = slowest, tuple(order)
     return chosen
+
+
+def _by_memory(devices: Devices, depth: int) -> tuple[int, ...]:
+    """The largest devices first: the first stage has most microbatches in flight."""
+    nbytes = [device.memory_bytes for device in devices.devices]
+    return tuple(sorted(range(len(nbytes)), key=lambda each: -nbytes[each])[:depth])
 
 
 def _moves(order: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:

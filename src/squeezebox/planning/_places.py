@@ -16,7 +16,7 @@ _UNLIMITED = 2**62
 
 @dataclass(frozen=True, slots=True)
 class Equal:
-    """So many ranks, which may hold as much each, and the link between any two."""
+    """Ranks that may hold as much each, with the same link between any two."""
 
     ranks: int
     memory_bytes: int
