@@ -357,7 +357,7 @@ def _like(devices: Devices, one: int, other: int) -> bool:
 
 
 def _chain(devices: Devices, among: Sequence[int], depth: int) -> tuple[int, ...]:
-    """A row of ``depth``, each over the fastest link from the one before: that whose slowest link is fastest."""
+    """Rows in which each next one has the fastest link: of these, the one whose slowest link is fastest."""
     best, chosen = -1.0, tuple[int, ...]()
     for start in among:
         order, slowest = [start], np.inf
