@@ -142,10 +142,10 @@ class Shards:
         if self._selected is None:
             return
         stage, self._selected = self._stages[self._selected[1]], None
+        _free(stage.whole)  # before what is scattered needs room
         if self._gradients is not None:
             self._scatter(stage, self._gradients)
             self._gradients = None
-        _free(stage.whole)
 
     def hand_over(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer of the whole model step what this rank keeps.
