@@ -145,6 +145,7 @@ class Shards:
         _free(stage.whole)  # before what is scattered needs room
         if self._gradients is not None:
             self._scatter(stage, self._gradients)
+            _free(self._gradients)  # though the process group may hold it for a moment
             self._gradients = None
 
     def hand_over(self, optimizer: torch.optim.Optimizer) -> None:
@@ -225,11 +226,14 @@ class Shards:
         assert self._into is not None
         for part, region in zip(gradients.parts, stage.regions, strict=True):
             into = region.of(self._into)
-            own = torch.empty_like(into)
-            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-            self._finish(scatter(own, part, group=self._group, async_op=True), "gradients")
-            into += own.div_(self._group.size())
-            self.reduced_bytes += part.nbytes - own.nbytes
+            # Gloo's reduce-scatter sends as much as an all-reduce, and this the half of it.
+            given = torch.empty_like(part)
+            self._finish(dist.all_to_all_single(given, part, group=self._group, async_op=True), "gradients")
+            first, *others = given.chunk(self._group.size())
+            for other in others:
+                first += other
+            into += first.div_(self._group.size())
+            self.reduced_bytes += part.nbytes - into.nbytes
         self.reductions += 1
         for parameter in stage.parameters:
             parameter.grad = None
