@@ -446,5 +446,6 @@ class Runner:
             self._links.close()
             with contextlib.suppress(RuntimeError):  # the other end is gone
                 self._channel.settle()
+        self._weights.close()
         self._updates.stop()
         self._health.stop()

@@ -8,6 +8,7 @@ batch before the next one.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from squeezebox.memory import freed_returned
 from squeezebox.pipeline._health import Health
 from squeezebox.pipeline._weights import Flat, Weights
 from squeezebox.schedules import Sharing
@@ -70,6 +72,8 @@ class Shards:
         patience: float,
     ) -> None:
         self._group, self._health, self._patience = group, health, patience
+        self._freed_returned = contextlib.ExitStack()
+        self._freed_returned.enter_context(freed_returned())
         self._slices: dict[int, nn.Parameter] = {}  # by a parameter's id; not all have elements here
         self._spans: dict[int, slice] = {}  # where they begin and end in the parameter
         self._names = names
@@ -120,6 +124,10 @@ class Shards:
             reductions=self.reductions,
             reduced_bytes=self.reduced_bytes,
         )
+
+    def close(self) -> None:
+        """Freed memory need not go back to the system any more."""
+        self._freed_returned.close()
 
     def select(self, version: int, stage: int, *, backward: bool = False) -> None:
         """Have a stage's parameters whole in this version, and in backward room for their gradients."""

@@ -101,6 +101,9 @@ class Weights:
     def leave(self) -> None:
         """All stages' weights stay as they are."""
 
+    def close(self) -> None:
+        """Nothing is to be given back."""
+
     def update(self, gradients: Flat, step: Callable[[], Any], oldest: int) -> Flat | None:
         """Make the next version out of the newest one by an optimizer's step.
 
