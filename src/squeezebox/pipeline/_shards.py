@@ -241,6 +241,7 @@ class Shards:
             for other in others:
                 first += other
             into += first.div_(self._group.size())
+            given.untyped_storage().resize_(0)
             self.reduced_bytes += part.nbytes - into.nbytes
         self.reductions += 1
         for parameter in stage.parameters:
