@@ -4,7 +4,7 @@ Goes in: nothing. Comes out: benchmarks/reports/pipeline_replicas-<date>.json an
 
 Shared: Breadth-First over gloo processes, two ranks a pipeline, trains a chain of linear layers with AdamW,
 once with whole replicas and once with ``shard=True``. What a rank keeps are its weights, gradients and
-optimizer state between two batches: P + P + 2 P, or 1/R of that. What is foretold adds, where replicas share,
+optimizer state between two batches: P + P + 2 P, or 1/R of that. What is predicted adds, where replicas share,
 twice the largest stage's weights: weights and gradients are whole while the rank works at it, then gradients
 and those of other replicas. The peak is of torch's memory events over all batches, with the weights. Both
 arms have the same activations and messages in it. VmHWM is the kernel's, from before the model is made.
@@ -102,11 +102,11 @@ def _trained(rank: int, plan: PipelinePlan, shard: bool, arguments: argparse.Nam
     told = runner.sharing()
     hwm = _status("VmHWM") - before
     state = sum(each.nbytes for own in runner.optimizer.state.values() for each in own.values())
-    foretold = sum(4 * nbytes for nbytes in stage_bytes(plan, rank % plan.ranks, arguments).values())
+    predicted = sum(4 * nbytes for nbytes in stage_bytes(plan, rank % plan.ranks, arguments).values())
     counts = None
     if shard:
         own = stage_bytes(plan, rank % plan.ranks, arguments)
-        foretold = foretold // plan.replicas + 2 * max(own.values())
+        predicted = predicted // plan.replicas + 2 * max(own.values())
         others = [
             own.get(stage, 0) * (plan.replicas - 1) // plan.replicas for stage in range(len(plan.stages))
         ]
@@ -116,7 +116,7 @@ def _trained(rank: int, plan: PipelinePlan, shard: bool, arguments: argparse.Nam
     return {
         "shard": shard,
         "keeps_bytes": 2 * weights + state,
-        "foretold_bytes": foretold,
+        "predicted_bytes": predicted,
         "peak_bytes": peak,
         "resident_peak_bytes": hwm,
         "counted": None if told is None else dataclasses.asdict(told),
@@ -194,7 +194,7 @@ def _status(name: str) -> int:
 
 def shared_table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| replicas | stages a rank | arm | keeps MiB | peak MiB | less than whole MiB | foretold MiB "
+        "| replicas | stages a rank | arm | keeps MiB | peak MiB | less than whole MiB | predicted MiB "
         "| VmHWM MiB | gathers, on paper | MiB gathered, on paper | scatters, on paper "
         "| MiB scattered, on paper |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
@@ -210,7 +210,7 @@ def shared_table(rows: list[dict[str, Any]]) -> str:
             ]
         less = [
             f"{(whole[name] - row[name]) / MIB:.1f}" if row["shard"] else ""
-            for name in ("peak_bytes", "foretold_bytes")
+            for name in ("peak_bytes", "predicted_bytes")
         ]
         cells = [
             str(row["replicas"]),
