@@ -4,11 +4,11 @@ Goes in: nothing. Comes out: benchmarks/reports/pipeline_replicas-<date>.json an
 
 Shared: Breadth-First over gloo processes, two ranks a pipeline, trains a chain of linear layers with AdamW,
 once with whole replicas and once with ``shard=True``. What a rank keeps are its weights, gradients and
-optimizer state between two batches: P + P + 2 P, or 1/R of that. What is predicted adds, where replicas share,
-twice the largest stage's weights: weights and gradients are whole while the rank works at it, then gradients
-and those of other replicas. The peak is of torch's memory events over all batches, with the weights. Both
-arms have the same activations and messages in it. VmHWM is the kernel's, from before the model is made.
-Gathers and bytes are the runner's own counts, and those of squeezebox.schedules.sharing.
+optimizer state between two batches: P + P + 2 P, or 1/R of that. What is predicted adds, where replicas
+share, twice the largest stage's weights: weights and gradients are whole while the rank works at it, then
+gradients and those of other replicas. The peak is of torch's memory events over all batches, with the
+weights. Both arms have the same activations and messages in it. VmHWM is the kernel's, from before the model
+is made. Gathers and bytes are the runner's own counts, and those of squeezebox.schedules.sharing.
 
 In turn: a slow stage and a fast one that sleep, so they cost no processor. PipeDream's split for the workers
 is trained by as many gloo processes. Seconds a microbatch are between the reading rank's steps, the first few
