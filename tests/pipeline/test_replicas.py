@@ -31,7 +31,7 @@ def _plan(replicas, schedule="pipedream", microbatches=None, blocks=8, **options
     )
 
 
-def _train(rank, cases, make=ranks.chain, data=ranks.numbers, loss_fn=nn.functional.mse_loss):
+def _train(rank, cases, make=ranks.chain, data=ranks.numbers, loss_fn=nn.functional.mse_loss, sizes=()):
     results = []
     for optimizer, plan, drains, options in cases:
         model = make()
@@ -40,7 +40,8 @@ def _train(rank, cases, make=ranks.chain, data=ranks.numbers, loss_fn=nn.functio
         losses = []
         for batch in range(BATCHES):
             # The first rank reads; nobody else is given anything.
-            given = data(batch, 2 * plan.microbatches) if rank == 0 else ()
+            count = sizes[batch] if sizes else 2 * plan.microbatches
+            given = data(batch, count) if rank == 0 else ()
             losses.append(runner.step(*given))
             if batch in drains:
                 runner.drain()
@@ -190,6 +191,18 @@ def test_2bw_averages_over_replicas_of_stages_once_a_batch():
     cases = [("adamw", plan, (2,), {"clip": 0.3}), ("momentum", _plan((1, 2), "2bw", 4), (), {})]
     results = ranks.run(_train, 3, cases)
     _check_2bw(cases, results, ranks.chain, ranks.numbers, nn.functional.mse_loss)
+
+
+@pytest.mark.slow
+def test_2bw_with_replicas_takes_smaller_batches():
+    """Of one sample too, where a replica gets none; as a pipeline without replicas does."""
+    rest = ranks.chain, ranks.numbers, nn.functional.mse_loss, (8, 5, 2, 1, 8)
+    found = ranks.run(_train, 3, [("adamw", _plan((2, 1), "2bw", 4), (), {})], *rest)
+    plain = ranks.run(_train, 2, [("adamw", ranks.plan(8, 2, "2bw", 4), (), {})], *rest)
+    whole, wanted = (_together([result[0] for result in results]) for results in (found, plain))
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(whole[name], tensor, atol=1e-12, rtol=0.0)
+    assert found[2][0][0] == pytest.approx(plain[1][0][0], abs=1e-6)
 
 
 @pytest.mark.slow
