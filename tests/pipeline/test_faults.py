@@ -146,7 +146,7 @@ def test_others_stop_wherever_a_rank_is_stopped(when, signal_number, told, tmp_p
 def test_a_connection_may_break_before_anything_is_waited_for():
     store = HashStore()
     store.set("beat/1", json.dumps([3, "works at F0", None]))  # and never again
-    health = Health(store, 0, ["stage 0", "stage 1"], PATIENCE, [])
+    health = Health(store, 0, ["stage 0", "stage 1"], PATIENCE, [], torch.device("cpu"))
     with (
         pytest.raises(PipelineError, match=r"^rank 1 \(stage 1\) is gone"),
         health.guard(),

@@ -10,10 +10,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,10 +21,30 @@ from torch.distributed.distributed_c10d import Store
 from squeezebox.schema import PipelineError
 
 T = TypeVar("T")
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Outcome(Protocol[R_co]):
+    """What comes of work under way, such as a Future."""
+
+    def result(self, timeout: float) -> R_co:
+        """It, or TimeoutError after so many seconds."""
+
+
+def await_until(is_done: Callable[[], bool], seconds: float) -> None:
+    """Look until it is; TimeoutError after so many seconds."""
+    end = time.monotonic() + seconds
+    while not is_done():
+        if time.monotonic() > end:
+            raise TimeoutError(f"nothing came within {seconds:.0f} s")
+        time.sleep(_PAUSE)
+
+
 _BEAT = 1.0  # seconds between two signs of life
 _STALE = 3.0 * _BEAT
 _SURE = 0.5  # seconds in which a rank that has failed itself says so
 _FAILURE = "failure"
+_PAUSE = 5e-5  # seconds between two looks at what a device has done
 _IDLE = "is between two steps"
 _TRANSPORT = "gloo/transport"  # is in the message of a connection's error
 _NEVER = 1 << 20  # a tag that nothing is ever sent under
@@ -39,7 +58,7 @@ class Health:
     them raises an error that names the rank which failed first.
 
     ``names`` says what each rank holds, such as "stage 2"; ``patience`` is in seconds; ``groups`` have the
-    connections.
+    connections, ``device`` is where this rank computes.
     """
 
     def __init__(
@@ -49,8 +68,9 @@ class Health:
         names: Sequence[str],
         patience: float,
         groups: Sequence[dist.ProcessGroup],
+        device: torch.device,
     ) -> None:
-        self._store, self._groups = store, list(groups)
+        self._store, self._groups, self._device = store, list(groups), device
         self.failed = False
         self._rank, self._names, self._patience = rank, names, patience
         self._work = _IDLE
@@ -99,7 +119,7 @@ class Health:
         self.resumes()
         return self._store.get(key)
 
-    def await_outcome(self, outcome: Future[T]) -> T:
+    def await_outcome(self, outcome: Outcome[T]) -> T:
         """What the ranks tell each other meanwhile.
 
         Raises:
@@ -230,6 +250,8 @@ class Health:
                     self._seen[rank] = new, time.monotonic()
 
     def _watch(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of each thread its own
         count = 0
         while not self._stopped.wait(_BEAT) and not self._others_stopped(count):
             count += 1
@@ -262,8 +284,15 @@ def _short(error: BaseException) -> str:
 
 
 def _close(group: dist.ProcessGroup) -> None:
-    """Close a group's connections: gloo does so when a wait on one of them runs out of time."""
-    if group.size() < 2 or dist.get_backend(group) != "gloo":
+    """Close a group's connections, which wakes what waits on them.
+
+    gloo does so when a wait on one of them runs out of time; nccl aborts what its communicators do.
+    """
+    if group.size() < 2:
+        return
+    if dist.get_backend(group) == "nccl":
+        with contextlib.suppress(RuntimeError):
+            group.abort()
         return
     peer = dist.get_global_rank(group, (group.rank() + 1) % group.size())
     with contextlib.suppress(RuntimeError):

@@ -5,24 +5,23 @@ from __future__ import annotations
 import contextlib
 import math
 import pickle
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from squeezebox.pipeline._health import Health
 from squeezebox.pipeline._packing import PackedReceiver, PackedSender, Packer, Wire
-from squeezebox.pipeline._setup import Groups, Place
-from squeezebox.pipeline._wire import Form, Peer, Receiver, Sender, Traffic
-from squeezebox.schedules import Kind, Schedule
+from squeezebox.pipeline._setup import Groups, Line, Place
+from squeezebox.pipeline._wire import Form, Peer, Receiver, Sender, Traffic, Turns
+from squeezebox.schedules import Kind, Schedule, at_once
 from squeezebox.schema import OptionError
 
 End = tuple[int, int]  # of a wire: a stage of this rank, and the rank at the other end
-_TAGS = 64  # a boundary's, each way: one for each tensor of a message
+_TAGS = 64  # of a line: one for each tensor of a message
 
 
 class Wires:
@@ -46,17 +45,20 @@ class Wires:
         self._health, self._patience, self._device = health, patience, device
         self._wire, self.purpose = wire, purpose
         self._packers: dict[tuple[int, bool], Packer] = {}
+        self._turns: dict[Line, Turns] = {}
 
     def plain(self, purpose: str) -> Wires:
         """The like, over which all goes as it is."""
         options = self._groups, self._health, self._patience, self._device, None, purpose
-        return Wires(self._place, self._schedule, *options)
+        wires = Wires(self._place, self._schedule, *options)
+        wires._turns = self._turns
+        return wires
 
     def sender(
         self, boundary: int, other: int, forms: Sequence[Form], most: int, *, back: bool
     ) -> Sender | PackedSender:
         """To rank ``other`` of this pipeline, with at most ``most`` messages on their way."""
-        sender = Sender(self.peer(boundary, other, back=back), most)
+        sender = Sender(self._peer(self._line(boundary, other, back, sends=True), other), most)
         packer = self._packer(boundary, back=back)
         return sender if packer is None else PackedSender(sender, packer, forms)
 
@@ -66,16 +68,21 @@ class Wires:
         """From rank ``other`` of this pipeline, with room for that number of messages."""
         is_plain = self._wire is None or self._wire.error(back=back) is None
         made = Receiver if is_plain else PackedReceiver
-        return made(self.peer(boundary, other, back=back), forms, slots)
+        line = self._line(boundary, other, back, sends=False)
+        return made(self._peer(line, other), forms, slots, self._turns.setdefault(line, deque()))
 
-    def peer(self, boundary: int, other: int, *, back: bool) -> Peer:
-        """Rank ``other`` of this pipeline at a boundary."""
-        group: dist.ProcessGroup | None = self._groups.backward if back else self._groups.forward
-        assert group is not None
+    def _line(self, boundary: int, other: int, back: bool, *, sends: bool) -> Line:
+        """The line to or from rank ``other``: activations go from the rank before to the one after."""
+        own = self._place.rank
+        before, after = (own, other) if sends != back else (other, own)
+        return Line(boundary, before, after, back)
+
+    def _peer(self, line: Line, other: int) -> Peer:
+        """Rank ``other`` of this pipeline at the end of a line."""
         return Peer(
             rank=self._place.of(other),
-            tag=(4 * boundary + 2 * (self.purpose != "training") + back) * _TAGS,
-            group=group,
+            tag=_TAGS * (self.purpose != "training"),
+            group=self._groups.lines[line],
             device=self._device,
             patience=self._patience,
             waiting=self._health.waits,
@@ -133,8 +140,8 @@ class Links:
     def __init__(self, store: Store, place: Place, schedule: Schedule, health: Health, wires: Wires) -> None:
         self._store, self._place, self._schedule, self._health = store, place, schedule, health
         self.wires = wires
-        self._in_flight = _at_once(schedule, Kind.FORWARD)
-        self._returned = _at_once(schedule, Kind.INPUT)
+        self._in_flight = at_once(schedule, Kind.FORWARD)
+        self._returned = at_once(schedule, Kind.INPUT)
         self._senders: dict[End, Sender | PackedSender] = {}
         self._receivers: dict[End, Receiver | PackedReceiver] = {}
         self._forms: dict[int, list[Form]] = {}  # of a stage's inputs
@@ -279,8 +286,8 @@ class Links:
     def _await(self, end: End) -> None:
         """Learn what will come from the stage before, and make this end of the wires."""
         stage, other = end
-        peer = self.wires.peer(stage - 1, other, back=False)
-        told = self._health.await_key(self._key(stage - 1), f"waits for rank {peer.rank} to send", peer.rank)
+        process = self._place.of(other)
+        told = self._health.await_key(self._key(stage - 1), f"waits for rank {process} to send", process)
         self._forms[stage] = forms = pickle.loads(told)
         slots = self._of_those(self._in_flight[stage], stage, stage - 1) + 1
         receiver = self.wires.receiver(stage - 1, other, forms, slots, back=False)
@@ -302,17 +309,3 @@ class Links:
 
     def _key(self, boundary: int) -> str:
         return f"form/{self.wires.purpose}/{self._place.replica}/{boundary}"
-
-
-def _at_once(schedule: Schedule, first: Kind) -> list[int]:
-    """Of each stage, the most microbatches between this action and the end of backward, at least one."""
-    most = [1] * schedule.num_stages
-    now = [0] * schedule.num_stages
-    for order in schedule.orders:
-        for action in order:
-            now[action.stage] += action.kind is first
-            most[action.stage] = max(most[action.stage], now[action.stage])
-            # Whole backwards leave nothing between their two parts, so they end only what a forward began.
-            if action.kind is Kind.WEIGHT or (action.kind is Kind.BACKWARD and first is Kind.FORWARD):
-                now[action.stage] -= 1
-    return most

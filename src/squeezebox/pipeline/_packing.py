@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from squeezebox import codecs
-from squeezebox.pipeline._wire import Form, Peer, Receiver, Sender, Traffic
+from squeezebox.pipeline._wire import Form, Peer, Receiver, Sender, Traffic, Turns
 from squeezebox.schema import OptionError
 
 CODECS = (
@@ -171,11 +171,11 @@ class PackedSender:
 class PackedReceiver:
     """The other end: messages are received ahead into a ring of buffers, and unpacked into tensors."""
 
-    def __init__(self, peer: Peer, forms: Sequence[Form], slots: int) -> None:
+    def __init__(self, peer: Peer, forms: Sequence[Form], slots: int, turns: Turns) -> None:
         self._forms, self._device = forms, peer.device
         self._free: list[list[Tensor]] = []
         messages = [_message_form(form) if is_packed(form) else form for form in forms]
-        self._receiver = Receiver(peer, messages, slots)
+        self._receiver = Receiver(peer, messages, slots, turns)
 
     def expect(self, messages: int) -> None:
         """``messages`` more will come."""

@@ -39,7 +39,7 @@ from squeezebox.pipeline._stage import Stage, evaluating
 from squeezebox.pipeline._state import State
 from squeezebox.pipeline._torch import TorchPasses, TorchTraining, engine_of, joined_by, require_suited
 from squeezebox.pipeline._training import Forwards, Training, Turns
-from squeezebox.pipeline._updates import Exchange, Updates
+from squeezebox.pipeline._updates import Exchange, Updates, issues_in_order
 from squeezebox.pipeline._weights import Weights, forget
 from squeezebox.pipeline._wire import Traffic
 from squeezebox.schedules import Schedule, Sharing
@@ -136,7 +136,7 @@ class Runner:
         store = own_store(next(_serials))
         check_stages(plan, pieces)
         agree(store, place, plan, order, pieces, wire, self.engine, patience)
-        self._health = Health(store, place.number, place.names(order), patience, ())
+        self._health = Health(store, place.number, place.names(order), patience, (), device_of(model))
         with self._health.guard():
             self.stages = {
                 number: Stage(pieces[stage.first : stage.end], recompute=stage.policy == "recompute")
@@ -191,7 +191,8 @@ class Runner:
             self._health.waits("waits for all ranks' first weights", place.number)
             exchange.level(kept.versions[0])
             self._health.works("begins")
-            self._updates = Updates(kept, optimizer, optimized, exchange, correction)
+            in_order = issues_in_order(device_of(model))
+            self._updates = Updates(kept, optimizer, optimized, exchange, correction, in_order=in_order)
             self._assembly = Assembly(store, self._health, place.number, place.ranks * place.replicas)
             wires = Wires(place, order, groups, self._health, patience, device_of(model), wire)
             self._links = Links(store, place, order, self._health, wires)

@@ -8,10 +8,10 @@ import itertools
 import json
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from squeezebox import schedules
 from squeezebox.pipeline._cut import Piece, fingerprint
 from squeezebox.pipeline._packing import Wire
 from squeezebox.pipeline._updates import Tie
-from squeezebox.schedules import Schedule
+from squeezebox.schedules import Schedule, line_name
 from squeezebox.schema import OptionError, PipelineError, PipelinePlan
 
 T = TypeVar("T")
@@ -323,16 +323,29 @@ def shared(
     return own, tied
 
 
+class Line(NamedTuple):
+    """Between two ranks of a pipeline at a boundary: for activations or, ``back``, for their gradients."""
+
+    boundary: int
+    before: int
+    after: int
+    back: bool
+
+    def __str__(self) -> str:
+        return line_name(*self)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Groups:
     """Process groups of a runner's own; None where there would be but one rank, or this one is not in it.
 
+    ``lines`` have the two ranks at a boundary each, one for each direction: messages on a line are issued in
+    one order at both ends, as communicators need it that run them in the order of issue (NCCL's).
     ``pipeline`` has those whose gradients have one norm. ``words`` joins a pipeline's ranks, and ``readers``
     those that read batches, both between CPUs.
     """
 
-    forward: dist.ProcessGroup | None
-    backward: dist.ProcessGroup | None
+    lines: Mapping[Line, dist.ProcessGroup]
     pipeline: dist.ProcessGroup | None
     replicas: dist.ProcessGroup | None
     words: dist.ProcessGroup | None
@@ -342,8 +355,8 @@ class Groups:
     def all(self) -> list[dist.ProcessGroup]:
         """Every one of them that this rank is in."""
         ties = [tie.group for tie in self.ties]
-        own = (self.forward, self.backward, self.pipeline, self.replicas, self.words, self.readers)
-        return [each for each in (*own, *ties) if each]
+        own = (self.pipeline, self.replicas, self.words, self.readers)
+        return [each for each in (*self.lines.values(), *own, *ties) if each]
 
 
 def groups_of(
@@ -367,7 +380,6 @@ def groups_of(
     """
     _group = functools.partial(_made, timeout=timedelta(seconds=patience))
     everybody = list(range(place.ranks * place.replicas))
-    forward, backward = _group(everybody), _group(everybody)
     pipelines = [everybody[first : first + place.ranks] for first in everybody[:: place.ranks]]
     readers = _group(everybody[place.processes[0] :: place.ranks], "gloo")
     if schedule.replicas:
@@ -377,6 +389,12 @@ def groups_of(
         ]
     else:
         replicas = [everybody[process :: place.ranks] for process in range(place.ranks)]
+    lines = {}
+    for line, pipeline in itertools.product(_lines(schedule), pipelines):
+        pair = [pipeline[place.processes[rank]] for rank in (line.before, line.after)]
+        made_line = _group(pair, name=str(line))
+        if made_line is not None and place.number in pair:
+            lines[line] = made_line
     ties = []
     for parameter, ranks in tied:
         made = [_group([pipeline[place.processes[rank]] for rank in ranks]) for pipeline in pipelines]
@@ -385,8 +403,7 @@ def groups_of(
             number = next(number for number, each in enumerate(own) if each is parameter)
             ties.append(Tie(place=number, group=group, counted=place.rank == min(ranks)))
     return Groups(
-        forward=forward,
-        backward=backward,
+        lines=lines,
         pipeline=_group(everybody) if shard else [_group(each) for each in pipelines][place.replica],
         replicas=next(
             group for group, ranks in [(_group(each), each) for each in replicas] if place.number in ranks
@@ -397,11 +414,31 @@ def groups_of(
     )
 
 
-def _made(ranks: list[int], backend: str | None = None, *, timeout: timedelta) -> dist.ProcessGroup | None:
+def _lines(schedule: Schedule) -> list[Line]:
+    """All there are between stages of two ranks, in an order that is the same on all."""
+    found = []
+    for boundary in range(schedule.num_stages - 1):
+        turns = math.lcm(len(schedule.ranks_of(boundary)), len(schedule.ranks_of(boundary + 1)))
+        pairs = {
+            (schedule.rank_of(boundary, number), schedule.rank_of(boundary + 1, number))
+            for number in range(turns)
+        }
+        found += [
+            Line(boundary, before, after, back)
+            for before, after in sorted(pairs)
+            if before != after
+            for back in (False, True)
+        ]
+    return found
+
+
+def _made(
+    ranks: list[int], backend: str | None = None, *, timeout: timedelta, name: str | None = None
+) -> dist.ProcessGroup | None:
     """A group that waits for so long while it is made; later its users count the seconds themselves."""
     if len(ranks) < 2:
         return None
-    group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=timeout)
+    group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=timeout, group_desc=name)
     if dist.get_rank() in ranks:
         _set_pg_timeout(default_pg_timeout, group)
     return group

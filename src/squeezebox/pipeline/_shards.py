@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from squeezebox.memory import freed_returned
-from squeezebox.pipeline._health import Health
+from squeezebox.pipeline._health import Health, await_until
 from squeezebox.pipeline._weights import Flat, Weights
 from squeezebox.schedules import Sharing
 from squeezebox.schema import OptionError
@@ -252,6 +252,7 @@ class Shards:
         if self._group_is_on_cpu:
             work.wait(timedelta(seconds=self._patience))
         else:
+            await_until(work.is_completed, self._patience)
             work.wait()
         self._health.resumes()
 

@@ -42,18 +42,12 @@ def engine_of(plan: PipelinePlan, device: torch.device, wire: Wire | None, wante
     """The one that is wanted; by default torch's on CUDA, where it can carry the plan out.
 
     Raises:
-        OptionError: there is no such engine, or it cannot be trusted with the plan's messages.
+        OptionError: there is no such engine.
     """
     if wanted not in (None, "own", "torch"):
         raise OptionError(f"engine={wanted!r} is neither 'own' nor 'torch'. Leave it out to have one chosen.")
     flushes = published(plan.schedule).flushes
-    found = wanted or ("torch" if device.type == "cuda" and flushes and wire is None else "own")
-    if found == "own" and len(plan.stages) > plan.ranks > 1 and dist.get_backend() == "nccl":
-        raise OptionError(
-            "several stages a rank need messages with tags, which nccl does not have. Take engine='torch', a "
-            "schedule of one stage a rank, such as 1f1b, or gloo."
-        )
-    return found
+    return wanted or ("torch" if device.type == "cuda" and flushes and wire is None else "own")
 
 
 def require_suited(plan: PipelinePlan, schedule: Schedule, wire: Wire | None) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from squeezebox.pipeline._health import await_until
 from squeezebox.pipeline._weights import Flat, Weights
 
 Settings = list[dict[str, Any]]  # of an optimizer's groups
@@ -64,6 +65,10 @@ class Exchange:
         Returns:
             Their norm, if something depends on it, and whether to step.
         """
+        return self.end(gradients, self.begin(gradients))
+
+    def begin(self, gradients: Flat) -> Tensor | None:
+        """Give all messages to the device: sum up gradients, and their squares if something needs these."""
         if self.replicas is not None:
             for part in gradients.parts:
                 dist.all_reduce(part, group=self.replicas)
@@ -73,9 +78,13 @@ class Exchange:
             shared = gradients.views[tie.place]
             shared /= self.in_turn  # that many ranks of the group have this sum
             dist.all_reduce(shared, group=tie.group)
-        if self.clip is None and not self.skip_overflow:
+        return None if self.clip is None and not self.skip_overflow else self._squares(gradients)
+
+    def end(self, gradients: Flat, squares: Tensor | None) -> Result:
+        """What :meth:`run` does after :meth:`begin`."""
+        if squares is None:
             return None, True
-        norm = self._norm(gradients)
+        norm = float(squares.sqrt())
         finite = norm < float("inf")  # false for NaN too
         if self.clip is not None and finite:
             factor = min(1.0, self.clip / (norm + 1e-6))
@@ -91,7 +100,7 @@ class Exchange:
         for tie in self.ties:
             dist.broadcast(weights.views[tie.place], group=tie.group, group_src=0)
 
-    def _norm(self, gradients: Flat) -> float:
+    def _squares(self, gradients: Flat) -> Tensor:
         elsewhere = {tie.place for tie in self.ties if not tie.counted}
         views = gradients.views if self.counted else []
         own = [view for place, view in enumerate(views) if place not in elsewhere]
@@ -100,7 +109,12 @@ class Exchange:
             total += torch.linalg.vector_norm(view, dtype=_wide(view)).double() ** 2
         if self.pipeline is not None:
             dist.all_reduce(total, group=self.pipeline)
-        return float(total.sqrt())
+        return total
+
+
+def issues_in_order(device: torch.device) -> bool:
+    """Whether communicators there need the same order of issue on all ranks, as nccl's do."""
+    return device.type != "cpu"
 
 
 def _fixed(value: Any) -> Any:
@@ -134,13 +148,42 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
+class _InOrder:
+    """An exchange whose messages are issued at once, in the order of the rank's actions.
+
+    On CUDA that is on a stream of its own, so that neither host nor passes wait. Communicators that run what
+    they are given in the order of issue (NCCL's) need it; a thread would issue at any time.
+    """
+
+    def __init__(self, exchange: Exchange, gradients: Flat) -> None:
+        self._exchange, self._gradients = exchange, gradients
+        self._stream = torch.cuda.Stream(gradients.device) if gradients.device.type == "cuda" else None
+        if self._stream is None:
+            self._squares = exchange.begin(gradients)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(gradients.device))
+        with torch.cuda.stream(self._stream):
+            self._squares = exchange.begin(gradients)
+            self._issued = self._stream.record_event()
+
+    def result(self, timeout: float) -> Result:
+        """What came of it; TimeoutError after so many seconds."""
+        if self._stream is not None:
+            await_until(self._issued.query, timeout)
+            torch.cuda.current_stream(self._gradients.device).wait_stream(self._stream)
+        return self._exchange.end(self._gradients, self._squares)
+
+
+Outcome = Future[Result] | _InOrder
+
+
 @dataclass(slots=True)
 class _Pending:
     """A batch whose gradients are complete."""
 
     gradients: Flat
     settings: Settings
-    outcome: Future[Result] | None
+    outcome: Outcome | None
     late: bool
 
 
@@ -149,7 +192,8 @@ class Updates:
 
     ``groups`` are the names of all of the model's parameters in the optimizer's groups.
     ``correction``: each update is also given what it has grown by against the one before, for the gradients
-    are a step late (arXiv:2606.30634): W(t+1) = W(t) + U(t) + (U(t) - U(t-1)).
+    are a step late (arXiv:2606.30634): W(t+1) = W(t) + U(t) + (U(t) - U(t-1)). Where the exchange is not
+    ``in_order``, a thread of its own runs it.
     """
 
     def __init__(
@@ -159,12 +203,15 @@ class Updates:
         groups: list[list[str]],
         exchange: Exchange,
         correction: bool,
+        *,
+        in_order: bool,
     ) -> None:
         self._weights, self._optimizer, self._exchange = weights, optimizer, exchange
         self._groups = groups
         self._pending: deque[_Pending] = deque()
         self._free: list[Flat] = []
-        self._thread = ThreadPoolExecutor(1, "squeezebox-updates") if exchange.is_needed else None
+        threaded = exchange.is_needed and not in_order
+        self._thread = ThreadPoolExecutor(1, "squeezebox-updates") if threaded else None
         self._correction = correction
         self.last_update: Flat | None = None
         self.norm: float | None = None
@@ -189,10 +236,14 @@ class Updates:
 
         ``late``: they are of the weights before the newest ones.
         """
-        outcome = None if self._thread is None else self._thread.submit(self._exchange.run, gradients)
+        outcome: Outcome | None = None
+        if self._thread is not None:
+            outcome = self._thread.submit(self._exchange.run, gradients)
+        elif self._exchange.is_needed:
+            outcome = _InOrder(self._exchange, gradients)
         self._pending.append(_Pending(gradients, settings, outcome, late))
 
-    def reach(self, version: int, oldest: int, awaited: Callable[[Future[Result]], Result]) -> None:
+    def reach(self, version: int, oldest: int, awaited: Callable[[Outcome], Result]) -> None:
         """Do the steps that make this version, keeping those from ``oldest`` on.
 
         ``awaited`` waits for what ranks tell each other, and raises what it likes if that does not come.

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from squeezebox.pipeline._health import await_until
 from squeezebox.schema import Link, PipelineError
 
 
@@ -54,7 +55,8 @@ class Peer:
         for work in works:
             if self.device.type == "cpu":
                 work.wait(timedelta(seconds=self.patience))
-            else:  # only queues: the process group's own timeout watches over it
+            else:  # this wait only queues
+                await_until(work.is_completed, self.patience)
                 work.wait()
         self.resumed()
 
@@ -116,22 +118,28 @@ class Sender:
 
 
 class Receiver:
-    """The other end: buffers in a ring, of which each takes a message ahead of its use."""
+    """The other end: buffers in a ring, of which each takes a message ahead of its use.
 
-    def __init__(self, peer: Peer, forms: Sequence[Form], slots: int) -> None:
-        self._peer = peer
+    ``turns`` are a line's receivers, once for each message that will come and is not asked for yet, in the
+    order in which they are sent: one is asked for when its turn has come and there is a buffer.
+    """
+
+    def __init__(self, peer: Peer, forms: Sequence[Form], slots: int, turns: Turns) -> None:
+        self._peer, self._turns = peer, turns
         self._ring = deque([form.empty(peer.device) for form in forms] for _ in range(slots))
-        self._expected = 0
         self._posted: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
 
     def expect(self, messages: int) -> None:
         """``messages`` more will come."""
-        self._expected += messages
-        self._post()
+        self._turns.extend([self] * messages)
+        _post(self._turns)
 
     def receive(self) -> list[Tensor]:
         """The next message; its buffers are the caller's until :meth:`release`."""
-        self._post()
+        if not self._posted:  # it comes before others that were expected sooner
+            self._turns.remove(self)
+            self._turns.appendleft(self)
+            _post(self._turns)
         works, buffers = self._posted[0]
         self._peer.finish(works, f"waits for rank {self._peer.rank} to send")
         self._posted.popleft()
@@ -140,19 +148,29 @@ class Receiver:
     def release(self, buffers: list[Tensor]) -> None:
         """Give buffers back, for a later message."""
         self._ring.append(buffers)
-        self._post()
+        _post(self._turns)
 
-    def _post(self) -> None:
-        while self._ring and self._expected:
-            buffers = self._ring.popleft()
-            works = [self._start(buffer, place) for place, buffer in enumerate(buffers)]
-            self._posted.append((works, buffers))
-            self._expected -= 1
+    def post(self) -> bool:
+        """Ask for a message, if there is a buffer."""
+        if not self._ring:
+            return False
+        buffers = self._ring.popleft()
+        works = [self._start(buffer, place) for place, buffer in enumerate(buffers)]
+        self._posted.append((works, buffers))
+        return True
 
     def _start(self, buffer: Tensor, place: int) -> dist.Work:
         work = dist.irecv(buffer, self._peer.rank, group=self._peer.group, tag=self._peer.tag + place)
         assert work is not None
         return work
+
+
+Turns = deque[Receiver]
+
+
+def _post(turns: Turns) -> None:
+    while turns and turns[0].post():
+        turns.popleft()
 
 
 _SMALL, _LARGE = 1024, 8 * 2**20  # bytes

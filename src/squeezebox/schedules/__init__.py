@@ -6,6 +6,8 @@ May touch: squeezebox.schema and numpy; no torch, no ranks.
 
 from squeezebox.schedules._action import Action, Kind, Schedule
 from squeezebox.schedules._flows import Flow, Passes, Pipe
+from squeezebox.schedules._issue import Call, Issue, at_once, find_deadlock, line_name
+from squeezebox.schedules._issued import issued
 from squeezebox.schedules._orders import (
     breadth_first,
     gpipe,
@@ -33,8 +35,10 @@ __all__ = [
     "PUBLISHED",
     "SYNCHRONOUS",
     "Action",
+    "Call",
     "Costs",
     "Flow",
+    "Issue",
     "Kind",
     "Passes",
     "Pipe",
@@ -43,10 +47,14 @@ __all__ = [
     "Sharing",
     "Span",
     "Timeline",
+    "at_once",
     "breadth_first",
+    "find_deadlock",
     "gathers",
     "gpipe",
     "interleaved",
+    "issued",
+    "line_name",
     "make",
     "one_f_one_b",
     "pipedream",
