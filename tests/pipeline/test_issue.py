@@ -32,6 +32,8 @@ def _recorded(rank, plan, options, less):
         runner.drain()
         trained = len(recorder.log)
         runner.evaluate(*data(9, 2 * plan.microbatches))
+        runner.step(*data(BATCHES, 2 * plan.microbatches))
+        runner.drain()
         runner.close()
     return recorder.log, trained
 

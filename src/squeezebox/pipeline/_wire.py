@@ -125,17 +125,20 @@ class Receiver:
     """
 
     def __init__(self, peer: Peer, forms: Sequence[Form], slots: int, turns: Turns) -> None:
-        self._peer, self._turns = peer, turns
+        self._peer, self._turns, self._is_empty = peer, turns, not forms
         self._ring = deque([form.empty(peer.device) for form in forms] for _ in range(slots))
         self._posted: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
 
     def expect(self, messages: int) -> None:
         """``messages`` more will come."""
-        self._turns.extend([self] * messages)
-        _post(self._turns)
+        if not self._is_empty:
+            self._turns.extend([self] * messages)
+            _post(self._turns)
 
     def receive(self) -> list[Tensor]:
         """The next message; its buffers are the caller's until :meth:`release`."""
+        if self._is_empty:  # as gradients in evaluation, which never come
+            return []
         if not self._posted:  # it comes before others that were expected sooner
             self._turns.remove(self)
             self._turns.appendleft(self)
@@ -147,8 +150,9 @@ class Receiver:
 
     def release(self, buffers: list[Tensor]) -> None:
         """Give buffers back, for a later message."""
-        self._ring.append(buffers)
-        _post(self._turns)
+        if buffers:
+            self._ring.append(buffers)
+            _post(self._turns)
 
     def post(self) -> bool:
         """Ask for a message, if there is a buffer."""
