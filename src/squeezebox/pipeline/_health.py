@@ -28,11 +28,11 @@ class Outcome(Protocol[R_co]):
     """What comes of work under way, such as a Future."""
 
     def result(self, timeout: float) -> R_co:
-        """It, or TimeoutError after so many seconds."""
+        """It, or TimeoutError after ``timeout`` seconds."""
 
 
 def await_until(is_done: Callable[[], bool], seconds: float) -> None:
-    """Look until it is; TimeoutError after so many seconds."""
+    """Look until it is; TimeoutError after that time."""
     end = time.monotonic() + seconds
     while not is_done():
         if time.monotonic() > end:

@@ -167,7 +167,7 @@ class _InOrder:
             self._issued = self._stream.record_event()
 
     def result(self, timeout: float) -> Result:
-        """What came of it; TimeoutError after so many seconds."""
+        """What came of it; TimeoutError after ``timeout`` seconds."""
         if self._stream is not None:
             await_until(self._issued.query, timeout)
             torch.cuda.current_stream(self._gradients.device).wait_stream(self._stream)

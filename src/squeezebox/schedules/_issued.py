@@ -13,7 +13,7 @@ from squeezebox.schedules._issue import Call, Issue, at_once, line_name
 
 
 def issued(schedule: Schedule, rank: int, batches: int) -> list[Issue]:
-    """A rank's messages and waits in so many batches from the start, and until all is drained.
+    """A rank's messages and waits in the first batches, until all is drained.
 
     Each message has one tensor, all have gradients, and batches are whole. Where stages have replicas, each
     pair of ranks has a line of its own. What ranks exchange before a step is not among them.
