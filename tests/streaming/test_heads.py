@@ -94,6 +94,15 @@ def test_norms_over_the_image(order):
     require_equal(model, loss, IMAGE, LABEL, height=7)
 
 
+def test_losses_that_name_dimensions_by_an_arange():
+    def dice(output, target):
+        wanted = functional.one_hot(target, 3).movedim(-1, 1)
+        found, dims = output.softmax(1), torch.arange(2, output.dim()).tolist()
+        return (1 - 2 * (found * wanted).sum(dims) / (found + wanted).sum(dims)).mean()
+
+    require_equal(nn.Conv2d(3, 3, 3, padding=1), dice, IMAGE, MASK, height=7)
+
+
 def test_dropout_behind_pooling_draws_what_it_draws_for_the_whole_image(tmp_path):
     layers = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.5), nn.Linear(4, 5)
     model = nn.Sequential(body(), *layers).double()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, Node
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from squeezebox.schema import OptionError, UnsupportedModelError
@@ -204,7 +205,8 @@ def trace(whole: Whole, aim: Aim, image: Tensor, target: Any, device: torch.devi
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch's own tracing, about itself
             table = _decompositions()
-            exported = torch.export.export(whole, fakes, strict=False)
+            with _KnownNumbers():
+                exported = torch.export.export(whole, fakes, strict=False)
             _keep_detached(exported.graph)
             exported = exported.run_decompositions(table)
     except Exception as error:  # noqa: BLE001  whatever the model's own code raises while it is traced
@@ -213,6 +215,17 @@ def trace(whole: Whole, aim: Aim, image: Tensor, target: Any, device: torch.devi
             f"image of {tuple(image.shape)}, so it cannot be streamed: {type(error).__name__}: {error}"
         ) from error
     return _program(exported, whole, aim)
+
+
+class _KnownNumbers(TorchFunctionMode):
+    """Lists of ``arange``, which MONAI's losses name dimensions by: torch.export takes them for unknown."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call it."""
+        made = function(*args, **(kwargs or {}))
+        if function is torch.arange and all(type(each) is int for each in args):
+            made.tolist = lambda: [*range(*args)]
+        return made
 
 
 def _decompositions() -> dict[Any, Any]:
