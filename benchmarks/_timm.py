@@ -29,7 +29,7 @@ class Classifier(torch.nn.Module):
 
 
 def _make(name: str, side: int, **options: Any) -> Made:
-    _declare_torchvision()
+    declare_torchvision()
     import timm
 
     network = timm.create_model(name, num_classes=_CLASSES, img_size=side, **options)
@@ -41,7 +41,7 @@ def _make(name: str, side: int, **options: Any) -> Made:
 
 
 @functools.cache
-def _declare_torchvision() -> None:
+def declare_torchvision() -> None:
     """Name the kernels that torchvision's import asks for and its wheel lacks beside a CPU build of torch."""
     if torch.version.cuda is None:
         library = torch.library.Library("torchvision", "FRAGMENT")

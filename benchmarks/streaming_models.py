@@ -1,0 +1,160 @@
+"""Networks and losses that others have published, in strips: equal to the whole image's, or refused and why.
+
+Goes in: nothing; a random image in float64. Needs timm, segmentation_models_pytorch and monai in addition
+(pip install timm segmentation-models-pytorch monai). Comes out:
+benchmarks/reports/streaming_models-<date>.json and .md.
+
+Every network takes one step whole and one in strips of a quarter of the image, with dropout set to 0: the
+errors are those of loss and gradients, each by its largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks import _report, _timm
+from squeezebox.schema import SqueezeboxError
+from squeezebox.streaming import StreamedStep
+
+HEIGHT, WIDTH, CLASSES = 256, 64, 3
+ENCODERS = (
+    *("resnet18", "efficientnet_b0", "mobilenetv3_small_100", "convnext_atto", "convnextv2_atto"),
+    *("regnety_002", "densenet121", "ghostnet_100", "vgg11", "inception_next_atto", "vit_tiny_patch16_224"),
+)
+SEGMENTERS = (
+    *("Unet", "UnetPlusPlus", "FPN", "Linknet", "PSPNet", "DeepLabV3", "DeepLabV3Plus", "UPerNet"),
+    *("Segformer", "MAnet"),
+)
+IN_TRAINING = ("Unet", "FPN", "Linknet")  # batch normalisation by the image's own moments
+
+Case = tuple[str, nn.Module, Callable[[Any, Any], Tensor], Tensor]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--name", default="streaming_models", help="of the report")
+    arguments = parser.parse_args()
+    _timm.declare_torchvision()
+    torch.set_num_threads(1)
+    rows = [measure(*case) for cases in (encoders, segmenters, losses) for case in cases()]
+    print(*_report.write(arguments.name, {"rows": rows}, render(rows)), file=sys.stderr)
+
+
+def encoders() -> Iterator[Case]:
+    """Classifiers of timm, in eval mode."""
+    import timm
+
+    for name in ENCODERS:
+        options = {"img_size": (HEIGHT, WIDTH)} if name.startswith("vit") else {}
+        model = timm.create_model(name, num_classes=CLASSES, **options).eval()
+        yield f"timm {name}", model, functional.cross_entropy, torch.tensor([1])
+
+
+def segmenters() -> Iterator[Case]:
+    """Networks of segmentation_models_pytorch, in eval mode, and some of them in training."""
+    import segmentation_models_pytorch as smp
+
+    mask = torch.randint(CLASSES, (1, HEIGHT, WIDTH))
+    for name in SEGMENTERS:
+        model = getattr(smp, name)("resnet18", encoder_weights=None, classes=CLASSES)
+        yield f"smp {name}", copy.deepcopy(model).eval(), functional.cross_entropy, mask
+        if name in IN_TRAINING:
+            yield f"smp {name}, in training", model.train(), functional.cross_entropy, mask
+
+
+def losses() -> Iterator[Case]:
+    """Losses of segmentation_models_pytorch and MONAI, after a small network."""
+    import monai.losses as monai
+    from segmentation_models_pytorch import losses as smp
+
+    whole = torch.randint(CLASSES, (1, HEIGHT, WIDTH))
+
+    def one_hot(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda found, mask: loss(
+            found, functional.one_hot(mask, CLASSES).movedim(-1, 1).to(found.dtype)
+        )
+
+    def binary(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda found, mask: loss(found[:, :1], (mask == 1)[:, None].to(found.dtype))
+
+    found: dict[str, Callable[[Any, Any], Tensor]] = {
+        "smp DiceLoss": smp.DiceLoss("multiclass"),
+        "smp DiceLoss, a class ignored": smp.DiceLoss("multiclass", ignore_index=2),
+        "smp JaccardLoss": smp.JaccardLoss("multiclass"),
+        "smp TverskyLoss": smp.TverskyLoss("multiclass"),
+        "smp FocalLoss": smp.FocalLoss("multiclass"),
+        "smp LovaszLoss": smp.LovaszLoss("binary"),
+        "smp SoftCrossEntropyLoss": smp.SoftCrossEntropyLoss(smooth_factor=0.1),
+        "smp MCCLoss": binary(smp.MCCLoss()),
+        "smp SoftBCEWithLogitsLoss": binary(smp.SoftBCEWithLogitsLoss()),
+        "monai DiceLoss": one_hot(monai.DiceLoss(softmax=True)),
+        "monai DiceLoss, squared": one_hot(monai.DiceLoss(softmax=True, squared_pred=True, jaccard=True)),
+        "monai GeneralizedDiceLoss": one_hot(monai.GeneralizedDiceLoss(softmax=True)),
+        "monai DiceCELoss": one_hot(monai.DiceCELoss(softmax=True)),
+        "monai DiceFocalLoss": one_hot(monai.DiceFocalLoss(softmax=True)),
+        "monai TverskyLoss": one_hot(monai.TverskyLoss(softmax=True)),
+        "monai FocalLoss": one_hot(monai.FocalLoss(use_softmax=True)),
+    }
+    for name, loss in found.items():
+        network = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, CLASSES, 1))
+        yield name, network, loss, whole
+
+
+def measure(
+    name: str, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], target: Tensor
+) -> dict[str, Any]:
+    """One case."""
+    torch.manual_seed(0)
+    image = torch.rand(1, 3, HEIGHT, WIDTH, dtype=torch.float64)
+    model = model.double()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout | nn.Dropout2d):
+            module.p = 0.0
+    streamed, row = copy.deepcopy(model), {"case": name}
+    try:
+        whole = loss_fn(model(image), target)
+    except RuntimeError as error:  # of the loss itself
+        return row | {"refused": f"fails on the whole image: {error}"}
+    whole.backward()
+    step = StreamedStep(streamed, loss_fn, height=HEIGHT // 4)
+    try:
+        loss = step(image, target)
+    except SqueezeboxError as error:
+        row["refused"] = str(error).splitlines()[0]
+    else:
+        pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), streamed.parameters(), strict=True)]
+        known = [(first, second) for first, second in pairs if first is not None and second is not None]
+        scale = max(float(first.abs().max()) for first, _ in known)
+        row["loss_error"] = abs(float((loss - whole) / whole))
+        row["gradient_error"] = max(float((first - second).abs().max()) for first, second in known) / scale
+        row["passes"] = len(step.plan(image, target).stages)
+    print(*row.values(), file=sys.stderr, flush=True)
+    return row
+
+
+def render(rows: list[dict[str, Any]]) -> str:
+    """The table in Markdown."""
+    lines = ["| case | passes | loss | gradients |", "| --- | --- | --- | --- |"]
+    for row in rows:
+        if "refused" in row:
+            lines.append(f"| {row['case']} | refused: {row['refused']} | | |")
+        else:
+            errors = f"{row['loss_error']:.0e} | {row['gradient_error']:.0e}"
+            lines.append(f"| {row['case']} | {row['passes']} | {errors} |")
+    equal = [row for row in rows if "refused" not in row]
+    worst = max(row["gradient_error"] for row in equal)
+    return "\n".join(
+        [*lines, "", f"{len(equal)} of {len(rows)} run; the largest error of a gradient is {worst:.0e}."]
+    )
+
+
+if __name__ == "__main__":
+    main()
