@@ -17,6 +17,7 @@ from squeezebox.cli._gradients import gradients
 from squeezebox.cli._memory import memory
 from squeezebox.cli._pipeline import pipeline
 from squeezebox.cli._show import progress
+from squeezebox.cli._stream import stream
 
 app = typer.Typer(
     help="Train PyTorch networks in less memory by packing what autograd saves, within error bounds.",
@@ -29,6 +30,7 @@ app.add_typer(pipeline, name="pipeline")
 app.add_typer(devices, name="devices")
 app.add_typer(memory, name="memory")
 app.add_typer(gradients, name="gradients")
+app.add_typer(stream, name="stream")
 
 Factory = Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Returns the model when called.")]
 Input = Annotated[str | None, typer.Option(help="One sample's shape (default: 3x224x224).")]
