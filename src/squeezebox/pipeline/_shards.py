@@ -32,13 +32,13 @@ _ENTANGLED = ("Adafactor", "LBFGS", "Muon")
 class _Region(NamedTuple):
     """Where a rank's part of a stage's tensors of one dtype lies in what it keeps."""
 
-    part: int
+    dtype: torch.dtype
     first: int
     end: int
 
     def of(self, flat: Flat) -> Tensor:
         """It, not copied."""
-        return flat.parts[self.part][self.first : self.end]
+        return next(part for part in flat.parts if part.dtype == self.dtype)[self.first : self.end]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,22 +85,15 @@ class Shards:
             for parameter, view in zip(parameters, stage.whole.views, strict=True):
                 view.copy_(value_of(parameter))
                 parameter.data = view
-            for place, part in enumerate(stage.whole.parts):
+            for part in stage.whole.parts:
                 self._finish(dist.broadcast(part, group=group, group_src=0, async_op=True), "first weights")
                 first = ends.get(part.dtype, 0)
                 ends[part.dtype] = first + part.numel() // group.size()
-                stage.regions.append(_Region(place, first, ends[part.dtype]))
+                stage.regions.append(_Region(part.dtype, first, ends[part.dtype]))
                 kept += self._parts_of(stage, part)
             _free(stage.whole)
         known = {id(own): names[parameter] for parameter, own in self._slices.items()}
         self.kept = Weights(kept, {id(each): known.get(id(each), "") for each in kept}, Tensor.detach)
-        order = [part.dtype for part in self.kept.versions[0].parts]
-        for stage in self._stages.values():
-            dtypes = [part.dtype for part in stage.whole.parts]
-            stage.regions[:] = [
-                region._replace(part=order.index(dtype))
-                for region, dtype in zip(stage.regions, dtypes, strict=True)
-            ]
         self._selected: tuple[int, int] | None = None  # version and stage
         self._gradients: Flat | None = None  # the selected stage's, whole
         self._into: Flat | None = None
@@ -249,16 +242,12 @@ class Shards:
 
     def _finish(self, work: Any, what: str) -> None:
         self._health.waits(f"waits for the other replicas' {what}", dist.get_rank())
-        if self._group_is_on_cpu:
+        if dist.get_backend(self._group) == "gloo":
             work.wait(timedelta(seconds=self._patience))
         else:
             await_until(work.is_completed, self._patience)
             work.wait()
         self._health.resumes()
-
-    @property
-    def _group_is_on_cpu(self) -> bool:
-        return dist.get_backend(self._group) == "gloo"
 
 
 def _free(whole: Flat) -> None:
