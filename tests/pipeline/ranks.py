@@ -83,13 +83,15 @@ def _free_port():
         return probe.getsockname()[1]
 
 
-def plan(blocks, ranks, schedule, microbatches, *, loops=1, policy="keep", replicas=1, inputs=None):
-    """Blocks parted evenly, microbatches of two samples."""
+def plan(
+    blocks, ranks, schedule, microbatches, *, loops=1, policy="keep", replicas=1, inputs=None, in_turn=()
+):
+    """Blocks parted evenly, microbatches of two samples; ``in_turn`` are replicas of each stage."""
     stages = ranks * loops
     ends = [number * blocks // stages for number in range(stages + 1)]
     return PipelinePlan(
         schedule=schedule,
-        ranks=ranks,
+        ranks=sum(in_turn) or ranks,
         replicas=replicas,
         microbatch=2,
         microbatches=microbatches,
@@ -97,9 +99,15 @@ def plan(blocks, ranks, schedule, microbatches, *, loops=1, policy="keep", repli
         inputs=inputs or (InputForm(shape=(6,), dtype="float64"),),
         stages=tuple(
             StagePlan(
-                first=first, end=end, policy=policy, forward_seconds=0.0, backward_seconds=0.0, peak_bytes=0
+                first=first,
+                end=end,
+                policy=policy,
+                forward_seconds=0.0,
+                backward_seconds=0.0,
+                peak_bytes=0,
+                replicas=count,
             )
-            for first, end in zip(ends, ends[1:], strict=False)
+            for first, end, count in zip(ends, ends[1:], in_turn or [1] * stages, strict=False)
         ),
     )
 

@@ -1,6 +1,7 @@
 """The order in which ranks issue messages has no deadlock where communicators run them in that order."""
 
 import dataclasses
+import math
 from unittest import mock
 
 import pytest
@@ -81,7 +82,29 @@ def test_recorded_orders_have_no_deadlock_and_are_those_on_paper(world):
 @pytest.mark.slow
 def test_replicas_have_no_deadlock():
     cases = [(ranks.plan(8, 2, name, 4, replicas=2), {"clip": 1.0}, (1,)) for name in ("1f1b", "2bw")]
-    results = ranks.run(_all_recorded, 4, cases)
+    looped = ranks.plan(8, 2, "breadth-first", 4, replicas=2, loops=2)
+    cases += [(looped, {"shard": True, "clip": 1.0}, (1,))]
+    _check_no_deadlock(cases, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (2, 1, 1), (1, 3)])
+def test_replicas_of_stages_have_no_deadlock(replicas):
+    plans = [
+        ranks.plan(8, len(replicas), name, count, in_turn=replicas)
+        for name, count in (
+            ("pipedream", math.lcm(*replicas)),
+            ("2bw", 2 * sum(replicas) * math.lcm(*replicas)),
+        )
+    ]
+    _check_no_deadlock([(plan, {}, ()) for plan in plans], sum(replicas))
+    for plan in plans:
+        logs = [schedules.issued(schedule_of(plan), rank, 3) for rank in range(plan.ranks)]
+        assert find_deadlock(logs) == ""
+
+
+def _check_no_deadlock(cases, world):
+    results = ranks.run(_all_recorded, world, cases)
     assert not [result for result in results if isinstance(result, str)], results
     for number, case in enumerate(cases):
         assert find_deadlock([result[number][0] for result in results]) == "", _name(case)

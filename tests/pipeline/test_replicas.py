@@ -22,13 +22,8 @@ TOKENS = (InputForm(shape=(5,), dtype="int64"),)
 
 def _plan(replicas, schedule="pipedream", microbatches=None, blocks=8, **options):
     """Stages with so many replicas each, and a batch that they share evenly."""
-    plan = ranks.plan(blocks, len(replicas), schedule, microbatches or math.lcm(*replicas), **options)
-    stages = zip(plan.stages, replicas, strict=True)
-    return dataclasses.replace(
-        plan,
-        ranks=sum(replicas),
-        stages=tuple(dataclasses.replace(stage, replicas=count) for stage, count in stages),
-    )
+    count = microbatches or math.lcm(*replicas)
+    return ranks.plan(blocks, len(replicas), schedule, count, in_turn=replicas, **options)
 
 
 def _train(rank, cases, make=ranks.chain, data=ranks.numbers, loss_fn=nn.functional.mse_loss, sizes=()):
