@@ -134,7 +134,7 @@ def _arrange(model: nn.Sequential, when: str, happen: Callable[[], None]) -> Non
 
     if when == "start":
         connect = _runner.groups_of
-        _runner.groups_of = lambda *given: (happen(), connect(*given))[1]
+        _runner.groups_of = lambda *given, **named: (happen(), connect(*given, **named))[1]
     elif when == "step":
         model[1].register_forward_pre_hook(count)
     else:
