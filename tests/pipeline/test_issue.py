@@ -110,6 +110,26 @@ def _check_no_deadlock(cases, world):
         assert find_deadlock([result[number][0] for result in results]) == "", _name(case)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "counts", "microbatches"),
+    [("2bw", (2, 1), 6), ("2bw", (1, 2, 1), 6), ("2bw", (2, 2), 4), ("pipedream", (2, 1), 2)],
+)
+def test_stages_with_replicas_have_no_deadlock(name, counts, microbatches):
+    plan = ranks.plan(8, len(counts), name, microbatches)
+    stages = [
+        dataclasses.replace(stage, replicas=count) for stage, count in zip(plan.stages, counts, strict=True)
+    ]
+    plan = dataclasses.replace(plan, ranks=sum(counts), stages=tuple(stages))
+    results = ranks.run(_recorded, plan.ranks, plan, {}, ())
+    assert not [result for result in results if isinstance(result, str)], results
+    assert find_deadlock([log for log, _ in results]) == ""
+    for rank, (log, trained) in enumerate(results):
+        found = [each for each in log[:trained] if each.line.startswith("boundary")]
+        expected = schedules.issued(schedule_of(plan), rank, BATCHES)
+        assert [dataclasses.replace(each, what="") for each in found] == expected
+
+
 @pytest.mark.parametrize("name", schedules.PUBLISHED)
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_no_order_on_paper_has_a_deadlock(name, world):
