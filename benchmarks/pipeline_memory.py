@@ -21,6 +21,7 @@ import torch
 
 from benchmarks import _ranks, _report, models, text
 from benchmarks.training import classification_loss
+from squeezebox import schedules
 from squeezebox.pipeline import Runner
 from squeezebox.planning import attach_stages, plan_pipeline
 from squeezebox.profiling import PeakMeter
@@ -87,13 +88,14 @@ def measure(schedule: str, policy: str, ranks: int, arguments: argparse.Namespac
     """A row for each rank."""
     plan = planned(schedule, policy, ranks, arguments)
     measured = _ranks.run(train, ranks, plan, arguments)
+    owners = [*zip(plan.stages, schedules.placement(schedule, ranks, len(plan.stages)), strict=True)]
     return [
         {
             "ranks": ranks,
             "schedule": schedule,
             "policy": policy,
             "rank": rank,
-            "stages": [[stage.first, stage.end] for stage in plan.stages[rank::ranks]],
+            "stages": [[stage.first, stage.end] for stage, owner in owners if owner == rank],
             "planned_bytes": plan.rank_peak_bytes[rank],
             "measured_bytes": peak,
             "weights_bytes": weights,

@@ -77,12 +77,12 @@ def _loaded(rank, plan, directory):
 
 
 def _gathered(results):
-    """The last rank's losses, and all ranks' weights."""
+    """Losses, of the rank that has them, and all ranks' weights."""
     weights = {}
     for result in results:
         assert not isinstance(result, str), result
         weights |= result[-1]
-    return results[-1][-2], weights
+    return next(losses for *_, losses, _ in results if None not in losses), weights
 
 
 MOVES = [
@@ -91,6 +91,7 @@ MOVES = [
     pytest.param(
         ranks.plan(6, 2, "interleaved-1f1b", 4, loops=3), ranks.plan(6, 1, "1f1b", 4), marks=pytest.mark.slow
     ),
+    pytest.param(ranks.plan(6, 3, "zb-v", 4, loops=2), ranks.plan(6, 2, "zb-h2", 4), marks=pytest.mark.slow),
 ]
 
 

@@ -83,6 +83,7 @@ def _both(rank, cases):
 def _quick():
     yield "chain", ranks.plan(8, 2, "breadth-first", 4, loops=2), {}
     yield "noisy", ranks.plan(12, 2, "zb-h1", 4), {}
+    yield "noisy", ranks.plan(12, 2, "zb-v", 4, loops=2), {}
     yield "tied", ranks.plan(5, 2, "1f1b", 4, policy="recompute", inputs=TOKENS), {"clip": 0.3}
 
 
@@ -90,6 +91,7 @@ def _cases(world):
     every = itertools.product(("keep", "recompute"), ("gpipe", "1f1b", "zb-h1", "zb-h2"))
     yield from (("chain", ranks.plan(8, world, name, 4, policy=policy), {}) for policy, name in every)
     yield "chain", ranks.plan(8, world, "interleaved-1f1b", 4, loops=2), {}
+    yield "chain", ranks.plan(8, world, "zb-v", 6, loops=2), {}
     yield "chain", ranks.plan(8, world, "gpipe", 4), {"schedule": _last_first(world, 4)}
     for schedule in ("1f1b", "zb-h1"):
         yield "skips", ranks.plan(6, world, schedule, 4), {"clip": 0.1}

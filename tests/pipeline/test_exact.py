@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from squeezebox.pipeline import Runner, schedule_of
-from squeezebox.schedules import Action, Kind, Schedule
+from squeezebox.schedules import Action, Kind, Schedule, placement
 from squeezebox.schema import InputForm, OptionError
 from tests.pipeline import ranks
 
@@ -56,7 +56,8 @@ def _check(cases, results, version, tolerance=0.0, make=ranks.chain, data=ranks.
         )
         what = f"{plan.schedule} {plan.ranks} {optimizer} {options}"
         found = [result[number] for result in results]
-        told = [each for each in found[plan.ranks - 1][0]]
+        last = placement(plan.schedule, plan.ranks, len(plan.stages))[-1]
+        told = [each for each in found[last][0]]
         torch.testing.assert_close(torch.tensor(told), torch.tensor(losses), atol=1e-6, rtol=1e-6, msg=what)
         together = {}
         for _, own in found:
@@ -88,6 +89,9 @@ def _cases(world):
         ("adamw", ranks.plan(8, world, "1f1b", 2), (), {}),
         ("adamw", ranks.plan(8, world, "zb-h1", 4), (), {}),
         ("adamw", ranks.plan(8, world, "zb-h1", 4, policy="recompute"), (), {}),
+        ("adamw", ranks.plan(8, world, "zb-h2", 6), (), {}),
+        ("adamw", ranks.plan(8, world, "zb-v", 6, loops=2), (), {}),
+        ("adamw", ranks.plan(8, world, "zb-v", 2, loops=2, policy="recompute"), (), {}),
         ("adamw", ranks.plan(8, world, "breadth-first", 4, loops=2), (), {}),
         ("adamw", ranks.plan(8, world, "interleaved-1f1b", 4, loops=2), (), {}),
     ]

@@ -8,22 +8,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from squeezebox.schedules import (
+    PUBLISHED,
+    SYNCHRONOUS,
     Action,
     Costs,
     Kind,
     breadth_first,
+    from_csv,
     gathers,
     gpipe,
     interleaved,
+    make,
     one_f_one_b,
     pipedream,
+    placement,
     repeated,
     simulate,
     two_bw,
     validate,
     zero_bubble,
+    zero_bubble_v,
 )
-from squeezebox.schema import OptionError, PlanError
+from squeezebox.schema import FormatError, OptionError, PlanError
 
 counts = st.integers(1, 6)
 
@@ -35,6 +41,7 @@ def all_schedules(ranks, rounds, loops, batches):
     yield interleaved(ranks, ranks * rounds, loops=loops, batches=batches)
     yield zero_bubble(ranks, rounds, batches=batches)
     yield zero_bubble(ranks, rounds, doubled=True, batches=batches)
+    yield zero_bubble_v(ranks, rounds, batches=batches)
     yield pipedream(ranks, batches=rounds * batches)
     yield pipedream(ranks, batches=rounds * batches, vertical_sync=True)
     yield two_bw(ranks, ranks + rounds - 1, batches=batches)
@@ -73,10 +80,51 @@ def test_seconds_are_the_closed_forms(ranks, microbatches):
     assert simulate(zero_bubble(ranks, microbatches), whole).seconds == 3.0 * microbatches + ranks - 1
 
 
-def test_the_doubled_zero_bubble_has_none():
-    timeline = simulate(zero_bubble(4, 16, doubled=True), Costs.even(4))
-    assert [spans[-1].end - spans[0].start for spans in timeline.spans] == [48.0] * 4
-    assert timeline.live == (7,) * 4
+def waits(timeline):
+    """Of each rank, between its first action and its last."""
+    spans = [own[-1].end - own[0].start for own in timeline.spans]
+    return [span - timeline.busy(rank) for rank, span in enumerate(spans)]
+
+
+def most_live(schedule, rank):
+    """Most microbatches with activations, and most of these with only weights' gradients to come."""
+    live = pending = 0
+    found = []
+    for action in schedule.orders[rank]:
+        live += (action.kind is Kind.FORWARD) - (action.kind is Kind.WEIGHT)
+        pending += (action.kind is Kind.INPUT) - (action.kind is Kind.WEIGHT)
+        found.append((live, pending))
+    return max(live for live, _ in found), max(pending for _, pending in found)
+
+
+@pytest.mark.parametrize("ranks", (1, 2, 4, 8))
+def test_zero_bubbles_have_the_papers_waits_and_activations(ranks):
+    """arXiv:2401.10241, table 1 and section 6; a stage of ZB-V is half as large, and F = I = W there."""
+    microbatches = 2 * ranks + 3
+    for forward, part in ((1.0, 1.0), (1.25, 1.0)):
+        costs = Costs.even(ranks, forward=forward, backward=2 * part)
+        once = simulate(zero_bubble(ranks, microbatches), costs)
+        assert max(waits(once)) == (ranks - 1) * (forward + part - part)
+        doubled = simulate(zero_bubble(ranks, microbatches, doubled=True), costs)
+        assert max(waits(doubled)) == (ranks - 1) * (forward + part - 2 * part)
+    half = Costs.even(2 * ranks, forward=0.5, backward=1.0)
+    assert waits(simulate(zero_bubble_v(ranks, microbatches), half)) == [0.0] * ranks
+    for rank in range(ranks):
+        assert most_live(zero_bubble(ranks, microbatches), rank) == (ranks, rank + 1)
+        assert most_live(zero_bubble(ranks, microbatches, doubled=True), rank) == (
+            2 * ranks - 1,
+            2 * rank + 1,
+        )
+        assert most_live(zero_bubble_v(ranks, microbatches), rank)[0] == 2 * ranks
+
+
+def test_stages_in_a_v():
+    schedule = make("zb-v", 3, 6, loops=2)
+    assert schedule.placement == placement("zb-v", 3, 6) == (0, 1, 2, 2, 1, 0)
+    assert placement("breadth-first", 3, 6) == (0, 1, 2, 0, 1, 2)
+    assert simulate(schedule, Costs.even(6)).transfers == (12, 24, 12)
+    with pytest.raises(OptionError, match="loops is 1, and zb-v has 2 stages a rank"):
+        make("zb-v", 3, 6)
 
 
 def test_what_lives_is_what_the_papers_say():
@@ -160,7 +208,7 @@ def test_what_makes_no_pipeline_is_refused():
 def test_csv_is_what_torch_reads():
     from torch.distributed.pipelining.schedules import _Action
 
-    for schedule in (one_f_one_b(3, 5), breadth_first(2, 4, loops=2), zero_bubble(3, 4)):
+    for schedule in (one_f_one_b(3, 5), breadth_first(2, 4, loops=2), zero_bubble(3, 4), zero_bubble_v(3, 4)):
         lines = schedule.to_csv().splitlines()
         assert len(lines) == schedule.num_ranks
         for line, order in zip(lines, schedule.orders, strict=True):
@@ -171,6 +219,29 @@ def test_csv_is_what_torch_reads():
             ]
     with pytest.raises(PlanError, match="'2bw' cannot be exported: 0F3 reads the weights after 0 updates"):
         two_bw(3, 3, batches=3).to_csv()
+
+
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_csv_is_read_as_it_was_written(name):
+    schedule = make(name, 4, 8, loops=2 if PUBLISHED[name].loops else 1)
+    read = from_csv(schedule.to_csv(), name)
+    assert read.orders == schedule.orders and read.placement == schedule.placement
+    assert list(islice(read.turns(1, 2), 60)) == list(islice(schedule.turns(1, 2), 60))
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    (
+        ("0F0,0UNSHARD,0B0", FormatError, "line 1 has '0UNSHARD', which is no pass of a microbatch"),
+        ("0F0,0B0\n2F0,2B0", PlanError, r"has the stages \[0, 2\]; there must be all"),
+        ("", PlanError, r"has the stages \[\]"),
+        ("0F0,0B0\n0F1,0B1", PlanError, "of a stage that is not its own"),
+        ("0F0,0B0,0F1", PlanError, "microbatch 1 passes stage 0 with 1 forward, 0 backward"),
+    ),
+)
+def test_csv_that_is_no_schedule_is_refused(text, error, message):
+    with pytest.raises(error, match=message):
+        from_csv(text)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,10 @@ def plan(
         str | None, typer.Option(help="Sizes to try: 1,2,4 (default: powers of two).")
     ] = None,
     schedules: Annotated[
-        str, typer.Option(help="Also zb-h1, 2bw and pipedream. These two use gradients of earlier weights.")
+        str,
+        typer.Option(
+            help="Also zb-h1, zb-h2, zb-v; 2bw and pipedream, whose gradients are of earlier weights."
+        ),
     ] = "gpipe,1f1b,interleaved-1f1b,breadth-first",
     policies: Annotated[
         str, typer.Option(help="Of keep, recompute and compress; the last only if named: it is lossy.")
@@ -176,7 +179,7 @@ def simulate(
         str,
         typer.Argument(
             metavar="SCHEDULE",
-            help="gpipe, 1f1b, interleaved-1f1b, breadth-first, zb-h1, zb-h2, pipedream or 2bw.",
+            help="gpipe, 1f1b, interleaved-1f1b, breadth-first, zb-h1, zb-h2, zb-v, pipedream or 2bw.",
         ),
     ],
     ranks: Annotated[int, typer.Option(help="How many work together.")] = 4,
@@ -189,7 +192,7 @@ def simulate(
     forward: Annotated[
         str, typer.Option(help="Seconds of a microbatch: a number, or 1,2,1,1 by stage.")
     ] = "1",
-    backward: Annotated[str, typer.Option(help="Likewise; zb-h1 and zb-h2 halve it.")] = "2",
+    backward: Annotated[str, typer.Option(help="Likewise; zero-bubble schedules halve it.")] = "2",
     transfer: Annotated[float, typer.Option(help="Seconds from rank to rank.")] = 0.0,
     activation: Annotated[
         str | None, typer.Option(help="Bytes a microbatch leaves at a stage: 12MiB, or a size a stage.")

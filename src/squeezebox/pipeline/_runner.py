@@ -298,8 +298,8 @@ class Runner:
                 equal.
 
         Returns:
-            The batch's mean loss on the last rank, None on all others. Replicas of the last stage have that
-            of their own microbatches.
+            The batch's mean loss on the rank of the last stage, None on all others. Its replicas have that of
+            their own microbatches.
 
         Raises:
             OptionError: the batch has more samples than the plan's, or other forms. All ranks raise it before

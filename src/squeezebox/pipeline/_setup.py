@@ -85,6 +85,11 @@ def _own_schedule(plan: PipelinePlan, own: Schedule) -> Schedule:
             f"and the plan for {wanted[0]}, {wanted[1]} and {wanted[2]}, by {plan.schedule}. Both need the "
             "same numbers, and a plan whose schedule flushes after each batch."
         )
+    if own.placement[0]:
+        raise OptionError(
+            f"schedule '{own.name}' has the first stage at rank {own.placement[0]}, and the runner reads "
+            "batches at rank 0. Number the ranks so that it is there."
+        )
     return schedules.repeated(own)
 
 

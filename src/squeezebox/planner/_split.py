@@ -202,33 +202,38 @@ def _chain(costs: Sequence[Floats], join: np.ufunc) -> tuple[float, tuple[int, .
 def _planned(runs: Runs, shape: Shape, ends: tuple[int, ...], choose: Choose, link: Link) -> Found | None:
     """The plan with these stages, if for each rank there is something to choose."""
     stages = [*pairwise((0, *ends))]
-    ranks = range(shape.pipe.ranks)
-    chosen = [choose(_ways(runs, shape, rank, stages[rank :: shape.pipe.ranks])) for rank in ranks]
+    chosen = [choose(_ways(runs, shape, rank, stages)) for rank in range(shape.pipe.ranks)]
     ways = [way for way in chosen if way]
     if len(ways) < len(chosen):
         return None
-    policies = [runs.policies[way.policies[loop]] for loop in range(shape.pipe.loops) for way in ways]
-    plan = _plan(runs, shape, stages, policies, link, [way.peak_bytes for way in ways])
+    policies = {
+        stage: runs.policies[policy]
+        for rank, way in enumerate(ways)
+        for stage, policy in zip(FLOWS[shape.schedule].stages(shape.pipe, rank), way.policies, strict=True)
+    }
+    peaks = [way.peak_bytes for way in ways]
+    plan = _plan(runs, shape, stages, [policies[stage] for stage in range(len(stages))], link, peaks)
     return Found(plan, max(plan.rank_peak_bytes))
 
 
 def _ways(runs: Runs, shape: Shape, rank: int, stages: Sequence[tuple[int, int]]) -> list[Way]:
     """All choices of policies for a rank's stages; together they hold no more than at its fullest moment."""
     flow = FLOWS[shape.schedule]
-    first, end = np.array(stages).T
-    places = _places(shape)[rank :: shape.pipe.ranks]
-    fixed = sum(int(runs.lasting(place)[stage]) for place, stage in zip(places, stages, strict=True))
+    own = flow.stages(shape.pipe, rank)
+    first, end = np.array([stages[stage] for stage in own]).T
+    places = _places(shape)
+    fixed = sum(int(runs.lasting(places[stage])[stages[stage]]) for stage in own)
     saved, working = runs.saved[:, first, end], runs.working[:, first, end]
     seconds, pending = runs.seconds[:, first, end], runs.pending[:, first, end]
     in_flight, waiting = flow.in_flight(shape.pipe, rank), flow.pending(shape.pipe, rank)
-    loops = np.arange(len(stages))
+    loops = np.arange(len(own))
 
     def way(policies: tuple[int, ...]) -> Way:
         activations = (in_flight @ saved[policies, loops] + waiting @ pending[policies, loops]).max()
         peak = fixed + int(activations) + int(working[policies, loops].max())
         return Way(float(seconds[policies, loops].sum()), peak, policies)
 
-    ways = map(way, product(range(len(runs.policies)), repeat=len(stages)))
+    ways = map(way, product(range(len(runs.policies)), repeat=len(own)))
     return [each for each in ways if np.isfinite(each.seconds)]
 
 
@@ -279,6 +284,8 @@ def _batch_seconds(runs: Runs, shape: Shape, stages: Sequence[StagePlan], link: 
     seconds = flow.seconds(shape.pipe, passes)
     parameters = [int(runs.parameters[stage.first, stage.end]) for stage in stages]
     reduced = all_reduce_seconds(
-        max(sum(parameters[rank::ranks]) for rank in range(ranks)), shape.replicas, link
+        max(sum(parameters[stage] for stage in flow.stages(shape.pipe, rank)) for rank in range(ranks)),
+        shape.replicas,
+        link,
     )
     return seconds + reduced if PUBLISHED[shape.schedule].flushes else max(seconds, reduced)

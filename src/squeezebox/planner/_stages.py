@@ -63,7 +63,7 @@ class Place:
     def of(schedule: str, pipe: Pipe, stage: int) -> Place:
         """That of stage number ``stage``."""
         flow = FLOWS[schedule]
-        rank = stage % pipe.ranks
+        rank = flow.placement(pipe)[stage]
         in_flight, pending = _moments(flow, pipe, stage)
         return Place(
             moments=tuple(zip(in_flight.tolist(), pending.tolist(), strict=True)),
@@ -90,7 +90,8 @@ class Place:
 
 
 def _moments(flow: Flow, pipe: Pipe, stage: int) -> tuple[Integers, Integers]:
-    loop, rank = divmod(stage, pipe.ranks)
+    rank = flow.placement(pipe)[stage]
+    loop = flow.stages(pipe, rank).index(stage)
     in_flight, pending = np.broadcast_arrays(flow.in_flight(pipe, rank), flow.pending(pipe, rank))
     return in_flight[:, loop], pending[:, loop]
 

@@ -5,6 +5,7 @@ May touch: squeezebox.schema and numpy; no torch, no ranks.
 """
 
 from squeezebox.schedules._action import Action, Kind, Schedule
+from squeezebox.schedules._csv import from_csv
 from squeezebox.schedules._flows import Flow, Passes, Pipe
 from squeezebox.schedules._issue import Call, Issue, at_once, find_deadlock, line_name
 from squeezebox.schedules._issued import issued
@@ -17,6 +18,7 @@ from squeezebox.schedules._orders import (
     repeated,
     two_bw,
     zero_bubble,
+    zero_bubble_v,
 )
 from squeezebox.schedules._simulate import (
     Costs,
@@ -28,7 +30,7 @@ from squeezebox.schedules._simulate import (
     simulate,
     validate,
 )
-from squeezebox.schedules._table import FLOWS, PUBLISHED, SYNCHRONOUS, Published, make, published
+from squeezebox.schedules._table import FLOWS, PUBLISHED, SYNCHRONOUS, Published, make, placement, published
 
 __all__ = [
     "FLOWS",
@@ -50,6 +52,7 @@ __all__ = [
     "at_once",
     "breadth_first",
     "find_deadlock",
+    "from_csv",
     "gathers",
     "gpipe",
     "interleaved",
@@ -58,6 +61,7 @@ __all__ = [
     "make",
     "one_f_one_b",
     "pipedream",
+    "placement",
     "published",
     "repeated",
     "sharing",
@@ -65,4 +69,5 @@ __all__ = [
     "two_bw",
     "validate",
     "zero_bubble",
+    "zero_bubble_v",
 ]

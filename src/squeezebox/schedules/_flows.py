@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+
+from squeezebox.schedules import _orders
+from squeezebox.schedules._action import Kind, Schedule
+from squeezebox.schedules._simulate import Costs, simulate
 
 Integers = NDArray[np.int64]
 
@@ -36,11 +41,12 @@ class Passes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flow:
-    """A schedule in closed form.
+    """A schedule in closed form, or as it is on paper.
 
-    ``in_flight`` has, for a rank, a row for each moment that may be its fullest, and in it how many
-    microbatches each of the rank's stages holds; ``pending``, row by row, how many of them have gradients of
-    weights to come and no others. ``seconds`` is a batch's, without its all-reduce.
+    ``placement`` has the rank of each stage. ``in_flight`` has, for a rank, a row for each moment that may be
+    its fullest, and in it how many microbatches each of the rank's stages holds; ``pending``, row by row, how
+    many of them have gradients of weights to come and no others. ``seconds`` is a batch's, without its
+    all-reduce.
     ``versions`` counts a rank's weights, ``gradients`` its sets of gradients. Where ``waits``, a transfer
     keeps the stages on both sides from their next microbatch.
     """
@@ -52,6 +58,11 @@ class Flow:
     versions: Callable[[Pipe, int], int] = lambda pipe, rank: 1
     gradients: int = 1
     waits: bool = True
+    placement: Callable[[Pipe], tuple[int, ...]] = lambda pipe: (*range(pipe.ranks),) * pipe.loops
+
+    def stages(self, pipe: Pipe, rank: int) -> list[int]:
+        """A rank's own, in their order."""
+        return [stage for stage, owner in enumerate(self.placement(pipe)) if owner == rank]
 
 
 def _whole_batch(pipe: Pipe, rank: int) -> Integers:
@@ -68,20 +79,20 @@ def _always_all(pipe: Pipe, rank: int) -> Integers:
     return np.array([[pipe.ranks - rank]])
 
 
-def _put_off(pipe: Pipe, rank: int) -> Integers:
-    """ZB-H1: gradients of weights are put off until all ranks hold what 1F1B's first one does.
+def _put_off(pipe: Pipe, rank: int, reach: int) -> Integers:
+    """ZB-H1 and, with a ``reach`` of 2, ZB-H2: gradients of weights are put off, on all ranks alike.
 
-    In turn n come the n-th forward, the (n - (ranks - 1 - rank))-th gradient of inputs, and the
-    (n - (ranks - 1))-th one of weights; a turn is at its fullest before and after the second of these.
+    In turn n come the n-th forward, the (n - reach (ranks - 1 - rank))-th gradient of inputs, and the
+    (n - reach (ranks - 1))-th one of weights; a turn is at its fullest before and after the second of these.
     Columns: all in flight, and of these those with only the last one to come.
     """
-    turns = np.arange(pipe.microbatches + pipe.ranks - 1)
+    turns = np.arange(pipe.microbatches + reach * (pipe.ranks - 1))
 
     def done(count: Integers) -> Integers:
         return np.clip(count, 0, pipe.microbatches)
 
-    forwards, weights = done(turns + 1), done(turns - (pipe.ranks - 1))
-    inputs = turns - (pipe.ranks - 1 - rank)
+    forwards, weights = done(turns + 1), done(turns - reach * (pipe.ranks - 1))
+    inputs = turns - reach * (pipe.ranks - 1 - rank)
     moments = [np.stack([forwards - weights, done(each) - weights], 1) for each in (inputs, inputs + 1)]
     return np.unique(np.concatenate(moments), axis=0)
 
@@ -184,6 +195,35 @@ def _zero_bubble(pipe: Pipe, passes: Passes) -> float:
     )
 
 
+def _counts(pipe: Pipe) -> tuple[int, int]:
+    return pipe.ranks, pipe.microbatches
+
+
+@functools.lru_cache(maxsize=8)  # each of a plan's stages asks
+def _in_a_v(pipe: Pipe) -> Schedule:
+    return _orders.zero_bubble_v(*_counts(pipe))
+
+
+def _on_paper(schedule: Schedule, passes: Passes) -> float:
+    """A batch's seconds, all transfers between ranks as slow as the slowest."""
+    transfer = max(passes.transfers, default=0.0)
+    costs = Costs(forward=(*passes.forward,), backward=(*passes.backward,), transfer=transfer)
+    return simulate(schedule, costs).seconds
+
+
+def _counted(schedule: Schedule, rank: int) -> Integers:
+    """After each action: microbatches in flight at each of the rank's stages, and pending ones."""
+    own = [stage for stage, owner in enumerate(schedule.placement) if owner == rank]
+    now = np.zeros((2, len(own)), np.int64)
+    found = []
+    for action in schedule.orders[rank]:
+        if action.kind is not Kind.UPDATE:
+            change = {Kind.FORWARD: (1, 0), Kind.INPUT: (0, 1), Kind.WEIGHT: (-1, -1)}
+            now[:, own.index(action.stage)] += change.get(action.kind, (-1, 0))
+            found.append(now.ravel().copy())
+    return np.unique(found, axis=0)
+
+
 GPIPE = Flow(in_flight=_whole_batch, seconds=_there_and_back, waits=False)
 ONE_F_ONE_B = Flow(in_flight=_down_to_one, seconds=_flushed)
 INTERLEAVED = Flow(
@@ -194,9 +234,21 @@ INTERLEAVED = Flow(
 )
 BREADTH_FIRST = replace(GPIPE, suits=lambda pipe: pipe.loops > 1)
 ZERO_BUBBLE = Flow(
-    in_flight=lambda pipe, rank: _put_off(pipe, rank)[:, :1],
-    pending=lambda pipe, rank: _put_off(pipe, rank)[:, 1:],
+    in_flight=lambda pipe, rank: _put_off(pipe, rank, 1)[:, :1],
+    pending=lambda pipe, rank: _put_off(pipe, rank, 1)[:, 1:],
     seconds=_zero_bubble,
+)
+ZERO_BUBBLE_2 = Flow(
+    in_flight=lambda pipe, rank: _put_off(pipe, rank, 2)[:, :1],
+    pending=lambda pipe, rank: _put_off(pipe, rank, 2)[:, 1:],
+    seconds=lambda pipe, passes: _on_paper(_orders.zero_bubble(*_counts(pipe), doubled=True), passes),
+)
+ZERO_BUBBLE_V = Flow(
+    in_flight=lambda pipe, rank: _counted(_in_a_v(pipe), rank)[:, : pipe.loops],
+    pending=lambda pipe, rank: _counted(_in_a_v(pipe), rank)[:, pipe.loops :],
+    seconds=lambda pipe, passes: _on_paper(_in_a_v(pipe), passes),
+    suits=lambda pipe: pipe.loops == 2,
+    placement=lambda pipe: _orders.v_shaped(pipe.ranks),
 )
 TWO_BW = Flow(
     in_flight=_always_all,

@@ -1,7 +1,8 @@
-"""The published orders: GPipe, 1F1B, PipeDream, 2BW, interleaved, Breadth-First and zero-bubble."""
+"""The published orders: GPipe, 1F1B, PipeDream, 2BW, interleaved, Breadth-First and zero bubble."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, count
@@ -101,6 +102,55 @@ def zero_bubble(ranks: int, microbatches: int, *, doubled: bool = False, batches
 
     name = "zb-h2" if doubled else "zb-h1"
     return _flushing(name, range(ranks), microbatches, batches, passes)
+
+
+def zero_bubble_v(ranks: int, microbatches: int, *, batches: int = 1) -> Schedule:
+    """ZB-V (arXiv:2401.10241, section 6): two stages a rank, the second ones from the last rank to the first.
+
+    Rank r has the stages r and 2 ranks - 1 - r. So a microbatch's last forward and first backward are at the
+    first rank, and all ranks hold as many activations as 1F1B's first one: 2 ranks halves. Where F = I = W
+    and there are 2 ranks - 1 microbatches or more, no rank waits between its first action and its last.
+
+    Raises:
+        OptionError: a count is below 1.
+    """
+    _require(ranks=ranks, microbatches=microbatches, batches=batches)
+
+    def passes(rank: int) -> Passes:
+        numbers: dict[tuple[Kind, int], Iterator[int]] = defaultdict(count)
+        for times, actions in _v_phases(ranks, rank, max(microbatches, 2 * ranks - 1)):
+            for kind, stage in actions * times:
+                number = next(numbers[kind, stage])
+                if number < microbatches:
+                    yield kind, stage, number
+
+    return _flushing("zb-v", v_shaped(ranks), microbatches, batches, passes)
+
+
+def v_shaped(ranks: int) -> tuple[int, ...]:
+    """The rank of each of 2 ranks stages that go to the last rank and back."""
+    return (*range(ranks), *reversed(range(ranks)))
+
+
+def _v_phases(ranks: int, rank: int, total: int) -> list[tuple[int, list[tuple[Kind, int]]]]:
+    """How often a rank does what in ZB-V, one after the other, with 2 ranks - 1 microbatches or more."""
+    left = ranks - rank
+    forward, inputs, weights = (
+        [(kind, stage) for stage in (rank, 2 * ranks - 1 - rank)]
+        for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
+    )
+    down, up = ([each[way] for each in (forward, inputs, weights)] for way in (0, 1))
+    return [
+        (2 * left - 1, forward[:1]),
+        (rank, forward[::-1]),
+        (left, up),
+        (total + 1 - ranks - left, down + up),
+        (left - 1, down[1:] + up),
+        (rank, inputs),
+        (left, down[1:]),
+        (rank, weights[1:]),
+        (rank, weights[:1]),
+    ]
 
 
 def pipedream(

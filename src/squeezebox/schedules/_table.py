@@ -9,7 +9,7 @@ from typing import Any
 
 from squeezebox.schedules import _flows, _orders
 from squeezebox.schedules._action import Schedule
-from squeezebox.schedules._flows import Flow
+from squeezebox.schedules._flows import Flow, Pipe
 from squeezebox.schema import OptionError
 
 
@@ -24,7 +24,7 @@ class Published:
 
     name: str
     make: Callable[..., Schedule]
-    flow: Flow | None = None
+    flow: Flow
     flushes: bool = True
     loops: bool = False
     splits: bool = False
@@ -32,6 +32,12 @@ class Published:
 
 def _zb_h2(ranks: int, microbatches: int, *, batches: int) -> Schedule:
     return _orders.zero_bubble(ranks, microbatches, doubled=True, batches=batches)
+
+
+def _zb_v(ranks: int, microbatches: int, *, batches: int, loops: int) -> Schedule:
+    if loops != 2:
+        raise OptionError(f"loops is {loops}, and zb-v has 2 stages a rank; give 2.")
+    return _orders.zero_bubble_v(ranks, microbatches, batches=batches)
 
 
 def _pipedream(ranks: int, microbatches: int, *, batches: int, **options: Any) -> Schedule:
@@ -51,15 +57,16 @@ _ROWS = (
     Published(name="interleaved-1f1b", make=_orders.interleaved, flow=_flows.INTERLEAVED, loops=True),
     Published(name="breadth-first", make=_orders.breadth_first, flow=_flows.BREADTH_FIRST, loops=True),
     Published(name="zb-h1", make=_orders.zero_bubble, flow=_flows.ZERO_BUBBLE, splits=True),
-    Published(name="zb-h2", make=_zb_h2, splits=True),
+    Published(name="zb-h2", make=_zb_h2, flow=_flows.ZERO_BUBBLE_2, splits=True),
+    Published(name="zb-v", make=_zb_v, flow=_flows.ZERO_BUBBLE_V, loops=True, splits=True),
     Published(name="pipedream", make=_pipedream, flow=_flows.PIPEDREAM, flushes=False),
     Published(name="2bw", make=_orders.two_bw, flow=_flows.TWO_BW, flushes=False),
 )
 PUBLISHED: Mapping[str, Published] = MappingProxyType({row.name: row for row in _ROWS})
-FLOWS: Mapping[str, Flow] = MappingProxyType({row.name: row.flow for row in _ROWS if row.flow})
-"""Closed forms by name: of those to plan with."""
-SYNCHRONOUS = tuple(name for name in FLOWS if PUBLISHED[name].flushes)
-"""Those to plan with that train as one rank would; the others' gradients are of earlier weights."""
+FLOWS: Mapping[str, Flow] = MappingProxyType({row.name: row.flow for row in _ROWS})
+"""Closed forms by name."""
+SYNCHRONOUS = tuple(row.name for row in _ROWS if row.flushes)
+"""Those that train as one rank would; the others' gradients are of earlier weights."""
 
 
 def published(name: str) -> Published:
@@ -71,6 +78,15 @@ def published(name: str) -> Published:
     if name not in PUBLISHED:
         raise OptionError(f"there is no schedule '{name}'; take one of {', '.join(PUBLISHED)}.")
     return PUBLISHED[name]
+
+
+def placement(name: str, ranks: int, stages: int) -> tuple[int, ...]:
+    """The rank of each stage in a schedule of that name.
+
+    Raises:
+        OptionError: there is none.
+    """
+    return published(name).flow.placement(Pipe(ranks=ranks, loops=stages // ranks, microbatches=1))
 
 
 def make(

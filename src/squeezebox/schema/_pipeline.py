@@ -107,13 +107,14 @@ class InputForm:
 class PipelinePlan:
     """Which blocks make which stage, and how a batch goes through them.
 
-    Stage s is at rank ``s % ranks`` of each of ``replicas`` equal pipelines, so a microbatch passes a rank
-    ``len(stages) // ranks`` times. Or stages have replicas of their own, on ranks that follow each other, and
-    there is one pipeline. A batch is ``replicas * microbatches`` microbatches of ``microbatch``
-    samples each, ``inputs`` are the forms of these. ``schedule`` is a name in
-    ``squeezebox.schedules.PUBLISHED``; ``seconds`` is a batch's, ``rank_peak_bytes`` are each rank's.
-    ``noise`` is what the bounds of all blocks allow together. ``fingerprint`` and ``blocks`` (their names)
-    are the model's; ``model`` and ``loss`` say, as MODULE:CALLABLE, where it came from, if that is known.
+    Stage s is at rank ``s % ranks`` of each of ``replicas`` equal pipelines, or in zb-v stages go to the last
+    rank and back, so a microbatch passes a rank ``len(stages) // ranks`` times. Or stages have replicas of
+    their own, on ranks that follow each other, and there is one pipeline. A batch is ``replicas *
+    microbatches`` microbatches of ``microbatch`` samples each, ``inputs`` are the forms of these.
+    ``schedule`` is a name in ``squeezebox.schedules.PUBLISHED``; ``seconds`` is a batch's,
+    ``rank_peak_bytes`` are each rank's. ``noise`` is what the bounds of all blocks allow together.
+    ``fingerprint`` and ``blocks`` (their names) are the model's; ``model`` and ``loss`` say, as
+    MODULE:CALLABLE, where it came from, if that is known.
     Where devices are unequal, ``devices`` are those of the pipeline's ranks by name, and ``processes`` the
     ranks in torch.distributed; else both are empty, and a rank's process has its number.
     """
@@ -143,8 +144,11 @@ class PipelinePlan:
 
     def ranks_of(self, stage: int) -> range:
         """The ranks of each pipeline that hold a stage."""
-        replicas = self.stage_replicas
-        first = sum(replicas[:stage]) if replicas else stage % self.ranks
+        replicas, (loop, first) = self.stage_replicas, divmod(stage, self.ranks)
+        if replicas:
+            first = sum(replicas[:stage])
+        elif self.schedule == "zb-v" and loop % 2:
+            first = self.ranks - 1 - first
         return range(first, first + self.stages[stage].replicas)
 
     def to_dict(self) -> dict[str, Any]:
