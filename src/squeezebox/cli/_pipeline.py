@@ -42,9 +42,7 @@ def plan(
     ] = None,
     schedules: Annotated[
         str,
-        typer.Option(
-            help="Also zb-h1, zb-h2, zb-v; 2bw and pipedream, whose gradients are of earlier weights."
-        ),
+        typer.Option(help="Also zb-h1, zb-h2, zb-v; 2bw and pipedream (gradients of earlier weights)."),
     ] = "gpipe,1f1b,interleaved-1f1b,breadth-first",
     policies: Annotated[
         str, typer.Option(help="Of keep, recompute and compress; the last only if named: it is lossy.")
