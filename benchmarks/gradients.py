@@ -13,7 +13,7 @@ The report is written after every training; the next run goes on from the newest
 
 links: seconds of a training step over emulated links, as ``squeezebox gradients measure`` takes them. All
 arms take turns in the same two processes. A step lasts until the later rank has ended it, from when both
-have begun.
+have begun. What is measured goes into the report of the day, so links may be measured one at a time.
 
 own: processor time of the exchange itself, and of its parts.
 """
@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -197,22 +198,26 @@ LINKS = {"100 Mb/s": 1.25e7, "1 Gb/s": 1.25e8, "10 Gb/s": 1.25e9}
 LATENCY = 1e-4
 NOISE = 0.1
 NETWORKS: Mapping[str, tuple[Sequence[int], int]] = {  # widths of stages, images of a rank
-    "0.7 M parameters, 32 images a rank": ((16, 32, 64, 128), 32),
-    "11 M parameters, 8 images a rank": ((64, 128, 256, 512), 8),
+    "small": ((16, 32, 64, 128), 32),
+    "large": ((64, 128, 256, 512), 8),
 }
+ABOUT = {"small": "0.7 M parameters, 32 images a rank", "large": "11 M parameters, 8 images a rank"}
 
 
-def links(rounds: int) -> None:
-    """Every network over every link, and the report."""
+def links(networks: Sequence[str], names: Sequence[str], rounds: int) -> None:
+    """These networks over these links, into today's report."""
     squeezebox.compile_kernels()
-    results: dict[str, dict[str, Any]] = {}
-    for network in NETWORKS:
-        results[network] = {}
-        for link, speed in LINKS.items():
-            found = _ranks.run(step_times, RANKS, network, speed, rounds)[0]
-            print(f"{network}, {link}\n{found}\n", flush=True)
-            results[network][link] = found.to_dict()
-            _report.write("gradients_links", results, "\n\n".join(link_tables(results, rounds)))
+    results: dict[str, Any] = dict(_report.today("gradients_links"))
+    for network, link in itertools.product(networks, names):
+        found = _ranks.run(step_times, RANKS, network, LINKS[link], rounds)[0]
+        print(f"{network}, {link}\n{found}\n", flush=True)
+        results.setdefault(network, {})[link] = found.to_dict()
+        results = {name: in_order(results[name], LINKS) for name in in_order(results, NETWORKS)}
+        _report.write("gradients_links", results, "\n\n".join(link_tables(results)))
+
+
+def in_order(found: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: found[name] for name in names if name in found}
 
 
 def step_times(rank: int, network: str, speed: float, rounds: int) -> MeasuredExchange:
@@ -232,16 +237,16 @@ def step_times(rank: int, network: str, speed: float, rounds: int) -> MeasuredEx
     return measure_exchange(step, noise=NOISE, rounds=rounds, link=link)
 
 
-def link_tables(results: Mapping[str, Mapping[str, Any]], rounds: int) -> Iterator[str]:
+def link_tables(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     yield (
-        f"ResNet-18 with BatchNorm on Fashion-MNIST, {RANKS} ranks, {rounds} rounds in which all exchanges "
+        f"ResNet-18 with BatchNorm on Fashion-MNIST, {RANKS} ranks; in a round all exchanges "
         f"take turns. Links are emulated, with {1e3 * LATENCY:g} ms a collective. planes, entropy and auto "
         f"keep to a noise of {NOISE}. Milliseconds of the slower rank: median (least to most). Times plain: "
         "median of each round's ratio, below 1 is faster. To send: from forward's end until all gradients "
         "are there; planned from what auto measured. The ranks share two cores with what else runs."
     )
     for network, by_link in results.items():
-        yield f"## {network}"
+        yield f"## {network}: {ABOUT[network]}"
         for link, found in by_link.items():
             yield link_table(link, MeasuredExchange(**typed(found)))
 
@@ -254,6 +259,7 @@ def typed(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def link_table(link: str, found: MeasuredExchange) -> str:
     arms = {arm.name: arm for arm in found.arms}
+    rounds = len(arms["plain"].step_seconds)
     best = min(
         (arms[name] for name in ("plain", "fp16")), key=lambda arm: statistics.median(arm.step_seconds)
     )
@@ -264,7 +270,7 @@ def link_table(link: str, found: MeasuredExchange) -> str:
         "|---|---|---|---|---|---|---|---|",
         *(link_line(arm, arms["plain"]) for arm in found.arms),
         "",
-        f"A step without exchange takes {1e3 * found.alone_seconds:.0f} ms. auto takes "
+        f"{rounds} rounds. A step without exchange takes {1e3 * found.alone_seconds:.0f} ms. auto takes "
         f"{auto.times(best):.2f} times the faster one of plain and fp16, {best.name}. Its groups: {groups}.",
     ]
     return "\n".join(lines)
@@ -410,6 +416,8 @@ def main() -> None:
     one.add_argument("--seeds", type=int, default=10, help="trainings of every arm, at least 2")
     one.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     other = parts.add_parser("links")
+    other.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
+    other.add_argument("--links", nargs="+", default=list(LINKS), choices=list(LINKS))
     other.add_argument("--rounds", type=int, default=11, help="measured steps of each arm on each link")
     last = parts.add_parser("own")
     last.add_argument("--rounds", type=int, default=21, help="measured backwards of each way")
@@ -417,7 +425,7 @@ def main() -> None:
     if arguments.part == "accuracy":
         accuracy(arguments.seeds, arguments.tasks)
     elif arguments.part == "links":
-        links(arguments.rounds)
+        links(arguments.networks, arguments.links, arguments.rounds)
     else:
         own(arguments.rounds)
 

@@ -27,6 +27,36 @@ def test_what_cannot_be_measured_is_refused(options, words, models, capfd):  # n
     assert words in err
 
 
+STEPS = """
+import torch
+
+def one(): return torch.randn(2, 3, 16, 16)
+def pair(): return one(), torch.zeros(2)
+def narrow(): return torch.randn(2, 2, 16, 16), torch.zeros(2)
+def absent(): raise ValueError("no file data.bin")
+def loss(output, target): return output.mean()
+def each(output, target): return output
+"""
+
+
+@pytest.mark.parametrize(
+    ("sample", "loss", "words"),
+    [
+        ("steps:nothing", "steps:loss", "has no 'nothing'"),
+        ("steps:absent", "steps:loss", "no file data.bin"),
+        ("steps:one", "steps:loss", "known by --sample module:callable"),
+        ("steps:narrow", "steps:loss", "inputs float32[2, 2, 16, 16]"),
+        ("steps:pair", "steps:each", "backward starts from one number"),
+    ],
+)
+def test_a_step_that_fails_is_refused_early(sample, loss, words, models, capfd, monkeypatch):  # noqa: F811
+    (models / "steps.py").write_text(STEPS)
+    monkeypatch.setattr("multiprocessing.get_context", lambda *_: pytest.fail("processes start"))
+    code, out, err = run(capfd, "gradients", "measure", "my_models:small", "--sample", sample, "--loss", loss)
+    assert code in (1, 2) and out == "" and "Traceback" not in err
+    assert words in err
+
+
 @pytest.mark.slow
 def test_all_exchanges_are_in_one_table(models, capfd):  # noqa: F811
     code, out, _ = run(

@@ -182,3 +182,10 @@ def test_noise_and_ratio_are_kept_to():
         assert all(0.03 < each.noise < 0.08 for each in found[4:])
     for (found,) in ranks.run(_steered, 2, {"ratio": 9.0}):
         assert 8.0 < sum(each.ratio for each in found[8:]) / 8 < 10.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [3, 5])
+def test_a_ratio_is_of_bytes_that_go_among_more_ranks(world):
+    for (found,) in ranks.run(_steered, world, {"ratio": 5.0}):
+        assert 4.4 < sum(each.ratio for each in found[8:]) / 8 < 5.6

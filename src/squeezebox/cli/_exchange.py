@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from squeezebox import compile_kernels
-from squeezebox.cli._estimate import load_factory
 from squeezebox.cli._plan import Step
 from squeezebox.cli._processes import Place, on_ranks
 from squeezebox.cli._show import progress
@@ -18,6 +17,7 @@ from squeezebox.gradients import ExchangedStep, joined, measure_exchange
 from squeezebox.profiling import optimizer_named
 from squeezebox.reports import MeasuredExchange, parse_size, require_writable
 from squeezebox.schema import Link, OptionError
+from squeezebox.steps import TrainingStep, check_loss, check_sample, explained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,7 @@ def run(request: Request, ranks: int, out: str | None) -> MeasuredExchange | Non
     _check(request, ranks)
     if out is not None:
         require_writable(out)
+    _loaded(request.step)  # what is wrong with it is said before processes start
     with progress("training with each exchange"):
         compile_kernels()
         lost = "it trains a dozen copies of the model. Take a smaller model, or more memory."
@@ -66,7 +67,6 @@ def _check(request: Request, ranks: int) -> None:
         raise OptionError(f"--ratio {request.ratio:g}: give how many times fewer bytes go, above 1.")
     require_delay("--latency", request.latency)
     _link(request)
-    load_factory(request.step.factory)
 
 
 def _link(request: Request) -> Link | None:
@@ -79,19 +79,27 @@ def _link(request: Request) -> Link | None:
 def _rank(place: Place | None, request: Request) -> MeasuredExchange | None:
     with contextlib.redirect_stdout(sys.stderr), joined(place) as rank:
         torch.manual_seed(rank)
-        loaded = request.step.load()
-        inputs, target = loaded["sample"]
         found = measure_exchange(
-            ExchangedStep(
-                model=loaded["model"],
-                inputs=inputs,
-                target=target,
-                loss_fn=loaded["loss_fn"],
-                optimizer=optimizer_named(request.step.optimizer),
-            ),
+            _loaded(request.step),
             noise=request.noise,
             ratio=request.ratio,
             rounds=request.rounds,
             link=_link(request),
         )
     return found if rank == 0 else None
+
+
+def _loaded(step: Step) -> ExchangedStep:
+    """A rank's own step, whose forward has run once."""
+    loaded = step.load()
+    sample, loss_fn = check_sample(loaded["sample"], loaded["loss_fn"])
+    own = TrainingStep(model=loaded["model"], sample=sample, loss_fn=loss_fn)
+    with contextlib.redirect_stdout(sys.stderr), explained(*sample):
+        check_loss(own.loss(own.model))
+    return ExchangedStep(
+        model=own.model,
+        inputs=sample[0],
+        target=sample[1],
+        loss_fn=loss_fn,
+        optimizer=optimizer_named(step.optimizer),
+    )

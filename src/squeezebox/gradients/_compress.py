@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -308,16 +309,15 @@ class CompressedGradients:
             whole=self.total.whole + self.last.whole,
         )
         if self._is_steered and self._passes > 1 and self.last.noise and not self.last.whole:
-            self._level *= self._steered(turns)
+            self._level *= self._steered()
 
-    def _steered(self, turns: list[Turn]) -> float:
+    def _steered(self) -> float:
         """The factor by which the level meets the noise or the ratio that was asked for."""
         if self._noise is not None:
             factor = math.sqrt(self._noise / max(self.last.noise, 1e-12))
         else:
-            sent = sum(each.message_bytes for each in turns)
-            plain = sum(each.flat.nbytes for each in turns)
-            factor = (self._ratio or 1.0) * sent / max(plain, 1)
+            sent, plain = self.last.sent_bytes, self.last.plain_bytes
+            factor = (self._ratio or 1.0) * sent / plain if plain else 1.0
         return min(max(factor, 1.0 / _FASTEST), _FASTEST)
 
 
@@ -378,13 +378,20 @@ def compress_gradients(
     return made
 
 
+def _require_numbers(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None and not isinstance(value, numbers.Real):
+            raise OptionError(f"{name}={value!r} is a {type(value).__name__}. Give a number.")
+
+
 def _check_options(
     method: str, noise: float | None, ratio: float | None, rank: int | None, patience: float
 ) -> None:
+    _require_numbers(noise=noise, ratio=ratio, patience=patience)
     coder: Coder | None = CODERS.get(method)
     if coder is None and method not in (AUTO, POWER) and method not in WHOLE:
         raise OptionError(f"no method '{method}'; there are {', '.join([AUTO, *CODERS, POWER, *WHOLE])}.")
-    if rank is not None and not (method == POWER and isinstance(rank, int) and rank >= 1):
+    if rank is not None and not (method == POWER and type(rank) is int and rank >= 1):
         raise OptionError(
             f"rank={rank} with method '{method}': it is the number of columns, from 1, of the matrices of "
             f"'{POWER}'. Leave it out, or take that with rank=1 to 4."

@@ -38,6 +38,7 @@ class _Call:
 
     def fulfil(self, future: Future[Any]) -> None:
         """Wait for the end, and say so."""
+        torch.get_num_threads()  # as many as the others have; a new thread's products would take all
         self.done.wait()
         if self.failure is None:
             future.set_result(self.outputs)

@@ -55,8 +55,8 @@ class LowRank:
         """Whether a group has factors; the first ones are drawn from torch's global generator."""
         return names in self._states
 
-    def average(self, exchange: Exchange, names: Names, flat: Tensor) -> int:
-        """Put nearly the mean over ranks of a group's flat tensor into it; return bytes that were reduced."""
+    def average(self, exchange: Exchange, names: Names, flat: Tensor) -> None:
+        """Put nearly the mean over ranks of a group's flat tensor into it."""
         state = self._states.get(names) or self._new(names)
         state.process_group = exchange.group
         _groups.add(exchange.group)
@@ -65,7 +65,6 @@ class LowRank:
         powerSGD_hook(state, bucket).wait()
         nbytes = int(state.total_numel_after_compression) * flat.element_size()
         exchange.count_reduced(nbytes)
-        return nbytes
 
     def state(self, groups: Iterable[Names]) -> list[list[Tensor] | None]:
         """Each group's factors, copied; None for a group that has none yet."""

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
@@ -90,6 +91,7 @@ class Worker:
         self._thread.join(self._patience + _ANSWER)
 
     def _work(self) -> None:
+        torch.get_num_threads()  # as many as the others have; a new thread's products would take all
         while (job := self._jobs.get()) is not None and self._failure is None:
             try:
                 job()

@@ -41,7 +41,6 @@ class Turn:
     keeps_unused: bool = False
     lost_squares: float = 0.0
     wanted_squares: float = 0.0
-    message_bytes: int = 0
     went_whole: bool = False
     used: Sequence[bool] = ()
 
@@ -54,8 +53,6 @@ class Turn:
         """
         flat = self.flat if dtype is None else self.flat.to(dtype)
         flat.mul_(1.0 / exchange.ranks)
-        self.message_bytes = flat.nbytes
-
         wait = exchange.begin_add(flat) if is_alone else None
 
         def job() -> None:
@@ -85,7 +82,6 @@ class Turn:
         if math.isfinite(norm):
             self.wanted_squares = norm * norm
             messages = [coder.encode(part, sizes, self.level, self.step) for part, sizes in parts]
-        self.message_bytes = max((each.numel() for each in messages), default=0)
         exchanged = self._gathered if len(parts) == 1 else self._scattered
         return lambda: exchanged(coder, exchange, wanted, messages)
 
@@ -99,7 +95,7 @@ class Turn:
             if self._goes_whole(exchange, exchange.counts([0 if math.isfinite(norm) else _WHOLE])):
                 return
             mean = wanted.clone()
-            self.message_bytes = low_rank.average(exchange, self.names, mean)
+            low_rank.average(exchange, self.names, mean)
             self._keep(wanted.sub_(mean))
             self.flat.copy_(mean)
 

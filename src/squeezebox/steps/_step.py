@@ -20,7 +20,7 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 def check_sample(sample: Any, loss_fn: LossFunction | None) -> tuple[tuple[Any, Any], LossFunction]:
     """Both as they are."""
     if not isinstance(sample, (tuple, list)) or len(sample) != 2 or loss_fn is None:
-        raise OptionError("a plan needs sample=(inputs, target) and loss_fn=, to see what a step saves.")
+        raise OptionError("a training step is known by sample=(inputs, target) and loss_fn=; give both.")
     return (sample[0], sample[1]), loss_fn
 
 
