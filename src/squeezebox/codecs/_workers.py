@@ -1,7 +1,12 @@
-"""A few threads shared by all packers; the kernels and Blosc2 run without the interpreter lock."""
+"""Loops over pieces on several threads; the kernels and Blosc2 run without the interpreter lock.
+
+Where torch computes with OpenMP they run on its threads: these wait for torch's next loop without sleeping,
+and others would have to share the cores with them.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable
@@ -14,7 +19,11 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 
 Result = TypeVar("Result")
+Task = Callable[[], None]
+_TASK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_LARGEST_KEPT = 1 << 25  # bytes of scratch that stay with a thread
 _room = threading.local()
+_rooms: dict[int, dict[str, NDArray[np.uint8]]] = {}  # of threads that Python does not know from call to call
 
 
 @lru_cache(maxsize=1)
@@ -22,47 +31,91 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="squeezebox")
 
 
-# A forked child has none of its parent's threads: it must start its own.
-os.register_at_fork(after_in_child=_pool.cache_clear)
+@lru_cache(maxsize=1)
+def _parallel() -> Any:
+    """The function of torch's own OpenMP that runs a task on each of its threads, if there is one."""
+    if not torch.backends.openmp.is_available():
+        return None
+    try:
+        function = ctypes.CDLL(torch._C.__file__).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    function.argtypes, function.restype = (_TASK, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+    return function
+
+
+class _State:
+    """Whether this process may use its OpenMP's threads: a forked child has none of its parent's."""
+
+    forked = False
+
+    def start_over(self) -> None:
+        """In a child."""
+        self.forked = True
+        _pool.cache_clear()
+
+
+_state = _State()
+os.register_at_fork(after_in_child=_state.start_over)
 
 
 def run(work: Callable[[int], Result], count: int) -> list[Result]:
     """``[work(0), ..., work(count - 1)]`` on ``torch.get_num_threads()`` threads, this one included."""
-    threads = min(torch.get_num_threads(), count)
-    if threads <= 1:
+    threads = torch.get_num_threads()
+    if min(threads, count) <= 1:
         return [work(index) for index in range(count)]
     todo = iter(range(count))  # next() on a range iterator is atomic: threads share it without a lock
     results: dict[int, Result] = {}
+    failed: list[BaseException] = []
     inference = torch.is_inference_mode_enabled()
-    # The pool may hold on to ``drain`` for a while after it has ended: not to the tensors behind ``work``.
+    # A thread may hold on to ``drain`` for a while after it has ended: not to the tensors behind ``work``.
     held = [work]
     del work
 
     def drain() -> None:
-        task = held[0]
-        with torch.inference_mode(inference):
-            for index in todo:
-                results[index] = task(index)
+        try:
+            with torch.inference_mode(inference):
+                for index in todo:
+                    results[index] = held[0](index)
+        except BaseException as error:  # noqa: BLE001  raised below, once all have ended
+            failed.append(error)
 
-    others = [_pool(torch.get_num_threads() - 1).submit(drain) for _ in range(threads - 1)]
-    try:
-        drain()
-    finally:  # all have ended before anything is raised; those not begun are not waited for
-        running = [other for other in others if not other.cancel()]
-        wait(running)
-        held.clear()
-    for other in running:
-        other.result()
+    (_on_pool if _state.forked or _parallel() is None else _on_team)(drain, threads, count)
+    held.clear()
+    if failed:
+        raise failed[0]
     return [results.pop(index) for index in range(count)]
+
+
+def _on_team(drain: Task, threads: int, count: int) -> None:
+    """On torch's own threads: always on all of them, as others than before would have to be made."""
+    here = threading.get_ident()
+
+    def task(_: Any) -> None:
+        if threading.get_ident() != here:
+            _room.held = _rooms.setdefault(threading.get_ident(), {})
+        drain()
+
+    _parallel()(_TASK(task), None, threads, 0)
+
+
+def _on_pool(drain: Task, threads: int, count: int) -> None:
+    others = [_pool(threads - 1).submit(drain) for _ in range(min(threads, count) - 1)]
+    drain()
+    wait([other for other in others if not other.cancel()])  # those not begun have nothing left to do
 
 
 def scratch(name: str, count: int, dtype: DTypeLike) -> NDArray[Any]:
     """Memory of this thread, reused by the next caller of this name: fresh pages cost more than packing."""
     nbytes = count * np.dtype(dtype).itemsize
-    held: NDArray[np.uint8] | None = getattr(_room, name, None)
+    if not hasattr(_room, "held"):
+        _room.held = {}
+    kept: dict[str, NDArray[np.uint8]] = _room.held
+    held = kept.get(name)
     if held is None or held.size < nbytes:
         held = np.empty(nbytes, np.uint8)
-        setattr(_room, name, held)
+        if nbytes <= _LARGEST_KEPT:
+            kept[name] = held
     return held[:nbytes].view(dtype)
 
 

@@ -53,14 +53,14 @@ def numbers(piece: Tensor) -> NDArray[Any]:
     return room
 
 
-def fill(piece: Tensor, work: Callable[[NDArray[Any]], object]) -> None:
+def fill(piece: Tensor, work: Callable[[NDArray[Any]], Result]) -> Result:
     """Have ``work`` make a flat piece's elements, which are rounded to its dtype."""
     if piece.dtype in WIDE:
-        work(piece.detach().numpy())
-        return
+        return work(piece.detach().numpy())
     room = _workers.scratch("numbers", piece.numel(), np.float32)
-    work(room)
+    result = work(room)
     _copy(piece, torch.from_numpy(room))
+    return result
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

@@ -45,62 +45,118 @@ def _quantise(values, inverses, ahead, codes):
 
 
 @kernel_part
+def _four(words, at):
+    """A row: four words from there on."""
+    one = np.uint64(1)
+    return words[at], words[at + one], words[at + one + one], words[at + one + one + one]
+
+
+@kernel_part
+def _put(words, at, row):
+    one = np.uint64(1)
+    words[at], words[at + one], words[at + one + one], words[at + one + one + one] = row
+
+
+@kernel_part
+def _left(row, shift, mask):
+    first, second, third, fourth = row
+    return (
+        (first << shift) & mask,
+        (second << shift) & mask,
+        (third << shift) & mask,
+        (fourth << shift) & mask,
+    )
+
+
+@kernel_part
+def _right(row, shift, mask):
+    first, second, third, fourth = row
+    return (
+        (first >> shift) & mask,
+        (second >> shift) & mask,
+        (third >> shift) & mask,
+        (fourth >> shift) & mask,
+    )
+
+
+@kernel_part
+def _both(row, other):
+    return row[0] | other[0], row[1] | other[1], row[2] | other[2], row[3] | other[3]
+
+
+@kernel_part
 def _pack_lanes(rows, width, out):
     """Eight rows of codes below 2^width as width rows of bytes."""
-    wide, whole = np.uint64(width), np.uint64(8)
-    for word in range(_WORDS):
-        at, shift, held = np.uint64(word), np.uint64(0), np.uint64(0)
-        for row in range(8):
-            code = rows[np.uint64(_WORDS * row + word)]
-            held |= (code << shift) & (_ONES * ((_BYTE << shift) & _BYTE))
-            out[at] = held
-            shift += wide
-            if shift >= whole:  # the byte is full, and the next begins with what is left of the code
-                shift -= whole
-                held = (code >> (wide - shift)) & (_ONES * (_BYTE >> (whole - shift)))
-                at += np.uint64(_WORDS)
+    wide, whole, step = np.uint64(width), np.uint64(8), np.uint64(_WORDS)
+    at, source, shift = np.uint64(0), np.uint64(0), np.uint64(0)
+    held = np.uint64(0), np.uint64(0), np.uint64(0), np.uint64(0)
+    for _ in range(8):
+        codes = _four(rows, source)
+        source += step
+        held = _both(held, _left(codes, shift, _ONES * ((_BYTE << shift) & _BYTE)))
+        shift += wide
+        if shift >= whole:  # the bytes are full, and the next begin with what is left of the codes
+            _put(out, at, held)
+            at += step
+            shift -= whole
+            held = _right(codes, wide - shift, _ONES * (_BYTE >> (whole - shift)))
 
 
 @kernel_part
 def _unpack_lanes(packed, width, rows):
     """The inverse of ``_pack_lanes``."""
-    wide, whole = np.uint64(width), np.uint64(8)
+    wide, whole, step = np.uint64(width), np.uint64(8), np.uint64(_WORDS)
     keep, end = _ONES * ((np.uint64(1) << wide) - np.uint64(1)), np.uint64(_WORDS * width)
-    for word in range(_WORDS):
-        at, shift, held = np.uint64(word), np.uint64(0), packed[np.uint64(word)]
-        for row in range(8):
-            code = (held >> shift) & (_ONES * (_BYTE >> shift))
-            back = whole - shift
-            shift += wide
-            if shift >= whole:
-                shift -= whole
-                at += np.uint64(_WORDS)
-                if at < end:
-                    held = packed[at]
-                    code |= (held << back) & (_ONES * ((_BYTE << back) & _BYTE))
-            rows[np.uint64(_WORDS * row + word)] = code & keep
+    at, target, shift = np.uint64(0), np.uint64(0), np.uint64(0)
+    held = _four(packed, at)
+    for _ in range(8):
+        codes = _right(held, shift, _ONES * (_BYTE >> shift))
+        back = whole - shift
+        shift += wide
+        if shift >= whole:
+            shift -= whole
+            at += step
+            if at < end:
+                held = _four(packed, at)
+                codes = _both(codes, _left(held, back, _ONES * ((_BYTE << back) & _BYTE)))
+        _put(rows, target, _right(codes, np.uint64(0), keep))
+        target += step
+
+
+@kernel_part
+def _steps(scale, unit, least, most, like):
+    """Each channel's step, NaN where it is not usable; the first ones again where a block passes the end."""
+    steps = np.empty(scale.size + BLOCK, like.dtype)
+    for i in range(scale.size):
+        step = scale[i] * unit
+        steps[i] = step if step >= least and step <= most else np.nan
+    for i in range(BLOCK):
+        steps[scale.size + i] = steps[i]
+    return steps
 
 
 @kernel
-def pack(source, raw, start, inverses, inner, ahead, most, space, heads, out, words):
-    """Bytes of ``out`` that the blocks of ``source`` take.
+def pack(source, raw, start, scale, inner, how, most, heads, out):
+    """Words of ``out`` that the blocks of ``source`` take, 64 bits each.
 
-    ``raw`` are the elements' own bytes, ``words`` those of ``out``, 64 bits each; ``space`` is scratch: a
-    block, its inverse steps, codes, bytes, and such words of these.
+    ``raw`` are the elements' own bytes; ``how`` is the step of a scale of 1, its least and largest value, and
+    what codes are ahead of it.
     """
-    block, own, codes, lanes, rows = space
-    item, taken = raw.size // source.size, 0
+    unit, least_step, most_step, ahead = how
+    inverses = source.dtype.type(1) / _steps(scale, unit, least_step, most_step, source)
+    block, room = np.empty(BLOCK, source.dtype), np.empty(BLOCK, source.dtype)
+    codes, rows, data = np.empty(BLOCK, np.int32), np.empty(BLOCK // 8, np.uint64), out.view(np.uint8)
+    lanes, item, taken, channel = rows.view(np.uint8), raw.size // source.size, 0, -1
     for number in range(heads.size):
         first = number * BLOCK
         values = whole_block(source[first : first + BLOCK], block)
-        if number == 0 or inverses.size > 1:
-            spread(inverses, inner, start + first, own)
+        own, channel = _own(inverses, scale.size, inner, start + first, channel, room)
         misses, low, high = _quantise(values, own, ahead, codes)
         if misses or low < -most - 1 or high > most:
             heads[number] = RAW
             end = raw.size - first * item
             for i in range(BLOCK * item):
-                out[taken + i] = raw[first * item + (i if i < end else end - item + i % item)]
+                data[taken + i] = raw[first * item + (i if i < end else end - item + i % item)]
             taken += BLOCK * item
             continue
         width = 0
@@ -111,26 +167,48 @@ def pack(source, raw, start, inverses, inner, ahead, most, space, heads, out, wo
         for shift in range(0, width, 8):
             for i in range(BLOCK):
                 lanes[i] = np.uint8(np.int32(codes[i] - low) >> np.int32(shift))
-            _pack_lanes(rows, min(width - shift, 8), words[at : at + _WORDS * min(width - shift, 8)])
+            _pack_lanes(rows, min(width - shift, 8), out[at : at + _WORDS * min(width - shift, 8)])
             at += BLOCK // 8
         taken += LANES * width
-    return taken
+    return taken // 8
+
+
+@kernel_part
+def _own(factors, channels, inner, position, held, room):
+    """A block's factors, and the channel that they are all of, if it is one: ``room`` then holds them."""
+    if inner == 1:
+        first = position % channels
+        return factors[first : first + BLOCK], -1
+    run = position // inner
+    if run != held or position + BLOCK > (run + 1) * inner:
+        spread(factors[:channels], inner, position, room)
+        held = run if position + BLOCK <= (run + 1) * inner else -1
+    return room, held
 
 
 @kernel
-def unpack(heads, words, start, steps, inner, ahead, space, item, target):
-    """The inverse of ``pack``, but for raw blocks, whose elements have ``item`` bytes: they are left out."""
-    own, codes, lanes, rows = space
-    zero, at = target.dtype.type(0), 0
-    for number in range(heads.size):
-        first = number * BLOCK
-        head = np.int32(heads[number])
+def unpack(heads, words, first, start, scale, inner, how, item, target):
+    """The inverse of ``pack``, from block ``first`` on; how many blocks are raw, which are left out.
+
+    ``item``: bytes of an element.
+    """
+    unit, least_step, most_step, ahead = how
+    steps = _steps(scale, unit, least_step, most_step, target)
+    room, codes = np.empty(BLOCK, target.dtype), np.empty(BLOCK, np.int32)
+    rows = np.empty(BLOCK // 8, np.uint64)
+    lanes, zero, channel, raw, at = rows.view(np.uint8), target.dtype.type(0), -1, 0, 0
+    for number in range(first):
+        width = int(heads[number] & RAW)
+        at += BLOCK * item // 8 if width == RAW else _WORDS * width
+    for number in range(-(-target.size // BLOCK)):
+        head = np.int32(heads[first + number])
         low, width = head >> np.int32(WIDTH_BITS), int(head & RAW)
-        if number == 0 or steps.size > 1:
-            spread(steps, inner, start + first, own)
         if width == RAW:
+            raw += 1
             at += BLOCK * item // 8
             continue
+        here = number * BLOCK
+        own, channel = _own(steps, scale.size, inner, start + here, channel, room)
         for i in range(BLOCK):
             codes[i] = low
         for shift in range(0, width, 8):
@@ -139,9 +217,10 @@ def unpack(heads, words, start, steps, inner, ahead, space, item, target):
             at += _WORDS * wide
             for i in range(BLOCK):
                 codes[i] = np.int32(codes[i] + np.int32(np.int32(lanes[i]) << np.int32(shift)))
-        whole = target[first : first + BLOCK]
+        whole = target[here : here + BLOCK]
         for i in range(whole.size):
             value = target.dtype.type(codes[i])
             moved = ahead if value > zero else -ahead
             moved = moved if value != zero else zero
             whole[i] = (value - moved) * own[i]
+    return raw

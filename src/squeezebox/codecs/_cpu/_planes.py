@@ -1,8 +1,9 @@
-"""`planes` on the CPU: pieces of a tensor over the worker threads, their bytes one after the other."""
+"""`planes` on the CPU: a share of a tensor for each thread, their bytes one after the other."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -11,51 +12,36 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from squeezebox.codecs import _workers
-from squeezebox.codecs._cpu._arrays import fill, numbers, scalar
+from squeezebox.codecs._cpu._arrays import WIDE, fill, numbers, scalar
 from squeezebox.codecs._reference import _planes
 
-_BLOCKS = 512  # of a piece: what it is converted and packed to stays in the cache
-_SIZE = _BLOCKS * _planes.BLOCK
-_FEW = 1024  # channels next to each other are repeated up to here, so that loops are long enough
-_EVERY = 1 << 62  # neighbours of one channel, where there is one
+_CONVERTED = 512  # blocks that are converted at a time: they stay in the cache until they are packed
+_LONG = 1 << 14  # blocks that a thread takes at most, so that little memory is enough to pack them to
+_FEW = 64  # blocks: fewer are not worth a thread
 _RAW = _planes.RAW
+_ONE = np.ones(1, np.float32)
 
 
-@lru_cache(maxsize=256)
-def _one_step(bound: float, dtype: torch.dtype) -> NDArray[Any]:
-    return _usable(np.ones(1, scalar(dtype)), bound, dtype)
-
-
-def _usable(scale: NDArray[Any], bound: float, dtype: torch.dtype) -> NDArray[Any]:
-    """Each channel's step, NaN where it is not usable."""
-    unit, least, most = _planes.usable_steps(bound, dtype)
+@lru_cache(maxsize=1024)
+def _how(bound: float, keep_sign: bool, dtype: torch.dtype) -> tuple[Any, ...]:
+    """The step of a scale of 1, its least and its largest value, and what codes are ahead of it."""
     kind = scalar(dtype)
-    with np.errstate(over="ignore", invalid="ignore"):  # no such step is usable
-        steps = scale * kind(unit)
-    return np.where((steps >= kind(least)) & (steps <= kind(most)), steps, kind(np.nan))
+    steps = (kind(each) for each in _planes.usable_steps(bound, dtype))
+    return (*steps, kind(_planes.AHEAD if keep_sign else 0.0))
 
 
-def _channels(bound: float, scale: Tensor | None, inner: int, dtype: torch.dtype) -> tuple[NDArray[Any], int]:
-    """Each channel's step, and how many neighbours share one."""
+def _channels(scale: Tensor | None, inner: int) -> tuple[NDArray[Any], int]:
+    """Each channel's scale, and how many neighbours share one; 1 where all do."""
     if scale is None:
-        return _one_step(bound, dtype), _EVERY
-    steps = _usable(scale.numpy(), bound, dtype)
-    if steps.size == 1:
-        return steps, _EVERY
-    if inner == 1 and steps.size < _FEW:
-        steps = np.tile(steps, -(-_FEW // steps.size))
-    return steps, inner
+        return _ONE, 1
+    return scale.numpy(), 1 if scale.numel() == 1 else inner
 
 
-def _scratch(dtype: torch.dtype, count: int) -> tuple[NDArray[Any], ...]:
-    """Blocks to compute with, a block's codes, and its bytes, the last also as 64-bit words."""
-    blocks = tuple(np.empty(_planes.BLOCK, scalar(dtype)) for _ in range(count))
-    words = np.empty(_planes.BLOCK // 8, np.uint64)
-    return *blocks, np.empty(_planes.BLOCK, np.int32), words.view(np.uint8), words
-
-
-def _ahead(keep_sign: bool, dtype: torch.dtype) -> Any:
-    return scalar(dtype)(_planes.AHEAD if keep_sign else 0.0)
+def _pieces(blocks: int, dtype: torch.dtype) -> list[slice]:
+    """Runs of blocks: one for each thread, as far as they are not too long."""
+    most = _LONG if dtype in WIDE else _CONVERTED
+    size = min(max(_FEW, -(-blocks // torch.get_num_threads())), most)
+    return [slice(first, min(first + size, blocks)) for first in range(0, blocks, size)]
 
 
 def pack_planes(
@@ -64,28 +50,36 @@ def pack_planes(
     """Heads and bytes."""
     from squeezebox.codecs._cpu import _plane_loops
 
-    steps, inner = _channels(bound, scale, inner, flat.dtype)
-    inverses = steps.dtype.type(1) / steps
-    item, ahead, most = flat.element_size(), _ahead(keep_sign, flat.dtype), _planes.LARGEST[flat.dtype]
+    factors, inner = _channels(scale, inner)
+    how, most = _how(bound, keep_sign, flat.dtype), _planes.LARGEST[flat.dtype]
+    item, words = flat.element_size(), _planes.BLOCK * flat.element_size() // 8
     heads = torch.empty(-(-flat.numel() // _planes.BLOCK), dtype=torch.int16, device="cpu")
     found, raw = heads.numpy(), flat.detach().view(torch.uint8).numpy()
+    pieces = _pieces(len(heads), flat.dtype)
+    held = min(len(heads), _LONG * torch.get_num_threads())  # blocks that are packed before they are copied
+    room = _workers.scratch("planes", held * words, np.uint64)
 
-    def work(index: int) -> NDArray[np.uint8]:
-        start, end = index * _SIZE, min((index + 1) * _SIZE, flat.numel())
-        here = found[index * _BLOCKS : (index + 1) * _BLOCKS]
-        room = _workers.scratch("planes", here.size * _planes.BLOCK * item, np.uint8)
-        how = start, inverses, inner, ahead, most, _scratch(flat.dtype, 2)
-        own = raw[start * item : end * item]
-        taken = _plane_loops.pack(numbers(flat[start:end]), own, *how, here, room, room.view(np.uint64))
-        return room[:taken].copy()
+    def work(piece: slice) -> NDArray[np.uint64]:
+        start, end = piece.start * _planes.BLOCK, min(piece.stop * _planes.BLOCK, flat.numel())
+        out = room[piece.start % held * words :][: (piece.stop - piece.start) * words]
+        values, own = numbers(flat[start:end]), raw[start * item : end * item]
+        taken: int = _plane_loops.pack(values, own, start, factors, inner, how, most, found[piece], out)
+        return out[:taken]
 
-    parts = _workers.run(work, -(-found.size // _BLOCKS))
-    if len(parts) == 1:
-        return heads, torch.from_numpy(parts[0])
-    packed = torch.empty(sum(part.size for part in parts), dtype=torch.uint8, device="cpu")
+    parts: list[NDArray[np.uint64]] = []
+    at_once = -(-held // pieces[0].stop) if pieces else 1
+    for first in range(0, len(pieces), at_once):
+        here = pieces[first : first + at_once]
+        made = _workers.run(partial(_one, work, here), len(here))
+        parts += made if len(made) == len(pieces) else [part.copy() for part in made]
+    packed = torch.empty(8 * sum(part.size for part in parts), dtype=torch.uint8, device="cpu")
     if parts:
-        np.concatenate(parts, out=packed.numpy())
+        np.concatenate(parts, out=packed.numpy().view(np.uint64))
     return heads, packed
+
+
+def _one(work: Callable[[slice], NDArray[np.uint64]], pieces: list[slice], index: int) -> NDArray[np.uint64]:
+    return work(pieces[index])
 
 
 def unpack_planes(
@@ -100,23 +94,26 @@ def unpack_planes(
     """Values, into ``out``."""
     from squeezebox.codecs._cpu import _plane_loops
 
-    steps, inner = _channels(bound, scale, inner, out.dtype)
-    ahead, found, data, item = _ahead(keep_sign, out.dtype), heads.numpy(), packed.numpy(), out.element_size()
-    widths = (found & _RAW).astype(np.int64)
-    sizes = np.where(widths == _RAW, _planes.BLOCK * item, _planes.LANES * widths)
-    ends = np.cumsum(sizes)
+    factors, inner = _channels(scale, inner)
+    how, found, words = _how(bound, keep_sign, out.dtype), heads.numpy(), packed.numpy().view(np.uint64)
+    item, pieces = out.element_size(), _pieces(len(heads), out.dtype)
 
-    def work(index: int) -> None:
-        start, end = index * _SIZE, min((index + 1) * _SIZE, out.numel())
-        blocks = slice(index * _BLOCKS, min((index + 1) * _BLOCKS, found.size))
-        first, last = ends[blocks.start] - sizes[blocks.start], ends[blocks.stop - 1]
-        words = data[first : first + (last - first) // 8 * 8].view(np.uint64)
-        how = start, steps, inner, ahead, _scratch(out.dtype, 1), item
-        fill(out[start:end], lambda values: _plane_loops.unpack(found[blocks], words, *how, values))
+    def work(index: int) -> int:
+        piece = pieces[index]
+        start, end = piece.start * _planes.BLOCK, min(piece.stop * _planes.BLOCK, out.numel())
+        where = found, words, piece.start, start, factors, inner, how, item
+        raw: int = fill(out[start:end], lambda values: _plane_loops.unpack(*where, values))
+        return raw
 
-    _workers.run(work, -(-found.size // _BLOCKS))
+    if sum(_workers.run(work, len(pieces))):
+        _fill_raw(found, packed.numpy(), out)
+
+
+def _fill_raw(heads: NDArray[np.int16], data: NDArray[np.uint8], out: Tensor) -> None:
+    """Raw blocks as they are, NaN and all."""
+    widths, size = (heads & _RAW).astype(np.int64), _planes.BLOCK * out.element_size()
+    ends = np.cumsum(np.where(widths == _RAW, size, _planes.LANES * widths))
     raw = out.detach().view(torch.uint8).numpy()
-    for block in np.flatnonzero(widths == _RAW):  # as they are, NaN and all
-        first = block * _planes.BLOCK * item
-        own = raw[first : first + _planes.BLOCK * item]
-        own[:] = data[ends[block] - sizes[block] :][: own.size]
+    for block in np.flatnonzero(widths == _RAW):
+        own = raw[block * size : (block + 1) * size]
+        own[:] = data[ends[block] - size :][: own.size]
