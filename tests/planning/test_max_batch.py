@@ -54,7 +54,7 @@ def test_what_does_not_fit_at_all_and_samples_without_a_batch():
             squeezebox.max_batch(model, sample=batch(2), loss_fn=F.cross_entropy, budget="1GiB", noise=noise)
         with pytest.raises(OptionError, match="positive"):
             squeezebox.plan(model, sample=batch(2), loss_fn=F.cross_entropy, noise=noise)
-    with pytest.raises(OptionError, match="needs sample"):
+    with pytest.raises(OptionError, match="is known by sample"):
         squeezebox.max_batch(model, sample=None, loss_fn=F.cross_entropy, budget="1GiB")
     with pytest.raises(OptionError, match="budget"):
         squeezebox.max_batch(model, sample=batch(2), loss_fn=F.cross_entropy, budget="much")

@@ -77,8 +77,8 @@ def test_losses_that_backward_cannot_start_from(loss_fn, message):
         ((torch.zeros(8, 3, 16, 16), torch.zeros(7).long()), r"target int64\[7\]: ValueError"),
         (((torch.zeros(8, 3, 16, 16),) * 2, None), r"TypeError"),
         (("words", None), r"inputs no tensor \(str\)"),
-        (torch.zeros(8, 3, 16, 16), "needs sample"),
-        ((1, 2, 3), "needs sample"),
+        (torch.zeros(8, 3, 16, 16), "is known by sample"),
+        ((1, 2, 3), "is known by sample"),
     ],
 )
 def test_samples_that_do_not_match(sample, message):
