@@ -20,6 +20,7 @@ WAYS = st.builds(
     pack=LINES,
     exchange=LINES,
     unpack=LINES,
+    busy=LINES,
     noise=st.sampled_from([0.01, 0.1, 0.5]),
 )
 

@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,9 @@ from squeezebox.planner import FusionPlan, Gradient, Group, Way, evaluate_fusion
 AUTO = "auto"
 _SETTLING = 2  # passes of a process before buckets are DDP's final ones
 _MEASURED = 5  # in which arrivals are measured
-_TRIED = 5  # of each candidate
+_BLOCK = 4  # passes of a candidate in a row, the first of which does not count
+_ROUNDS = 6  # of blocks, at most
+_MARGIN = 0.5  # over the rounds so far: a candidate that is slower than the fastest by more gets no other
 _NEAR = 1.5  # times the fastest one's planned seconds, within which others are tried too
 _MOST = 4  # candidates
 _CLEAR = 0.97  # of the seconds of plain gradients, which another way must stay below
@@ -44,7 +46,8 @@ class SentGroup:
 class ExchangePlan:
     """What ``method="auto"`` chose: groups in their order, and how each goes.
 
-    ``seconds`` from the end of forward until all have come, and ``noise`` of all together, are planned ones.
+    ``seconds`` from the end of forward until all have come are planned ones, or what passes took that tried
+    it. ``noise`` is that of all together, as planned.
     ``follows_buckets`` says that groups are DDP's buckets.
     """
 
@@ -77,12 +80,13 @@ class ExchangeCosts:
     """What "auto" measured, alike on all ranks: the slowest rank's seconds.
 
     ``gradients`` are in the order in which backward makes them, in seconds from the end of forward.
-    ``buckets`` are DDP's.
+    ``buckets`` are DDP's. ``correction`` is what passes took that tried plans, over what was planned.
     """
 
     ways: tuple[Way, ...]
     gradients: tuple[Gradient, ...]
     buckets: tuple[Names, ...]
+    correction: float = 1.0
 
     def of_buckets(self, way: Way) -> ExchangePlan:
         """What DDP's buckets take when all go in one way."""
@@ -90,36 +94,49 @@ class ExchangeCosts:
         ordered = _rising([gradients[name] for names in self.buckets for name in names])
         ends = list(itertools.accumulate(len(names) for names in self.buckets))
         groups = [Group(first=a, end=b, way=way) for a, b in itertools.pairwise([0, *ends])]
-        return _plan(ordered, evaluate_fusion(ordered, groups), follows_buckets=True)
+        found = _plan(ordered, evaluate_fusion(ordered, groups), follows_buckets=True)
+        return replace(found, seconds=self.correction * found.seconds)
 
 
 class Arrivals:
     """When backward has each gradient, in seconds from the end of forward."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._seconds: dict[str, list[float]] = {name: [] for name in names}
+        self._names = list(names)
+        self._passes: list[list[float]] = []  # seconds until forward ended, then until each gradient came
         self.repeats = False  # a gradient that comes in parts, as with reentrant checkpoints
+        self.end()
         self.begin()
 
     def begin(self) -> None:
         """Forward ends."""
-        self._begun, self._came = time.perf_counter(), set[str]()
+        self._begun, self._came = time.perf_counter(), dict[str, float]()
 
     def note(self, name: str) -> None:
         """A gradient is there."""
         self.repeats = self.repeats or name in self._came
-        self._came.add(name)
-        self._seconds[name].append(self.elapsed())
+        self._came[name] = self.elapsed()
 
     def elapsed(self) -> float:
         """Seconds since forward ended."""
         return time.perf_counter() - self._begun
 
-    def medians(self) -> list[float]:
-        """Of every parameter; one that never came is the last."""
-        found = [statistics.median(each) if each else None for each in self._seconds.values()]
-        last = max((each for each in found if each is not None), default=0.0)
-        return [last if each is None else each for each in found]
+    def keep(self) -> None:
+        """The pass counts."""
+        came = [self._came.get(name, -math.inf) for name in self._names]
+        self._passes.append([self._begun - self._ended, *came])
+
+    def end(self) -> None:
+        """A pass has ended, on all ranks at once."""
+        self._ended = time.perf_counter()
+
+    def medians(self, exchange: Exchange) -> list[float]:
+        """When the last rank has each, from the first end of forward on; one that never came is the last."""
+        rows = torch.tensor(exchange.numbers([each for row in self._passes for each in row]))
+        rows = rows.view(exchange.ranks, len(self._passes), -1)
+        latest = (rows[..., :1] + rows[..., 1:]).amax(0) - rows[..., :1].amin(0)
+        found = latest.median(0).values
+        return torch.where(found.isfinite(), found, found.max().clamp(min=0.0)).tolist()
 
 
 class Chooser:
@@ -130,7 +147,8 @@ class Chooser:
         self.arrivals = Arrivals(list(sizes))
         self._passes = 0
         self._candidates: list[ExchangePlan] = []
-        self._tried: list[list[float]] = []
+        self._tried: list[list[float]] = []  # of each candidate, this rank's seconds
+        self._left: list[int] = []  # candidates that may still be the fastest
         self.costs: ExchangeCosts | None = None
         self.is_done = False
 
@@ -147,27 +165,45 @@ class Chooser:
             return None  # on all ranks alike
         self._passes += 1
         if self._candidates:
-            self._tried[(self._passes - 1) % len(self._candidates)].append(self.arrivals.elapsed())
-        elif self._passes < _SETTLING + _MEASURED:
+            return self._race(exchange)
+        if self._passes <= _SETTLING:
             return None
-        else:
-            self._candidates = self._made(groups, exchange, worker)
-            self._tried, self._passes = [[] for _ in self._candidates], 0
-        if len(self._candidates) > 1 and self._passes < _TRIED * len(self._candidates):
-            return self._candidates[self._passes % len(self._candidates)]
-        self.is_done = True
-        return self._fastest(exchange)
+        self.arrivals.keep()
+        if self._passes < _SETTLING + _MEASURED:
+            return None
+        self._candidates, self._passes = self._made(groups, exchange, worker), 0
+        self._tried, self._left = [[] for _ in self._candidates], list(range(len(self._candidates)))
+        return self._candidates[0]
 
-    def _fastest(self, exchange: Exchange) -> ExchangePlan:
-        """By the median of what the slowest rank took; plain stays unless one is clearly faster."""
-        if len(self._candidates) == 1:
-            return self._candidates[0]
-        rows = [exchange.numbers(each) for each in self._tried]
+    def _race(self, exchange: Exchange) -> ExchangePlan:
+        """Candidates take turns of a few passes; after a round those go on that may still be the fastest."""
+        turn, place = divmod(self._passes - 1, _BLOCK)
+        if place:
+            self._tried[self._left[turn]].append(self.arrivals.elapsed())
+        if self._passes < _BLOCK * len(self._left):
+            return self._candidates[self._left[self._passes // _BLOCK]]
+        rows = [exchange.numbers(self._tried[each]) for each in self._left]
         medians = [statistics.median(map(max, zip(*each, strict=True))) for each in rows]
-        for plan, median in zip(self._candidates, medians, strict=True):
-            if plan.is_plain and min(medians) > _CLEAR * median:
-                return plan
-        return self._candidates[medians.index(min(medians))]
+        self._passes, rounds = 0, len(self._tried[self._left[0]]) // (_BLOCK - 1)
+        near = [
+            (each, median)
+            for each, median in zip(self._left, medians, strict=True)
+            if median <= (1.0 + _MARGIN / rounds) * min(medians)
+        ]
+        self._left = [each for each, _ in near]
+        if rounds < _ROUNDS and len(near) > 1:
+            return self._candidates[self._left[0]]
+        return self._chosen([replace(self._candidates[each], seconds=median) for each, median in near])
+
+    def _chosen(self, tried: Sequence[ExchangePlan]) -> ExchangePlan:
+        """By the median of what the slowest rank took; plain stays unless one is clearly faster."""
+        best = min(tried, key=lambda plan: plan.seconds)
+        best = next((each for each in tried if each.is_plain and best.seconds > _CLEAR * each.seconds), best)
+        assert self.costs is not None
+        planned = {each.groups: each.seconds for each in self._candidates}
+        correction = statistics.median(each.seconds / planned[each.groups] for each in tried)
+        self.costs, self.is_done = replace(self.costs, correction=correction), True
+        return best
 
     def _made(
         self, groups: Sequence[tuple[Names, Tensor]], exchange: Exchange, worker: Worker
@@ -180,9 +216,9 @@ class Chooser:
         }
         ways = measured_ways(list(parts.values()), self._noise, exchange, worker)
         squares = [float(parts[name].double().square().sum()) for name in self._sizes]
-        rows = exchange.numbers([*self.arrivals.medians(), *squares, float(self.arrivals.repeats)])
+        rows = exchange.numbers([*squares, float(self.arrivals.repeats)])
         *means, repeats = (statistics.fmean(column) for column in zip(*rows, strict=True))
-        numbers = zip(self._sizes.items(), means[: len(squares)], means[len(squares) :], strict=True)
+        numbers = zip(self._sizes.items(), self.arrivals.medians(exchange), means, strict=True)
         gradients = [
             Gradient(name=name, numel=numel, ready_seconds=ready, squares=square)
             for (name, numel), ready, square in numbers

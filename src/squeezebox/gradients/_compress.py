@@ -222,6 +222,7 @@ class CompressedGradients:
         """Follow another plan in the next pass, if it is time to."""
         groups = [(each.names, each.flat) for each in self._turns]
         plan = chooser.end_pass(groups, self._exchange, self._worker)
+        chooser.arrivals.end()
         if plan is not None:
             self._follow(plan)
         if chooser.is_done:

@@ -24,6 +24,7 @@ _REPEATS = 3
 _MORE = 9  # repeats of a trial that is short
 _SHORT = 0.02  # seconds
 _LONGEST = 0.4  # seconds that a trial may take, as foreseen from the smaller ones
+_PROBE = 1 << 15  # elements of a call that tells whether there are processors to spare
 _LOUDEST = 0.9  # noise above which a gradient is better left out
 _TRIED = {"planes": (0.8, 4.0), "entropy": (0.2, 0.8, 4.0, 16.0)}  # shares of the noise that is allowed
 _TOP_K = 100.0  # elements, of which one goes
@@ -40,8 +41,31 @@ def measured_ways(
         exchange: the one that gradients will go over.
         worker: the thread that they will go in; it is idle.
     """
-    found = [_measured(parts, *each, exchange, worker) for each in _candidates(noise)]
+    crowding = _crowding(exchange, worker)
+    found = [_measured(parts, *each, crowding, exchange, worker) for each in _candidates(noise)]
     return tuple(way for way in found if way.noise <= _LOUDEST)
+
+
+def _crowding(exchange: Exchange, worker: Worker) -> float:
+    """Share of a busy second of the worker that backward loses: 0 with processors to spare, 1 with none."""
+    data = torch.ones(_PROBE, dtype=torch.float32, device="cpu")
+
+    def passes(seconds: float) -> int:
+        count, ends = 0, time.perf_counter() + seconds
+        while time.perf_counter() < ends:
+            data.add(1.0)
+            count += 1
+        return count
+
+    alone, shared, used = list[int](), list[int](), list[int]()
+    for _ in range(_REPEATS):
+        exchange.numbers([0.0])  # all begin together
+        alone.append(passes(_SHORT))
+        worker.submit(lambda: used.append(passes(2.0 * _SHORT)))
+        shared.append(passes(_SHORT))
+        worker.finish()
+    slowness = statistics.median(alone) / max(statistics.median(shared), 1)
+    return min(max(row[0] - 1.0 for row in exchange.numbers([max(slowness, 1.0)])), 1.0)
 
 
 def _candidates(noise: float) -> Iterator[tuple[str, float]]:
@@ -54,30 +78,38 @@ def _candidates(noise: float) -> Iterator[tuple[str, float]]:
     yield "top-k", _TOP_K
 
 
-def _measured(parts: Sequence[Tensor], method: str, level: float, exchange: Exchange, worker: Worker) -> Way:
+def _measured(
+    parts: Sequence[Tensor],
+    method: str,
+    level: float,
+    crowding: float,
+    exchange: Exchange,
+    worker: Worker,
+) -> Way:
     flat = torch.cat(list(parts))
-    rows: list[tuple[int, float, float]] = []  # elements, seconds to pack, seconds of the rest
+    rows: list[tuple[int, float, float, float]] = []  # elements; seconds to pack, of the rest, busy
     noise = 0.0
     for share in _SHARES:
         sizes = _sizes(parts, max(flat.numel() // share, _FEWEST))
         if rows and sum(sizes) <= rows[-1][0]:
             continue
-        if rows and sum(rows[-1][1:]) * sum(sizes) / rows[-1][0] > _LONGEST:
+        if rows and sum(rows[-1][1:3]) * sum(sizes) / rows[-1][0] > _LONGEST:
             break
         owed = torch.zeros(sum(sizes), dtype=wide(flat.dtype), device="cpu")
         trials = [_trial(flat, sizes, owed, method, level, exchange, worker) for _ in range(2)]
         repeats = _MORE if sum(trials[1][:2]) < _SHORT else _REPEATS
         trials += [_trial(flat, sizes, owed, method, level, exchange, worker) for _ in range(1, repeats)]
-        pack, rest, _ = (statistics.median(column) for column in zip(*trials[1:], strict=True))
-        rows.append((sum(sizes), pack, rest))
-        noise = max(noise, trials[-1][2])  # what is owed by then makes top-k's larger
+        pack, rest, busy, _ = (statistics.median(column) for column in zip(*trials[1:], strict=True))
+        rows.append((sum(sizes), pack, rest, crowding * min(busy, rest)))
+        noise = max(noise, trials[-1][3])  # what is owed by then makes top-k's larger
     return Way(
         name=method,
         level=level,
-        pack=fitted([(count, pack) for count, pack, _ in rows]),
-        exchange=fitted([(count, rest) for count, _, rest in rows]),
+        pack=fitted([(count, pack) for count, pack, *_ in rows]),
+        exchange=fitted([(count, rest) for count, _, rest, _ in rows]),
         unpack=Line(fixed=0.0, each=0.0),
         noise=noise,
+        busy=fitted([(count, busy) for count, *_, busy in rows]),
     )
 
 
@@ -99,8 +131,8 @@ def _trial(
     level: float,
     exchange: Exchange,
     worker: Worker,
-) -> tuple[float, float, float]:
-    """Seconds of packing and of the rest, by the slowest rank, and the mean noise."""
+) -> tuple[float, float, float, float]:
+    """Seconds of packing, of the rest, and busy ones of it, by the slowest rank, and the mean noise."""
     parts, coder = list(flat[: sum(sizes)].split(sizes)), CODERS.get(method)
     exchange.numbers([0.0])  # all begin together
     begun = time.perf_counter()
@@ -110,15 +142,15 @@ def _trial(
         job = turn.begin_whole(exchange, WHOLE[method])
     else:
         job = turn.begin_packed(coder, exchange)
-    packed = time.perf_counter()
+    packed, used = time.perf_counter(), time.process_time()
     worker.submit(job)
     worker.finish()
     torch.empty_like(gradients).copy_(gradients)  # as the mean goes into DDP's buckets
-    ended = time.perf_counter()
+    ended, busy = time.perf_counter(), time.process_time() - used
     noise = turn.lost_squares / max(turn.wanted_squares, 1e-300) if coder else rounding(flat, WHOLE[method])
-    rows = exchange.numbers([packed - begun, ended - begun, noise])
-    pack, whole = (max(row[place] for row in rows) for place in (0, 1))
-    return pack, max(whole - pack, 0.0), statistics.fmean(row[2] for row in rows)
+    rows = exchange.numbers([packed - begun, ended - begun, busy, noise])
+    pack, whole, busy = (max(row[place] for row in rows) for place in range(3))
+    return pack, max(whole - pack, 0.0), busy, statistics.fmean(row[3] for row in rows)
 
 
 def rounding(flat: Tensor, dtype: torch.dtype | None) -> float:

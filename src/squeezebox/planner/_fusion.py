@@ -1,9 +1,10 @@
 """Which gradients go together, and how: the least time within a noise budget (Cupcake, MLSys 2023).
 
 Backward makes gradients one after the other. A group packs once its last gradient is there, and backward
-waits meanwhile. Then it takes the link, in order, as soon as that is free. So with ``n`` groups::
+waits meanwhile. Then it takes the link, in order, as soon as that is free. What an exchange takes of the
+processor holds up backward, too. So with ``n`` groups::
 
-    packed_k = ready of its last gradient + seconds of packing groups 1..k
+    packed_k = ready of its last gradient + seconds of packing groups 1..k, and busy ones of 1..k-1
     end_k = max(end_(k-1), packed_k) + exchange_k + unpack_k
 
 The plan has the least ``end_n``. Cupcake's recursion has one way for all; here every group chooses one.
@@ -42,8 +43,9 @@ class Line:
 class Way:
     """One way for a group to go, as measured.
 
-    ``pack`` holds up backward; ``exchange`` and ``unpack`` hold the link. ``noise`` is the squared error over
-    the squared gradient. ``name`` is the method's, and ``level`` its setting.
+    ``pack`` holds up backward; ``exchange`` and ``unpack`` hold the link, of which ``busy`` seconds hold up
+    backward, too. ``noise`` is the squared error over the squared gradient. ``name`` is the method's, and
+    ``level`` its setting.
     """
 
     name: str
@@ -52,10 +54,13 @@ class Way:
     exchange: Line
     unpack: Line
     noise: float
+    busy: Line = Line(fixed=0.0, each=0.0)
 
     def over(self, slowness: float) -> Way:
         """The same over a link whose bytes take ``slowness`` times as long."""
-        return replace(self, exchange=replace(self.exchange, each=self.exchange.each * slowness))
+        waiting = max(self.exchange.each - self.busy.each, 0.0)
+        each = self.exchange.each + (slowness - 1.0) * waiting
+        return replace(self, exchange=replace(self.exchange, each=each))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +104,7 @@ def evaluate_fusion(gradients: Sequence[Gradient], groups: Sequence[Group]) -> F
         packed += group.way.pack.at(numel)
         begun = max(end, members[-1].ready_seconds + packed)
         end = begun + group.way.exchange.at(numel) + group.way.unpack.at(numel)
+        packed += group.way.busy.at(numel)
         lost += group.way.noise * sum(each.squares for each in members)
     total = sum(each.squares for each in gradients)
     return FusionPlan(groups=tuple(groups), seconds=end, noise=lost / total if total else 0.0)
@@ -167,6 +173,7 @@ class _Search:
         self._allowed = noise * self._squares[-1] * (1 + 1e-12)
         self._pack = _lines(each.pack for each in ways)
         self._send = _lines(each.exchange for each in ways) + _lines(each.unpack for each in ways)
+        self._busy = _lines(each.busy for each in ways)
         self._noise = np.array([each.noise for each in ways])
         self._rates, self._rests, self._waits = self._bounds()
         bounds = np.maximum(self._rests[0], self._waits[0]) - self._rates * self._allowed
@@ -199,6 +206,7 @@ class _Search:
         packed = known.packed[:, None] + self._pack[0] + self._pack[1] * numel
         ready = self.gradients[boundary - 1].ready_seconds
         end = np.maximum(known.end[:, None], ready + packed) + self._send[0] + self._send[1] * numel
+        packed = packed + self._busy[0] + self._busy[1] * numel
         squares = (self._squares[boundary] - self._squares[known.boundary])[:, None]
         lost = known.lost[:, None] + self._noise * squares
         places = np.flatnonzero(lost <= self._allowed)
