@@ -80,13 +80,13 @@ class ExchangeCosts:
     """What "auto" measured, alike on all ranks: the slowest rank's seconds.
 
     ``gradients`` are in the order in which backward makes them, in seconds from the end of forward.
-    ``buckets`` are DDP's. ``correction`` is what passes took that tried plans, over what was planned.
+    ``buckets`` are DDP's. ``shift`` is what passes that tried plans took more than planned.
     """
 
     ways: tuple[Way, ...]
     gradients: tuple[Gradient, ...]
     buckets: tuple[Names, ...]
-    correction: float = 1.0
+    shift: float = 0.0
 
     def of_buckets(self, way: Way) -> ExchangePlan:
         """What DDP's buckets take when all go in one way."""
@@ -95,7 +95,7 @@ class ExchangeCosts:
         ends = list(itertools.accumulate(len(names) for names in self.buckets))
         groups = [Group(first=a, end=b, way=way) for a, b in itertools.pairwise([0, *ends])]
         found = _plan(ordered, evaluate_fusion(ordered, groups), follows_buckets=True)
-        return replace(found, seconds=self.correction * found.seconds)
+        return replace(found, seconds=found.seconds + self.shift)
 
 
 class Arrivals:
@@ -201,8 +201,8 @@ class Chooser:
         best = next((each for each in tried if each.is_plain and best.seconds > _CLEAR * each.seconds), best)
         assert self.costs is not None
         planned = {each.groups: each.seconds for each in self._candidates}
-        correction = statistics.median(each.seconds / planned[each.groups] for each in tried)
-        self.costs, self.is_done = replace(self.costs, correction=correction), True
+        shift = statistics.median(each.seconds - planned[each.groups] for each in tried)
+        self.costs, self.is_done = replace(self.costs, shift=shift), True
         return best
 
     def _made(

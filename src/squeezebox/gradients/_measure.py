@@ -25,7 +25,7 @@ from squeezebox.reports import ExchangeArm, ExchangeWay, MeasuredExchange
 from squeezebox.schema import Link
 
 _PATIENCE = 600.0
-_SETTLING = 4  # steps until buckets, factors and levels have settled, with those that auto measures in
+_SETTLING = 2  # rounds until buckets, factors and levels have settled
 
 
 def arms(noise: float, ratio: float) -> dict[str, Mapping[str, Any] | None]:
@@ -99,7 +99,7 @@ def measure_exchange(
         step: this rank's.
         noise: that "planes", "entropy" and "auto" keep to.
         ratio: of "top-k" and "random-k".
-        rounds: measured steps of each.
+        rounds: measured steps of each; one goes before each of them.
         link: to emulate (see link_group); None for the one that there is.
     """
     group = dist.group.WORLD if link is None else link_group(link, patience=_PATIENCE)
@@ -114,10 +114,12 @@ def measure_exchange(
     alone, alone_seconds = _made("plain", None, step, group), []
     for number in range(-_SETTLING, rounds):
         for arm in made.values():
+            arm.step(step)  # after which processors' caches hold this copy
             exchange.numbers([0.0])  # all begin together
             seconds = arm.step(step)
             if number >= 0:
                 arm.seconds.append([max(each) for each in zip(*exchange.numbers(seconds), strict=True)])
+        alone.step(step, syncs=False)
         alone_seconds.append(alone.step(step, syncs=False)[0])
     costs = auto.costs
     assert costs is not None
