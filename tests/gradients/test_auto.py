@@ -101,6 +101,35 @@ def _backward(model, rank, step):
     nn.functional.cross_entropy(model(x), y).backward()
 
 
+def _slow(rank):
+    """Plain gradients over a slow link, another plan at hand: methods in force, gradients, the state."""
+    group = gradients.link_group(Link(bytes_per_second=2e6, latency_seconds=1e-4))
+    net = ranks.model(width=64)
+    ddp = nn.parallel.DistributedDataParallel(net, process_group=group)
+    squeezed = squeezebox.compress_gradients(ddp, "auto", noise=0.05, balanced=True)
+    squeezebox.codecs.get("entropy").pack(torch.randn(5000), 0.1)  # whose kernels load now
+    plain = _plan(net, ["plain"])
+    choices = [plain.to_dict(), replace(_plan(net, ["entropy"]), seconds=1.2).to_dict()]
+    squeezed.load_state_dict(
+        squeezed.state_dict() | {"plan": plain.to_dict(), "choices": choices, "passes": 2}
+    )
+    plans = []
+    for step in range(20):
+        x, y = ranks.batch(rank, step, width=64)
+        nn.functional.cross_entropy(ddp(x), y).backward()
+        plans.append(squeezed.plan.groups[0].method)
+    found = plans, torch.cat([each.grad.flatten() for each in net.parameters()]), squeezed.state_dict()
+    squeezed.close()
+    return found
+
+
+def test_over_a_slow_link_balanced_ranks_go_on_to_another_plan():
+    (plans, total, state), (others, other, _) = ranks.run(_slow, 2)
+    assert plans == others and torch.equal(total, other)
+    assert plans[0] == "plain" and plans[-5:] == ["entropy"] * 5
+    assert state["plan"] in state["choices"]
+
+
 @pytest.mark.parametrize(
     ("world", "plans", "options"),
     [

@@ -23,6 +23,12 @@ from squeezebox.planner import FusionPlan, Gradient, Group, Way, evaluate_fusion
 AUTO = "auto"
 _SETTLING = 2  # passes of a process before buckets are DDP's final ones
 _MEASURED = 5  # in which arrivals are measured
+_OTHER_LINKS = (
+    -0.5,
+    0.5,
+    2.0,
+    8.0,
+)  # times a pass's seconds, that all bytes take more where there are plans, too
 _BLOCK = 4  # passes of a candidate in a row, the first of which does not count
 _ROUNDS = 6  # of blocks, at most
 _MARGIN = 0.5  # over the rounds so far: a candidate that is slower than the fastest by more gets no other
@@ -80,22 +86,40 @@ class ExchangeCosts:
     """What "auto" measured, alike on all ranks: the slowest rank's seconds.
 
     ``gradients`` are in the order in which backward makes them, in seconds from the end of forward.
-    ``buckets`` are DDP's. ``shift`` is what passes that tried plans took more than planned.
+    ``buckets`` are DDP's. ``tried`` are plans with the seconds that passes took, and ``shift`` is what these
+    are more than planned.
     """
 
     ways: tuple[Way, ...]
     gradients: tuple[Gradient, ...]
     buckets: tuple[Names, ...]
+    tried: tuple[ExchangePlan, ...] = ()
     shift: float = 0.0
 
     def of_buckets(self, way: Way) -> ExchangePlan:
         """What DDP's buckets take when all go in one way."""
+        groups = (SentGroup(names=names, method=way.name, level=way.level) for names in self.buckets)
+        return self.of(ExchangePlan(groups=tuple(groups), seconds=0.0, noise=0.0, follows_buckets=True))
+
+    def of(self, plan: ExchangePlan) -> ExchangePlan:
+        """The same groups, with what they take and lose."""
+        for each in self.tried:
+            if each.groups == plan.groups:
+                return each
+        ways = {(way.name, way.level): way for way in self.ways}
         gradients = {each.name: each for each in self.gradients}
-        ordered = _rising([gradients[name] for names in self.buckets for name in names])
-        ends = list(itertools.accumulate(len(names) for names in self.buckets))
-        groups = [Group(first=a, end=b, way=way) for a, b in itertools.pairwise([0, *ends])]
-        found = _plan(ordered, evaluate_fusion(ordered, groups), follows_buckets=True)
-        return replace(found, seconds=found.seconds + self.shift)
+        ordered = _rising([gradients[name] for group in plan.groups for name in group.names])
+        ends = [0, *itertools.accumulate(len(group.names) for group in plan.groups)]
+        groups = [
+            Group(first=a, end=b, way=ways[group.method, group.level])
+            for (a, b), group in zip(itertools.pairwise(ends), plan.groups, strict=True)
+        ]
+        found = evaluate_fusion(ordered, groups)
+        return replace(plan, seconds=found.seconds + self.shift, noise=found.noise)
+
+    def slower(self, seconds: float) -> ExchangeCosts:
+        """The same over a link on which a byte takes these ``seconds`` more."""
+        return replace(self, ways=tuple(way.slower(seconds) for way in self.ways))
 
 
 class Arrivals:
@@ -148,7 +172,9 @@ class Chooser:
         self._passes = 0
         self._candidates: list[ExchangePlan] = []
         self._tried: list[list[float]] = []  # of each candidate, this rank's seconds
+        self._seconds: list[float] = []  # of each, the slowest rank's
         self._left: list[int] = []  # candidates that may still be the fastest
+        self._others: list[ExchangePlan] = []  # that would be the fastest over other links
         self.costs: ExchangeCosts | None = None
         self.is_done = False
 
@@ -171,8 +197,9 @@ class Chooser:
         self.arrivals.keep()
         if self._passes < _SETTLING + _MEASURED:
             return None
-        self._candidates, self._passes = self._made(groups, exchange, worker), 0
+        (self._candidates, self._others), self._passes = self._made(groups, exchange, worker), 0
         self._tried, self._left = [[] for _ in self._candidates], list(range(len(self._candidates)))
+        self._seconds = [0.0] * len(self._candidates)
         return self._candidates[0]
 
     def _race(self, exchange: Exchange) -> ExchangePlan:
@@ -182,33 +209,34 @@ class Chooser:
             self._tried[self._left[turn]].append(self.arrivals.elapsed())
         if self._passes < _BLOCK * len(self._left):
             return self._candidates[self._left[self._passes // _BLOCK]]
-        rows = [exchange.numbers(self._tried[each]) for each in self._left]
-        medians = [statistics.median(map(max, zip(*each, strict=True))) for each in rows]
-        self._passes, rounds = 0, len(self._tried[self._left[0]]) // (_BLOCK - 1)
-        near = [
-            (each, median)
-            for each, median in zip(self._left, medians, strict=True)
-            if median <= (1.0 + _MARGIN / rounds) * min(medians)
-        ]
-        self._left = [each for each, _ in near]
-        if rounds < _ROUNDS and len(near) > 1:
-            return self._candidates[self._left[0]]
-        return self._chosen([replace(self._candidates[each], seconds=median) for each, median in near])
+        rounds = len(self._tried[self._left[0]]) // (_BLOCK - 1)
+        for each in self._left:
+            rows = exchange.numbers(self._tried[each])
+            median = statistics.median(map(max, zip(*rows, strict=True)))
+            self._seconds[each] = median
+        least = min(self._seconds[each] for each in self._left)
+        self._left = [each for each in self._left if self._seconds[each] <= (1.0 + _MARGIN / rounds) * least]
+        self._passes = 0
+        return self._candidates[self._left[0]] if rounds < _ROUNDS and len(self._left) > 1 else self._chosen()
 
-    def _chosen(self, tried: Sequence[ExchangePlan]) -> ExchangePlan:
+    def _chosen(self) -> ExchangePlan:
         """By the median of what the slowest rank took; plain stays unless one is clearly faster."""
-        best = min(tried, key=lambda plan: plan.seconds)
-        best = next((each for each in tried if each.is_plain and best.seconds > _CLEAR * each.seconds), best)
         assert self.costs is not None
-        planned = {each.groups: each.seconds for each in self._candidates}
-        shift = statistics.median(each.seconds - planned[each.groups] for each in tried)
-        self.costs, self.is_done = replace(self.costs, shift=shift), True
-        return best
+        tried = [
+            replace(each, seconds=seconds)
+            for each, seconds in zip(self._candidates, self._seconds, strict=True)
+        ]
+        shifts = [self._seconds[each] - self._candidates[each].seconds for each in self._left]
+        self.costs = replace(self.costs, tried=tuple(tried), shift=statistics.median(shifts))
+        self.is_done = True
+        left = [tried[each] for each in self._left]
+        best = min(left, key=lambda plan: plan.seconds)
+        return next((each for each in left if each.is_plain and best.seconds > _CLEAR * each.seconds), best)
 
     def _made(
         self, groups: Sequence[tuple[Names, Tensor]], exchange: Exchange, worker: Worker
-    ) -> list[ExchangePlan]:
-        """The plan, and DDP's buckets whole; made by the first rank of what all have measured."""
+    ) -> list[list[ExchangePlan]]:
+        """Plans for this link, and for others; made by the first rank of what all have measured."""
         parts = {
             name: part
             for names, flat in groups
@@ -228,11 +256,26 @@ class Chooser:
             gradients=tuple(sorted(gradients, key=lambda each: each.ready_seconds)),
             buckets=tuple(names for names, _ in groups),
         )
-        found: list[ExchangePlan] = []
+        found: list[list[ExchangePlan]] = []
         if exchange.rank == 0:
-            found = candidates(self.costs, self._noise, takes_single=not repeats)
-        text = exchange.first_text(json.dumps([each.to_dict() for each in found]))
-        return [ExchangePlan.from_dict(each) for each in json.loads(text)]
+            found = [candidates(self.costs, self._noise, takes_single=not repeats), []]
+            seconds = found[0][0].seconds / sum(4.0 * each.numel for each in self.costs.gradients)
+            for times in _OTHER_LINKS:
+                costs = self.costs.slower(times * seconds)
+                plans = candidates(costs, self._noise, takes_single=not repeats)
+                found[1].append(self.costs.of(plans[0]))
+        text = exchange.first_text(json.dumps([[each.to_dict() for each in plans] for plans in found]))
+        return [[ExchangePlan.from_dict(each) for each in plans] for plans in json.loads(text)]
+
+    def choices(self, chosen: ExchangePlan) -> list[ExchangePlan]:
+        """The plan, and others that would be the fastest over a slower or faster link."""
+        assert self.costs is not None
+        known, found = {chosen.groups}, [chosen]
+        for each in self._others:
+            if each.groups not in known:
+                known.add(each.groups)
+                found.append(self.costs.of(each))
+        return found
 
 
 def candidates(costs: ExchangeCosts, noise: float, *, takes_single: bool) -> list[ExchangePlan]:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from squeezebox.gradients._auto import AUTO, Chooser, ExchangeCosts, ExchangePlan
+from squeezebox.gradients._balanced import Balanced
 from squeezebox.gradients._coders import CODERS, Coder
 from squeezebox.gradients._costs import WHOLE
 from squeezebox.gradients._exchange import Exchange
@@ -68,6 +69,7 @@ class CompressedGradients:
         ratio: float | None,
         rank: int | None,
         patience: float,
+        balanced: bool,
     ) -> None:
         self._noise, self._ratio = noise, ratio
         named = [(name, each) for name, each in ddp.module.named_parameters() if each.requires_grad]
@@ -85,6 +87,8 @@ class CompressedGradients:
         self._is_steered = coder.steered if coder is not None else method == AUTO
         self._plan: ExchangePlan | None = None
         self._chooser = Chooser(self._sizes, noise or _USUAL_NOISE) if method == AUTO else None
+        self._is_balanced = balanced
+        self._balanced: Balanced | None = None
         self._held: list[tuple[Names, Tensor]] = []  # gradients of a pass in which arrivals are measured
         self._jobs: list[Callable[[], None]] = []  # to be done at the end of a pass without packing
         self._is_synced = False  # whether the newest forward's gradients are exchanged
@@ -115,7 +119,7 @@ class CompressedGradients:
 
     @property
     def plan(self) -> ExchangePlan | None:
-        """What "auto" has chosen; None before, and with other methods."""
+        """What "auto" has chosen, and follows now; None before, and with other methods."""
         return self._plan if self._chooser is not None and self._chooser.is_done else None
 
     @property
@@ -134,7 +138,7 @@ class CompressedGradients:
             self._worker.finish()
             self._worker.run_here(self._jobs)
             self._buckets.finish()
-            if self._chooser is not None and not self._chooser.is_done:
+            if self._chooser is not None:
                 self._choose(self._chooser)
             self._account()
             self._held, self._jobs, self._is_synced = [], [], False
@@ -155,6 +159,7 @@ class CompressedGradients:
             "rank": None if self._low_rank is None else self._low_rank.rank,
             "factors": None if self._low_rank is None else self._low_rank.state(groups),
             "plan": None if self.plan is None else self.plan.to_dict(),
+            "choices": [] if self._balanced is None else [each.to_dict() for each in self._balanced.plans],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -174,7 +179,7 @@ class CompressedGradients:
         self._buckets.groups = tuple(tuple(names) for names in state["groups"])
         if state["plan"] is not None and self._chooser is not None:
             self._follow(ExchangePlan.from_dict(state["plan"]))
-            self._end_choice(self._chooser)
+            self._end_choice(self._chooser, list(map(ExchangePlan.from_dict, state.get("choices", []))))
         if self._low_rank is not None:
             self._low_rank.restore(self._buckets.groups, state["factors"])
 
@@ -220,13 +225,18 @@ class CompressedGradients:
 
     def _choose(self, chooser: Chooser) -> None:
         """Follow another plan in the next pass, if it is time to."""
-        groups = [(each.names, each.flat) for each in self._turns]
-        plan = chooser.end_pass(groups, self._exchange, self._worker)
-        chooser.arrivals.end()
-        if plan is not None:
+        plan, balanced, seconds = None, self._balanced, chooser.arrivals.elapsed()
+        if balanced is not None:
+            self._worker.run_here([lambda: balanced.end_pass(seconds, self._exchange)])
+            plan = balanced.plan
+        elif not chooser.is_done:
+            groups = [(each.names, each.flat) for each in self._turns]
+            plan = chooser.end_pass(groups, self._exchange, self._worker)
+            chooser.arrivals.end()
+        if plan is not None and plan != self._plan:
             self._follow(plan)
-        if chooser.is_done:
-            self._end_choice(chooser)
+        if chooser.is_done and balanced is None and plan is not None:
+            self._end_choice(chooser, chooser.choices(plan))
 
     def _follow(self, plan: ExchangePlan) -> None:
         self._ways = {each.names: (each.method, each.level) for each in plan.groups}
@@ -234,10 +244,12 @@ class CompressedGradients:
         self._buckets.planned = not plan.follows_buckets
         self._buckets.groups = tuple(self._ways)
 
-    def _end_choice(self, chooser: Chooser) -> None:
-        """The plan stays. What the others owe goes with the next gradients."""
+    def _end_choice(self, chooser: Chooser, choices: Sequence[ExchangePlan]) -> None:
+        """The plan stays, or is one of these. What the others owe goes with the next gradients."""
         chooser.is_done, self._buckets.owes = True, True
-        if not self._buckets.planned:
+        if self._is_balanced and len(choices) > 1 and self._plan is not None:
+            self._balanced = Balanced(choices, self._plan)
+        elif not (self._is_balanced or self._buckets.planned):
             for hook in self._hooks:
                 hook.remove()
 
@@ -330,6 +342,7 @@ def compress_gradients(
     ratio: float | None = None,
     rank: int | None = None,
     patience: float = 60.0,
+    balanced: bool = False,
 ) -> CompressedGradients:
     """Have the ranks of a DistributedDataParallel model exchange compressed gradients.
 
@@ -354,6 +367,8 @@ def compress_gradients(
         rank: of "powersgd", the columns of the two matrices that stand for a gradient, usually 1 to 4
             (default: 1). Gradients of fewer than two dimensions go as they are.
         patience: seconds after which a rank that is waited for counts as failed.
+        balanced: with "auto", go on to another plan where the link becomes slower or faster; all of them keep
+            to the noise. Bits then depend on what steps take, also in a training that resumes.
 
     Returns:
         What was sent, and the state to save next to the model's.
@@ -363,11 +378,13 @@ def compress_gradients(
         RankError: ranks do not have the same options. From backward: a rank is gone or hangs.
     """
     _check_options(method, noise, ratio, rank, patience)
+    if balanced and method != AUTO:
+        raise OptionError(f"balanced=True with method '{method}': only 'auto' has several plans. Take that.")
     model = _checked_model(ddp)
     if noise == 0 or ratio == 1:
         method = "plain"
-    _agree(model, f"method={method}, noise={noise}, ratio={ratio}, rank={rank}")
-    made = CompressedGradients(model, method, noise, ratio, rank, patience)
+    _agree(model, f"method={method}, noise={noise}, ratio={ratio}, rank={rank}, balanced={balanced}")
+    made = CompressedGradients(model, method, noise, ratio, rank, patience, balanced)
     try:
         model.register_comm_hook(None, hook_of(made.take))
     except RuntimeError as error:

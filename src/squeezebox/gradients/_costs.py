@@ -88,7 +88,7 @@ def _measured(
 ) -> Way:
     flat = torch.cat(list(parts))
     rows: list[tuple[int, float, float, float]] = []  # elements; seconds to pack, of the rest, busy
-    noise = 0.0
+    noise = nbytes = 0.0
     for share in _SHARES:
         sizes = _sizes(parts, max(flat.numel() // share, _FEWEST))
         if rows and sum(sizes) <= rows[-1][0]:
@@ -99,8 +99,9 @@ def _measured(
         trials = [_trial(flat, sizes, owed, method, level, exchange, worker) for _ in range(2)]
         repeats = _MORE if sum(trials[1][:2]) < _SHORT else _REPEATS
         trials += [_trial(flat, sizes, owed, method, level, exchange, worker) for _ in range(1, repeats)]
-        pack, rest, busy, _ = (statistics.median(column) for column in zip(*trials[1:], strict=True))
+        pack, rest, busy, *_ = (min(column) for column in zip(*trials[1:], strict=True))
         rows.append((sum(sizes), pack, rest, crowding * min(busy, rest)))
+        nbytes = trials[-1][4] / sum(sizes)
         noise = max(noise, trials[-1][3])  # what is owed by then makes top-k's larger
     return Way(
         name=method,
@@ -110,6 +111,7 @@ def _measured(
         unpack=Line(fixed=0.0, each=0.0),
         noise=noise,
         busy=fitted([(count, busy) for count, *_, busy in rows]),
+        nbytes=nbytes,
     )
 
 
@@ -131,11 +133,11 @@ def _trial(
     level: float,
     exchange: Exchange,
     worker: Worker,
-) -> tuple[float, float, float, float]:
-    """Seconds of packing, of the rest, and busy ones of it, by the slowest rank, and the mean noise."""
+) -> tuple[float, float, float, float, float]:
+    """Seconds of packing, of the rest, and busy ones of it, by the slowest rank; mean noise; bytes."""
     parts, coder = list(flat[: sum(sizes)].split(sizes)), CODERS.get(method)
     exchange.numbers([0.0])  # all begin together
-    begun = time.perf_counter()
+    begun, sent = time.perf_counter(), exchange.sent_bytes
     gradients = torch.cat(parts)
     turn = Turn(names=(), flat=gradients, sizes=sizes, residual=owed, level=level, step=0)
     if coder is None:
@@ -148,9 +150,9 @@ def _trial(
     torch.empty_like(gradients).copy_(gradients)  # as the mean goes into DDP's buckets
     ended, busy = time.perf_counter(), time.process_time() - used
     noise = turn.lost_squares / max(turn.wanted_squares, 1e-300) if coder else rounding(flat, WHOLE[method])
-    rows = exchange.numbers([packed - begun, ended - begun, busy, noise])
-    pack, whole, busy = (max(row[place] for row in rows) for place in range(3))
-    return pack, max(whole - pack, 0.0), busy, statistics.fmean(row[3] for row in rows)
+    rows = exchange.numbers([packed - begun, ended - begun, busy, exchange.sent_bytes - sent, noise])
+    pack, whole, busy, nbytes = (max(row[place] for row in rows) for place in range(4))
+    return pack, max(whole - pack, 0.0), busy, statistics.fmean(row[4] for row in rows), nbytes
 
 
 def rounding(flat: Tensor, dtype: torch.dtype | None) -> float:

@@ -53,6 +53,21 @@ class Exchange:
         rows: list[list[float]] = self._rows(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
         return rows
 
+    def begin_numbers(self, numbers: Sequence[float]) -> Callable[[], list[list[float]]]:
+        """The same; what is returned waits for them."""
+        mine = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        found = mine.new_empty((self.ranks, mine.numel()))
+        self.sent_bytes += (self.ranks - 1) * mine.nbytes
+        work = dist.all_gather(list(found.unbind()), mine, group=self.group, async_op=True)
+        assert work is not None
+
+        def rows() -> list[list[float]]:
+            work.wait()
+            read: list[list[float]] = found.tolist()
+            return read
+
+        return rows
+
     def first_text(self, text: str) -> str:
         """The first rank's text."""
         mine = torch.frombuffer(bytearray(text.encode() if self.rank == 0 else b" "), dtype=torch.uint8)

@@ -24,11 +24,12 @@ class Balance:
 
     Args:
         expected: seconds of a step by choice, as planned; at least one.
+        first: the choice to begin with; None for the one that is expected to be the fastest.
     """
 
-    def __init__(self, expected: Sequence[float]) -> None:
+    def __init__(self, expected: Sequence[float], first: int | None = None) -> None:
         self._levels = list(expected)
-        self.choice = self._levels.index(min(self._levels))
+        self.choice = self._levels.index(min(self._levels)) if first is None else first
         self._kept = self.choice  # in force; another one is on trial
         self._seen: deque[float] = deque(maxlen=_WINDOW)
         self._is_first = True  # of a choice's steps in a row

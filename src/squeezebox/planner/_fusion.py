@@ -45,7 +45,7 @@ class Way:
 
     ``pack`` holds up backward; ``exchange`` and ``unpack`` hold the link, of which ``busy`` seconds hold up
     backward, too. ``noise`` is the squared error over the squared gradient. ``name`` is the method's, and
-    ``level`` its setting.
+    ``level`` its setting. An element takes ``nbytes`` on the link.
     """
 
     name: str
@@ -55,11 +55,11 @@ class Way:
     unpack: Line
     noise: float
     busy: Line = Line(fixed=0.0, each=0.0)
+    nbytes: float = 4.0
 
-    def over(self, slowness: float) -> Way:
-        """The same over a link whose bytes take ``slowness`` times as long."""
-        waiting = max(self.exchange.each - self.busy.each, 0.0)
-        each = self.exchange.each + (slowness - 1.0) * waiting
+    def slower(self, seconds: float) -> Way:
+        """The same over a link on which a byte takes these ``seconds`` more."""
+        each = max(self.exchange.each + self.nbytes * seconds, 0.0)
         return replace(self, exchange=replace(self.exchange, each=each))
 
 
