@@ -1,11 +1,13 @@
 """Exact training on inputs larger than memory.
 
-In: a model, a loss function, and images and targets that are read strip by strip.
-Out: the loss, and gradients equal to the whole image's. May touch: memory, reports and schema.
+In: a model, a loss function, and images that are read strip by strip, or a graph that is read part by part.
+Out: the loss, and gradients equal to the whole image's or graph's. May touch: memory, reports and schema.
 """
 
+from squeezebox.streaming._graph_step import GraphStep
+from squeezebox.streaming._nodes import Graph
 from squeezebox.streaming._plan import StreamPlan, StripPlan
 from squeezebox.streaming._progress import Progress
 from squeezebox.streaming._step import StreamedStep
 
-__all__ = ["Progress", "StreamPlan", "StreamedStep", "StripPlan"]
+__all__ = ["Graph", "GraphStep", "Progress", "StreamPlan", "StreamedStep", "StripPlan"]

@@ -1,0 +1,144 @@
+"""A graph network's step in parts gives the whole graph's loss and gradients, and refuses what it cannot."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from squeezebox.schema import BudgetError, DatasetError, OptionError, OutputError, UnsupportedModelError
+from squeezebox.streaming import Graph, GraphStep
+
+
+class Gcn(nn.Linear):
+    def forward(self, x, edge_index, edge_weight):
+        sources, targets = edge_index
+        messages = super().forward(x)[sources] * edge_weight[:, None]
+        return x.new_zeros(len(x), self.out_features).index_add(0, targets, messages)
+
+
+class Sage(nn.Module):
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.own, self.others = nn.Linear(inputs, outputs), nn.Linear(inputs, outputs, bias=False)
+
+    def forward(self, x, edge_index):
+        sources, targets = edge_index
+        sums = torch.zeros_like(x).index_add(0, targets, x[sources])
+        degrees = torch.bincount(targets, minlength=len(x)).clamp(min=1)
+        return self.own(x) + self.others(sums / degrees[:, None])
+
+
+class Gin(Sage):
+    def forward(self, x, edge_index):
+        sources, targets = edge_index
+        return self.own(torch.relu(self.others(x.index_add(0, targets, x[sources]))))
+
+
+class Gat(nn.Linear):
+    def forward(self, x, edge_index):
+        sources, targets = edge_index
+        z = super().forward(x)
+        scores = nn.functional.leaky_relu(z[sources, 0] + z[targets, 1]).exp()
+        total = z.new_zeros(len(x)).index_add(0, targets, scores)[targets]
+        return torch.zeros_like(z).index_add(0, targets, z[sources] * (scores / total)[:, None])
+
+
+def made(count=60, weights=False, dtype=torch.float64):
+    torch.manual_seed(3)
+    edges = torch.randint(count - 2, (2, 5 * count))  # the last two nodes are isolated, some edges are loops
+    edges[1, :40] = 7  # and one node has many
+    return Graph(
+        features=torch.randn(count, 6, dtype=dtype),
+        edges=edges,
+        targets=torch.randint(4, (count,)),
+        weights=torch.rand(edges.shape[1], dtype=dtype) if weights else None,
+        nodes=torch.arange(0, count, 2),
+    )
+
+
+def networks():
+    torch.manual_seed(1)
+    yield "gcn", [Gcn(6, 9), nn.ReLU(), Gcn(9, 4)]
+    yield "sage", [Sage(6, 9), nn.LayerNorm(9), nn.ReLU(), Sage(9, 8), nn.ELU(), Sage(8, 4)]
+    yield "gat", [nn.Linear(6, 5), Gat(5, 8), nn.ELU(), Gat(8, 4), nn.Linear(4, 4)]
+    yield "gin", [Gin(6, 6), nn.ReLU(), Gin(6, 6), nn.Linear(6, 4)]
+
+
+def whole(model, graph):
+    x, weights = graph.features, () if graph.weights is None else (graph.weights,)
+    for module in model:
+        is_layer = isinstance(module, Gcn | Sage | Gat)
+        x = module(x, graph.edges, *weights) if is_layer else module(x)
+    return x
+
+
+@pytest.mark.parametrize(("name", "model"), list(networks()), ids=[name for name, _ in networks()])
+def test_a_step_in_parts_is_the_whole_graphs(name, model):
+    model, graph = nn.ModuleList(model).double(), made(weights=name == "gcn")
+    step = GraphStep(model, graph, "24KiB")
+    assert step.parts > 2
+    loss = step()
+    found = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    expected = nn.functional.cross_entropy(whole(model, graph)[graph.nodes], graph.targets[graph.nodes])
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+    for parameter, gradient in zip(model.parameters(), found, strict=True):
+        wanted = parameter.grad  # that of scores' common bias is 0
+        assert wanted is None or (gradient - wanted).abs().max() <= 1e-12 * max(wanted.abs().max(), 1e-3)
+    output = step.predict(np.empty((60, 4)))
+    torch.testing.assert_close(torch.from_numpy(output), whole(model, graph).detach(), rtol=1e-12, atol=1e-14)
+
+
+def test_what_needs_the_whole_graph_is_refused():
+    class Normalised(Sage):
+        def forward(self, x, edge_index):
+            degrees = torch.bincount(edge_index[1], minlength=len(x)).clamp(min=1)
+            return super().forward(x / degrees[:, None], edge_index)
+
+    for module in (nn.BatchNorm1d(6), nn.Dropout(0.5), Normalised(6, 6)):
+        with pytest.raises(UnsupportedModelError, match=type(module).__name__):
+            GraphStep([module.double(), Sage(6, 4).double()], made(), "1MiB")
+    evaluated = nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(), Sage(6, 4)).double().eval()
+    assert GraphStep(evaluated, made(), "1MiB").parts == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"edges": torch.tensor([[0, 60], [1, 1]])}, "0 to 60, but features have rows 0 to 59"),
+        ({"targets": torch.zeros(5)}, "targets have 5 rows"),
+        ({"nodes": torch.tensor([1, 1])}, "distinct"),
+        ({"edges": torch.zeros(3, 4)}, "2 x edges"),
+    ],
+)
+def test_a_graph_that_does_not_fit_together_is_refused(changed, said):
+    graph = made()
+    parts = {name: getattr(graph, name) for name in Graph.__slots__} | changed
+    with pytest.raises(OptionError, match=said):
+        GraphStep([Sage(6, 4).double()], Graph(**parts), "1MiB")
+
+
+def test_too_little_memory_and_a_bad_loss_are_refused(tmp_path):
+    model = [Sage(6, 4).double(), Sage(4, 4).double()]
+    with pytest.raises(BudgetError, match="node 7"):
+        GraphStep(model, made(), 900)
+    with pytest.raises(OptionError, match="reduction"):
+        GraphStep(model, made(), "1MiB", loss_fn=nn.functional.cross_entropy)()
+    with pytest.raises(OutputError, match="gone"):
+        GraphStep(model, made(), "1MiB", folder=tmp_path / "gone")()
+
+
+def test_a_features_file_that_shrinks_is_an_error_and_gradients_stay(tmp_path):
+    graph, path = made(4000), tmp_path / "features"
+    mapped = np.memmap(path, np.float64, "w+", shape=(4000, 6))
+    mapped[:] = graph.features.numpy()
+    model = [Sage(6, 4).double()]
+    step = GraphStep(model, Graph(features=mapped, edges=graph.edges, targets=graph.targets), "1MiB")
+    step()
+    before = [parameter.grad.clone() for parameter in model[0].parameters()]
+    with path.open("r+b") as file:
+        file.truncate(4096)
+    with pytest.raises(DatasetError, match="features has 4,096 bytes, and 192,000"):
+        step()
+    assert all(torch.equal(p.grad, old) for p, old in zip(model[0].parameters(), before, strict=True))
