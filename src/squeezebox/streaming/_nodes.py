@@ -68,7 +68,7 @@ class Edges:
         return int(self.sources.nbytes + self.ends.nbytes + weights)
 
     def cuts(self, parts: int) -> list[tuple[int, int]]:
-        """At most so many intervals of nodes, with about as many nodes and edges together in each."""
+        """Intervals of nodes, at most ``parts``, with about equally many nodes and edges together in each."""
         load = self.ends[1:] + np.arange(1, self.count + 1)
         at = np.searchsorted(load, np.arange(1, parts) * load[-1] / parts, side="left") + 1
         bounds = np.unique(np.concatenate([[0], np.minimum(at, self.count), [self.count]]))
