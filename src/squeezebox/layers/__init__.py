@@ -12,6 +12,7 @@ from squeezebox.layers._dispatch import Dispatch
 from squeezebox.layers._divergence import kl
 from squeezebox.layers._experts import ExpertMLP, lean_experts_
 from squeezebox.layers._sharded import Experts
+from squeezebox.layers._tables import ShardedEmbeddingBag
 
 __all__ = [
     "BayesConv1d",
@@ -22,6 +23,7 @@ __all__ = [
     "Dispatch",
     "ExpertMLP",
     "Experts",
+    "ShardedEmbeddingBag",
     "bayesian_",
     "kl",
     "lean_experts_",

@@ -13,6 +13,7 @@ from squeezebox.memory._chunks import CHUNK_BYTES, sectors
 from squeezebox.memory._disk import DiskFile, DiskFolder, disk_folder, usual_folder
 from squeezebox.memory._disk_speed import DiskSpeed, disk_speed
 from squeezebox.memory._elsewhere import Area, Elsewhere, close_at_exit
+from squeezebox.memory._mapped_file import mapped_file
 from squeezebox.memory._peak import Peak, PeakMeter, Recording
 from squeezebox.memory._reserve import HEADROOM, Reserve, Room, aligned
 from squeezebox.memory._room import (
@@ -88,6 +89,7 @@ __all__ = [
     "layout_csv",
     "lend",
     "live_bytes",
+    "mapped_file",
     "movable_weights",
     "move",
     "offload_record",

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from squeezebox.memory import PeakMeter, usual_folder, within_room
+from squeezebox.memory import PeakMeter, mapped_file, usual_folder, within_room
 from squeezebox.reports import human_bytes, parse_size
-from squeezebox.schema import BudgetError, OptionError, OutputError, UnsupportedModelError
+from squeezebox.schema import BudgetError, OptionError, UnsupportedModelError
 from squeezebox.streaming._nodes import Edges, Graph, Part, rows_of
 
 _PROBE_NODES = 12
@@ -270,7 +267,7 @@ class _Rows:
 
     def __init__(self, folder: Path, count: int, widths: list[int], dtype: torch.dtype) -> None:
         sizes = [count * width * dtype.itemsize for width in widths[:-1]]
-        mapped = _reserved(folder, 2 * sum(sizes))
+        mapped = mapped_file(folder, 2 * sum(sizes), "layers' outputs and their gradients")
         self.values: list[np.ndarray] = []
         self.gradients: list[np.ndarray] = []
         kind, at = torch.empty(0, dtype=dtype).numpy().dtype, 0
@@ -278,29 +275,6 @@ class _Rows:
             for size, width in zip(sizes, widths[:-1], strict=True):
                 rows.append(mapped[at : at + size].view(kind).reshape(count, width))
                 at += size
-
-
-def _reserved(folder: Path, nbytes: int) -> np.ndarray:
-    """The bytes of a new file, zero and reserved: a full disk would kill a process that writes to a map."""
-    if not nbytes:
-        return np.zeros(0, np.uint8)
-    try:
-        free = shutil.disk_usage(folder).free
-        if free < nbytes:
-            raise OutputError(
-                f"layers' outputs and their gradients take {human_bytes(nbytes)} of disk; {folder} has "
-                f"{human_bytes(free)} free. Make room, or give folder= on another disk."
-            )
-        with tempfile.TemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, nbytes)
-            return np.memmap(file, np.uint8, "r+", shape=(nbytes,))
-    except OSError as error:
-        if isinstance(error, OutputError):
-            raise
-        raise OutputError(
-            f"no temporary file of {human_bytes(nbytes)} could be made in {folder}: {error}. Give folder= "
-            "one that can be written to."
-        ) from error
 
 
 def _stages(modules: list[nn.Module]) -> list[_Stage]:

@@ -1,0 +1,215 @@
+"""Embedding tables whose rows lie in memory or in a file, by how often they are looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from squeezebox.layers._table_rows import TableRows
+from squeezebox.memory import usual_folder
+from squeezebox.reports import parse_size
+from squeezebox.schema import BudgetError, OptionError
+
+Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class ShardedEmbeddingBag(nn.Module):
+    """Bags of embeddings from tables that may be larger than memory.
+
+    ``layer(indices, offsets)`` gives for each table what ``nn.EmbeddingBag(rows, dim, sparse=True)`` does,
+    to the bit, and after backward :meth:`step` changes the rows that were looked up as the optimizer changes
+    that module's weight. A row and its optimizer state lie next to each other: in memory, as long as
+    there is room and then for the rows looked up most often, else in a file without a name. The weights are
+    no parameters of the module, so that other optimizers leave them alone.
+
+    Args:
+        tables: (rows, dim) of each table. Weights are drawn as nn.EmbeddingBag draws them.
+        memory: bytes for rows in memory, with 8 bytes for each row of the tables, such as "2GiB". A step
+            takes what its own distinct rows need, several times over, in addition.
+        optimizer: makes the optimizer of a list of parameters: one that takes sparse gradients, such as
+            ``lambda tables: torch.optim.SparseAdam(tables, lr=0.01)``. SGD, Adagrad and SparseAdam do.
+        mode: "sum" or "mean".
+        folder: where the file is; by default a temporary folder on a disk.
+        dtype: of the weights; torch's default type if not given.
+
+    Attributes:
+        optimizer: the optimizer that was made: change its learning rate as usual, but call :meth:`step` here.
+
+    Raises:
+        OptionError: a table has no rows or columns, the mode is another one, or the optimizer changes rows
+            that were not looked up.
+        BudgetError: memory is too little to know where each row is.
+        OutputError: the folder cannot be written to, or its disk has not enough room.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[tuple[int, int]],
+        memory: int | str,
+        *,
+        optimizer: Factory,
+        mode: str = "sum",
+        folder: str | Path | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not tables or min(min(table) for table in tables) < 1:
+            raise OptionError(f"tables are {list(tables)}; give (rows, dim) of each, both at least 1.")
+        if mode not in ("sum", "mean"):
+            raise OptionError(f'mode is {mode!r}; give "sum" or "mean".')
+        dtype = dtype or torch.get_default_dtype()
+        initial = _row_state(optimizer, dtype)
+        self._tables, self._mode, self._states = [tuple(table) for table in tables], mode, list(initial)
+        self._weights = [nn.Parameter(torch.empty(1, dim, dtype=dtype)) for _, dim in tables]
+        self.optimizer = optimizer(self._weights)
+        self._waiting: list[list[tuple[np.ndarray, nn.Parameter]]] = [[] for _ in tables]
+        self._rows: list[TableRows] = []
+        places = Path(usual_folder().path if folder is None else folder)
+        for (rows, dim), nbytes in zip(tables, _shares(tables, parse_size("memory", memory)), strict=True):
+            values = [None, *initial.values()]
+            self._rows.append(TableRows(rows, dim, values, dtype=dtype, memory_bytes=nbytes, folder=places))
+
+    def forward(self, indices: Sequence[Tensor], offsets: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """One tensor of bags x dim for each table.
+
+        Args:
+            indices: for each table the rows to look up: bags x rows, or all bags' one behind another.
+            offsets: for each table where each bag begins, in the latter case.
+
+        Raises:
+            OptionError: an index is out of range, or there are not as many tensors as tables.
+        """
+        if len(indices) != len(self._tables) or (offsets is not None and len(offsets) != len(indices)):
+            raise OptionError(f"{len(indices)} tensors of indices came for {len(self._tables)} tables.")
+        for table, each in enumerate(indices):
+            self._require_rows(table, each)
+        return [
+            self._bags(table, each, None if offsets is None else offsets[table])
+            for table, each in enumerate(indices)
+        ]
+
+    def step(self) -> None:
+        """Change the rows that were looked up since the last step, by their gradients."""
+        changed = []
+        for table, parameter in enumerate(self._weights):
+            parameter.grad = None
+            waiting = [each for each in self._waiting[table] if each[1].grad is not None]
+            if waiting:
+                changed.append((table, self._load(table, waiting)))
+        self.optimizer.step()
+        for table, ids in changed:
+            parameter = self._weights[table]
+            state = self.optimizer.state[parameter]
+            values = [parameter.detach(), *(state[name] for name in self._states)]
+            self._rows[table].write(ids, torch.cat(values, 1).numpy())
+        self.zero_grad()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget what was looked up since the last step."""
+        self._waiting = [[] for _ in self._tables]
+
+    def weight(self, table: int, start: int = 0, stop: int | None = None) -> Tensor:
+        """A copy of a table's rows from start to stop."""
+        rows, dim = self._tables[table]
+        ids = np.arange(start, rows if stop is None else stop)
+        return torch.from_numpy(self._rows[table].read(ids)[:, :dim].copy())
+
+    @property
+    def rows_in_memory(self) -> list[int]:
+        """How many rows of each table are in memory now."""
+        return [rows.held for rows in self._rows]
+
+    def _require_rows(self, table: int, indices: Tensor) -> None:
+        rows = self._tables[table][0]
+        if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= rows):
+            raise OptionError(
+                f"indices of table {table} go from {int(indices.min()):,} to {int(indices.max()):,}, but "
+                f"it has rows 0 to {rows - 1:,}. Nothing was changed; correct them, or make the table larger."
+            )
+
+    def _bags(self, table: int, indices: Tensor, offsets: Tensor | None) -> Tensor:
+        ids, inverse = np.unique(indices.numpy(), return_inverse=True)
+        ids = ids if ids.size else np.zeros(1, np.int64)  # torch has no bags of a table without rows
+        found = torch.from_numpy(self._rows[table].read(ids)[:, : self._tables[table][1]].copy())
+        weight = nn.Parameter(found, requires_grad=torch.is_grad_enabled())
+        if weight.requires_grad:
+            self._rows[table].count(ids)
+            self._waiting[table].append((ids, weight))
+        local = torch.from_numpy(inverse.reshape(tuple(indices.shape)))
+        return F.embedding_bag(
+            local, weight, None if offsets is None else offsets.long(), mode=self._mode, sparse=True
+        )
+
+    def _load(self, table: int, waiting: list[tuple[np.ndarray, nn.Parameter]]) -> np.ndarray:
+        """Give the optimizer the rows that are waiting, with their gradients and state; returns which."""
+        ids = waiting[0][0] if len(waiting) == 1 else np.unique(np.concatenate([each for each, _ in waiting]))
+        parameter, dim = self._weights[table], self._tables[table][1]
+        parts = torch.from_numpy(self._rows[table].read(ids)).split(dim, 1)
+        parameter.data = parts[0].contiguous()
+        where, values = [], []
+        for each, weight in waiting:
+            gradient: Any = weight.grad
+            where.append(torch.from_numpy(np.searchsorted(ids, each))[gradient._indices()[0]])
+            values.append(gradient._values())
+        parameter.grad = torch.sparse_coo_tensor(
+            torch.cat(where)[None], torch.cat(values), tuple(parameter.shape), check_invariants=False
+        )
+        state = self.optimizer.state[parameter]
+        if state:
+            state.update(
+                {name: part.contiguous() for name, part in zip(self._states, parts[1:], strict=True)}
+            )
+        return ids
+
+
+def _shares(tables: Sequence[tuple[int, int]], memory_bytes: int) -> list[int]:
+    """Memory for each table's rows, by its size."""
+    known = 8 * sum(rows for rows, _ in tables)
+    if memory_bytes <= known:
+        raise BudgetError(
+            f"memory= is {memory_bytes:,} bytes, and to know where each row is takes {known:,}. Give more."
+        )
+    sizes = [rows * dim for rows, dim in tables]
+    return [int((memory_bytes - known) * size / sum(sizes)) for size in sizes]
+
+
+def _row_state(factory: Factory, dtype: torch.dtype) -> dict[str, float]:
+    """What the optimizer keeps of each element, with the value it begins with.
+
+    Raises:
+        OptionError: a step changes rows without gradient, or keeps what is not of single elements.
+    """
+    weight = nn.Parameter(torch.ones(2, 1, dtype=dtype))
+    optimizer = factory([weight])
+    begun = {name: value.flatten()[0].item() for name, value in _elementwise(optimizer, weight).items()}
+    rows: list[dict[str, Tensor]] = []
+    for indices in ([0, 1], [0]):
+        ones = torch.ones(len(indices), 1, dtype=dtype)
+        weight.grad = torch.sparse_coo_tensor(torch.tensor([indices]), ones, (2, 1), check_invariants=False)
+        optimizer.step()
+        rows.append({"weight": weight.detach()[1].clone()})
+        for name, value in _elementwise(optimizer, weight).items():
+            rows[-1][name] = value[1].clone()
+    if any(not torch.equal(value, rows[1][name]) for name, value in rows[0].items()):
+        raise OptionError(
+            f"{type(optimizer).__name__} changes rows that were not looked up, so that all of a table would "
+            "be read in every step. Give SGD without momentum, Adagrad without lr_decay, or SparseAdam."
+        )
+    return {name: begun.get(name, 0.0) for name in rows[0] if name != "weight"}
+
+
+def _elementwise(optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> dict[str, Tensor]:
+    state = {name: value for name, value in optimizer.state[weight].items() if isinstance(value, Tensor)}
+    for name, value in state.items():
+        if value.is_sparse:
+            raise OptionError(
+                f"{type(optimizer).__name__} keeps {name} as a sparse tensor, which changes as a whole. Give "
+                "SGD without momentum, Adagrad, or SparseAdam."
+            )
+    return {name: value for name, value in state.items() if value.shape == weight.shape}
