@@ -66,9 +66,13 @@ class Chunks:
             self._start(self._take(offset), nbytes, written=False)
         return True
 
+    def holds(self, offset: int) -> bool:
+        """Whether bytes are in a buffer, or were lost with one."""
+        return offset in self._used or offset in self._lost
+
     def begin_get(self, offset: int, out: Bytes) -> Future[None]:
         """As :meth:`get`, of an area that fills anything: what is in no buffer needs none."""
-        if offset not in self._used and offset not in self._lost:
+        if not self.holds(offset):
             return self._file.begin_read(out.data, offset)
         self.get(offset, out)
         done: Future[None] = Future()

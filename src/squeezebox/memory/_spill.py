@@ -134,8 +134,13 @@ class Spill:
 
     def _read_at_once(self, slot: Slot, data: Bytes) -> None:
         assert self._chunks is not None
-        parts = [(slot.offset + start, data[start:stop]) for start, stop in slot.parts()]
-        arriving = [self._chunks.begin_get(*part) for part in parts]
+        parts: list[tuple[int, int]] = []  # chunks in buffers, and what lies between them
+        for start, stop in slot.parts():
+            is_held = self._chunks.holds(slot.offset + start)
+            if not is_held and parts and parts[-1][0] == stop and not self._chunks.holds(slot.offset + stop):
+                stop = parts.pop()[1]
+            parts.append((start, stop))
+        arriving = [self._chunks.begin_get(slot.offset + start, data[start:stop]) for start, stop in parts]
         self._fetch_ahead(slot, 0)
         for each in reversed(arriving):  # they come in order, so that one wait is enough
             each.result()
