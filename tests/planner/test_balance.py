@@ -51,6 +51,19 @@ def test_regret_against_the_oracle_is_at_most_5_percent(name, noise):
     assert sum(found) / len(found) <= 0.05
 
 
+def test_loads_tell_which_choice_to_try_on_a_slower_link():
+    def seconds(slowness):
+        return [each + slowness * load for each, load in ((1.0, 0.5), (1.4, 0.3), (1.7, 0.02))]
+
+    balance = Balance(seconds(1), first=0, loads=[0.5, 0.3, 0.02])
+    choices = []
+    for slowness in [1] * 15 + [4] * 20:
+        choices.append(balance.choice)
+        balance.note(seconds(slowness)[balance.choice])
+    assert choices[:15].count(1) + choices[:15].count(2) <= 10
+    assert choices[-12:] == [2] * 12 and 1 not in choices[15:]
+
+
 @pytest.mark.parametrize("noise", NOISES)
 def test_four_fifths_of_what_is_lost_to_a_slower_link_are_recovered(noise):
     trace = TRACES["slower fourfold"]

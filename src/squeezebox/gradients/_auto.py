@@ -29,6 +29,7 @@ _OTHER_LINKS = (
     2.0,
     8.0,
 )  # times a pass's seconds, that all bytes take more where there are plans, too
+_OTHER = 1.4  # times the bytes of another plan, or fewer by as much, that make one worth a choice
 _BLOCK = 4  # passes of a candidate in a row, the first of which does not count
 _ROUNDS = 6  # of blocks, at most
 _MARGIN = 0.5  # over the rounds so far: a candidate that is slower than the fastest by more gets no other
@@ -53,7 +54,7 @@ class ExchangePlan:
     """What ``method="auto"`` chose: groups in their order, and how each goes.
 
     ``seconds`` from the end of forward until all have come are planned ones, or what passes took that tried
-    it. ``noise`` is that of all together, as planned.
+    it. ``noise`` is that of all together, as planned, and ``nbytes`` a rank sends in a pass.
     ``follows_buckets`` says that groups are DDP's buckets.
     """
 
@@ -61,6 +62,7 @@ class ExchangePlan:
     seconds: float
     noise: float
     follows_buckets: bool
+    nbytes: float = 0.0
 
     @property
     def is_plain(self) -> bool:
@@ -114,8 +116,8 @@ class ExchangeCosts:
             Group(first=a, end=b, way=ways[group.method, group.level])
             for (a, b), group in zip(itertools.pairwise(ends), plan.groups, strict=True)
         ]
-        found = evaluate_fusion(ordered, groups)
-        return replace(plan, seconds=found.seconds + self.shift, noise=found.noise)
+        found = _plan(ordered, evaluate_fusion(ordered, groups), follows_buckets=plan.follows_buckets)
+        return replace(found, seconds=found.seconds + self.shift)
 
     def slower(self, seconds: float) -> ExchangeCosts:
         """The same over a link on which a byte takes these ``seconds`` more."""
@@ -270,10 +272,9 @@ class Chooser:
     def choices(self, chosen: ExchangePlan) -> list[ExchangePlan]:
         """The plan, and others that would be the fastest over a slower or faster link."""
         assert self.costs is not None
-        known, found = {chosen.groups}, [chosen]
+        found = [chosen]
         for each in self._others:
-            if each.groups not in known:
-                known.add(each.groups)
+            if all(max(each.nbytes, one.nbytes) > _OTHER * min(each.nbytes, one.nbytes) for one in found):
                 found.append(self.costs.of(each))
         return found
 
@@ -308,6 +309,11 @@ def _plan(ordered: Sequence[Gradient], plan: FusionPlan, *, follows_buckets: boo
         )
         for group in plan.groups
     )
+    numels = (sum(each.numel for each in ordered[group.first : group.end]) for group in plan.groups)
     return ExchangePlan(
-        groups=groups, seconds=plan.seconds, noise=plan.noise, follows_buckets=follows_buckets
+        groups=groups,
+        seconds=plan.seconds,
+        noise=plan.noise,
+        follows_buckets=follows_buckets,
+        nbytes=sum(group.way.nbytes * numel for group, numel in zip(plan.groups, numels, strict=True)),
     )

@@ -17,7 +17,12 @@ class Balanced:
 
     def __init__(self, plans: Sequence[ExchangePlan], first: ExchangePlan) -> None:
         self.plans = tuple(plans)
-        self._balance = Balance([each.seconds for each in plans], first=self.plans.index(first))
+        loads = [each.nbytes for each in plans]
+        self._balance = Balance(
+            [each.seconds for each in plans],
+            first=self.plans.index(first),
+            loads=loads if all(loads) else None,
+        )
         self._told: tuple[int, Callable[[], list[list[float]]]] | None = None  # of the pass before
 
     @property

@@ -25,15 +25,21 @@ class Balance:
     Args:
         expected: seconds of a step by choice, as planned; at least one.
         first: the choice to begin with; None for the one that is expected to be the fastest.
+        loads: what each choice puts on what may change its speed, such as bytes on a link. Where the choice in
+            force becomes slower or faster, others are taken to do so in proportion; None for not at all.
     """
 
-    def __init__(self, expected: Sequence[float], first: int | None = None) -> None:
+    def __init__(
+        self, expected: Sequence[float], first: int | None = None, loads: Sequence[float] | None = None
+    ) -> None:
+        self._loads = loads
         self._levels = list(expected)
         self.choice = self._levels.index(min(self._levels)) if first is None else first
         self._kept = self.choice  # in force; another one is on trial
         self._seen: deque[float] = deque(maxlen=_WINDOW)
         self._is_first = True  # of a choice's steps in a row
         self._calm = 0.0  # the level that is no occasion
+        self._base = 0.0  # the level that others' levels belong to
         self._step = 0
         self._tried = [-_LATEST] * len(self._levels)  # the step of a choice's last trial,
         self._waits = [_SOONEST] * len(self._levels)  # and how long it is not tried if it is about as good
@@ -64,6 +70,7 @@ class Balance:
             return
         self._tried[self._kept] = self._step
         self._kept, self._calm, self._levels[self.choice] = self.choice, level, level
+        self._base = level
 
     def _fail(self, level: float) -> None:
         """The choice on trial is not the better one."""
@@ -75,9 +82,14 @@ class Balance:
         """Whether another choice is worth a trial."""
         if not self._calm:  # what was planned is right up to a factor
             self._levels = [each * level / self._levels[self._kept] for each in self._levels]
-            self._calm = level
+            self._calm = self._base = level
         self._levels[self._kept], self._calm = level, min(self._calm, level)
         others = [each for each in range(len(self._levels)) if each != self._kept]
+        if self._loads is not None and abs(level - self._base) > (_MORE - 1.0) * self._base:
+            for each in others:
+                moved = (level - self._base) * self._loads[each] / self._loads[self._kept]
+                self._levels[each] = max(self._levels[each] + moved, 0.0)
+            self._base = level
         better = [each for each in others if self._levels[each] < _LESS * level]
         if level > _MORE * self._calm and better:
             soonest = _SOONEST if level < _FAR * self._calm else 0
