@@ -25,8 +25,8 @@ class Balance:
     Args:
         expected: seconds of a step by choice, as planned; at least one.
         first: the choice to begin with; None for the one that is expected to be the fastest.
-        loads: what each choice puts on what may change its speed, such as bytes on a link. Where the choice in
-            force becomes slower or faster, others are taken to do so in proportion; None for not at all.
+        loads: what each choice puts on what may change its speed, such as bytes on a link. Where the choice
+            in force becomes slower or faster, others are taken to do so in proportion; None for not at all.
     """
 
     def __init__(
