@@ -12,8 +12,9 @@ two one-sided t tests on paired differences, arm minus plain; the margin is the 
 The report is written after every training; the next run goes on from the newest one.
 
 links: seconds of a training step over emulated links, as ``squeezebox gradients measure`` takes them. All
-arms take turns in the same two processes. A step lasts until the later rank has ended it, from when both
-have begun. What is measured goes into the report of the day, so links may be measured one at a time.
+arms take turns in the same two processes, of two steps each; the second one counts. A step lasts until the
+later rank has ended it, from when both have begun. What is measured goes into the report of the day, so links
+may be measured one at a time.
 
 own: processor time of the exchange itself, and of its parts.
 """

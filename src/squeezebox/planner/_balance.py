@@ -39,7 +39,7 @@ class Balance:
         self._seen: deque[float] = deque(maxlen=_WINDOW)
         self._is_first = True  # of a choice's steps in a row
         self._calm = 0.0  # the level that is no occasion
-        self._base = 0.0  # the level that others' levels belong to
+        self._anchor = 0.0  # the level that others' levels belong to
         self._step = 0
         self._tried = [-_LATEST] * len(self._levels)  # the step of a choice's last trial,
         self._waits = [_SOONEST] * len(self._levels)  # and how long it is not tried if it is about as good
@@ -70,7 +70,7 @@ class Balance:
             return
         self._tried[self._kept] = self._step
         self._kept, self._calm, self._levels[self.choice] = self.choice, level, level
-        self._base = level
+        self._anchor = level
 
     def _fail(self, level: float) -> None:
         """The choice on trial is not the better one."""
@@ -82,14 +82,14 @@ class Balance:
         """Whether another choice is worth a trial."""
         if not self._calm:  # what was planned is right up to a factor
             self._levels = [each * level / self._levels[self._kept] for each in self._levels]
-            self._calm = self._base = level
+            self._calm = self._anchor = level
         self._levels[self._kept], self._calm = level, min(self._calm, level)
         others = [each for each in range(len(self._levels)) if each != self._kept]
-        if self._loads is not None and abs(level - self._base) > (_MORE - 1.0) * self._base:
+        if self._loads is not None and abs(level - self._anchor) > (_MORE - 1.0) * self._anchor:
             for each in others:
-                moved = (level - self._base) * self._loads[each] / self._loads[self._kept]
+                moved = (level - self._anchor) * self._loads[each] / self._loads[self._kept]
                 self._levels[each] = max(self._levels[each] + moved, 0.0)
-            self._base = level
+            self._anchor = level
         better = [each for each in others if self._levels[each] < _LESS * level]
         if level > _MORE * self._calm and better:
             soonest = _SOONEST if level < _FAR * self._calm else 0
