@@ -14,7 +14,7 @@ from squeezebox.planner._greedy import first_fit, peak, solve
 from squeezebox.planner._milp import optimum
 from squeezebox.planner._pipeline import plan_pipeline
 from squeezebox.planner._replicated import with_replicas
-from squeezebox.planner._shortage import floor, planned_peak, shortage, smallest
+from squeezebox.planner._shortage import floor, over_step, planned_peak, shortage, smallest
 from squeezebox.planner._split import (
     ReplicatedSplit,
     ReplicatedStage,
@@ -43,6 +43,7 @@ __all__ = [
     "in_slices",
     "largest_batch",
     "optimum",
+    "over_step",
     "peak",
     "planned_peak",
     "pipedream_split",

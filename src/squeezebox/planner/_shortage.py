@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from squeezebox.planner._greedy import first_fit, solve
 from squeezebox.planner._table import Integers, Table, as_chosen, tabulate
-from squeezebox.schema import Budget, BudgetError, MemoryParts, Part, Plan, PlannedPeak, Profile, Shortage
+from squeezebox.schema import (
+    Budget,
+    BudgetError,
+    MemoryParts,
+    Option,
+    Part,
+    Plan,
+    PlannedPeak,
+    Profile,
+    Shortage,
+)
 
 _PRECISION = 0.002  # of the peak
 
@@ -98,6 +109,28 @@ def planned_peak(profile: Profile, plan: Plan) -> PlannedPeak:
     return PlannedPeak(
         phase=moment.phase, event=moment.event, key=moment.key, parts=_parts(profile, table, usage)
     )
+
+
+_SHARES = {"forward": 80, "backward": 100, "optimizer": 20}  # of each phase, in a drawing
+
+
+def over_step(profile: Profile, choices: Mapping[str, Option]) -> dict[str, tuple[int, ...]]:
+    """The most bytes in each share of a phase with these options: see :class:`StepCurve`."""
+    table = as_chosen(profile, choices)
+    usage = table.usage(np.zeros(len(table.valid), np.int64))
+    phases = np.array([moment.phase.replace("loss", "forward") for moment in profile.moments])
+    return {
+        phase: tuple(int(share.max()) for share in _in_shares(usage[phases == phase], shares))
+        for phase, shares in _SHARES.items()
+        if (phases == phase).any()
+    }
+
+
+def _in_shares(values: Integers, shares: int) -> Iterator[Integers]:
+    """Neighbours go together; where there are fewer values than shares, one is in several."""
+    for share in range(shares):
+        start = share * len(values) // shares
+        yield values[start : max(-(-(share + 1) * len(values) // shares), start + 1)]
 
 
 def _parts(profile: Profile, table: Table, usage: Integers) -> MemoryParts:

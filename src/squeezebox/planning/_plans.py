@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,9 @@ from squeezebox.schema import (
     BudgetError,
     OptionError,
     Part,
+    Plan,
+    PlanPoint,
+    StepCurve,
     StepProfile,
 )
 from squeezebox.session import profile_with_places
@@ -114,6 +118,7 @@ def make_plan(
     update_noise: float | None = None,
     weight_noise: float | None = None,
     load: str | None = None,
+    frontier: bool = False,
     cache: str | os.PathLike[str] | None = None,
     on_progress: Progress | None = None,
 ) -> StepPlan:
@@ -162,6 +167,8 @@ def make_plan(
         load: how tokens choose experts while the step is measured. "balanced": in turn. "worst": so too, but
             the budget also holds for a step in which all choose the same ones, which is then measured under
             the plan. None: as the model's routers do.
+        frontier: whether some plans of other budgets are looked for, too: what they take is in the plan, and
+            notebooks draw it.
         cache: a folder in which profiles are kept and found again; it may be deleted at any time. One is used
             again for the same model, weights, sample, loss, noise, optimizer, versions and machine; a change
             in what the loss or a module's forward calls is not noticed.
@@ -227,7 +234,7 @@ def make_plan(
 
     def plan_for(limit: int | None, lawful: float) -> StepPlan:
         with hinting(step, seen, limit, lawful, whole_peak):
-            plan = planned(model, seen, limit, lawful, batch_of(sample), seconds, slices, optimizer)
+            plan = planned(model, seen, limit, lawful, batch_of(sample), seconds, slices, optimizer, frontier)
         return with_folder(dataclasses.replace(plan, noise=allowed, arena=arena), folder)
 
     def plan_below(limit: int | None) -> StepPlan:
@@ -313,6 +320,7 @@ def planned(
     seconds: float = math.inf,
     slices: Slices | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    frontier: bool = False,
 ) -> StepPlan:
     """The fastest plan within ``limit`` bytes; without one, the smallest within ``seconds`` beyond plain."""
     choice = _chosen(seen, limit, noise, batch, seconds, slices)
@@ -341,7 +349,42 @@ def planned(
         if used.plain_peak_bytes is None or optimizer is None
         else optimizer_plan(used, chosen, model, optimizer),
         weights=weights_plan(used, chosen),
+        curve=_curve(seen, used, chosen) if used.profile.moments else None,
+        frontier=_frontier([seen] if used.region is None else [seen, used], noise, plain_peak(seen))
+        if frontier
+        else (),
     )
+
+
+def _curve(seen: StepProfile, used: StepProfile, chosen: Plan) -> StepCurve:
+    """A step with all rows kept, and one under the plan."""
+    kept = {
+        row.key: keeping(seen.saved_bytes[row.key])
+        if row.part is Part.SAVED
+        else next(option for option in row.options if option.action is Action.KEEP)
+        for row in seen.profile.tensors
+    }
+    return StepCurve(
+        plain_bytes=planner.over_step(seen.profile, kept),
+        planned_bytes=planner.over_step(used.profile, chosen.choices),
+    )
+
+
+_POINTS = 6  # of the frontier, beside the plan itself
+
+
+def _frontier(ways: Sequence[StepProfile], noise: float, highest: int) -> tuple[PlanPoint, ...]:
+    """The fastest plans from the lowest floor of these ways to work the step up to a peak, by the error law."""
+    lowest = min(planner.floor(way.profile, noise) for way in ways)
+    points = set()
+    for share in range(1, _POINTS + 1):
+        budget = Budget(peak_bytes=lowest + (highest - lowest) * share // _POINTS, noise=noise)
+        found = [solved(way, budget, exchange=False) for way in ways]
+        choices = [choice for choice in found if choice is not None]
+        if choices:
+            best = min(choices, key=lambda choice: choice.seconds)
+            points.add(PlanPoint(peak_bytes=best.plan.predicted_peak_bytes, seconds=best.seconds))
+    return tuple(sorted(points, key=lambda point: point.peak_bytes))
 
 
 def _chosen(

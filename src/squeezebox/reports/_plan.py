@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from squeezebox.reports._notebook import frontier_drawing, memory_drawing, notebook
 from squeezebox.reports._report import offloaded
 from squeezebox.schema import (
     Action,
@@ -17,9 +18,11 @@ from squeezebox.schema import (
     OptimizerPlan,
     Option,
     PlannedPeak,
+    PlanPoint,
     Region,
     Role,
     Shortage,
+    StepCurve,
     WeightsPlan,
     checked,
     checked_flat,
@@ -123,6 +126,8 @@ _LATER = {
     "weights": None,
     "assumed_load": "",
     "worst_peak_bytes": None,
+    "curve": None,
+    "frontier": [],
 }  # what files of earlier releases lack
 
 
@@ -161,6 +166,8 @@ class StepPlan:
     ``assumed_load`` is the load of experts that was asked for, "" where routers chose by themselves.
     ``worst_peak_bytes``, where that is "worst", is what a step under the plan took with all tokens at the
     same experts.
+    ``curve`` are the bytes over the step, plain and under the plan. ``frontier``, where it was asked for, is
+    what the fastest plans of other budgets take, lowest peak first.
     """
 
     model: str
@@ -181,6 +188,18 @@ class StepPlan:
     weights: WeightsPlan | None = None
     assumed_load: str = ""
     worst_peak_bytes: int | None = None
+    curve: StepCurve | None = None
+    frontier: tuple[PlanPoint, ...] = ()
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        plain = PlanPoint(peak_bytes=self.plain_peak_bytes, seconds=self.plain_seconds)
+        chosen = PlanPoint(peak_bytes=self.predicted_peak_bytes, seconds=self.predicted_seconds)
+        return notebook(
+            str(self),
+            memory_drawing(self.curve, self.budget_bytes) if self.curve else "",
+            frontier_drawing(self.frontier, chosen, plain) if self.frontier else "",
+        )
 
     def __getitem__(self, key: str) -> Option:
         """How the tensor of that key is held."""

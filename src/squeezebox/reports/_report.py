@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from squeezebox.reports._notebook import bits_drawing, notebook
+from squeezebox.reports._page import bits
 from squeezebox.schema import (
     ArenaRecord,
     Check,
@@ -70,6 +72,18 @@ class Report:
         """Measured and predicted error of single layers."""
         return self.record.checks
 
+    def figures(self) -> dict[str, float]:
+        """Numbers to log after a step, such as to TensorBoard; those that are not known are left out."""
+        known = {
+            "saved_bytes": self.saved_bytes,
+            "packed_bytes": self.packed_bytes,
+            "peak_bytes": self.peak_bytes,
+            "noise": self.noise,
+            "predicted_noise": self.predicted_noise,
+            "update_noise": self.update_noise,
+        }
+        return {f"squeezebox/{name}": float(value) for name, value in known.items() if value is not None}
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as written by :meth:`save`."""
         return plain_fields(self.record)
@@ -85,6 +99,16 @@ class Report:
 
     def __str__(self) -> str:
         return "\n".join([*_totals(self.record), "", *_table(self.record)])
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        modules = dict.fromkeys(tensor.module for tensor in self.tensors)
+        groups = {name: [each for each in self.tensors if each.module == name] for name in modules}
+        layers = {
+            name or "(the model itself)": (bits(each), sum(tensor.saved_bytes for tensor in each))
+            for name, each in groups.items()
+        }
+        return notebook(str(self), bits_drawing(layers))
 
 
 def _totals(record: StepRecord) -> list[str]:

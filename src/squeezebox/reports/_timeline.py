@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from squeezebox.reports._notebook import page_frame
 from squeezebox.reports._page import PHASES, UNITS, owner, timeline_html
 from squeezebox.schema import (
     Activity,
@@ -104,6 +105,10 @@ class Timeline:
     """Where one step's time and memory went, phase by module. ``str()`` is a table."""
 
     figures: StepTimeline
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the page of :meth:`to_html`."""
+        return page_frame(timeline_html(self.figures))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as written by :meth:`save`."""

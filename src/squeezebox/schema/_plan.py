@@ -305,6 +305,25 @@ class PlannedPeak:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StepCurve:
+    """Bytes over a step, plain and under a plan, by phase: the most in each of its equal shares.
+
+    Phases are "forward" (with the loss), "backward" and "optimizer", in this order, those that there are.
+    """
+
+    plain_bytes: dict[str, tuple[int, ...]]
+    planned_bytes: dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanPoint:
+    """What the fastest plan of one budget takes."""
+
+    peak_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Shortage:
     """Why no plan fits a budget, and what would; sizes are bytes.
 
