@@ -1,5 +1,8 @@
 """Lightning's Trainer: the session comes and goes with training, its state with checkpoints."""
 
+import csv
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -55,11 +58,10 @@ def fit(module, *callbacks, epochs=1, ckpt_path=None, **options):
         accelerator="cpu",
         max_epochs=epochs,
         callbacks=list(callbacks),
-        logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **options,
+        **{"logger": False, **options},
     )
     trainer.fit(module, loader(), ckpt_path=ckpt_path)
     return trainer
@@ -96,6 +98,15 @@ def test_a_training_that_goes_on_from_a_checkpoint_equals_one_without_a_break(tm
     assert resumed.session.state_dict() == uninterrupted.session.state_dict()
     bounds = [[row.bound for row in each.report.tensors] for each in (resumed, uninterrupted)]
     assert bounds[0] == bounds[1] and max(bounds[0]) > 0.0
+
+
+def test_loggers_get_the_figures_of_reports(tmp_path):
+    logger = pl.loggers.CSVLogger(tmp_path)
+    callback = SqueezeboxCallback(noise=1e-2)
+    fit(Classifier(), callback, logger=logger, log_every_n_steps=2)
+    rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()))
+    assert [row["step"] for row in rows] == ["2", "4"]
+    assert float(rows[-1]["squeezebox/packed_bytes"]) == callback.report.packed_bytes
 
 
 class Saving(pl.Callback):

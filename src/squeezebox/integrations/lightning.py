@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from squeezebox.integrations._training import Training
 from squeezebox.reports import Report
-from squeezebox.schema import OutOfMemoryError
+from squeezebox.schema import AttachError, OutOfMemoryError
 from squeezebox.session import Session
 
 
@@ -25,7 +25,8 @@ class SqueezeboxCallback(Callback):
     Everything that ``training_step`` computes is covered, the loss too, up to its backward (with manual
     optimization: up to each and from each on). The session begins when training starts and ends with it,
     also when that raises. Its state is in every checkpoint, and training that goes on from one goes on to
-    the bit, as far as the rest of it does.
+    the bit, as far as the rest of it does. The trainer's loggers get the figures of reports, such as
+    ``squeezebox/packed_bytes``, every ``log_every_n_steps`` steps.
 
     Args:
         options: of :func:`squeezebox.attach`, but for the optimizer, which is the trainer's. A module with
@@ -68,8 +69,14 @@ class SqueezeboxCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End the step also where there was no backward."""
+        """End the step also where there was no backward; log the report's figures when the trainer logs."""
         self._step.close()
+        every = trainer.log_every_n_steps
+        if trainer.loggers and every and trainer.global_step % every == 0:
+            with contextlib.suppress(AttachError):  # nothing was captured yet
+                figures = self.report.figures()
+                for logger in trainer.loggers:
+                    logger.log_metrics(figures, step=trainer.global_step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the module as it was."""

@@ -370,11 +370,11 @@ def _curve(seen: StepProfile, used: StepProfile, chosen: Plan) -> StepCurve:
     )
 
 
-_POINTS = 6  # of the frontier, beside the plan itself
+_POINTS = 6  # of the frontier
 
 
 def _frontier(ways: Sequence[StepProfile], noise: float, highest: int) -> tuple[PlanPoint, ...]:
-    """The fastest plans from the lowest floor of these ways to work the step up to a peak, by the error law."""
+    """The fastest plans of these ways to work the step, from their lowest floor up to a peak."""
     lowest = min(planner.floor(way.profile, noise) for way in ways)
     points = set()
     for share in range(1, _POINTS + 1):

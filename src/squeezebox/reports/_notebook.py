@@ -1,4 +1,4 @@
-"""Drawings for notebooks: SVG without scripts, in the reader's own colour of text, as wide as there is room."""
+"""Drawings for notebooks: SVG without scripts, in the reader's own colour, as wide as there is room."""
 
 from __future__ import annotations
 

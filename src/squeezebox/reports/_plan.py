@@ -118,7 +118,7 @@ def _ways(shortage: Shortage) -> Iterator[str]:
 
 
 PLAN_VERSION = 2
-_LATER = {
+_LATER: dict[str, Any] = {
     "peak": None,
     "arena": False,
     "offload": None,
