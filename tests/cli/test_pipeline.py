@@ -73,6 +73,14 @@ def test_text_and_trace(folder, capfd):
     assert sorted(path.name for path in folder.iterdir()) == ["other.svg", "trace.json"]
 
 
+def test_an_order_for_torch(folder, capfd):
+    assert run(capfd, "simulate", "zb-v", "--ranks", "2", "--microbatches", "4", "--csv", "order.csv")[0] == 0
+    assert (folder / "order.csv").read_text() == make("zb-v", 2, 4, loops=2).to_csv()
+    code, _, err = run(capfd, "simulate", "pipedream", "--csv", "other.csv", "--out", "other.svg")
+    assert code == 1 and "cannot be exported" in err
+    assert sorted(path.name for path in folder.iterdir()) == ["order.csv", "schedule.svg"]
+
+
 def test_a_value_for_every_stage(capfd):
     figures = json.loads(
         run(

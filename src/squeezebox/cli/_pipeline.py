@@ -199,6 +199,9 @@ def simulate(
     trace: Annotated[
         Path | None, typer.Option(help="Where a trace for ui.perfetto.dev goes, as JSON.")
     ] = None,
+    csv: Annotated[
+        Path | None, typer.Option(help="Where the order goes, for torch.distributed.pipelining to read.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Draw a schedule, and say what a batch takes and what every rank holds; nothing is run."""
@@ -212,5 +215,6 @@ def simulate(
         activation=activation,
         out=out,
         trace=trace,
+        csv=csv,
     )
     print(json.dumps(result.to_dict(), indent=1) if as_json else f"{result}\n\nThe drawing is in {out}.")

@@ -78,11 +78,13 @@ def run(
     activation: str | None,
     out: Path,
     trace: Path | None,
+    csv: Path | None,
 ) -> PipelineReport:
-    """Simulate, draw to ``out``, and write trace events to ``trace`` if that is given.
+    """Simulate, draw to ``out``, and write trace events to ``trace`` and the order to ``csv`` if given.
 
     Raises:
         OptionError: an argument is out of range or names nothing.
+        PlanError: the order is wanted, and the schedule does not flush after each batch.
         OutputError: a file cannot be written.
     """
     schedule = request.make()
@@ -95,7 +97,8 @@ def run(
         transfer=require_delay("--transfer", transfer),
         activation_bytes=sizes,
     )
-    for path in (out, trace):
+    order = schedule.to_csv() if csv is not None else ""
+    for path in (out, trace, csv):
         if path is not None:
             require_writable(path)
     timeline = simulate(schedule, costs)
@@ -104,6 +107,8 @@ def run(
     write_whole(out, draw_svg(chart))
     if trace is not None:
         write_whole(trace, json.dumps(trace_events(chart), separators=(",", ":")) + "\n")
+    if csv is not None:
+        write_whole(csv, order)
     return result
 
 
