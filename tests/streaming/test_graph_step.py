@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from squeezebox.memory import PeakMeter
 from squeezebox.schema import BudgetError, DatasetError, OptionError, OutputError, UnsupportedModelError
 from squeezebox.streaming import Graph, GraphStep
 
@@ -75,7 +76,7 @@ def whole(model, graph):
 @pytest.mark.parametrize(("name", "model"), list(networks()), ids=[name for name, _ in networks()])
 def test_a_step_in_parts_is_the_whole_graphs(name, model):
     model, graph = nn.ModuleList(model).double(), made(weights=name == "gcn")
-    step = GraphStep(model, graph, "24KiB")
+    step = GraphStep(model, graph, "20KiB")
     assert step.parts > 2
     loss = step()
     found = [parameter.grad for parameter in model.parameters()]
@@ -127,6 +128,27 @@ def test_too_little_memory_and_a_bad_loss_are_refused(tmp_path):
         GraphStep(model, made(), "1MiB", loss_fn=nn.functional.cross_entropy)()
     with pytest.raises(OutputError, match="gone"):
         GraphStep(model, made(), "1MiB", folder=tmp_path / "gone")()
+
+
+@pytest.mark.parametrize("classes", [4, 300])
+def test_a_steps_peak_stays_within_the_memory(classes):
+    """Where some parts read many more rows than others, and where most is the loss's."""
+    torch.manual_seed(0)
+    targets = torch.arange(3000).repeat_interleave(6)
+    sources = (targets + torch.randint(-100, 101, targets.shape)).clamp(0, 2999)
+    sources[9000:10200] = torch.randint(3000, (1200,))
+    graph = Graph(
+        features=torch.randn(3000, 32),
+        edges=torch.stack([sources, targets]),
+        targets=torch.randint(classes, (3000,)),
+    )
+    model = nn.Sequential(Sage(32, 16), nn.ReLU(), Sage(16, classes))
+    step = GraphStep(model, graph, "1MiB")
+    meter = PeakMeter(torch.device("cpu"))
+    assert step.parts > 1 and meter.start()
+    step()
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    assert meter.stop(()).total_bytes <= 2**20 + 2 * gradients  # those there, and the sum with a part's
 
 
 def test_a_features_file_that_shrinks_is_an_error_and_gradients_stay(tmp_path):

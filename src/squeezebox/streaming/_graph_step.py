@@ -218,7 +218,7 @@ class GraphStep:
                 self._widths.append(x.shape[1])
 
     def _fitting_cuts(self) -> list[tuple[int, int]]:
-        """Parts of which the heaviest stays within the memory, as measured."""
+        """Parts that stay within the memory: those with most edges and that read most rows are measured."""
         parts = 1
         while True:
             cuts = self._edges.cuts(parts)
@@ -226,6 +226,9 @@ class GraphStep:
             peak = self._guess(start, stop)
             if peak <= self._memory_bytes:
                 peak = self._measured(self._edges.part(start, stop))
+            if peak <= self._memory_bytes:
+                most = max((self._edges.part(*cut) for cut in cuts), key=lambda part: len(part.read))
+                start, stop, peak = most.start, most.stop, max(peak, self._measured(most))
             if peak <= self._memory_bytes:
                 return cuts
             if stop - start == 1:
@@ -242,7 +245,7 @@ class GraphStep:
         return int(16 * edges + (stop - start) * width * self._dtype.itemsize)
 
     def _measured(self, part: Part) -> int:
-        """The peak of a part, over all stages, with made-up rows."""
+        """The peak of a part, over all stages and the loss, with made-up rows."""
         peak, width = 0, self._graph.features.shape[1]
         for stage, wider in zip(self._stages, self._widths, strict=True):
             meter = PeakMeter(torch.device("cpu"))
@@ -251,7 +254,8 @@ class GraphStep:
             try:
                 x = torch.ones(len(stage.reads(part)), width, dtype=self._dtype, requires_grad=True)
                 output = stage(part, x)
-                torch.autograd.grad(output.sum(), [*stage.parameters, x], allow_unused=True)
+                output = self._loss(part, output) if stage is self._stages[-1] else output.sum()
+                torch.autograd.grad(output, [*stage.parameters, x], allow_unused=True)
             finally:
                 peak = max(peak, meter.stop(()).total_bytes)
             width = wider
