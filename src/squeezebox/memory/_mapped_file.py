@@ -30,18 +30,23 @@ def mapped_file(folder: Path, nbytes: int, what: str) -> np.ndarray[Any, np.dtyp
         return np.zeros(0, np.uint8)
     try:
         free = shutil.disk_usage(folder).free
-        if free < nbytes:
-            raise OutputError(
-                f"{what} take {nbytes:,} bytes of disk; {folder} has {free:,} free. Make room, or give "
-                "folder= on another disk."
-            )
+    except OSError as error:
+        raise _unmade(folder, nbytes, error) from error
+    if free < nbytes:
+        raise OutputError(
+            f"{what} take {nbytes:,} bytes of disk; {folder} has {free:,} free. Make room, or give folder= on "
+            "another disk."
+        )
+    try:
         with tempfile.TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)
             return np.memmap(file, np.uint8, "r+", shape=(nbytes,))
     except OSError as error:
-        if isinstance(error, OutputError):
-            raise
-        raise OutputError(
-            f"no temporary file of {nbytes:,} bytes could be made in {folder}: {error}. Give folder= one "
-            "that can be written to."
-        ) from error
+        raise _unmade(folder, nbytes, error) from error
+
+
+def _unmade(folder: Path, nbytes: int, error: OSError) -> OutputError:
+    return OutputError(
+        f"no temporary file of {nbytes:,} bytes could be made in {folder}: {error}. Give folder= one that can "
+        "be written to."
+    )
