@@ -23,12 +23,7 @@ from squeezebox.planner import FusionPlan, Gradient, Group, Way, evaluate_fusion
 AUTO = "auto"
 _SETTLING = 2  # passes of a process before buckets are DDP's final ones
 _MEASURED = 5  # in which arrivals are measured
-_OTHER_LINKS = (
-    -0.5,
-    0.5,
-    2.0,
-    8.0,
-)  # times a pass's seconds, that all bytes take more where there are plans, too
+_OTHER_LINKS = (-0.5, 0.5, 2.0, 8.0)  # of a pass's seconds, that its bytes take more over other links
 _OTHER = 1.4  # times the bytes of another plan, or fewer by as much, that make one worth a choice
 _BLOCK = 4  # passes of a candidate in a row, the first of which does not count
 _ROUNDS = 6  # of blocks, at most

@@ -45,28 +45,15 @@ class Exchange:
 
     def counts(self, numbers: Sequence[int]) -> list[list[int]]:
         """Every rank's integers, by rank."""
-        rows: list[list[int]] = self._rows(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
-        return rows
+        return self._begin_rows(torch.tensor(numbers, dtype=torch.int64, device="cpu"))()
 
     def numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """Every rank's numbers, by rank."""
-        rows: list[list[float]] = self._rows(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
-        return rows
+        return self.begin_numbers(numbers)()
 
     def begin_numbers(self, numbers: Sequence[float]) -> Callable[[], list[list[float]]]:
         """The same; what is returned waits for them."""
-        mine = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        found = mine.new_empty((self.ranks, mine.numel()))
-        self.sent_bytes += (self.ranks - 1) * mine.nbytes
-        work = dist.all_gather(list(found.unbind()), mine, group=self.group, async_op=True)
-        assert work is not None
-
-        def rows() -> list[list[float]]:
-            work.wait()
-            read: list[list[float]] = found.tolist()
-            return read
-
-        return rows
+        return self._begin_rows(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
 
     def first_text(self, text: str) -> str:
         """The first rank's text."""
@@ -94,9 +81,15 @@ class Exchange:
         )
         return list(found.split(list(sizes)))
 
-    def _rows(self, mine: Tensor) -> list[list[Any]]:
+    def _begin_rows(self, mine: Tensor) -> Callable[[], list[list[Any]]]:
         found = mine.new_empty((self.ranks, mine.numel()))
         self.sent_bytes += (self.ranks - 1) * mine.nbytes
-        dist.all_gather(list(found.unbind()), mine, group=self.group)
-        rows: list[list[Any]] = found.tolist()
+        work = dist.all_gather(list(found.unbind()), mine, group=self.group, async_op=True)
+        assert work is not None
+
+        def rows() -> list[list[Any]]:
+            work.wait()
+            read: list[list[Any]] = found.tolist()
+            return read
+
         return rows
