@@ -34,8 +34,8 @@ def mapped_file(folder: Path, nbytes: int, what: str) -> np.ndarray[Any, np.dtyp
         raise _unmade(folder, nbytes, error) from error
     if free < nbytes:
         raise OutputError(
-            f"{what} take {nbytes:,} bytes of disk; {folder} has {free:,} free. Make room, or give folder= on "
-            "another disk."
+            f"{what} take {nbytes:,} bytes of disk; {folder} has {free:,} free. Make room, or give folder= "
+            "on another disk."
         )
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -47,6 +47,6 @@ def mapped_file(folder: Path, nbytes: int, what: str) -> np.ndarray[Any, np.dtyp
 
 def _unmade(folder: Path, nbytes: int, error: OSError) -> OutputError:
     return OutputError(
-        f"no temporary file of {nbytes:,} bytes could be made in {folder}: {error}. Give folder= one that can "
-        "be written to."
+        f"no temporary file of {nbytes:,} bytes could be made in {folder}: {error}. Give folder= one that "
+        "can be written to."
     )
