@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -374,17 +375,22 @@ _POINTS = 6  # of the frontier
 
 
 def _frontier(ways: Sequence[StepProfile], noise: float, highest: int) -> tuple[PlanPoint, ...]:
-    """The fastest plans of these ways to work the step, from their lowest floor up to a peak."""
+    """The fastest plans of these ways to work the step, from their lowest floor up to a peak.
+
+    None has another one below its peak that takes no longer.
+    """
     lowest = min(planner.floor(way.profile, noise) for way in ways)
-    points = set()
+    points: list[PlanPoint] = []
     for share in range(1, _POINTS + 1):
         budget = Budget(peak_bytes=lowest + (highest - lowest) * share // _POINTS, noise=noise)
         found = [solved(way, budget, exchange=False) for way in ways]
         choices = [choice for choice in found if choice is not None]
         if choices:
             best = min(choices, key=lambda choice: choice.seconds)
-            points.add(PlanPoint(peak_bytes=best.plan.predicted_peak_bytes, seconds=best.seconds))
-    return tuple(sorted(points, key=lambda point: point.peak_bytes))
+            points.append(PlanPoint(peak_bytes=best.plan.predicted_peak_bytes, seconds=best.seconds))
+    points.sort(key=lambda point: (point.peak_bytes, point.seconds))
+    least = accumulate((point.seconds for point in points), min, initial=math.inf)
+    return tuple(point for point, known in zip(points, least, strict=False) if point.seconds < known)
 
 
 def _chosen(
