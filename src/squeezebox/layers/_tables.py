@@ -27,7 +27,8 @@ class ShardedEmbeddingBag(nn.Module):
     to the bit, and after backward :meth:`step` changes the rows that were looked up as the optimizer changes
     that module's weight. A row and its optimizer state lie next to each other: in memory, as long as
     there is room and then for the rows looked up most often, else in a file without a name. The weights are
-    no parameters of the module, so that other optimizers leave them alone.
+    no parameters of the module, so that other optimizers leave them alone; ``state_dict()`` lacks them, and
+    :meth:`weight` gives them.
 
     Args:
         tables: (rows, dim) of each table. Weights are drawn as nn.EmbeddingBag draws them.

@@ -115,7 +115,11 @@ _SHARES = {"forward": 80, "backward": 100, "optimizer": 20}  # of each phase, in
 
 
 def over_step(profile: Profile, choices: Mapping[str, Option]) -> dict[str, tuple[int, ...]]:
-    """The most bytes in each share of a phase with these options: see :class:`StepCurve`."""
+    """The most bytes in each share of a phase with these options, by key: see :class:`StepCurve`.
+
+    Raises:
+        OptionError: the profile contradicts itself.
+    """
     table = as_chosen(profile, choices)
     usage = table.usage(np.zeros(len(table.valid), np.int64))
     phases = np.array([moment.phase.replace("loss", "forward") for moment in profile.moments])

@@ -73,7 +73,10 @@ class Report:
         return self.record.checks
 
     def figures(self) -> dict[str, float]:
-        """Numbers to log after a step, such as to TensorBoard; those that are not known are left out."""
+        """Numbers to log after a step, such as to TensorBoard; those that are not known are left out.
+
+        Sizes are bytes, and noises squared errors over squared norms, as the properties of these names.
+        """
         known = {
             "saved_bytes": self.saved_bytes,
             "packed_bytes": self.packed_bytes,
