@@ -12,6 +12,7 @@ from squeezebox.layers._dispatch import Dispatch
 from squeezebox.layers._divergence import kl
 from squeezebox.layers._experts import ExpertMLP, lean_experts_
 from squeezebox.layers._sharded import Experts
+from squeezebox.layers._split import split_sequence_
 from squeezebox.layers._tables import ShardedEmbeddingBag
 
 __all__ = [
@@ -27,4 +28,5 @@ __all__ = [
     "bayesian_",
     "kl",
     "lean_experts_",
+    "split_sequence_",
 ]

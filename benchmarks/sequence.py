@@ -1,0 +1,204 @@
+"""Transformer blocks whose activations are split over the sequence: bytes and seconds a block, and its gradients.
+
+    python -m benchmarks.sequence [--rounds N]
+
+Real processes over gloo on one machine, a thread each: two blocks of GPT in float32 with dropout 0.1, a sequence of
+512, batch 2, 256 features, 8 heads. Rivals are torch's own plans of tensor parallelism for the same blocks, alone and
+with its SequenceParallel for norms. Bytes are those that live after forward beyond those before, a rank and block;
+next to them is the formula of arXiv:2205.05198 (table 2) in float32, where a mask of dropout takes 4 bytes
+as a value does. Seconds are forward and backward of the blocks; each round starts with another way.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks import _ranks, _report
+from squeezebox import layers, memory
+
+RANKS, BLOCKS, LENGTH, BATCH, DIM, HEADS = 2, 2, 512, 2, 256, 8
+COLUMNS = ["attention.q", "attention.k", "attention.v", "mlp.0"]
+ROWS = ["attention.out", "mlp.2"]
+#: Units of B S D values of 4 bytes: kept whole and kept as a rank's part, and of B H S^2.
+FORMULA = {
+    "plain TP": (6, 12, 3),
+    "TP, block recomputed": (1, 0, 0),
+    "torch's SequenceParallel": (2, 16, 3),
+    "split": (0, 18, 3),
+    "split, core recomputed": (0, 18, 0),
+}
+MIB = 2**20
+
+
+class Attention(nn.Module):
+    """Causal attention that takes the number of heads from its products."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(DIM, DIM) for _ in range(4))
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            each(x).unflatten(2, (-1, DIM // HEADS)).transpose(1, 2) for each in (self.q, self.k, self.v)
+        )
+        found = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0
+        )
+        return self.out(found.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Norms first, as in GPT-2."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
+        self.attention = Attention(dropout)
+        self.mlp = nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
+        self.after, self.last = nn.Dropout(dropout), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.after(self.attention(self.first(x)))
+        return x + self.last(self.mlp(self.second(x)))
+
+
+def blocks_of(dropout: float) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(dropout) for _ in range(BLOCKS)))
+
+
+def by_torch(blocks: nn.Sequential, *, sequence: bool) -> nn.Sequential:
+    """torch's own plan."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import parallel as tp
+
+    between = Shard(1) if sequence else Replicate()
+    whole = tp.PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
+    plan = {name: tp.ColwiseParallel() for name in COLUMNS}
+    plan |= {name: tp.RowwiseParallel(output_layouts=between, use_local_output=not sequence) for name in ROWS}
+    if sequence:
+        plan |= {name: tp.SequenceParallel() for name in ("first", "second", "after", "last")}
+        plan |= {"attention": whole, "mlp": whole}
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for block in blocks:
+        tp.parallelize_module(block, mesh, plan)
+    if sequence:
+        tp.parallelize_module(
+            blocks,
+            mesh,
+            tp.PrepareModuleInput(
+                input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=False
+            ),
+        )
+    return blocks
+
+
+def ways(dropout: float) -> dict:
+    """Blocks, and the function that runs them."""
+    split = {"columns": COLUMNS, "rows": ROWS}
+    plain, sequence = (by_torch(blocks_of(dropout), sequence=each) for each in (False, True))
+    alone = layers.split_sequence_(blocks_of(dropout), core=None, **split)
+    cored = layers.split_sequence_(blocks_of(dropout), **split)
+
+    def recomputed(x: Tensor) -> Tensor:
+        for block in plain:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+    runs = {
+        "plain TP": (plain, plain),
+        "TP, block recomputed": (plain, recomputed),
+        "torch's SequenceParallel": (sequence, sequence),
+        "split": (alone, alone),
+        "split, core recomputed": (cored, cored),
+    }
+    return runs
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def held(run, x: Tensor) -> int:
+    """Bytes that forward leaves, beyond its output."""
+    meter = memory.PeakMeter(torch.device("cpu"))
+    assert meter.start()
+    out = whole_of(run(x))
+    return meter.stop(()).left_bytes - out.nbytes
+
+
+def peak(run, x: Tensor, above: Tensor) -> int:
+    """Most bytes at one moment of forward and backward."""
+    meter = memory.PeakMeter(torch.device("cpu"))
+    assert meter.start()
+    whole_of(run(x)).backward(above)
+    return meter.stop(()).total_bytes
+
+
+def on_rank(_: int, rounds: int) -> dict:
+    torch.manual_seed(1)
+    x, above = torch.randn(BATCH, LENGTH, DIM), torch.randn(BATCH, LENGTH, DIM)
+    x.requires_grad_()
+    expected = blocks_of(0.0)
+    expected(x).backward(above)
+    goal, errors = [each.grad for each in expected.parameters()], {}
+    for name, (blocks, run) in ways(0.0).items():
+        for each in (*blocks.parameters(), x):
+            each.grad = None
+        whole_of(run(x)).backward(above)
+        pairs = zip(goal, blocks.parameters(), strict=True)
+        errors[name] = max(float((whole_of(b.grad) - a).norm() / a.norm()) for a, b in pairs)
+    runs, seconds = ways(0.1), {}
+    for number in range(rounds + 1):
+        first = number % len(runs)
+        for name in [*runs][first:] + [*runs][:first]:
+            torch.distributed.barrier()
+            start = time.perf_counter()
+            whole_of(runs[name][1](x)).backward(above)
+            if number:
+                seconds.setdefault(name, []).append(time.perf_counter() - start)
+    bytes_of = {name: (held(run, x), peak(run, x, above)) for name, (_, run) in runs.items()}
+    return {"errors": errors, "seconds": seconds, "bytes": bytes_of}
+
+
+def table(found: list[dict]) -> str:
+    unit = 4 * BATCH * LENGTH * DIM
+    core = 4 * BATCH * HEADS * LENGTH**2
+    rows = [
+        f"{RANKS} ranks; as/h is {HEADS * LENGTH / DIM:.0f}. Errors are of gradients without dropout, the largest of all "
+        "parameters, next to one process. Ratios are medians of those within a round, and all that were seen.",
+        "",
+        "| way | held a block | formula | peak of both | seconds next to plain TP | error |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, (whole, part, heads) in FORMULA.items():
+        formula = whole * unit + (part * unit + heads * core) / RANKS
+        nbytes, most = (max(each["bytes"][name][index] for each in found) for index in (0, 1))
+        pairs = zip(found[0]["seconds"][name], found[0]["seconds"]["plain TP"], strict=True)
+        ratios = [one / other for one, other in pairs]
+        rows.append(
+            f"| {name} | {nbytes / BLOCKS / MIB:.2f} MiB | {formula / MIB:.2f} MiB | {most / MIB:.1f} MiB "
+            f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) "
+            f"| {max(each['errors'][name] for each in found):.1e} |"
+        )
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=10)
+    found = _ranks.run(on_rank, RANKS, parser.parse_args().rounds)
+    text = table(found)
+    print(text)
+    _report.write("sequence", found, text)
+
+
+if __name__ == "__main__":
+    main()
