@@ -1,6 +1,7 @@
 """Activations split over the sequence: parts and wholes, and products of which one side is whole.
 
-Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198, section 4.2.
+Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models
+(arXiv:2205.05198), section 4.2.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from squeezebox.layers._sharded import free
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +40,22 @@ class Place:
     def gather(self, part: Tensor) -> Tensor:
         """All positions, from every rank's."""
         parts = part.new_empty(self.ranks, *part.shape)
-        dist.all_gather_into_tensor(parts.view(-1), part.contiguous().view(-1), group=self.group)
-        return parts.transpose(0, 1).flatten(1, 2)
+        dist.all_gather(list(parts), part.contiguous(), group=self.group)
+        whole = parts.transpose(0, 1).flatten(1, 2)
+        if len(part) > 1:  # else it is a view
+            free([parts])
+        return whole
 
     def add(self, whole: Tensor) -> Tensor:
         """This rank's positions of the sum over ranks, added in the order of ranks."""
         batch, length, *rest = whole.shape
-        given = whole.view(batch, self.ranks, length // self.ranks, *rest).transpose(0, 1).contiguous()
+        given = whole.new_empty(self.ranks, batch, length // self.ranks, *rest)
+        given.copy_(whole.view(batch, self.ranks, length // self.ranks, *rest).transpose(0, 1))
         got = torch.empty_like(given)
         dist.all_to_all_single(got.view(-1), given.view(-1), group=self.group)
-        return got.sum(0)
+        total = got.sum(0)
+        free([given, got])
+        return total
 
 
 class Part(torch.autograd.Function):
@@ -188,7 +197,7 @@ class Shared:
         return whole
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x W^T + b, which keeps this rank's part of x if that is what was gathered."""
+        """A linear layer, which keeps this rank's part of x if that is what was gathered."""
         if self._part is None or self._seen is None or self._seen() is not x:
             return F.linear(x, weight, bias)
         kind, part = x.device.type, self._part.detach()
@@ -207,7 +216,11 @@ class Columns(nn.Module):
         weight: a DTensor, (outputs, inputs), split over outputs. bias: a DTensor, (outputs,), or None.
     """
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, shared: Shared, *, gathers: bool) -> None:
+    addend_of_ranks = True  # its input's gradient here is one; their sum is the gradient
+
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, shared: Shared, *, gathers: bool
+    ) -> None:
         super().__init__()
         self.weight, self.bias, self._shared, self._gathers = weight, bias, shared, gathers
 

@@ -171,7 +171,7 @@ class _Place:
         """Rows to each rank for rows from each rank; those given are gone."""
         got = given.new_empty(sum(out), given.shape[1])
         dist.all_to_all_single(got, given, out, into, group=self.group)
-        _free([given])
+        free([given])
         return got
 
     def borrowers(self, expert: int) -> list[int]:
@@ -205,10 +205,10 @@ class _Sharded(torch.autograd.Function):
             for expert, (parts, answers) in enumerate(pairs):
                 packed = torch.cat(parts)
                 _scatter(_expert(packed, first[expert], second[expert]), answers)
-            _free([came])
+            free([came])
             back = place.swap(answer, got, given)
             out.index_add_(0, rows // choices, back)
-            _free([back])
+            free([back])
 
         def work(expert: int, weights: list[Tensor]) -> None:
             for rows in place.borrowed_rows(order, expert):
@@ -243,10 +243,10 @@ class _Sharded(torch.autograd.Function):
             for expert, (parts, answers) in enumerate(pairs):
                 of_weights = of_first[expert], of_second[expert]
                 _scatter(_back(torch.cat(parts), first[expert], second[expert], *of_weights), answers)
-            _free([came])
+            free([came])
             back = place.swap(answer, got, given)
             take(rows, back)
-            _free([back])
+            free([back])
 
         def work(expert: int, weights: list[Tensor]) -> list[Tensor]:
             of_weights = [torch.zeros_like(each) for each in weights]
@@ -273,17 +273,17 @@ def _lend(
                     got = torch.empty_like(each[index])
                     place.hand([got], other, owner)
                     each[index] += got
-                    _free([got])
+                    free([got])
         elif place.rank in borrowers:
             lent = [torch.empty_like(each[0]) for each in weights]
             place.hand(lent, owner, place.rank)
             found = work(expert, lent)
             if of_weights:
                 place.hand(found, place.rank, owner)
-            _free([*lent, *(found or ())])
+            free([*lent, *(found or ())])
 
 
-def _free(tensors: list[Tensor]) -> None:
+def free(tensors: list[Tensor]) -> None:
     """Now, and not when gloo's thread gets round to dropping what it sent or received."""
     for each in tensors:
         each.untyped_storage().resize_(0)

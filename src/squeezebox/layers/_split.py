@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -31,19 +31,19 @@ def split_sequence_(
 ) -> Blocks:
     """Share the activations of transformer blocks, W ranks each with S/W positions of the sequence.
 
-    Between products a rank has its own positions of all features; within them, all positions of its own
-    heads or hidden units. A block keeps 1/W of what it keeps on one rank, and of the attention its
-    inputs alone (sequence parallelism with selective recomputation, arXiv:2205.05198). All ranks give the same
-    batch and have the same random state; input and output of the blocks are whole. Weights are those of the group's
-    first rank. Make the optimizer afterwards.
+    Between products a rank has its own positions, with all features. Within them it has all positions, with
+    its own heads or hidden units. A block keeps 1/W of what it keeps on one rank, and of the attention its
+    inputs alone (sequence parallelism with selective recomputation, arXiv:2205.05198). All ranks give
+    the same batch and have the same random state. The blocks' input and output are whole. Weights become
+    those of the group's first rank. Make the optimizer afterwards.
 
     Args:
-        blocks: in the order in which the model calls them, each with (B, S, ...) as the first tensor among its
-            arguments and its outputs.
-        columns: names, within a block, of the ``nn.Linear`` whose outputs are split: queries, keys, values and
-            the MLP's first ones. With {name: n}, n equal parts of one layer's outputs are split each,
-            such as 3 for one layer of queries, keys and values. A module within the block that holds such a layer
-            gets all positions. It must take the number of heads from the layer's output.
+        blocks: in the order in which the model calls them, each with (B, S, ...) as the first tensor among
+            its arguments and its outputs.
+        columns: names, within a block, of the ``nn.Linear`` whose outputs are split: queries, keys, values
+            and the MLP's first ones. With {name: n}, each of n equal parts of its outputs is split, such as
+            3 for one layer of queries, keys and values. A module that holds such a layer gets all
+            positions, and must take the number of heads from the layer's output.
         rows: names of the ``nn.Linear`` that follow, whose inputs are split.
         core: what backward computes again: calls of this function, or a module within each block; or None.
         group: the ranks; all of them if not given.
@@ -58,29 +58,33 @@ def split_sequence_(
     place = Place.of(group)
     parts = dict(columns) if isinstance(columns, Mapping) else dict.fromkeys(columns, 1)
     _check(blocks, parts, rows, core, place.ranks)
-    stack = _Stack(place, core == ATTENTION)
+    stack = _Stack(place)
     mesh = _mesh(group, next(blocks[0].parameters()).device.type)
     for block in blocks:
         shared = Shared(place)
         for name, count in parts.items():
-            _replace(block, name, lambda layer, n=count, inner="." in name: _columns(layer, n, mesh, shared, inner))
+            layer = _columns(block.get_submodule(name), count, mesh, shared, gathers="." not in name)
+            block.set_submodule(name, layer)
         for name in rows:
-            _replace(block, name, lambda layer: _rows(layer, mesh, place))
+            block.set_submodule(name, _rows(block.get_submodule(name), mesh, place))
         if core not in (ATTENTION, None):
-            _replace(block, core, _recomputed)
+            block.set_submodule(core, _recomputed(block.get_submodule(core)))
         for name in {name.rpartition(".")[0] for name in parts} - {""}:
             _gather_into(block.get_submodule(name), shared)
+        if core == ATTENTION:
+            for module in _callers(block, parts):
+                _during(module, lambda *_: _Recomputing() if torch.is_grad_enabled() else nullcontext())
         stack.enclose(block, shared)
     stack.open_and_close(blocks[0], blocks[-1])
     _add_gradients([each for block in blocks for each in block.parameters()], place)
     return blocks
 
 
-def _check(
-    blocks: Any, parts: Mapping[str, int], rows: Sequence[str], core: str | None, ranks: int
-) -> None:
+def _check(blocks: Any, parts: Mapping[str, int], rows: Sequence[str], core: str | None, ranks: int) -> None:
     if not blocks or not parts or not rows:
-        raise OptionError("There is nothing to split: give blocks, and names of columns and rows within a block.")
+        raise OptionError(
+            "There is nothing to split: give blocks, and names of columns and rows within a block."
+        )
     owners = [each for block in blocks for module in block.modules() for each in module._parameters.values()]
     for number, block in enumerate(blocks):
         modules = dict(block.named_modules())
@@ -89,10 +93,12 @@ def _check(
             if type(layer) is not nn.Linear:
                 found = "has no such module" if layer is None else f"has {type(layer).__name__} there"
                 raise OptionError(
-                    f"{name!r} is to be an nn.Linear, but block {number} {found}; give names of its nn.Linear."
+                    f"{name!r} is to be an nn.Linear, but block {number} {found}; give other names."
                 )
             if sum(each is layer.weight for each in owners) > 1:
-                raise OptionError(f"{name!r} of block {number} shares its weight with another layer; give it its own.")
+                raise OptionError(
+                    f"{name!r} of block {number} shares its weight with another layer; give it its own."
+                )
             size = layer.out_features if name in parts else layer.in_features
             count = ranks * parts.get(name, 1)
             if size % count:
@@ -105,27 +111,22 @@ def _check(
             raise OptionError(f"core={core!r} is no module of block {number}, nor {ATTENTION!r}.")
 
 
-def _replace(block: nn.Module, name: str, make: Callable[[Any], nn.Module]) -> None:
-    parent, _, last = name.rpartition(".")
-    setattr(block.get_submodule(parent), last, make(block.get_submodule(name)))
-
-
 def _mesh(group: dist.ProcessGroup | None, device: str) -> Any:
     from torch.distributed.device_mesh import DeviceMesh
 
-    return DeviceMesh.from_group(group or dist.group.WORLD, device)
+    return DeviceMesh.from_group(cast("dist.ProcessGroup", group or dist.group.WORLD), device)
 
 
-def _columns(layer: nn.Linear, parts: int, mesh: Any, shared: Shared, is_inner: bool) -> Columns:
+def _columns(layer: Any, parts: int, mesh: Any, shared: Shared, *, gathers: bool) -> Columns:
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
     place = Shard(0) if parts == 1 else _StridedShard(0, split_factor=parts)
     bias = None if layer.bias is None else _split(layer.bias, mesh, place)
-    return Columns(_split(layer.weight, mesh, place), bias, shared, gathers=not is_inner)
+    return Columns(_split(layer.weight, mesh, place), bias, shared, gathers=gathers)
 
 
-def _rows(layer: nn.Linear, mesh: Any, place: Place) -> Rows:
+def _rows(layer: Any, mesh: Any, place: Place) -> Rows:
     from torch.distributed.tensor import Shard
 
     return Rows(_split(layer.weight, mesh, Shard(1)), layer.bias, place)
@@ -169,6 +170,26 @@ def _gather_into(module: nn.Module, shared: Shared) -> None:
     module.register_forward_hook(lambda *_: shared.clear(), always_call=True)
 
 
+def _callers(block: nn.Module, names: Iterable[str]) -> list[nn.Module]:
+    """Modules of the block that call its attention: checkpointing may leave the block's own hooks out."""
+    if all("." in name for name in names):
+        return [block.get_submodule(name) for name in dict.fromkeys(name.partition(".")[0] for name in names)]
+    return [block]
+
+
+def _during(module: nn.Module, enter: Callable[[Any, Any], AbstractContextManager[Any]]) -> None:
+    """Each call of the module is within what ``enter`` gives for its arguments."""
+    stack: list[ExitStack] = []
+
+    def before(_: nn.Module, args: Any, options: Any) -> None:
+        entered = ExitStack()
+        entered.enter_context(enter(args, options))
+        stack.append(entered)
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(lambda *_: stack.pop().close() if stack else None, always_call=True)
+
+
 def _with_first(args: tuple[Any, ...], options: dict[str, Any], change: Callable[[Tensor], Tensor]) -> Any:
     """Arguments of which the first tensor is changed."""
     for index, each in enumerate(args):
@@ -189,28 +210,18 @@ class _Stack:
     """Blocks that follow each other: the first one cuts, the last one gathers."""
 
     place: Place
-    recomputes: bool
     lengths: set[int] = field(default_factory=set)  # that a part ever had
 
     def enclose(self, block: nn.Module, shared: Shared) -> None:
-        """Draw what is this rank's own, and compute the attention again."""
-        stacks: list[ExitStack] = []
+        """Check what comes in, draw what is this rank's own, and let go of what was gathered."""
 
-        def before(_: nn.Module, args: Any, options: Any) -> None:
+        def enter(args: Any, options: Any) -> AbstractContextManager[Any]:
             x, *others = _tensors(args, options)
             self._check_block(x, others)
-            stacks.append(ExitStack())
-            if block.training:
-                stacks[-1].enter_context(_own_draws(x.device, self.place.rank))
-            if self.recomputes and torch.is_grad_enabled():
-                stacks[-1].enter_context(_Recomputing())
+            return _own_draws(x.device, self.place.rank) if block.training else nullcontext()
 
-        def after(*_: Any) -> None:
-            stacks.pop().close()
-            shared.clear()
-
-        block.register_forward_pre_hook(before, with_kwargs=True)
-        block.register_forward_hook(after, always_call=True)
+        _during(block, enter)
+        block.register_forward_hook(lambda *_: shared.clear(), always_call=True)
 
     def open_and_close(self, first: nn.Module, last: nn.Module) -> None:
         """Cut before the first block, gather after the last one."""
@@ -233,26 +244,31 @@ class _Stack:
     def _check_block(self, x: Tensor, others: list[Tensor]) -> None:
         if x.shape[1] not in self.lengths:
             raise OptionError(
-                f"A block got {x.shape[1]} positions, and no rank's part has ever had as many; call all blocks, "
-                "in the order in which they were given."
+                f"A block got {x.shape[1]} positions, and no rank's part ever had as many; call all blocks in "
+                "the order in which they were given."
             )
         if torch.is_grad_enabled() and any(each.requires_grad for each in others):
             raise OptionError(
-                "A block got a second tensor that needs a gradient, and only the first one's is added up over "
-                "ranks; detach it, or leave this block whole."
+                "A block got a second tensor that needs a gradient, and only the first one's is added up "
+                "over ranks; detach it, or leave this block whole."
             )
 
     def _check_alike(self, whole: Tensor) -> None:
         """On all ranks or on none, so that nobody waits for one that has stopped."""
+        if whole.dim() < 3:
+            raise OptionError(
+                f"The first tensor of a block is {tuple(whole.shape)}; it is to be (B, S, ...)."
+            )
+        sums = whole.detach().flatten(2).sum(2, dtype=torch.float64).flatten()
+        sums *= torch.arange(1, len(sums) + 1, device=sums.device)  # their order tells
         told = torch.zeros(3, dtype=torch.int64, device=whole.device)
-        told[0], told[1] = whole.shape[1], whole.numel()
-        told[2] = whole.detach().double().sum().view(torch.int64)
+        told[0], told[1], told[2] = whole.shape[1], whole.numel(), sums.sum().view(torch.int64)
         rows = told.new_empty(self.place.ranks, 3)
-        dist.all_gather_into_tensor(rows.view(-1), told, group=self.place.group)
+        dist.all_gather(list(rows), told, group=self.place.group)
         if (rows != told).any():
             raise OptionError(
-                "Ranks got different inputs; give all of one group the same batch, the same weights before the "
-                "blocks and the same random state."
+                "Ranks got different inputs; give all of one group the same batch, the same weights before "
+                "the blocks and the same random state."
             )
         if whole.shape[1] % self.place.ranks:
             raise OptionError(
@@ -260,14 +276,13 @@ class _Stack:
             )
 
 
-class _own_draws(ExitStack):  # noqa: N801
+@contextmanager
+def _own_draws(device: torch.device, rank: int) -> Iterator[None]:
     """Random numbers of this rank's own, after which all ranks' generators are alike again."""
-
-    def __init__(self, device: torch.device, rank: int) -> None:
-        super().__init__()
-        seed = int(torch.randint(2**62, ()))
-        self.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+    seed = int(torch.randint(2**62, ()))
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed + rank)
+        yield
 
 
 class _Recomputing(TorchFunctionMode):

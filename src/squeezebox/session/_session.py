@@ -16,7 +16,7 @@ from squeezebox.capture import check_supported
 from squeezebox.memory import HEADROOM, Elsewhere
 from squeezebox.reports import Report, StepPlan, Timeline
 from squeezebox.rewriting import Rewritten
-from squeezebox.schema import AttachError, OptionError
+from squeezebox.schema import AttachError, OptionError, UnsupportedModelError
 from squeezebox.session._engine import Engine, attached
 from squeezebox.session._policy import BoundPolicy, Replanning
 from squeezebox.session._records import STATE_VERSION, read_state
@@ -61,6 +61,11 @@ def begin(
         )
     _check_alone(model)
     check_supported(model)
+    if controller is not None and any(hasattr(each, "addend_of_ranks") for each in model.modules()):
+        raise UnsupportedModelError(
+            "blocks of the model are split over ranks, which add up gradients, and the noise of such a sum "
+            "cannot be told. Attach with exact=True."
+        )
     if not (optimizer is None or isinstance(optimizer, torch.optim.Optimizer)):
         raise OptionError(
             f"optimizer is {optimizer!r}, not a torch.optim.Optimizer. Give the one that steps the model's "
