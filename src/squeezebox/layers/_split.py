@@ -244,7 +244,7 @@ class _Stack:
     def _check_block(self, x: Tensor, others: list[Tensor]) -> None:
         if x.shape[1] not in self.lengths:
             raise OptionError(
-                f"A block got {x.shape[1]} positions, and no rank's part ever had as many; call all blocks in "
+                f"A block got {x.shape[1]} positions, and no rank ever had as many; call all blocks in "
                 "the order in which they were given."
             )
         if torch.is_grad_enabled() and any(each.requires_grad for each in others):

@@ -64,7 +64,7 @@ def begin(
     if controller is not None and any(hasattr(each, "addend_of_ranks") for each in model.modules()):
         raise UnsupportedModelError(
             "blocks of the model are split over ranks, which add up gradients, and the noise of such a sum "
-            "cannot be told. Attach with exact=True."
+            "has no law here. Attach with exact=True."
         )
     if not (optimizer is None or isinstance(optimizer, torch.optim.Optimizer)):
         raise OptionError(
