@@ -177,3 +177,38 @@ def test_a_query_that_grows_between_refreshes_does_not_explode():
         for block in run.model.blocks:
             block.inner.weight[: block.inner.in_features] *= 10.0  # of queries
     assert run.median() < 10.0 * NOISE
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class Custom(nn.Module):
+    """A linear layer by a function of somebody's own."""
+
+    def __init__(self, width, out):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(out, width) * 4 / width**0.5)
+
+    def forward(self, x):
+        return _Product.apply(x, self.weight)
+
+
+def test_noise_counts_what_passes_through_custom_functions():
+    torch.manual_seed(0)
+    layers = [
+        layer for _ in range(4) for layer in (nn.LayerNorm(64), Custom(64, 128), nn.GELU(), Custom(128, 64))
+    ]
+    model = nn.Sequential(*layers, nn.Linear(64, 10))
+    run = Run(model, lambda: (torch.randn(64, 64), torch.randint(10, (64,)))).steps(6)
+    noises = {each.key: each.noise_share for each in run.session.report().record.tensors}
+    assert all(noises[f"{number}:Gelu.self"] > 0.0 for number in (2, 6, 10, 14))
+    assert run.median() <= 1.5 * NOISE

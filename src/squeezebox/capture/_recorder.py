@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from squeezebox.capture._entries import Entry, Handle, Owned, is_plain
@@ -202,7 +203,17 @@ class Recorder(TorchFunctionMode):
         self.hooks.small.clear()
         self._settle_unclaimed()
         if self.collector is not None:
+            self._watch_unseen(nodes, self.collector)
             self.collector.note_packed(nodes)
+
+    def _watch_unseen(self, nodes: list[Node], collector: Collector) -> None:
+        """What leads to an operator's nodes: torch does not say when custom functions make theirs."""
+        stack = list(nodes)
+        while stack:
+            for node, _ in stack.pop().next_functions:
+                if node is not None and collector.is_new(node):
+                    collector.watch(node, operator_name(node.name()), self.module, [], repeatable=False)
+                    stack.append(node)
 
     @property
     def catches(self) -> bool:

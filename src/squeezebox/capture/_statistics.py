@@ -14,7 +14,15 @@ from squeezebox import codecs
 from squeezebox.bounds import law
 from squeezebox.capture._entries import Entry, Handle, Row
 from squeezebox.capture._held import Packed
-from squeezebox.capture._readings import Reading, is_leaf_node, leaf_of, node_number, per_dim
+from squeezebox.capture._readings import (
+    Reading,
+    is_custom,
+    is_leaf_node,
+    leaf_of,
+    node_number,
+    per_dim,
+    sequence_number,
+)
 from squeezebox.capture._rules import operator_name
 from squeezebox.capture._store import Store
 from squeezebox.capture._total import (
@@ -59,6 +67,7 @@ class _Watched:
     lossy: list[Reading]  # saved tensors of which backward reads the values
     moments: dict[str, tuple[float, float, float]]  # attribute -> nonzero fraction, mean square, mean
     repeatable: bool
+    custom: bool
     parameter: str = ""
     fan: float = 0.0
 
@@ -93,9 +102,16 @@ class Collector:
         self._checked = checked
         self._step = step
         self._hooks: list[Any] = []
+        self._first = sequence_number()
+        self._watched: set[int] = set()  # numbers of nodes
         self._exact: set[int] = set()
         self._saved_bytes: dict[int, int] = {}
         self._traces = Traces()
+
+    def is_new(self, node: Node) -> bool:
+        """Whether the node was made in this step, and is not watched yet."""
+        number = node_number(node)
+        return number >= self._first and number not in self._watched and not is_leaf_node(node)
 
     def watch(self, node: Any, operator: str, module: str, readings: list[Reading], repeatable: bool) -> None:
         """Note a new node, take its saved tensors' moments while they are there, hook its backward.
@@ -115,7 +131,9 @@ class Collector:
                 if each.handle.tensor is not None
             },
             repeatable=repeatable,
+            custom=is_custom(node),
         )
+        self._watched.add(watched.number)
         self.total.expect(watched.targets)
         self._saved_bytes[watched.number] = sum(
             each.handle.nbytes for each in readings if each.handle.is_pending and each.rule.reads
@@ -335,7 +353,9 @@ def _edge(watched: _Watched, number: int, gradient: torch.Tensor | None, out_ene
         attribute = _WEIGHTED[watched.operator][0]
         mean_square = watched.moments.get(attribute, (0.0, 0.0, 0.0))[1]
         return Edge(target=target, parameter=leaf, energy=energy, gain=watched.fan * mean_square)
-    return Edge(target=target, parameter=leaf, energy=energy, gain=1.0 if leaf else None)
+    return Edge(
+        target=target, parameter=leaf, energy=energy, gain=1.0 if leaf and not watched.custom else None
+    )
 
 
 def _fan(node: Any, operator: str) -> float:

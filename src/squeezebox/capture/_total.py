@@ -215,6 +215,7 @@ class Traces:
         self._energies: dict[str, float] = {}  # key -> squared error that reached parameters
         self._bounds: dict[str, float] = {}
         self._begun: set[tuple[str, int]] = set()  # keys and the nodes whose reading is traced
+        self._lost: set[str] = set()  # keys whose error came to an operator that cannot be repeated
 
     def start(self, row: Row, number: int, targets: Sequence[Target], errors: Gradients) -> None:
         """A node's reading of the row's tensor put these errors into its gradients."""
@@ -227,7 +228,10 @@ class Traces:
     ) -> None:
         """Carry what arrived at a node's ``count`` outputs through it: backward is linear in the gradient."""
         arrived = self._arrived.pop(number, None)
-        if arrived is None or not repeatable:
+        if arrived is None:
+            return
+        if not repeatable:
+            self._lost.update(key for key, _ in arrived)
             return
         for key in dict.fromkeys(key for key, _ in arrived):
             errors = tuple(arrived.pop((key, each), None) for each in range(count))
@@ -238,7 +242,7 @@ class Traces:
         total = gradient_energy(nodes)
         costs = propagate([replace(node, injections=self._injections(node)) for node in nodes])
         for key, energy in self._energies.items():
-            if total > 0.0 and key in costs:
+            if total > 0.0 and key in costs and key not in self._lost:
                 yield Check(
                     key=key,
                     step=step,
