@@ -27,7 +27,7 @@ napoleon_numpy_docstring = False
 
 # Every reference must lead somewhere; those to other libraries lead nowhere, as the site stands alone.
 nitpicky = True
-_TYPE_VARIABLES = r"squeezebox\..*\._\w+\.(Model|Result|T)"
+_TYPE_VARIABLES = r"squeezebox\..*\._\w+\.(Blocks|Model|Result|T)"
 nitpick_ignore_regex = [("py:.*", r"(?!squeezebox).*"), ("py:class", _TYPE_VARIABLES)]
 
 html_theme = "furo"
