@@ -5,12 +5,13 @@ Each convention is checked where it is used; a graph that breaks one is refused,
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import inspect
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,12 +68,16 @@ class Split:
     replaced: list[Handed] = dataclasses.field(default_factory=list)
 
 
+# The joint graph, the nodes that forward has to run, the number of its results, and what Inductor would save.
+Save = Callable[[fx.Graph, Sequence[fx.Node], int, Sequence[fx.Node]], Container[fx.Node]]
+
 _OBJECTS = (torch.Tensor, torch.ScriptObject, FakeScriptObject)
 
 
 class Backend:
     """``torch.compile(backend=...)``: Inductor as it is, with ``rewrite`` between cut and compilation.
 
+    ``save`` chooses what forward saves, instead of Inductor's min-cut where recomputation is cheap.
     The settings are in force while this callable is compiled and at no other time. ``fingerprint`` is part of
     the key under which Inductor caches code. AOTAutograd's own cache is left out, since a hit would skip
     the cut, and with it the record of what is saved.
@@ -83,8 +88,9 @@ class Backend:
         rewrite: Callable[[Split, Split], None],
         fingerprint: str,
         options: Mapping[str, Any] | None = None,
+        save: Save | None = None,
     ) -> None:
-        self.partitioner = Partitioner(rewrite, fingerprint)
+        self.partitioner = Partitioner(rewrite, fingerprint, save)
         self._patches = {**(options or {}), "custom_partitioner_fn": self.partitioner}
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -95,8 +101,10 @@ class Backend:
 class Partitioner(CustomPartitionerFn):
     """Inductor's min-cut, twice: as it is, to compare with, and where recomputation is cheap."""
 
-    def __init__(self, rewrite: Callable[[Split, Split], None], fingerprint: str) -> None:
-        self._rewrite = rewrite
+    def __init__(
+        self, rewrite: Callable[[Split, Split], None], fingerprint: str, save: Save | None = None
+    ) -> None:
+        self._rewrite, self._save = rewrite, save
         self._fingerprint = fingerprint
 
     def __call__(
@@ -104,7 +112,7 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Cut the joint graph and let ``rewrite(plain, split)`` change ``split`` in place."""
         plain = _cut(_copied(gm), joint_inputs, settings)
-        with functorch_config.patch(_CHEAP_RECOMPUTE):
+        with functorch_config.patch(_CHEAP_RECOMPUTE), _choosing(self._save, settings):
             split = _cut(gm, joint_inputs, settings)
         self._rewrite(plain, split)
         return split.forward, split.backward
@@ -117,6 +125,26 @@ class Partitioner(CustomPartitionerFn):
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         """Inductor pickles its settings into the cache's key."""
         return str, (self.uuid(),)
+
+
+@contextlib.contextmanager
+def _choosing(save: Save | None, settings: Mapping[str, Any]) -> Iterator[None]:
+    """Torch's partitioner asks ``save`` what forward saves."""
+    if save is None:
+        yield
+        return
+    own = partitioners.choose_saved_values_set
+
+    def choose(graph: fx.Graph, info: Any, memory_budget: float = 1) -> list[fx.Node]:
+        usual = own(graph, info, memory_budget=1)
+        saved = save(graph, info.required_fw_nodes, settings["num_fwd_outputs"], usual)
+        return [*info.inputs, *(node for node in graph.nodes if node in saved and node not in info.inputs)]
+
+    partitioners.choose_saved_values_set = choose
+    try:
+        yield
+    finally:
+        partitioners.choose_saved_values_set = own
 
 
 def _copied(gm: fx.GraphModule) -> fx.GraphModule:
