@@ -5,7 +5,7 @@ May touch: torch's saved-tensor hooks, function modes, autograd nodes and compil
 """
 
 from squeezebox.capture._compiled._codes import BITS, BitRule, HalfSteps
-from squeezebox.capture._compiled._step import CompiledStep
+from squeezebox.capture._compiled._step import CompiledStep, Saving
 from squeezebox.capture._device import DeviceBlocks
 from squeezebox.capture._entries import Row, is_plain
 from squeezebox.capture._install import (
@@ -66,4 +66,5 @@ __all__ = [
     "saved_bytes",
     "why_left_alone",
     "work_of",
+    "Saving",
 ]

@@ -16,10 +16,12 @@ from squeezebox.capture import (
     BitRule,
     CompiledStep,
     HalfSteps,
+    Saving,
     check_supported,
     compiled_part,
     refuse_transforms,
 )
+from squeezebox.compiling._budget import within_budget
 from squeezebox.planning import STATISTICS_STEPS, within
 from squeezebox.reports import StepPlan
 from squeezebox.schema import (
@@ -44,6 +46,7 @@ def compile_model(
     plan: StepPlan | None = None,
     noise: float | None = None,
     bits: int | None = None,
+    budget: int | str | None = None,
     sample: tuple[Any, Any] | None = None,
     loss_fn: LossFunction | None = None,
     fullgraph: bool = False,
@@ -66,9 +69,15 @@ def compile_model(
             law after a few eager steps. The step is compiled at once and its noise measured; where there is
             more than the law predicted (backward may compute several operators' inputs again from one
             tensor), it is compiled again with less, up to 4 times, and at last with every value kept.
-        sample: goes with noise: inputs and target, as :func:`plan` takes them.
-        loss_fn: goes with noise: see :func:`plan`.
-        bits: 8, 4 or 2 for every value (default 8, without plan and noise).
+        budget: bytes, "2GiB", or a share of the peak of torch.compile's own step, "50%". It is of parameters,
+            buffers, the sample, and all that lives beside them in forward, loss and backward, with no
+            gradients before. Nothing is lost: the step saves what keeps the peak under the budget in the
+            least time, and computes the rest again. Up to 9 steps are compiled, and their peaks measured on
+            ``sample``, until one is within the budget. The model has to compile to one graph, and
+            training takes inputs of the sample's shapes.
+        sample: goes with noise or budget: inputs and target, as :func:`plan` takes them.
+        loss_fn: goes with noise or budget: see :func:`plan`.
+        bits: 8, 4 or 2 for every value (default 8, without plan, noise and budget).
         fullgraph: refuse models with graph breaks.
         options: of Inductor, as for torch.compile.
 
@@ -77,45 +86,54 @@ def compile_model(
         parameters are trained.
 
     Raises:
-        OptionError: an argument is out of range or missing, or more than one of plan, noise and bits.
+        OptionError: an argument is out of range or missing, or more than one of plan, noise, bits and budget.
+        BudgetError: no choice keeps the peak within the budget; it says which operator has the least.
         AttachError: the model is attached; also when called while it is.
         PlanError: the plan was made for another model.
         UnsupportedModelError: the model spans two devices or is compiled already.
     """
-    _check_compile_options(plan, noise, bits, sample, loss_fn)
+    _check_compile_options({"plan": plan, "noise": noise, "bits": bits, "budget": budget}, sample, loss_fn)
     refuse_transforms()
     _refuse_compiled(model)
     check_supported(model)
     _refuse_attached(model)
     check = functools.partial(_refuse_attached, model)
 
-    def compiled(choose: Callable[..., BitRule]) -> CompiledStep:
-        return CompiledStep(model, choose, check, fullgraph=fullgraph, options=options)
+    def compiled(choose: Callable[..., BitRule], save: Saving | None = None) -> CompiledStep:
+        return CompiledStep(model, choose, check, fullgraph=fullgraph, options=options, save=save)
 
-    if noise is not None and sample is not None and loss_fn is not None:
-        return _within(noise, TrainingStep(model=model, sample=sample, loss_fn=loss_fn), compiled)
+    if sample is not None and loss_fn is not None:
+        example = TrainingStep(model=model, sample=sample, loss_fn=loss_fn)
+        if budget is not None:
+            return within_budget(budget, example, functools.partial(compiled, _all_kept))
+        if noise is not None:
+            return _within(noise, example, compiled)
     if plan is None:
         return compiled(lambda args, kwargs: BitRule(default=bits or 8))
     _check_places(model, plan)
     return compiled(lambda args, kwargs: _planned_bits(plan, _half_steps(model, plan, args, kwargs)))
 
 
+def _all_kept(*_: Any) -> BitRule:
+    return BitRule(default=None)
+
+
 def _check_compile_options(
-    plan: StepPlan | None,
-    noise: float | None,
-    bits: int | None,
-    sample: tuple[Any, Any] | None,
-    loss_fn: LossFunction | None,
+    ways: Mapping[str, Any], sample: tuple[Any, Any] | None, loss_fn: LossFunction | None
 ) -> None:
-    given = [name for name, value in (("plan", plan), ("noise", noise), ("bits", bits)) if value is not None]
+    given = [name for name, value in ways.items() if value is not None]
     if len(given) > 1:
         raise OptionError(f"{' and '.join(given)} exclude each other; give one of them.")
+    bits, noise = ways["bits"], ways["noise"]
     if bits is not None and bits not in BITS:
         raise OptionError(f"bits is {bits!r}; values are packed in {', '.join(map(str, BITS))} bits.")
     if noise is not None and not 0.0 < noise < math.inf:
         raise OptionError(f"noise is {noise!r}; give a positive share of the gradient, such as 1e-2.")
-    if len({noise is None, sample is None, loss_fn is None}) > 1:
-        raise OptionError("noise, sample=(inputs, target) and loss_fn= go together; give all three or none.")
+    measured = noise is not None or ways["budget"] is not None
+    if {sample is not None, loss_fn is not None} != {measured}:
+        raise OptionError(
+            "noise= or budget= goes with sample=(inputs, target) and loss_fn=; give all three or none."
+        )
 
 
 def _refuse_compiled(model: torch.nn.Module) -> None:
@@ -182,7 +200,7 @@ def _within(
 ) -> CompiledStep:
     """A compiled step whose noise on the example, measured, is not above ``noise``."""
     profile = _bit_profile(example)
-    kept = compiled(lambda args, kwargs: BitRule(default=None))
+    kept = compiled(_all_kept)
     exact = example.gradients(kept if example.is_random() else example.model)
 
     def attempt(limit: float) -> tuple[CompiledStep, float, float]:

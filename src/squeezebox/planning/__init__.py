@@ -23,6 +23,7 @@ __all__ = [
     "max_batch",
     "peak_meter",
     "plan_pipeline",
+    "size_named",
     "within",
 ]
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from squeezebox.planning._max_batch import max_batch
     from squeezebox.planning._out_of_memory import explain_out_of_memory, explanation
     from squeezebox.planning._pipelines import attach_stages, peak_meter, plan_pipeline
-    from squeezebox.planning._plans import make_plan
+    from squeezebox.planning._plans import make_plan, size_named
     from squeezebox.planning._profiles import STATISTICS_STEPS
 else:  # hidden from type checkers, who would take any name for an attribute
     __getattr__ = door(
@@ -51,6 +52,7 @@ else:  # hidden from type checkers, who would take any name for an attribute
             "peak_meter": "_pipelines",
             "plan_pipeline": "_pipelines",
             "make_plan": "_plans",
+            "size_named": "_plans",
             "STATISTICS_STEPS": "_profiles",
         },
     )

@@ -68,8 +68,9 @@ class Split:
     replaced: list[Handed] = dataclasses.field(default_factory=list)
 
 
-# The joint graph, the nodes that forward has to run, the number of its results, and what Inductor would save.
-Save = Callable[[fx.Graph, Sequence[fx.Node], int, Sequence[fx.Node]], Container[fx.Node]]
+# The joint graph, the nodes that forward has to run, the number of its results, and what Inductor would save:
+# as it is, and where recomputation is cheap.
+Save = Callable[[fx.Graph, Sequence[fx.Node], int, Sequence[Sequence[fx.Node]]], Container[fx.Node]]
 
 _OBJECTS = (torch.Tensor, torch.ScriptObject, FakeScriptObject)
 
@@ -77,10 +78,10 @@ _OBJECTS = (torch.Tensor, torch.ScriptObject, FakeScriptObject)
 class Backend:
     """``torch.compile(backend=...)``: Inductor as it is, with ``rewrite`` between cut and compilation.
 
-    ``save`` chooses what forward saves, instead of Inductor's min-cut where recomputation is cheap.
-    The settings are in force while this callable is compiled and at no other time. ``fingerprint`` is part of
-    the key under which Inductor caches code. AOTAutograd's own cache is left out, since a hit would skip
-    the cut, and with it the record of what is saved.
+    ``save`` says what forward saves; without it that is a min-cut where recomputation is cheap. The settings
+    are in force while this callable is compiled and at no other time. ``fingerprint`` is part of the key under
+    which Inductor caches code. AOTAutograd's own cache is left out, since a hit would skip the cut, and with
+    it the record of what is saved.
     """
 
     def __init__(
@@ -112,10 +113,36 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Cut the joint graph and let ``rewrite(plain, split)`` change ``split`` in place."""
         plain = _cut(_copied(gm), joint_inputs, settings)
-        with functorch_config.patch(_CHEAP_RECOMPUTE), _choosing(self._save, settings):
+        with self._choosing(settings["num_fwd_outputs"]):
             split = _cut(gm, joint_inputs, settings)
         self._rewrite(plain, split)
         return split.forward, split.backward
+
+    @contextlib.contextmanager
+    def _choosing(self, results: int) -> Iterator[None]:
+        """Min-cuts where recomputation is cheap; or ``save`` answers, when torch asks what forward saves."""
+        save, own = self._save, partitioners.choose_saved_values_set
+        if save is None:
+            with functorch_config.patch(_CHEAP_RECOMPUTE):
+                yield
+            return
+
+        def choose(graph: fx.Graph, info: Any, memory_budget: float = 1) -> list[fx.Node]:
+            cuts = [own(graph, info, memory_budget=1)]
+            with functorch_config.patch(_CHEAP_RECOMPUTE):
+                cuts.append(own(graph, info, memory_budget=1))
+            saved = save(graph, info.required_fw_nodes, results, cuts)
+            return [
+                *info.inputs,
+                *(node for node in graph.nodes if node in saved and node not in info.inputs),
+            ]
+
+        torch_functions: Any = partitioners
+        torch_functions.choose_saved_values_set = choose
+        try:
+            yield
+        finally:
+            torch_functions.choose_saved_values_set = own
 
     def uuid(self) -> str:
         """This rewriting's source and what it was asked to do."""
@@ -125,26 +152,6 @@ class Partitioner(CustomPartitionerFn):
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         """Inductor pickles its settings into the cache's key."""
         return str, (self.uuid(),)
-
-
-@contextlib.contextmanager
-def _choosing(save: Save | None, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Torch's partitioner asks ``save`` what forward saves."""
-    if save is None:
-        yield
-        return
-    own = partitioners.choose_saved_values_set
-
-    def choose(graph: fx.Graph, info: Any, memory_budget: float = 1) -> list[fx.Node]:
-        usual = own(graph, info, memory_budget=1)
-        saved = save(graph, info.required_fw_nodes, settings["num_fwd_outputs"], usual)
-        return [*info.inputs, *(node for node in graph.nodes if node in saved and node not in info.inputs)]
-
-    partitioners.choose_saved_values_set = choose
-    try:
-        yield
-    finally:
-        partitioners.choose_saved_values_set = own
 
 
 def _copied(gm: fx.GraphModule) -> fx.GraphModule:

@@ -214,6 +214,17 @@ def rewrite(plain: Split, split: Split, choose: Choose) -> CompiledReport:
     )
 
 
+def kept(plain: Split, split: Split) -> CompiledReport:
+    """What ``split`` saves as it is."""
+    owned = owned_storages(split)
+    rows = [_row(each.node, None, [each.node]) for each in split.saved if storage_of(each.node) not in owned]
+    return CompiledReport(
+        saved_bytes=held_bytes(plain),
+        packed_bytes=held_bytes(split),
+        tensors=tuple(sorted(rows, key=lambda row: -row.saved_bytes)),
+    )
+
+
 def owned_storages(split: Split) -> set[fx.Node]:
     """Storages that somebody else holds anyway: parameters, buffers, the caller's inputs and results."""
     inputs = {node for node in split.forward.graph.nodes if node.op == "placeholder"}

@@ -1,7 +1,8 @@
 """Which values forward saves so that a compiled step's peak stays under a limit, in the least time.
 
-What is not saved is computed again where backward first needs it. Operators that Inductor fuses write nothing, so
-computing them again costs next to nothing, and what they read lives longer (Fusion-aware checkpointing, MLSys'23).
+What is not saved is computed again where backward first needs it. Operators that Inductor fuses write nothing.
+So computing them again costs next to nothing, and what they read lives longer (He and Yu, Transcending
+runtime-memory tradeoffs in checkpointing by being fusion aware, MLSys 2023).
 """
 
 from __future__ import annotations
@@ -21,13 +22,25 @@ from torch.utils.flop_counter import flop_registry
 from squeezebox.capture._compiled._codes import module_path, operator_name
 
 _SMALL_BYTES = 1 << 14  # of values that no choice is about
+_HIGHEST = 0.97  # of the peak: what is above that is looked at where the limit is out of reach
 _WINDOWS = (10, 20, 60)  # nodes before a value whose saved ones it may take the place of
 _FLOPS, _BYTES = 5e10, 5e9  # a second, of a core: they say which of two choices is faster
 _FUSED_BYTES = 3e10  # of values that are computed again within another operator
 _READS = 4  # of an operator that Inductor writes to memory if several read it
 _HEAVY = frozenset({"exp", "tanh", "erf", "erfc", "sigmoid", "log", "sin", "cos", "pow", "log1p"})
 _MADE = frozenset(
-    {"full", "full_like", "iota", "arange", "scalar_tensor", "where", "expand", "clone", "embedding", "gather"}
+    {
+        "full",
+        "full_like",
+        "iota",
+        "arange",
+        "scalar_tensor",
+        "where",
+        "expand",
+        "clone",
+        "embedding",
+        "gather",
+    }
 )
 
 
@@ -62,25 +75,35 @@ class Joint:
         self._gradients = [node for node in outputs[results:] if isinstance(node, fx.Node)]
         self._inputs = {node for node in nodes if node.op in ("placeholder", "get_attr")}
         roots: dict[int, fx.Node] = {}
-        self._root = {node: roots.setdefault(_storage(node, number), node) for number, node in enumerate(nodes)}
+        self._root = {
+            node: roots.setdefault(_storage(node, number), node) for number, node in enumerate(nodes)
+        }
         self._kinds = {node: self._kind(node) for node in nodes}
         self._flops = {node: _flops(node) for node in self._forward if self._kinds[node] == "kernel"}
 
-    def smallest(self, saved: Iterable[fx.Node], limit_bytes: int) -> Choice:
-        """From a cut, step by step, the choice whose peak is under the limit, or comes closest.
+    def within(self, saved: Iterable[fx.Node], limit_bytes: int) -> Choice:
+        """From a cut, step by step, the choice whose peak is under the limit, or the lowest peak that was seen.
 
-        Each step saves one value less, or one in place of some before it, and is the one that takes most off the
-        excess for its seconds. Then what fits is saved again.
+        Each step saves one value less, or one in place of some before it, and is the one that takes most off
+        the excess for its seconds. Where no step does, the next ones are about the highest uses alone. At
+        last, what fits is saved again.
         """
-        fixed = frozenset(node for node in saved if not self._is_free(node))
-        best = self.choice(frozenset(saved), limit_bytes)
-        first, gains = best.saved, dict[Any, float]()
-        while best.excess > 0.0:
-            found = self._step(best, limit_bytes, gains)
+        first = best = lowest = self.choice(frozenset(saved), limit_bytes)
+        aim_bytes, gains = limit_bytes, dict[Any, float]()
+        while lowest.peak_bytes > limit_bytes:
+            found = self._step(best, aim_bytes, gains)
+            if found is None and aim_bytes >= int(_HIGHEST * lowest.peak_bytes):
+                return lowest
             if found is None:
-                break
-            best = found
-        for node in sorted(first - best.saved - fixed, key=_nbytes, reverse=True):
+                best, aim_bytes, gains = lowest, int(_HIGHEST * lowest.peak_bytes), {}
+                best = self.choice(best.saved, aim_bytes)
+                continue
+            best, lowest = found, min(lowest, found, key=lambda each: each.peak_bytes)
+            if best.peak_bytes <= aim_bytes:
+                aim_bytes = max(limit_bytes, int(_HIGHEST * best.peak_bytes))
+                best = self.choice(best.saved, aim_bytes)
+        best = self.choice(lowest.saved, limit_bytes)
+        for node in sorted(first.saved - best.saved, key=_nbytes, reverse=True):
             more = self.choice(best.saved | {node}, limit_bytes)
             if more.excess <= best.excess and more.seconds < best.seconds:
                 best = more
@@ -126,13 +149,17 @@ class Joint:
             if node in saved or not self._is_free(node) or self._kinds[node] == "view":
                 continue
             place = self._place[node]
-            before = {each for each in saved if self._is_free(each) and 0 < place - self._place[each] <= window}
+            before = {
+                each for each in saved if self._is_free(each) and 0 < place - self._place[each] <= window
+            }
             if _nbytes(node) < sum(map(_nbytes, before)):
                 yield (node, window), (saved - before) | {node}
 
     def _is_free(self, node: fx.Node) -> bool:
         value = node.meta.get("val")
-        return node.op == "call_function" and isinstance(value, torch.Tensor) and _nbytes(node) >= _SMALL_BYTES
+        return (
+            node.op == "call_function" and isinstance(value, torch.Tensor) and _nbytes(node) >= _SMALL_BYTES
+        )
 
     def _order(self, saved: frozenset[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         """Backward with what it computes again, right before the first use; and the latter alone."""
@@ -172,7 +199,7 @@ class Joint:
         return list(itertools.accumulate(changes[:-1]))
 
     def _written(self, order: Sequence[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
-        """Nodes whose results Inductor writes to memory: not views, nor what it fuses into all its readers."""
+        """Nodes whose results Inductor writes to memory, unlike views and what it fuses into all readers."""
         readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in reversed(order):
             for each in node.all_input_nodes:
@@ -208,7 +235,9 @@ class Joint:
         kind = self._kinds[node]
         if kind == "view":
             return 0.0
-        return self._flops.get(node, 0.0) / _FLOPS + _nbytes(node) / (_FUSED_BYTES if kind == "fused" else _BYTES)
+        return self._flops.get(node, 0.0) / _FLOPS + _nbytes(node) / (
+            _FUSED_BYTES if kind == "fused" else _BYTES
+        )
 
 
 def _excess(uses: Iterable[int], limit_bytes: int) -> float:

@@ -4,21 +4,64 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+import sys
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from squeezebox.capture._compiled._codes import BitRule, Matcher
 from squeezebox.reports import CompiledReport
-from squeezebox.schema import AttachError, SqueezeboxError
+from squeezebox.schema import AttachError, OptionError, SqueezeboxError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from squeezebox.capture._compiled._saved import Choice
+
+
+class Saving:
+    """Saves what keeps a step of one graph under a limit; without one, what Inductor would save.
+
+    Attributes:
+        choice: what was chosen when the step was compiled.
+        closed: from now on, nothing more may be compiled.
+    """
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self.limit_bytes = limit_bytes
+        self.choice: Choice | None = None
+        self.closed = False
+
+    def __call__(
+        self, graph: Any, forward: Sequence[Any], results: int, cuts: Sequence[Sequence[Any]]
+    ) -> Container[Any]:
+        """As the adapter's ``Save``."""
+        from squeezebox.capture._compiled._saved import Joint
+
+        if self.closed:
+            raise OptionError(
+                "the step's peak was measured with the sample, and this training input has another shape or "
+                "dtype; make a step for it, or drop the last batch where it is smaller."
+            )
+        if self.choice is not None:
+            raise UnsupportedModelError(
+                "the model compiles to several graphs, and budget= takes one. fullgraph=True says where it "
+                "breaks: mend that, or use bits= or noise=."
+            )
+        joint = Joint(graph, forward, results)
+        if self.limit_bytes is None:
+            self.choice = joint.choice(frozenset(cuts[0]), sys.maxsize)
+        else:
+            found = [joint.within(cut, self.limit_bytes) for cut in cuts]
+            self.choice = min(found, key=lambda each: (each.excess, each.seconds))
+        return self.choice.saved
 
 
 class CompiledStep:
     """A compiled model of which the saved activations are packed. Call it as the model.
 
     Made by ``squeezebox.compile``. ``module`` is the model itself: its parameters are the ones trained.
-    ``noise`` is the relative gradient noise measured when it was made, None where it was not.
+    ``noise`` is the relative gradient noise measured when it was made, and ``peak_bytes`` the peak of a step
+    with its sample; None where they were not.
     """
 
     def __init__(
@@ -29,9 +72,12 @@ class CompiledStep:
         *,
         fullgraph: bool = False,
         options: Mapping[str, Any] | None = None,
+        save: Saving | None = None,
     ) -> None:
         self.module = model
         self.noise: float | None = None
+        self.peak_bytes: int | None = None
+        self._save = save
         self._choose, self._check = choose, check
         self._fullgraph, self._options = fullgraph, options
         self._compiled: Callable[..., Any] | None = None
@@ -66,12 +112,17 @@ class CompiledStep:
         from squeezebox.capture._compiled import _adapter, _rewrite  # slow to import, and not always needed
 
         def packed(plain: _adapter.Split, split: _adapter.Split) -> None:
+            if self._save is not None:
+                self._reports.append(_rewrite.kept(plain, split))
+                return
             matcher = Matcher(rule)
             self._reports.append(_rewrite.rewrite(plain, split, matcher))
             matcher.check()
 
         fingerprint = json.dumps(dataclasses.asdict(rule), sort_keys=True)
-        backend = _adapter.Backend(packed, fingerprint, self._options)
+        if self._save is not None:
+            fingerprint = f"at most {self._save.limit_bytes} bytes"
+        backend = _adapter.Backend(packed, fingerprint, self._options, self._save)
         compiled: Callable[..., Any] = torch.compile(
             self.module, backend=backend, fullgraph=self._fullgraph, dynamic=False, **_adapter.ISOLATED
         )

@@ -1,0 +1,154 @@
+"""squeezebox.compile(budget=): the measured peak is within the budget, and nothing is lost."""
+
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._functorch import partitioners
+
+import squeezebox
+from squeezebox.capture._compiled._saved import Joint
+from squeezebox.schema import BudgetError, OptionError, UnsupportedModelError
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")),
+    reason="Inductor needs a C++ compiler; none is here",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        torch._dynamo.reset()
+        yield
+
+
+class Net(nn.Module):
+    """Layers with dropout between, and a BatchNorm."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(64, 64), nn.BatchNorm1d(64)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.last = nn.Linear(64, 10)
+
+    def forward(self, x):
+        x = self.norm(self.first(x))
+        for layer in self.layers:
+            x = x + F.dropout(F.gelu(layer(x)), 0.1, self.training)
+        return self.last(x)
+
+
+X, Y = torch.randn(4096, 64), torch.randint(10, (4096,))
+
+
+def step_of(model, budget):
+    torch._dynamo.reset()
+    return squeezebox.compile(model, budget=budget, sample=(X, Y), loss_fn=F.cross_entropy)
+
+
+def trained(model, call):
+    """Loss, gradients and buffers after one step."""
+    torch.manual_seed(7)
+    model.zero_grad()
+    loss = F.cross_entropy(call(X), Y)
+    loss.backward()
+    return [loss.detach(), *(each.grad for each in model.parameters()), *model.buffers()]
+
+
+@pytest.mark.slow
+def test_every_budget_holds_and_nothing_is_lost():
+    plain = Net()
+    expected = trained(plain, torch.compile(plain, fullgraph=True))
+    own = partitioners.choose_saved_values_set
+    peaks, held = [], []
+    for budget in ("100%", "80%", "65%"):
+        model = Net()
+        step = step_of(model, budget)
+        peaks.append(step.peak_bytes)
+        held.append(step.report().packed_bytes)
+        for found, other in zip(trained(model, step), expected, strict=True):
+            torch.testing.assert_close(found, other, rtol=1e-5, atol=1e-6)
+        assert torch.equal(model.norm.num_batches_tracked, torch.tensor(1))
+    assert peaks[1] <= 0.8 * peaks[0] and peaks[2] <= 0.65 * peaks[0] and peaks[2] <= peaks[1]
+    assert held[0] > held[1] > held[2] and step.report().saved_bytes == held[0]
+    # the last one: evaluation of any shape, and no training of another
+    model.eval()
+    with torch.no_grad():
+        assert step(X[:3]).shape == (3, 10)
+    model.train()
+    with pytest.raises(OptionError, match="another shape"):
+        step(X[:64])
+    assert partitioners.choose_saved_values_set is own
+    with pytest.raises(BudgetError, match=r"at least .* when .* runs, and the budget is 100\.00 KiB"):
+        step_of(Net(), "100KiB")
+    assert partitioners.choose_saved_values_set is own
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_several_graphs_are_refused():
+    class Broken(Net):
+        def forward(self, x):
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            return self.last(F.gelu(x))
+
+    with pytest.raises(UnsupportedModelError, match="several graphs"):
+        step_of(Broken(), "90%")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"budget": "50%"}, "sample="),
+        (
+            {"budget": "50%", "noise": 1e-2, "sample": (X, Y), "loss_fn": F.cross_entropy},
+            "exclude each other",
+        ),
+        ({"budget": "half", "sample": (X, Y), "loss_fn": F.cross_entropy}, "no size"),
+    ],
+)
+def test_options_are_checked(options, words):
+    with pytest.raises(OptionError, match=words):
+        squeezebox.compile(Net(), **options)
+
+
+def joint():
+    """Three layers and their backward by hand, traced: (graph, forward's nodes)."""
+
+    def function(x, a, b, c, above):
+        first = torch.tanh(x @ a)
+        second = torch.tanh(first @ b)
+        out = second @ c
+        of_second = (above @ c.t()) * (1 - second * second)
+        of_first = (of_second @ b.t()) * (1 - first * first)
+        return out, x.t() @ of_first, first.t() @ of_second, second.t() @ above
+
+    tensors = [torch.empty(256, 64), *(torch.empty(64, 64) for _ in range(3)), torch.empty(256, 64)]
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    graph = make_fx(function, tracing_mode="fake")(*tensors).graph
+    nodes = list(graph.nodes)
+    above, out = nodes[4], nodes[-1].args[0][0]
+    late = {above}
+    for node in nodes:
+        late |= {node} if late & set(node.all_input_nodes) else set()
+    return graph, [each for each in nodes if each not in late and nodes.index(each) <= nodes.index(out)]
+
+
+def test_the_search_saves_less_for_more_time():
+    graph, forward = joint()
+    joint_graph = Joint(graph, forward, 1)
+    tanhs = [node for node in forward if "tanh" in str(node.target)]
+    part = 256 * 64 * 4
+    everything = joint_graph.choice(frozenset(tanhs), 1 << 40)
+    least = joint_graph.within(tanhs, 0)
+    assert everything.excess == everything.seconds == 0.0
+    assert least.peak_bytes < everything.peak_bytes and least.seconds > 0.0
+    between = joint_graph.within(tanhs, everything.peak_bytes - part // 2)
+    assert between.excess == 0.0 and between.seconds <= least.seconds
