@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._functorch import partitioners
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import squeezebox
 from squeezebox.capture._compiled._saved import Joint
@@ -66,7 +67,7 @@ def test_every_budget_holds_and_nothing_is_lost():
     expected = trained(plain, torch.compile(plain, fullgraph=True))
     own = partitioners.choose_saved_values_set
     peaks, held = [], []
-    for budget in ("100%", "80%", "65%"):
+    for budget in ("100%", "88%", "78%"):
         model = Net()
         step = step_of(model, budget)
         peaks.append(step.peak_bytes)
@@ -74,7 +75,7 @@ def test_every_budget_holds_and_nothing_is_lost():
         for found, other in zip(trained(model, step), expected, strict=True):
             torch.testing.assert_close(found, other, rtol=1e-5, atol=1e-6)
         assert torch.equal(model.norm.num_batches_tracked, torch.tensor(1))
-    assert peaks[1] <= 0.8 * peaks[0] and peaks[2] <= 0.65 * peaks[0] and peaks[2] <= peaks[1]
+    assert peaks[1] <= 0.88 * peaks[0] and peaks[2] <= 0.78 * peaks[0] and peaks[2] <= peaks[1]
     assert held[0] > held[1] > held[2] and step.report().saved_bytes == held[0]
     # the last one: evaluation of any shape, and no training of another
     model.eval()
@@ -119,26 +120,27 @@ def test_options_are_checked(options, words):
 
 
 def joint():
-    """Three layers and their backward by hand, traced: (graph, forward's nodes)."""
+    """Eight layers and their backward by hand, traced: (graph, forward's nodes)."""
 
-    def function(x, a, b, c, above):
-        first = torch.tanh(x @ a)
-        second = torch.tanh(first @ b)
-        out = second @ c
-        of_second = (above @ c.t()) * (1 - second * second)
-        of_first = (of_second @ b.t()) * (1 - first * first)
-        return out, x.t() @ of_first, first.t() @ of_second, second.t() @ above
+    def function(x, above, *weights):
+        read, out = [x], x
+        for weight in weights:
+            out = torch.tanh(out @ weight)
+            read.append(out)
+        gradients = []
+        for weight in reversed(weights):
+            above = above * (1 - read.pop() ** 2)
+            gradients.append(read[-1].t() @ above)
+            above = above @ weight.t()
+        return out, *gradients
 
-    tensors = [torch.empty(256, 64), *(torch.empty(64, 64) for _ in range(3)), torch.empty(256, 64)]
-    from torch.fx.experimental.proxy_tensor import make_fx
-
+    tensors = [torch.empty(256, 64), torch.empty(256, 64), *(torch.empty(64, 64) for _ in range(8))]
     graph = make_fx(function, tracing_mode="fake")(*tensors).graph
     nodes = list(graph.nodes)
-    above, out = nodes[4], nodes[-1].args[0][0]
-    late = {above}
+    late = {nodes[1]}
     for node in nodes:
         late |= {node} if late & set(node.all_input_nodes) else set()
-    return graph, [each for each in nodes if each not in late and nodes.index(each) <= nodes.index(out)]
+    return graph, [each for each in nodes if each not in late]
 
 
 def test_the_search_saves_less_for_more_time():
@@ -148,7 +150,8 @@ def test_the_search_saves_less_for_more_time():
     part = 256 * 64 * 4
     everything = joint_graph.choice(frozenset(tanhs), 1 << 40)
     least = joint_graph.within(tanhs, 0)
-    assert everything.excess == everything.seconds == 0.0
-    assert least.peak_bytes < everything.peak_bytes and least.seconds > 0.0
-    between = joint_graph.within(tanhs, everything.peak_bytes - part // 2)
-    assert between.excess == 0.0 and between.seconds <= least.seconds
+    limit = everything.peak_bytes - part // 2
+    between = joint_graph.within(tanhs, limit)
+    assert everything.excess == between.excess == 0.0
+    assert least.peak_bytes < 0.65 * everything.peak_bytes and between.peak_bytes <= limit
+    assert everything.seconds < between.seconds < least.seconds

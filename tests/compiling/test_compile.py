@@ -216,8 +216,8 @@ def test_a_plan_gives_the_fewest_bits_within_each_bound():
     [
         ({"bits": 3}, "bits is 3.*8, 4, 2"),
         ({"noise": -1.0, "sample": (1, 1), "loss_fn": print}, "noise is -1.0.*positive"),
-        ({"noise": 1e-2}, "go together"),
-        ({"sample": (1, 1)}, "go together"),
+        ({"noise": 1e-2}, "goes with"),
+        ({"sample": (1, 1)}, "goes with"),
         ({"bits": 8, "noise": 1e-2}, "noise and bits exclude"),
     ],
 )

@@ -63,7 +63,7 @@ def _attempt(
 
 
 def _peak(example: TrainingStep, step: CompiledStep) -> int:
-    """Bytes of parameters, buffers and the sample, and the most that live beside them."""
+    """Bytes of parameters, buffers and the sample, and the most that lives in addition to them."""
     held = nbytes_of([*held_by(example.model), *tensors_in(example.sample)])
     meter = PeakMeter(device_of(example.model))
     with restored(example.model):

@@ -70,7 +70,7 @@ def compile_model(
             more than the law predicted (backward may compute several operators' inputs again from one
             tensor), it is compiled again with less, up to 4 times, and at last with every value kept.
         budget: bytes, "2GiB", or a share of the peak of torch.compile's own step, "50%". It is of parameters,
-            buffers, the sample, and all that lives beside them in forward, loss and backward, with no
+            buffers, the sample, and all that lives in addition in forward, loss and backward, with no
             gradients before. Nothing is lost: the step saves what keeps the peak under the budget in the
             least time, and computes the rest again. Up to 9 steps are compiled, and their peaks measured on
             ``sample``, until one is within the budget. The model has to compile to one graph, and

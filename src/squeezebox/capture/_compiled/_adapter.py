@@ -78,10 +78,10 @@ _OBJECTS = (torch.Tensor, torch.ScriptObject, FakeScriptObject)
 class Backend:
     """``torch.compile(backend=...)``: Inductor as it is, with ``rewrite`` between cut and compilation.
 
-    ``save`` says what forward saves; without it that is a min-cut where recomputation is cheap. The settings
-    are in force while this callable is compiled and at no other time. ``fingerprint`` is part of the key under
-    which Inductor caches code. AOTAutograd's own cache is left out, since a hit would skip the cut, and with
-    it the record of what is saved.
+    ``save`` says what forward saves; without it that is a min-cut where recomputation is cheap. The
+    settings are in force while this callable is compiled and at no other time. ``fingerprint`` is part of the
+    key under which Inductor caches code. AOTAutograd's own cache is left out, since a hit would skip the
+    cut, and with it the record of what is saved.
     """
 
     def __init__(

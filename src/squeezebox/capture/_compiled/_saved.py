@@ -1,8 +1,8 @@
 """Which values forward saves so that a compiled step's peak stays under a limit, in the least time.
 
-What is not saved is computed again where backward first needs it. Operators that Inductor fuses write nothing.
-So computing them again costs next to nothing, and what they read lives longer (He and Yu, Transcending
-runtime-memory tradeoffs in checkpointing by being fusion aware, MLSys 2023).
+What is not saved is computed again where backward first needs it. Operators that Inductor fuses write
+nothing. So computing them again costs next to nothing, and what they read lives longer (He and Yu,
+Transcending runtime-memory tradeoffs in checkpointing by being fusion aware, MLSys 2023).
 """
 
 from __future__ import annotations
@@ -82,30 +82,22 @@ class Joint:
         self._flops = {node: _flops(node) for node in self._forward if self._kinds[node] == "kernel"}
 
     def within(self, saved: Iterable[fx.Node], limit_bytes: int) -> Choice:
-        """From a cut, step by step, the choice whose peak is under the limit, or the lowest peak that was seen.
+        """From a cut, step by step, the choice whose peak is under the limit, or the lowest that was found.
 
-        Each step saves one value less, or one in place of some before it, and is the one that takes most off
-        the excess for its seconds. Where no step does, the next ones are about the highest uses alone. At
-        last, what fits is saved again.
+        Where the limit is out of reach, the next steps are about the highest uses alone. At last, what fits
+        is saved again.
         """
-        first = best = lowest = self.choice(frozenset(saved), limit_bytes)
-        aim_bytes, gains = limit_bytes, dict[Any, float]()
-        while lowest.peak_bytes > limit_bytes:
-            found = self._step(best, aim_bytes, gains)
-            if found is None and aim_bytes >= int(_HIGHEST * lowest.peak_bytes):
-                return lowest
-            if found is None:
-                best, aim_bytes, gains = lowest, int(_HIGHEST * lowest.peak_bytes), {}
-                best = self.choice(best.saved, aim_bytes)
-                continue
-            best, lowest = found, min(lowest, found, key=lambda each: each.peak_bytes)
-            if best.peak_bytes <= aim_bytes:
-                aim_bytes = max(limit_bytes, int(_HIGHEST * best.peak_bytes))
-                best = self.choice(best.saved, aim_bytes)
-        best = self.choice(lowest.saved, limit_bytes)
+        first = self.choice(frozenset(saved), limit_bytes)
+        best = self._lowered(first, limit_bytes)
+        while best.peak_bytes > limit_bytes:
+            lower = self._lowered(best, max(limit_bytes, int(_HIGHEST * best.peak_bytes)))
+            if lower.peak_bytes >= best.peak_bytes:
+                break
+            best = lower
+        best = self.choice(best.saved, max(limit_bytes, best.peak_bytes))
         for node in sorted(first.saved - best.saved, key=_nbytes, reverse=True):
-            more = self.choice(best.saved | {node}, limit_bytes)
-            if more.excess <= best.excess and more.seconds < best.seconds:
+            more = self.choice(best.saved | {node}, max(limit_bytes, best.peak_bytes))
+            if more.excess == 0.0 and more.seconds < best.seconds:
                 best = more
         return best
 
@@ -126,6 +118,17 @@ class Joint:
             excess=math.inf if any(map(_is_drawn, again)) else _excess(uses, limit_bytes),
             owner=f"{module_path(at) or 'the model'}'s {operator_name(at)}",
         )
+
+    def _lowered(self, best: Choice, limit_bytes: int) -> Choice:
+        """Steps that each take off the most excess for their seconds, and of these the lowest peak."""
+        best = lowest = self.choice(best.saved, limit_bytes)
+        gains = dict[Any, float]()
+        while best.excess > 0.0:
+            found = self._step(best, limit_bytes, gains)
+            if found is None:
+                break
+            best, lowest = found, min(lowest, found, key=lambda each: each.peak_bytes)
+        return lowest
 
     def _step(self, best: Choice, limit_bytes: int, gains: dict[Any, float]) -> Choice | None:
         """The move that is worth most; those that were worth little last time are tried last."""
