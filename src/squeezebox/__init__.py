@@ -51,6 +51,7 @@ __all__ = [
     "attach_stages",
     "audit",
     "bounds",
+    "calibrate",
     "check_environment",
     "check_step",
     "codecs",
@@ -78,7 +79,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from squeezebox import bounds, codecs, gradients, layers, memory, pipeline, schedules, schema, streaming
-    from squeezebox.auditing import audit
+    from squeezebox.auditing import audit, calibrate
     from squeezebox.codecs import compile_kernels
     from squeezebox.compiling import compile_model as compile
     from squeezebox.doctor import check_environment, check_step
@@ -102,6 +103,7 @@ else:
         "attach": "planning",
         "attach_stages": "planning",
         "audit": "auditing",
+        "calibrate": "auditing",
         "check_environment": "doctor",
         "check_step": "doctor",
         "compile": "compiling",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import hashlib
 import itertools
 import math
 import multiprocessing
@@ -17,18 +16,16 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from squeezebox import codecs
-from squeezebox.auditing._folder import Arms, claim
+from squeezebox.auditing._folder import Arms, claim, path_of, require_same_samples, train_and_save
 from squeezebox.auditing._operators import audit_operators, first_unequal
 from squeezebox.auditing._run import (
     Factor,
     RunKey,
     Tooling,
     TrainFunction,
-    train_once,
     train_some,
 )
 from squeezebox.reports import (
@@ -169,28 +166,17 @@ def _records(
     on_progress: Progress | None,
 ) -> list[AuditRecord]:
     """In the order of ``keys``; those without a file are trained first."""
-    paths = {key: folder / f"{_file_name(key)}.npz" for key in keys}
+    paths = {key: path_of(folder, key) for key in keys}
     there = [key for key in keys if paths[key].exists()]
     missing = [key for key in keys if key not in there]
     found: dict[RunKey, AuditRecord] = {}
     for key in itertools.chain(there, _trained(train, arms, threads, missing, paths, workers)):
         found[key] = AuditRecord.load(paths[key])
         first = next(iter(found))
-        _require_same_samples(first, found[first], key, found[key])
+        require_same_samples(first, found[first], key, found[key])
         if on_progress is not None and key in missing:
             on_progress(len(found), len(keys), str(key))
     return [found[key] for key in keys]
-
-
-def _require_same_samples(first: RunKey, one: AuditRecord, second: RunKey, other: AuditRecord) -> None:
-    """As far as targets and groups tell. Of different samples, churn would mean nothing."""
-    if np.array_equal(one.targets, other.targets) and np.array_equal(one.groups, other.groups):
-        return
-    raise OptionError(
-        f"the trainings {first} and {second} gave run.finish() different targets or groups (of "
-        f"{len(one.targets)} and {len(other.targets)} samples), so their predictions cannot be compared. "
-        "Hold out the same ones, in the same order, whatever run.seed is."
-    )
 
 
 def _trained(
@@ -204,7 +190,7 @@ def _trained(
     """Every key once its file is there, in whatever order they end."""
     if workers == 1 or len(missing) < 2:
         for key in missing:
-            _train_and_save(train, key, arms[key.arm], threads, paths[key])
+            train_and_save(train, key, arms[key.arm], threads, paths[key])
             yield key
         return
     _require_picklable(train, arms)
@@ -213,7 +199,7 @@ def _trained(
         min(workers, len(missing)), mp_context=context, initializer=_end_with_parent
     ) as pool:
         waiting = {
-            pool.submit(_train_and_save, train, key, arms[key.arm], threads, paths[key]): key
+            pool.submit(train_and_save, train, key, arms[key.arm], threads, paths[key]): key
             for key in missing
         }
         try:
@@ -242,12 +228,6 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _train_and_save(
-    train: TrainFunction, key: RunKey, options: Mapping[str, Any] | None, threads: int, path: Path
-) -> None:
-    train_once(train, key, options, threads).save(path)
-
-
 def _require_picklable(train: TrainFunction, arms: Arms) -> None:
     try:
         pickle.dumps((train, dict(arms)))
@@ -256,13 +236,6 @@ def _require_picklable(train: TrainFunction, arms: Arms) -> None:
             f"the training function or an arm cannot be sent to other processes ({error}). Define it at "
             "a module's top level, or give workers=1."
         ) from error
-
-
-def _file_name(key: RunKey) -> str:
-    """The arm's name made safe for files, and unlike others that would become the same."""
-    safe = "".join(letter if letter.isalnum() or letter in "-_=." else "_" for letter in key.arm)
-    short = hashlib.sha256(key.arm.encode()).hexdigest()[:6]
-    return f"{safe[:60]}-{short}-{key.series}-{key.seed}"
 
 
 # --- operators -----------------------------------------------------------------------------------------

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from squeezebox.auditing._run import TrainFunction
-from squeezebox.reports import require_writable, write_whole
+from squeezebox.auditing._run import RunKey, ShortRun, TrainFunction, train_once
+from squeezebox.reports import AuditRecord, require_writable, write_whole
 from squeezebox.schema import FormatError, OptionError, OutputError, __version__
 
 Arms = Mapping[str, Mapping[str, Any] | None]
@@ -71,6 +72,36 @@ def claim(folder: Path, train: TrainFunction, arms: Arms, threads: int | None, w
     values = dataclasses.asdict(wanted) | {"arms": {**there.get("arms", {}), **wanted.arms}}
     write_whole(folder / _FILE, json.dumps(values, indent=1) + "\n")
     return wanted
+
+
+def path_of(folder: Path, key: RunKey) -> Path:
+    """A training's file: the arm's name made safe for files, and unlike others that would become the same."""
+    safe = "".join(letter if letter.isalnum() or letter in "-_=." else "_" for letter in key.arm)
+    short = hashlib.sha256(key.arm.encode()).hexdigest()[:6]
+    return folder / f"{safe[:60]}-{short}-{key.series}-{key.seed}.npz"
+
+
+def train_and_save(
+    train: TrainFunction,
+    key: RunKey,
+    options: Mapping[str, Any] | None,
+    threads: int,
+    path: Path,
+    short: ShortRun | None = None,
+) -> None:
+    """The training's file is there when this returns."""
+    train_once(train, key, options, threads, short).save(path)
+
+
+def require_same_samples(first: RunKey, one: AuditRecord, second: RunKey, other: AuditRecord) -> None:
+    """As far as targets and groups tell. Of different samples, churn would mean nothing."""
+    if np.array_equal(one.targets, other.targets) and np.array_equal(one.groups, other.groups):
+        return
+    raise OptionError(
+        f"the trainings {first} and {second} gave run.finish() different targets or groups (of "
+        f"{len(one.targets)} and {len(other.targets)} samples), so their predictions cannot be compared. "
+        "Hold out the same ones, in the same order, whatever run.seed is."
+    )
 
 
 def _require_same(folder: Path, there: Mapping[str, Any], wanted: Request) -> None:

@@ -83,6 +83,17 @@ class Outcome:
     digest: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShortRun:
+    """A training's first ``steps``, with random numbers of the squared norm ``noise`` added to its gradients.
+
+    ``noise`` is in squared norms of each gradient itself, as a packed tensor's error would be.
+    """
+
+    steps: int
+    noise: float = 0.0
+
+
 class Enough(BaseException):
     """Ends a training of which only some steps are wanted; not an error, so that none catches it."""
 
@@ -101,6 +112,7 @@ class AuditRun:
     _numbers: Mapping[Factor, int]
     _options: Mapping[str, Any] | None
     _steps: int | None = None
+    _short: ShortRun | None = None
     _session: Session | None = None
     _times: list[float] = field(default_factory=list)
 
@@ -138,7 +150,10 @@ class AuditRun:
             sample: used where the arm has a budget.
             loss_fn: used where the arm has a budget.
         """
-        hook = None if optimizer is None else optimizer.register_step_post_hook(self._step_done)
+        hooks = [] if optimizer is None else [optimizer.register_step_post_hook(self._step_done)]
+        if optimizer is not None and self._short is not None and self._short.noise:
+            inject = _injector(self._short.noise, self.seed("augmentation"))
+            hooks.append(optimizer.register_step_pre_hook(inject))
         try:
             if self._options is not None:
                 options = dict(self._options)
@@ -147,8 +162,11 @@ class AuditRun:
                 self._session = attach(model, optimizer=optimizer, **options)
             self._times.append(time.perf_counter())
             yield self._session
+        except Enough:  # what follows the training evaluates it
+            if self._short is None:
+                raise
         finally:
-            if hook is not None:
+            for hook in hooks:
                 hook.remove()
             if self._session is not None:
                 self._session.detach()
@@ -217,29 +235,68 @@ class AuditRun:
             raise Enough
 
 
+def _injector(noise: float, seed: int) -> Callable[..., None]:
+    """A hook before an optimizer's step: it adds ``noise`` times each gradient's squared norm."""
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def inject(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for parameter in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
+            if parameter.grad is None:
+                continue
+            if parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+            values = parameter.grad.values() if parameter.grad.is_sparse else parameter.grad
+            device = values.device
+            if device not in generators:
+                generators[device] = torch.Generator(device).manual_seed(seed)
+            drawn = torch.empty_like(values).normal_(generator=generators[device])
+            values.add_(drawn * (values.norm() * math.sqrt(noise / max(values.numel(), 1))))
+
+    return inject
+
+
 TrainFunction = Callable[[AuditRun], Outcome]
 
 
 def begin(
-    key: RunKey, options: Mapping[str, Any] | None, threads: int, steps: int | None = None
+    key: RunKey,
+    options: Mapping[str, Any] | None,
+    threads: int,
+    steps: int | None = None,
+    short: ShortRun | None = None,
 ) -> tuple[AuditRun, Tooling]:
-    """The handle of a training and its tooling. ``steps`` ends it early, by raising :class:`Enough`."""
+    """The handle of a training and its tooling.
+
+    ``steps`` ends it early, by raising :class:`Enough`; ``short`` ends what is within :meth:`AuditRun.attach`
+    alone.
+    """
     varies = {each for each in Factor if key.series in ("everything", each.value)}
     numbers = {each: key.seed if each in varies else 0 for each in Factor}
     order = torch.Generator().manual_seed(_seed(Factor.ORDER, numbers[Factor.ORDER]))
-    run = AuditRun(arm=key.arm, order=order, _numbers=numbers, _options=options, _steps=steps)
+    run = AuditRun(
+        arm=key.arm,
+        order=order,
+        _numbers=numbers,
+        _options=options,
+        _steps=steps if short is None else short.steps,
+        _short=short,
+    )
     return run, tooling_variant(numbers[Factor.IMPLEMENTATION], threads)
 
 
 def train_once(
-    train: TrainFunction, key: RunKey, options: Mapping[str, Any] | None, threads: int
+    train: TrainFunction,
+    key: RunKey,
+    options: Mapping[str, Any] | None,
+    threads: int,
+    short: ShortRun | None = None,
 ) -> AuditRecord:
-    """One whole training.
+    """One training, whole or ``short``.
 
     Raises:
         OptionError: the function returns something else than ``run.finish(...)``.
     """
-    run, tooling = begin(key, options, threads)
+    run, tooling = begin(key, options, threads, short=short)
     started = time.perf_counter()
     with _prepared(run, tooling):
         outcome = train(run)
@@ -259,6 +316,7 @@ def train_once(
         score=outcome.score,
         finite=outcome.finite,
         digest=outcome.digest,
+        steps=len(run.step_seconds()),
         seconds=time.perf_counter() - started,
     )
 

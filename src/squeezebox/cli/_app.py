@@ -296,6 +296,31 @@ def audit(
 
 
 @app.command()
+def calibrate(
+    train: Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="A whole training: train(run).")],
+    margin: Annotated[float, typer.Option(help="Loss of the metric that is too much, in its unit.")] = 0.01,
+    metric: Annotated[str, typer.Option(help="accuracy, or the score given to run.finish.")] = "accuracy",
+    noise: Annotated[str, typer.Option(help="Tightest and loosest; none leaves it out.")] = "1e-4,0.3",
+    update_noise: Annotated[str, typer.Option(help="The same of the optimizer's packed state.")] = "none",
+    trainings: Annotated[int, typer.Option(help="The most that are made; a short run counts a tenth.")] = 14,
+    threads: Annotated[
+        int | None, typer.Option(help="Of each training (default: as in --out, else the cores).")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder that keeps finished trainings.")] = Path("calibration"),
+    as_json: Json = False,
+) -> None:
+    """Find the loosest noise with which a training's metric stays within a margin of plain training's.
+
+    What is in --out already is not trained again. Exit status 1 where no level is shown.
+    docs/calibrate.md says how it is found, docs/audit.md what train(run) does.
+    """
+    from squeezebox.cli._calibrate import Request, run
+
+    knobs = {"noise": noise, "update_noise": update_noise}
+    run(Request(train, margin, metric, knobs, trainings, threads, out), as_json=as_json)
+
+
+@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where the figures go, as JSON.")] = Path("demo.json"),
     data: Annotated[Path | None, typer.Option(help="Folder of the full Fashion-MNIST.")] = None,

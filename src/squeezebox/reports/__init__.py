@@ -22,6 +22,15 @@ from squeezebox.reports._audit_statistics import (
     Equivalence,
     deviation_uncertainty,
     equivalence,
+    paired_limit,
+    t_quantile,
+)
+from squeezebox.reports._calibration import (
+    CalibratedLevel,
+    Calibration,
+    calibrated_level,
+    level_name,
+    pairs_needed,
 )
 from squeezebox.reports._doctor import EnvironmentCheck, StepCheck
 from squeezebox.reports._estimate import BatchPoint, Estimate, FoundBatch, MaxBatch
@@ -38,6 +47,7 @@ from squeezebox.reports._pipeline import (
 from squeezebox.reports._plan import PlannedTensor, StepPlan, exact_bytes, explain, explain_floor, load_plan
 from squeezebox.reports._report import CompiledReport, CompiledTensor, Report
 from squeezebox.reports._rewrites import Rewrite, Rewrites, load_rewrites
+from squeezebox.reports._selection import Selection, select
 from squeezebox.reports._svg import ChartKind, ChartSpan, PipelineChart, draw_svg
 from squeezebox.reports._timeline import Timeline, timeline_events
 from squeezebox.schema import BYTE_UNITS, human_bytes, parse_size, require_writable, write_whole
@@ -51,6 +61,8 @@ __all__ = [
     "Audit",
     "AuditRecord",
     "AuditedOperator",
+    "CalibratedLevel",
+    "Calibration",
     "ChartKind",
     "ChartSpan",
     "CompiledReport",
@@ -72,12 +84,14 @@ __all__ = [
     "Report",
     "Rewrite",
     "Rewrites",
+    "Selection",
     "SeriesSpread",
     "StepCheck",
     "StepCost",
     "StepPlan",
     "Timeline",
     "analyse",
+    "calibrated_level",
     "deviation_uncertainty",
     "draw_svg",
     "equivalence",
@@ -85,13 +99,18 @@ __all__ = [
     "explain",
     "explain_floor",
     "human_bytes",
+    "level_name",
     "load_pipeline_plan",
     "load_plan",
     "load_rewrites",
+    "paired_limit",
+    "pairs_needed",
     "parse_size",
     "pipeline_plan_line",
     "pipeline_plan_text",
     "require_writable",
+    "select",
+    "t_quantile",
     "timeline_events",
     "timeline_html",
     "trace_events",

@@ -197,6 +197,17 @@ def t_quantile(probability: float, freedom: int) -> float:
     return (low + high) / 2
 
 
+def paired_limit(differences: Sequence[float], level: float) -> float:
+    """The upper limit of the mean of paired differences, which holds with 1 - ``level``, by Student's t.
+
+    Of differences that are equal but for rounding it is infinite, as long as so few may be equal by chance.
+    """
+    count, mean, deviation = len(differences), statistics.fmean(differences), statistics.stdev(differences)
+    if deviation <= 1e-9 * max(abs(mean), 1e-300):
+        return mean if 2.0**-count < level else math.inf
+    return mean + t_quantile(1 - level, count - 1) * deviation / math.sqrt(count)
+
+
 _ARRAYS = ("predictions", "targets", "groups", "weights")
 
 
@@ -206,7 +217,8 @@ class AuditRecord:
 
     ``series`` names what varied: "everything", one factor, or "control". ``groups`` has a name for each
     sample, or is empty. ``weights`` are normalised to length 1; of models with more than 65,536 parameters a
-    sketch. ``digest`` is equal where all parameters, buffers and outputs are equal to the bit.
+    sketch. ``digest`` is equal where all parameters, buffers and outputs are equal to the bit. ``steps`` are
+    those of the optimizer; 0 where the training gave none.
     """
 
     arm: str
@@ -220,6 +232,7 @@ class AuditRecord:
     finite: bool
     digest: str
     seconds: float
+    steps: int = 0
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file whole or not at all; OutputError if the path cannot be written."""
@@ -233,7 +246,9 @@ class AuditRecord:
         try:
             with np.load(io.BytesIO(Path(path).read_bytes()), allow_pickle=False) as file:
                 values = {
-                    name: file[name] if name in _ARRAYS else file[name].item() for name in cls.__slots__
+                    name: file[name] if name in _ARRAYS else file[name].item()
+                    for name in cls.__slots__
+                    if name in file or name != "steps"  # which earlier files have not
                 }
         except (OSError, ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile) as error:
             raise FormatError(
