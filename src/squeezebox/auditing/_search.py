@@ -19,7 +19,7 @@ SHARE = 0.1
 """Of a training that a short run takes."""
 _EVERY = 2  # second level is screened
 _FEWEST = 3  # pairs that a test takes
-EARLY, LAST = 0.007, 0.042  # levels of a test that may be repeated with more pairs, and of the last one
+EARLY, LAST = 0.028, 0.042  # level of a test's earlier looks, which share it, and of its last one
 _WORTH = 0.02  # least chance to show more that is worth another training
 _NEXT = 0.9  # worth of a level next to the loosest
 _DECADES = 0.5  # of noise between two levels
@@ -63,6 +63,7 @@ def search(
         found.screened[screened] = screen(screened)
         belief.screened(screened, found.screened[screened])
     closed = [False] * levels
+    early = EARLY / max(1, trainings // 2 - _FEWEST)
     while (level := _next(found, belief, closed, trainings)) is not None:
         pairs = found.pairs.setdefault(level, [])
         if _affordable(found, level, trainings) > len(pairs):
@@ -70,7 +71,7 @@ def search(
             pairs.append(train(level, len(pairs)))
             belief.paired(level, pairs[-1])
         last = _affordable(found, level, trainings) == len(pairs)
-        if len(pairs) >= _FEWEST and paired_limit(pairs, LAST if last else EARLY) < 1.0:
+        if len(pairs) >= _FEWEST and paired_limit(pairs, LAST if last else early) < 1.0:
             found.level = level
             closed[: level + 1] = [True] * (level + 1)
         elif last:
