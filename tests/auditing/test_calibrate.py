@@ -28,7 +28,7 @@ squeezebox.calibrate(audited.train, out={out!r}, margin=0.2, knobs={knobs}, trai
 """
 
 
-def calibrate(out, train=audited.train, **options):
+def calibrate(out, train=audited.brief, **options):
     return squeezebox.calibrate(
         train, out=out, **{"margin": 0.2, "knobs": KNOBS, "trainings": 8, "threads": 1, **options}
     )
@@ -63,9 +63,24 @@ def test_a_killed_calibration_goes_on_where_it_was(tmp_path):
     process.wait()
     kept = files(out)
     assert 4 <= len(kept)
-    resumed, whole = calibrate(out), calibrate(tmp_path / "whole")
+    resumed, whole = (calibrate(folder, audited.train) for folder in (out, tmp_path / "whole"))
     assert resumed == whole and kept.items() <= files(out).items()
     assert files(out).keys() == files(tmp_path / "whole").keys()
+
+
+@pytest.mark.slow
+def test_two_knobs_are_loosened_together(tmp_path):
+    knobs = {"noise": (1e-3, 1e-2), "update_noise": (1e-5, 1e-3)}
+    found = calibrate(tmp_path, knobs=knobs, margin=0.3)
+    assert [level.options["update_noise"] for level in found.levels] == [1e-5, 3.2e-5, 1e-4, 3.2e-4, 1e-3]
+    assert [level.options["noise"] for level in found.levels] == [1e-3, 1.8e-3, 3.2e-3, 5.6e-3, 1e-2]
+    assert found.options == {"noise": 1e-2, "update_noise": 1e-3} and found.noise == 1e-2
+    assert "noise=0.01, update_noise=0.001: accuracy stays within 0.3" in str(found)
+
+
+def test_a_level_that_changes_nothing_is_named(tmp_path):
+    found = calibrate(tmp_path, audited.quick, knobs={"noise": (1e-9, 1e-8)})
+    assert "equals plain to the bit in every pair" in str(found)
 
 
 def test_a_margin_that_few_trainings_cannot_show_says_how_many_would(tmp_path):

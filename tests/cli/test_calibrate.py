@@ -6,7 +6,7 @@ import pytest
 
 from squeezebox.cli import main
 
-TRAIN = "tests.auditing.audited:train"
+TRAIN = "tests.auditing.audited:brief"
 
 
 def run(capfd, *arguments):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from squeezebox import OptionError
-from squeezebox.reports import select
+from squeezebox.reports import ExchangeArm, MeasuredExchange, select
 
 
 def world(generator):
@@ -49,6 +49,35 @@ def test_equal_settings_share_the_chance_and_no_number_of_trials_decides():
     found = select({"one": [1.0, 1.0], "other": [1.0, 1.0], "worse": [0.0, 0.0]})
     assert found.chance == 0.5 and found.regret == 0.0 and found.trials_needed is None
     assert "more than 1000 trials" in str(found)
+
+
+def exchange(**seconds):
+    arms = [
+        ExchangeArm(
+            name=name, step_seconds=each, exchange_seconds=each, planned_seconds=None, sent_bytes=1, noise=0.0
+        )
+        for name, each in seconds.items()
+    ]
+    return MeasuredExchange(
+        ranks=2,
+        elements=1,
+        link_bytes_per_second=1.0,
+        alone_seconds=1.0,
+        groups=(),
+        arms=tuple(arms),
+        ways=(),
+    )
+
+
+def test_exchanges_that_differ_by_less_than_their_rounds_show_are_named_so():
+    slow = (1.0, 1.2, 1.1, 1.3)
+    clear = exchange(plain=slow, packed=tuple(each / 2 for each in slow))
+    assert str(clear).endswith("packed is the fastest with a chance of 100%.")
+    near = exchange(plain=slow, packed=(1.1, 1.1, 1.2, 1.15))
+    found = near.fastest()
+    assert f"{found.best} is the fastest with a chance of {found.chance:.0%}: the best ones" in str(near)
+    assert f"About {found.trials_needed} rounds would say it with 90%." in str(near)
+    assert exchange(plain=(1.0,), packed=(2.0,)).fastest() is None
 
 
 @pytest.mark.parametrize(

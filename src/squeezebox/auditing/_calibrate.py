@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -98,7 +98,8 @@ def calibrate(
         "torch": request.torch,
         "device": request.device,
     }
-    return _calibration(found, levels, metric, margin, trainings, facts)
+    notes = tuple(_notes(found, [level_name(options) for options in levels], trainer.equal))
+    return _calibration(found, levels, metric, margin, trainings, facts, notes)
 
 
 def _check(metric: str, margin: float, knobs: Mapping[str, tuple[float, float]], threads: int | None) -> None:
@@ -151,6 +152,7 @@ class _Trainer:
         self._metric, self._threads = metric, threads
         self._trainings, self._on_progress = trainings, on_progress
         self._records: dict[RunKey, AuditRecord] = {}
+        self.equal: dict[int, bool] = {}  # levels whose every pair is equal to the bit
         self._spent = 0.0
 
     def screened(self, level: int) -> float:
@@ -178,7 +180,9 @@ class _Trainer:
             )
         options = self._levels[level]
         key = RunKey(arm=level_name(options), series=EVERYTHING, seed=_FIRST + pair)
-        return self._value(plain) - self._value(self._record(key, options))
+        squeezed = self._record(key, options)
+        self.equal[level] = self.equal.get(level, True) and squeezed.digest == plain.digest
+        return self._value(plain) - self._value(squeezed)
 
     def _plain(self, pair: int) -> AuditRecord:
         return self._record(RunKey(arm=_PLAIN, series=EVERYTHING, seed=_FIRST + pair), None)
@@ -222,6 +226,7 @@ def _calibration(
     margin: float,
     trainings: int,
     facts: Mapping[str, str],
+    notes: tuple[str, ...],
 ) -> Calibration:
     losses = {level: [margin * loss for loss in pairs] for level, pairs in found.pairs.items()}
     return Calibration(
@@ -242,7 +247,7 @@ def _calibration(
         trainings=trainings,
         spent=found.spent,
         trainings_needed=_trainings_needed(losses, margin, len(levels)),
-        notes=tuple(_notes(found, levels)),
+        notes=notes,
     )
 
 
@@ -255,14 +260,14 @@ def _trainings_needed(losses: Mapping[int, Sequence[float]], margin: float, leve
     return None if pairs is None else math.ceil(2 * pairs + screening(levels))
 
 
-def _notes(found: Searched, levels: Sequence[Mapping[str, float]]) -> list[str]:
-    notes = []
-    if found.level == len(levels) - 1:
-        notes.append("the loosest level of the range is shown: a looser one may be within the margin too.")
-    same = [level for level, pairs in found.pairs.items() if len(pairs) > 1 and len(set(pairs)) == 1]
-    if same:
-        names = "; ".join(level_name(levels[level]) for level in same)
-        notes.append(
-            f"all pairs of {names} differ by the same: the metric may be too coarse. Hold out more samples."
-        )
-    return notes
+def _notes(found: Searched, names: Sequence[str], equal: Mapping[int, bool]) -> Iterator[str]:
+    if found.level == len(names) - 1:
+        yield "the loosest level of the range is shown: a looser one may be within the margin too."
+    for level, losses in found.pairs.items():
+        if equal[level]:
+            yield f"{names[level]} equals plain to the bit in every pair: compression changed nothing in it."
+        elif len(losses) > 1 and len(set(losses)) == 1:
+            yield (
+                f"all pairs of {names[level]} differ by the same: the metric is coarse. Hold out more "
+                "samples, or give run.finish a finer score."
+            )

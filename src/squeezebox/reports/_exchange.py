@@ -7,6 +7,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
+from squeezebox.reports._selection import Selection, select
 from squeezebox.schema import decoded, human_bytes, load_json, plain_fields, save_json
 
 _AGAIN = "squeezebox.gradients.measure_exchange(...).save(path)"
@@ -64,6 +65,13 @@ class MeasuredExchange:
     arms: tuple[ExchangeArm, ...]
     ways: tuple[ExchangeWay, ...]
 
+    def fastest(self) -> Selection | None:
+        """The exchange with the fewest seconds a step, and how sure that is; None of one round."""
+        seconds = {arm.name: arm.step_seconds for arm in self.arms}
+        if len(seconds) < 2 or min(map(len, seconds.values())) < 2:
+            return None
+        return select(seconds, smaller_is_better=True)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as written by :meth:`save`."""
         return plain_fields(self)
@@ -90,7 +98,20 @@ class MeasuredExchange:
         lines = [head, "", _line("exchange", *heads), *(self._arm_line(arm) for arm in self.arms)]
         groups = ", ".join(f"{count} {method}" for method, count in self.groups)
         last = f'"To send" is from forward\'s end to the last gradient. auto sends in groups: {groups}.'
-        return "\n".join([*lines, "", *self._way_lines(), "", last])
+        return "\n".join([*lines, "", *self._way_lines(), "", last, *self._fastest_line()])
+
+    def _fastest_line(self) -> list[str]:
+        found = self.fastest()
+        if found is None:
+            return []
+        if found.clear:
+            return [f"{found.best} is the fastest with a chance of {found.chance:.0%}."]
+        rounds = "More than 1000" if found.trials_needed is None else f"About {found.trials_needed}"
+        return [
+            f"{found.best} is the fastest with a chance of {found.chance:.0%}: the best ones differ by less "
+            f"than "
+            f"these {found.trials} rounds show. {rounds} rounds would say it with {found.wanted:.0%}."
+        ]
 
     def _arm_line(self, arm: ExchangeArm) -> str:
         return _line(
