@@ -68,6 +68,7 @@ __all__ = [
     "load_rewrites",
     "max_batch",
     "memory",
+    "parity",
     "pipeline",
     "plan",
     "plan_pipeline",
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
     from squeezebox import bounds, codecs, gradients, layers, memory, pipeline, schedules, schema, streaming
     from squeezebox.auditing import audit, calibrate
     from squeezebox.codecs import compile_kernels
+    from squeezebox.comparing import parity
     from squeezebox.compiling import compile_model as compile
     from squeezebox.doctor import check_environment, check_step
     from squeezebox.gradients import compress_gradients
@@ -116,6 +118,7 @@ else:
         "load_plan": "reports",
         "load_rewrites": "reports",
         "max_batch": "planning",
+        "parity": "comparing",
         "plan": "planning",
         "rewrite": "rewriting",
         "plan_pipeline": "planning",

@@ -253,10 +253,15 @@ def check_supported(model: torch.nn.Module) -> None:
 def compiled_part(model: torch.nn.Module) -> str | None:
     """Name of the first module that torch.compile has compiled."""
     for name, module in model.named_modules():
-        compiled = getattr(module, "_compiled_call_impl", None) is not None
-        if compiled or type(module).__name__ == "OptimizedModule":
+        if is_compiled(module):
             return name or type(module).__name__
     return None
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether torch.compile has compiled its call, by ``torch.compile(module)`` or ``module.compile()``."""
+    compiled = getattr(module, "_compiled_call_impl", None) is not None
+    return compiled or type(module).__name__ == "OptimizedModule"
 
 
 def is_innermost(recorder: Recorder) -> bool:

@@ -36,6 +36,7 @@ from squeezebox.reports._doctor import EnvironmentCheck, StepCheck
 from squeezebox.reports._estimate import BatchPoint, Estimate, FoundBatch, MaxBatch
 from squeezebox.reports._exchange import ExchangeArm, ExchangeWay, MeasuredExchange
 from squeezebox.reports._page import timeline_html
+from squeezebox.reports._parity import Parity, wilson
 from squeezebox.reports._pipeline import (
     PipelineRank,
     PipelineReport,
@@ -77,6 +78,7 @@ __all__ = [
     "FoundBatch",
     "MaxBatch",
     "MeasuredExchange",
+    "Parity",
     "PipelineChart",
     "PipelineRank",
     "PipelineReport",
@@ -114,5 +116,6 @@ __all__ = [
     "timeline_events",
     "timeline_html",
     "trace_events",
+    "wilson",
     "write_whole",
 ]

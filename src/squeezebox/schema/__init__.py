@@ -46,6 +46,7 @@ from squeezebox.schema._findings import (
     Redundancy,
     Waste,
 )
+from squeezebox.schema._parity import ParityFigures, PlaceParity
 from squeezebox.schema._pipeline import (
     Block,
     Holding,
@@ -161,7 +162,9 @@ __all__ = [
     "PipelinePlan",
     "PipelineProfile",
     "PipelineWarning",
+    "ParityFigures",
     "Part",
+    "PlaceParity",
     "Plan",
     "PlanError",
     "RankError",
