@@ -3,12 +3,13 @@
 
 VENV ?= .venv
 BENCHMARKS ?= architectures codecs step_time whole_step rewrites made_again packed_state first_use comet_table budget ways \
-	packed compiled accuracy speeds audit calibrate start_up planning static_allocation traces arena offload estimate estimate_layers \
+	packed compiled accuracy speeds audit calibrate parity parity_own start_up planning static_allocation traces arena \
+	offload estimate estimate_layers \
 	estimate_architectures pipeline_paper pipeline_memory pipeline_schedules pipeline_training pipeline_wire \
 	streaming gigapixel larger_than_memory torch_databases
 export VENV PYTHON
 
-.PHONY: demo tiny test check smoke docs bench clean
+.PHONY: demo tiny test check smoke docs bench parity clean
 
 demo:  ## train the same network plain and squeezed, side by side
 	@scripts/install
@@ -38,6 +39,10 @@ docs:  ## the site, in site/; its first page is site/index.html
 bench:  ## every claim's measurement, or some: make bench BENCHMARKS="codecs step_time"
 	@scripts/install bench
 	@set -e; for name in $(BENCHMARKS); do $(VENV)/bin/python -m benchmarks.$$name; done
+
+parity:  ## exact, compiled and autocast training against plain PyTorch's, layer by layer
+	@scripts/install test
+	@$(VENV)/bin/python -m benchmarks.parity_own --no-report
 
 clean:  ## what the other targets made, .venv included
 	rm -rf $(VENV) build site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -5,7 +5,7 @@ kinds, each in a place drawn by a seed. Comes out: benchmarks/reports/parity-<da
 May touch: that folder.
 
 A fault counts as named where the first place that differs is of the layer, the stage or the module whose
-code was changed. Faults that leave the output equal to the bit are drawn again: on these inputs they are none.
+code was changed. A fault that leaves the output equal to the bit is drawn again: on these inputs it is none.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from squeezebox import codecs
 from squeezebox.reports import Parity
 
 CLASSES, TOKENS, BATCH = 10, 64, 8
+COMPILED = ("GPT with dropout",)  # a budget compiles several steps, which takes a minute or more
 Stages = dict[str, Callable[..., Any]]
 Sample = tuple[Tensor, Tensor]
 Way = Callable[[nn.Module, Sample], "contextlib.AbstractContextManager[tuple[Stages, Stages]]"]
@@ -44,7 +45,7 @@ def networks() -> dict[str, tuple[nn.Module, Sample]]:
     return {
         "ResNet-18": (models.build("resnet18", num_classes=CLASSES), (images, torch.arange(BATCH))),
         "U-Net": (unet, (images, torch.randint(CLASSES, (BATCH, 64, 64)))),
-        "GPT with dropout": (gpt, (text[:, :-1], text[:, 1:])),
+        "GPT with dropout": (gpt, (text[:, :-1].contiguous(), text[:, 1:].contiguous())),
     }
 
 
@@ -95,7 +96,7 @@ def compiled(net: nn.Module, sample: Sample) -> Iterator[tuple[Stages, Stages]]:
     """In evaluation: compiled dropout draws other numbers than PyTorch's."""
     torch._dynamo.reset()
     net_a = copy.deepcopy(net).eval()
-    step = squeezebox.compile(copy.deepcopy(net_a), budget="95%", sample=sample, loss_fn=loss)
+    step = squeezebox.compile(copy.deepcopy(net_a), budget="90%", sample=sample, loss_fn=loss)
     yield stages(net_a, sample), stages(step, sample)
 
 
@@ -104,7 +105,7 @@ WAYS: dict[str, tuple[Way, bool, bool]] = {
     "exact=True": (functools.partial(attached, exact=True), True, False),
     "exact plan": (planned, True, False),
     "autocast, exact=True": (under_autocast, True, False),
-    "compiled, budget 95 %": (compiled, False, False),
+    "compiled, budget 90 %": (compiled, False, False),
     "noise=1e-2": (functools.partial(attached, noise=1e-2), True, True),
 }
 
@@ -136,6 +137,8 @@ def main() -> None:
     )
     for name, (net, sample) in networks().items():
         for way_name, (way, exact, lossy) in ways.items():
+            if way is compiled and name not in COMPILED:
+                continue
             found = measured(way, net, sample)
             places = found.figures.places
             own, free = max(each.own or 0.0 for each in places), max(each.free or 0.0 for each in places)

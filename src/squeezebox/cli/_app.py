@@ -321,6 +321,25 @@ def calibrate(
 
 
 @app.command()
+def parity(
+    a: Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Returns what is right.")],
+    b: Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Returns what should agree with it.")],
+    data: Annotated[str, typer.Option(metavar="MODULE:CALLABLE", help="Returns some batches of inputs.")],
+    backward: Annotated[bool, typer.Option("--backward/--forward", help="Compare gradients too.")] = True,
+    tolerance: Annotated[float, typer.Option(help="Difference of an element that is none.")] = 1e-5,
+    as_json: Json = False,
+) -> None:
+    """Name the first layer in which two models or pipelines differ, and what it does to the output.
+
+    Each returns a model, a function, or a list of stages with their names. Every layer of the second is given
+    the first one's inputs, so that its difference is its own. Exit status 1 where they differ.
+    """
+    from squeezebox.cli._parity import run
+
+    run((a, b), data, backward=backward, tolerance=tolerance, as_json=as_json)
+
+
+@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where the figures go, as JSON.")] = Path("demo.json"),
     data: Annotated[Path | None, typer.Option(help="Folder of the full Fashion-MNIST.")] = None,

@@ -135,7 +135,7 @@ class Comparison:
     # --- runs ----------------------------------------------------------------------------------------
 
     def _made(self, side: str, **options: Any) -> Run:
-        usual = {"backward": self.backward, "written": self.written or (), "names": {}}
+        usual: dict[str, Any] = {"backward": self.backward, "written": self.written or (), "names": {}}
         if side == "b":
             usual["names"] = self.names or {}
         return Run(self.a if side == "a" else self.b, **usual | options)
@@ -173,10 +173,7 @@ class Comparison:
 
     def _matched(self, kept: Tape, free: Tape) -> dict[Call, Call]:
         """By name where half of b's calls have one of a's; else layers without parts by their shapes."""
-        ends = [(self.a.stages[-1], self.b.stages[-1])]
-        if len(self.a.stages) == len(self.b.stages):
-            ends = list(zip(self.a.stages, self.b.stages, strict=True))
-        found: dict[Call, Call] = {(b, 0): (a, 0) for (a, _), (b, _) in ends if a != b}
+        found: dict[Call, Call] = {(b, 0): (a, 0) for a, b in _alike(self.a, self.b) if a != b}
         if 2 * sum(call in kept.shapes for call in free.shapes) >= len(free.shapes):
             return found
         found = {call: (f"{call[0]} of b", call[1]) for call in free.shapes} | found
@@ -262,6 +259,12 @@ class Comparison:
 
 
 _MISTAKES = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError)
+
+
+def _alike(a: Side, b: Side) -> list[tuple[str, str]]:
+    """Stages that have to agree though their names may differ: each, or the last ones of a side of one."""
+    names, others = [name for name, _ in a.stages], [name for name, _ in b.stages]
+    return list(zip(names, others, strict=True)) if len(names) == len(others) else [(names[-1], others[-1])]
 
 
 def _everywhere(place: Place) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from squeezebox.comparing._comparison import Comparison, left_as_found
-from squeezebox.comparing._sides import read_side
+from squeezebox.comparing._sides import read_sides
 from squeezebox.reports import Parity
 from squeezebox.schema import OptionError
 from squeezebox.steps import Progress
@@ -51,7 +51,7 @@ def parity(
     Raises:
         OptionError: there is no stage or no batch, the tolerance is not above 0, or ``a`` fails on a batch.
     """
-    sides = read_side(a, "a"), read_side(b, "b")
+    sides = read_sides(a, b)
     if not 0.0 < tolerance < math.inf:
         raise OptionError(f"tolerance {tolerance} is not finite and above 0; give 1e-5 for float32.")
     with left_as_found(*sides):

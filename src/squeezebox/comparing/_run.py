@@ -49,6 +49,7 @@ class Run:
         self._names, self._forces, self._jitter = names, forces, jitter
         self._written = written
         self._running: list[tuple[str, int, list[tuple[torch.Tensor, int]]]] = []  # and versions of inputs
+        self._last = ""  # the stage before
         self._counts: Counter[tuple[str, bool]] = Counter()
         self._generator = torch.Generator().manual_seed(0)
 
@@ -59,6 +60,7 @@ class Run:
             for name, stage in self._side.stages:
                 arguments, keywords = self._enter(name, value if isinstance(value, tuple) else (value,), {})
                 value = self._leave(name, stage(*arguments, **keywords))
+                self._last = name
             self.tape.output = tree_map(copied, value)
             outputs = [leaf for leaf in tree_flatten(value)[0] if _is_graded(leaf)]
             self.tape.has_gradients = bool(outputs)
@@ -103,14 +105,15 @@ class Run:
         again = in_backward()  # checkpointing repeats a forward: its values are forced as they were before
         call = self._counts[name, again]
         self._counts[name, again] += 1
-        caller = self._running[-1][0] if self._running else ""
+        caller = self._running[-1][0] if self._running else self._last
         given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         self._running.append(
             (name, call, [(each, each._version) for each in given if not each.is_inference()])
         )
-        maker = Maker(caller, f"code before {name}") if caller else Maker(name, "input")
+        maker = Maker(caller, f"code before {name}")
         place = self._place(name, call, Kind.INPUT)
-        passed = self._pass(place, maker, (args, kwargs), again)
+        # the batch itself is not compared
+        passed = self._pass(place, maker, (args, kwargs), again) if caller else (args, kwargs)
         if again or not torch.is_grad_enabled() or place[:2] in self._written:
             return passed
         taps: dict[int, torch.Tensor] = {}
@@ -212,7 +215,7 @@ class _Swap(torch.autograd.Function):
     def forward(ctx: Any, found: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """The values."""
         ctx.like = found.shape, found.dtype
-        return values.clone()
+        return _laid_out(found, values)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -232,7 +235,16 @@ def _swapped(found: Any, expected: Any) -> Any:
     if _is_graded(found) and values.is_floating_point():
         swapped: torch.Tensor = _Swap.apply(found, values)  # type: ignore[no-untyped-call]
         return swapped
-    return values.clone()
+    return _laid_out(found, values)
+
+
+def _laid_out(found: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """A copy of the values with the other's strides, on which kernels and random masks depend."""
+    return (
+        torch.empty_like(found, dtype=values.dtype).copy_(values)
+        if found.shape == values.shape
+        else values.clone()
+    )
 
 
 def _is_graded(leaf: Any) -> bool:

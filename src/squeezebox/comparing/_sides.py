@@ -39,7 +39,24 @@ class Side:
         return {each.name for each in self.layers if not any(True for _ in each.module.children())}
 
 
-def read_side(side: Any, which: str) -> Side:
+def read_sides(a: Any, b: Any) -> tuple[Side, Side]:
+    """Both, whose last stages are the same by name or by place.
+
+    Raises:
+        OptionError: they are not, or one of the two is no model and has no stages.
+    """
+    one, other = _read(a, "a"), _read(b, "b")
+    (end, _), (other_end, _) = one.stages[-1], other.stages[-1]
+    counts = len(one.stages), len(other.stages)
+    if end != other_end and counts[0] != counts[1] and min(counts) > 1:
+        raise OptionError(
+            f"a has {counts[0]} stages that end with '{end}', and b {counts[1]} that end with '{other_end}', "
+            "so which should agree is not known; give both last ones the same name."
+        )
+    return one, other
+
+
+def _read(side: Any, which: str) -> Side:
     """A model, a function, or a list or dictionary of them, by name.
 
     Raises:
