@@ -342,9 +342,10 @@ def main() -> None:
     for kind in KINDS:
         mine = [row for row in rows if row["kind"] == kind]
         sizes = [row["own"] for row in mine if row["own"] is not None]
+        least = f"{min(sizes):.1e}" if sizes else "other shapes"
         outputs = [row["output"] for row in mine if row["output"] is not None]
         table.append(
-            f"| {kind} | {len(mine)} | {sum(row['right'] for row in mine)} | {min(sizes, default=0.0):.1e} | "
+            f"| {kind} | {len(mine)} | {sum(row['right'] for row in mine)} | {least} | "
             f"{min(outputs, default=0.0):.1e} | {statistics.median(row['seconds'] for row in mine):.1f} |"
         )
     wrong = [row for row in rows if not row["right"]]
