@@ -211,7 +211,6 @@ def timm_networks() -> Iterator[tuple[str, Stages, Tensor]]:
         ("resnet26d", 64),
         ("mobilenetv3_small_050", 64),
         ("convnext_atto", 64),
-        ("densenet121", 64),
     ):
         yield (
             f"timm {name}",
