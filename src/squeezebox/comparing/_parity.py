@@ -40,9 +40,9 @@ def parity(
             layer's inputs and outputs are held for one batch at a time.
         backward: compare gradients too. They begin at the output: with 1 where it is one number, such as a
             loss, else with random numbers, the same ones for both.
-        tolerance: largest |a - b| / (|a| + rms(a)) of an element that counts as agreement. Four roundings of
-            a's dtype always do. A gradient may differ by four times what a rounding of the incoming gradient
-            does to it as well: some are zero but for rounding, such as that of a bias before a normalisation.
+        tolerance: largest ``|a - b| / (|a| + rms(a))`` of an element that counts as agreement. Four
+            roundings of a's dtype always do. A gradient may differ by four times what a rounding of the
+            incoming gradient does to it as well: some are zero but for rounding, such as that of a bias before a normalisation.
         on_progress: called with (done, total, note) after each batch.
 
     Returns:

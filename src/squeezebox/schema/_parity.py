@@ -11,7 +11,7 @@ class PlaceParity:
 
     ``layer`` and ``what`` name the code that made the values: a layer's output, the code before one of its
     parts, a gradient. ``own`` is the largest difference with a's values coming in, ``free`` the one with what
-    came by itself: max |a - b| / (|a| + rms(a)) over elements. Either is None where the two cannot be
+    came by itself: ``max |a - b| / (|a| + rms(a))`` over elements. Either is None where the two cannot be
     compared, and ``why`` says it. ``allowed`` is up to where ``own`` counts as agreement.
     """
 
