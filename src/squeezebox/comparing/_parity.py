@@ -42,7 +42,8 @@ def parity(
             loss, else with random numbers, the same ones for both.
         tolerance: largest ``|a - b| / (|a| + rms(a))`` of an element that counts as agreement. Four
             roundings of a's dtype always do. A gradient may differ by four times what a rounding of the
-            incoming gradient does to it as well: some are zero but for rounding, such as that of a bias before a normalisation.
+            incoming gradient does to it as well: some are zero but for rounding, such as
+            that of a bias before a normalisation.
         on_progress: called with (done, total, note) after each batch.
 
     Returns:
