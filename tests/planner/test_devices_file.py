@@ -57,7 +57,11 @@ def test_a_file_by_hand_is_read_and_written_again(tmp_path):
         ("[[links]]", "[[other]]", "other is unknown"),
         ('"1GB"', "0", "carries 0 bytes a second"),
         ("[[devices]]", "[devices", "no list of devices"),
-        (BY_HAND[BY_HAND.index("[[links]]") :], "", "there is no link between new and old"),
+        (
+            BY_HAND,
+            BY_HAND + '[[devices]]\nname = "third"\nmemory_bytes = 1\nspeed = 1\n',
+            "there is no link between old and third",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_refused(old, new, message, tmp_path):
@@ -66,3 +70,30 @@ def test_what_cannot_be_read_is_refused(old, new, message, tmp_path):
     with pytest.raises(FormatError, match=message) as caught:
         Devices.load(path)
     assert "Write it again with 'squeezebox devices measure', or correct it." in str(caught.value)
+
+
+RATED = BY_HAND.replace(
+    "speed = 4.5\n",
+    'speed = 4.5\nflops_per_second = 1e12\nbytes_per_second = "20GB"\nover_roofline = [0.5, 1, 4]\n',
+)
+
+
+def test_rates_may_be_left_out_and_are_written_again(tmp_path):
+    path = tmp_path / "devices.toml"
+    path.write_text(RATED)
+    devices = Devices.load(path)
+    old, new = devices.devices
+    assert not old.is_rated and new.is_rated
+    assert (new.bytes_per_second, new.call_seconds, new.over_roofline) == (2e10, 0.0, (0.5, 1.0, 4.0))
+    devices.save(path)
+    assert Devices.load(path) == devices
+    path.write_text(RATED.replace("[0.5, 1, 4]", "[2, 1, 4]"))
+    with pytest.raises(FormatError, match="not the least, the median and the most"):
+        Devices.load(path)
+
+
+def test_a_list_without_links_is_no_pipelines(tmp_path):
+    path = tmp_path / "devices.toml"
+    path.write_text(BY_HAND[: BY_HAND.index("[[links]]")])
+    with pytest.raises(FormatError, match="there is no link between new and old, which a pipeline needs"):
+        Devices.load(path).require_links()

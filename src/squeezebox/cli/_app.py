@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import time
 from pathlib import Path
@@ -13,8 +12,21 @@ import typer
 import squeezebox
 from squeezebox.cli._devices import devices
 from squeezebox.cli._estimate import require_step
+from squeezebox.cli._estimate_command import estimate
 from squeezebox.cli._gradients import gradients
 from squeezebox.cli._memory import memory
+from squeezebox.cli._options import (
+    Exact,
+    Factory,
+    Input,
+    InputDtype,
+    Json,
+    Load,
+    Loss,
+    Noise,
+    Optimizer,
+    Sample,
+)
 from squeezebox.cli._pipeline import pipeline
 from squeezebox.cli._show import progress
 from squeezebox.cli._stream import stream
@@ -32,19 +44,6 @@ app.add_typer(memory, name="memory")
 app.add_typer(gradients, name="gradients")
 app.add_typer(stream, name="stream")
 
-Factory = Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="Returns the model when called.")]
-Input = Annotated[str | None, typer.Option(help="One sample's shape (default: 3x224x224).")]
-InputDtype = Annotated[str | None, typer.Option(help="Of the input, such as int64 for tokens.")]
-Sample = Annotated[
-    str | None, typer.Option(metavar="MODULE:CALLABLE", help="Returns (inputs, target), a real batch.")
-]
-Loss = Annotated[str | None, typer.Option(metavar="MODULE:CALLABLE", help="loss(output, target).")]
-Optimizer = Annotated[str, typer.Option(help="sgd, sgd-momentum, adam or adamw.")]
-Noise = Annotated[float | None, typer.Option(help="Allowed gradient noise (default: 1e-3).")]
-Exact = Annotated[bool, typer.Option("--exact", help="Lose nothing.")]
-Load = Annotated[str | None, typer.Option(help="How tokens choose experts: balanced or worst.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-
 
 def _print_version(wanted: bool) -> None:
     if wanted:
@@ -61,40 +60,7 @@ def _root(
     pass
 
 
-@app.command()
-def estimate(
-    factory: Factory,
-    input: Input = None,
-    batch: Annotated[int | None, typer.Option(help="Samples a step (default: 32).")] = None,
-    sample: Sample = None,
-    loss: Loss = None,
-    optimizer: Optimizer = "sgd-momentum",
-    dtype: Annotated[str | None, typer.Option(help="Of model and input, such as bfloat16.")] = None,
-    input_dtype: InputDtype = None,
-    load: Load = None,
-    as_json: Json = False,
-) -> None:
-    """Say what a training step would hold, without training and without using the memory.
-
-    MODULE is looked for in the current directory first.
-    """
-    from squeezebox.cli._estimate import call_factory, load_factory, load_loss, parse_shape
-
-    require_step(input, batch)
-    with progress("estimating"):
-        made = load_factory(factory)
-        result = squeezebox.estimate(
-            functools.wraps(made)(lambda: call_factory(factory, made)),
-            input_shape=None if input is None else parse_shape(input),
-            batch=batch,
-            sample=None if sample is None else load_factory(sample),
-            loss_fn=None if loss is None else load_loss(loss),
-            optimizer=optimizer,
-            dtype=dtype,
-            input_dtype=input_dtype,
-            load=load or "balanced",
-        )
-    print(json.dumps(result.to_dict(), indent=1) if as_json else result)
+app.command()(estimate)
 
 
 @app.command()

@@ -23,6 +23,9 @@ def measure(
         str | None,
         typer.Option(help="What each may hold, such as 2GiB (default: its share of what is free)."),
     ] = None,
+    rates: Annotated[
+        bool, typer.Option("--rates", help="Also what 'estimate --devices' reckons seconds with.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Where they go, as TOML.")] = Path("devices.toml"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
@@ -35,7 +38,7 @@ def measure(
     from squeezebox.reports import human_bytes
     from squeezebox.schema import plain
 
-    found = run(ranks, memory, out)
+    found = run(ranks, memory, out, rates=rates)
     if found is None:
         return
     if as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from squeezebox.reports import parse_size, require_writable
 from squeezebox.schema import Device, DeviceLink, Devices, OptionError
 
 
-def run(ranks: int, memory: str | None, out: Path) -> Devices | None:
+def run(ranks: int, memory: str | None, out: Path, *, rates: bool) -> Devices | None:
     """Measure on processes of this machine, or as the rank that torchrun has started.
 
     Returns:
@@ -34,27 +35,31 @@ def run(ranks: int, memory: str | None, out: Path) -> Devices | None:
     nbytes = None if memory is None else parse_size("--memory", memory)
     require_writable(out)
     with progress("measuring devices"):
-        found = on_ranks(_rank, ranks, nbytes, lost="each trains a network of 8 MiB.")
+        found = on_ranks(_rank, ranks, (nbytes, rates), lost="each trains a network of 8 MiB.")
     if found is not None:
         found.save(out)
     return found
 
 
-def _rank(place: Place | None, nbytes: int | None) -> Devices | None:
+def _rank(place: Place | None, request: tuple[int | None, bool]) -> Devices | None:
+    nbytes, rates = request
     with contextlib.redirect_stdout(sys.stderr), _joined(place):
         device = pipeline.own_device()
         hosts = pipeline.told_by_all(socket.gethostname())
         mates = hosts.count(socket.gethostname()) if device.type == "cpu" else 1
-        free = pipeline.told_by_all(nbytes or profiling.free_bytes(device) // mates)
-        speeds = pipeline.told_by_all(profiling.measure_speed(device))  # all at once, as in training
+        own = Device(
+            name=socket.gethostname(),
+            memory_bytes=nbytes or profiling.free_bytes(device) // mates,
+            speed=profiling.measure_speed(device),  # all at once, as in training
+        )
+        told = pipeline.told_by_all(profiling.rated(own, device) if rates else own)
         links = pipeline.measure_links(device)
         if not pipeline.is_first_process():
             return None
-        names = [f"{host} {rank}" for rank, host in enumerate(hosts)]
+        names = [f"{each.name} {rank}" for rank, each in enumerate(told)]
         return Devices(
             devices=tuple(
-                Device(name=name, memory_bytes=own, speed=speed)
-                for name, own, speed in zip(names, free, speeds, strict=True)
+                dataclasses.replace(each, name=name) for each, name in zip(told, names, strict=True)
             ),
             links=tuple(
                 DeviceLink(

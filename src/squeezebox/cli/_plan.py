@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional
-from torch.utils._pytree import tree_leaves
 
 import squeezebox
 from squeezebox.cli._estimate import call_factory, load_factory, load_loss, parse_shape, require_step
@@ -19,6 +17,7 @@ from squeezebox.cli._show import progress
 from squeezebox.profiling import optimizer_named
 from squeezebox.reports import FoundBatch, MaxBatch, Rewrites, StepPlan, require_writable
 from squeezebox.schema import OptionError
+from squeezebox.steps import random_inputs, stand_in
 
 
 @dataclass(frozen=True)
@@ -79,25 +78,6 @@ def load_sample(name: str) -> Any:
         SqueezeboxError: there is none, or it fails.
     """
     return call_factory(name, load_factory(name))
-
-
-def random_inputs(model: torch.nn.Module, shape: tuple[int, ...], dtype: str | None) -> torch.Tensor:
-    """Random inputs: tokens for a model that embeds them, where asked for or for a shape like 128.
-
-    Raises:
-        OptionError: torch has no such dtype, or none that it can fill.
-    """
-    wanted = getattr(torch, dtype or "float32", None)
-    if not isinstance(wanted, torch.dtype):
-        raise OptionError(f"--input-dtype {dtype}: torch has no such dtype; write int64, say.")
-    embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    if embeddings and (len(shape) == 2 if dtype is None else not wanted.is_floating_point):
-        tokens = torch.randint(0, embeddings[0].num_embeddings, shape)
-        return tokens if dtype is None else tokens.to(wanted)
-    try:
-        return torch.randn(shape).to(wanted) if wanted.is_floating_point else torch.zeros(shape, dtype=wanted)
-    except (NotImplementedError, RuntimeError) as error:
-        raise OptionError(f"--input-dtype {dtype}: torch cannot fill such a tensor: {error}") from error
 
 
 def make(step: Step, *, cache: bool, out: str, **options: Any) -> StepPlan:
@@ -173,23 +153,3 @@ def cache_folder() -> Path | None:
     except OSError:
         return None
     return folder if os.access(folder, os.W_OK) else None
-
-
-def stand_in(output: Any, target: Any = None) -> torch.Tensor:
-    """The sum of what stands in for a loss of every output that a gradient can flow from."""
-    leaves = tree_leaves(list(output.values()) if isinstance(output, dict) else output)
-    losses = [_loss_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    if not losses:
-        raise OptionError(
-            f"the model's output ({type(output).__name__}) has no tensor that requires gradients; name its "
-            "loss with --loss module:callable, or unfreeze a parameter."
-        )
-    return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
-
-
-def _loss_of(output: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy against arbitrary classes where the output has classes last, else the mean square."""
-    if output.dim() in (2, 3) and output.shape[-1] > 1:
-        rows = output.flatten(0, -2)
-        return functional.cross_entropy(rows, torch.arange(len(rows), device=rows.device) % rows.shape[-1])
-    return output.square().mean()

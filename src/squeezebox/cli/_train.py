@@ -19,12 +19,13 @@ from torch import nn
 
 from squeezebox import pipeline
 from squeezebox.cli._estimate import load_factory, load_loss, needed_arguments, parse_shape, require_step
-from squeezebox.cli._plan import load_model, load_sample, random_inputs, stand_in
+from squeezebox.cli._plan import load_model, load_sample
 from squeezebox.cli._show import progress
 from squeezebox.planning import attach_stages, peak_meter, plan_pipeline
 from squeezebox.profiling import optimizer_named
 from squeezebox.reports import human_bytes, load_pipeline_plan, parse_size, require_writable
 from squeezebox.schema import Devices, Link, OptionError, PipelinePlan
+from squeezebox.steps import random_inputs, stand_in
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Chooses how to hold every saved tensor, how to cut a pipeline, how gradients go together, and among plans.
 
 In: a Profile (positions, tensors, measured options) and a Budget, or PipelineProfiles, ranks, their memory
-and their Link, or Gradients and Ways, or seconds of steps. Out: a Plan, PipelinePlans, a FusionPlan or a
-choice, or why there is none.
+and their Link, or Gradients and Ways, or seconds of steps, or Work and Jobs for Devices. Out: a Plan,
+PipelinePlans, a FusionPlan or a choice, or why there is none; seconds and scores.
 May touch: squeezebox.schedules, squeezebox.schema, numpy, and scipy for the optimum; no torch.
 """
 
@@ -11,9 +11,12 @@ from squeezebox.planner._batches import at_batch, free_slices, in_slices, larges
 from squeezebox.planner._devices import plan_on_devices
 from squeezebox.planner._fusion import FusionPlan, Gradient, Group, Line, Way, evaluate_fusion, plan_fusion
 from squeezebox.planner._greedy import first_fit, peak, solve
+from squeezebox.planner._jobs import jobs_peak, run_jobs, score_jobs
+from squeezebox.planner._known import KNOWN_DEVICES
 from squeezebox.planner._milp import optimum
 from squeezebox.planner._pipeline import plan_pipeline
 from squeezebox.planner._replicated import with_replicas
+from squeezebox.planner._roofline import roofline_seconds
 from squeezebox.planner._shortage import floor, over_step, planned_peak, shortage, smallest
 from squeezebox.planner._split import (
     ReplicatedSplit,
@@ -24,6 +27,7 @@ from squeezebox.planner._split import (
 from squeezebox.planner._stages import stage_memory
 
 __all__ = [
+    "KNOWN_DEVICES",
     "Balance",
     "FusionPlan",
     "Gradient",
@@ -41,6 +45,7 @@ __all__ = [
     "floor",
     "free_slices",
     "in_slices",
+    "jobs_peak",
     "largest_batch",
     "optimum",
     "over_step",
@@ -48,6 +53,9 @@ __all__ = [
     "planned_peak",
     "pipedream_split",
     "plan_pipeline",
+    "roofline_seconds",
+    "run_jobs",
+    "score_jobs",
     "shortage",
     "slicings",
     "smallest",

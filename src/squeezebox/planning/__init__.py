@@ -13,16 +13,19 @@ from squeezebox.schema import door
 
 __all__ = [
     "STATISTICS_STEPS",
+    "SharedStep",
     "attach",
     "attach_stages",
     "estimate",
     "explain_out_of_memory",
     "explanation",
+    "feasibility",
     "find_batch",
     "make_plan",
     "max_batch",
     "peak_meter",
     "plan_pipeline",
+    "shared",
     "size_named",
     "within",
 ]
@@ -31,12 +34,14 @@ if TYPE_CHECKING:
     from squeezebox.planning._attach import attach
     from squeezebox.planning._choices import within
     from squeezebox.planning._estimate import estimate
+    from squeezebox.planning._feasibility import feasibility
     from squeezebox.planning._find import find_batch
     from squeezebox.planning._max_batch import max_batch
     from squeezebox.planning._out_of_memory import explain_out_of_memory, explanation
     from squeezebox.planning._pipelines import attach_stages, peak_meter, plan_pipeline
     from squeezebox.planning._plans import make_plan, size_named
     from squeezebox.planning._profiles import STATISTICS_STEPS
+    from squeezebox.planning._sharing import SharedStep, shared
 else:  # hidden from type checkers, who would take any name for an attribute
     __getattr__ = door(
         __name__,
@@ -44,6 +49,7 @@ else:  # hidden from type checkers, who would take any name for an attribute
             "attach": "_attach",
             "within": "_choices",
             "estimate": "_estimate",
+            "feasibility": "_feasibility",
             "find_batch": "_find",
             "max_batch": "_max_batch",
             "explain_out_of_memory": "_out_of_memory",
@@ -54,5 +60,7 @@ else:  # hidden from type checkers, who would take any name for an attribute
             "make_plan": "_plans",
             "size_named": "_plans",
             "STATISTICS_STEPS": "_profiles",
+            "SharedStep": "_sharing",
+            "shared": "_sharing",
         },
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from numbers import Integral
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -13,10 +13,10 @@ from squeezebox.capture import observing, refuse_transforms, saved_bytes
 from squeezebox.profiling import Simulation, fake_like, simulate
 from squeezebox.reports import Estimate
 from squeezebox.schema import OptionError
-from squeezebox.steps import LossFunction, check_sample
+from squeezebox.steps import LossFunction, batch_of, check_sample, resize
 
-_INPUT_SHAPE = (3, 224, 224)
-_BATCH = 32
+INPUT_SHAPE = (3, 224, 224)
+BATCH = 32
 
 
 def estimate(
@@ -58,27 +58,80 @@ def estimate(
         OptionError: an argument is out of range, or the model does not take such an input.
         UnsupportedModelError: called inside a transform of torch.func, or where hooks are disabled.
     """
+    simulation, why_real = simulated(
+        model,
+        input_shape=input_shape,
+        batch=batch,
+        sample=sample,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        dtype=dtype,
+        input_dtype=input_dtype,
+        run=run,
+        load=load,
+    )
+    named = optimizer if isinstance(optimizer, str) else simulation.optimizer
+    return _as_estimate(simulation, saved_bytes(simulation.watched), named, why_real)
+
+
+def simulated(
+    model: torch.nn.Module | Callable[[], torch.nn.Module],
+    *,
+    input_shape: Sequence[int] | None = None,
+    batch: int | None = None,
+    sample: tuple[Any, Any] | Callable[[], tuple[Any, Any]] | None = None,
+    loss_fn: LossFunction | None = None,
+    optimizer: str | torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] = "sgd-momentum",
+    dtype: torch.dtype | str | None = None,
+    input_dtype: torch.dtype | str | None = None,
+    run: bool = True,
+    load: str = "balanced",
+    times: int = 1,
+    trains: bool = True,
+) -> tuple[Simulation, str]:
+    """The step that :func:`estimate` tells of, and why it was taken on real tensors ("" if it was not).
+
+    The other arguments are its own.
+
+    Args:
+        model: see :func:`estimate`.
+        input_shape: see above.
+        batch: see above.
+        sample: see above.
+        loss_fn: see above.
+        optimizer: see above.
+        dtype: see above.
+        input_dtype: see above.
+        run: see above.
+        load: see above.
+        times: how many times the batch that these say.
+        trains: without, there is only a forward, in evaluation mode and without autograd.
+    """
     refuse_transforms()
     kind, input_kind = _dtype_named(dtype), _dtype_named(input_dtype)
     if sample is not None and (input_shape, batch, input_dtype) != (None, None, None):
         raise OptionError("sample says input_shape, batch and input_dtype already; give it without these.")
-    shape = (_BATCH if batch is None else batch, *(_INPUT_SHAPE if input_shape is None else input_shape))
+    shape = (BATCH if batch is None else batch, *(INPUT_SHAPE if input_shape is None else input_shape))
     _check(shape)
+
+    def repeated(given: tuple[Any, Any]) -> tuple[Any, Any]:
+        return resize(given, batch_of(given), times * batch_of(given)) if times > 1 else given
 
     def make_sample(fake: torch.nn.Module) -> tuple[Any, Any]:
         if sample is None:
-            return torch.zeros(shape, dtype=input_kind or kind or _dtype_of(fake)), None
+            of_input = input_kind or _dtype_of(fake, kind, len(shape))
+            return torch.zeros((times * shape[0], *shape[1:]), dtype=of_input), None
         given, _ = check_sample(sample() if callable(sample) else sample, loss_fn or _no_loss)
-        return cast("tuple[Any, Any]", fake_like(given, kind))
+        return repeated(fake_like(given, kind))
 
     def values() -> tuple[Any, Any] | None:
         given = None if not run else sample() if callable(sample) else sample
         tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
         if given is None or any(type(each.data) is not torch.Tensor or each.is_meta for each in tensors):
             return None
-        return _of_kind(given, kind)
+        return repeated(_of_kind(given, kind))
 
-    simulation, why_real = simulate(
+    return simulate(
         model,
         sample=make_sample,
         loss_fn=loss_fn,
@@ -87,9 +140,8 @@ def estimate(
         watch=observing,
         values=values,
         load=load,
+        trains=trains,
     )
-    named = optimizer if isinstance(optimizer, str) else simulation.optimizer
-    return _as_estimate(simulation, saved_bytes(simulation.watched), named, why_real)
 
 
 def _as_estimate(simulation: Simulation, saved: dict[str, int], optimizer: str, why_real: str) -> Estimate:
@@ -147,5 +199,9 @@ def _of_kind(sample: Any, kind: torch.dtype | None) -> tuple[Any, Any]:
     return inputs, target
 
 
-def _dtype_of(model: torch.nn.Module) -> torch.dtype:
-    return next((parameter.dtype for parameter in model.parameters()), torch.get_default_dtype())
+def _dtype_of(model: torch.nn.Module, kind: torch.dtype | None, dims: int) -> torch.dtype:
+    """Of the input: tokens for a model that embeds them and takes a shape like 128."""
+    if dims == 2 and any(isinstance(module, torch.nn.Embedding) for module in model.modules()):
+        return torch.int64
+    own = next((parameter.dtype for parameter in model.parameters()), torch.get_default_dtype())
+    return kind or own

@@ -94,6 +94,8 @@ def plan_pipeline(
     (inputs, target), loss_fn = check_sample(sample, loss_fn)
     names, inputs = _parted(inputs)
     batch = batch_of((inputs, target))
+    if devices is not None:
+        devices.require_links()
     sizes = _sizes(microbatches, batch, ranks or len(devices.devices if devices else ()))
     splitting = {row.name for row in PUBLISHED.values() if row.splits}
     initial = _initial(model, inputs, construction)

@@ -8,6 +8,7 @@ from squeezebox.memory import Peak, PeakMeter, free_at_peak, free_bytes, live_by
 from squeezebox.profiling._cache import load_profile, profile_key, store_profile
 from squeezebox.profiling._chain import PartCosts, measure_parts
 from squeezebox.profiling._closure import record_closure
+from squeezebox.profiling._figures import rated
 from squeezebox.profiling._gains import Gain, GainProfiler
 from squeezebox.profiling._ledgers import Marks, measure_marks, now
 from squeezebox.profiling._load import Load, at_balanced_load, loads_named, routed
@@ -53,6 +54,7 @@ __all__ = [
     "own_casts",
     "parameter_needs",
     "profile_key",
+    "rated",
     "record_closure",
     "record_step",
     "routed",

@@ -183,6 +183,7 @@ def record_step(
     loss_fn: Callable[[Any, Any], torch.Tensor],
     optimizer: torch.optim.Optimizer | None = None,
     around: Around = contextlib.nullcontext,
+    trains: bool = True,
 ) -> StepTrace:
     """Take one training step, and say what it allocates, when, for whom and for how long.
 
@@ -197,6 +198,7 @@ def record_step(
         optimizer: takes a step after backward, so on real tensors parameters change. One that has taken a
             step before has its state already.
         around: gives a context for forward and loss.
+        trains: whether backward and the optimizer's step follow; without, autograd saves nothing.
 
     Raises:
         OptionError: the tensors are real and another profiler is active.
@@ -216,19 +218,20 @@ def record_step(
         step = StepMarks(model, ledger)
         known = [step.known(kind, found) for kind, found in before.items()]
         with step:
-            with own_casts(), around():
+            with own_casts(), around(), contextlib.nullcontext() if trains else torch.no_grad():
                 output = model(*inputs if isinstance(inputs, tuple) else (inputs,))
                 step.phase = "loss"
                 loss = loss_fn(output, target)
                 del output
-            step.turn("backward")
-            loss.backward()
-            step.note(Kind.GRADIENT, [p.grad for p in model.parameters() if p.grad is not None])
-            step.phase = "optimizer"
-            if optimizer is not None:
-                with step_counts() if fake else contextlib.nullcontext():
-                    optimizer.step()
-            step.note(Kind.STATE, states_of(optimizer))
+            if trains:
+                step.turn("backward")
+                loss.backward()
+                step.note(Kind.GRADIENT, [p.grad for p in model.parameters() if p.grad is not None])
+                step.phase = "optimizer"
+                if optimizer is not None:
+                    with step_counts() if fake else contextlib.nullcontext():
+                        optimizer.step()
+                step.note(Kind.STATE, states_of(optimizer))
         return Reading(step.running, step.notes).trace(known, ledger.events())
     finally:
         ledger.close()

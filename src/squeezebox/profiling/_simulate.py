@@ -20,7 +20,8 @@ from squeezebox.memory import parts_of
 from squeezebox.profiling._load import Followed, loads_named, remembered
 from squeezebox.profiling._optimizer import MakeOptimizer, optimizer_named
 from squeezebox.profiling._record import record_step, step_counts
-from squeezebox.schema import OptionError, StepTrace
+from squeezebox.profiling._work import WorkCount
+from squeezebox.schema import OptionError, StepTrace, Work
 
 Watch = Callable[[torch.nn.Module, list[torch.Tensor]], AbstractContextManager[Any]]
 
@@ -31,7 +32,7 @@ class Simulation:
 
     Sizes are bytes; ``gradient_bytes`` those of all gradients together. ``optimizer`` names its class.
     ``watched`` is what the context gave that was asked to watch. ``load`` says how routers were taken to
-    choose, "" where no size follows from that.
+    choose, "" where no size follows from that. ``work`` is what the operators compute and move.
     """
 
     optimizer: str
@@ -44,6 +45,7 @@ class Simulation:
     input_shapes: tuple[tuple[int, ...], ...]
     trace: StepTrace
     watched: Any
+    work: tuple[Work, ...]
     load: str = ""
 
 
@@ -61,6 +63,7 @@ def simulate(
     watch: Watch,
     values: Callable[[], tuple[Any, Any] | None],
     load: str,
+    trains: bool = True,
 ) -> tuple[Simulation, str]:
     """Run forward, loss, backward and the optimizer's step on fake tensors, or else on copies of real ones.
 
@@ -76,6 +79,7 @@ def simulate(
         values: gives inputs and target with their values, if there are any: where fake tensors fail, the
             step is taken on these by a copy of the model.
         load: how routers are taken to choose where sizes follow from that, "balanced" or "worst".
+        trains: without, there are only forward and ``loss_fn``, in evaluation mode and without autograd.
 
     Returns:
         The step, and why it was taken on real tensors ("" if it was not).
@@ -89,7 +93,7 @@ def simulate(
     def on_fakes(followed: AbstractContextManager[object]) -> Simulation:
         with FakeTensorMode(allow_non_fake_inputs=True), followed:
             fake, twins = _fake_copy(original, dtype)
-            return _taken(fake, twins, sample(fake), loss_fn, wanted, watch, fake=True)
+            return _taken(fake, twins, sample(fake), loss_fn, wanted, watch, fake=True, trains=trains)
 
     with contextlib.suppress(_NotOnFakes):
         return on_fakes(contextlib.nullcontext()), ""
@@ -101,7 +105,8 @@ def simulate(
             if given is None:
                 raise
             real, twins = _real_copy(model, dtype)
-            return _taken(real, twins, given, loss_fn, wanted, watch, fake=False), str(error.__cause__)
+            taken = _taken(real, twins, given, loss_fn, wanted, watch, fake=False, trains=trains)
+            return taken, str(error.__cause__)
 
 
 def _at_load(on_fakes: Callable[[AbstractContextManager[object]], Simulation], load: str) -> Simulation:
@@ -125,10 +130,12 @@ def _taken(
     watch: Watch,
     *,
     fake: bool,
+    trains: bool,
 ) -> Simulation:
     """One step of a copied model."""
     inputs, _ = sample
-    taken = _optimizer(optimizer, model.train(), twins)
+    taken = _optimizer(optimizer, model, twins) if trains else None
+    model.train(trains)
     if taken is not None:
         _make_state(taken, fake=fake)
 
@@ -140,7 +147,15 @@ def _taken(
             watched.append(seen)
             yield
 
-    trace = record_step(model, sample=sample, loss_fn=loss_fn or _sum, optimizer=taken, around=around)
+    with WorkCount() as count:
+        trace = record_step(
+            model,
+            sample=sample,
+            loss_fn=loss_fn or (_sum if trains else _nothing),
+            optimizer=taken,
+            around=around,
+            trains=trains,
+        )
     states = taken.state.values() if taken is not None else ()
     return Simulation(
         optimizer=type(taken).__name__ if taken is not None else "none",
@@ -152,6 +167,7 @@ def _taken(
         gradient_bytes=_nbytes(p.grad for p in model.parameters() if p.grad is not None),
         trace=trace,
         watched=watched[0],
+        work=count.work(),
     )
 
 
@@ -308,6 +324,11 @@ def _sum(outputs: Any, target: Any) -> torch.Tensor:
             "is no backward to estimate; unfreeze a parameter."
         )
     return torch.stack([leaf.sum() for leaf in found]).sum() if len(found) > 1 else found[0].sum()
+
+
+def _nothing(outputs: Any, target: Any) -> torch.Tensor:
+    """Where neither loss nor backward follow."""
+    return torch.zeros(())
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

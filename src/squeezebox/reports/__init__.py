@@ -35,6 +35,7 @@ from squeezebox.reports._calibration import (
 from squeezebox.reports._doctor import EnvironmentCheck, StepCheck
 from squeezebox.reports._estimate import BatchPoint, Estimate, FoundBatch, MaxBatch
 from squeezebox.reports._exchange import ExchangeArm, ExchangeWay, MeasuredExchange
+from squeezebox.reports._feasibility import DeviceFit, Feasibility, JobFit, Scenario, SharedDevice
 from squeezebox.reports._page import timeline_html
 from squeezebox.reports._parity import Parity, wilson
 from squeezebox.reports._pipeline import (
@@ -69,13 +70,16 @@ __all__ = [
     "CompiledReport",
     "CompiledTensor",
     "ControlPair",
+    "DeviceFit",
     "EnvironmentCheck",
     "Equivalence",
     "Estimate",
     "BatchPoint",
     "ExchangeArm",
     "ExchangeWay",
+    "Feasibility",
     "FoundBatch",
+    "JobFit",
     "MaxBatch",
     "MeasuredExchange",
     "Parity",
@@ -87,7 +91,9 @@ __all__ = [
     "Rewrite",
     "Rewrites",
     "Selection",
+    "Scenario",
     "SeriesSpread",
+    "SharedDevice",
     "StepCheck",
     "StepCost",
     "StepPlan",

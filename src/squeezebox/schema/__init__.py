@@ -91,6 +91,7 @@ from squeezebox.schema._saved import (
     StepStatistics,
     TensorStatistics,
 )
+from squeezebox.schema._scenario import JobKind, JobList, JobSpec
 from squeezebox.schema._sizes import BYTE_UNITS, human_bytes, parse_size
 from squeezebox.schema._trace import (
     Activity,
@@ -110,6 +111,7 @@ from squeezebox.schema._trace import (
     TimelineCell,
 )
 from squeezebox.schema._version import __version__
+from squeezebox.schema._work import Frame, Job, Work
 
 __all__ = [
     "BYTE_UNITS",
@@ -139,9 +141,14 @@ __all__ = [
     "Fault",
     "Forecast",
     "FormatError",
+    "Frame",
     "Holding",
     "Injection",
     "InputForm",
+    "Job",
+    "JobKind",
+    "JobList",
+    "JobSpec",
     "Kind",
     "Layout",
     "Link",
@@ -194,6 +201,7 @@ __all__ = [
     "TimelineCell",
     "UnsupportedModelError",
     "Waste",
+    "Work",
     "__version__",
     "checked",
     "checked_flat",

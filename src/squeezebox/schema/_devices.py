@@ -22,17 +22,34 @@ else:
 _SIZES = ("memory_bytes", "bytes_per_second")
 _HEAD = """\
 # What ranks run on, in the order of processes. memory_bytes is what a rank may hold. speed is samples a
-# second of a small network's training: only how speeds compare with one another counts.
+# second of a small network's training: only how speeds compare with one another counts. The other figures
+# are for squeezebox estimate --devices, which takes those of this machine, times the speed, without them.
 """
+_RATES = ("flops_per_second", "bytes_per_second", "call_seconds")
+_UNRATED = {**dict.fromkeys(_RATES, 0.0), "over_roofline": []}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """What a rank runs on: how much it may hold, and samples a second of a small network's training."""
+    """What a rank runs on: how much it may hold, and samples a second of a small network's training.
+
+    ``flops_per_second`` and ``bytes_per_second`` are those of a large product and of an addition in float32,
+    ``call_seconds`` is an operator's on few elements; 0 where unknown. ``over_roofline`` is how many times as
+    long as these say steps of networks took there: the least, the median and the most; () where none was run.
+    """
 
     name: str
     memory_bytes: int
     speed: float
+    flops_per_second: float = 0.0
+    bytes_per_second: float = 0.0
+    call_seconds: float = 0.0
+    over_roofline: tuple[float, ...] = ()
+
+    @property
+    def is_rated(self) -> bool:
+        """Whether a step's seconds there follow from its operators."""
+        return self.flops_per_second > 0.0 and self.bytes_per_second > 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +63,7 @@ class DeviceLink:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Devices:
-    """Devices in the order of the processes on them, and a link for each two.
+    """Devices in the order of the processes on them, and a link for each two, or no links at all.
 
     Raises:
         FormatError: a name comes twice, a number is 0, or a link is missing or leads nowhere.
@@ -67,6 +84,11 @@ class Devices:
                 return Link(bytes_per_second=link.bytes_per_second, latency_seconds=link.latency_seconds)
         return Link(bytes_per_second=float("inf"))
 
+    def require_links(self) -> None:
+        """Raise FormatError where a link between two of them is missing."""
+        for problem in self._missing_links():
+            raise FormatError(f"{problem}, which a pipeline needs; 'squeezebox devices measure' finds it")
+
     def chosen(self, numbers: Sequence[int]) -> Devices:
         """Some of them, in this order."""
         devices = tuple(self.devices[number] for number in numbers)
@@ -77,7 +99,7 @@ class Devices:
         """Write them as TOML, whole or not at all; OutputError if the path cannot be written."""
         tables = [
             f'\n[[devices]]\nname = "{each.name}"\nmemory_bytes = {each.memory_bytes}\n'
-            f"speed = {each.speed:.6g}\n"
+            f"speed = {each.speed:.6g}\n{_rates(each)}"
             for each in self.devices
         ]
         tables += [
@@ -103,6 +125,8 @@ class Devices:
         tables = {"links": [], **values} if isinstance(values, dict) else values
         if isinstance(tables, dict):
             tables = {key: _in_bytes(each) for key, each in tables.items()}
+            if isinstance(tables.get("devices"), list):
+                tables["devices"] = [_completed(each) for each in tables["devices"]]
         return cls(**checked(cls, tables, where))
 
     def _of_devices(self) -> list[str]:
@@ -116,25 +140,57 @@ class Devices:
                     f"'{device.name}' has {device.memory_bytes} bytes and speed {device.speed:g}, of which "
                     "neither may be 0"
                 )
+            problems += _of_band(device)
         return problems
 
     def _of_links(self) -> list[str]:
-        wanted = [{*pair} for pair in itertools.combinations([each.name for each in self.devices], 2)]
         found = [{*link.between} for link in self.links]
         problems = [
             f"a link between {' and '.join(sorted(pair))} comes {found.count(pair)} times, or leads nowhere"
             for pair in found
-            if pair not in wanted or found.count(pair) > 1
+            if pair not in self._pairs() or found.count(pair) > 1
         ]
-        problems += [
-            f"there is no link between {' and '.join(sorted(pair))}" for pair in wanted if pair not in found
-        ]
+        problems += self._missing_links() if found else []
         problems += [
             f"the link between {' and '.join(link.between)} carries 0 bytes a second"
             for link in self.links
             if not link.bytes_per_second > 0.0
         ]
         return problems
+
+    def _missing_links(self) -> list[str]:
+        found = [{*link.between} for link in self.links]
+        return [
+            f"there is no link between {' and '.join(sorted(pair))}"
+            for pair in self._pairs()
+            if pair not in found
+        ]
+
+    def _pairs(self) -> list[set[str]]:
+        return [{*pair} for pair in itertools.combinations([each.name for each in self.devices], 2)]
+
+
+def _of_band(device: Device) -> list[str]:
+    band = device.over_roofline
+    if not band or (len(band) == 3 and 0.0 < band[0] <= band[1] <= band[2]):
+        return []
+    return [
+        f"'{device.name}' has over_roofline {[*band]}, which is not the least, the median and the most that "
+        "steps took over what its rates say"
+    ]
+
+
+def _rates(device: Device) -> str:
+    """The lines of what is known of it."""
+    found = [(name, getattr(device, name)) for name in _RATES]
+    lines = [f"{name} = {value:.6g}\n" for name, value in found if value]
+    band = ", ".join(f"{value:.4g}" for value in device.over_roofline)
+    return "".join(lines) + (f"over_roofline = [{band}]\n" if band else "")
+
+
+def _completed(device: Any) -> Any:
+    """A device with what a file may leave out."""
+    return {**_UNRATED, **device} if isinstance(device, dict) else device
 
 
 def _in_bytes(tables: Any) -> Any:

@@ -17,6 +17,7 @@ from squeezebox.steps._models import (
     tensors_in,
     ungraded,
 )
+from squeezebox.steps._stand_ins import random_inputs, stand_in
 from squeezebox.steps._step import (
     LossFunction,
     Progress,
@@ -49,9 +50,11 @@ __all__ = [
     "names_of",
     "nbytes_of",
     "persistent",
+    "random_inputs",
     "random_states",
     "resize",
     "restored",
+    "stand_in",
     "tensors_in",
     "ungraded",
 ]

@@ -1,0 +1,274 @@
+"""On which devices a step fits, plain or under a plan, and how long it takes there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from squeezebox import planner
+from squeezebox.memory import free_bytes, within_room
+from squeezebox.planning._estimate import BATCH, INPUT_SHAPE, simulated
+from squeezebox.planning._find import probe
+from squeezebox.planning._max_batch import Batches
+from squeezebox.planning._plans import plannable, size_named
+from squeezebox.planning._profiles import without
+from squeezebox.profiling import Simulation, measure_speed, optimizer_named, rated
+from squeezebox.reports import DeviceFit, Feasibility, exact_bytes
+from squeezebox.schema import (
+    Action,
+    BudgetError,
+    CaptureError,
+    Device,
+    Devices,
+    OptionError,
+    PlanError,
+    UnsupportedModelError,
+)
+from squeezebox.steps import LossFunction, Progress, TrainingStep, check_sample, random_inputs, stand_in
+
+_HOST, _HERE = torch.device("cpu"), "this machine"
+_PROFILED, _AMPLE = 16, 4  # samples at most, and their peak's multiple for more: others lie on a line
+
+
+def feasibility(
+    model: torch.nn.Module | Callable[[], torch.nn.Module],
+    *,
+    devices: Devices | str | os.PathLike[str] = "all",
+    steps: int = 0,
+    input_shape: Sequence[int] | None = None,
+    batch: int | None = None,
+    sample: tuple[Any, Any] | Callable[[], tuple[Any, Any]] | None = None,
+    loss_fn: LossFunction | None = None,
+    optimizer: str = "sgd-momentum",
+    input_dtype: str | None = None,
+    noise: float | None = None,
+    exact: bool = False,
+    plans: bool = True,
+    reserve: int | str = "10%",
+    on_progress: Progress | None = None,
+) -> Feasibility:
+    """Say for each device whether a training step fits it, with which plan, and how long it takes there.
+
+    A plain step is run on fake tensors, as :func:`estimate` does. Plans come from small batches that are
+    profiled here, in this host's memory. They move no tensor to a file or a host, as nobody knows how fast
+    that is there. Seconds are those of a roofline: each operator takes its flops or its bytes at the device's
+    rates. What steps of networks take over that is measured on this machine, or was where ``squeezebox
+    devices measure`` ran.
+
+    Args:
+        model: a module (left alone), or a function or class that makes one.
+        devices: "all": this machine, and many others by their data sheets; or what ``squeezebox devices
+            measure`` or a person wrote; or a path to it. One without rates has this machine's, by its speed.
+        steps: of the training, for its hours.
+        input_shape: one sample's shape, without the batch (default: 3, 224, 224).
+        batch: samples a step (default: 32).
+        sample: instead of these: inputs and target, or a function that makes them.
+        loss_fn: what backward starts from (default: a cross-entropy or a mean square that stands for it).
+        optimizer: "sgd", "sgd-momentum", "adam" or "adamw".
+        input_dtype: of the input, such as "int64" for tokens.
+        noise: see :func:`plan`; exact plans are preferred.
+        exact: see :func:`plan`.
+        plans: whether plans are tried. They take a few steps here.
+        reserve: bytes of each memory to leave free, or a share: for the process itself, and what an allocator
+            cannot use.
+        on_progress: see :func:`plan`.
+
+    Raises:
+        OptionError: an argument is out of range, or the model does not take such an input.
+        FormatError: the file of devices is damaged.
+    """
+    rows = listed(devices)
+    limits = [_limit(each, reserve) for each in rows]
+    described: dict[str, Any] = {
+        "sample": sample,
+        "loss_fn": loss_fn or stand_in,
+        "input_shape": input_shape,
+        "batch": batch,
+        "input_dtype": input_dtype,
+    }
+    fake = functools.partial(simulated, model, **described, optimizer=optimizer, load="worst")
+    once, twice = fake()[0], fake(times=2)[0]
+    ways: list[_Way] = []
+    why = "it was not asked for."
+    if plans:
+        with torch.random.fork_rng(devices=[]):
+            ways, why = _ways(once, twice, model, described, optimizer, exact, noise, on_progress)
+    name = getattr(model, "__name__", type(model).__name__)
+    plain = _Plain(once, twice, ways)
+    return Feasibility(
+        model=name,
+        batch=plain.batch,
+        reserve=str(reserve),
+        steps=steps,
+        devices=tuple(
+            _fit(given, device, limit, plain, ways)
+            for given, device, limit in zip(rows, with_rates(rows), limits, strict=True)
+        ),
+        why_unplanned=why,
+    )
+
+
+@dataclass(frozen=True)
+class _Way:
+    """Plans to hold a step by; ``name`` is what a table calls them."""
+
+    name: str
+    model: torch.nn.Module
+    batches: Batches
+
+
+class _Plain:
+    """Peaks of a plain step at any batch, on the line through those of two; the highest of predictions."""
+
+    def __init__(self, once: Simulation, twice: Simulation, ways: Sequence[_Way] = ()) -> None:
+        self.work, self.batch = once.work, once.input_shapes[0][0]
+        self._peaks = [tuple(each.trace.peak().nbytes for each in (once, twice))]
+        if ways:
+            profiled = ways[0].batches
+            self._peaks.append(tuple(profiled.plain_peak(times * self.batch) for times in (1, 2)))
+
+    def peak(self, size: int) -> int:
+        """Bytes of a step of that batch."""
+        beyond = (size - self.batch) / self.batch
+        return max(one + math.ceil((two - one) * beyond) for one, two in self._peaks)
+
+    def holds(self, limit: int, size: int) -> bool:
+        """Whether such a step takes no more bytes."""
+        return self.peak(size) <= limit
+
+
+def _fit(given: Device, device: Device, limit: int, plain: _Plain, ways: Sequence[_Way]) -> DeviceFit:
+    """What a device, given with or without rates, can do within the limit."""
+    largest = planner.largest_batch(functools.partial(plain.holds, limit), plain.batch)
+    most = max([largest, *(way.batches.largest(limit, max(largest, 1)) for way in ways[-1:])])
+    fits, peak, ratio = "plain" if plain.holds(limit, plain.batch) else "", plain.peak(plain.batch), 1.0
+    for way in ways:
+        if not fits:
+            with contextlib.suppress(BudgetError):
+                plan = way.batches.plan(way.model, plain.batch, limit, predicted=True)
+                fits, peak = way.name, plan.predicted_peak_bytes
+                ratio = plan.predicted_seconds / plan.plain_seconds
+    seconds = ratio * planner.roofline_seconds(plain.work, device)
+    least, likely, longest = (over * seconds for over in device.over_roofline)
+    return DeviceFit(
+        device=device.name,
+        memory_bytes=device.memory_bytes,
+        fits=fits,
+        peak_bytes=peak,
+        plain_batch=largest,
+        batch=most,
+        time_ratio=ratio,
+        seconds=(least, likely, longest),
+        measured=bool(given.over_roofline),
+    )
+
+
+def _ways(
+    once: Simulation,
+    twice: Simulation,
+    model: torch.nn.Module | Callable[[], torch.nn.Module],
+    described: Mapping[str, Any],
+    optimizer: str,
+    exact: bool,
+    noise: float | None,
+    on_progress: Progress | None,
+) -> tuple[list[_Way], str]:
+    """Exact plans, and those of some noise, from profiles made here; or why there are none."""
+    room = free_bytes(_HOST)
+    needed = once.parameter_bytes + once.gradient_bytes + once.optimizer_bytes + once.buffer_bytes
+    if needed > room:
+        return [], (
+            f"parameters, gradients and optimizer state take {exact_bytes(needed)}, and this host has "
+            f"{exact_bytes(room)} free. Run this where there is more."
+        )
+    try:
+        with within_room("the small batches by which plans are made"):
+            made = model if isinstance(model, torch.nn.Module) else model().train()
+            allowed = plannable(made, noise, exact)
+            step = _real_step(made, described, optimizer, allowed, on_progress)
+            barred = {Action.OFFLOAD}
+            limit = min(room, _AMPLE * _Plain(once, twice).peak(step.batch))
+            known = {size: without(seen, barred) for size, seen in probe(step, limit).items()}
+    except (BudgetError, UnsupportedModelError, CaptureError, PlanError) as error:
+        return [], str(error)
+    first = step.of_size(min(known))
+    noises = {"exact plan": 0.0, f"noise {allowed:g} plan": allowed} if allowed else {"exact plan": 0.0}
+    return [
+        _Way(name, made, Batches(dataclasses.replace(first, noise=each), known, is_run=False))
+        for name, each in noises.items()
+    ], ""
+
+
+def _real_step(
+    model: torch.nn.Module,
+    described: Mapping[str, Any],
+    optimizer: str,
+    noise: float,
+    on_progress: Progress | None,
+) -> TrainingStep:
+    sample = described["sample"]
+    if sample is None:
+        shape = (described["batch"] or BATCH, *(described["input_shape"] or INPUT_SHAPE))
+        sample = random_inputs(model, shape, described["input_dtype"]), None
+    sample, loss_fn = check_sample(sample() if callable(sample) else sample, described["loss_fn"])
+    step = TrainingStep(
+        model=model,
+        sample=sample,
+        loss_fn=loss_fn,
+        optimizer=optimizer_named(optimizer)(model.parameters()),
+        noise=noise,
+        on_progress=on_progress,
+    )
+    return step.of_size(min(step.batch, _PROFILED))
+
+
+def listed(devices: Devices | str | os.PathLike[str]) -> tuple[Device, ...]:
+    """This machine's processor and known devices for "all"; or those given, or those of a file."""
+    if isinstance(devices, Devices):
+        return devices.devices
+    return (_here(), *planner.KNOWN_DEVICES) if devices == "all" else Devices.load(devices).devices
+
+
+def with_rates(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """The devices with what is unknown of them as on this machine, where rates go with speeds."""
+    if all(each.is_rated and each.over_roofline and each.call_seconds for each in devices):
+        return tuple(devices)
+    here = next((each for each in devices if each.name == _HERE), None) or _here()
+    return tuple(_completed(each, here) for each in devices)
+
+
+def _completed(device: Device, here: Device) -> Device:
+    ratio = device.speed / here.speed
+    known = device.is_rated
+    return dataclasses.replace(
+        device,
+        flops_per_second=device.flops_per_second if known else ratio * here.flops_per_second,
+        bytes_per_second=device.bytes_per_second if known else ratio * here.bytes_per_second,
+        call_seconds=device.call_seconds or here.call_seconds,
+        over_roofline=device.over_roofline or here.over_roofline,
+    )
+
+
+def _here() -> Device:
+    """This machine's processor."""
+    plain = Device(name=_HERE, memory_bytes=free_bytes(_HOST), speed=measure_speed(_HOST))
+    return rated(plain, _HOST)
+
+
+def _limit(device: Device, reserve: int | str) -> int:
+    """Bytes for a step."""
+    size, is_share = (0.0, False) if reserve in (0, "0", "0%") else size_named(reserve, "reserve")
+    left = int(device.memory_bytes - (size * device.memory_bytes if is_share else size))
+    if left <= 0:
+        raise OptionError(
+            f"reserve {reserve!r} leaves nothing of the {device.memory_bytes} bytes of '{device.name}'."
+        )
+    return left
