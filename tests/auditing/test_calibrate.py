@@ -130,6 +130,7 @@ def test_injected_noise_has_the_squared_norm_it_is_given(sparse):
         ({"knobs": {"bits": (1, 8)}}, r"knob \['bits'\] is none of noise, update_noise"),
         ({"knobs": {"noise": (0.3, 1e-4)}}, "noise as .tightest, loosest."),
         ({"knobs": {"noise": 0.3}}, "noise as .tightest, loosest."),
+        ({"knobs": {"noise": ("1e-4", "0.3")}}, "noise as .tightest, loosest."),
         ({"trainings": 6}, "trainings 6 is below 7, which screening 5 levels"),
         ({"threads": 0}, "threads 0"),
     ],
@@ -153,9 +154,21 @@ def without_a_seed(run):
     return run.finish(model, model(torch.ones(3, 4)).detach(), torch.tensor([0, 1, 0]))
 
 
+def evaluated_within(run):
+    x, y = audited.images()
+    model = nn.Sequential(nn.Flatten(), nn.Linear(49, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with run.attach(model, optimizer):
+        for chosen in torch.randperm(300, generator=run.order).split(10):
+            nn.functional.cross_entropy(model(x[chosen]), y[chosen]).backward()
+            optimizer.step()
+        return run.finish(model, model(x[-400:]).detach(), y[-400:])
+
+
 @pytest.mark.parametrize(
     ("train", "words"),
     [
+        (evaluated_within, r"return run\.finish\(\.\.\.\) after the with block"),
         (functools.partial(audited.quick, known=False), r"write run\.attach\(model, optimizer\)"),
         (without_a_seed, "two seeds are equal to the bit"),
         (functools.partial(audited.quick, held_out=audited.drawn), "different targets"),

@@ -104,11 +104,7 @@ def calibrate(
 
 def _check(metric: str, margin: float, knobs: Mapping[str, tuple[float, float]], threads: int | None) -> None:
     unknown = [name for name in knobs if name not in KNOBS]
-    wrong_ranges = [
-        name
-        for name, ends in knobs.items()
-        if not (isinstance(ends, Sequence) and len(ends) == 2 and 0.0 < ends[0] < ends[1] < math.inf)
-    ]
+    wrong_ranges = [name for name, ends in knobs.items() if not _is_range(ends)]
     checks = (
         (metric not in METRICS, f"metric {metric!r} is none of {', '.join(METRICS)}."),
         (not 0.0 < margin < math.inf, f"margin {margin} is not finite and above 0; give 0.01 for one point."),
@@ -123,6 +119,12 @@ def _check(metric: str, margin: float, knobs: Mapping[str, tuple[float, float]],
     for wrong, message in checks:
         if wrong:
             raise OptionError(message)
+
+
+def _is_range(ends: object) -> bool:
+    if not isinstance(ends, tuple | list) or [type(end) in (int, float) for end in ends] != [True, True]:
+        return False
+    return bool(0.0 < ends[0] < ends[1] < math.inf)
 
 
 def _levels(knobs: Mapping[str, tuple[float, float]]) -> list[dict[str, float]]:
@@ -174,9 +176,9 @@ class _Trainer:
         plain = self._plain(pair)
         if pair == 1 and plain.digest == self._plain(0).digest:
             raise OptionError(
-                "the plain trainings of two seeds are equal to the bit, so pairs of trainings tell no more "
-                "than one. "
-                "Make the model within run.initialising(), and draw the data's order from run.order."
+                "the plain trainings of two seeds are equal to the bit, so all pairs would tell the same. "
+                "Make "
+                "the model within run.initialising(), and draw the data's order from run.order."
             )
         options = self._levels[level]
         key = RunKey(arm=level_name(options), series=EVERYTHING, seed=_FIRST + pair)

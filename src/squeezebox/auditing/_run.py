@@ -300,6 +300,12 @@ def train_once(
     started = time.perf_counter()
     with _prepared(run, tooling):
         outcome = train(run)
+    if outcome is None and short is not None and run.step_seconds():
+        raise OptionError(
+            "a short run ended within run.attach, and the training function returned nothing after it. "
+            "Evaluate "
+            "the model and return run.finish(...) after the with block, not within."
+        )
     if not isinstance(outcome, Outcome):
         raise OptionError(
             f"the training function returned {type(outcome).__name__}; let it return "
