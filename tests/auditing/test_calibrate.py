@@ -16,7 +16,7 @@ from torch import nn
 import squeezebox
 from squeezebox.auditing import _run as _audit_run
 from squeezebox.auditing import search
-from squeezebox.reports import Calibration
+from squeezebox.reports import AuditRecord, Calibration
 from tests.auditing import audited
 from tests.auditing.test_audit import files
 
@@ -99,6 +99,16 @@ def test_a_short_run_ends_after_its_steps_and_is_evaluated():
     )
     assert whole.steps == audited.STEPS and plain.steps == noisy.steps == 7
     assert plain.digest == same.digest and noisy.digest not in (plain.digest, whole.digest)
+
+
+def test_trainings_of_an_earlier_version_have_no_steps(tmp_path):
+    key = _audit_run.RunKey(arm="plain", series="everything", seed=1)
+    record = _audit_run.train_once(audited.quick, key, None, 1)
+    record.save(tmp_path / "new.npz")
+    with np.load(tmp_path / "new.npz") as file:
+        np.savez(tmp_path / "old.npz", **{name: file[name] for name in file.files if name != "steps"})
+    new, old = (AuditRecord.load(tmp_path / f"{name}.npz") for name in ("new", "old"))
+    assert new.steps == 3 and old.steps == 0 and old.digest == new.digest
 
 
 @pytest.mark.parametrize("sparse", [False, True])
