@@ -300,17 +300,8 @@ def train_once(
     started = time.perf_counter()
     with _prepared(run, tooling):
         outcome = train(run)
-    if outcome is None and short is not None and run.step_seconds():
-        raise OptionError(
-            "a short run ended within run.attach, and the training function returned nothing after it. "
-            "Evaluate "
-            "the model and return run.finish(...) after the with block, not within."
-        )
     if not isinstance(outcome, Outcome):
-        raise OptionError(
-            f"the training function returned {type(outcome).__name__}; let it return "
-            "run.finish(model, outputs, targets)."
-        )
+        raise _without_outcome(outcome, short)
     return AuditRecord(
         arm=key.arm,
         series=key.series,
@@ -324,6 +315,18 @@ def train_once(
         digest=outcome.digest,
         steps=len(run.step_seconds()),
         seconds=time.perf_counter() - started,
+    )
+
+
+def _without_outcome(returned: object, short: ShortRun | None) -> OptionError:
+    if short is None:
+        return OptionError(
+            f"the training function returned {type(returned).__name__}; let it return "
+            "run.finish(model, outputs, targets)."
+        )
+    return OptionError(
+        f"the training function returned {type(returned).__name__} after a short run, which ends within "
+        "run.attach. Evaluate the model and return run.finish(...) after the with block, not within."
     )
 
 
