@@ -73,6 +73,7 @@ __all__ = [
     "pipeline",
     "plan",
     "plan_pipeline",
+    "prune",
     "rewrite",
     "schedules",
     "schema",
@@ -98,6 +99,7 @@ if TYPE_CHECKING:
         plan_pipeline,
     )
     from squeezebox.planning import make_plan as plan
+    from squeezebox.pruning import prune
     from squeezebox.reports import load_pipeline_plan, load_plan, load_rewrites
     from squeezebox.rewriting import rewrite
 else:
@@ -123,6 +125,7 @@ else:
         "max_batch": "planning",
         "parity": "comparing",
         "plan": "planning",
+        "prune": "pruning",
         "rewrite": "rewriting",
         "plan_pipeline": "planning",
     }

@@ -47,6 +47,7 @@ from squeezebox.reports._pipeline import (
     trace_events,
 )
 from squeezebox.reports._plan import PlannedTensor, StepPlan, exact_bytes, explain, explain_floor, load_plan
+from squeezebox.reports._pruning import PruningReport
 from squeezebox.reports._report import CompiledReport, CompiledTensor, Report
 from squeezebox.reports._rewrites import Rewrite, Rewrites, load_rewrites
 from squeezebox.reports._selection import Selection, select
@@ -87,6 +88,7 @@ __all__ = [
     "PipelineRank",
     "PipelineReport",
     "PlannedTensor",
+    "PruningReport",
     "Report",
     "Rewrite",
     "Rewrites",

@@ -77,6 +77,7 @@ from squeezebox.schema._plan import (
     TensorProfile,
     WeightsPlan,
 )
+from squeezebox.schema._pruned import PrunedChannels, PruningFigures
 from squeezebox.schema._saved import (
     ArenaRecord,
     Check,
@@ -174,6 +175,8 @@ __all__ = [
     "PlaceParity",
     "Plan",
     "PlanError",
+    "PrunedChannels",
+    "PruningFigures",
     "RankError",
     "PlannedPeak",
     "PlanPoint",

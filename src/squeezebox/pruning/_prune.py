@@ -1,0 +1,233 @@
+"""Importance gathered over some steps of training, and the least important channels gone after them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from squeezebox.pruning._narrow import Narrowing
+from squeezebox.pruning._trace import free_channels, traced
+from squeezebox.reports import PruningReport
+from squeezebox.schema import OptionError, PrunedChannels, PruningFigures, UnsupportedModelError
+
+_AGREEMENT = 1e-4
+"""Above it, the narrowed model computes something else than the masked one; below it is rounding."""
+_TINY = torch.finfo(torch.float64).tiny
+
+
+def prune(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    inputs: Any,
+    channels: float = 0.3,
+    start: int = 0,
+    end: int,
+) -> Pruning:
+    """Take the least important channels away in the middle of training, with their optimizer state.
+
+    From the optimizer's step ``start`` on, the importance of each channel is summed: (weight * gradient)^2 of
+    all its weights, in every layer that has it. After step ``end`` the least important ones are gone:
+    parameters, gradients, buffers and optimizer state are narrower, and training goes on with them. What
+    backward saves gets smaller with them. Channels that a residual sum ties together go together. Parameters
+    remain the same objects, so schedulers and your own references stay good; their gradients are None until
+    the next backward.
+
+    Args:
+        model: an eager module that torch.export can follow, in training.
+        optimizer: has its parameters, and state of their shapes or of none.
+        inputs: what the model is called with, a tensor or a tuple, of a batch as in training. Used to follow
+            the channels now, and to check the narrowed model then.
+        channels: the share of each set of channels that goes, rounded down; at least one channel stays.
+        start: optimizer steps from now before importance is gathered.
+        end: optimizer steps from now after which the channels go.
+
+    Returns:
+        What waits for these steps: ``done``, ``report()`` and ``cancel()``.
+
+    Raises:
+        OptionError: an argument is out of range, or optimizer state does not have its parameter's shape.
+        UnsupportedModelError: the model is compiled, attached, wrapped for several ranks or cannot be
+            exported, or no channel of it can go.
+
+    After ClickTrain (Zhang et al., "ClickTrain: efficient and accurate end-to-end deep learning training via
+    fine-grained architecture-preserving pruning", ICS 2021): its importance and stages, with whole channels.
+    """
+    if not 0.0 < channels < 1.0:
+        raise OptionError(f"channels {channels} is not between 0 and 1; give 0.3 for 30 % of each layer's.")
+    if not 0 <= start < end:
+        raise OptionError(f"start {start} and end {end} leave no step between them; give start=0, end=100.")
+    given = inputs if isinstance(inputs, tuple) else (inputs,)
+    return Pruning(model, optimizer, given, channels, start, end)
+
+
+class Pruning:
+    """Waits for the steps in which channels are judged, and for the one after which they go."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        inputs: tuple[Any, ...],
+        share: float,
+        start: int,
+        end: int,
+    ) -> None:
+        self._model, self._optimizer, self._inputs = model, optimizer, inputs
+        self._share, self._start, self._end = share, start, end
+        self._steps = 0
+        self._figures: PruningFigures | None = None
+        self._placements = traced(model, inputs)
+        self._free = free_channels(self._placements)
+        self._importance = {root: torch.zeros(root.count, dtype=torch.float64) for root in self._free}
+        _check_state(model, optimizer)
+        self._narrowed()[1]()  # tried with any channels: what cannot be done is refused now
+        hooks = optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)
+        self._hooks = [hook.remove for hook in hooks]
+
+    @property
+    def done(self) -> bool:
+        """Whether the channels are gone."""
+        return self._figures is not None
+
+    def report(self) -> PruningReport:
+        """What went.
+
+        Raises:
+            OptionError: nothing did yet.
+        """
+        if self._figures is None:
+            raise OptionError(
+                f"{self._steps} of {self._end} steps are taken, and channels go after the last."
+            )
+        return PruningReport(self._figures)
+
+    def cancel(self) -> None:
+        """Take the hooks away; channels that are there stay."""
+        while self._hooks:
+            self._hooks.pop()()
+
+    def _before(self, *_: Any) -> None:
+        if self._steps >= self._start:
+            self._judge()
+
+    def _after(self, *_: Any) -> None:
+        self._steps += 1
+        if self._steps == self._end:
+            self.cancel()
+            self._narrow()
+
+    @torch.no_grad()
+    def _judge(self) -> None:
+        """Add this step's (weight * gradient)^2 of every channel."""
+        parameters = dict(self._model.named_parameters())
+        squares: dict[str, Tensor] = {}
+        for (name, dim), axis in self._placements.axes.items():
+            parameter = parameters.get(name)
+            if parameter is None or parameter.grad is None or axis is None:
+                continue
+            if name not in squares:
+                squares[name] = (parameter * parameter.grad).square()
+            sums = squares[name].movedim(dim, 0).reshape(parameter.shape[dim], -1).sum(1).double().cpu()
+            begin = 0
+            for segment in axis:
+                if segment.channels.root() in self._importance:
+                    mine = sums[begin : begin + segment.size].view(-1, segment.inner).sum(1)
+                    self._importance[segment.channels.root()] += mine
+                begin += segment.size
+
+    def _narrow(self) -> None:
+        before = sum(parameter.numel() for parameter in self._model.parameters())
+        narrowing, undo, difference = self._narrowed()
+        narrowing.narrow_state(self._optimizer)
+        self._figures = PruningFigures(
+            step=self._end,
+            groups=tuple(
+                PrunedChannels(
+                    places=tuple(dict.fromkeys(name for name, _ in self._free[root])),
+                    channels=root.count,
+                    kept=tuple(stay.tolist()),
+                )
+                for root, stay in narrowing.kept.items()
+            ),
+            parameters_before=before,
+            parameters_after=sum(parameter.numel() for parameter in self._model.parameters()),
+            difference=difference,
+        )
+        self._inputs = ()
+
+    def _narrowed(self) -> tuple[Narrowing, Callable[[], None], float]:
+        """Take channels away; also what gives them back, and how far outputs are from masked ones."""
+        stays = {root: _kept(sums, self._share) for root, sums in self._importance.items()}
+        kept = {root: stay for root, stay in stays.items() if len(stay) < root.count}
+        if not kept:
+            raise OptionError(
+                f"a share of {self._share} is less than one channel of each layer, of which the widest has "
+                f"{max(root.count for root in stays)}; give a larger one."
+            )
+        narrowing = Narrowing(self._model, self._placements, kept)
+        with narrowing.masked():
+            expected = self._outputs()
+        undo = narrowing.apply()
+        try:
+            difference = _difference(expected, self._outputs())
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            undo()
+            raise UnsupportedModelError(_unlike(str(error).splitlines()[0].rstrip("."))) from error
+        if difference > _AGREEMENT:
+            undo()
+            raise UnsupportedModelError(_unlike(f"its output is off by {difference:.1e}"))
+        return narrowing, undo, difference
+
+    @torch.no_grad()
+    def _outputs(self) -> list[Tensor]:
+        """Of the model in evaluation; modes and random states stay as they are."""
+        modes = {module: module.training for module in self._model.modules()}
+        self._model.eval()
+        try:
+            with torch.random.fork_rng():
+                found = self._model(*copy.deepcopy(self._inputs))
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+
+
+def _kept(importance: Tensor, share: float) -> Tensor:
+    """Numbers of the most important channels, in order."""
+    count = len(importance)
+    stay = max(1, count - math.floor(share * count))
+    return importance.argsort(descending=True, stable=True)[:stay].sort().values
+
+
+def _difference(expected: list[Tensor], found: list[Tensor]) -> float:
+    """The largest max |a - b| / max |a| of a tensor; infinite where shapes are unlike."""
+    if [each.shape for each in expected] != [each.shape for each in found]:
+        return math.inf
+    pairs = [(a.double(), b.double()) for a, b in zip(expected, found, strict=True) if a.numel()]
+    return max((float((a - b).abs().max() / a.abs().max().clamp_min(_TINY)) for a, b in pairs), default=0.0)
+
+
+def _unlike(why: str) -> str:
+    return (
+        f"without some channels the model does not compute what it does with them masked: {why}. All "
+        "channels are there; a number of channels that is written into forward is a usual reason."
+    )
+
+
+def _check_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse state that nobody knows how to narrow."""
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameter.shape:
+                raise OptionError(
+                    f"the optimizer's '{key}' of {name} has shape {list(value.shape)} and the parameter "
+                    f"{list(parameter.shape)}, so what of it belongs to a channel is not known; use an "
+                    "optimizer such as SGD or AdamW."
+                )
