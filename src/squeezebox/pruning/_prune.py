@@ -42,8 +42,8 @@ def prune(
     Args:
         model: an eager module that torch.export can follow, in training.
         optimizer: has its parameters, and state of their shapes or of none.
-        inputs: what the model is called with, a tensor or a tuple, of a batch as in training. Used to follow
-            the channels now, and to check the narrowed model then.
+        inputs: what the model is called with, a tensor or a tuple, of a batch as in training. By it channels
+            are followed now, and the narrowed model is checked: now with any channels, and at ``end``.
         channels: the share of each set of channels that goes, rounded down; at least one channel stays.
         start: optimizer steps from now before importance is gathered.
         end: optimizer steps from now after which the channels go.
@@ -52,9 +52,10 @@ def prune(
         What waits for these steps: ``done``, ``report()`` and ``cancel()``.
 
     Raises:
-        OptionError: an argument is out of range, or optimizer state does not have its parameter's shape.
-        UnsupportedModelError: the model is compiled, attached, wrapped for several ranks or cannot be
-            exported, or no channel of it can go.
+        OptionError: an argument is out of range.
+        UnsupportedModelError: the model is compiled, wrapped for several ranks or cannot be exported, no
+            channel of it can go, without some it computes something else, or its optimizer state does not
+            have the parameters' shapes. Nothing is changed then.
 
     After ClickTrain (Zhang et al., "ClickTrain: efficient and accurate end-to-end deep learning training via
     fine-grained architecture-preserving pruning", ICS 2021): its importance and stages, with whole channels.
@@ -143,8 +144,9 @@ class Pruning:
                 begin += segment.size
 
     def _narrow(self) -> None:
+        _check_state(self._model, self._optimizer)
         before = sum(parameter.numel() for parameter in self._model.parameters())
-        narrowing, undo, difference = self._narrowed()
+        narrowing, _, difference = self._narrowed()
         narrowing.narrow_state(self._optimizer)
         self._figures = PruningFigures(
             step=self._end,
@@ -224,9 +226,14 @@ def _unlike(why: str) -> str:
 def _check_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse state that nobody knows how to narrow."""
     for name, parameter in model.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UnsupportedModelError(
+                f"{name} is updated within backward, as under a plan with states=True, and its state is held "
+                "elsewhere; attach that plan once pruning.done."
+            )
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameter.shape:
-                raise OptionError(
+                raise UnsupportedModelError(
                     f"the optimizer's '{key}' of {name} has shape {list(value.shape)} and the parameter "
                     f"{list(parameter.shape)}, so what of it belongs to a channel is not known; use an "
                     "optimizer such as SGD or AdamW."

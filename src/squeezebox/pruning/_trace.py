@@ -12,7 +12,6 @@ from squeezebox.capture import compiled_part
 from squeezebox.pruning._channels import Channels, Placements
 from squeezebox.pruning._graph import Dependencies
 from squeezebox.schema import UnsupportedModelError
-from squeezebox.session import attached
 from squeezebox.steps import restored
 
 
@@ -26,11 +25,6 @@ def traced(model: torch.nn.Module, inputs: tuple[Any, ...]) -> Placements:
     if part is not None:
         raise UnsupportedModelError(
             f"'{part}' is compiled for the sizes that it has; prune the eager model, and compile it then."
-        )
-    if model in attached:
-        raise UnsupportedModelError(
-            "the model is attached, and its session holds what it saves by their sizes; detach() it, prune, "
-            "and attach it again once pruning.done."
         )
     if type(model).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
         raise UnsupportedModelError(

@@ -1,0 +1,248 @@
+"""squeezebox.prune: the right channels go, in the same run, and a plain narrower model is left."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import squeezebox
+from squeezebox.reports import PruningReport
+from squeezebox.schema import OptionError, UnsupportedModelError
+
+X = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+Y = torch.arange(8) % 5
+SGD = functools.partial(torch.optim.SGD, momentum=0.9)
+
+
+class Residual(nn.Module):
+    """A stem whose channels two sums tie together, and a block within."""
+
+    def __init__(self, width=10, inner=20):
+        super().__init__()
+        stem = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.stem = nn.Sequential(stem, nn.BatchNorm2d(width), nn.ReLU())
+        self.first = nn.Sequential(nn.Conv2d(width, inner, 1), nn.GELU(), nn.Conv2d(inner, width, 1))
+        self.second = nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = x + self.first(x)
+        y = self.second(x)
+        y += x
+        return self.head(y.mean((2, 3)))
+
+
+class Excited(nn.Module):
+    """Depthwise convolutions, squeeze and excitation, a concatenation, and a transposed convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.expand, self.depthwise = nn.Conv2d(3, 12, 1), nn.Conv2d(12, 12, 3, padding=1, groups=12)
+        self.reduce, self.excite = nn.Linear(12, 4), nn.Linear(4, 12)
+        self.down, self.up = nn.Conv2d(12, 16, 2, stride=2), nn.ConvTranspose2d(16, 6, 2, stride=2)
+        self.norm, self.last = nn.BatchNorm2d(18), nn.Conv2d(18, 5, 1)
+
+    def forward(self, x):
+        x = self.depthwise(F.silu(self.expand(x)))
+        x = x * torch.sigmoid(self.excite(F.relu(self.reduce(x.mean((2, 3))))))[:, :, None, None]
+        x = torch.cat((x, self.up(F.relu(self.down(x)))), 1)
+        return self.last(self.norm(x)).mean((2, 3))
+
+
+def flattened():
+    """Channels that are several elements each once they are flattened."""
+    layers = [nn.Conv2d(3, 10, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.1)]
+    return nn.Sequential(*layers, nn.Linear(160, 20), nn.Tanh(), nn.Linear(20, 5))
+
+
+class Tokens(nn.Module):
+    """Of a transformer goes what lies between the two layers of its feedforward."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 12, 4, stride=4)
+        self.layer = nn.TransformerEncoderLayer(12, 2, 32, batch_first=True, dropout=0.0)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x):
+        return self.head(self.layer(self.patches(x).flatten(2).transpose(1, 2)).mean(1))
+
+
+def made(build, optimizer=torch.optim.AdamW):
+    torch.manual_seed(0)
+    net = build().double()
+    return net, optimizer(net.parameters(), lr=1e-2)
+
+
+def steps(net, optimizer, count):
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(X), Y)
+        loss.backward()
+        optimizer.step()
+    return loss
+
+
+@pytest.mark.parametrize("build", [Residual, Excited, flattened, Tokens])
+def test_the_narrowed_network_equals_the_masked_one_and_goes_on(build):
+    net, optimizer = made(build)
+    steps(net, optimizer, 2)
+    pruning = squeezebox.prune(net, optimizer, inputs=X, channels=0.3, end=2)
+    parameters = list(net.parameters())
+    assert not pruning.done
+    last = steps(net, optimizer, 2)  # whose graph stays alive
+    figures = pruning.report().figures
+    assert pruning.done and figures.difference < 1e-12 and torch.isfinite(last)
+    assert figures.parameters_after < figures.parameters_before
+    assert all(len(each.kept) == each.channels - int(0.3 * each.channels) for each in figures.groups)
+    steps(net, optimizer, 2)
+    assert all(one is other for one, other in zip(parameters, net.parameters(), strict=True))
+    for parameter in parameters:
+        assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape == parameter.grad.shape
+
+
+def test_what_is_left_trains_like_a_plain_network_of_those_widths():
+    net, optimizer = made(Residual)
+    pruning = squeezebox.prune(net, optimizer, inputs=X, channels=0.3, start=1, end=3)
+    steps(net, optimizer, 3)
+    kept = {each.places[0]: len(each.kept) for each in pruning.report().figures.groups}
+    assert kept == {"stem.0.weight": 7, "first.0.weight": 14}
+    plain, other = made(lambda: Residual(7, 14))
+    assert str(plain) == str(net)  # the sizes that layers keep
+    plain.load_state_dict(net.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert torch.equal(steps(net, optimizer, 3), steps(plain, other, 3))
+    assert all(map(torch.equal, net.state_dict().values(), plain.state_dict().values()))
+
+
+def test_the_least_important_channels_go_everywhere_and_others_keep_their_state():
+    net, optimizer = made(Residual)
+    pruning = squeezebox.prune(net, optimizer, inputs=X, channels=0.3, start=1, end=3)
+    stepped, another = made(Residual)
+    importance = torch.zeros(10, dtype=torch.float64)
+    along = {0: ("stem.0.weight", "stem.1.weight", "stem.1.bias", "first.2.weight", "first.2.bias")}
+    along[0] += ("second.0.weight", "second.0.bias", "second.1.weight", "second.1.bias")
+    along[1] = ("first.0.weight", "second.0.weight", "head.weight")
+    for number in range(3):
+        steps(stepped, another, 1)
+        if number >= 1:
+            before = {name: value.clone() for name, value in net.named_parameters()}
+            optimizer.zero_grad()
+            F.cross_entropy(net(X), Y).backward()
+            for dim, names in along.items():
+                for name in names:
+                    square = (before[name] * net.get_parameter(name).grad).detach() ** 2
+                    importance += square.movedim(dim, 0).reshape(10, -1).sum(1)
+            optimizer.step()
+        else:
+            steps(net, optimizer, 1)
+    kept = torch.tensor(pruning.report().figures.groups[0].kept)
+    assert kept.tolist() == importance.argsort(descending=True)[:7].sort().values.tolist()
+    assert torch.equal(net.head.weight, stepped.head.weight[:, kept])
+    assert torch.equal(net.second[0].weight, stepped.second[0].weight[kept][:, kept])
+    moments = another.state[stepped.second[0].weight]["exp_avg"]
+    assert torch.equal(optimizer.state[net.second[0].weight]["exp_avg"], moments[kept][:, kept])
+    assert torch.equal(net.stem[1].running_var, stepped.stem[1].running_var[kept])
+
+
+def test_a_session_holds_less_from_then_on():
+    net, optimizer = made(Residual, SGD)
+    net.float()
+    session = squeezebox.attach(net, optimizer=optimizer, exact=True)
+    squeezebox.prune(net, optimizer, inputs=X.float(), channels=0.5, end=2)
+    saved = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        F.cross_entropy(net(X.float()), Y).backward()
+        optimizer.step()
+        saved.append(session.report().record.saved_bytes)
+    session.detach()
+    assert saved[1] > 1.5 * saved[2] and saved[2] == saved[3]
+    assert all(optimizer.state[each]["momentum_buffer"].shape == each.shape for each in net.parameters())
+
+
+def test_cancelled_nothing_goes():
+    net, optimizer = made(Residual)
+    pruning = squeezebox.prune(net, optimizer, inputs=X, end=1)
+    pruning.cancel()
+    steps(net, optimizer, 2)
+    assert not pruning.done and net.head.in_features == 10
+    with pytest.raises(OptionError, match="0 of 1 steps are taken"):
+        pruning.report()
+
+
+class Written(nn.Module):
+    """Has a number of channels in its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.last(self.first(x).reshape(-1, 8))
+
+
+class Branching(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else x
+
+
+def grouped():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Flatten(), nn.Linear(288, 5))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (Written, "does not compute what it does with them masked"),
+        (grouped, "no channels of this model can go"),
+        (lambda: nn.Sequential(Branching(8, 8), nn.Linear(8, 5)), "torch.export fails on it"),
+        (lambda: torch.compile(Residual()), "is compiled for the sizes"),
+        (lambda: nn.DataParallel(Residual()), "DataParallel has made its buckets"),
+    ],
+)
+def test_models_that_cannot_be_narrowed_are_refused_and_left_alone(build, message):
+    net, optimizer = made(build)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    first = next(net.parameters())
+    gradient = first.grad = torch.ones_like(first)
+    with pytest.raises(UnsupportedModelError, match=message):
+        squeezebox.prune(net, optimizer, inputs=X, end=1)
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+    assert first.grad is gradient and net.training
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"channels": 0.0}, "channels 0.0 is not between 0 and 1"),
+        ({"channels": 1.0}, "channels 1.0 is not between 0 and 1"),
+        ({"channels": 0.01}, "the widest has 20"),
+        ({"start": 3, "end": 3}, "start 3 and end 3 leave no step"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message):
+    net, optimizer = made(Residual)
+    with pytest.raises(OptionError, match=message):
+        squeezebox.prune(net, optimizer, **{"inputs": X, "end": 1, **options})
+
+
+def test_state_of_other_shapes_is_refused():
+    net, optimizer = made(Residual, torch.optim.Adafactor)
+    steps(net, optimizer, 1)
+    with pytest.raises(UnsupportedModelError, match="'row_var' of .* has shape"):
+        squeezebox.prune(net, optimizer, inputs=X, end=1)
+
+
+def test_reports_come_back_from_their_file(tmp_path):
+    net, optimizer = made(Residual)
+    pruning = squeezebox.prune(net, optimizer, inputs=X, end=1)
+    steps(net, optimizer, 1)
+    report = pruning.report()
+    report.save(tmp_path / "pruning.json")
+    assert PruningReport.load(tmp_path / "pruning.json") == report
+    assert "after step 1: 9 of 30 channels went" in str(report) and "10 -> 7" in str(report)
