@@ -16,8 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from squeezebox.memory import PeakMeter
 from squeezebox.reports import deviation_uncertainty, equivalence
 
 Batch = tuple[Tensor, Tensor]
+WIDTH, PIXELS, BATCH, EPOCHS = 32, 8, 50, 10
 
 
 class Block(nn.Module):
@@ -55,19 +55,6 @@ def network(width: int, pixels: int) -> nn.Module:
     return nn.Sequential(*first, *second, *head)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
-    """What is trained, on what."""
-
-    about: str
-    data: Callable[[], tuple[Batch, Batch]]
-    width: int
-    pixels: int
-    batch: int
-    epochs: int
-    seeds: int
-
-
 def digits() -> tuple[Batch, Batch]:
     from sklearn.datasets import load_digits
 
@@ -76,17 +63,6 @@ def digits() -> tuple[Batch, Batch]:
     return (x[:1200], y[:1200]), (x[1200:], y[1200:])
 
 
-TASKS = {
-    "digits": Task(
-        about="scikit-learn's digits, 1,200 to train on and 597 held out",
-        data=digits,
-        width=32,
-        pixels=8,
-        batch=50,
-        epochs=10,
-        seeds=16,
-    ),
-}
 NETWORKS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "ResNet-18": ("resnet18", {}, (16, 3, 64, 64)),
     "EfficientNet-B0": ("efficientnet_b0", {}, (16, 3, 64, 64)),
@@ -115,38 +91,32 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> No
     optimizer.step()
 
 
-def batches(task: Task, seed: int) -> Iterator[Batch]:
-    (images, labels), _ = task.data()
+def batches(data: Batch, seed: int) -> Iterator[Batch]:
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(task.epochs):
-        for chosen in torch.randperm(len(images), generator=generator).split(task.batch):
-            yield images[chosen], labels[chosen]
+    for _ in range(EPOCHS):
+        for chosen in torch.randperm(len(data[0]), generator=generator).split(BATCH):
+            yield data[0][chosen], data[1][chosen]
 
 
-def trained(task: Task, seed: int, channels: float | None) -> dict[str, Any]:
+def trained(seed: int, channels: float | None) -> dict[str, Any]:
     """Held-out accuracy in percent, and the peak of one more step."""
     torch.manual_seed(seed)
-    model = network(task.width, task.pixels)
+    data, (images, labels) = digits()
+    model = network(WIDTH, PIXELS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    given = list(batches(task, seed))
+    given = list(batches(data, seed))
     slower = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, len(given))
     if channels is not None:
-        ends = len(given) // 20, len(given) // 5
-        pruning = squeezebox.prune(
-            model, optimizer, inputs=given[0][0], channels=channels, start=ends[0], end=ends[1]
-        )
+        start, end = len(given) // 20, len(given) // 5
+        squeezebox.prune(model, optimizer, inputs=given[0][0], channels=channels, start=start, end=end)
     for batch in given:
         step(model, optimizer, batch)
         slower.step()
-    _, (images, labels) = task.data()
     with torch.no_grad():
         named = model.eval()(images).argmax(1)
     model.train()
-    found = {
-        "accuracy": 100 * float((named == labels).double().mean()),
-        "peak": peak(model, optimizer, given[0]),
-    }
-    return found | ({} if channels is None else {"difference": pruning.report().figures.difference})
+    accuracy = 100 * float((named == labels).double().mean())
+    return {"accuracy": accuracy, "peak": peak(model, optimizer, given[0])}
 
 
 def narrowed(name: str, channels: float) -> dict[str, Any]:
@@ -172,54 +142,57 @@ def narrowed(name: str, channels: float) -> dict[str, Any]:
     return found
 
 
-def row(name: str, plain: list[dict[str, Any]], pruned: list[dict[str, Any]]) -> str:
-    scores = [[each["accuracy"] for each in arm] for arm in (plain, pruned)]
-    deviation = statistics.stdev(scores[0])
-    differences = [b - a for a, b in zip(*scores, strict=True)]
+def accuracy_table(pairs: list[dict[str, Any]]) -> list[str]:
+    plain, pruned = ([pair[arm]["accuracy"] for pair in pairs] for arm in ("plain", "pruned"))
+    deviation = statistics.stdev(plain)
+    differences = [other - one for one, other in zip(plain, pruned, strict=True)]
     test = equivalence(
         differences, deviation, margin_uncertainty=deviation_uncertainty(deviation, len(differences))
     )
-    lower = 1 - statistics.median(b["peak"] / a["peak"] for a, b in zip(plain, pruned, strict=True))
-    return (
-        f"| {name} | {len(plain)} | {statistics.fmean(scores[0]):.2f} | {deviation:.2f} | "
-        f"{statistics.fmean(scores[1]):.2f} | {test.mean:+.2f} ({test.low:+.2f} to {test.high:+.2f}) | "
-        f"{'yes' if test.equivalent else 'not shown'} ({test.p_value:.3f}) | {100 * lower:.1f} % |"
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--channels", type=float, default=0.3)
-    parser.add_argument("--seeds", type=int, help="instead of each task's own")
-    arguments = parser.parse_args()
-    payload: dict[str, Any] = {"channels": arguments.channels, "networks": {}, "tasks": {}}
-    table = [f"## Peak of a step, {100 * arguments.channels:g} % of the channels gone", ""]
-    table += [
-        "| network | MiB before | after | lower by | parameters left | from the masked one | in float64 |"
+    lower = 1 - statistics.median(pair["pruned"]["peak"] / pair["plain"]["peak"] for pair in pairs)
+    return [
+        "",
+        f"## Accuracy on digits, %: {len(pairs)} seeds, {EPOCHS} epochs of 1,200 images, 597 held out",
+        "",
+        "| plain | deviation | pruned | difference (90 %) | equivalent (p) | peak lower by |",
+        "|---|---|---|---|---|---|",
+        f"| {statistics.fmean(plain):.2f} | {deviation:.2f} | {statistics.fmean(pruned):.2f} | "
+        f"{test.mean:+.2f} ({test.low:+.2f} to {test.high:+.2f}) | "
+        f"{'yes' if test.equivalent else 'not shown'} ({test.p_value:.3f}) | {100 * lower:.1f} % |",
     ]
-    table += ["|---|---|---|---|---|---|---|"]
-    for name in NETWORKS:
-        found = payload["networks"][name] = narrowed(name, arguments.channels)
+
+
+def network_table(networks: dict[str, Any], channels: float) -> list[str]:
+    table = [
+        f"## Peak of a step, {100 * channels:g} % of the channels gone",
+        "",
+        "| network | MiB before | after | lower by | parameters left | from the masked one | in float64 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, found in networks.items():
         table.append(
             f"| {name} | {found['before'] / 2**20:.1f} | {found['after'] / 2**20:.1f} | "
             f"{100 * (1 - found['after'] / found['before']):.1f} % | {100 * found['parameters']:.1f} % | "
             f"{found['float32']:.1e} | {found['float64']:.1e} |"
         )
-        print(table[-1], flush=True)
-    table += ["", "## Accuracy, %", ""]
-    table += [f"- {name}: {task.about}; {task.epochs} epochs" for name, task in TASKS.items()]
-    table += [
-        "",
-        "| task | seeds | plain | deviation | pruned | difference (90 %) | within (p) | peak lower by |",
-    ]
-    table += ["|---|---|---|---|---|---|---|---|"]
-    for name, task in TASKS.items():
-        seeds = range(arguments.seeds or task.seeds)
-        arms = [[trained(task, seed, channels) for seed in seeds] for channels in (None, arguments.channels)]
-        payload["tasks"][name] = dict(zip(("plain", "pruned"), arms, strict=True))
-        table.append(row(name, *arms))
-        print(table[-1], flush=True)
-    _report.write("prune", payload, "\n".join(table))
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--channels", type=float, default=0.3)
+    parser.add_argument("--seeds", type=int, default=16)
+    arguments = parser.parse_args()
+    channels = arguments.channels
+    earlier: dict[str, Any] = dict(_report.today("prune"))  # of a run that was cut off
+    networks = earlier.get("networks") or {name: narrowed(name, channels) for name in NETWORKS}
+    pairs = earlier.get("pairs", [])
+    for seed in range(len(pairs), arguments.seeds):
+        pairs.append({"plain": trained(seed, None), "pruned": trained(seed, channels)})
+        if len(pairs) > 2:
+            table = network_table(networks, channels) + accuracy_table(pairs)
+            _report.write("prune", {"networks": networks, "pairs": pairs}, "\n".join(table))
+            print(table[-1], flush=True)
 
 
 if __name__ == "__main__":
