@@ -223,6 +223,31 @@ def test_checkpointed_models_and_sessions_agree_with_plain_ones(net):
     session.detach()
 
 
+class Answered(nn.Module):
+    """Gives more than its output, if it is asked to."""
+
+    def __init__(self, more):
+        super().__init__()
+        self.first, self.last, self.more = Halves(), nn.Linear(14, 5), more
+
+    def forward(self, x):
+        return self.last(self.first(x, more=self.more)[0])
+
+
+class Halves(nn.Module):
+    def forward(self, x, more):
+        return (x / 2, x * 2) if more else (x / 2,)
+
+
+def test_flags_and_values_of_one_alone_are_no_difference_between_layers():
+    torch.manual_seed(0)
+    a, b = Answered(more=True), Answered(more=False)
+    b.load_state_dict(a.state_dict())
+    assert "to the bit" in str(squeezebox.parity(a, b, IMAGES))
+    both = squeezebox.parity(lambda x: (a(x), x), lambda x: (b(x),), IMAGES)
+    assert both.first.layer == "model" and both.first.why == "2 values and 1"
+
+
 def state_of(*nets):
     return [
         [each.clone() for net in nets for each in net.state_dict().values()],

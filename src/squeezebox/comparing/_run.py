@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from squeezebox.capture import in_backward
 from squeezebox.comparing._sides import Side
-from squeezebox.comparing._tape import Call, Kept, Kind, Maker, Place, Tape
+from squeezebox.comparing._tape import Call, Kind, Maker, Place, Tape
 from squeezebox.comparing._values import copied, difference, energy_between
 
 Forces = Callable[[Place], bool]
@@ -107,13 +107,12 @@ class Run:
         self._counts[name, again] += 1
         caller = self._running[-1][0] if self._running else self._last
         given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-        self._running.append(
-            (name, call, [(each, each._version) for each in given if not each.is_inference()])
-        )
+        versions = [(each, each._version) for each in given if not each.is_inference()]
         maker = Maker(caller, f"code before {name}")
         place = self._place(name, call, Kind.INPUT)
         # the batch itself is not compared
         passed = self._pass(place, maker, (args, kwargs), again) if caller else (args, kwargs)
+        self._running.append((name, call, versions))
         if again or not torch.is_grad_enabled() or place[:2] in self._written:
             return passed
         taps: dict[int, torch.Tensor] = {}
@@ -160,10 +159,14 @@ class Run:
         return Place(*self._names.get((layer, call), (layer, call)), kind, part)
 
     def _pass(self, place: Place, maker: Maker, value: Any, again: bool) -> Any:
+        """A stage's values are compared whatever they are; between layers it is tensors that both have."""
+        leaves, form = tree_flatten(value)
+        whole = not self._running and not again
+        looked = [n for n, leaf in enumerate(leaves) if whole or isinstance(leaf, torch.Tensor)]
+        came = [leaves[n] for n in looked]
         if self._reference is None:
             if not again:
-                leaves, form = tree_flatten(value)
-                self.tape.values[place] = Kept([copied(leaf) for leaf in leaves], form)
+                self.tape.values[place] = list(map(copied, came))
                 self.tape.random[place] = _random_states()
                 self.tape.makers[place] = maker
             return value
@@ -172,28 +175,27 @@ class Run:
             return value
         if self._forces(place):
             _set_random_states(self._reference.random[place])
-        leaves = tree_flatten(value)[0]
-        found = difference(expected.leaves, leaves)
+        common = max(len(came), len(expected)) if whole else min(len(came), len(expected))
+        found = difference(expected[:common], came[:common])
         if not again:
             self.tape.differences[place] = found
             self.tape.makers[place] = maker
         if not found.size or not self._forces(place):
             return value
-        if len(leaves) != len(expected.leaves):
-            return tree_unflatten([copied(leaf) for leaf in expected.leaves], expected.form)
-        form = tree_flatten(value)[1]
-        return tree_unflatten([_swapped(*pair) for pair in zip(leaves, expected.leaves, strict=True)], form)
+        for n, values in zip(looked, expected, strict=False):
+            leaves[n] = _swapped(leaves[n], values)
+        return tree_unflatten(leaves, form)
 
     def _pass_gradient(self, place: Place, maker: Maker, gradient: torch.Tensor) -> torch.Tensor | None:
         """What goes on in place of a gradient; None for itself."""
         if self._reference is None:
-            self.tape.values[place] = Kept([copied(gradient)], tree_flatten(0)[1])
+            self.tape.values[place] = [copied(gradient)]
             self.tape.makers[place] = maker
             return None
         kept = self._reference.values.get(place)
         if kept is None:
             return None
-        expected: torch.Tensor = kept.leaves[0]
+        expected: torch.Tensor = kept[0]
         found = self.tape.differences[place] = difference([expected], [gradient])
         self.tape.makers[place] = maker
         forced = self._forces(place) and expected.shape == gradient.shape

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import TreeSpec
 
 from squeezebox.comparing._values import Difference
 
@@ -45,18 +44,11 @@ class Maker(NamedTuple):
     what: str
 
 
-class Kept(NamedTuple):
-    """Values in the form they had."""
-
-    leaves: list[Any]
-    form: TreeSpec
-
-
 @dataclass(slots=True)
 class Tape:
     """Of one run. A run without a reference has ``values`` and ``random``, one with it ``differences``."""
 
-    values: dict[Place, Kept] = field(default_factory=dict)
+    values: dict[Place, list[Any]] = field(default_factory=dict)
     random: dict[Place, list[torch.Tensor]] = field(default_factory=dict)
     differences: dict[Place, Difference] = field(default_factory=dict)
     makers: dict[Place, Maker] = field(default_factory=dict)
