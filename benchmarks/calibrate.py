@@ -37,7 +37,7 @@ KINDS = {
     "cliff": "next to no loss, then a broken training",
     "dip": "power, less a gain in the middle: noise that regularises",
     "ripple": "power, up to 60 % up and down: not monotone",
-    "plateau": "many levels in a row that lose 1.02 margins: the hardest to refuse",
+    "plateau": "every level from some on loses 1.02 margins: the hardest to refuse",
     "no loss": "every level is as good as plain",
     "blind": "power, and short runs that show nothing",
 }
@@ -77,7 +77,7 @@ class World:
             "cliff": np.where(ratio < 1, 0.1 * ratio, 20.0),
             "dip": losses - 0.8 * np.exp(-((steps + math.log(3)) ** 2) / 2),
             "ripple": losses * (1 + 0.6 * np.sin(2.1 * np.arange(len(ratio)) + shifted)),
-            "plateau": np.where(ratio < 0.7, 0.3 * ratio, np.where(ratio < 50, 1.02, 20.0)),
+            "plateau": np.where(ratio < 1, 0.2, 1.02),
             "no loss": np.zeros(len(ratio)),
         }
         return shapes.get(self._kind, losses)
@@ -367,6 +367,10 @@ def table(cells: list[dict[str, Any]], chances: list[dict[str, Any]], real: dict
         grid(of(cells, "squeezebox"), ("levels", "deviation")),
         "## The floor by the deviation",
         grid(of(cells, "told the truth (floor)"), ("levels", "deviation")),
+        "## Squeezebox on the plateau",
+        grid(
+            [each for each in of(cells, "squeezebox") if each["kind"] == "plateau"], ("levels", "deviation")
+        ),
         "## Squeezebox by kind of world, 8 levels",
         grid([each for each in of(cells, "squeezebox") if each["levels"] == 8], ("kind",)),
         upper_limits(of(cells, "squeezebox")),

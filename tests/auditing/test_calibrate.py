@@ -190,22 +190,31 @@ def test_trainings_that_tell_nothing_are_refused(tmp_path, train, words):
         calibrate(tmp_path, train)
 
 
-def simulated(boundary, deviation, generator, levels=8, trainings=14):
-    """(loosest level within the margin, what the search found): losses grow 3.2 times a level."""
-    true = 10 ** (0.5 * (np.arange(levels) - boundary))
+def simulated(true, deviation, generator, trainings=14):
+    """(loosest level within the margin, what the search found) where levels lose ``true`` margins."""
     plain = {}
 
     def train(level, pair):
         plain.setdefault(pair, generator.normal() * deviation / 2**0.5)
         return true[level] + plain[pair] + generator.normal() * deviation / 2**0.5
 
-    found = search(levels, trainings, lambda level: true[level] + generator.normal() * deviation, train)
+    found = search(len(true), trainings, lambda level: true[level] + generator.normal() * deviation, train)
     assert found.spent <= trainings
     return int((true < 1).sum()) - 1, -1 if found.level is None else found.level
 
 
 def test_simulated_searches_are_seldom_too_loose_and_mostly_near():
     generator = np.random.default_rng(0)
-    found = [simulated(generator.uniform(-1, 8), 0.3, generator) for _ in range(60)]
+    curves = [10 ** (0.5 * (np.arange(8) - generator.uniform(-1, 8))) for _ in range(60)]
+    found = [simulated(true, 0.3, generator) for true in curves]
     assert sum(level > best for best, level in found) <= 3
     assert sum(0 <= best - level <= 1 for best, level in found) >= 48
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deviation", [0.15, 0.6])
+def test_many_levels_just_outside_the_margin_are_refused(deviation):
+    generator = np.random.default_rng(0)
+    plateaus = [np.where(np.arange(8) < generator.integers(0, 4), 0.2, 1.02) for _ in range(200)]
+    found = [simulated(true, deviation, generator) for true in plateaus]
+    assert sum(level > best for best, level in found) <= 18  # 5 %, and what 200 trials may add by chance

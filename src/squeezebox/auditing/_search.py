@@ -20,6 +20,7 @@ SHARE = 0.1
 _EVERY = 2  # second level is screened
 _FEWEST = 3  # pairs that a test takes
 EARLY, LAST = 0.028, 0.042  # level of a test's earlier looks, which share it, and of its last one
+_LATER = 0.5  # of these for levels after the first, since each is another chance to err
 _WORTH = 0.02  # least chance to show more that is worth another training
 _NEXT = 0.9  # worth of a level next to the loosest
 _DECADES = 0.5  # of noise between two levels
@@ -71,7 +72,8 @@ def search(
             pairs.append(train(level, len(pairs)))
             belief.paired(level, pairs[-1])
         last = _affordable(found, level, trainings) == len(pairs)
-        if len(pairs) >= _FEWEST and paired_limit(pairs, LAST if last else early) < 1.0:
+        share = 1.0 if level == next(iter(found.pairs)) else _LATER
+        if len(pairs) >= _FEWEST and paired_limit(pairs, share * (LAST if last else early)) < 1.0:
             found.level = level
             closed[: level + 1] = [True] * (level + 1)
         elif last:
