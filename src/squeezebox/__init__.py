@@ -53,6 +53,7 @@ __all__ = [
     "bounds",
     "calibrate",
     "check_environment",
+    "check_ranges",
     "check_step",
     "codecs",
     "compile",
@@ -86,7 +87,7 @@ if TYPE_CHECKING:
     from squeezebox.codecs import compile_kernels
     from squeezebox.comparing import parity
     from squeezebox.compiling import compile_model as compile
-    from squeezebox.doctor import check_environment, check_step
+    from squeezebox.doctor import check_environment, check_ranges, check_step
     from squeezebox.gradients import compress_gradients
     from squeezebox.planning import (
         attach,
@@ -111,6 +112,7 @@ else:
         "audit": "auditing",
         "calibrate": "auditing",
         "check_environment": "doctor",
+        "check_ranges": "doctor",
         "check_step": "doctor",
         "compile": "compiling",
         "compile_kernels": "codecs",

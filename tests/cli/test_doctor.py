@@ -55,6 +55,15 @@ def test_a_step_as_text_and_as_json(steps, capfd):
     assert code == 0 and [(each["operator"], each["line"]) for each in dead] == [("aten.exp", 11)]
 
 
+def test_the_ranges_of_a_step(steps, capfd):
+    code, out, err = run(capfd, "my_steps:step", "--batch", "my_steps:batch", "--ranges")
+    assert (code, err) == (0, "") and "operators have proven ranges" in out
+    code, out, _ = run(capfd, "my_steps:fixed", "--ranges", "--json")
+    assert code == 0 and json.loads(out)["operators"] > 0
+    code, _, err = run(capfd, "--ranges")
+    assert code == 2 and "--ranges is of a step; name one" in err
+
+
 def test_a_tampered_package_is_named_beside_a_step_with_status_1(steps, planted, capfd):
     (planted / "planted/layers.py").write_text("import os\n")
     code, out, err = run(capfd, "my_steps:fixed", "--packages", "planted", "--json")

@@ -376,6 +376,9 @@ def doctor(
     as_device: Annotated[
         bool, typer.Option("--as-device", help="Without a device, name what would wait for one.")
     ] = False,
+    ranges: Annotated[
+        bool, typer.Option("--ranges", help="Instead: prove what can overflow fp16, bf16 or integers.")
+    ] = False,
     packages: Annotated[
         str | None, typer.Option(help="Check and import these: timm,transformers (default: usual ones).")
     ] = None,
@@ -383,14 +386,17 @@ def doctor(
 ) -> None:
     """Check a training step, or without one the environment.
 
-    A step runs three times; the report names what it does needlessly, by line of Python.
+    A step runs three times; the report names what it does needlessly, by line of Python. With --ranges it
+    runs once, and the report names the first operator that can overflow.
 
     Of the environment: versions, devices, and packages that are not what was installed (exit status 1).
     --packages adds it to a step.
     """
     from squeezebox.cli._doctor import examine_environment, examine_step, show
 
-    found = None if step is None else examine_step(step, batch, as_device)
+    if ranges and step is None:
+        raise squeezebox.OptionError("--ranges is of a step; name one, as in my_script:step.")
+    found = None if step is None else examine_step(step, batch, as_device, ranges=ranges)
     wanted = step is None or packages is not None
     show(found, examine_environment(packages) if wanted else None, as_json)
 

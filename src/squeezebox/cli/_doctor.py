@@ -8,14 +8,16 @@ import json
 import squeezebox
 from squeezebox.cli._estimate import call_factory, load_factory
 from squeezebox.cli._show import progress
-from squeezebox.reports import EnvironmentCheck, StepCheck
+from squeezebox.reports import EnvironmentCheck, RangeCheck, StepCheck
 from squeezebox.schema import SqueezeboxError
 
 _ANY = 64  # arguments that a step may need, if a batch gives them
 
 
-def examine_step(name: str, batch: str | None, as_device: bool) -> StepCheck:
-    """Check the step called ``module:callable``.
+def examine_step(
+    name: str, batch: str | None, as_device: bool, *, ranges: bool = False
+) -> StepCheck | RangeCheck:
+    """Check the step called ``module:callable``: what it does needlessly, or how far it reaches.
 
     Raises:
         OptionError: a name says nothing that can be called like this.
@@ -27,7 +29,8 @@ def examine_step(name: str, batch: str | None, as_device: bool) -> StepCheck:
         check = functools.partial(
             squeezebox.check_step, step, batch=make, as_device=as_device, on_progress=on_progress
         )
-        found: StepCheck = call_factory(name, check)
+        prove = functools.partial(squeezebox.check_ranges, step, batch=make)
+        found: StepCheck | RangeCheck = call_factory(name, prove if ranges else check)
         return found
 
 
@@ -42,7 +45,7 @@ def examine_environment(packages: str | None) -> EnvironmentCheck:
         return squeezebox.check_environment(names, on_progress=on_progress)
 
 
-def show(step: StepCheck | None, environment: EnvironmentCheck | None, as_json: bool) -> None:
+def show(step: StepCheck | RangeCheck | None, environment: EnvironmentCheck | None, as_json: bool) -> None:
     """Print what was found, both under their names where there are both.
 
     Raises:

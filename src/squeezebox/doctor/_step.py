@@ -50,7 +50,7 @@ def check_step(
     After PieProf (Tan et al., "Toward efficient interactions between Python and native libraries", 2021),
     with torch's dispatcher in place of hardware counters: calls are seen whole, and operators' insides not.
     """
-    batches = enumerate([_arguments(batch) for _ in range(_STEPS)], 1)
+    batches = enumerate([arguments(batch) for _ in range(_STEPS)], 1)
 
     def run() -> object:
         number, arguments = next(batches)
@@ -88,7 +88,8 @@ def _findings(overwrites: Iterable[Overwrite]) -> tuple[Redundancy, ...]:
     )
 
 
-def _arguments(batch: Callable[[], object] | None) -> tuple[Any, ...]:
+def arguments(batch: Callable[[], object] | None) -> tuple[Any, ...]:
+    """What a step is called with."""
     if batch is None:
         return ()
     made = batch()

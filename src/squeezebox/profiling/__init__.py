@@ -20,7 +20,7 @@ from squeezebox.profiling._optimizer import (
     transient_bytes,
 )
 from squeezebox.profiling._options import StepProfiler
-from squeezebox.profiling._record import StepMarks, own_casts, record_step
+from squeezebox.profiling._record import Modules, StepMarks, own_casts, record_step
 from squeezebox.profiling._redundancy import check_redundancy
 from squeezebox.profiling._simulate import Simulation, fake_like, simulate
 from squeezebox.profiling._speed import measure_speed
@@ -31,6 +31,7 @@ __all__ = [
     "GainProfiler",
     "Load",
     "Marks",
+    "Modules",
     "ParameterNeeds",
     "PartCosts",
     "Peak",

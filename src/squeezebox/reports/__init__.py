@@ -32,7 +32,7 @@ from squeezebox.reports._calibration import (
     level_name,
     pairs_needed,
 )
-from squeezebox.reports._doctor import EnvironmentCheck, StepCheck
+from squeezebox.reports._doctor import EnvironmentCheck, RangeCheck, StepCheck
 from squeezebox.reports._estimate import BatchPoint, Estimate, FoundBatch, MaxBatch
 from squeezebox.reports._exchange import ExchangeArm, ExchangeWay, MeasuredExchange
 from squeezebox.reports._feasibility import DeviceFit, Feasibility, JobFit, Scenario, SharedDevice
@@ -89,6 +89,7 @@ __all__ = [
     "PipelineReport",
     "PlannedTensor",
     "PruningReport",
+    "RangeCheck",
     "Report",
     "Rewrite",
     "Rewrites",

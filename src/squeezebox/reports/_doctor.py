@@ -10,7 +10,9 @@ from typing import Any
 from squeezebox.schema import (
     CheckedEnvironment,
     CheckedPackage,
+    CheckedRanges,
     CheckedStep,
+    Overflow,
     Redundancy,
     Waste,
     checked,
@@ -98,6 +100,50 @@ def _short(path: str) -> str:
     """From the current folder where it lies below that, or from where packages are installed."""
     here = os.path.join(os.getcwd(), "")
     return path.removeprefix(here).rpartition("site-packages/")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class RangeCheck:
+    """How far a step's operators reach, and which can leave a type. ``str()`` is some sentences."""
+
+    figures: CheckedRanges
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as written by :meth:`save`."""
+        return plain_fields(self.figures)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it whole or not at all; OutputError if the path cannot be written."""
+        save_json(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> RangeCheck:
+        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another kind."""
+        again = "squeezebox.check_ranges(step).save(path)"
+        return cls(load_json(path, "check of ranges", again, lambda values: decoded(CheckedRanges, values)))
+
+    def __str__(self) -> str:
+        found = self.figures
+        lines = [
+            f"{found.proven} of {found.operators} operators have proven ranges, for inputs and parameters up "
+            f"to {found.margin:g} times as large as seen."
+        ]
+        lines += [_overflow(each) for each in found.overflows]
+        if not found.overflows:
+            lines.append("None of them can leave fp16 or bf16, nor int32 as sums of int8 products.")
+        if found.unproven:
+            names = ", ".join(f"{name} ({count})" for name, count in found.unproven.items())
+            lines.append(f"Without a rule, and taken as seen: {names}.")
+        return "\n".join(lines)
+
+
+def _overflow(each: Overflow) -> str:
+    where = f" of '{each.module}'" if each.module else ""
+    return (
+        f"{each.type}: operator {each.number}, {each.operator}{where}, is the first that can overflow: it "
+        f"may reach {each.reach:.3g}, and {each.most:.3g} is the most. Divide what goes in by "
+        f"2^{each.shift}. {each.count} operator{'s' if each.count > 1 else ''} can."
+    )
 
 
 @dataclass(frozen=True, slots=True)

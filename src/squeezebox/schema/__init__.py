@@ -40,9 +40,11 @@ from squeezebox.schema._files import (
 from squeezebox.schema._findings import (
     CheckedEnvironment,
     CheckedPackage,
+    CheckedRanges,
     CheckedStep,
     EnvironmentFault,
     Fault,
+    Overflow,
     Redundancy,
     Waste,
 )
@@ -131,6 +133,7 @@ __all__ = [
     "Check",
     "CheckedEnvironment",
     "CheckedPackage",
+    "CheckedRanges",
     "CheckedStep",
     "CodecError",
     "DatasetError",
@@ -165,6 +168,7 @@ __all__ = [
     "OptionError",
     "OutOfMemoryError",
     "OutputError",
+    "Overflow",
     "Peak",
     "PipelineError",
     "PipelinePlan",

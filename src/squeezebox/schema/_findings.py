@@ -98,3 +98,37 @@ class CheckedEnvironment:
     packages: tuple[CheckedPackage, ...]
     faults: tuple[EnvironmentFault, ...]
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overflow:
+    """The first operator of a step that can leave a type of numbers, and what cures it.
+
+    ``type`` is "fp16", "bf16" or that of the tensor, such as "int16"; "int32" also is what int8 products of
+    its operands would be added up in. ``reach`` is the largest magnitude that is proven, ``most`` the type's.
+    Its operands divided by ``2 ** shift`` keep it within. ``count`` are the operators that can.
+    """
+
+    type: str
+    operator: str
+    module: str
+    number: int
+    reach: float
+    most: float
+    shift: int
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedRanges:
+    """How far a step's operators reach: ``proven`` of them by rules, the others as seen.
+
+    Inputs and parameters, and what operators without a rule make, are taken to reach ``margin`` times as far
+    as seen. ``unproven`` counts operators without a rule by name.
+    """
+
+    margin: float
+    operators: int
+    proven: int
+    overflows: tuple[Overflow, ...]
+    unproven: Mapping[str, int]

@@ -1,0 +1,220 @@
+"""What squeezebox.feasibility says fits a device, and steps of processes that may take no more.
+
+Goes in: nothing; networks of benchmarks/tasks.py. Comes out: benchmarks/reports/feasibility-<date>.json, .md.
+
+Devices of several memories are asked about for each network. Every row is then tried by processes of their
+own. Such a process imports and compiles what training needs, takes a step of a small network, and makes the
+model and a batch. From there on the system lets it take as many bytes of address space as the device has,
+less those of the model and the batch (RLIMIT_AS): all that libraries take counts. It trains three steps: of the batch that was asked about, plain or under a plan
+for the same limit, or of the largest plain batch. "no" is tried with a plain step. Seconds of plain steps
+without a limit stand next to the band that was foretold for this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import squeezebox
+from benchmarks import _report
+from benchmarks._steps import Step, step_of
+from squeezebox.memory import within_room
+from squeezebox.planning._feasibility import with_rates
+from squeezebox.profiling import measure_speed, rated
+from squeezebox.schema import BudgetError, Device, Devices
+
+CASES = (("gpt", 4), ("gpt", 8), ("unet", 2), ("unet", 3), ("vit", 2), ("vit", 4))
+SHARES = (0.35, 0.6, 0.85, 1.2, 2.0)  # of the plain step's peak
+NOISE = 1e-3
+STEPS, WITHIN = 3, "a step under a limit"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--child", nargs=4, metavar=("NETWORK", "BATCH", "BYTES", "PLAN"))
+    arguments = parser.parse_args()
+    if arguments.child:
+        name, batch, nbytes, plan = arguments.child
+        print(json.dumps(limited(name, int(batch), int(nbytes), plan)))
+        return
+    here = torch.device("cpu")
+    machine = rated(Device(name="this machine", memory_bytes=1 << 34, speed=measure_speed(here)), here)
+    rows = []
+    for name, batch in CASES:
+        rows += measure(name, batch, machine)
+    results = {"rows": rows, "machine": list(machine.over_roofline)}
+    print(*_report.write("feasibility", results, render(results)), file=sys.stderr)
+
+
+def measure(name: str, batch: int, machine: Device) -> list[dict[str, Any]]:
+    """The rows of one network, tried."""
+    step = step_of(name, batch=batch)
+    options = {"sample": step.sample, "loss_fn": step.loss, "noise": NOISE}
+    peak = squeezebox.estimate(step.model, sample=step.sample, loss_fn=step.loss).peak_bytes
+    sized = [Device(name=f"{share:g}", memory_bytes=int(share * peak), speed=1.0) for share in SHARES]
+    listed = Devices(devices=(machine, *with_rates([machine, *sized])[1:]), links=())
+    found = squeezebox.feasibility(step.model, devices=listed, **options)
+    own, *others = found.devices
+    seconds = plain_seconds(step)
+    rows = []
+    for row in others:
+        plan = planned(step, row.fits, int(0.9 * row.memory_bytes))
+        tried = "" if plan is None else tried_with(name, batch, row.memory_bytes, plan)
+        largest = tried_with(name, row.plain_batch, row.memory_bytes) if row.plain_batch > 1 else "-"
+        rows.append(
+            {
+                "network": f"{name}, batch {batch}",
+                "peak_bytes": peak,
+                "memory_bytes": row.memory_bytes,
+                "fits": row.fits,
+                "tried": tried or "no plan",
+                "plain_batch": row.plain_batch,
+                "largest_tried": largest,
+                "batch": row.batch,
+                "seconds": seconds,
+                "foretold": list(own.seconds),
+            }
+        )
+        print(*rows[-1].values(), file=sys.stderr, flush=True)
+    return rows
+
+
+def planned(step: Step, fits: str, limit: int) -> str | None:
+    """The file of a plan for the limit, "" where none is needed; None where there is none."""
+    if fits in ("", "plain"):
+        return ""
+    how: dict[str, Any] = {"exact": True} if fits == "exact plan" else {"noise": NOISE}
+    optimizer = optimizer_of(step)
+    try:
+        plan = squeezebox.plan(
+            step.model,
+            sample=step.sample,
+            loss_fn=step.loss,
+            optimizer=optimizer,
+            budget=limit,
+            offload=False,
+            **how,
+        )
+    except BudgetError:
+        return None
+    path = Path(tempfile.mkdtemp()) / "plan.json"
+    plan.save(path)
+    return str(path)
+
+
+def optimizer_of(step: Step) -> torch.optim.Optimizer:
+    """That of the table's default."""
+    return torch.optim.SGD(step.model.parameters(), lr=1e-6, momentum=0.9)
+
+
+def plain_seconds(step: Step) -> float:
+    """Of a plain step, without a limit."""
+    optimizer, times = optimizer_of(step), []
+    for _ in range(6):
+        begun = time.perf_counter()
+        train(step, optimizer)
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times[1:])
+
+
+def train(step: Step, optimizer: torch.optim.Optimizer) -> None:
+    """One step."""
+    optimizer.zero_grad()
+    step.loss(step.model(step.sample[0]), step.sample[1]).backward()
+    optimizer.step()
+
+
+def tried_with(name: str, batch: int, nbytes: int, plan: str = "") -> str:
+    """What a process of its own says that may take so much: "trained", or that memory lacked."""
+    command = [sys.executable, "-m", "benchmarks.feasibility", "--child", name, str(batch), str(nbytes), plan]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    if done.returncode == 0:
+        return str(json.loads(done.stdout))
+    return f"ended with {done.returncode}: {done.stderr.strip()[-200:]}"
+
+
+def limited(name: str, batch: int, nbytes: int, plan: str) -> str:
+    """Train in a process that may take so many bytes of address space more than it has."""
+    warm_up(bool(plan))
+    step = step_of(name, batch=batch)
+    held = [*step.model.parameters(), *step.model.buffers(), *step.sample]
+    nbytes -= sum(tensor.nbytes for tensor in held)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    size = next(
+        1024 * int(line.split()[1])
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmSize:")
+    )
+    resource.setrlimit(resource.RLIMIT_AS, (size + nbytes, resource.RLIM_INFINITY))
+    try:
+        with within_room(WITHIN):
+            optimizer = optimizer_of(step)
+            if plan:
+                squeezebox.attach(step.model, optimizer=optimizer, plan=squeezebox.load_plan(plan))
+            for _ in range(STEPS):
+                train(step, optimizer)
+    except BudgetError:
+        return "memory lacked"
+    return "trained"
+
+
+def warm_up(squeezes: bool) -> None:
+    """Import and compile what a training needs, and start its threads."""
+    layers = [torch.nn.Conv2d(16, 16, 3, padding=1), torch.nn.BatchNorm2d(16), torch.nn.GELU()] * 2
+    model, inputs = torch.nn.Sequential(*layers), torch.randn(8, 16, 96, 96)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+    session = squeezebox.attach(model, optimizer=optimizer, noise=NOISE) if squeezes else None
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    if session is not None:
+        session.detach()
+
+
+def render(results: dict[str, Any]) -> str:
+    rows = results["rows"]
+    claims = [row["tried"] for row in rows if row["fits"]] + [
+        row["largest_tried"] for row in rows if row["largest_tried"] != "-"
+    ]
+    denied = [row["tried"] for row in rows if not row["fits"]]
+    times = {row["network"]: (row["seconds"], row["foretold"]) for row in rows}
+    within = sum(least <= seconds <= most for seconds, (least, _, most) in times.values())
+    lines = [
+        f"{len(claims)} processes tried what was said to fit: {claims.count('trained')} trained.",
+        f"Of {len(denied)} that were said not to, {denied.count('trained')} trained plain.",
+        f"Seconds of {within} of {len(times)} networks were within the band foretold.",
+        "",
+        "| network | memory of the peak | said | tried | largest plain batch | tried | at most |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {row['network']} | {row['memory_bytes'] / row['peak_bytes']:.0%} of "
+        f"{row['peak_bytes'] / 2**20:.0f} MiB | {row['fits'] or 'no'} | {row['tried']} | "
+        f"{row['plain_batch']} | {row['largest_tried']} | {row['batch']} |"
+        for row in rows
+    ]
+    lines += ["", "| network | s a step | foretold: least, likeliest, most |", "| --- | --- | --- |"]
+    lines += [
+        f"| {name} | {seconds:.3f} | {', '.join(f'{each:.3f}' for each in foretold)} |"
+        for name, (seconds, foretold) in times.items()
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Rules of layers: products, convolutions, norms, softmax, pooling, losses, and what else a step runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from squeezebox.doctor._elementwise import ELEMENTWISE, count, or_zero
+from squeezebox.doctor._intervals import Arguments, Interval, Rule, added, around, times
+
+aten: Any = torch.ops.aten
+
+
+def _dot(a: Arguments, first: int, second: int, dims: tuple[Sequence[int], Sequence[int]]) -> Interval:
+    """Sums of products along these dims of two tensors; tighter where the values of one are known."""
+    one, other = a.args[first], a.args[second]
+    terms = math.prod(one.shape[dim] for dim in dims[0])
+    found = times(a[first], a[second]).scaled(float(terms))
+    reach = min(a.sums(one, dims[0]) * a[second].reach, a.sums(other, dims[1]) * a[first].reach)
+    return Interval(max(found.low, -reach), min(found.high, reach))
+
+
+def _matrices(first: int) -> Rule:
+    return lambda a: _dot(a, first, first + 1, ((-1,), (-2,)))
+
+
+def _plus_product(a: Arguments) -> Interval:
+    """Beta * a + alpha * (b @ c)."""
+    product = _dot(a, 1, 2, ((-1,), (-2,))).scaled(float(a.kwargs.get("alpha", 1)))
+    return added(a[0].scaled(float(a.kwargs.get("beta", 1))), product)
+
+
+def _convolution(a: Arguments) -> Interval:
+    """Each element is a sum over a window of one group's channels; padding adds zeros."""
+    weight, is_transposed = a.args[1], a.args[6]
+    window = [0, *range(2, weight.dim())] if is_transposed else [*range(1, weight.dim())]
+    terms = math.prod(weight.shape[dim] for dim in window)
+    inputs = a[0].with_(Interval(0.0, 0.0))
+    found = times(inputs, a[1]).scaled(float(terms)).with_(Interval(0.0, 0.0))
+    reach = a.sums(weight, window) * inputs.reach
+    found = Interval(max(found.low, -reach), min(found.high, reach))
+    return found if a.args[2] is None else added(found, a[2])
+
+
+def _affine(a: Arguments, reach: float, weight: int) -> Interval:
+    """What is normalised, of at most this magnitude, times a weight and plus a bias."""
+    found = around(reach)
+    if a.args[weight] is not None:
+        found = times(found, a[weight])
+    return found if a.args[weight + 1] is None else added(found, a[weight + 1])
+
+
+def _layer_norm(a: Arguments) -> tuple[Interval | None, ...]:
+    count = math.prod(a.args[1])  # of n numbers none is more than sqrt(n - 1) deviations from their mean
+    spread = 1.0 / math.sqrt(a.args[4])
+    return _affine(a, math.sqrt(max(count - 1, 0)), 2), a[0], Interval(0.0, spread)
+
+
+def _batch_norm(a: Arguments) -> tuple[Interval | None, ...]:
+    if not a.args[5]:
+        return (None,)
+    count, epsilon = a.args[0].numel() // a.args[0].shape[1], a.args[7]
+    return _affine(a, math.sqrt(max(count - 1, 0)), 1), a[0], Interval(0.0, 1.0 / math.sqrt(epsilon))
+
+
+def _shares(a: Arguments) -> Interval:
+    return Interval(0.0, 1.0)
+
+
+def _log_shares(a: Arguments) -> Interval:
+    count = a.args[0].shape[a.args[1]]
+    return Interval(a[0].low - a[0].high - math.log(count), 0.0)
+
+
+def _shares_backward(a: Arguments) -> Interval:
+    """Y (g - sum(y g)): both g and its mean by weights that add up to 1 lie in g's interval."""
+    return around(min(1.0, a[1].reach) * (a[0].high - a[0].low))
+
+
+def _dropout(a: Arguments) -> tuple[Interval | None, ...]:
+    kept = 1.0 - a.args[1]
+    return or_zero(a).scaled(1.0 / kept if kept > 0.0 else 1.0), Interval(0.0, 1.0)
+
+
+def _pooled(a: Arguments) -> tuple[Interval | None, ...]:
+    return a[0], Interval(0.0, float(a.args[0].shape[-1] * a.args[0].shape[-2]))
+
+
+def _gelu_backward(a: Arguments) -> Interval:
+    return around(1.13 * a[0].reach)
+
+
+def _silu_backward(a: Arguments) -> Interval:
+    return around(1.1 * a[0].reach)
+
+
+def _tanh_backward(a: Arguments) -> Interval:
+    return times(a[0], Interval(max(1.0 - a[1].reach ** 2, 0.0), 1.0))
+
+
+def _sigmoid_backward(a: Arguments) -> Interval:
+    return times(a[0], Interval(0.0, 0.25)) if 0.0 <= a[1].low and a[1].high <= 1.0 else around(math.inf)
+
+
+def _picked_backward(a: Arguments) -> Interval:
+    """Of a loss of one class: each gradient goes to one place, perhaps divided by how many there are."""
+    return around(a[0].reach)
+
+
+def _log_shares_backward(a: Arguments) -> Interval:
+    """G - softmax * sum(g)."""
+    return around(a[0].reach * (1 + a.args[0].shape[a.args[2]]))
+
+
+def _pooled_backward(a: Arguments) -> Interval:
+    """A place is the largest of no more windows than one has places."""
+    return or_zero(a).scaled(float(math.prod(a.args[2]) ** (2 // len(a.args[2]))))
+
+
+def _convolution_backward(a: Arguments) -> tuple[Interval | None, ...]:
+    """Gradients of input, weight and bias."""
+    gradient, weight, is_transposed = a.args[0], a.args[2], a.args[7]
+    window = [*range(1, weight.dim())] if is_transposed else [0, *range(2, weight.dim())]
+    terms = math.prod(weight.shape[dim] for dim in window)
+    summed = gradient.numel() // gradient.shape[1]
+    if is_transposed:
+        summed = max(summed, a.args[1].numel() // a.args[1].shape[1])
+    reach = a[0].reach
+    return (
+        around(reach * min(terms * a[2].reach, a.sums(weight, window))),
+        around(reach * a[1].reach * summed),
+        around(reach * summed),
+    )
+
+
+def _attention(a: Arguments) -> tuple[Interval | None, ...]:
+    """Values by weights that add up to 1."""
+    return (a[2] if not a.given(3, "dropout_p", 0.0) else None,)
+
+
+RULES: Mapping[Any, Rule] = {
+    **ELEMENTWISE,
+    aten.mm: _matrices(0),
+    aten.bmm: _matrices(0),
+    aten.addmm: _plus_product,
+    aten.baddbmm: _plus_product,
+    aten.convolution: _convolution,
+    aten.native_layer_norm: _layer_norm,
+    aten.native_batch_norm: _batch_norm,
+    aten._softmax: _shares,
+    aten._safe_softmax: _shares,
+    aten.bernoulli: _shares,
+    aten.uniform: lambda a: Interval(a.given(1, "from", 0.0), a.given(2, "to", 1.0)),
+    aten.rand: _shares,
+    aten.rand_like: _shares,
+    aten.zero: lambda a: Interval(0.0, 0.0),
+    aten.fill: lambda a: a[1],
+    aten.select_backward: or_zero,
+    aten.slice_backward: or_zero,
+    aten.nll_loss_forward: lambda a: (or_zero(a).scaled(-1.0) if a.args[2] is None else None, None),
+    aten.nll_loss_backward: lambda a: _picked_backward(a) if a.args[3] is None else around(math.inf),
+    aten._log_softmax_backward_data: _log_shares_backward,
+    aten.max_pool2d_with_indices_backward: _pooled_backward,
+    aten.convolution_backward: _convolution_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._log_softmax: _log_shares,
+    aten.native_dropout: _dropout,
+    aten.max_pool2d_with_indices: _pooled,
+    aten.threshold_backward: or_zero,
+    aten.gelu_backward: _gelu_backward,
+    aten.silu_backward: _silu_backward,
+    aten.tanh_backward: _tanh_backward,
+    aten.sigmoid_backward: _sigmoid_backward,
+    aten._softmax_backward_data: _shares_backward,
+}
+# What they make is as it is in every step; of what is not filled nothing is read.
+CONSTANTS = frozenset(
+    {
+        aten.zeros,
+        aten.ones,
+        aten.full,
+        aten.zeros_like,
+        aten.ones_like,
+        aten.full_like,
+        aten.arange,
+        aten.scalar_tensor,
+        aten.new_zeros,
+        aten.new_ones,
+        aten.new_full,
+        aten.eye,
+    }
+)
+EMPTY = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided})
+PRODUCTS = frozenset({aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.convolution})
+
+
+def rounded_terms(packet: Any, args: Sequence[Any]) -> int:
+    """How many numbers one element adds up at most, each of which may be rounded."""
+    if packet is aten.convolution_backward:
+        gradient, weight = args[0], args[2]
+        return int(
+            max(gradient.numel() // gradient.shape[1], args[1].numel() // args[1].shape[1], weight.numel())
+        )
+    if packet in (aten.sum, aten.mean):
+        return count(args[0], args[1] if len(args) > 1 else None)
+    if packet in (aten._log_softmax_backward_data, aten._softmax_backward_data):
+        return int(args[0].shape[args[2]])
+    if packet in (aten.native_batch_norm, aten.native_layer_norm, aten._log_softmax, aten._softmax):
+        return int(args[0].numel())
+    return terms_of(packet, args)
+
+
+def terms_of(packet: Any, args: Sequence[Any]) -> int:
+    """How many products one element of a product or convolution adds up; 1 elsewhere."""
+    if packet is aten.convolution:
+        weight = args[1]
+        return int(weight.numel() // weight.shape[1 if args[6] else 0])
+    if packet in PRODUCTS:
+        return int(args[-1].shape[-2])
+    return 1

@@ -1,0 +1,185 @@
+"""No element outside of a proven interval, the first operator that overflows, the codecs' own arithmetic."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import squeezebox
+from squeezebox.codecs._reference import _groups
+from squeezebox.doctor._intervals import Interval
+from squeezebox.doctor._ranges import Ranges, checked_ranges
+from squeezebox.reports import RangeCheck
+from squeezebox.schema import OptionError
+
+UNARY = [torch.relu, torch.tanh, torch.sigmoid, torch.exp, F.gelu, F.silu, torch.abs, torch.neg, torch.floor,
+    torch.ceil, torch.round, torch.sign, lambda x: x.clamp(-1, 2), lambda x: x**2, lambda x: x**3,
+    lambda x: x.sum(1, keepdim=True), lambda x: x.mean(0, keepdim=True), lambda x: x.amax(1, keepdim=True),
+    lambda x: x.softmax(1), lambda x: x.log_softmax(1), lambda x: F.layer_norm(x, (6,)), lambda x: 3 - x,
+    lambda x: x / (x.abs() + 1), lambda x: x.where(x > 0, -0.5 * x), lambda x: x.masked_fill(x > 1, 7.0),
+    lambda x: F.pad(x[:, :5], (1, 0)), lambda x: x[:, [5, 4, 3, 2, 1, 0]], lambda x: x.div(0.25)]  # fmt: skip
+BINARY = [
+    torch.add,
+    torch.sub,
+    torch.mul,
+    torch.minimum,
+    torch.maximum,
+    lambda x, y: x @ y.t(),
+    lambda x, y: torch.cat([x, y])[: len(x)],
+    lambda x, y: torch.add(x, y, alpha=-3),
+    lambda x, y: x.clone().add_(y),
+]
+EDGES = st.floats(-3, 3, width=32)
+
+
+def outside(proven, again):
+    """Operators of a run with an element outside of what another run proved, by name."""
+    assert [each.operator for each in proven] == [each.operator for each in again]
+    return [
+        one.operator
+        for one, other in zip(proven, again, strict=True)
+        for interval, seen in zip(one.proven, other.seen, strict=True)
+        if interval is not None and not interval.low <= seen.low <= seen.high <= interval.high
+    ]
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(0, len(UNARY) + len(BINARY) - 1), min_size=1, max_size=6),
+    EDGES,
+    EDGES,
+    st.integers(0, 99),
+)
+def test_random_programs_stay_within_what_is_proven(program, one, other, seed):
+    low, high = sorted((one, other))
+    interval = Interval(float(torch.tensor(low)), float(torch.tensor(high)))
+
+    def run(x, y):
+        for number in program:
+            if number < len(UNARY):
+                x = UNARY[number](x).expand(6, 6)
+            else:
+                x = BINARY[number - len(UNARY)](x, y).expand(6, 6)
+        return x
+
+    def ranges(x, y):
+        with Ranges() as found:
+            for each in (x, y):
+                found.assume(each, interval)
+            run(x, y)
+        return found.reached
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(kind):
+        share = torch.rand(6, 6, generator=generator)
+        return torch.lerp(torch.tensor(low), torch.tensor(high), share.round() if kind else share)
+
+    proven = ranges(drawn(0), drawn(0))
+    for kind in range(4):
+        assert not outside(proven, ranges(drawn(kind % 2), drawn(kind // 2)))
+
+
+def network():
+    torch.manual_seed(3)
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, groups=2)
+    return nn.Sequential(
+        *layers, nn.Flatten(), nn.LayerNorm(72), nn.Linear(72, 16), nn.GELU(), nn.Linear(16, 5)
+    )
+
+
+def stepped(model, images, labels):
+    model.zero_grad()
+    F.cross_entropy(model(images), labels).backward()
+
+
+def test_a_step_stays_within_for_other_inputs_and_weights():
+    model, labels = network(), torch.arange(4)
+    images = torch.linspace(-1, 1, 4 * 3 * 144).reshape(4, 3, 12, 12)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with Ranges(2.0) as proven:
+        stepped(model, images, labels)
+    unproven = [number for number, each in enumerate(proven.reached) if not each.is_proven]
+    assert [proven.reached[number].operator for number in unproven] == [
+        "native_layer_norm_backward",
+        "native_batch_norm_backward",
+    ]
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model.load_state_dict(before)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1.0 + torch.rand_like(weight) if seed % 2 else 2.0)
+        first = model[0].weight[0].sign().tile(1, 4, 4)[:, :12, :12]
+        drawn = 2.0 * (
+            first.expand(4, -1, -1, -1) if seed == 4 else torch.rand(4, 3, 12, 12).mul(2).sub(1).sign()
+        )
+        with Ranges() as again:
+            stepped(model, drawn, labels)
+        assert not outside(proven.reached[: unproven[0]], again.reached[: unproven[0]])
+
+
+def test_the_first_operator_that_can_overflow_and_the_shift_that_cures_it(tmp_path):
+    weight, inputs = torch.full((100, 64), 3.0), torch.full((2, 64), 400.0)
+
+    def step(shift=0):
+        return (F.linear(inputs / 2**shift, weight) + 1).relu()
+
+    found = squeezebox.check_ranges(step, margin=1.0)
+    (overflow,) = found.figures.overflows
+    assert (overflow.type, overflow.operator, overflow.count) == ("fp16", "mm", 3)
+    assert overflow.reach == pytest.approx(64 * 3 * 400, rel=1e-3) and overflow.shift == 1
+    assert not step().half().isfinite().any() and step(1).half().isfinite().all()
+    assert not squeezebox.check_ranges(lambda: step(overflow.shift), margin=1.0).figures.overflows
+    assert "fp16: operator 1, mm, is the first" in str(found) or "is the first that can overflow" in str(
+        found
+    )
+    found.save(tmp_path / "ranges.json")
+    assert RangeCheck.load(tmp_path / "ranges.json") == found
+    with pytest.raises(OptionError, match=r"margin 0.5 is no factor from 1"):
+        squeezebox.check_ranges(step, margin=0.5)
+
+
+def test_int32_holds_sums_of_int8_products_up_to_a_length():
+    def found(terms):
+        rows = torch.zeros(1, terms)
+        return [each.type for each in squeezebox.check_ranges(lambda: rows @ rows.t()).figures.overflows]
+
+    most = (2**31 - 1) // 127**2
+    assert (found(most), found(most + 1)) == ([], ["int32"])
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+def test_the_codecs_own_integers_are_proven(bits):
+    values = torch.linspace(-3, 3, 512)
+    anything = Interval(-3.0e38, 3.0e38)
+    for pack in (_groups.pack_zero, _groups.pack_minmax):
+        if pack is _groups.pack_zero and bits == 1:
+            values = values.abs()  # one bit has no room for a sign
+        with Ranges() as ranges:
+            ranges.assume(values, anything)
+            codes, scales = pack(values, bits, False, 0)
+        assert integers(ranges) == []
+        with Ranges() as ranges:
+            ranges.assume(codes, Interval(0.0, 255.0))
+            _groups.unpack_lanes(codes.view(-1, 32 * bits), bits)
+        assert integers(ranges) == []
+    assert codes.dtype == torch.uint8
+
+
+def integers(ranges):
+    """Operators on integers that can leave their type, and those that no rule proves."""
+    overflows = [each for each in checked_ranges(ranges.reached, 1.0).overflows if "int" in each.type]
+    unproven = [
+        each.operator for each in ranges.reached if not each.is_proven and not each.dtype.is_floating_point
+    ]
+    return [*[(each.type, each.operator) for each in overflows if each.type != "int32"], *unproven]
+
+
+def test_the_noise_of_rounding_wraps_in_one_product_only():
+    with Ranges() as ranges:
+        _groups.uniform(4096, 2**32 - 1, torch.device("cpu"), torch.float32)
+    found = [each for each in checked_ranges(ranges.reached, 1.0).overflows if each.type == "int64"]
+    assert [(each.type, each.operator, each.count) for each in found] == [("int64", "mul", 1)]
