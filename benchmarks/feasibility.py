@@ -5,9 +5,10 @@ Goes in: nothing; networks of benchmarks/tasks.py. Comes out: benchmarks/reports
 Devices of several memories are asked about for each network. Every row is then tried by processes of their
 own. Such a process imports and compiles what training needs, takes a step of a small network, and makes the
 model and a batch. From there on the system lets it take as many bytes of address space as the device has,
-less those of the model and the batch (RLIMIT_AS): all that libraries take counts. It trains three steps: of the batch that was asked about, plain or under a plan
-for the same limit, or of the largest plain batch. "no" is tried with a plain step. Seconds of plain steps
-without a limit stand next to the band that was foretold for this machine.
+less those of the model and the batch (RLIMIT_AS): all that libraries take counts. It trains three steps: of
+the batch that was asked about, plain or under a plan for the same limit, or of the largest plain batch. "no"
+is tried with a plain step. Seconds of plain steps without a limit stand next to the band that was foretold
+for this machine.
 """
 
 from __future__ import annotations
