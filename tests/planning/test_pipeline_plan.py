@@ -46,7 +46,8 @@ def test_the_fastest_comes_first_and_fits():
     plans = planned(depths=None, microbatches=[1, 2, 4])
     assert [plan.seconds for plan in plans] == sorted(plan.seconds for plan in plans)
     assert {plan.ranks for plan in plans} <= {1, 2}
-    assert {2} < {plan.microbatch for plan in plans} <= {1, 2, 4}
+    microbatches = {plan.microbatch for plan in plans}
+    assert len(microbatches) > 1 and microbatches <= {1, 2, 4}
     for plan in plans:
         assert plan.microbatch * plan.microbatches * plan.replicas == ROWS
         assert max(plan.rank_peak_bytes) <= 2**30
