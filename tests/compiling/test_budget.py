@@ -145,7 +145,7 @@ def joint():
 
 def test_the_search_saves_less_for_more_time():
     graph, forward = joint()
-    joint_graph = Joint(graph, forward, 1, {})
+    joint_graph = Joint(graph, forward, 1)
     tanhs = [node for node in forward if "tanh" in str(node.target)]
     part = 256 * 64 * 4
     everything = joint_graph.choice(frozenset(tanhs), 1 << 40)

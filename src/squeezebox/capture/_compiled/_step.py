@@ -15,8 +15,7 @@ from squeezebox.reports import CompiledReport
 from squeezebox.schema import AttachError, OptionError, SqueezeboxError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from squeezebox.capture._compiled._saved import Choice, Joint
-    from squeezebox.memory import Operator
+    from squeezebox.capture._compiled._saved import Choice
 
 
 class Saving:
@@ -24,25 +23,13 @@ class Saving:
 
     Attributes:
         choice: what was chosen when the step was compiled.
+        closed: from now on, nothing more may be compiled.
     """
 
-    def __init__(self, limit_bytes: int | None, errors: Mapping[Any, int]) -> None:
+    def __init__(self, limit_bytes: int | None) -> None:
         self.limit_bytes = limit_bytes
         self.choice: Choice | None = None
-        self._is_closed = False
-        self._errors = dict(errors)
-        self._joint: Joint | None = None
-
-    def close(self) -> None:
-        """From now on, nothing more may be compiled."""
-        self._is_closed, self._joint = True, None
-
-    def learned(self, ran: Sequence[Operator]) -> dict[Any, int]:
-        """What the model of fusion was wrong by, with what was known; ``choice`` is then by that."""
-        if self._joint is not None and self.choice is not None:
-            self._errors |= self._joint.errors(self.choice.saved, ran)
-            self.choice = self._joint.choice(self.choice.saved, sys.maxsize)
-        return self._errors
+        self.closed = False
 
     def __call__(
         self, graph: Any, forward: Sequence[Any], results: int, cuts: Sequence[Sequence[Any]]
@@ -50,7 +37,7 @@ class Saving:
         """As the adapter's ``Save``."""
         from squeezebox.capture._compiled._saved import Joint
 
-        if self._is_closed:
+        if self.closed:
             raise OptionError(
                 "the step's peak was measured with the sample, and this training input has another shape or "
                 "dtype; make a step for it, or drop the last batch where it is smaller."
@@ -60,7 +47,7 @@ class Saving:
                 "the model compiles to several graphs, and budget= takes one. fullgraph=True says where it "
                 "breaks: mend that, or use bits= or noise=."
             )
-        self._joint = joint = Joint(graph, forward, results, self._errors)
+        joint = Joint(graph, forward, results)
         if self.limit_bytes is None:
             self.choice = joint.choice(frozenset(cuts[0]), sys.maxsize)
         else:
