@@ -77,8 +77,7 @@ def calibrate(
     if trainings < least:
         raise OptionError(
             f"trainings {trainings} is below {least}, which screening {len(levels)} levels and three pairs "
-            f"of one "
-            f"take; give {least} or more."
+            f"of one take; give {least} or more."
         )
     for dtype in (torch.float32, torch.bfloat16):  # every training packs from its first step on
         codecs.require(dtype)
