@@ -38,7 +38,7 @@ def gpt2():
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
-def trainer_of(model, folder, *callbacks, steps=4, dataset=None, **options):
+def trainer_of(model, folder, *callbacks, steps=4, dataset=None, evaluated=None, **options):
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
@@ -46,12 +46,12 @@ def trainer_of(model, folder, *callbacks, steps=4, dataset=None, **options):
         learning_rate=1e-2,
         lr_scheduler_type="constant",
         logging_steps=1,
-        report_to="none",
         disable_tqdm=True,
         use_cpu=True,
-        **{"save_strategy": "no", **options},
+        **{"save_strategy": "no", "report_to": "none", **options},
     )
-    return Trainer(model, arguments, train_dataset=dataset or passages(), callbacks=list(callbacks))
+    data = {"train_dataset": dataset or passages(), "eval_dataset": evaluated}
+    return Trainer(model, arguments, **data, callbacks=list(callbacks))
 
 
 def assert_same(model, other):
@@ -101,6 +101,42 @@ def test_a_callback_that_the_checkpoint_cannot_make_anew_says_so(tmp_path):
     )
     with pytest.raises(OptionError, match="cannot hold controller"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+FIGURES = ("saved_bytes", "packed_bytes", "peak_bytes", "predicted_noise")
+
+
+def test_the_history_has_the_figures_of_reports_and_evaluations_do_not(tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 4, "evaluated": passages(8)}
+    with SqueezeboxCallback(noise=1e-2) as callback:
+        trainer = trainer_of(gpt2(), tmp_path, callback, **options)
+        trainer.train()
+    *steps, evaluation, whole = trainer.state.log_history
+    assert [each["step"] for each in steps] == [1, 2, 3, 4]
+    assert steps[-1].items() >= callback.report.figures().items()
+    assert {f"squeezebox/{name}" for name in FIGURES} <= steps[-1].keys()
+    assert "eval_loss" in evaluation and "train_runtime" in whole
+    assert not any(name.startswith("squeezebox/") for each in (evaluation, whole) for name in each)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorboard")
+def test_tensorboard_gets_the_figures_once_each_step(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with SqueezeboxCallback(noise=1e-2) as callback:
+        trainer = trainer_of(gpt2(), tmp_path, callback, report_to="tensorboard")
+        callback.log_to(trainer)
+        trainer.train()
+    (file,) = tmp_path.rglob("events.out.tfevents.*")
+    events = EventAccumulator(str(file)).Reload()
+    figures = callback.report.figures()
+    assert {f"squeezebox/{name}" for name in FIGURES} <= figures.keys()
+    for name, value in figures.items():
+        logged = events.Scalars(f"train/{name}")
+        assert [each.step for each in logged] == [1, 2, 3, 4]
+        assert logged[-1].value == pytest.approx(value, rel=1e-6)
+    assert len(events.Scalars("train/loss")) == 4
 
 
 @pytest.mark.slow

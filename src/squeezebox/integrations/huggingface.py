@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import TracebackType
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from squeezebox.integrations._training import Training
 from squeezebox.reports import Report
-from squeezebox.schema import OptionError
+from squeezebox.schema import AttachError, OptionError
 from squeezebox.session import Session
 
 
@@ -28,6 +29,9 @@ class SqueezeboxCallback(TrainerCallback, ExportableState):
     computes afterwards (label smoothing, ``compute_loss_func``) is held as ever. A Trainer tells its
     callbacks of nothing when training raises: the ``with`` takes the session off the model then too, and says
     where it was that memory ran out.
+
+    The Trainer's history and printed lines get the figures of reports, such as ``squeezebox/packed_bytes``,
+    every ``logging_steps`` steps. So do loggers, such as TensorBoard's, after :meth:`log_to`.
 
     The session's state is in every checkpoint's ``trainer_state.json``, and ``resume_from_checkpoint`` goes
     on from it, whether or not ``restore_callback_states_from_checkpoint`` is set.
@@ -51,6 +55,27 @@ class SqueezeboxCallback(TrainerCallback, ExportableState):
     def report(self) -> Report:
         """Of the last step; AttachError before the first."""
         return self._training.report
+
+    def log_to(self, trainer: Trainer) -> None:
+        """Go before the Trainer's loggers (its ``report_to``), so that what they log has the figures too.
+
+        A Trainer calls its loggers first, and tells no callback of them.
+        """
+        callbacks = trainer.callback_handler.callbacks
+        if self in callbacks:
+            callbacks.remove(self)
+        callbacks.insert(0, self)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Add the report's figures to what is logged of a step."""
+        logs = kwargs["logs"]
+        if "loss" in logs:  # else of an evaluation, or of the training as a whole
+            with contextlib.suppress(AttachError):  # nothing was captured yet
+                figures = self.report.figures()
+                logs.update(figures)
+                state.log_history[-1].update(figures)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
