@@ -19,6 +19,7 @@ from squeezebox.schema import (
     Span,
     StepRecord,
     StepTimeline,
+    StepTrace,
     TimelineCell,
 )
 from tests.reports.browser import PATH, Browser
@@ -94,6 +95,7 @@ def timeline(modules=12, samples=40, budget=13 * MIB):
         kinds=KINDS,
         samples=taken,
         peak=max(taken, key=lambda each: sum(each.nbytes)),
+        trace=StepTrace(storages=(), calls=(), end=1),
         history=tuple(
             BoundRecord(step=step, bounds={key: bound * (1 + step % 3) for key, bound in lossy.items()})
             for step in range(40)

@@ -354,14 +354,15 @@ def report(
         Path | None, typer.Option("--html", help="Write one page that works offline (RUN.html with --open).")
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev.")] = None,
+    snapshot: Annotated[Path | None, typer.Option(help="Write one for pytorch.org/memory_viz.")] = None,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show where a profiled step's time and memory went, phase by module: as text, page or trace."""
+    """Show where a profiled step's time and memory went, as text, page, trace or snapshot."""
     from squeezebox.cli._report import show
 
     page = page or (run.with_suffix(".html") if open_page else None)
-    timeline = show(run, page, trace, open_page)
+    timeline = show(run, page, trace, snapshot, open_page)
     print(json.dumps(timeline.to_dict(), indent=1) if as_json else timeline)
 
 

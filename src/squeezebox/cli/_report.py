@@ -1,4 +1,4 @@
-"""``squeezebox report``: a profiled step as a page and as a trace."""
+"""``squeezebox report``: a profiled step as a page, a trace and a snapshot."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from squeezebox.reports import Timeline
 from squeezebox.schema import OutputError
 
 
-def show(run: Path, page: Path | None, trace: Path | None, open_page: bool) -> Timeline:
+def show(
+    run: Path, page: Path | None, trace: Path | None, snapshot: Path | None, open_page: bool
+) -> Timeline:
     """Write what is asked for, and open the page if it is to be.
 
     Raises:
@@ -19,6 +21,8 @@ def show(run: Path, page: Path | None, trace: Path | None, open_page: bool) -> T
     timeline = Timeline.load(run)
     if trace is not None:
         timeline.to_trace(trace)
+    if snapshot is not None:
+        timeline.to_snapshot(snapshot)
     if page is not None:
         timeline.to_html(page)
     if page is not None and open_page and not webbrowser.open(page.resolve().as_uri()):

@@ -1,10 +1,11 @@
-"""A profiled step as text, as JSON, and as trace events for ui.perfetto.dev and chrome://tracing."""
+"""A profiled step as text, as JSON, as trace events for ui.perfetto.dev, and as a snapshot for memory_viz."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import os
+import pickle
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 from squeezebox.reports._notebook import page_frame
 from squeezebox.reports._page import PHASES, UNITS, owner, timeline_html
+from squeezebox.reports._snapshot import snapshot
 from squeezebox.schema import (
     Activity,
     FormatError,
@@ -96,7 +98,8 @@ def _counter(name: str, seconds: float, values: dict[str, int]) -> dict[str, Any
     }
 
 
-TIMELINE_VERSION = 1
+TIMELINE_VERSION = 2
+_PICKLE = 4  # the newest that memory_viz reads
 _ROWS = 16  # the slowest cells that text shows; JSON has all
 
 
@@ -130,6 +133,10 @@ class Timeline:
     def to_trace(self, path: str | os.PathLike[str]) -> None:
         """Write a trace for ui.perfetto.dev; OutputError if the path cannot be written."""
         write_whole(path, json.dumps(timeline_events(self.figures), allow_nan=False) + "\n")
+
+    def to_snapshot(self, path: str | os.PathLike[str]) -> None:
+        """Write a snapshot for pytorch.org/memory_viz; OutputError if the path cannot be written."""
+        write_whole(path, pickle.dumps(snapshot(self.figures.trace), protocol=_PICKLE))
 
     def __str__(self) -> str:
         figures, record = self.figures, self.figures.record

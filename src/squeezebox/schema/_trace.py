@@ -264,7 +264,7 @@ class StepTimeline:
     profiler. ``kinds`` name the entries of every sample's bytes; ``samples`` are thinned, but never lose the
     highest of their neighbours, so that the greatest is the step's peak, at ``peak``. ``history`` has the
     bounds of the steps that refreshed them, and of this one. ``planned_bytes`` is what the plan, if there is
-    one, wanted to hold of each tensor.
+    one, wanted to hold of each tensor. ``trace`` is all of it: every storage and operator.
     """
 
     model: str
@@ -276,6 +276,7 @@ class StepTimeline:
     kinds: tuple[Kind, ...]
     samples: tuple[LiveSample, ...]
     peak: LiveSample
+    trace: StepTrace
     history: tuple[BoundRecord, ...] = ()
     forecasts: tuple[Forecast, ...] = ()
     planned_bytes: dict[str, int] | None = None

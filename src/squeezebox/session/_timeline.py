@@ -109,6 +109,7 @@ def _timeline(
         kinds=_KINDS,
         samples=tuple(_thinned(samples)),
         peak=max(samples, key=_total),
+        trace=trace,
         history=(*engine.records.history, BoundRecord(step=record.step, bounds=lossy)),
         forecasts=tuple(_forecasts(plan, record, unprofiled)),
         planned_bytes={each.key: each.option.held_bytes for each in plan.tensors} if plan else None,
