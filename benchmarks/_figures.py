@@ -35,11 +35,15 @@ class Report:
     header: Mapping[str, object]
 
     @property
+    def script(self) -> Path:
+        """What wrote it."""
+        named = re.search(r"benchmarks[./](\w+)", str(self.header["command"]))
+        return ROOT / "benchmarks" / f"{named.group(1) if named else self.name}.py"
+
+    @property
     def measures(self) -> str:
         """What its benchmark says of itself."""
-        named = re.search(r"benchmarks[./](\w+)", str(self.header["command"]))
-        script = ROOT / "benchmarks" / f"{named.group(1) if named else self.name}.py"
-        docstring = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
+        docstring = ast.get_docstring(ast.parse(self.script.read_text(encoding="utf-8"))) or ""
         return docstring.partition("\n")[0]
 
 

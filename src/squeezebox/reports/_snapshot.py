@@ -30,7 +30,7 @@ def snapshot(trace: StepTrace) -> dict[str, Any]:
         storage, call = trace.storages[number], bisect_right(begun, time) - 1
         if time == storage.allocated_at:
             address, frames = living[number] = heap.take(storage.nbytes), _frames(trace, storage)
-            actions = ("alloc",) if time else ()
+            actions: tuple[str, ...] = ("alloc",) if time else ()
         else:
             address, frames = living.pop(number)
             heap.give(address, storage.nbytes)
