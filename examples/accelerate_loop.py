@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from squeezebox.integrations.accelerate import squeezed
 
-data = np.load(files("squeezebox.cli") / "data" / "fashion_mnist.npz")
+data = np.load(files("squeezebox_demo") / "fashion_mnist.npz")
 images = torch.from_numpy(data["train_images"][:1024]).unsqueeze(1) / 255.0
 labels = torch.from_numpy(data["train_labels"][:1024]).long()
 layers = [nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(4)]

@@ -16,7 +16,7 @@ import squeezebox
 
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
-data = np.load(files("squeezebox.cli") / "data" / "fashion_mnist.npz")
+data = np.load(files("squeezebox_demo") / "fashion_mnist.npz")
 images = torch.from_numpy(data["train_images"][:1024]).unsqueeze(1)[rank::ranks] / 255.0
 labels = torch.from_numpy(data["train_labels"][:1024]).long()[rank::ranks]
 torch.manual_seed(0)

@@ -27,7 +27,7 @@ class Classifier(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
-data = np.load(files("squeezebox.cli") / "data" / "fashion_mnist.npz")
+data = np.load(files("squeezebox_demo") / "fashion_mnist.npz")
 images = torch.from_numpy(data["train_images"][:1024]).unsqueeze(1) / 255.0
 labels = torch.from_numpy(data["train_labels"][:1024]).long()
 squeezed = SqueezeboxCallback(noise=1e-3)

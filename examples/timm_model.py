@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import squeezebox
 
-data = np.load(files("squeezebox.cli") / "data" / "fashion_mnist.npz")
+data = np.load(files("squeezebox_demo") / "fashion_mnist.npz")
 images = functional.interpolate(torch.from_numpy(data["train_images"][:128])[:, None] / 255.0, size=64)
 labels = torch.from_numpy(data["train_labels"][:128]).long()
 model = timm.create_model("test_resnet", in_chans=1, num_classes=10)

@@ -1,4 +1,4 @@
-"""Write the subset of Fashion-MNIST that ships with the package.
+"""Write the subset of Fashion-MNIST of squeezebox[demo].
 
     python scripts/make_subset.py /usr/share/datasets/fashion-mnist
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from squeezebox.cli._data import EMBEDDED, fashion_mnist
+from squeezebox.cli._data import demo_file, fashion_mnist
 
 TRAIN_PER_CLASS = 800
 TEST_PER_CLASS = 200
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     arguments = parser.parse_args()
     arrays = subset(arguments.root)
-    path = Path(str(EMBEDDED))
+    path = Path(str(demo_file("fashion_mnist.npz")))
     if not arguments.check:
         np.savez_compressed(path, **arrays)
         print(f"{path}: {path.stat().st_size:,} bytes")

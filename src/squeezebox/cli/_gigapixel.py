@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import json
 import re
 import shutil
@@ -19,11 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import squeezebox
+from squeezebox.cli._data import demo_file
 from squeezebox.cli._show import Show, progress
 from squeezebox.reports import human_bytes, parse_size, require_writable, write_whole
 from squeezebox.schema import DatasetError, OptionError, OutputError
-
-PHOTOGRAPHS = importlib.resources.files("squeezebox.cli") / "data" / "photographs.npz"
 
 _TILE = 256  # pixels a side of the pieces of photographs
 _CELL = 32  # pixels between the mask's support points
@@ -104,11 +102,12 @@ def _piece(photographs: list[NDArray[np.uint8]], random: np.random.Generator) ->
 
 
 def _photographs() -> list[NDArray[np.uint8]]:
+    path = demo_file("photographs.npz")
     try:
-        with PHOTOGRAPHS.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             return [arrays[name] for name in arrays]
     except (OSError, ValueError, EOFError) as error:
-        raise DatasetError(f"{PHOTOGRAPHS} is missing or damaged ({error}); reinstall squeezebox.") from error
+        raise DatasetError(f"{path} is missing or damaged ({error}); reinstall squeezebox-demo.") from error
 
 
 def _require_room(folder: Path, nbytes: int) -> None:

@@ -1,0 +1,1 @@
+"""Images for Squeezebox's demonstration; NOTICE says whose they are."""
