@@ -113,3 +113,49 @@ def test_one_and_several_threads_write_the_same_bytes():
         found.append(codecs.get("planes").pack(x, 0.1).payload)
     torch.set_num_threads(before)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("layout", ("one unit", "by channel", "by row", "channels last"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16, torch.float64), ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_bytes_come_back_from_a_file_with_any_unit(name, dtype, layout):
+    x = torch.randn(6, 8, 10, 10, generator=torch.Generator().manual_seed(1)).to(dtype)
+    if layout == "channels last":
+        x = x.contiguous(memory_format=torch.channels_last)
+    factors = {"by channel": (8, 100), "by row": (48, 100), "channels last": (8, 1)}
+    channels, inner = factors.get(layout, (0, 1))
+    scale = torch.linspace(0.5, 2.0, channels) if channels else None
+    codec = codecs.get(name)
+    packed = codec.pack(x, 0.1, codecs.Hints(scale=scale, inner=inner))
+    loaded = codecs.loads(codecs.dumps(packed))
+    assert loaded.bound == packed.bound == (0.2 if channels else 0.1)
+    assert [part.dtype for part in loaded.payload] == [part.dtype for part in packed.payload]
+    assert torch.equal(bits(codec.unpack(loaded)), bits(codec.unpack(packed)))
+    assert ((codec.unpack(loaded).double() - x.double()).abs() <= packed.bound).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_unit_that_changes_later_is_not_that_of_packed_values(name):
+    x, scale = torch.randn(3000, generator=torch.Generator().manual_seed(2)), torch.tensor([0.5, 2.0])
+    codec = codecs.get(name)
+    packed = codec.pack(x, 0.1, codecs.Hints(scale=scale, inner=7))
+    before = codec.unpack(packed)
+    scale.mul_(3)
+    assert torch.equal(codec.unpack(packed), before)
+
+
+@pytest.mark.parametrize("threads", (1, 2, 3))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_any_number_of_threads_makes_the_same_bytes(dtype, threads):
+    codec, used = codecs.get("planes"), torch.get_num_threads()
+    x = torch.randn(3_000_017, generator=torch.Generator().manual_seed(3)).to(dtype)
+    x[::700_000] = float("nan")
+    expected = codec.pack(x, 0.1)
+    torch.set_num_threads(threads)
+    try:
+        packed = codec.pack(x, 0.1)
+        back = codec.unpack(packed)
+    finally:
+        torch.set_num_threads(used)
+    assert all(map(torch.equal, packed.payload, expected.payload))
+    assert torch.equal(bits(back), bits(codec.unpack(expected)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -140,8 +141,14 @@ def scale_of(numel: int, tensor: torch.Tensor, options: Mapping[str, Any]) -> Sc
         return None
     factors = inverse.to(torch.float32).reciprocal().flatten()
     # on a device asking would wait; blocks that it does not serve are kept exactly
-    usable = factors.is_cuda or bool(torch.isfinite(factors).all() & (factors > 0).all())
+    usable = factors.is_cuda or _are_positive(factors)
     return Scale(factors=factors, inner=inner) if usable else None
+
+
+def _are_positive(factors: torch.Tensor) -> bool:
+    """And finite, all of them."""
+    low, high = factors.aminmax()
+    return 0.0 < float(low) <= float(high) < math.inf  # NaN is neither
 
 
 def inner_of(tensor: torch.Tensor) -> int:

@@ -98,7 +98,9 @@ class Arm:
         if noise is not None:
             self.controller = Steered(NoiseBudget(noise=noise, interval=INTERVAL))
             squeezebox.codecs.require(torch.float32)  # no arm's first steps are another's
-            self.session = squeezebox.attach(self.model, optimizer=self.optimizer, controller=self.controller)
+            self.session = squeezebox.attach(
+                self.model, optimizer=self.optimizer, controller=self.controller, speed="fast"
+            )
 
     def gradients(self, images: torch.Tensor, labels: torch.Tensor) -> float:
         """Forward and backward; the mean loss."""

@@ -190,11 +190,12 @@ class Planes(Codec):
         scale, inner = hints.scale, hints.inner
         limit = require_bound(self.name, bound)
         flat = flatten(tensor)
+        reached = limit
         if scale is not None:
-            require_scale(self.name, scale, inner)
+            reached *= require_scale(self.name, scale, inner)
+            scale = scale.detach().clone()  # the packed object's own
         heads, data = torch.ops.squeezebox.pack_planes(flat, limit, self.keep_sign, scale, inner)
         payload = (heads, data) if scale is None else (heads, data, scale)
-        reached = limit if scale is None else limit * float(scale.max())
         return make_packed(self, tensor, reached, payload, {"inner": inner, "unit": limit})
 
     def unpack(self, packed: Packed, out: Tensor | None = None) -> Tensor:

@@ -97,7 +97,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 def layout_of(tensor: Tensor) -> tuple[int, ...]:
     """The strides the tensor will come back with: its own if dense, else row-major."""
-    if tensor.numel() and is_dense(tensor.shape, tensor.stride()):
+    if tensor.numel() and (tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride())):
         return tuple(tensor.stride())
     return contiguous_stride(tensor.shape)
 
@@ -109,6 +109,8 @@ def flatten(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.numel() == 0:
         return tensor.new_empty(0)
+    if tensor.is_contiguous():
+        return tensor.view(-1)
     if is_dense(tensor.shape, tensor.stride()):
         return tensor.as_strided((tensor.numel(),), (1,))
     return tensor.contiguous().view(-1)
@@ -213,13 +215,14 @@ def refuse_scale(codec: str, hints: Hints) -> None:
         raise OptionError(f"codec '{codec}' takes no scale; use 'entropy', 'planes' or 'blocks'.")
 
 
-def require_scale(codec: str, scale: Tensor, inner: int) -> None:
-    """OptionError unless there is one positive finite float32 factor a channel."""
+def require_scale(codec: str, scale: Tensor, inner: int) -> float:
+    """The largest factor; OptionError unless there is one positive finite float32 factor a channel."""
     if scale.dtype != torch.float32 or scale.dim() != 1:
         raise OptionError(f"codec '{codec}' takes a 1-D float32 scale, got {scale.dim()}-D {scale.dtype}.")
-    low, high = scale.aminmax() if scale.numel() else (scale.new_zeros(()), scale.new_zeros(()))
-    if inner < 1 or not 0.0 < float(low) <= float(high) < math.inf:  # NaN is neither
+    low, high = (float(each) for each in scale.aminmax()) if scale.numel() else (0.0, 0.0)
+    if inner < 1 or not 0.0 < low <= high < math.inf:  # NaN is neither
         raise OptionError(f"codec '{codec}' needs inner >= 1 (got {inner}) and positive finite scales.")
+    return high
 
 
 def within(codec: str, reached: float, bound: float | None) -> float:

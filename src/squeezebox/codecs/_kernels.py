@@ -118,6 +118,17 @@ def kernel(function: Callable[..., Any]) -> Any:
     return compiled
 
 
+def native(function: Callable[[int], None]) -> Any:
+    """A loop that threads run without the interpreter, given an address; kept on disk as others are."""
+    from numba import cfunc, types
+
+    signature = types.void(types.int64)
+    try:
+        return cfunc(signature, cache=True, error_model="numpy")(function)
+    except (RuntimeError, OSError):
+        return cfunc(signature, error_model="numpy")(function)
+
+
 def kernel_part(function: Callable[..., Any]) -> Any:
     """A function that kernels call, kept on disk within each of them."""
     from numba import njit

@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -85,6 +85,26 @@ def run(work: Callable[[int], Result], count: int) -> list[Result]:
     if failed:
         raise failed[0]
     return [results.pop(index) for index in range(count)]
+
+
+Native = Any
+"""A compiled function of a job's address."""
+
+
+def native(function: Any) -> Native:
+    """What ``run_native`` takes, of what ``_kernels.native`` made; others may run Python in a call."""
+    return _TASK(function.address)
+
+
+def run_native(task: Native, job: ctypes.Array[Any], count: int) -> None:
+    """Have the threads that ``run`` uses take pieces of a job, ``count`` of them, until none is left."""
+    threads, address = torch.get_num_threads(), ctypes.addressof(job)
+    if min(threads, count) <= 1:
+        task(address)
+    elif _state.forked or _parallel() is None:
+        _on_pool(partial(task, address), threads, count)
+    else:
+        _parallel()(task, address, threads, 0)
 
 
 def _on_team(drain: Task, threads: int, count: int) -> None:

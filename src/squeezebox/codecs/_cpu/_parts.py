@@ -1,4 +1,4 @@
-"""Parts that loops share: extents in the floats' order, blocks that are filled up, roundings."""
+"""Parts that loops share: extents in the floats' order, blocks that are filled up, roundings, addresses."""
 
 # numba infers the types of what it compiles.
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -6,11 +6,44 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 from squeezebox.codecs._kernels import kernel_part
 
 BFLOAT16, FLOAT16 = 1, 2  # how ``round_block`` rounds; 0: not at all
+
+
+_NUMBER = ir.IntType(64)
+
+
+@intrinsic
+def _pointer(typing_context, address):
+    """To what is at an address, for ``carray``."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def _take(typing_context, address):
+    """Add one to the number at an address, whatever other threads do; the number before."""
+
+    def generate(context, builder, signature, arguments):
+        target = builder.inttoptr(arguments[0], _NUMBER.as_pointer())
+        return builder.atomic_rmw("add", target, _NUMBER(1), "monotonic")
+
+    return types.int64(types.int64), generate
+
+
+pointer: Any = _pointer
+take: Any = _take
 
 
 @kernel_part

@@ -1,5 +1,8 @@
 """Loops of `planes`: a block's range, its codes, and the codes of w bits in w bytes a lane.
 
+A job is a run of 64-bit numbers, most of them addresses. Each thread takes one piece of it after another
+until none is left, without the interpreter.
+
 A block is 8 rows of 32 codes. Rows travel as four 64-bit words, so that one shift moves the codes of eight
 lanes, and the width is a number instead of a reason to compile (vertical layout: Afroozeh and Boncz, PVLDB
 16(9), 2023).
@@ -15,10 +18,13 @@ the end.
 
 from __future__ import annotations
 
-import numpy as np
+from functools import lru_cache
 
-from squeezebox.codecs._cpu._parts import spread, whole_block
-from squeezebox.codecs._kernels import kernel, kernel_part
+import numpy as np
+from numba.np.numpy_support import carray
+
+from squeezebox.codecs._cpu._parts import pointer, spread, take, whole_block
+from squeezebox.codecs._kernels import kernel_part, native
 from squeezebox.codecs._reference._planes import BLOCK, LANES, LEAST, MOST, RAW, WIDTH_BITS
 
 _WORDS = LANES // 8  # 64-bit words of a row
@@ -124,8 +130,9 @@ def _unpack_lanes(packed, width, rows):
 
 
 @kernel_part
-def _steps(scale, unit, least, most, like):
+def _steps(scale, how, like):
     """Each channel's step, NaN where it is not usable; the first ones again where a block passes the end."""
+    unit, least, most = how[0], how[1], how[2]
     steps = np.empty(scale.size + BLOCK, like.dtype)
     for i in range(scale.size):
         step = scale[i] * unit
@@ -135,18 +142,20 @@ def _steps(scale, unit, least, most, like):
     return steps
 
 
-@kernel
-def pack(source, raw, start, scale, inner, how, most, heads, out):
-    """Words of ``out`` that the blocks of ``source`` take, 64 bits each.
+@kernel_part
+def _pack(source, raw, layout, how, most, heads, words):
+    """How many of the ``words`` the blocks of ``source`` take, which are there as bytes too.
 
-    ``raw`` are the elements' own bytes; ``how`` is the step of a scale of 1, its least and largest value, and
+    ``raw`` are the elements' own bytes; ``layout`` is where the first one is in the tensor, the scale, and
+    how many neighbours share a factor; ``how`` is the step of a scale of 1, its least and largest value, and
     what codes are ahead of it.
     """
-    unit, least_step, most_step, ahead = how
-    inverses = source.dtype.type(1) / _steps(scale, unit, least_step, most_step, source)
+    (start, scale, inner), (out, data) = layout, words
+    inverses = source.dtype.type(1) / _steps(scale, how, source)
     block, room = np.empty(BLOCK, source.dtype), np.empty(BLOCK, source.dtype)
-    codes, rows, data = np.empty(BLOCK, np.int32), np.empty(BLOCK // 8, np.uint64), out.view(np.uint8)
-    lanes, item, taken, channel = rows.view(np.uint8), raw.size // source.size, 0, -1
+    codes, rows, ahead = np.empty(BLOCK, np.int32), np.empty(BLOCK // 8, np.uint64), how[3]
+    lanes = rows.view(np.uint8)
+    item, taken, channel = raw.size // source.size, 0, np.int64(-1)
     for number in range(heads.size):
         first = number * BLOCK
         values = whole_block(source[first : first + BLOCK], block)
@@ -178,25 +187,25 @@ def _own(factors, channels, inner, position, held, room):
     """A block's factors, and the channel that they are all of, if it is one: ``room`` then holds them."""
     if inner == 1:
         first = position % channels
-        return factors[first : first + BLOCK], -1
+        return factors[first : first + BLOCK], np.int64(-1)
     run = position // inner
     if run != held or position + BLOCK > (run + 1) * inner:
         spread(factors[:channels], inner, position, room)
-        held = run if position + BLOCK <= (run + 1) * inner else -1
+        held = run if position + BLOCK <= (run + 1) * inner else np.int64(-1)
     return room, held
 
 
-@kernel
-def unpack(heads, words, first, start, scale, inner, how, item, target):
-    """The inverse of ``pack``, from block ``first`` on; how many blocks are raw, which are left out.
+@kernel_part
+def _unpack(heads, words, first, scale, inner, how, item, target):
+    """The inverse of ``_pack``, from block ``first`` on; how many blocks are raw, which are left out.
 
     ``item``: bytes of an element.
     """
-    unit, least_step, most_step, ahead = how
-    steps = _steps(scale, unit, least_step, most_step, target)
+    steps, ahead = _steps(scale, how, target), how[3]
     room, codes = np.empty(BLOCK, target.dtype), np.empty(BLOCK, np.int32)
     rows = np.empty(BLOCK // 8, np.uint64)
-    lanes, zero, channel, raw, at = rows.view(np.uint8), target.dtype.type(0), -1, 0, 0
+    lanes = rows.view(np.uint8)
+    zero, channel, raw, at = target.dtype.type(0), np.int64(-1), 0, 0
     for number in range(first):
         width = int(heads[number] & RAW)
         at += BLOCK * item // 8 if width == RAW else _WORDS * width
@@ -208,7 +217,7 @@ def unpack(heads, words, first, start, scale, inner, how, item, target):
             at += BLOCK * item // 8
             continue
         here = number * BLOCK
-        own, channel = _own(steps, scale.size, inner, start + here, channel, room)
+        own, channel = _own(steps, scale.size, inner, first * BLOCK + here, channel, room)
         for i in range(BLOCK):
             codes[i] = low
         for shift in range(0, width, 8):
@@ -224,3 +233,80 @@ def unpack(heads, words, first, start, scale, inner, how, item, target):
             moved = moved if value != zero else zero
             whole[i] = (value - moved) * own[i]
     return raw
+
+
+(
+    TAKEN,  # pieces that some thread has begun
+    PIECES,
+    LENGTH,  # blocks of a piece, but for the last
+    FIRST,  # block of the tensor that the first of these values is in
+    NUMEL,  # values
+    ITEM,  # bytes of an element as it comes or goes
+    CHANNELS,
+    INNER,
+    LARGEST,  # code
+    ROOM,  # packed words: that each piece has room for, or all of them
+    HOW,  # addresses from here on
+    SCALE,
+    VALUES,
+    RAW_BYTES,  # of the elements to be packed
+    HEADS,
+    PACKED,
+    RESULTS,  # of each piece: words that it took, or how many of its blocks are raw
+    NUMBERS,
+) = range(18)
+"""What a job's numbers are."""
+
+
+@kernel_part
+def _piece(address, job):
+    """The next piece, its first and last block, counted from the job's; the same twice if none is left."""
+    piece = take(address)
+    blocks = -(-job[NUMEL] // BLOCK)
+    first = min(piece * job[LENGTH], blocks)
+    return piece, first, min(first + job[LENGTH], blocks)
+
+
+@lru_cache(maxsize=2)
+def tasks(double: bool) -> tuple[object, object]:
+    """What threads run to pack, and to unpack, in float64 or float32, given a job's address."""
+    kind = np.float64 if double else np.float32
+
+    def pack(address):
+        job = carray(pointer(address), NUMBERS, np.int64)
+        how, scale = (
+            carray(pointer(job[HOW]), 4, kind),
+            carray(pointer(job[SCALE]), job[CHANNELS], np.float32),
+        )
+        values = carray(pointer(job[VALUES]), job[NUMEL], kind)
+        raw = carray(pointer(job[RAW_BYTES]), job[NUMEL] * job[ITEM], np.uint8)
+        heads = carray(pointer(job[HEADS]), job[FIRST] - (-job[NUMEL] // BLOCK), np.int16)
+        results = carray(pointer(job[RESULTS]), job[PIECES], np.int64)
+        piece, first, last = _piece(address, job)
+        while first < last:
+            begin, end = first * BLOCK, min(last * BLOCK, values.size)
+            own, out = raw[begin * job[ITEM] : end * job[ITEM]], job[PACKED] + 8 * piece * job[ROOM]
+            words = carray(pointer(out), job[ROOM], np.uint64), carray(pointer(out), 8 * job[ROOM], np.uint8)
+            there = heads[job[FIRST] + first : job[FIRST] + last]
+            layout = job[FIRST] * BLOCK + begin, scale, job[INNER]
+            results[piece] = _pack(values[begin:end], own, layout, how, np.int32(job[LARGEST]), there, words)
+            piece, first, last = _piece(address, job)
+
+    def unpack(address):
+        job = carray(pointer(address), NUMBERS, np.int64)
+        how, scale = (
+            carray(pointer(job[HOW]), 4, kind),
+            carray(pointer(job[SCALE]), job[CHANNELS], np.float32),
+        )
+        values = carray(pointer(job[VALUES]), job[NUMEL], kind)
+        heads = carray(pointer(job[HEADS]), job[FIRST] - (-job[NUMEL] // BLOCK), np.int16)
+        words = carray(pointer(job[PACKED]), job[ROOM], np.uint64)
+        results = carray(pointer(job[RESULTS]), job[PIECES], np.int64)
+        piece, first, last = _piece(address, job)
+        while first < last:
+            target = values[first * BLOCK : last * BLOCK]
+            here = job[FIRST] + first
+            results[piece] = _unpack(heads, words, here, scale, job[INNER], how, job[ITEM], target)
+            piece, first, last = _piece(address, job)
+
+    return native(pack), native(unpack)

@@ -1,8 +1,11 @@
-"""`planes` on the CPU: a share of a tensor for each thread, their bytes one after the other."""
+"""`planes` on the CPU: jobs for compiled loops, whose threads take a piece of a tensor each time.
+
+Only bfloat16 and float16, which torch has to convert, go through Python piece by piece.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
 from functools import lru_cache, partial
 from typing import Any
 
@@ -12,74 +15,121 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from squeezebox.codecs import _workers
-from squeezebox.codecs._cpu._arrays import WIDE, fill, numbers, scalar
+from squeezebox.codecs._cpu._arrays import WIDE, fill, numbers
 from squeezebox.codecs._reference import _planes
 
 _CONVERTED = 512  # blocks that are converted at a time: they stay in the cache until they are packed
 _LONG = 1 << 14  # blocks that a thread takes at most, so that little memory is enough to pack them to
 _FEW = 64  # blocks: fewer are not worth a thread
+_SHARES = 2  # pieces for each thread, so that one that was held up does less
 _RAW = _planes.RAW
-_ONE = np.ones(1, np.float32)
+_ONE = torch.ones(1, device="cpu")
+_Job = ctypes.c_int64 * 17
 
 
 @lru_cache(maxsize=1024)
-def _how(bound: float, keep_sign: bool, dtype: torch.dtype) -> tuple[Any, ...]:
-    """The step of a scale of 1, its least and its largest value, and what codes are ahead of it."""
-    kind = scalar(dtype)
-    steps = (kind(each) for each in _planes.usable_steps(bound, dtype))
-    return (*steps, kind(_planes.AHEAD if keep_sign else 0.0))
+def _how(bound: float, keep_sign: bool, dtype: torch.dtype) -> tuple[object, int]:
+    """A unit's step, the least and largest step, what codes are ahead of it; and where these are."""
+    kind = ctypes.c_double if dtype == torch.float64 else ctypes.c_float
+    kept = (kind * 4)(*_planes.usable_steps(bound, dtype), _planes.AHEAD if keep_sign else 0.0)
+    return kept, ctypes.addressof(kept)
 
 
-def _channels(scale: Tensor | None, inner: int) -> tuple[NDArray[Any], int]:
-    """Each channel's scale, and how many neighbours share one; 1 where all do."""
-    if scale is None:
-        return _ONE, 1
-    return scale.numpy(), 1 if scale.numel() == 1 else inner
+@lru_cache(maxsize=2)
+def _tasks(double: bool) -> tuple[_workers.Native, _workers.Native]:
+    """What threads run to pack, and to unpack."""
+    from squeezebox.codecs._cpu import _plane_loops
+
+    pack, unpack = (_workers.native(each) for each in _plane_loops.tasks(double))
+    return pack, unpack
 
 
-def _pieces(blocks: int, dtype: torch.dtype) -> list[slice]:
-    """Runs of blocks: one for each thread, as far as they are not too long."""
-    most = _LONG if dtype in WIDE else _CONVERTED
-    size = min(max(_FEW, -(-blocks // torch.get_num_threads())), most)
-    return [slice(first, min(first + size, blocks)) for first in range(0, blocks, size)]
+class _Work:
+    """Jobs of one tensor: what they have in common, which lives as long as they."""
+
+    def __init__(
+        self, flat: Tensor, heads: Tensor, bound: float, sign: bool, scale: Tensor | None, inner: int
+    ) -> None:
+        factors = _ONE if scale is None else scale.detach().contiguous()
+        self._flat, self._heads, self._factors = flat, heads, factors
+        self._how = _how(bound, sign, flat.dtype)
+        self._layout = factors.numel(), 1 if factors.numel() == 1 else inner
+        self._most = _planes.LARGEST[flat.dtype]
+        self.tasks = _tasks(flat.dtype == torch.float64)
+        self.blocks = len(heads)
+        self.item = flat.element_size()
+
+    @property
+    def size(self) -> int:
+        """Blocks of a piece."""
+        threads = torch.get_num_threads()
+        pieces = _SHARES * threads if threads > 1 else 1
+        return min(max(_FEW, -(-self.blocks // pieces)), _LONG)
+
+    def piece(self, first: int, blocks: int) -> Tensor:
+        """The elements of some blocks."""
+        return self._flat[first * _planes.BLOCK : (first + blocks) * _planes.BLOCK]
+
+    def job(
+        self, first: int, last: int, size: int, packed: int, room: int, values: int = 0
+    ) -> tuple[Any, Any]:
+        """A job, and room for its results; where ``values`` are, if not in the tensor."""
+        results = (ctypes.c_int64 * -(-(last - first) // size))()
+        start = first * _planes.BLOCK
+        address, count = self._flat.data_ptr() + start * self.item, self._flat.numel() - start
+        places = (values or address, address, self._heads.data_ptr(), packed, ctypes.addressof(results))
+        extent = 0, len(results), size, first, min(count, (last - first) * _planes.BLOCK), self.item
+        numbers = *extent, *self._layout, self._most, room, self._how[1], self._factors.data_ptr(), *places
+        return _Job(*numbers), results
 
 
 def pack_planes(
     flat: Tensor, bound: float, keep_sign: bool, scale: Tensor | None, inner: int
 ) -> tuple[Tensor, Tensor]:
     """Heads and bytes."""
-    from squeezebox.codecs._cpu import _plane_loops
-
-    factors, inner = _channels(scale, inner)
-    how, most = _how(bound, keep_sign, flat.dtype), _planes.LARGEST[flat.dtype]
-    item, words = flat.element_size(), _planes.BLOCK * flat.element_size() // 8
+    flat = flat.detach().contiguous()
     heads = torch.empty(-(-flat.numel() // _planes.BLOCK), dtype=torch.int16, device="cpu")
-    found, raw = heads.numpy(), flat.detach().view(torch.uint8).numpy()
-    pieces = _pieces(len(heads), flat.dtype)
-    held = min(len(heads), _LONG * torch.get_num_threads())  # blocks that are packed before they are copied
-    room = _workers.scratch("planes", held * words, np.uint64)
-
-    def work(piece: slice) -> NDArray[np.uint64]:
-        start, end = piece.start * _planes.BLOCK, min(piece.stop * _planes.BLOCK, flat.numel())
-        out = room[piece.start % held * words :][: (piece.stop - piece.start) * words]
-        values, own = numbers(flat[start:end]), raw[start * item : end * item]
-        taken: int = _plane_loops.pack(values, own, start, factors, inner, how, most, found[piece], out)
-        return out[:taken]
-
+    work = _Work(flat, heads, bound, keep_sign, scale, inner)
+    pack, most = _packed if flat.dtype in WIDE else _converted, _LONG * torch.get_num_threads()
     parts: list[NDArray[np.uint64]] = []
-    at_once = -(-held // pieces[0].stop) if pieces else 1
-    for first in range(0, len(pieces), at_once):
-        here = pieces[first : first + at_once]
-        made = _workers.run(partial(_one, work, here), len(here))
-        parts += made if len(made) == len(pieces) else [part.copy() for part in made]
+    for first in range(0, work.blocks, most):
+        made = pack(work, first, min(first + most, work.blocks))
+        parts += made if work.blocks <= most else [part.copy() for part in made]
     packed = torch.empty(8 * sum(part.size for part in parts), dtype=torch.uint8, device="cpu")
     if parts:
         np.concatenate(parts, out=packed.numpy().view(np.uint64))
     return heads, packed
 
 
-def _one(work: Callable[[slice], NDArray[np.uint64]], pieces: list[slice], index: int) -> NDArray[np.uint64]:
-    return work(pieces[index])
+def _packed(work: _Work, first: int, last: int) -> list[NDArray[np.uint64]]:
+    """Words of some blocks, piece by piece, in scratch."""
+    words = _planes.BLOCK * work.item // 8
+    size = min(work.size, last - first)
+    room = _workers.scratch("planes", (last - first) * words, np.uint64)
+    job, taken = work.job(first, last, size, _address(room), size * words)
+    _workers.run_native(work.tasks[0], job, len(taken))
+    return [room[size * words * piece :][:count] for piece, count in enumerate(taken)]
+
+
+def _converted(work: _Work, first: int, last: int) -> list[NDArray[np.uint64]]:
+    """The same of a dtype that torch converts."""
+    words = _planes.BLOCK * work.item // 8
+    room = _workers.scratch("planes", (last - first) * words, np.uint64)
+
+    def one(index: int) -> NDArray[np.uint64]:
+        begin = index * _CONVERTED
+        blocks = min(_CONVERTED, last - first - begin)
+        own = room[begin * words :][: blocks * words]
+        values = _address(numbers(work.piece(first + begin, blocks)))
+        job, taken = work.job(first + begin, first + begin + blocks, blocks, _address(own), own.size, values)
+        _workers.run_native(work.tasks[0], job, 1)
+        return own[: taken[0]]
+
+    return _workers.run(one, -(-(last - first) // _CONVERTED))
+
+
+def _address(array: NDArray[Any]) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 def unpack_planes(
@@ -92,21 +142,31 @@ def unpack_planes(
     out: Tensor,
 ) -> None:
     """Values, into ``out``."""
-    from squeezebox.codecs._cpu import _plane_loops
+    work, place, words = (
+        _Work(out, heads, bound, keep_sign, scale, inner),
+        packed.data_ptr(),
+        packed.numel() // 8,
+    )
+    if out.dtype in WIDE:
+        job, raw = work.job(0, work.blocks, max(work.size, 1), place, words)
+        _workers.run_native(work.tasks[1], job, len(raw))
+    else:
+        raw = _workers.run(partial(_widen, work, place, words), -(-work.blocks // _CONVERTED))
+    if any(raw):
+        _fill_raw(heads.numpy(), packed.numpy(), out)
 
-    factors, inner = _channels(scale, inner)
-    how, found, words = _how(bound, keep_sign, out.dtype), heads.numpy(), packed.numpy().view(np.uint64)
-    item, pieces = out.element_size(), _pieces(len(heads), out.dtype)
 
-    def work(index: int) -> int:
-        piece = pieces[index]
-        start, end = piece.start * _planes.BLOCK, min(piece.stop * _planes.BLOCK, out.numel())
-        where = found, words, piece.start, start, factors, inner, how, item
-        raw: int = fill(out[start:end], lambda values: _plane_loops.unpack(*where, values))
-        return raw
+def _widen(work: _Work, place: int, words: int, index: int) -> int:
+    """Unpack a piece that torch then converts; how many of its blocks are raw."""
+    first = index * _CONVERTED
+    blocks = min(_CONVERTED, work.blocks - first)
 
-    if sum(_workers.run(work, len(pieces))):
-        _fill_raw(found, packed.numpy(), out)
+    def make(values: NDArray[Any]) -> int:
+        job, raw = work.job(first, first + blocks, blocks, place, words, _address(values))
+        _workers.run_native(work.tasks[1], job, 1)
+        return int(raw[0])
+
+    return fill(work.piece(first, blocks), make)
 
 
 def _fill_raw(heads: NDArray[np.int16], data: NDArray[np.uint8], out: Tensor) -> None:
