@@ -30,11 +30,13 @@ model(x).square().mean().backward()
 print(json.dumps(time.perf_counter() - begun))
 """
 _COMPILE = "import json, squeezebox; squeezebox.compile_kernels(); print(json.dumps(0))"
+_IMPORT = "import squeezebox, torch; from squeezebox.codecs._cpu import _entropy_loops; print(0)"
 _VALUES = "from squeezebox import codecs; import torch; codecs.require(torch.float32); print(0)"
 WAYS = {
     "plain first step": (_STEP.format(attach=""), False),
     "attach and first step, kernels on disk": (_STEP.format(attach="squeezebox.attach(model)"), False),
     "attach and first step, no kernels": (_STEP.format(attach="squeezebox.attach(model)"), True),
+    "importing torch, squeezebox and numba": (_IMPORT, True),
     "compiling what float32 needs": (_VALUES, True),
     "compiling all (squeezebox compile-kernels)": (_COMPILE, True),
 }
@@ -52,8 +54,8 @@ def main() -> None:
                 with tempfile.TemporaryDirectory() as folder:
                     found[way].append(run(program, folder if empty else filled))
     lines = [
-        "Seconds from attach to the end of the first step; for processes that only compile, their processor "
-        "time with torch's import. Median (least to most).",
+        "Seconds from attach to the end of the first step; for processes that only import or compile, their "
+        "processor time, imports included. Median (least to most).",
         "",
         "| | first step, s | processor time, s |",
         "| --- | --- | --- |",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import hashlib
 import logging
 import os
@@ -96,7 +97,12 @@ def _give(descriptor: int) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
-_ANY: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+_ANY: dict[str, Any] = {
+    "nogil": True,
+    "error_model": "numpy",
+    "no_cfunc_wrapper": True,
+    "no_rewrites": True,  # of whole arrays' expressions and of print, which no loop has
+}
 PART: dict[str, Any] = {**_ANY, "no_cpython_wrapper": True}
 """Of a function that only compiled ones call: without what Python would call it by, which costs most."""
 _FAMILIES = ("values", "groups", "states")  # `blocks` of a device are rarely unpacked on a CPU
@@ -320,10 +326,23 @@ def run(unit: Unit, mark: Path | None) -> None:
     from squeezebox.codecs import _cpu
 
     runs = {"values": _cpu.run_values, "groups": _cpu.run_groups, "states": _cpu.run_states}
-    runs.get(unit[0], _cpu.run_blocks)(unit[1])
+    with _no_collection():
+        runs.get(unit[0], _cpu.run_blocks)(unit[1])
     if mark is not None:
         with contextlib.suppress(OSError):  # the next process looks again
             mark.touch()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without looking for cycles among all that numba makes as it compiles: a tenth of its time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def serve(family: str, dtype: str) -> None:

@@ -136,7 +136,7 @@ def _steps(scale, how, like):
     steps = np.empty(scale.size + BLOCK, like.dtype)
     for i in range(scale.size):
         step = scale[i] * unit
-        steps[i] = step if step >= least and step <= most else np.nan
+        steps[i] = step if step >= least and step <= most else like.dtype.type(np.nan)
     for i in range(BLOCK):
         steps[scale.size + i] = steps[i]
     return steps
@@ -151,10 +151,12 @@ def _pack(source, raw, layout, how, most, heads, words):
     what codes are ahead of it.
     """
     (start, scale, inner), (out, data) = layout, words
-    inverses = source.dtype.type(1) / _steps(scale, how, source)
+    inverses = _steps(scale, how, source)
+    for i in range(inverses.size):
+        inverses[i] = source.dtype.type(1) / inverses[i]
     block, room = np.empty(BLOCK, source.dtype), np.empty(BLOCK, source.dtype)
-    codes, rows, ahead = np.empty(BLOCK, np.int32), np.empty(BLOCK // 8, np.uint64), how[3]
-    lanes = rows.view(np.uint8)
+    codes, lanes, ahead = np.empty(BLOCK, np.int32), np.empty(BLOCK, np.uint8), how[3]
+    rows = carray(pointer(lanes.ctypes.data), BLOCK // 8, np.uint64)
     item, taken, channel = raw.size // source.size, 0, np.int64(-1)
     for number in range(heads.size):
         first = number * BLOCK
@@ -203,8 +205,8 @@ def _unpack(heads, words, first, scale, inner, how, item, target):
     """
     steps, ahead = _steps(scale, how, target), how[3]
     room, codes = np.empty(BLOCK, target.dtype), np.empty(BLOCK, np.int32)
-    rows = np.empty(BLOCK // 8, np.uint64)
-    lanes = rows.view(np.uint8)
+    lanes = np.empty(BLOCK, np.uint8)
+    rows = carray(pointer(lanes.ctypes.data), BLOCK // 8, np.uint64)
     zero, channel, raw, at = target.dtype.type(0), np.int64(-1), 0, 0
     for number in range(first):
         width = int(heads[number] & RAW)

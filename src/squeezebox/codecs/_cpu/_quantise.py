@@ -95,8 +95,11 @@ def accumulate(codes: Tensor, lag: int) -> Tensor:
     """As the reference's ``accumulate``; ``codes`` are overwritten."""
     from squeezebox.codecs._cpu import _entropy_loops
 
-    if 0 < lag < codes.numel():
-        _entropy_loops.accumulate(codes.numpy(), lag)
+    if not 0 < lag < codes.numel():
+        return codes
+    if codes.dtype == torch.int16:  # rare: sums of int32 have the same last 16 bits
+        return accumulate(codes.int(), lag).to(torch.int16)
+    _entropy_loops.accumulate(codes.numpy(), lag)
     return codes
 
 
