@@ -37,6 +37,13 @@ def test_the_curves_peaks_are_the_plans(plan):
     assert list(plan.curve.plain_bytes) == ["forward", "backward", "optimizer"]
 
 
+def test_a_plan_says_where_the_clock_does_not_tell_it_from_plain_pytorch(plan):
+    slower = abs(plan.predicted_seconds - plan.plain_seconds)
+    told, untold = (replace(plan, clock_seconds=share * slower) for share in (0.5, 2.0))
+    assert "differ by less" not in str(told)
+    assert f"differ by less than plain steps did here ({untold.clock_seconds:.3f} s)" in str(untold)
+
+
 def test_the_frontier_falls_as_time_rises(plan):
     pairs = list(itertools.pairwise(plan.frontier))
     assert plan.frontier and all(

@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -335,6 +334,7 @@ def planned(
         noise=noise,
         plain_peak_bytes=plain_peak(seen),
         plain_seconds=seen.plain_seconds,
+        clock_seconds=seen.clock_seconds,
         predicted_peak_bytes=chosen.predicted_peak_bytes,
         predicted_seconds=choice.seconds,
         predicted_noise=chosen.predicted_noise,
@@ -377,7 +377,7 @@ _POINTS = 6  # of the frontier
 def _frontier(ways: Sequence[StepProfile], noise: float, highest: int) -> tuple[PlanPoint, ...]:
     """The fastest plans of these ways to work the step, from their lowest floor up to a peak.
 
-    None has another one below its peak that takes no longer.
+    None has another one below its peak that takes no longer, as far as the clock tells.
     """
     lowest = min(planner.floor(way.profile, noise) for way in ways)
     points: list[PlanPoint] = []
@@ -389,8 +389,11 @@ def _frontier(ways: Sequence[StepProfile], noise: float, highest: int) -> tuple[
             best = min(choices, key=lambda choice: choice.seconds)
             points.append(PlanPoint(peak_bytes=best.plan.predicted_peak_bytes, seconds=best.seconds))
     points.sort(key=lambda point: (point.peak_bytes, point.seconds))
-    least = accumulate((point.seconds for point in points), min, initial=math.inf)
-    return tuple(point for point, known in zip(points, least, strict=False) if point.seconds < known)
+    kept, clock = points[:1], ways[0].clock_seconds
+    for point in points[1:]:
+        if point.seconds < kept[-1].seconds - clock:
+            kept.append(point)
+    return tuple(kept)
 
 
 def _chosen(

@@ -128,6 +128,7 @@ _LATER: dict[str, Any] = {
     "worst_peak_bytes": None,
     "curve": None,
     "frontier": [],
+    "clock_seconds": 0.0,
 }  # what files of earlier releases lack
 
 
@@ -154,7 +155,8 @@ class StepPlan:
     """How every saved tensor of a training step is held. ``str()`` explains it; sizes are bytes.
 
     ``budget_bytes`` is None where the plan takes as little memory as the noise allows.
-    ``plain_peak_bytes`` and ``plain_seconds`` are those of a step without Squeezebox.
+    ``plain_peak_bytes`` and ``plain_seconds`` are those of a step without Squeezebox. ``clock_seconds`` is
+    what such steps differed by: nobody can tell plans apart here that differ by less.
     ``predicted_noise`` is what a step on the plan's sample had, or by the law (:func:`squeezebox.max_batch`).
     ``late_values`` names tensors of which a later operator reads more than the first one, and its role.
     ``region`` are the first layers, if they are worked in slices of the batch. ``peak`` says where the
@@ -190,6 +192,7 @@ class StepPlan:
     worst_peak_bytes: int | None = None
     curve: StepCurve | None = None
     frontier: tuple[PlanPoint, ...] = ()
+    clock_seconds: float = 0.0
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
@@ -284,7 +287,7 @@ class StepPlan:
             f"peak   {human_bytes(self.predicted_peak_bytes):>10}  plain "
             f"{human_bytes(self.plain_peak_bytes)}",
             *(_parts(self.peak) if self.peak is not None else ()),
-            f"time   {self.predicted_seconds:>8.3f} s  plain {self.plain_seconds:.3f} s",
+            f"time   {self.predicted_seconds:>8.3f} s  plain {self.plain_seconds:.3f} s{_clock(self)}",
             f"noise  {self.predicted_noise:>10.1e}",
             *(_updates(self.optimizer) if self.optimizer is not None else ()),
             *(_weights(self.weights) if self.weights is not None else ()),
@@ -295,6 +298,13 @@ class StepPlan:
         ]
         width = max((len(tensor.key) for tensor in self.tensors), default=0)
         return "\n".join([*rows, *(_line(tensor, width) for tensor in self.tensors)])
+
+
+def _clock(plan: StepPlan) -> str:
+    """What a line of seconds ends with where they do not tell the plan from plain PyTorch."""
+    if abs(plan.predicted_seconds - plan.plain_seconds) >= plan.clock_seconds:
+        return ""
+    return f", which differ by less than plain steps did here ({plan.clock_seconds:.3f} s)"
 
 
 def _load(plan: StepPlan) -> str:

@@ -171,6 +171,7 @@ class StepProfile:
     slices as it says. ``peak_bytes`` is the most that measuring all this held, plain steps left out, and
     those that gather statistics unless they were metered too.
     ``small_bytes`` are of saved tensors that are too small for a choice, at this batch.
+    ``clock_seconds`` is what the timed plain steps differ by.
     ``plain_peak_bytes`` is the plain step's peak where the profile, with rows of gradients or of optimizer
     state, does not tell. ``in_backward``: it is that of a step whose backward updates the parameters.
     """
@@ -182,6 +183,7 @@ class StepProfile:
     holding_seconds: float = 0.0
     following_seconds: float = 0.0
     file_seconds: float = 0.0
+    clock_seconds: float = 0.0
     region: Region | None = None
     regions: tuple[Region, ...] = ()
     peak_bytes: int = 0
