@@ -5,6 +5,8 @@ No session chooses it there: the CPU has it for what a device packed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,14 +49,14 @@ def pack_blocks(
     pieces = _pieces(flat.detach(), table)
     step = _AT_ONCE * torch.get_num_threads()
 
-    def quantise(index: int) -> list[NDArray[Any]]:
-        start, piece, _ = pieces[index]
+    def quantise(some: Sequence[int], number: int) -> list[NDArray[Any]]:
+        start, piece, _ = pieces[some[number]]
         values, *found = _blocks.quantised(piece, bound, scale, inner, dither, start)
         return [each.contiguous().numpy() for each in (values.view(torch.int32), *found)]
 
     for first in range(0, len(pieces), step):  # blocks get their places in order
         here = range(first, min(first + step, len(pieces)))
-        made = _workers.run(lambda index, first=first: quantise(first + index), len(here))
+        made = _workers.run(partial(quantise, here), len(here))
         for index, codes in zip(here, made, strict=True):
             _block_loops.pack(*codes, *places, pieces[index][2].numpy())
     return table
