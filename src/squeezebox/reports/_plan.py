@@ -156,7 +156,7 @@ class StepPlan:
 
     ``budget_bytes`` is None where the plan takes as little memory as the noise allows.
     ``plain_peak_bytes`` and ``plain_seconds`` are those of a step without Squeezebox. ``clock_seconds`` is
-    what such steps differed by: nobody can tell plans apart here that differ by less.
+    what such steps differed by: here, plans that differ by less are equally fast.
     ``predicted_noise`` is what a step on the plan's sample had, or by the law (:func:`squeezebox.max_batch`).
     ``late_values`` names tensors of which a later operator reads more than the first one, and its role.
     ``region`` are the first layers, if they are worked in slices of the batch. ``peak`` says where the
