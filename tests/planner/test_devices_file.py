@@ -54,6 +54,7 @@ def test_a_file_by_hand_is_read_and_written_again(tmp_path):
             '["new", "newer"]',
             "a link between new and newer comes 1 times, or leads nowhere",
         ),
+        ("speed = 1\n", 'speed = 1\ntype = "CPU"\n', "'old' is of type 'CPU', which is none of"),
         ("[[links]]", "[[other]]", "other is unknown"),
         ('"1GB"', "0", "carries 0 bytes a second"),
         ("[[devices]]", "[devices", "no list of devices"),
@@ -74,7 +75,7 @@ def test_what_cannot_be_read_is_refused(old, new, message, tmp_path):
 
 RATED = BY_HAND.replace(
     "speed = 4.5\n",
-    'speed = 4.5\nflops_per_second = 1e12\nbytes_per_second = "20GB"\nover_roofline = [0.5, 1, 4]\n',
+    'speed = 4.5\ntype = "cpu"\nflops_per_second = 1e12\nbytes_per_second = "20GB"\nover_roofline = [0.5, 1, 4]\n',
 )
 
 

@@ -1,5 +1,7 @@
 """Devices that hold a step plain, under a plan, or not at all; jobs that share one; numbers that agree."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -81,6 +83,19 @@ def test_no_plan_and_no_device_is_said(peak):
         squeezebox.feasibility(network, devices=devices(1000), reserve="1MiB", **SHAPE)
     with pytest.raises(FormatError, match="list of devices"):
         squeezebox.feasibility(network, devices="nowhere.toml", **SHAPE)
+
+
+def test_more_stays_free_where_processes_keep_freed_memory(peak):
+    card, processor = (replace(device(kind, int(1.3 * peak)), type=kind) for kind in ("cuda", "cpu"))
+    found = squeezebox.feasibility(
+        network, devices=Devices(devices=(card, processor), links=()), plans=False, **SHAPE
+    )
+    assert [each.fits for each in found.devices] == ["plain", ""]
+    assert "35% of a CPU's memory and 10% of others stay free." in str(found)
+    spec = JobSpec(name="train", kind=JobKind.TRAINING, model="", every_seconds=100.0, frames=1)
+    step = SharedStep(spec=spec, model=network, described=SHAPE)
+    jobs = shared([step], Devices(devices=(card, processor), links=())).devices
+    assert [each.fits for each in jobs] == [True, False]
 
 
 def test_a_device_without_rates_has_this_machines_by_its_speed():

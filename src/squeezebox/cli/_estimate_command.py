@@ -37,7 +37,10 @@ def estimate(
     plans: Annotated[
         bool, typer.Option("--plans/--no-plans", help="With --devices: whether to try any.")
     ] = True,
-    reserve: Annotated[str, typer.Option(help="With --devices: to leave free of each memory.")] = "10%",
+    reserve: Annotated[
+        str | None,
+        typer.Option(help="With --devices: to leave free of each memory (default: 10%, of a CPU's 35%)."),
+    ] = None,
     jobs: Annotated[
         Path | None, typer.Option(help="Instead of a model: jobs that share each device, as TOML.")
     ] = None,

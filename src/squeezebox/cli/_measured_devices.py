@@ -51,6 +51,7 @@ def _rank(place: Place | None, request: tuple[int | None, bool]) -> Devices | No
             name=socket.gethostname(),
             memory_bytes=nbytes or profiling.free_bytes(device) // mates,
             speed=profiling.measure_speed(device),  # all at once, as in training
+            type=device.type,
         )
         told = pipeline.told_by_all(profiling.rated(own, device) if rates else own)
         links = pipeline.measure_links(device)

@@ -14,6 +14,7 @@ def _device(name: str, gigabytes: int, teraflops: float, gigabytes_a_second: int
         speed=teraflops * 1e12 / _FLOPS_A_SAMPLE,
         flops_per_second=teraflops * 1e12,
         bytes_per_second=gigabytes_a_second * 1e9,
+        type="cuda",
     )
 
 

@@ -35,6 +35,7 @@ from squeezebox.schema import (
 from squeezebox.steps import LossFunction, Progress, TrainingStep, check_sample, random_inputs, stand_in
 
 _HOST, _HERE = torch.device("cpu"), "this machine"
+_USUAL = "35% of a CPU's memory and 10% of others"
 _PROFILED, _AMPLE = 16, 4  # samples at most, and their peak's multiple for more: others lie on a line
 
 
@@ -52,7 +53,7 @@ def feasibility(
     noise: float | None = None,
     exact: bool = False,
     plans: bool = True,
-    reserve: int | str = "10%",
+    reserve: int | str | None = None,
     on_progress: Progress | None = None,
 ) -> Feasibility:
     """Say for each device whether a training step fits it, with which plan, and how long it takes there.
@@ -78,7 +79,8 @@ def feasibility(
         exact: see :func:`plan`.
         plans: whether plans are tried. They take a few steps here.
         reserve: bytes of each memory to leave free, or a share: for the process itself, and what an allocator
-            cannot use.
+            cannot use. None is 10 %, and 35 % where the device's type is "cpu": glibc keeps freed blocks, and
+            processes grew by up to 1.40 of their steps' peaks.
         on_progress: see :func:`plan`.
 
     Raises:
@@ -86,7 +88,7 @@ def feasibility(
         FormatError: the file of devices is damaged.
     """
     rows = listed(devices)
-    limits = [_limit(each, reserve) for each in rows]
+    limits = [room_on(each, reserve) for each in rows]
     described: dict[str, Any] = {
         "sample": sample,
         "loss_fn": loss_fn or stand_in,
@@ -106,7 +108,7 @@ def feasibility(
     return Feasibility(
         model=name,
         batch=plain.batch,
-        reserve=str(reserve),
+        reserve=_USUAL if reserve is None else f"{reserve} of each memory",
         steps=steps,
         devices=tuple(
             _fit(given, device, limit, plain, ways)
@@ -259,12 +261,18 @@ def _completed(device: Device, here: Device) -> Device:
 
 def _here() -> Device:
     """This machine's processor."""
-    plain = Device(name=_HERE, memory_bytes=free_bytes(_HOST), speed=measure_speed(_HOST))
+    plain = Device(name=_HERE, memory_bytes=free_bytes(_HOST), speed=measure_speed(_HOST), type="cpu")
     return rated(plain, _HOST)
 
 
-def _limit(device: Device, reserve: int | str) -> int:
-    """Bytes for a step."""
+def room_on(device: Device, reserve: int | str | None = None) -> int:
+    """Bytes for a step's tensors.
+
+    Raises:
+        OptionError: the reserve is no size, or leaves nothing.
+    """
+    if reserve is None:
+        reserve = "35%" if device.type == "cpu" else "10%"
     size, is_share = (0.0, False) if reserve in (0, "0", "0%") else size_named(reserve, "reserve")
     left = int(device.memory_bytes - (size * device.memory_bytes if is_share else size))
     if left <= 0:

@@ -11,7 +11,7 @@ import torch
 
 from squeezebox import planner
 from squeezebox.planning._estimate import simulated
-from squeezebox.planning._feasibility import listed, with_rates
+from squeezebox.planning._feasibility import listed, room_on, with_rates
 from squeezebox.profiling import Simulation
 from squeezebox.reports import JobFit, Scenario, SharedDevice
 from squeezebox.schema import Device, Devices, Frame, Job, JobKind, JobSpec
@@ -56,6 +56,7 @@ def _on(device: Device, steps: Sequence[SharedStep], simulations: Sequence[Simul
     return SharedDevice(
         device=device.name,
         memory_bytes=device.memory_bytes,
+        room_bytes=room_on(device),
         peak_bytes=planner.jobs_peak(jobs),
         score=sum(scores.values()) / len(scores),
         jobs=tuple(

@@ -39,7 +39,7 @@ class DeviceFit:
 class Feasibility:
     """A step of ``batch`` samples on each device. ``str()`` is a table.
 
-    ``reserve`` is what stays free of each memory. ``steps`` are those of the training, 0 where nobody said.
+    ``reserve`` says what stays free of memories. ``steps`` are those of the training, 0 where nobody said.
     ``why_unplanned`` says why no plans were tried, "" where they were.
     """
 
@@ -73,7 +73,7 @@ class Feasibility:
         head = ["device", "memory", "fits", "peak", "batch: plain", "at most", "s a step", "from - to"]
         head += [f"hours for {self.steps:,} steps"] if self.steps else []
         rows = [head, *(self._row(each) for each in self.devices)]
-        lines = [f"{self.model}, batch {self.batch}; {self.reserve} of each memory stay free.", *_table(rows)]
+        lines = [f"{self.model}, batch {self.batch}; {self.reserve} stay free.", *_table(rows)]
         if any(not each.measured for each in self.devices):
             lines.append(_UNMEASURED)
         if self.why_unplanned:
@@ -107,10 +107,14 @@ class JobFit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedDevice:
-    """Jobs together on one device; ``score`` is the mean of theirs, from 0 to 1."""
+    """Jobs together on one device; ``score`` is the mean of theirs, from 0 to 1.
+
+    ``room_bytes`` of the memory are for tensors; the rest stays free, as :func:`feasibility` has it.
+    """
 
     device: str
     memory_bytes: int
+    room_bytes: int
     peak_bytes: int
     score: float
     jobs: tuple[JobFit, ...]
@@ -118,7 +122,7 @@ class SharedDevice:
     @property
     def fits(self) -> bool:
         """Whether all jobs together do."""
-        return self.peak_bytes <= self.memory_bytes
+        return self.peak_bytes <= self.room_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,7 +158,7 @@ def _shared(device: SharedDevice) -> str:
     fits = "fit" if device.fits else "do not fit"
     head = (
         f"{device.device}: the jobs {fits}, {human_bytes(device.peak_bytes)} of "
-        f"{human_bytes(device.memory_bytes)}; score {device.score:.3f}"
+        f"{human_bytes(device.room_bytes)}, memory {human_bytes(device.memory_bytes)}; score {device.score:.3f}"
     )
     rows = [("job", "kind", "completed", "in time", "s a frame", "peak", "score")]
     rows += [

@@ -20,13 +20,14 @@ else:
     import tomli as tomllib
 
 _SIZES = ("memory_bytes", "bytes_per_second")
+_TYPES = ("", "cpu", "cuda")
 _HEAD = """\
 # What ranks run on, in the order of processes. memory_bytes is what a rank may hold. speed is samples a
 # second of a small network's training: only how speeds compare with one another counts. The other figures
 # are for squeezebox estimate --devices, which takes those of this machine, times the speed, without them.
 """
 _RATES = ("flops_per_second", "bytes_per_second", "call_seconds")
-_UNRATED = {**dict.fromkeys(_RATES, 0.0), "over_roofline": []}
+_UNSAID = {**dict.fromkeys(_RATES, 0.0), "over_roofline": [], "type": ""}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +37,7 @@ class Device:
     ``flops_per_second`` and ``bytes_per_second`` are those of a large product and of an addition in float32,
     ``call_seconds`` is an operator's on few elements; 0 where unknown. ``over_roofline`` is how many times as
     long as these say steps of networks took there: the least, the median and the most; () where none was run.
+    ``type`` is torch's: "cpu", whose processes keep freed memory, or "cuda"; "" where nobody said.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Device:
     bytes_per_second: float = 0.0
     call_seconds: float = 0.0
     over_roofline: tuple[float, ...] = ()
+    type: str = ""
 
     @property
     def is_rated(self) -> bool:
@@ -140,6 +143,8 @@ class Devices:
                     f"'{device.name}' has {device.memory_bytes} bytes and speed {device.speed:g}, of which "
                     "neither may be 0"
                 )
+            if device.type not in _TYPES:
+                problems.append(f"'{device.name}' is of type {device.type!r}, which is none of {_TYPES[1:]}")
             problems += _of_band(device)
         return problems
 
@@ -183,14 +188,15 @@ def _of_band(device: Device) -> list[str]:
 def _rates(device: Device) -> str:
     """The lines of what is known of it."""
     found = [(name, getattr(device, name)) for name in _RATES]
-    lines = [f"{name} = {value:.6g}\n" for name, value in found if value]
+    lines = [f'type = "{device.type}"\n'] if device.type else []
+    lines += [f"{name} = {value:.6g}\n" for name, value in found if value]
     band = ", ".join(f"{value:.4g}" for value in device.over_roofline)
     return "".join(lines) + (f"over_roofline = [{band}]\n" if band else "")
 
 
 def _completed(device: Any) -> Any:
     """A device with what a file may leave out."""
-    return {**_UNRATED, **device} if isinstance(device, dict) else device
+    return {**_UNSAID, **device} if isinstance(device, dict) else device
 
 
 def _in_bytes(tables: Any) -> Any:
