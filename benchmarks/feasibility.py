@@ -59,6 +59,7 @@ def main() -> None:
         name, batch, nbytes, plan = arguments.child
         print(json.dumps(limited(name, int(batch), int(nbytes), plan)))
         return
+    squeezebox.compile_kernels()
     here = torch.device("cpu")
     plain = Device(name="this machine", memory_bytes=1 << 34, speed=measure_speed(here), type="cpu")
     machine = rated(plain, here)
@@ -259,7 +260,11 @@ def render(results: dict[str, Any]) -> str:
         f"| {name} | {seconds:.3f} | {', '.join(f'{each:.3f}' for each in foretold)} |"
         for name, (seconds, foretold) in times.items()
     ]
-    lines += ["", "| network | peak, MiB | process grew by | returning freed blocks |", "| --- | --- | --- | --- |"]
+    lines += [
+        "",
+        "| network | peak, MiB | process grew by | returning freed blocks |",
+        "| --- | --- | --- | --- |",
+    ]
     lines += [
         f"| {row['network']} | {row['peak_bytes'] / 2**20:.0f} | {row['kept'] / row['peak_bytes']:.0%} | "
         f"{row['returned'] / row['peak_bytes']:.0%} |"

@@ -76,6 +76,27 @@ def test_what_a_device_holds_plain_is_what_a_step_of_that_batch_takes(peak):
     assert row.batch == row.plain_batch
 
 
+def test_a_peak_that_moves_from_the_update_to_the_activations_is_seen_at_larger_batches():
+    def wide():
+        return nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 64))
+
+    def step_bytes(size):
+        return squeezebox.estimate(wide, input_shape=(64,), batch=size, optimizer="adam").peak_bytes
+
+    memory = step_bytes(2000)
+    assert step_bytes(8) - step_bytes(4) < 4 * 64 * 10 < (step_bytes(2000) - step_bytes(1000)) / 100
+    (row,) = squeezebox.feasibility(
+        wide,
+        devices=devices(memory),
+        reserve=0,
+        plans=False,
+        input_shape=(64,),
+        batch=4,
+        optimizer="adam",
+    ).devices
+    assert 1000 <= row.plain_batch <= 2000 and step_bytes(row.plain_batch) <= memory
+
+
 def test_no_plan_and_no_device_is_said(peak):
     found = squeezebox.feasibility(network, devices=devices(peak // 2), plans=False, **SHAPE)
     assert not found.go and "No plan was tried: it was not asked for." in str(found)

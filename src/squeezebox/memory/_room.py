@@ -23,7 +23,7 @@ def free_bytes(device: torch.device) -> int:
     """Bytes that tensors can still take there: of the device, or of the host and this process's limits.
 
     On a host the least of what the system says is available, what the control group leaves, and what
-    ``ulimit -v`` leaves of the address space.
+    ``ulimit -v`` leaves of the address space and ``ulimit -d`` of data.
 
     Raises:
         OptionError: the system does not say; Linux does.
@@ -31,7 +31,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
-    known = [free for free in (_available(), _of_group(), of_address_space()) if free is not None]
+    known = [free for free in (_available(), _of_group(), of_address_space(), _of_data()) if free is not None]
     if not known:
         raise OptionError("this system does not say how much memory is free; give memory=, such as '8GiB'.")
     return max(min(known), 0)
@@ -58,10 +58,19 @@ def _of_group() -> int | None:
 
 def of_address_space(field: str = "VmSize") -> int | None:
     """Bytes that ``ulimit -v`` leaves of this process's address space; None without that limit."""
+    return _of_limit("RLIMIT_AS", field)
+
+
+def _of_data() -> int | None:
+    """Bytes that ``ulimit -d`` leaves; None without that limit."""
+    return _of_limit("RLIMIT_DATA", "VmData")
+
+
+def _of_limit(name: str, field: str) -> int | None:
     try:
         import resource
 
-        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        limit = resource.getrlimit(getattr(resource, name))[0]
         lines = Path("/proc/self/status").read_text().splitlines()
     except (ImportError, OSError):
         return None
@@ -171,6 +180,16 @@ def _left(error: BaseException) -> str:
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _ARENA_MAX = -3, -1, -8  # of malloc.h
 _USUAL = 1 << 25  # to which glibc's own threshold grows as large blocks are freed
 _open = [0]
+_KEPT = 2.6  # times a plan's peak: what processes came to hold where glibc kept freed blocks
+
+
+def is_scarce(peak_bytes: int, device: torch.device) -> bool:
+    """Whether steps with this peak may not fit this host's process unless it returns what it frees."""
+    if device.type != "cpu":
+        return False
+    with contextlib.suppress(OptionError):
+        return free_bytes(device) < _KEPT * peak_bytes
+    return False
 
 
 def return_freed() -> None:

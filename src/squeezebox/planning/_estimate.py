@@ -86,7 +86,7 @@ def simulated(
     input_dtype: torch.dtype | str | None = None,
     run: bool = True,
     load: str = "balanced",
-    times: int = 1,
+    size: int | None = None,
     trains: bool = True,
 ) -> tuple[Simulation, str]:
     """The step that :func:`estimate` tells of, and why it was taken on real tensors ("" if it was not).
@@ -104,7 +104,7 @@ def simulated(
         input_dtype: see above.
         run: see above.
         load: see above.
-        times: how many times the batch that these say.
+        size: samples instead of the batch that these say: some of them, or the same ones again.
         trains: without, there is only a forward, in evaluation mode and without autograd.
     """
     refuse_transforms()
@@ -115,12 +115,12 @@ def simulated(
     _check(shape)
 
     def repeated(given: tuple[Any, Any]) -> tuple[Any, Any]:
-        return resize(given, batch_of(given), times * batch_of(given)) if times > 1 else given
+        return given if size is None else resize(given, batch_of(given), size)
 
     def make_sample(fake: torch.nn.Module) -> tuple[Any, Any]:
         if sample is None:
             of_input = input_kind or _dtype_of(fake, kind, len(shape))
-            return torch.zeros((times * shape[0], *shape[1:]), dtype=of_input), None
+            return torch.zeros((size or shape[0], *shape[1:]), dtype=of_input), None
         given, _ = check_sample(sample() if callable(sample) else sample, loss_fn or _no_loss)
         return repeated(fake_like(given, kind))
 

@@ -37,6 +37,7 @@ from squeezebox.steps import LossFunction, Progress, TrainingStep, check_sample,
 _HOST, _HERE = torch.device("cpu"), "this machine"
 _USUAL = "35% of a CPU's memory and 10% of others"
 _PROFILED, _AMPLE = 16, 4  # samples at most, and their peak's multiple for more: others lie on a line
+_APART = 4  # times as many samples, from one batch that is run to the next
 
 
 def feasibility(
@@ -97,14 +98,15 @@ def feasibility(
         "input_dtype": input_dtype,
     }
     fake = functools.partial(simulated, model, **described, optimizer=optimizer, load="worst")
-    once, twice = fake()[0], fake(times=2)[0]
+    once = fake()[0]
+    plain = _Plain(once, lambda size: fake(size=size)[0])
     ways: list[_Way] = []
     why = "it was not asked for."
     if plans:
         with torch.random.fork_rng(devices=[]):
-            ways, why = _ways(once, twice, model, described, optimizer, exact, noise, on_progress)
+            ways, why = _ways(once, plain.peak, model, described, optimizer, exact, noise, on_progress)
     name = getattr(model, "__name__", type(model).__name__)
-    plain = _Plain(once, twice, ways)
+    plain.ways = ways
     return Feasibility(
         model=name,
         batch=plain.batch,
@@ -128,19 +130,32 @@ class _Way:
 
 
 class _Plain:
-    """Peaks of a plain step at any batch, on the line through those of two; the highest of predictions."""
+    """Peaks of a plain step at any batch.
 
-    def __init__(self, once: Simulation, twice: Simulation, ways: Sequence[_Way] = ()) -> None:
+    Every moment's bytes lie on a line, so the highest of them lies below the line through the peaks of a
+    smaller and a larger batch. Both are run on fake tensors.
+    """
+
+    def __init__(self, once: Simulation, run: Callable[[int], Simulation]) -> None:
         self.work, self.batch = once.work, once.input_shapes[0][0]
-        self._peaks = [tuple(each.trace.peak().nbytes for each in (once, twice))]
-        if ways:
-            profiled = ways[0].batches
-            self._peaks.append(tuple(profiled.plain_peak(times * self.batch) for times in (1, 2)))
+        self.ways: Sequence[_Way] = ()
+        self._run, self._peaks = run, {self.batch: once.trace.peak().nbytes}
 
     def peak(self, size: int) -> int:
-        """Bytes of a step of that batch."""
-        beyond = (size - self.batch) / self.batch
-        return max(one + math.ceil((two - one) * beyond) for one, two in self._peaks)
+        """Bytes of a step of that batch; the higher one, where profiles predict it too."""
+        low, high = self.batch, self.batch
+        while high < size:
+            low, high = high, _APART * high
+        while low > size:
+            low, high = max(low // _APART, 1), low
+        one, two = self._known(low), self._known(high)
+        found = one + math.ceil((two - one) * (size - low) / max(high - low, 1))
+        return max([found, *(way.batches.plain_peak(size) for way in self.ways[:1])])
+
+    def _known(self, size: int) -> int:
+        if size not in self._peaks:
+            self._peaks[size] = self._run(size).trace.peak().nbytes
+        return self._peaks[size]
 
     def holds(self, limit: int, size: int) -> bool:
         """Whether such a step takes no more bytes."""
@@ -175,7 +190,7 @@ def _fit(given: Device, device: Device, limit: int, plain: _Plain, ways: Sequenc
 
 def _ways(
     once: Simulation,
-    twice: Simulation,
+    plain_peak: Callable[[int], int],
     model: torch.nn.Module | Callable[[], torch.nn.Module],
     described: Mapping[str, Any],
     optimizer: str,
@@ -197,7 +212,7 @@ def _ways(
             allowed = plannable(made, noise, exact)
             step = _real_step(made, described, optimizer, allowed, on_progress)
             barred = {Action.OFFLOAD}
-            limit = min(room, _AMPLE * _Plain(once, twice).peak(step.batch))
+            limit = min(room, _AMPLE * plain_peak(step.batch))
             known = {size: without(seen, barred) for size, seen in probe(step, limit).items()}
     except (BudgetError, UnsupportedModelError, CaptureError, PlanError) as error:
         return [], str(error)

@@ -17,7 +17,7 @@ import torch
 
 from squeezebox.bounds import Planned
 from squeezebox.capture import Installation, Recorder, Slicer, Store, is_innermost
-from squeezebox.memory import Elsewhere, PeakMeter, Weights, live_bytes
+from squeezebox.memory import Elsewhere, PeakMeter, Weights, freed_returned, is_scarce, live_bytes
 from squeezebox.optim import Updates
 from squeezebox.reports import StepPlan
 from squeezebox.schema import Action, AttachError, Region, Role
@@ -39,6 +39,7 @@ from squeezebox.steps import (
 if TYPE_CHECKING:
     from squeezebox.session._balanced import Balanced
 
+_SCARCE = "little memory is free, so freed blocks go back to the system at once, which takes time"
 attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
@@ -93,11 +94,15 @@ class Engine:
         self._growth = Growth(notes=self.notes)
         self.updates: Updates | None = None
         self.weights: Weights | None = None
+        self._returning = contextlib.ExitStack()
         if plan is not None:
             self._use(plan)
             self.update_by(updates_of(plan, model, optimizer))
             self.weights = weights_of(plan, model)
             self.store.loans = None if self.weights is None else self.weights.loans
+            if is_scarce(plan.predicted_peak_bytes, device_of(model)):
+                self._returning.enter_context(freed_returned())
+                self.notes[_SCARCE] = None
         elif policy.controller is not None:
             self.store.spares = self.recorder.regions.spares
         self._meter = PeakMeter(device_of(model))
@@ -130,6 +135,7 @@ class Engine:
             self.updates.close()
         if self.weights is not None:
             self.weights.close()
+        self._returning.close()
         attached.discard(self.model)
 
     @contextlib.contextmanager
