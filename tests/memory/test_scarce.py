@@ -18,7 +18,8 @@ from torch import nn
 import squeezebox
 
 torch.manual_seed(0)
-layers = [each for _ in range(8) for each in (nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256), nn.Tanh())]
+block = lambda: (nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256), nn.Tanh())
+layers = [each for _ in range(8) for each in block()]
 model, x = nn.Sequential(*layers), torch.randn(2048, 256)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 

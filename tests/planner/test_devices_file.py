@@ -75,7 +75,8 @@ def test_what_cannot_be_read_is_refused(old, new, message, tmp_path):
 
 RATED = BY_HAND.replace(
     "speed = 4.5\n",
-    'speed = 4.5\ntype = "cpu"\nflops_per_second = 1e12\nbytes_per_second = "20GB"\nover_roofline = [0.5, 1, 4]\n',
+    'speed = 4.5\ntype = "cpu"\n'
+    'flops_per_second = 1e12\nbytes_per_second = "20GB"\nover_roofline = [0.5, 1, 4]\n',
 )
 
 

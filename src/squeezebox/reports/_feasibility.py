@@ -158,7 +158,8 @@ def _shared(device: SharedDevice) -> str:
     fits = "fit" if device.fits else "do not fit"
     head = (
         f"{device.device}: the jobs {fits}, {human_bytes(device.peak_bytes)} of "
-        f"{human_bytes(device.room_bytes)}, memory {human_bytes(device.memory_bytes)}; score {device.score:.3f}"
+        f"{human_bytes(device.room_bytes)}, memory {human_bytes(device.memory_bytes)}; "
+        f"score {device.score:.3f}"
     )
     rows = [("job", "kind", "completed", "in time", "s a frame", "peak", "score")]
     rows += [
