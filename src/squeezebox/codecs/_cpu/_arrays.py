@@ -20,7 +20,7 @@ from squeezebox.codecs._reference._groups import compute_dtype
 Result = TypeVar("Result")
 GROUP = 256
 WIDE = (torch.float32, torch.float64)
-PIECE = 512  # groups: fewer are not worth a thread, and more do not stay in the cache until they are packed
+PIECE = 1024  # groups: fewer are not worth a thread, and more do not stay in the cache until they are packed
 _GRAIN = 1 << 15  # torch copies that number of elements on the thread that asks
 
 
