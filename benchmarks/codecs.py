@@ -25,7 +25,7 @@ NOISES = (1e-2, 1e-3, 1e-4)
 SPEEDS = (
     *(f"{family}{bits}" for family in ("zero", "minmax") for bits in (8, 4, 3, 2)),
     *("zero4-stochastic", "minmax4-stochastic", "bf16", "fp8-e4m3", "sign", "mask", "keep", "lossless"),
-    *("entropy", "entropy-sign"),
+    *("planes", "planes-sign", "entropy", "entropy-sign"),
 )
 # share of the standard deviation that the variable-size codecs are timed at
 BOUND = 0.3
@@ -83,6 +83,8 @@ def zfp(x: Tensor, bound: float) -> tuple[Tensor, float]:
 
 
 FAMILIES: Mapping[str, Trial] = {
+    "planes": ours("planes", 0),
+    "planes-sign": ours("planes-sign", 0),
     "entropy": ours("entropy", 0),
     "entropy, chosen lag": ours("entropy", -1),
     "entropy-sign": ours("entropy-sign", 0),
@@ -161,7 +163,7 @@ def speed_row(name: str, x: Tensor, lag: int = 0) -> dict[str, Any]:
     """GB/s of input, and ratios to a copy of the same size in the same rounds; outputs warm."""
     codec, target = codecs.get(name), torch.empty_like(x)
     source = (x > 0).float() if name == "mask" else x
-    bound = BOUND * float(x.std()) if name.startswith("entropy") else None
+    bound = BOUND * float(x.std()) if name.startswith(("entropy", "planes")) else None
     packed = codec.pack(source, bound, codecs.Hints(lag=lag))
     timed = _report.interleaved(
         {
@@ -213,7 +215,7 @@ def _spread(ratio: Mapping[str, float]) -> str:
 
 def _markdown(speeds: Mapping[str, Any], noises: Mapping[str, Any], rivals: Mapping[str, Any]) -> str:
     lines = [
-        f"## Speed, {NUMEL} float32 elements max(0, N(0, 1)); entropy at bound {BOUND} std",
+        f"## Speed, {NUMEL} float32 elements max(0, N(0, 1)); entropy and planes at bound {BOUND} std",
         "",
         "| codec | bits | pack GB/s | unpack GB/s | pack / copy | unpack / copy |",
         "|---|---|---|---|---|---|",
