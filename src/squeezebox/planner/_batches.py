@@ -113,12 +113,15 @@ def at_batch(known: Mapping[int, StepProfile], batch: int) -> StepProfile:
     return replace(found, plain_seconds=max(found.plain_seconds, least))
 
 
-def largest_batch(fits: Callable[[int], bool], start: int = 1) -> int:
-    """The largest batch for which ``fits`` says yes, if all smaller ones fit too; 0 if not even 1 does."""
+def largest_batch(fits: Callable[[int], bool], start: int = 1, *, share: float = 0.0) -> int:
+    """The largest batch for which ``fits`` says yes, if all smaller ones fit too; 0 if not even 1 does.
+
+    Up to ``share`` of it more may fit, which saves calls of ``fits``.
+    """
     low, high = 0, start
     while fits(high) and high < _LARGEST:
         low, high = high, 2 * high
-    while high - low > 1:
+    while high - low > max(1, share * low):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low

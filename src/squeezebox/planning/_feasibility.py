@@ -37,7 +37,8 @@ from squeezebox.steps import LossFunction, Progress, TrainingStep, check_sample,
 _HOST, _HERE = torch.device("cpu"), "this machine"
 _USUAL = "35% of a CPU's memory and 10% of others"
 _PROFILED, _AMPLE = 16, 4  # samples at most, and their peak's multiple for more: others lie on a line
-_APART = 4  # times as many samples, from one batch that is run to the next
+_NEARLY = 0.03  # of the largest batch under a plan, whose planning takes long
+_APART, _NEAR = 4, 16  # times as many samples from one batch that is run to the next, and up to where
 
 
 def feasibility(
@@ -140,22 +141,25 @@ class _Plain:
         self.work, self.batch = once.work, once.input_shapes[0][0]
         self.ways: Sequence[_Way] = ()
         self._run, self._peaks = run, {self.batch: once.trace.peak().nbytes}
+        self._profiled: dict[int, int] = {}
 
     def peak(self, size: int) -> int:
         """Bytes of a step of that batch; the higher one, where profiles predict it too."""
         low, high = self.batch, self.batch
         while high < size:
-            low, high = high, _APART * high
+            low, high = high, high * (_APART if high < _NEAR * self.batch else _APART**2)
         while low > size:
             low, high = max(low // _APART, 1), low
-        one, two = self._known(low), self._known(high)
-        found = one + math.ceil((two - one) * (size - low) / max(high - low, 1))
-        return max([found, *(way.batches.plain_peak(size) for way in self.ways[:1])])
+        pairs = zip(self._known(low), self._known(high), strict=True)
+        beyond = (size - low) / max(high - low, 1)
+        return max(one + math.ceil((two - one) * beyond) for one, two in pairs)
 
-    def _known(self, size: int) -> int:
+    def _known(self, size: int) -> tuple[int, ...]:
         if size not in self._peaks:
             self._peaks[size] = self._run(size).trace.peak().nbytes
-        return self._peaks[size]
+        if self.ways and size not in self._profiled:
+            self._profiled[size] = self.ways[0].batches.plain_peak(size)
+        return (self._peaks[size], *([self._profiled[size]] if self.ways else []))
 
     def holds(self, limit: int, size: int) -> bool:
         """Whether such a step takes no more bytes."""
@@ -165,7 +169,7 @@ class _Plain:
 def _fit(given: Device, device: Device, limit: int, plain: _Plain, ways: Sequence[_Way]) -> DeviceFit:
     """What a device, given with or without rates, can do within the limit."""
     largest = planner.largest_batch(functools.partial(plain.holds, limit), plain.batch)
-    most = max([largest, *(way.batches.largest(limit, max(largest, 1)) for way in ways[-1:])])
+    most = max([largest, *(way.batches.largest(limit, max(largest, 1), share=_NEARLY) for way in ways[-1:])])
     fits, peak, ratio = "plain" if plain.holds(limit, plain.batch) else "", plain.peak(plain.batch), 1.0
     for way in ways:
         if not fits:

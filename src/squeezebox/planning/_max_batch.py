@@ -55,10 +55,10 @@ class Batches:
                 return True
         return False
 
-    def largest(self, limit: int, start: int, below: int | None = None) -> int:
-        """The largest batch that fits; 0 if none does."""
+    def largest(self, limit: int, start: int, below: int | None = None, *, share: float = 0.0) -> int:
+        """The largest batch that fits, or up to ``share`` of it less; 0 if none does."""
         return planner.largest_batch(
-            lambda size: (below is None or size < below) and self.fits(size, limit), start
+            lambda size: (below is None or size < below) and self.fits(size, limit), start, share=share
         )
 
     def plain(self, limit: int) -> int:
