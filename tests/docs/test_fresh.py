@@ -23,7 +23,7 @@ def test_nothing_that_is_quoted_is_stale():
 def test_a_change_makes_the_reports_of_its_room_stale_and_no_others(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
-        "[codecs](../benchmarks/reports/codecs-2026-11-21.md)\n\n```{bars} pipeline_schedules\n```\n"
+        "[codecs](../benchmarks/reports/codecs-2026-11-26.md)\n\n```{bars} pipeline_schedules\n```\n"
     )
     newest = _figures.newest()
     day = date.fromisoformat(newest["codecs"].header["date"])
@@ -84,12 +84,12 @@ def test_the_last_change_of_a_room_counts():
 def test_it_says_what_to_run(capsys, monkeypatch, tmp_path):
     for name in ("docs", "benchmarks"):
         (tmp_path / name).mkdir()
-    (tmp_path / "README.md").write_text("[codecs](benchmarks/reports/codecs-2026-11-21.md)")
+    (tmp_path / "README.md").write_text("[codecs](benchmarks/reports/codecs-2026-11-26.md)")
     (tmp_path / "CHANGELOG.md").write_text("<!-- measure again: 2099-01-01 codecs -->")
     monkeypatch.setattr(_fresh, "ROOT", tmp_path)
     assert _fresh.main() == 1
     said = capsys.readouterr().out
-    assert "codecs-2026-11-21.md is older than a change of codecs (2099-01-01)" in said
+    assert "codecs-2026-11-26.md is older than a change of codecs (2099-01-01)" in said
     assert 'make bench BENCHMARKS="codecs"' in said
     (tmp_path / "CHANGELOG.md").write_text("")
     assert _fresh.main() == 0 and not capsys.readouterr().out
