@@ -3,7 +3,10 @@
 import json
 
 import pytest
+import torch
+from torch import nn
 
+import squeezebox
 from squeezebox.cli import main
 
 TRAIN = "tests.auditing.audited:train"
@@ -33,6 +36,28 @@ def test_findings_come_as_text_and_as_json_and_trainings_are_kept(capfd, folder,
     assert code == 0 and "trainings" not in err
     assert found["sound"] and found["comparisons"][0]["churn"]["value"] == 0.0
     assert [each["varied"] for each in found["series"]] == ["everything", "everything", "order"]
+
+
+def test_a_plan_is_audited_and_another_one_is_not_taken_for_it(capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def planned(noise):
+        layers = [nn.Conv2d(1, 6, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2)]
+        model = nn.Sequential(*layers, nn.Linear(6 * 49, 10))
+        sample, loss_fn = (torch.rand(25, 1, 7, 7), torch.arange(25) % 10), nn.functional.cross_entropy
+        squeezebox.plan(model, sample=sample, loss_fn=loss_fn, noise=noise).save("plan.json")
+
+    options = ("--arms", "plain,plan=plan.json", "--factors", "none", "--steps", "0", "--threads", "1")
+    options = ("tests.auditing.audited:brief", *options, "--seeds", "3", "--out", "audit")
+    planned(1e-2)
+    code, out, err = run(capfd, *options)
+    assert (code, err) == (0, "") and "plan=plan.json against plain" in out
+    assert run(capfd, *options)[0] == 0
+    planned(1e-3)
+    code, _, err = run(capfd, *options)
+    assert code != 0 and "plan=plan.json" in err
+    code, _, err = run(capfd, *options, "--arms", "plain,plan=none.json")
+    assert code != 0 and "none.json" in err
 
 
 def test_a_control_that_is_not_zero_is_an_error_after_the_findings(capfd, tmp_path):

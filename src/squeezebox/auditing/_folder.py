@@ -25,6 +25,7 @@ from squeezebox.schema import FormatError, OptionError, OutputError, __version__
 
 Arms = Mapping[str, Mapping[str, Any] | None]
 _FILE = "audit.json"
+_LONG = 80
 _LEFT_OVER_SECONDS = 600.0  # a file is written in less
 
 
@@ -64,7 +65,7 @@ def claim(folder: Path, train: TrainFunction, arms: Arms, threads: int | None, w
         torch=torch.__version__,
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         threads=threads or there.get("threads") or max(1, (os.cpu_count() or 1) // workers),
-        arms={name: repr(None if options is None else dict(options)) for name, options in arms.items()},
+        arms={name: _said(options) for name, options in arms.items()},
     )
     _remove_left_over(folder)
     if there:
@@ -72,6 +73,13 @@ def claim(folder: Path, train: TrainFunction, arms: Arms, threads: int | None, w
     values = dataclasses.asdict(wanted) | {"arms": {**there.get("arms", {}), **wanted.arms}}
     write_whole(folder / _FILE, json.dumps(values, indent=1) + "\n")
     return wanted
+
+
+def _said(options: Mapping[str, Any] | None) -> str:
+    """An arm's options, long ones such as a plan by their digest."""
+    said = repr(None if options is None else dict(options))
+    digest = hashlib.sha256(said.encode()).hexdigest()
+    return said if len(said) <= _LONG else f"{said[:_LONG]}... ({digest})"
 
 
 def path_of(folder: Path, key: RunKey) -> Path:

@@ -234,7 +234,9 @@ def audit(
     train: Annotated[str, typer.Argument(metavar="MODULE:CALLABLE", help="A whole training: train(run).")],
     arms: Annotated[
         str,
-        typer.Option(help="The first is compared with: plain, squeezed (--noise), exact, noise=1e-2."),
+        typer.Option(
+            help="The first is compared with: plain, squeezed (--noise), exact, noise=1e-2, plan=FILE."
+        ),
     ] = "plain,squeezed",
     seeds: Annotated[int, typer.Option(help="Trainings of each series.")] = 10,
     factors: Annotated[

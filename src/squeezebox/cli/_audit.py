@@ -65,10 +65,11 @@ def run(request: Request, *, as_json: bool) -> None:
 
 
 def arms_named(names: str, noise: float) -> dict[str, Mapping[str, Any] | None]:
-    """``plain,squeezed,exact,noise=1e-2`` as options of attach, by name.
+    """``plain,squeezed,exact,noise=1e-2,plan=plan.json`` as options of attach, by name.
 
     Raises:
         OptionError: a name says no way to train, or is there twice.
+        FormatError: a plan's file is missing or damaged.
     """
     found: dict[str, Mapping[str, Any] | None] = {}
     for name in names.split(","):
@@ -87,12 +88,14 @@ def _options(name: str, noise: float) -> Mapping[str, Any] | None:
     if name in known:
         return known[name]
     kind, _, value = name.partition("=")
+    if kind == "plan" and value:
+        return {"plan": squeezebox.load_plan(value)}
     try:
         if kind == "noise":
             return {"noise": float(value)}
     except ValueError:
         pass
     raise OptionError(
-        f"--arms: '{name}' is none of plain, squeezed, exact and noise=1e-2; write plain,squeezed, or call "
-        "squeezebox.audit(arms=...) for any other options of attach."
+        f"--arms: '{name}' is none of plain, squeezed, exact, noise=1e-2 and plan=plan.json; write "
+        "plain,squeezed, or call squeezebox.audit(arms=...) for any other options of attach."
     )
