@@ -25,7 +25,7 @@ from squeezebox.schema import FormatError, OptionError, OutputError, __version__
 
 Arms = Mapping[str, Mapping[str, Any] | None]
 _FILE = "audit.json"
-_LONG = 80
+_LONG = 300  # letters
 _LEFT_OVER_SECONDS = 600.0  # a file is written in less
 
 
