@@ -5,11 +5,12 @@ Goes in: nothing; networks of benchmarks/tasks.py. Comes out: benchmarks/reports
 Devices of several memories are asked about for each network. Every row is then tried by processes of their
 own. Such a process imports and compiles what training needs, takes a step of a small network, and makes the
 model and a batch. From there on the system lets it take as many bytes as the device has, less those of the
-model and the batch (RLIMIT_DATA): all that libraries take and keep counts. It trains twenty steps: of the
-batch that was asked about, plain or under a plan for the same limit, or of the largest plain batch. "no" is
-tried with a plain step. Seconds of plain steps without a limit stand next to the band that was foretold for
-this machine. The last table is how far such processes grew over forty steps without a limit, as glibc is by
-default and with its option that returns freed blocks of 64 KiB and more.
+model and the batch: it ends the process that would take more (a control group of its own, which needs root).
+All that libraries take and keep counts. It trains twenty steps: of the batch that was asked about, plain or
+under a plan for the same limit, or of the largest plain batch. "no" is tried with a plain step. Seconds of
+plain steps without a limit stand next to the band that was foretold for this machine. The last table is how
+far such processes grew over forty steps without a limit, as glibc is by default and with its option that
+returns freed blocks of 64 KiB and more.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import ctypes
 import gc
 import json
 import os
-import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -33,15 +34,15 @@ import torch
 import squeezebox
 from benchmarks import _report
 from benchmarks._steps import Step, step_of
-from squeezebox.memory import within_room
-from squeezebox.planning._feasibility import with_rates
+from squeezebox.planning._feasibility import room_on, with_rates
 from squeezebox.profiling import measure_speed, rated
 from squeezebox.schema import BudgetError, Device, Devices
 
 CASES = (("gpt", 4), ("gpt", 8), ("vit", 2), ("unet", 2), ("unet", 3), ("vit", 4))
 SHARES = (0.8, 1.1, 1.4, 1.8, 3.0)  # of the plain step's peak
 NOISE = 1e-3
-STEPS, WITHIN = 20, "a step under a limit"
+STEPS = 20
+GROUPS = Path("/sys/fs/cgroup")
 RETURNING = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
@@ -85,7 +86,9 @@ def measure(name: str, batch: int, machine: Device, *, plans: bool) -> list[dict
     seconds = plain_seconds(step)
     rows = []
     for row in others:
-        plan = planned(step, row.fits, int(0.65 * row.memory_bytes))
+        plan = planned(
+            step, row.fits, room_on(Device(name="cpu", memory_bytes=row.memory_bytes, speed=1.0, type="cpu"))
+        )
         tried = "" if plan is None else tried_with(name, batch, row.memory_bytes, plan)
         largest = tried_with(name, row.plain_batch, row.memory_bytes) if row.plain_batch > 1 else "-"
         rows.append(
@@ -154,7 +157,13 @@ def train(step: Step, optimizer: torch.optim.Optimizer) -> None:
 def tried_with(name: str, batch: int, nbytes: int, plan: str = "") -> str:
     """What a process of its own says that may take so much: "trained", or that memory lacked."""
     command = [sys.executable, "-m", "benchmarks.feasibility", "--child", name, str(batch), str(nbytes), plan]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    (group := group_of(os.getpid())[0]).mkdir(exist_ok=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    finally:
+        group.rmdir()
+    if done.returncode == -signal.SIGKILL:
+        return "memory lacked"
     if done.returncode == 0:
         return str(json.loads(done.stdout))
     return f"ended with {done.returncode}: {done.stderr.strip()[-200:]}"
@@ -163,18 +172,22 @@ def tried_with(name: str, batch: int, nbytes: int, plan: str = "") -> str:
 def limited(name: str, batch: int, nbytes: int, plan: str) -> str:
     """Train in a process that may take so many bytes more than it has."""
     step = made(name, batch, squeezes=bool(plan))
-    nbytes += status("VmData") - held_bytes(step)
-    resource.setrlimit(resource.RLIMIT_DATA, (nbytes, resource.RLIM_INFINITY))
-    try:
-        with within_room(WITHIN):
-            optimizer = optimizer_of(step)
-            if plan:
-                squeezebox.attach(step.model, optimizer=optimizer, plan=squeezebox.load_plan(plan))
-            for _ in range(STEPS):
-                train(step, optimizer)
-    except BudgetError:
-        return "memory lacked"
+    group, limit = group_of(os.getppid())
+    (group / limit).write_text(str(nbytes - held_bytes(step)))
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    optimizer = optimizer_of(step)
+    if plan:
+        squeezebox.attach(step.model, optimizer=optimizer, plan=squeezebox.load_plan(plan))
+    for _ in range(STEPS):
+        train(step, optimizer)
     return "trained"
+
+
+def group_of(process: int) -> tuple[Path, str]:
+    """The folder of a process's children's control group, and the file of its limit: of version 1 or 2."""
+    older = GROUPS / "memory"
+    folder, limit = (older, "memory.limit_in_bytes") if older.exists() else (GROUPS, "memory.max")
+    return folder / f"squeezebox-{process}", limit
 
 
 def grown(name: str, batch: int) -> int:

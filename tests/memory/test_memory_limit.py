@@ -70,3 +70,22 @@ def test_moved_tensors_are_in_no_memory(group):
     ended = subprocess.run([sys.executable, "-c", STEPS, str(folder)], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert 16 * MIB < int(peak.read_text()) <= LIMIT
+
+
+ROOM = """
+import sys
+import torch
+from squeezebox.memory import free_bytes
+
+with open(sys.argv[1] + "/cgroup.procs", "w") as group:
+    group.write("0")
+before = free_bytes(torch.device("cpu"))
+held = torch.ones(16 * 2**20)
+print(before, before - free_bytes(torch.device("cpu")))
+"""
+
+
+def test_what_a_group_leaves_is_what_is_free(group):
+    ended = subprocess.run([sys.executable, "-c", ROOM, str(group[0])], capture_output=True, text=True)
+    free, taken = map(int, ended.stdout.split())
+    assert LIMIT - 16 * MIB < free <= LIMIT and 60 * MIB < taken < 80 * MIB

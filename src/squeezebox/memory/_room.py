@@ -16,7 +16,9 @@ import torch
 
 from squeezebox.schema import BudgetError, OptionError, SqueezeboxError
 
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP = Path("/sys/fs/cgroup")  # and files of a group: its limit, what it uses, and caches in that
+_OLDER = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_NEWER = ("memory.max", "memory.current", "inactive_file")
 
 
 def free_bytes(device: torch.device) -> int:
@@ -46,14 +48,20 @@ def _available() -> int | None:
 
 
 def _of_group() -> int | None:
-    """What is left of the control group, whose caches of files would give way."""
+    """What is left of the control group, of version 1 or 2, whose caches of files would give way."""
     try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
-        parts = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
+        groups = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
+        older = "memory" in groups
+        above = _CGROUP / "memory" if older else _CGROUP
+        folder = above / groups["memory" if older else ""].lstrip("/")  # a container may not see its own name
+        limit, used, cached = _OLDER if older else _NEWER
+        folder = folder if (folder / limit).exists() else above
+        most = (folder / limit).read_text().strip()
+        taken = int((folder / used).read_text())
+        parts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError, KeyError):
         return None
-    return None if limit == "max" else int(limit) - used + int(parts.get("inactive_file", 0))
+    return None if most == "max" else int(most) - taken + int(parts.get(cached, 0))
 
 
 def of_address_space(field: str = "VmSize") -> int | None:
@@ -179,7 +187,8 @@ def _left(error: BaseException) -> str:
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _ARENA_MAX = -3, -1, -8  # of malloc.h
 _USUAL = 1 << 25  # to which glibc's own threshold grows as large blocks are freed
-_open = [0]
+_open: list[int] = []  # from how many bytes on blocks go back, by whom that is wanted
+_SMALL, _LARGE = 1 << 16, 1 << 20
 _KEPT = 2.6  # times a plan's peak: what processes came to hold where glibc kept freed blocks
 
 
@@ -192,33 +201,35 @@ def is_scarce(peak_bytes: int, device: torch.device) -> bool:
     return False
 
 
-def return_freed() -> None:
-    """Return blocks of 1 MiB and more to the system as soon as they are freed, until :func:`keep_freed`.
+def return_freed(nbytes: int = _LARGE) -> None:
+    """Return blocks of that size and more to the system as soon as they are freed, until :func:`keep_freed`.
 
     glibc keeps most of them otherwise, so that what is moved to a file would leave the process no smaller.
     Returning takes page faults, which is still far less than calling malloc_trim now and then.
     """
-    _open[0] += 1
-    if _open[0] == 1:
-        _set(_MMAP_THRESHOLD, 1 << 20)
+    _open.append(nbytes)
+    _set(_MMAP_THRESHOLD, min(_open))
 
 
-def keep_freed() -> None:
+def keep_freed(nbytes: int = _LARGE) -> None:
     """End of :func:`return_freed`; after the last one it is as in a process that has trained for a while."""
-    _open[0] -= 1
-    if _open[0] == 0:
+    _open.remove(nbytes)
+    if _open:
+        _set(_MMAP_THRESHOLD, min(_open))
+    else:
         _set(_MMAP_THRESHOLD, _USUAL)
         _set(_TRIM_THRESHOLD, 2 * _USUAL)
 
 
 @contextlib.contextmanager
-def freed_returned() -> Iterator[None]:
-    """Both, around a block."""
-    return_freed()
+def freed_returned(*, small: bool = False) -> Iterator[None]:
+    """Both, around a block; ``small``: from 64 KiB on instead of 1 MiB."""
+    nbytes = _SMALL if small else _LARGE
+    return_freed(nbytes)
     try:
         yield
     finally:
-        keep_freed()
+        keep_freed(nbytes)
 
 
 @functools.cache

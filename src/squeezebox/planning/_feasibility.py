@@ -37,6 +37,7 @@ from squeezebox.steps import LossFunction, Progress, TrainingStep, check_sample,
 _HOST, _HERE = torch.device("cpu"), "this machine"
 _USUAL = "35% of a CPU's memory and 10% of others"
 _PROFILED, _AMPLE = 16, 4  # samples at most, and their peak's multiple for more: others lie on a line
+_PROCESS = 64 << 20  # bytes, of code and of what is no tensor
 _NEARLY = 0.03  # of the largest batch under a plan, whose planning takes long
 _APART, _NEAR = 4, 16  # times as many samples from one batch that is run to the next, and up to where
 
@@ -81,8 +82,8 @@ def feasibility(
         exact: see :func:`plan`.
         plans: whether plans are tried. They take a few steps here.
         reserve: bytes of each memory to leave free, or a share: for the process itself, and what an allocator
-            cannot use. None is 10 %, and 35 % where the device's type is "cpu": glibc keeps freed blocks, and
-            processes grew by up to 1.40 of their steps' peaks.
+            cannot use. None is 10 %, and 35 % where the device's type is "cpu", at least 64 MiB: glibc keeps
+            freed blocks, and processes grew by up to 1.40 of their steps' peaks.
         on_progress: see :func:`plan`.
 
     Raises:
@@ -291,7 +292,8 @@ def room_on(device: Device, reserve: int | str | None = None) -> int:
         OptionError: the reserve is no size, or leaves nothing.
     """
     if reserve is None:
-        reserve = "35%" if device.type == "cpu" else "10%"
+        share, least = (0.35, _PROCESS) if device.type == "cpu" else (0.10, 0)
+        return max(device.memory_bytes - max(int(share * device.memory_bytes), least), 1)
     size, is_share = (0.0, False) if reserve in (0, "0", "0%") else size_named(reserve, "reserve")
     left = int(device.memory_bytes - (size * device.memory_bytes if is_share else size))
     if left <= 0:

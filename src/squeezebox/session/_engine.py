@@ -101,7 +101,7 @@ class Engine:
             self.weights = weights_of(plan, model)
             self.store.loans = None if self.weights is None else self.weights.loans
             if is_scarce(plan.predicted_peak_bytes, device_of(model)):
-                self._returning.enter_context(freed_returned())
+                self._returning.enter_context(freed_returned(small=True))
                 self.notes[_SCARCE] = None
         elif policy.controller is not None:
             self.store.spares = self.recorder.regions.spares
