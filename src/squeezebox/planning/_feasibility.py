@@ -83,7 +83,7 @@ def feasibility(
         plans: whether plans are tried. They take a few steps here.
         reserve: bytes of each memory to leave free, or a share: for the process itself, and what an allocator
             cannot use. None is 10 %, and 35 % where the device's type is "cpu", at least 64 MiB: glibc keeps
-            freed blocks, and processes grew by up to 1.40 of their steps' peaks.
+            freed blocks, and processes of small steps grew to 1.3 to 1.6 of their peaks.
         on_progress: see :func:`plan`.
 
     Raises:
