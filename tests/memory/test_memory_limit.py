@@ -85,7 +85,15 @@ print(before, before - free_bytes(torch.device("cpu")))
 """
 
 
-def test_what_a_group_leaves_is_what_is_free(group):
-    ended = subprocess.run([sys.executable, "-c", ROOM, str(group[0])], capture_output=True, text=True)
+@pytest.mark.parametrize("inner", [False, True])
+def test_what_a_group_leaves_is_what_is_free(group, inner):
+    """In it, and in a group within it that has no limit of its own."""
+    folder = group[0] / "inner" if inner else group[0]
+    folder.mkdir(exist_ok=True)
+    try:
+        ended = subprocess.run([sys.executable, "-c", ROOM, str(folder)], capture_output=True, text=True)
+    finally:
+        if inner:
+            folder.rmdir()
     free, taken = map(int, ended.stdout.split())
     assert LIMIT - 16 * MIB < free <= LIMIT and 60 * MIB < taken < 80 * MIB

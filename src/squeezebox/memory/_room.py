@@ -48,20 +48,26 @@ def _available() -> int | None:
 
 
 def _of_group() -> int | None:
-    """What is left of the control group, of version 1 or 2, whose caches of files would give way."""
+    """The least that this process's control group, of version 1 or 2, and those around it leave."""
     try:
         groups = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
-        older = "memory" in groups
-        above = _CGROUP / "memory" if older else _CGROUP
-        folder = above / groups["memory" if older else ""].lstrip("/")  # a container may not see its own name
-        limit, used, cached = _OLDER if older else _NEWER
-        folder = folder if (folder / limit).exists() else above
-        most = (folder / limit).read_text().strip()
-        taken = int((folder / used).read_text())
-        parts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError):
         return None
-    return None if most == "max" else int(most) - taken + int(parts.get(cached, 0))
+    older = "memory" in groups
+    top, files = (_CGROUP / "memory", _OLDER) if older else (_CGROUP, _NEWER)
+    own = top / groups.get("memory" if older else "", "").lstrip("/")  # a container may not see its own name
+    around = [folder for folder in (own, *own.parents) if folder.is_relative_to(top)]
+    return min((left for each in around if (left := _left_in(each, *files)) is not None), default=None)
+
+
+def _left_in(folder: Path, limit: str, used: str, cached: str) -> int | None:
+    """Bytes that a group leaves, whose caches of files would give way; None without a limit."""
+    try:
+        most, taken = ((folder / name).read_text().strip() for name in (limit, used))
+        parts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return None if most == "max" else int(most) - int(taken) + int(parts.get(cached, 0))
+    except (OSError, ValueError):
+        return None
 
 
 def of_address_space(field: str = "VmSize") -> int | None:
