@@ -85,10 +85,8 @@ def measure(name: str, batch: int, machine: Device, *, plans: bool) -> list[dict
     own, *others = found.devices
     seconds = plain_seconds(step)
     rows = []
-    for row in others:
-        plan = planned(
-            step, row.fits, room_on(Device(name="cpu", memory_bytes=row.memory_bytes, speed=1.0, type="cpu"))
-        )
+    for row, device in zip(others, sized, strict=True):
+        plan = planned(step, row.fits, room_on(device))
         tried = "" if plan is None else tried_with(name, batch, row.memory_bytes, plan)
         largest = tried_with(name, row.plain_batch, row.memory_bytes) if row.plain_batch > 1 else "-"
         rows.append(

@@ -112,7 +112,7 @@ def test_more_stays_free_where_processes_keep_freed_memory(peak):
         network, devices=Devices(devices=(card, processor), links=()), plans=False, **SHAPE
     )
     assert [each.fits for each in found.devices] == ["plain", ""]
-    assert "35% of a CPU's memory and 10% of others stay free." in str(found)
+    assert "35% of a CPU's memory, at least 64 MiB, and 10% of others stay free." in str(found)
     spec = JobSpec(name="train", kind=JobKind.TRAINING, model="", every_seconds=100.0, frames=1)
     step = SharedStep(spec=spec, model=network, described=SHAPE)
     jobs = shared([step], Devices(devices=(card, processor), links=())).devices

@@ -39,7 +39,9 @@ def estimate(
     ] = True,
     reserve: Annotated[
         str | None,
-        typer.Option(help="With --devices: to leave free of each memory (default: 10%, of a CPU's 35%)."),
+        typer.Option(
+            help="With --devices: to leave free of a memory (default: 10%; a CPU: 35%, at least 64 MiB)."
+        ),
     ] = None,
     jobs: Annotated[
         Path | None, typer.Option(help="Instead of a model: jobs that share each device, as TOML.")

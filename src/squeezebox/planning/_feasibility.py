@@ -35,7 +35,7 @@ from squeezebox.schema import (
 from squeezebox.steps import LossFunction, Progress, TrainingStep, check_sample, random_inputs, stand_in
 
 _HOST, _HERE = torch.device("cpu"), "this machine"
-_USUAL = "35% of a CPU's memory and 10% of others"
+_USUAL = "35% of a CPU's memory, at least 64 MiB, and 10% of others"
 _PROFILED, _AMPLE = 16, 4  # samples at most, and their peak's multiple for more: others lie on a line
 _PROCESS = 64 << 20  # bytes, of code and of what is no tensor
 _NEARLY = 0.03  # of the largest batch under a plan, whose planning takes long
