@@ -6,6 +6,7 @@ console blocks that begin with `$ squeezebox`. What cannot run has `<!--- skip: 
 
 import importlib.util
 import shlex
+import sys
 from pathlib import Path
 from unittest import SkipTest
 
@@ -59,6 +60,8 @@ def test_blocks_run(document, tmp_path, monkeypatch):
         skipped = [reason for example in document.examples() if (reason := why_skipped(example))]
     finally:
         torch.set_num_threads(threads)
+        for path in tmp_path.glob("*.py"):  # another page's, or test's, may have the same name
+            sys.modules.pop(path.stem, None)
     for reason in skipped:
         print(reason)
 
