@@ -269,21 +269,26 @@ def _piece(address, job):
     return piece, first, min(first + job[LENGTH], blocks)
 
 
+@kernel_part
+def _opened(address, kind):
+    """A job, and what both directions need of it."""
+    job = carray(pointer(address), NUMBERS, np.int64)
+    how = carray(pointer(job[HOW]), 4, kind)
+    scale = carray(pointer(job[SCALE]), job[CHANNELS], np.float32)
+    values = carray(pointer(job[VALUES]), job[NUMEL], kind)
+    heads = carray(pointer(job[HEADS]), job[FIRST] - (-job[NUMEL] // BLOCK), np.int16)
+    results = carray(pointer(job[RESULTS]), job[PIECES], np.int64)
+    return job, how, scale, values, heads, results
+
+
 @lru_cache(maxsize=2)
 def tasks(double: bool) -> tuple[object, object]:
     """What threads run to pack, and to unpack, in float64 or float32, given a job's address."""
     kind = np.float64 if double else np.float32
 
     def pack(address):
-        job = carray(pointer(address), NUMBERS, np.int64)
-        how, scale = (
-            carray(pointer(job[HOW]), 4, kind),
-            carray(pointer(job[SCALE]), job[CHANNELS], np.float32),
-        )
-        values = carray(pointer(job[VALUES]), job[NUMEL], kind)
+        job, how, scale, values, heads, results = _opened(address, kind)
         raw = carray(pointer(job[RAW_BYTES]), job[NUMEL] * job[ITEM], np.uint8)
-        heads = carray(pointer(job[HEADS]), job[FIRST] - (-job[NUMEL] // BLOCK), np.int16)
-        results = carray(pointer(job[RESULTS]), job[PIECES], np.int64)
         piece, first, last = _piece(address, job)
         while first < last:
             begin, end = first * BLOCK, min(last * BLOCK, values.size)
@@ -295,15 +300,8 @@ def tasks(double: bool) -> tuple[object, object]:
             piece, first, last = _piece(address, job)
 
     def unpack(address):
-        job = carray(pointer(address), NUMBERS, np.int64)
-        how, scale = (
-            carray(pointer(job[HOW]), 4, kind),
-            carray(pointer(job[SCALE]), job[CHANNELS], np.float32),
-        )
-        values = carray(pointer(job[VALUES]), job[NUMEL], kind)
-        heads = carray(pointer(job[HEADS]), job[FIRST] - (-job[NUMEL] // BLOCK), np.int16)
+        job, how, scale, values, heads, results = _opened(address, kind)
         words = carray(pointer(job[PACKED]), job[ROOM], np.uint64)
-        results = carray(pointer(job[RESULTS]), job[PIECES], np.int64)
         piece, first, last = _piece(address, job)
         while first < last:
             target = values[first * BLOCK : last * BLOCK]
