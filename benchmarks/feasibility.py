@@ -155,7 +155,11 @@ def train(step: Step, optimizer: torch.optim.Optimizer) -> None:
 def tried_with(name: str, batch: int, nbytes: int, plan: str = "") -> str:
     """What a process of its own says that may take so much: "trained", or that memory lacked."""
     command = [sys.executable, "-m", "benchmarks.feasibility", "--child", name, str(batch), str(nbytes), plan]
-    (group := group_of(os.getpid())[0]).mkdir(exist_ok=True)
+    group, _ = group_of(os.getpid())
+    try:
+        group.mkdir(exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"cannot make the control group {group} ({error.strerror}); be root.") from error
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
     finally:

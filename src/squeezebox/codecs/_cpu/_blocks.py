@@ -17,8 +17,6 @@ from squeezebox.codecs import _workers
 from squeezebox.codecs._reference import _blocks
 
 _PIECE = 16 * _blocks.BLOCK  # elements: what is computed of them stays in the cache
-
-
 _AT_ONCE = 4  # pieces for each thread that are quantised before they are packed
 
 
