@@ -67,6 +67,7 @@ __all__ = [
     "layers",
     "load_pipeline_plan",
     "load_plan",
+    "load_pruned",
     "load_rewrites",
     "max_batch",
     "memory",
@@ -100,7 +101,7 @@ if TYPE_CHECKING:
         plan_pipeline,
     )
     from squeezebox.planning import make_plan as plan
-    from squeezebox.pruning import prune
+    from squeezebox.pruning import load_pruned, prune
     from squeezebox.reports import load_pipeline_plan, load_plan, load_rewrites
     from squeezebox.rewriting import rewrite
 else:
@@ -123,6 +124,7 @@ else:
         "find_batch": "planning",
         "load_pipeline_plan": "reports",
         "load_plan": "reports",
+        "load_pruned": "pruning",
         "load_rewrites": "reports",
         "max_batch": "planning",
         "parity": "comparing",

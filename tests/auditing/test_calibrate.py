@@ -78,6 +78,41 @@ def test_two_knobs_are_loosened_together(tmp_path):
     assert "noise=0.01, update_noise=0.001: accuracy stays within 0.3" in str(found)
 
 
+def exchanging(run, name="exchange"):
+    """Gradients go through a codec, as they would between ranks."""
+    x, y = audited.images()
+    with run.initialising():
+        model = nn.Sequential(nn.Flatten(), nn.Linear(49, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    noise = run.knob(name)
+    with run.attach(model, optimizer) as session:
+        assert session is None, "noise was not asked for"
+        for chosen in torch.randperm(300, generator=run.order).split(10):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[chosen]), y[chosen]).backward()
+            for parameter in model.parameters() if noise else ():
+                step = float(parameter.grad.square().mean().mul(12 * noise).sqrt())
+                parameter.grad.div_(step).round_().mul_(step)
+            optimizer.step()
+    return run.finish(model, model(x[-400:]).detach(), y[-400:])
+
+
+def test_a_knob_of_ones_own_is_loosened_where_the_training_reads_it(tmp_path):
+    found = calibrate(tmp_path / "own", exchanging, knobs={"exchange": (1e-2, 1e-1)})
+    assert found.options == {"exchange": 0.1} and found.noise is None
+    assert any(found.shown.losses), "gradients were rounded, so something changed"
+    audit = squeezebox.audit(
+        exchanging,
+        arms={"plain": None, "rounded": {"exchange": 0.1}},
+        seeds=3,
+        out=tmp_path / "audit",
+        threads=1,
+    )
+    assert "rounded" in str(audit)
+    with pytest.raises(squeezebox.OptionError, match=r"never asked for run\.knob\('exchanges'\)"):
+        calibrate(tmp_path / "typo", exchanging, knobs={"exchanges": (1e-2, 1e-1)})
+
+
 def test_a_level_that_changes_nothing_is_named(tmp_path):
     found = calibrate(tmp_path, audited.quick, knobs={"noise": (1e-9, 1e-8)})
     assert "equals plain to the bit in every pair" in str(found)
@@ -137,7 +172,7 @@ def test_injected_noise_has_the_squared_norm_it_is_given(sparse):
         ({"margin": 0.0}, "margin 0.0 is not finite"),
         ({"margin": math.nan}, "margin nan"),
         ({"knobs": {}}, "no knob"),
-        ({"knobs": {"bits": (1, 8)}}, r"knob \['bits'\] is none of noise, update_noise"),
+        ({"knobs": {"budget": (1, 8)}}, r"knob \['budget'\] is an option of attach that is no noise"),
         ({"knobs": {"noise": (0.3, 1e-4)}}, "noise as .tightest, loosest."),
         ({"knobs": {"noise": 0.3}}, "noise as .tightest, loosest."),
         ({"knobs": {"noise": ("1e-4", "0.3")}}, "noise as .tightest, loosest."),

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import operator
 
 import pytest
 import torch
@@ -117,6 +118,39 @@ def test_what_is_left_trains_like_a_plain_network_of_those_widths():
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert torch.equal(steps(net, optimizer, 3), steps(plain, other, 3))
     assert all(map(torch.equal, net.state_dict().values(), plain.state_dict().values()))
+
+
+@pytest.mark.parametrize("build", [Residual, Excited, flattened, Tokens])
+def test_a_checkpoint_loads_into_a_fresh_model_and_training_goes_on(build, tmp_path):
+    net, optimizer = made(build)
+    squeezebox.prune(net, optimizer, inputs=X, channels=0.3, end=2)
+    steps(net, optimizer, 3)
+    torch.save([net.state_dict(), optimizer.state_dict()], tmp_path / "checkpoint.pt")
+    fresh, after = made(build)
+    before = list(fresh.parameters())
+    weights, state = torch.load(tmp_path / "checkpoint.pt")
+    squeezebox.load_pruned(fresh, weights)
+    after.load_state_dict(state)
+    assert str(fresh) == str(net) and all(map(operator.is_, before, fresh.parameters()))
+    torch.manual_seed(5)
+    expected = steps(net, optimizer, 3)
+    torch.manual_seed(5)
+    assert torch.equal(steps(fresh, after, 3), expected)
+    assert all(map(torch.equal, net.state_dict().values(), fresh.state_dict().values()))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: Residual(12, 20), r"stem\.0\.weight has shape \[12, 3, 3, 3\] in the checkpoint and \[10, "),
+        (Excited, "depthwise.bias is in one of them alone .38 such names"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(wrong, message):
+    net, before = Residual(), str(Residual())
+    with pytest.raises(OptionError, match=message):
+        squeezebox.load_pruned(net, wrong().state_dict())
+    assert str(net) == before and net.stem[0].weight.shape[0] == 10
 
 
 def test_the_least_important_channels_go_everywhere_and_others_keep_their_state():

@@ -13,7 +13,7 @@ import torch
 
 from squeezebox import codecs
 from squeezebox.auditing._folder import claim, path_of, require_same_samples, train_and_save
-from squeezebox.auditing._run import RunKey, ShortRun, TrainFunction
+from squeezebox.auditing._run import ATTACH, RunKey, ShortRun, TrainFunction
 from squeezebox.auditing._search import LAST, SHARE, Searched, least_trainings, screening, search
 from squeezebox.reports import (
     EVERYTHING,
@@ -55,8 +55,9 @@ def calibrate(
         metric: "accuracy" of the held-out samples, or the "score" that ``run.finish`` is given. Larger is
             better.
         margin: the loss of the metric that is too much, in its own unit.
-        knobs: the tightest and loosest value of "noise", "update_noise" or both, which are loosened together.
-            Default: noise from 1e-4 to 0.3.
+        knobs: the tightest and loosest value of each, all loosened together: "noise" and "update_noise" of
+            attach, and any of your own, which ``train`` reads by ``run.knob(name)``: the noise of a gradient
+            exchange, say. Default: noise from 1e-4 to 0.3.
         trainings: the most that are made; a short run counts a tenth.
         out: a folder for finished trainings, as for the audit. Those found there are not trained again.
         threads: of torch (default: those of the trainings in ``out``, else the cores).
@@ -102,13 +103,17 @@ def calibrate(
 
 
 def _check(metric: str, margin: float, knobs: Mapping[str, tuple[float, float]], threads: int | None) -> None:
-    unknown = [name for name in knobs if name not in KNOBS]
+    unknown = sorted((set(knobs) & ATTACH) - set(KNOBS))
     wrong_ranges = [name for name, ends in knobs.items() if not _is_range(ends)]
     checks = (
         (metric not in METRICS, f"metric {metric!r} is none of {', '.join(METRICS)}."),
         (not 0.0 < margin < math.inf, f"margin {margin} is not finite and above 0; give 0.01 for one point."),
         (not knobs, 'there is no knob; give knobs={"noise": (1e-4, 0.3)}.'),
-        (bool(unknown), f"knob {unknown[:1]} is none of {', '.join(KNOBS)}."),
+        (
+            bool(unknown),
+            f"knob {unknown[:1]} is an option of attach that is no noise; give {', '.join(KNOBS)}, or one of "
+            "your own that the training reads by run.knob(name).",
+        ),
         (
             bool(wrong_ranges),
             f"knobs {dict(knobs)}: give {', '.join(wrong_ranges)} as (tightest, loosest), both above 0.",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import hashlib
+import inspect
 import itertools
 import math
 import random
@@ -27,6 +28,7 @@ from squeezebox.reports import AuditRecord
 from squeezebox.schema import OptionError
 from squeezebox.session import Session
 
+ATTACH = frozenset(inspect.signature(attach).parameters)
 _EXACT_WEIGHTS = 65_536  # numbers kept of a model; of larger ones a sketch of as many
 _AT_A_TIME = 2**20  # weights of a sketch, whose random numbers would else take several times their memory
 
@@ -111,10 +113,22 @@ class AuditRun:
     order: torch.Generator
     _numbers: Mapping[Factor, int]
     _options: Mapping[str, Any] | None
+    _knobs: Mapping[str, float] = field(default_factory=dict)
     _steps: int | None = None
     _short: ShortRun | None = None
     _session: Session | None = None
     _times: list[float] = field(default_factory=list)
+    _asked: set[str] = field(default_factory=set)
+
+    def knob(self, name: str) -> float | None:
+        """The arm's value of a knob of your own; None in trainings that are plain."""
+        self._asked.add(name)
+        return self._knobs.get(name)
+
+    @property
+    def unread_knobs(self) -> list[str]:
+        """Names of knobs that the training never asked for."""
+        return sorted(self._knobs.keys() - self._asked)
 
     def seed(self, factor: str) -> int:
         """A seed for "initialisation", "order" or "augmentation", for generators of one's own.
@@ -270,6 +284,9 @@ def begin(
     ``steps`` ends it early, by raising :class:`Enough`; ``short`` ends what is within :meth:`AuditRun.attach`
     alone.
     """
+    knobs = {name: value for name, value in (options or {}).items() if name not in ATTACH}
+    if knobs:  # of attach's options there may be none, which is no wish for its defaults
+        options = {name: value for name, value in (options or {}).items() if name in ATTACH} or None
     varies = {each for each in Factor if key.series in ("everything", each.value)}
     numbers = {each: key.seed if each in varies else 0 for each in Factor}
     order = torch.Generator().manual_seed(_seed(Factor.ORDER, numbers[Factor.ORDER]))
@@ -278,6 +295,7 @@ def begin(
         order=order,
         _numbers=numbers,
         _options=options,
+        _knobs=knobs,
         _steps=steps if short is None else short.steps,
         _short=short,
     )
@@ -294,7 +312,7 @@ def train_once(
     """One training, whole or ``short``.
 
     Raises:
-        OptionError: the function returns something else than ``run.finish(...)``.
+        OptionError: the function returns something else than ``run.finish(...)``, or never asks for a knob.
     """
     run, tooling = begin(key, options, threads, short=short)
     started = time.perf_counter()
@@ -302,6 +320,11 @@ def train_once(
         outcome = train(run)
     if not isinstance(outcome, Outcome):
         raise _without_outcome(outcome, short)
+    for name in run.unread_knobs:
+        raise OptionError(
+            f"{name} is no option of squeezebox.attach, and the training never asked for run.knob({name!r}); "
+            "let it, or correct the name."
+        )
     return AuditRecord(
         arm=key.arm,
         series=key.series,

@@ -270,6 +270,9 @@ def calibrate(
     metric: Annotated[str, typer.Option(help="accuracy, or the score given to run.finish.")] = "accuracy",
     noise: Annotated[str, typer.Option(help="Tightest and loosest; none leaves it out.")] = "1e-4,0.3",
     update_noise: Annotated[str, typer.Option(help="The same of the optimizer's packed state.")] = "none",
+    knob: Annotated[
+        list[str] | None, typer.Option(help="NAME=LOW,HIGH of your own, read by run.knob(NAME).")
+    ] = None,
     trainings: Annotated[int, typer.Option(help="The most that are made; a short run counts a tenth.")] = 14,
     threads: Annotated[
         int | None, typer.Option(help="Of each training (default: as in --out, else the cores).")
@@ -284,7 +287,8 @@ def calibrate(
     """
     from squeezebox.cli._calibrate import Request, run
 
-    knobs = {"noise": noise, "update_noise": update_noise}
+    own = {name: text for name, _, text in (each.partition("=") for each in knob or ())}
+    knobs = {"noise": noise, "update_noise": update_noise, **own}
     run(Request(train, margin, metric, knobs, trainings, threads, out), as_json=as_json)
 
 

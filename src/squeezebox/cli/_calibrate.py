@@ -60,6 +60,5 @@ def _range(name: str, text: str) -> tuple[float, float]:
     try:
         low, high = map(float, text.split(","))
     except ValueError as error:
-        option = f"--{name.replace('_', '-')}"
-        raise OptionError(f"{option} {text}: give the tightest and the loosest, such as 1e-4,0.3.") from error
+        raise OptionError(f"{name} {text!r}: give the tightest and the loosest, such as 1e-4,0.3.") from error
     return low, high

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from squeezebox.schema import door
 
-__all__ = ["Pruning", "prune"]
+__all__ = ["Pruning", "load_pruned", "prune"]
 
 if TYPE_CHECKING:
+    from squeezebox.pruning._load import load_pruned
     from squeezebox.pruning._prune import Pruning, prune
 else:  # hidden from type checkers, who would take any name for an attribute
-    __getattr__ = door(__name__, {"Pruning": "_prune", "prune": "_prune"})
+    __getattr__ = door(__name__, {"Pruning": "_prune", "load_pruned": "_load", "prune": "_prune"})

@@ -67,25 +67,15 @@ class Narrowing:
         before = [(tensor, tensor.detach(), tensor.grad) for tensor in self.tensors.values()]
         for name, tensor in self.tensors.items():
             put(tensor, self.narrowed(name, tensor.detach()))
-        self._set_sizes()
+        set_sizes(self._model, self.tensors.values())
 
         def undo() -> None:
             for tensor, values, gradient in before:
                 put(tensor, values)
                 tensor.grad = gradient
-            self._set_sizes()
+            set_sizes(self._model, self.tensors.values())
 
         return undo
-
-    def _set_sizes(self) -> None:
-        """What layers keep of their weights' shapes."""
-        narrowed = {id(tensor) for tensor in self.tensors.values()}
-        for module in self._model.modules():
-            own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-            if any(id(tensor) in narrowed for tensor in own):
-                for kind, sizes in _SIZES.items():
-                    if isinstance(module, kind):
-                        _resize(module, getattr(module, "weight", None), sizes)
 
     def narrow_state(self, optimizer: torch.optim.Optimizer) -> None:
         """What of a parameter's shape its optimizer keeps for it."""
@@ -106,6 +96,17 @@ def put(tensor: Tensor, values: Tensor) -> None:
     if tensor.requires_grad:
         tensor.data = values.new_empty(0, dtype=_OTHER.get(values.dtype, torch.float32))
     tensor.data = values
+
+
+def set_sizes(model: nn.Module, narrowed: Iterable[Tensor]) -> None:
+    """What layers keep of the shapes of those weights and buffers."""
+    wanted = {id(tensor) for tensor in narrowed}
+    for module in model.modules():
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(id(tensor) in wanted for tensor in own):
+            for kind, sizes in _SIZES.items():
+                if isinstance(module, kind):
+                    _resize(module, getattr(module, "weight", None), sizes)
 
 
 def _resize(module: nn.Module, weight: Tensor | None, sizes: Iterable[tuple[str, int]]) -> None:
