@@ -10,6 +10,10 @@ gradients and those of other replicas. The peak is of torch's memory events over
 weights. Both arms have the same activations and messages in it. VmHWM is the kernel's, from before the model
 is made. Gathers and bytes are the runner's own counts, and those of squeezebox.schedules.sharing.
 
+Seconds: both arms are planned by squeezebox.plan_pipeline for the same chain and more rows, and trained in
+turn, batch by batch, in the same processes. Where these are more than the cores, they keep each other
+waiting, which no plan knows; of two, each has a core. Updates of the weights are in no plan either.
+
 In turn: a slow stage and a fast one that sleep, so they cost no processor. PipeDream's split for the workers
 is trained by as many gloo processes. Seconds a microbatch are between the reading rank's steps, the first few
 left out: the median of rounds, and the range.
@@ -35,6 +39,7 @@ from benchmarks import _ranks, _report
 from benchmarks.pipeline_schedules import SleepingBlock
 from squeezebox.pipeline import Runner, schedule_of
 from squeezebox.planner import pipedream_split, with_replicas
+from squeezebox.planning import plan_pipeline
 from squeezebox.profiling import PeakMeter
 from squeezebox.schedules import sharing
 from squeezebox.schema import Block, Holding, InputForm, Link, PipelinePlan, PipelineProfile
@@ -51,19 +56,22 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--batches", type=int, default=4)
     parser.add_argument("--forward", type=float, default=0.02, help="seconds of the fast stage")
+    parser.add_argument("--rows", type=int, default=64, help="of a microbatch, where batches are timed")
+    parser.add_argument("--steps", type=int, default=12, help="batches of which each is timed")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="a smaller network, one round")
     if "--quick" in sys.argv[1:]:
-        parser.set_defaults(width=256, blocks=8, batches=2, rounds=1)
+        parser.set_defaults(width=256, blocks=8, batches=2, rows=8, steps=2, rounds=1)
     arguments = parser.parse_args()
     shared = [row for replicas in (2, 4) for loops in (2, 4) for row in share(replicas, loops, arguments)]
+    timed = [seconds(*shape, arguments) for shape in ((1, 2, 2), (1, 2, 4), (2, 2, 2), (2, 2, 4))]
     in_turn = [
         turns(slow, workers, schedule, arguments)
         for slow, workers in ((2.0, 2), (2.0, 3), (3.0, 2), (3.0, 4))
         for schedule in ("pipedream", "2bw")
     ]
-    results = {"shared": shared, "in turn": in_turn, "settings": vars(arguments)}
-    text = shared_table(shared) + "\n\n" + turns_table(in_turn)
+    results = {"shared": shared, "seconds": timed, "in turn": in_turn, "settings": vars(arguments)}
+    text = "\n\n".join((shared_table(shared), seconds_table(timed), turns_table(in_turn)))
     for path in _report.write("pipeline_replicas", results, text):
         print(path)
 
@@ -86,9 +94,7 @@ def share(replicas: int, loops: int, arguments: argparse.Namespace) -> list[dict
 def _trained(rank: int, plan: PipelinePlan, shard: bool, arguments: argparse.Namespace) -> dict[str, Any]:
     gc.collect()
     before = _peak_from_here()
-    torch.manual_seed(0)
-    layers = (nn.Linear(arguments.width, arguments.width) for _ in range(arguments.blocks))
-    model = nn.Sequential(*layers)
+    model = chain(arguments)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     runner = Runner(model, plan, optimizer=optimizer, loss_fn=nn.functional.mse_loss, shard=shard)
     weights = runner.weights_bytes
@@ -131,6 +137,66 @@ def stage_bytes(plan: PipelinePlan, rank: int, arguments: argparse.Namespace) ->
         for number, stage in enumerate(plan.stages)
         if rank in plan.ranks_of(number)
     }
+
+
+def seconds(ranks: int, replicas: int, loops: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Batches of both arms, in turn, and what was planned for them here."""
+    torch.set_num_threads(1)
+    given = torch.randn(replicas * arguments.microbatches * arguments.rows, arguments.width)
+    model = chain(arguments)
+    plans = plan_pipeline(
+        model,
+        sample=(given, given),
+        loss_fn=nn.functional.mse_loss,
+        ranks=ranks * replicas,
+        memory_bytes=2**40,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        microbatches=[arguments.rows],
+        schedules=["breadth-first", *(["gpipe"] if ranks == 1 else [])],
+        policies=["keep"],
+        depths=[ranks],
+    )
+    whole = next(plan for plan in plans if not plan.shard and len(plan.stages) in (1, loops * ranks))
+    shared = next(plan for plan in plans if plan.shard and len(plan.stages) == loops * ranks)
+    found = _ranks.run(_in_turn, ranks * replicas, [whole, shared], arguments)
+    arms = [[max(batch) for batch in zip(*(rank[arm] for rank in found), strict=True)] for arm in (0, 1)]
+    row = {
+        "ranks": ranks,
+        "replicas": replicas,
+        "loops": loops,
+        "seconds": [sorted(arm) for arm in arms],
+        "planned_seconds": [whole.seconds, shared.seconds],
+        "planned_peak_bytes": [max(whole.rank_peak_bytes), max(shared.rank_peak_bytes)],
+        "ratios": sorted(one / other for other, one in zip(*arms, strict=True)),
+    }
+    print(row, file=sys.stderr, flush=True)
+    return row
+
+
+def _in_turn(rank: int, plans: list[PipelinePlan], arguments: argparse.Namespace) -> list[list[float]]:
+    """Seconds of each plan's batches, the first few left out."""
+    runners = []
+    for plan in plans:
+        model = chain(arguments)
+        optimizer = torch.optim.AdamW(model.parameters())
+        runners.append(Runner(model, plan, optimizer=optimizer, loss_fn=nn.functional.mse_loss))
+    given = torch.randn(arguments.microbatches * arguments.rows, arguments.width)
+    times: list[list[float]] = [[], []]
+    for batch in range(2 + arguments.steps):
+        for arm in (0, 1) if batch % 2 else (1, 0):
+            torch.distributed.barrier()
+            begun = time.perf_counter()
+            runners[arm].step(given, given)
+            runners[arm].drain()
+            times[arm] += [time.perf_counter() - begun] if batch > 1 else []
+    for runner in runners:
+        runner.close()
+    return times
+
+
+def chain(arguments: argparse.Namespace) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(arguments.width, arguments.width) for _ in range(arguments.blocks)))
 
 
 def turns(slow: float, workers: int, schedule: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -224,6 +290,27 @@ def shared_table(rows: list[dict[str, Any]]) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def seconds_table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| ranks of a pipeline | replicas | stages a rank | whole ms, median (least..most) | planned "
+        "| shared ms | planned | shared over whole | planned | planned MiB, whole and shared |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [str(row[name]) for name in ("ranks", "replicas", "loops")]
+        for times, planned in zip(row["seconds"], row["planned_seconds"], strict=True):
+            cells += [_spread([1e3 * each for each in times], ".0f"), f"{1e3 * planned:.0f}"]
+        whole, shared = row["planned_seconds"]
+        cells += [_spread(row["ratios"], ".2f"), f"{shared / whole:.2f}"]
+        cells += [", ".join(f"{nbytes / MIB:.1f}" for nbytes in row["planned_peak_bytes"])]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _spread(values: list[float], form: str) -> str:
+    return f"{statistics.median(values):{form}} ({values[0]:{form}}..{values[-1]:{form}})"
 
 
 def _number(value: int, name: str) -> str:

@@ -203,7 +203,9 @@ def test_plans_are_sorted_and_cover_widths_depths_and_microbatches():
     plans = plan_pipeline(
         known, batch=16, ranks=4, memory_bytes=10**6, link=FAST, schedules=ALL, policies=("keep",)
     )
-    assert [plan.seconds for plan in plans] == sorted(plan.seconds for plan in plans)
+    for shard in (False, True):
+        seconds = [plan.seconds for plan in plans if plan.shard == shard]
+        assert seconds == sorted(seconds) != []
     assert {(plan.ranks, plan.replicas) for plan in plans} == {(1, 4), (2, 2), (4, 1)}
     assert {plan.microbatch for plan in plans} == {1, 2, 4}
     assert {plan.schedule for plan in plans} == {*ALL}
@@ -229,7 +231,7 @@ def test_the_all_reduce_is_hidden_without_a_flush():
     known = profile(0, 2)
     nbytes = sum(each.parameter_bytes for each in known.blocks)
     arguments = {"batch": 8, "memory_bytes": 10**6, "policies": ("keep",), "depths": [1]}
-    arguments["schedules"] = ("1f1b", "2bw")
+    arguments |= {"schedules": ("1f1b", "2bw"), "shards": [False]}
     alone = plan_pipeline([known], ranks=1, link=FAST, **arguments)
     shared = plan_pipeline([known], ranks=2, link=Link(bytes_per_second=float(nbytes)), **arguments)
     assert alone[0].seconds == alone[1].seconds
@@ -238,6 +240,71 @@ def test_the_all_reduce_is_hidden_without_a_flush():
     assert seconds["1f1b"] == pytest.approx(alone[0].seconds / 2 + 1.0)
     slow = plan_pipeline([known], ranks=2, link=Link(bytes_per_second=nbytes / 1e3), **arguments)
     assert slow[0].seconds == pytest.approx(1e3)
+
+
+def test_replicas_keep_parts_where_whole_ones_do_not_fit():
+    """Breadth-First of 2 x 2 ranks, two stages each: (W + G + S) / 2, and twice the largest stage's W."""
+    known = profile(4, 8)
+    arguments = {"batch": 8, "ranks": 4, "depths": [2], "loops": [2], "policies": ("recompute",)}
+    arguments |= {"link": Link(bytes_per_second=100.0), "schedules": ("breadth-first",)}
+    whole, sharing_ = plan_pipeline([known], memory_bytes=10**6, **arguments)
+    assert (whole.shard, sharing_.shard) == (False, True)  # the fastest comes first
+    assert max(sharing_.rank_peak_bytes) < max(whole.rank_peak_bytes)
+    tight = max(whole.rank_peak_bytes) - 1
+    while True:
+        try:
+            plans = plan_pipeline([known], memory_bytes=tight, **arguments)
+        except BudgetError as error:
+            assert "on 2 x 2 ranks, whose replicas keep a part each" in str(error)
+            assert "weights and gradients gathered" in str(error)
+            break
+        last, tight = plans[0], max(plans[0].rank_peak_bytes) - 1
+    assert last.shard
+    for plan in (sharing_, last):
+        for rank in range(2):
+            own = [stage for stage in range(4) if rank in plan.ranks_of(stage)]
+            parts = [stage_memory(known, plan, stage) for stage in own]
+            sizes = [
+                sum(each.parameter_bytes for each in known.blocks[plan.stages[n].first : plan.stages[n].end])
+                for n in own
+            ]
+            kept = sum(part.weights_bytes + part.gradient_bytes + part.state_bytes for part in parts)
+            assert kept == sum(2 * -(-size // 2) + size for size in sizes)
+            assert [part.gathered_bytes for part in parts] == [2 * size for size in sizes]
+            fixed = kept + sum(part.buffer_bytes + part.activation_bytes for part in parts)
+            top = max(part.gathered_bytes for part in parts) + max(part.working_bytes for part in parts)
+            assert plan.rank_peak_bytes[rank] == fixed + top
+
+
+def test_gathers_take_time():
+    """A rank alone with v stages: 2v - 1 gathers and v scatters of half of a stage's weights."""
+    known = profile(0, 4)
+    arguments = {"batch": 8, "memory_bytes": 10**6, "policies": ("keep",), "depths": [1], "loops": [2, 4]}
+    alone = plan_pipeline(
+        [known],
+        ranks=1,
+        link=FAST,
+        schedules=["gpipe"],
+        batch=4,
+        **{name: value for name, value in arguments.items() if name != "batch"},
+    )[0]
+    plans = plan_pipeline(
+        [known],
+        ranks=2,
+        link=Link(bytes_per_second=10.0, latency_seconds=1e-3),
+        schedules=["breadth-first"],
+        **arguments,
+    )
+    assert {len(plan.stages) for plan in plans} == {2, 4} and all(plan.shard for plan in plans)
+    for plan in plans:
+        halves = [
+            -(-sum(each.parameter_bytes for each in known.blocks[stage.first : stage.end]) // 2)
+            for stage in plan.stages
+        ]
+        # The last stage goes back at once; the others are gathered for each of both ways.
+        moved = 3 * sum(halves) - halves[-1]
+        calls = 3 * len(halves) - 1
+        assert plan.seconds == pytest.approx(alone.seconds + moved / 10.0 + calls * 1e-3)
 
 
 def test_less_memory_takes_more_time():
@@ -290,7 +357,9 @@ def test_a_policy_measured_for_some_blocks_only_is_used_where_it_can_be():
     some[1] = replace(some[1], holdings=some[1].holdings[:1])
     some[0] = replace(some[0], holdings=known.blocks[0].holdings[1:2])
     with pytest.raises(BudgetError, match="measured for some blocks only"):
-        plan_pipeline([replace(known, blocks=tuple(some))], **(arguments | {"depths": [1]}))
+        plan_pipeline(
+            [replace(known, blocks=tuple(some))], **(arguments | {"depths": [1], "shards": [False]})
+        )
 
 
 def test_a_stage_that_is_not_there_has_no_memory():

@@ -163,6 +163,59 @@ def test_peaks_are_as_planned(schedule, policy):
         assert peak == pytest.approx(predicted, rel=0.05)
 
 
+def _chain():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(96, 96) for _ in range(8)))
+
+
+def _parts_peak(rank, plan):
+    """Of a rank whose replicas keep a part each, as the plan says."""
+    model = _chain()
+    runner = Runner(
+        model, plan, optimizer=torch.optim.AdamW(model.parameters()), loss_fn=nn.functional.mse_loss
+    )
+    held, meter = runner.weights_bytes, PeakMeter(torch.device("cpu"))
+    given = torch.randn(plan.microbatch * plan.microbatches, 96)
+    assert meter.start()
+    for _ in range(3):
+        runner.step(given, given)
+    peak = held + meter.stop(()).total_bytes
+    told = runner.sharing()
+    runner.close()
+    return peak, told is not None
+
+
+def test_replicas_keep_parts_where_the_budget_asks_for_it():
+    model, given = _chain(), torch.randn(ROWS, 96)
+
+    def planned(memory_bytes, **options):
+        return squeezebox.plan_pipeline(
+            model, sample=(given, given), loss_fn=nn.functional.mse_loss, ranks=4, depths=[2],
+            microbatches=[2], link=LINK, memory_bytes=memory_bytes, schedules=["breadth-first"],
+            policies=["keep"], **options,
+        )  # fmt: skip
+
+    adam = torch.optim.AdamW(model.parameters())
+    plans = planned(2**30, optimizer=adam)
+    whole, parts = (
+        min(max(plan.rank_peak_bytes) for plan in plans if plan.shard == shard) for shard in (False, True)
+    )
+    assert parts < 0.8 * whole and not plans[0].shard
+    least = planned((parts + whole) // 2, optimizer=adam)[0]
+    assert least.shard
+    found, told = zip(*ranks.run(_parts_peak, 4, least), strict=True)
+    assert all(told)
+    for peak, predicted in zip(found, 2 * least.rank_peak_bytes, strict=True):
+        assert peak == pytest.approx(predicted, rel=0.05)
+    with pytest.raises(BudgetError, match="the least that one does is|times as much"):
+        planned(parts // 2, optimizer=adam)
+    # Who cannot share is not planned to.
+    other = torch.optim.Adafactor(model.parameters())
+    assert not any(plan.shard for plan in planned(2**30, optimizer=other))
+    model[5].weight = model[0].weight
+    assert not any(plan.shard for plan in planned(2**30))
+
+
 @pytest.mark.slow
 def test_two_bw_holds_a_version_and_a_gradient_more():
     flushing = planned(schedules=["1f1b"], policies=["keep"])[0]

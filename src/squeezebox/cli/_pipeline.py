@@ -127,8 +127,12 @@ def train(
         bool, typer.Option("--vertical-sync", help="All of pipedream's stages read the first one's version.")
     ] = False,
     shard: Annotated[
-        bool, typer.Option("--shard", help="Replicas keep a part of weights and optimizer state each.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--shard/--no-shard",
+            help="Replicas keep a part of weights and optimizer state each (default: as planned).",
+        ),
+    ] = None,
     weights: Annotated[
         Path | None, typer.Option(help="A safetensors file or a folder of them to begin with.")
     ] = None,

@@ -148,7 +148,7 @@ class Request:
     correction: bool
     warmup: int
     vertical_sync: bool
-    shard: bool
+    shard: bool | None
     weights: Path | None
     checkpoint: Path | None
     save_every: int

@@ -10,6 +10,7 @@ from squeezebox.pipeline._initial import Initial
 from squeezebox.pipeline._packing import Wire
 from squeezebox.pipeline._runner import Runner
 from squeezebox.pipeline._setup import is_first_process, join, own_device, schedule_of, told_by_all
+from squeezebox.pipeline._shards import steps_elements
 from squeezebox.pipeline._stage import Passage, Stage
 from squeezebox.pipeline._wire import Traffic, measure_link, measure_links
 
@@ -30,5 +31,6 @@ __all__ = [
     "measure_links",
     "own_device",
     "schedule_of",
+    "steps_elements",
     "told_by_all",
 ]

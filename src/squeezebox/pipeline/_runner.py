@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -70,9 +71,10 @@ class Runner:
         correction: of the delay of gradients in 2bw (arXiv:2606.30634), for one more buffer of weights.
         warmup: batches at the start that 2bw and pipedream flush, reading the newest weights.
         vertical_sync: all stages of pipedream read the version that the first one reads, for an input.
-        shard: the replicas of a plan keep a part of weights, gradients and the optimizer's state each. They
-            gather a stage's weights when they come to it, and scatter its gradients when they leave: in
-            "breadth-first" once a batch (arXiv:2211.05953). The optimizer must step each element by itself.
+        shard: the replicas of a plan keep a part of weights, gradients and the optimizer's state each
+            (default: as the plan says). They gather a stage's weights when they come to it, and scatter its
+            gradients when they leave: in "breadth-first" once a batch (arXiv:2211.05953). The optimizer must
+            step each element by itself.
         schedule: of your own, instead of the one that the plan names: for its ranks, stages and microbatches,
             and with a flush after each batch. The plan's predictions are not of it.
         wire: what activations and their gradients may lose on their way between ranks, to go in fewer bytes
@@ -110,7 +112,7 @@ class Runner:
         correction: bool = False,
         warmup: int = 0,
         vertical_sync: bool = False,
-        shard: bool = False,
+        shard: bool | None = None,
         schedule: Schedule | None = None,
         wire: Wire | None = None,
         patience: float = 60.0,
@@ -120,6 +122,8 @@ class Runner:
         weights: str | Path | None = None,
     ) -> None:
         check_options(plan, clip, skip_overflow, correction, patience)
+        shard = plan.shard if shard is None else shard
+        plan = dataclasses.replace(plan, shard=shard)
         path = None if weights is None else Path(weights)
         initial = Initial(model, device=device, construction=construction, weights=path)
         if wire is not None and device_of(model).type != "cpu":
@@ -447,6 +451,5 @@ class Runner:
             self._links.close()
             with contextlib.suppress(RuntimeError):  # the other end is gone
                 self._channel.settle()
-        self._weights.close()
         self._updates.stop()
         self._health.stop()

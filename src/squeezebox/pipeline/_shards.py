@@ -2,15 +2,14 @@
 
 Weights, gradients and the optimizer's state lie side by side in flat buffers, of which each of R replicas
 keeps 1/R. A stage's weights are gathered when a rank comes to it, and its gradients are summed and scattered
-when it leaves. In Breadth-First's order that is once a batch (arXiv:2211.05953), as a stage takes the whole
-batch before the next one.
+when it leaves, all in room for the largest stage. In Breadth-First's order that is once a batch
+(arXiv:2211.05953), as a stage takes the whole batch before the next one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -19,14 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from squeezebox.memory import freed_returned
 from squeezebox.pipeline._health import Health, await_until
-from squeezebox.pipeline._weights import Flat, Weights
+from squeezebox.pipeline._weights import Flat, Weights, sizes
 from squeezebox.schedules import Sharing
 from squeezebox.schema import OptionError
 
 # Those whose step of an element depends on others, which another replica may keep.
 _ENTANGLED = ("Adafactor", "LBFGS", "Muon")
+
+
+def steps_elements(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step of an element needs no others, so that replicas may keep parts of parameters."""
+    return type(optimizer).__name__ not in _ENTANGLED
 
 
 class _Region(NamedTuple):
@@ -43,10 +46,11 @@ class _Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stage:
-    """A stage's parameters side by side, with memory only while they are gathered."""
+    """A stage's parameters side by side, and the gradients of those, while the rank works at it."""
 
     parameters: list[nn.Parameter]
     whole: Flat
+    gradients: Flat
     regions: list[_Region] = field(default_factory=list)
 
 
@@ -72,8 +76,7 @@ class Shards:
         patience: float,
     ) -> None:
         self._group, self._health, self._patience = group, health, patience
-        self._freed_returned = contextlib.ExitStack()
-        self._freed_returned.enter_context(freed_returned())
+        self._room, self._room_of_gradients = (_room_for(stages.values(), group.size()) for _ in range(2))
         self._slices: dict[int, nn.Parameter] = {}  # by a parameter's id; not all have elements here
         self._spans: dict[int, slice] = {}  # where they begin and end in the parameter
         self._names = names
@@ -81,7 +84,11 @@ class Shards:
         kept: list[nn.Parameter] = []
         ends: dict[torch.dtype, int] = {}
         for number, parameters in stages.items():
-            self._stages[number] = stage = _Stage(list(parameters), Flat(parameters, group.size()))
+            self._stages[number] = stage = _Stage(
+                parameters=list(parameters),
+                whole=Flat(parameters, group.size(), self._room),
+                gradients=Flat(parameters, group.size(), self._room_of_gradients),
+            )
             for parameter, view in zip(parameters, stage.whole.views, strict=True):
                 view.copy_(value_of(parameter))
                 parameter.data = view
@@ -91,11 +98,11 @@ class Shards:
                 ends[part.dtype] = first + part.numel() // group.size()
                 stage.regions.append(_Region(part.dtype, first, ends[part.dtype]))
                 kept += self._parts_of(stage, part)
-            _free(stage.whole)
+        self._free()
         known = {id(own): names[parameter] for parameter, own in self._slices.items()}
         self.kept = Weights(kept, {id(each): known.get(id(each), "") for each in kept}, Tensor.detach)
         self._selected: tuple[int, int] | None = None  # version and stage
-        self._gradients: Flat | None = None  # the selected stage's, whole
+        self._has_gradients = False  # the selected stage
         self._into: Flat | None = None
         self.gathers = self.gathered_bytes = self.reductions = self.reduced_bytes = 0
 
@@ -118,20 +125,17 @@ class Shards:
             reduced_bytes=self.reduced_bytes,
         )
 
-    def close(self) -> None:
-        """Freed memory need not go back to the system any more."""
-        self._freed_returned.close()
-
     def select(self, version: int, stage: int, *, backward: bool = False) -> None:
         """Have a stage's parameters whole in this version, and in backward room for their gradients."""
         if self._selected != (version, stage):
-            self.leave()
+            self._change()
             self._gather(self.kept.versions[version], self._stages[stage])
             self._selected = version, stage
-        if backward and self._gradients is None:
-            parameters = self._stages[stage].parameters
-            self._gradients = Flat(parameters, self._group.size())
-            for parameter, view in zip(parameters, self._gradients.views, strict=True):
+        if backward and not self._has_gradients:
+            self._has_gradients, own = True, self._stages[stage]
+            _fill(self._room_of_gradients)
+            own.gradients.zero_()
+            for parameter, view in zip(own.parameters, own.gradients.views, strict=True):
                 parameter.grad = view
 
     def accumulate_into(self, gradients: Flat) -> None:
@@ -140,14 +144,21 @@ class Shards:
 
     def leave(self) -> None:
         """Keep this rank's part of the stage that was selected, and scatter its gradients."""
+        self._change()
+        self._free()
+
+    def _change(self) -> None:
         if self._selected is None:
             return
         stage, self._selected = self._stages[self._selected[1]], None
-        _free(stage.whole)  # before what is scattered needs room
-        if self._gradients is not None:
-            self._scatter(stage, self._gradients)
-            _free(self._gradients)  # though the process group may hold it for a moment
-            self._gradients = None
+        if self._has_gradients:
+            self._scatter(stage)
+            self._has_gradients = False
+
+    def _free(self) -> None:
+        """Give the room back. Views stay, and so does what autograd has noted of them."""
+        for part in (*self._room.values(), *self._room_of_gradients.values()):
+            part.untyped_storage().resize_(0)
 
     def hand_over(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer of the whole model step what this rank keeps.
@@ -155,11 +166,11 @@ class Shards:
         Raises:
             OptionError: its steps of an element need others, or it has made steps already.
         """
-        name = type(optimizer).__name__
-        if name in _ENTANGLED:
+        if not steps_elements(optimizer):
             raise OptionError(
-                f"{name} needs whole parameters, and with shard=True replicas keep parts of them. Take an "
-                "optimizer that steps each element by itself, such as AdamW, or leave shard= out."
+                f"{type(optimizer).__name__} needs whole parameters, and with shard=True replicas keep parts "
+                "of them. Take an optimizer that steps each element by itself, such as AdamW, or leave "
+                "shard= out."
             )
         if any(self._slices.get(id(parameter)) is not None for parameter in optimizer.state):
             raise OptionError("shard=True is for a new optimizer, and this one has state. Make another one.")
@@ -181,7 +192,7 @@ class Shards:
             for parameter, view in zip(stage.parameters, stage.whole.views, strict=True):
                 if next(numbers) % self._group.size() == self._group.rank():
                     found[self._names[id(parameter)]] = view.clone()
-            _free(stage.whole)
+        self._free()
         return found
 
     def part_of(self, parameter: nn.Parameter, values: Tensor) -> Tensor:
@@ -214,27 +225,36 @@ class Shards:
             yield nn.Parameter(torch.zeros_like(part[max(offset, first) : end]))
 
     def _gather(self, kept: Flat, stage: _Stage) -> None:
-        _room(stage.whole)
+        _fill(self._room)
         for part, region in zip(stage.whole.parts, stage.regions, strict=True):
             own = region.of(kept)
-            # PyTorch has renamed these two, and warns of the earlier names.
-            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            self._finish(gather(part, own, group=self._group, async_op=True), "weights")
+            for work in self._gathering(part, own):
+                self._finish(work, "weights")
             self.gathered_bytes += part.nbytes - own.nbytes
         self.gathers += 1
 
-    def _scatter(self, stage: _Stage, gradients: Flat) -> None:
+    def _gathering(self, part: Tensor, own: Tensor) -> list[Any]:
+        if dist.get_backend(self._group) != "gloo":
+            # PyTorch has renamed these two, and warns of the earlier names.
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            return [gather(part, own, group=self._group, async_op=True)]
+        # Gloo's own takes several times as long for some ten MiB, since it goes through memory of its own.
+        parts, rank = part.chunk(self._group.size()), self._group.rank()
+        parts[rank].copy_(own)
+        others = [other for other in range(len(parts)) if other != rank]
+        works = [dist.isend(own, group=self._group, group_dst=other) for other in others]
+        return works + [dist.irecv(parts[other], group=self._group, group_src=other) for other in others]
+
+    def _scatter(self, stage: _Stage) -> None:
         assert self._into is not None
-        for part, region in zip(gradients.parts, stage.regions, strict=True):
+        for part, given, region in zip(stage.gradients.parts, stage.whole.parts, stage.regions, strict=True):
             into = region.of(self._into)
             # Gloo's reduce-scatter sends as much as an all-reduce, and this the half of it.
-            given = torch.empty_like(part)
             self._finish(dist.all_to_all_single(given, part, group=self._group, async_op=True), "gradients")
             first, *others = given.chunk(self._group.size())
             for other in others:
                 first += other
             into += first.div_(self._group.size())
-            given.untyped_storage().resize_(0)
             self.reduced_bytes += part.nbytes - into.nbytes
         self.reductions += 1
         for parameter in stage.parameters:
@@ -250,13 +270,18 @@ class Shards:
         self._health.resumes()
 
 
-def _free(whole: Flat) -> None:
-    """Give a flat tensor's memory back. Views stay, and so does what autograd has noted of them."""
-    for part in whole.parts:
-        part.untyped_storage().resize_(0)
+def _room_for(stages: Collection[Sequence[nn.Parameter]], multiple: int) -> dict[torch.dtype, Tensor]:
+    """A flat tensor of each dtype, as long as the largest stage's."""
+    largest: dict[torch.dtype, int] = {}
+    for parameters in stages:
+        for dtype, size in sizes(parameters, multiple).items():
+            largest[dtype] = max(largest.get(dtype, 0), size)
+    device = next((each.device for parameters in stages for each in parameters), None)
+    return {dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in largest.items()}
 
 
-def _room(whole: Flat) -> None:
-    """Take memory for it again."""
-    for part in whole.parts:
-        part.untyped_storage().resize_(part.nbytes)
+def _fill(room: Mapping[torch.dtype, Tensor]) -> None:
+    """Take memory for it, unless that is there."""
+    for part in room.values():
+        if not part.untyped_storage().nbytes():
+            part.untyped_storage().resize_(part.nbytes)

@@ -46,8 +46,8 @@ def engine_of(plan: PipelinePlan, device: torch.device, wire: Wire | None, wante
     """
     if wanted not in (None, "own", "torch"):
         raise OptionError(f"engine={wanted!r} is neither 'own' nor 'torch'. Leave it out to have one chosen.")
-    flushes = published(plan.schedule).flushes
-    return wanted or ("torch" if device.type == "cuda" and flushes and wire is None else "own")
+    suited = published(plan.schedule).flushes and wire is None and not plan.shard
+    return wanted or ("torch" if device.type == "cuda" and suited else "own")
 
 
 def require_suited(plan: PipelinePlan, schedule: Schedule, wire: Wire | None) -> None:

@@ -19,17 +19,20 @@ from squeezebox.schema import OptionError
 class Flat:
     """Tensors shaped like some parameters, side by side in one tensor for each dtype.
 
-    Such a tensor is filled up until its length is one that ``multiple`` divides.
+    Such a tensor is filled up until its length is one that ``multiple`` divides. It lies at the beginning of
+    one of its dtype in ``room``, if that is given.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], multiple: int = 1) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        multiple: int = 1,
+        room: Mapping[torch.dtype, Tensor] | None = None,
+    ) -> None:
         self.device = parameters[0].device if parameters else torch.device("cpu")
-        sizes: dict[torch.dtype, int] = {}
-        for parameter in parameters:
-            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
         self.parts = [
-            torch.zeros(-(-size // multiple) * multiple, dtype=dtype, device=self.device)
-            for dtype, size in sizes.items()
+            torch.zeros(size, dtype=dtype, device=self.device) if room is None else room[dtype][:size]
+            for dtype, size in sizes(parameters, multiple).items()
         ]
         rests = {part.dtype: part for part in self.parts}
         self.views: list[Tensor] = []
@@ -54,6 +57,14 @@ class Flat:
         """Set all to zero."""
         for part in self.parts:
             part.zero_()
+
+
+def sizes(parameters: Sequence[Tensor], multiple: int = 1) -> dict[torch.dtype, int]:
+    """Elements of each dtype, filled up."""
+    found: dict[torch.dtype, int] = {}
+    for parameter in parameters:
+        found[parameter.dtype] = found.get(parameter.dtype, 0) + parameter.numel()
+    return {dtype: -(-size // multiple) * multiple for dtype, size in found.items()}
 
 
 class Weights:
@@ -100,9 +111,6 @@ class Weights:
 
     def leave(self) -> None:
         """All stages' weights stay as they are."""
-
-    def close(self) -> None:
-        """Nothing is to be given back."""
 
     def update(self, gradients: Flat, step: Callable[[], Any], oldest: int) -> Flat | None:
         """Make the next version out of the newest one by an optimizer's step.

@@ -14,7 +14,7 @@ from squeezebox.planner._greedy import first_fit, peak, solve
 from squeezebox.planner._jobs import jobs_peak, run_jobs, score_jobs
 from squeezebox.planner._known import KNOWN_DEVICES
 from squeezebox.planner._milp import optimum
-from squeezebox.planner._pipeline import plan_pipeline
+from squeezebox.planner._pipeline import plan_pipeline, preference
 from squeezebox.planner._replicated import with_replicas
 from squeezebox.planner._roofline import roofline_seconds
 from squeezebox.planner._shortage import floor, over_step, planned_peak, shortage, smallest
@@ -22,6 +22,7 @@ from squeezebox.planner._split import (
     ReplicatedSplit,
     ReplicatedStage,
     all_reduce_seconds,
+    others_bytes,
     pipedream_split,
 )
 from squeezebox.planner._stages import stage_memory
@@ -48,11 +49,13 @@ __all__ = [
     "jobs_peak",
     "largest_batch",
     "optimum",
+    "others_bytes",
     "over_step",
     "peak",
     "planned_peak",
     "pipedream_split",
     "plan_pipeline",
+    "preference",
     "roofline_seconds",
     "run_jobs",
     "score_jobs",

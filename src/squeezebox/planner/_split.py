@@ -11,7 +11,7 @@ import numpy as np
 
 from squeezebox.planner._stages import Place, Runs, held_by, memory
 from squeezebox.planner._table import Floats
-from squeezebox.schedules import FLOWS, PUBLISHED, Passes, Pipe
+from squeezebox.schedules import FLOWS, PUBLISHED, Passes, Pipe, make, sharing
 from squeezebox.schema import Block, Link, OptionError, PipelinePlan, StagePlan
 
 # By j and m: A(j, m), and its last stage's first block and replicas m'.
@@ -106,11 +106,12 @@ def _kept_seconds(block: Block) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """A schedule on ``replicas`` equal pipelines."""
+    """A schedule on ``replicas`` equal pipelines, which may ``shard``: keep a part of the weights each."""
 
     schedule: str
     pipe: Pipe
     replicas: int
+    shard: bool = False
 
 
 class Found(NamedTuple):
@@ -165,7 +166,8 @@ def smallest(runs: Runs, shape: Shape, link: Link) -> Found | None:
 
 def _places(shape: Shape) -> list[Place]:
     stages = range(shape.pipe.ranks * shape.pipe.loops)
-    return [Place.of(shape.schedule, shape.pipe, stage) for stage in stages]
+    parts = shape.replicas if shape.shard else 1
+    return [Place.of(shape.schedule, shape.pipe, stage, parts) for stage in stages]
 
 
 def _smallest_split(runs: Runs, shape: Shape) -> tuple[int, ...]:
@@ -223,6 +225,7 @@ def _ways(runs: Runs, shape: Shape, rank: int, stages: Sequence[tuple[int, int]]
     first, end = np.array([stages[stage] for stage in own]).T
     places = _places(shape)
     fixed = sum(int(runs.lasting(places[stage])[stages[stage]]) for stage in own)
+    fixed += max(places[stage].whole * int(runs.parameters[stages[stage]]) for stage in own)
     saved, working = runs.saved[:, first, end], runs.working[:, first, end]
     seconds, pending = runs.seconds[:, first, end], runs.pending[:, first, end]
     in_flight, waiting = flow.in_flight(shape.pipe, rank), flow.pending(shape.pipe, rank)
@@ -256,6 +259,7 @@ def _plan(
         stages=planned,
         seconds=_batch_seconds(runs, shape, planned, link),
         rank_peak_bytes=tuple(peaks),
+        shard=shape.shard,
     )
 
 
@@ -273,7 +277,7 @@ def planned_stage(runs: Runs, first: int, end: int, policy: str, place: Place) -
 
 
 def _batch_seconds(runs: Runs, shape: Shape, stages: Sequence[StagePlan], link: Link) -> float:
-    """A batch's passes, then its all-reduce; meanwhile, where a schedule goes on with the next batch."""
+    """A batch's passes, then its exchange; meanwhile, where a schedule goes on with the next batch."""
     blocks, flow, ranks = runs.profile.blocks, FLOWS[shape.schedule], shape.pipe.ranks
     crossing = [link.seconds(blocks[stage.end - 1].output_bytes) for stage in stages[:-1]]
     passes = Passes(
@@ -283,9 +287,22 @@ def _batch_seconds(runs: Runs, shape: Shape, stages: Sequence[StagePlan], link: 
     )
     seconds = flow.seconds(shape.pipe, passes)
     parameters = [int(runs.parameters[stage.first, stage.end]) for stage in stages]
-    reduced = all_reduce_seconds(
-        max(sum(parameters[stage] for stage in flow.stages(shape.pipe, rank)) for rank in range(ranks)),
-        shape.replicas,
-        link,
-    )
-    return seconds + reduced if PUBLISHED[shape.schedule].flushes else max(seconds, reduced)
+    exchanged = max(_exchange_seconds(shape, parameters, rank, link) for rank in range(ranks))
+    return seconds + exchanged if PUBLISHED[shape.schedule].flushes else max(seconds, exchanged)
+
+
+def _exchange_seconds(shape: Shape, parameters: Sequence[int], rank: int, link: Link) -> float:
+    """A rank's all-reduce; or all its gathers and scatters, where replicas keep a part each."""
+    pipe = shape.pipe
+    if not shape.shard:
+        own = FLOWS[shape.schedule].stages(pipe, rank)
+        return all_reduce_seconds(sum(parameters[stage] for stage in own), shape.replicas, link)
+    order = make(shape.schedule, pipe.ranks, pipe.microbatches, loops=pipe.loops)
+    found = sharing(order, rank, [others_bytes(nbytes, shape.replicas) for nbytes in parameters])
+    calls = found.gathers + found.reductions
+    return calls * link.latency_seconds + (found.gathered_bytes + found.reduced_bytes) / link.bytes_per_second
+
+
+def others_bytes(nbytes: int, replicas: int) -> int:
+    """Of a stage's weights, those that other replicas keep: so much passes each link to have it whole."""
+    return (replicas - 1) * -(-nbytes // replicas)

@@ -41,7 +41,7 @@ def stage_memory(profile: PipelineProfile, plan: PipelinePlan, stage: int) -> St
     else:
         loops = len(plan.stages) // plan.ranks
         pipe = Pipe(ranks=plan.ranks, loops=loops, microbatches=plan.microbatches)
-        place = Place.of(plan.schedule, pipe, stage)
+        place = Place.of(plan.schedule, pipe, stage, parts=plan.replicas if plan.shard else 1)
     return memory(profile.blocks, own.first, own.end, own.policy, place)
 
 
@@ -50,7 +50,8 @@ class Place:
     """What a schedule asks of a stage: microbatches in flight, versions of weights, sets of gradients.
 
     ``moments`` are its fullest ones: microbatches in flight, and how many of them are pending. ``returned``
-    are gradients from the stage after, ``sent`` those on their way to the one before.
+    are gradients from the stage after, ``sent`` those on their way to the one before. Replicas keep one
+    of ``parts`` each, and have the stage's weights and gradients whole while they work at it.
     """
 
     moments: tuple[tuple[int, int], ...]
@@ -58,9 +59,10 @@ class Place:
     gradients: int
     returned: int = 2
     sent: int = 1
+    parts: int = 1
 
     @staticmethod
-    def of(schedule: str, pipe: Pipe, stage: int) -> Place:
+    def of(schedule: str, pipe: Pipe, stage: int, parts: int = 1) -> Place:
         """That of stage number ``stage``."""
         flow = FLOWS[schedule]
         rank = flow.placement(pipe)[stage]
@@ -71,6 +73,7 @@ class Place:
             gradients=flow.gradients,
             returned=max(int(pending.max()), 1) + 1,
             sent=int(_moments(flow, pipe, stage - 1)[0].max()) if pipe.loops > 1 and stage else 1,
+            parts=parts,
         )
 
     @staticmethod
@@ -82,6 +85,11 @@ class Place:
             versions=min(in_flight, 2) if schedule == "2bw" else in_flight,
             gradients=FLOWS[schedule].gradients,
         )
+
+    @property
+    def whole(self) -> int:
+        """The stage's weights and gradients that are there besides what the rank keeps."""
+        return 2 if self.parts > 1 else 0
 
     def fullest(self, saved: Any, pending: Any) -> Any:
         """The most bytes: ``saved`` for each microbatch in flight and ``pending`` for each pending one."""
@@ -104,9 +112,9 @@ def memory(blocks: Sequence[Block], first: int, end: int, policy: str, place: Pl
     received = blocks[first - 1].output_bytes if first else 0
     returned = blocks[end - 1].output_bytes if end < len(blocks) else 0
     return StageMemory(
-        weights_bytes=place.versions * parameters,
-        gradient_bytes=place.gradients * parameters,
-        state_bytes=sum(block.state_bytes for block in own),
+        weights_bytes=place.versions * -(-parameters // place.parts) + sum(each.frozen_bytes for each in own),
+        gradient_bytes=place.gradients * -(-parameters // place.parts),
+        state_bytes=-(-sum(block.state_bytes for block in own) // place.parts),
         activation_bytes=int(
             place.fullest(
                 received + sum(each.saved_bytes for each in holdings),
@@ -115,6 +123,7 @@ def memory(blocks: Sequence[Block], first: int, end: int, policy: str, place: Pl
         ),
         buffer_bytes=(1 + place.sent) * received + place.returned * returned,
         working_bytes=_working(holdings),
+        gathered_bytes=place.whole * parameters,
     )
 
 
@@ -152,6 +161,7 @@ class Runs:
     policies: tuple[str, ...]
     parameters: Integers
     state: Integers
+    frozen: Integers
     received: Integers
     returned: Integers
     saved: Integers
@@ -163,13 +173,13 @@ class Runs:
     def held(self, place: Place) -> Integers:
         """Bytes of each run, there."""
         fullest: Integers = place.fullest(self.saved, self.pending)
-        return self.lasting(place) + fullest + self.working
+        return self.lasting(place) + fullest + self.working + place.whole * self.parameters
 
     def lasting(self, place: Place) -> Integers:
         """Those that are there whatever is in flight."""
-        weights = (place.versions + place.gradients) * self.parameters
+        weights = (place.versions + place.gradients) * -(-self.parameters // place.parts) + self.frozen
         buffers = (1 + place.sent) * self.received + place.returned * self.returned
-        return weights + self.state + buffers
+        return weights - (-self.state // place.parts) + buffers
 
 
 def runs(profile: PipelineProfile, policies: Sequence[str], link: Link) -> Runs:
@@ -183,6 +193,7 @@ def runs(profile: PipelineProfile, policies: Sequence[str], link: Link) -> Runs:
         policies=tuple(policies),
         parameters=_sums([block.parameter_bytes for block in blocks]),
         state=_sums([block.state_bytes for block in blocks]),
+        frozen=_sums([block.frozen_bytes for block in blocks]),
         received=outputs[:, None] + 0 * outputs[None, :],
         returned=outputs[None, :] + 0 * outputs[:, None],
         saved=np.stack([_saved(own, "saved_bytes") + outputs[:, None] for own in by_policy]),

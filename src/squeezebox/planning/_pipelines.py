@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from squeezebox import pipeline, profiling
+from squeezebox import pipeline, planner, profiling
 from squeezebox.bounds import Planned
 from squeezebox.pipeline import Construction, Initial, Piece
 from squeezebox.planning._places import Equal, Unequal
@@ -79,7 +79,8 @@ def plan_pipeline(
         on_progress: called with (done, total, note).
 
     Returns:
-        The best plans that fit, the fastest first.
+        The best plans that fit, the fastest first. Those whose replicas keep a part of the weights each come
+        before others where they are faster by a tenth.
 
     Raises:
         OptionError: an argument is out of range.
@@ -139,6 +140,8 @@ def plan_pipeline(
             policies=policies,
             depths=depths,
         )
+        if devices is None:
+            search = functools.partial(search, shards=_shards(pieces, optimizer))
         plans = _best(search, stages, where)
     about: dict[str, Any] = {
         "inputs": tuple(
@@ -185,6 +188,14 @@ def _initial(model: torch.nn.Module, inputs: tuple[Any, ...], construction: Cons
     return Initial(model, device=inputs[0].device if is_meta else None, construction=construction)
 
 
+def _shards(pieces: Sequence[Piece], optimizer: torch.optim.Optimizer | None) -> tuple[bool, ...]:
+    """Whether replicas may keep a part each: not where pieces share weights, or elements are not alone."""
+    held = [each for piece in pieces for each in piece.module.parameters() if each.requires_grad]
+    is_tied = len({*map(id, held)}) < len(held)
+    is_alone = optimizer is None or pipeline.steps_elements(optimizer)
+    return (False, True) if is_alone and not is_tied else (False,)
+
+
 def _sizes(microbatches: Sequence[int] | None, batch: int, ranks: int) -> list[int]:
     if batch < 1:
         raise OptionError("the sample's inputs have no rows; give a whole batch, batch first.")
@@ -218,7 +229,7 @@ def _best(
         plans = [stages[plan.microbatch].measured(plan, where) for plan in found]
         fitting = [plan for plan in plans if where.filled(plan) <= 1.0]
         if fitting:
-            return sorted(fitting, key=lambda plan: plan.seconds)
+            return sorted(fitting, key=planner.preference)
         least = min(map(where.filled, plans))
         share /= least
     raise BudgetError(

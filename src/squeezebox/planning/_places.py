@@ -51,6 +51,7 @@ class Equal:
                 memory_bytes=_UNLIMITED,
                 link=self.link,
                 loops=[len(plan.stages) // plan.ranks],
+                shards=[plan.shard],
                 **_same(plan),
             )
         return _simulated(found, profile.blocks, self.link)
@@ -127,11 +128,21 @@ def _simulated(plan: PipelinePlan, blocks: Sequence[Block], link: Link) -> Pipel
     """
     if not PUBLISHED[plan.schedule].flushes:
         return plan
+    parameters = [block.parameter_bytes for block in blocks]
+    others = [link.seconds(planner.others_bytes(nbytes, plan.replicas)) for nbytes in parameters]
     costs = Costs(
         forward=tuple(stage.forward_seconds for stage in plan.stages),
         backward=tuple(stage.backward_seconds for stage in plan.stages),
         transfer=max((link.seconds(block.output_bytes) for block in blocks[:-1]), default=0.0),
+        gather=tuple(others) if plan.shard else None,
+        scatter=tuple(others) if plan.shard else None,
     )
-    seconds = simulate(pipeline.schedule_of(plan), costs).seconds
-    most = max(block.parameter_bytes for block in blocks)
-    return dataclasses.replace(plan, seconds=seconds + planner.all_reduce_seconds(most, plan.replicas, link))
+    schedule = pipeline.schedule_of(plan)
+    ends = [spans[-1].end for spans in simulate(schedule, costs).spans]
+    if not plan.shard:
+        own = [sum(parameters[stage] for stage in schedule.stages_of(rank)) for rank in range(plan.ranks)]
+        ends = [
+            end + planner.all_reduce_seconds(nbytes, plan.replicas, link)
+            for end, nbytes in zip(ends, own, strict=True)
+        ]
+    return dataclasses.replace(plan, seconds=max(ends))

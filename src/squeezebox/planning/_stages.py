@@ -86,13 +86,13 @@ def block_of(
     """Pieces as one block, which costs so much."""
     parameters = [*together(pieces).parameters()]
     nbytes = sum(each.nbytes for each in parameters if each.requires_grad)
-    frozen = sum(each.nbytes for each in parameters) - nbytes  # there once, in any case
     return Block(
         name=pieces[0].name,
         parameter_bytes=nbytes,
-        state_bytes=int(state_share * nbytes) + frozen,
+        state_bytes=int(state_share * nbytes),
         output_bytes=output_bytes,
         holdings=holdings,
+        frozen_bytes=sum(each.nbytes for each in parameters) - nbytes,
     )
 
 

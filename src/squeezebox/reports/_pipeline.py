@@ -167,6 +167,7 @@ def load_pipeline_plan(path: str | os.PathLike[str]) -> PipelinePlan:
 def pipeline_plan_text(plan: PipelinePlan, memories: Sequence[StageMemory] = ()) -> str:
     """What a plan says, a line a stage; with what its memory is made of, if that is given."""
     replicas = f" x {plan.replicas} replicas" if plan.replicas > 1 else ""
+    replicas += " that keep a part each" if plan.shard else ""
     lines = [
         f"{plan.schedule}, {plan.ranks} ranks{replicas}, {plan.microbatches} microbatches of "
         f"{plan.microbatch} samples: {_seconds(plan.seconds)} a batch",
@@ -198,7 +199,7 @@ def pipeline_plan_text(plan: PipelinePlan, memories: Sequence[StageMemory] = ())
 def pipeline_plan_line(plan: PipelinePlan) -> str:
     """A plan in one line, to compare it with others."""
     policies = sorted({stage.policy for stage in plan.stages})
-    replicas = "-".join(map(str, plan.stage_replicas)) or plan.replicas
+    replicas = "-".join(map(str, plan.stage_replicas)) or f"{plan.replicas}{' parts' * plan.shard}"
     peak = max(plan.rank_peak_bytes, default=0)
     return (
         f"{_seconds(plan.seconds):>9}  {human_bytes(peak):>10}  {plan.schedule}, {plan.ranks} ranks x "

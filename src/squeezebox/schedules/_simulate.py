@@ -22,7 +22,9 @@ class Costs:
     ``input`` and ``weight`` are the parts of ``backward``, half of it each unless given. ``transfer`` is of
     one boundary between stages on two ranks, either way, and keeps neither of them busy; or it has a number
     for every boundary.
-    ``activation_bytes`` are those that a microbatch leaves at a stage until its backward.
+    ``activation_bytes`` are those that a microbatch leaves at a stage until its backward. Where replicas keep
+    a part each, a rank takes ``gather`` seconds to have a stage's weights whole, and ``scatter`` to leave it
+    with gradients; inputs may arrive meanwhile.
     """
 
     forward: tuple[float, ...]
@@ -32,6 +34,8 @@ class Costs:
     update: tuple[float, ...] | None = None
     transfer: float | tuple[float, ...] = 0.0
     activation_bytes: tuple[int, ...] | None = None
+    gather: tuple[float, ...] | None = None
+    scatter: tuple[float, ...] | None = None
 
     @staticmethod
     def even(stages: int, *, forward: float = 1.0, backward: float = 2.0, transfer: float = 0.0) -> Costs:
@@ -101,7 +105,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             f"forwards and {len(costs.backward)} backwards; give one of each for every stage."
         )
     seconds = costs.by_kind()
-    spans = run(schedule, lambda action: seconds[action.kind][action.stage], costs.transfer)
+    ahead = None if costs.gather is None else [_visiting(order, costs) for order in schedule.orders]
+    spans = run(schedule, lambda action: seconds[action.kind][action.stage], costs.transfer, ahead)
     bytes_ = costs.activation_bytes or (0,) * schedule.num_stages
     lives = [_live(order, bytes_) for order in schedule.orders]
     return Timeline(
@@ -115,9 +120,15 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def run(
-    schedule: Schedule, seconds: Callable[[Action], float], transfer: float | tuple[float, ...] = 0.0
+    schedule: Schedule,
+    seconds: Callable[[Action], float],
+    transfer: float | tuple[float, ...] = 0.0,
+    ahead: Sequence[Sequence[float]] | None = None,
 ) -> list[list[Span]]:
-    """Every rank's spans; PlanError where they wait for each other."""
+    """Every rank's spans; PlanError where they wait for each other.
+
+    ``ahead`` has what each rank does before each of its actions, while it may wait for others.
+    """
     events = _Events(schedule, transfer)
     spans: list[list[Span]] = [[] for _ in schedule.orders]
     ready = deque(range(schedule.num_ranks))
@@ -126,11 +137,11 @@ def run(
         own, order = spans[rank], schedule.orders[rank]
         now = own[-1].end if own else 0.0
         # As far as it comes; the rank that is waited for puts it back into ``ready``.
-        for action in order[len(own) :]:
+        for number, action in enumerate(order[len(own) :], len(own)):
             arrived = events.arrival(action, rank)
             if arrived is None:
                 break
-            start = max(now, arrived)
+            start = max(now + (ahead[rank][number] if ahead else 0.0), arrived)
             now = start + seconds(action)
             own.append(Span(action, start, now))
             ready.extend(events.happened(action, now))
@@ -266,30 +277,38 @@ def sharing(schedule: Schedule, rank: int, part_bytes: Sequence[int], unsharded:
         part_bytes: of each stage, those of the parts that the rank does not keep.
         unsharded: stages that a rank has whole at once. An update lets go of a stage.
     """
-    whole: dict[int, bool] = {}  # with whether there are gradients
-    gathered: list[int] = []
-    reduced: list[int] = []
-
-    def leave(stage: int) -> None:
-        if whole.pop(stage):
-            reduced.append(part_bytes[stage])
-
-    for action in schedule.orders[rank]:
-        if action.kind is Kind.UPDATE:
-            if action.stage in whole:
-                leave(action.stage)
-            continue
-        if action.stage not in whole:
-            gathered.append(part_bytes[action.stage])
-        whole[action.stage] = whole.pop(action.stage, False) or action.kind is not Kind.FORWARD
-        for stage in [*whole][:-unsharded]:
-            leave(stage)
+    visits = [*_visits(schedule.orders[rank], unsharded)]
+    gathered = [part_bytes[stage] for stages, _ in visits for stage in stages]
+    reduced = [part_bytes[stage] for _, stages in visits for stage in stages]
     return Sharing(
         gathers=len(gathered),
         gathered_bytes=sum(gathered),
         reductions=len(reduced),
         reduced_bytes=sum(reduced),
     )
+
+
+def _visits(order: Sequence[Action], unsharded: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Stages that a rank gathers for each action, and those that it leaves before, with gradients."""
+    whole: dict[int, bool] = {}  # with whether there are gradients
+    for action in order:
+        gathered, left = list[int](), list[int]()
+        if action.kind is Kind.UPDATE:
+            left = [action.stage] if action.stage in whole else []
+        else:
+            gathered = [] if action.stage in whole else [action.stage]
+            whole[action.stage] = whole.pop(action.stage, False) or action.kind is not Kind.FORWARD
+            left = [*whole][:-unsharded]
+        yield gathered, [stage for stage in left if whole.pop(stage)]
+
+
+def _visiting(order: Sequence[Action], costs: Costs) -> list[float]:
+    """Seconds before each action in which a rank scatters and gathers, with one stage whole at a time."""
+    gather, scatter = costs.gather or (), costs.scatter or ()
+    return [
+        sum(gather[stage] for stage in gathered) + sum(scatter[stage] for stage in left)
+        for gathered, left in _visits(order, 1)
+    ]
 
 
 def _require_end(schedule: Schedule, spans: list[list[Span]]) -> None:

@@ -37,7 +37,8 @@ class Holding:
 class Block:
     """A piece of the model that no pipeline cuts further.
 
-    ``output_bytes`` is what a microbatch hands to the next block; ``state_bytes`` is the optimizer's state.
+    ``output_bytes`` is what a microbatch hands to the next block; ``parameter_bytes`` are trained, and
+    ``state_bytes`` the optimizer's state of them; ``frozen_bytes`` are parameters that are not trained.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Block:
     state_bytes: int
     output_bytes: int
     holdings: tuple[Holding, ...]
+    frozen_bytes: int = 0
 
     def holding(self, policy: str) -> Holding | None:
         """The way called ``policy``, if there is one."""
@@ -115,6 +117,7 @@ class PipelinePlan:
     ``rank_peak_bytes`` are each rank's. ``noise`` is what the bounds of all blocks allow together.
     ``fingerprint`` and ``blocks`` (their names) are the model's; ``model`` and ``loss`` say, as
     MODULE:CALLABLE, where it came from, if that is known.
+    Where replicas ``shard``, each keeps a part of weights, gradients and the optimizer's state.
     Where devices are unequal, ``devices`` are those of the pipeline's ranks by name, and ``processes`` the
     ranks in torch.distributed; else both are empty, and a rank's process has its number.
     """
@@ -135,6 +138,7 @@ class PipelinePlan:
     loss: str = ""
     devices: tuple[str, ...] = ()
     processes: tuple[int, ...] = ()
+    shard: bool = False
 
     @property
     def stage_replicas(self) -> tuple[int, ...]:
@@ -181,7 +185,8 @@ class StageMemory:
     have been given and have saved, ``buffer_bytes`` one more activation and two gradients that are received
     (one more than are pending, where backward is in two parts), and one gradient on its way out;
     ``working_bytes`` come on top at the stage's most demanding block, less what its later blocks have given
-    back by then.
+    back by then. Where replicas keep a part each, ``gathered_bytes`` are the stage's weights and gradients,
+    whole while the rank works at it, in room for the largest of its stages.
     """
 
     weights_bytes: int
@@ -190,9 +195,10 @@ class StageMemory:
     activation_bytes: int
     buffer_bytes: int
     working_bytes: int
+    gathered_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """All of it."""
         held = self.weights_bytes + self.gradient_bytes + self.state_bytes
-        return held + self.activation_bytes + self.buffer_bytes + self.working_bytes
+        return held + self.activation_bytes + self.buffer_bytes + self.working_bytes + self.gathered_bytes
