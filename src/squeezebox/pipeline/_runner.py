@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from squeezebox.memory import freed_returned
 from squeezebox.pipeline._checkpoint import has, newest, write
 from squeezebox.pipeline._construction import Construction
 from squeezebox.pipeline._cut import cut
@@ -172,7 +173,9 @@ class Runner:
             self._weights: Weights | Shards
             if shard:
                 assert groups.replicas is not None
-                self._weights = Shards(trained, known, initial.of, groups.replicas, self._health, patience)
+                options = initial.of, groups.replicas, self._health, patience
+                with freed_returned():  # what the model took before
+                    self._weights = Shards(trained, known, *options)
             else:
                 self._weights = Weights(own, known, initial.of)
             kept = self._weights.kept if isinstance(self._weights, Shards) else self._weights
