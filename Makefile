@@ -3,7 +3,7 @@
 
 VENV ?= .venv
 BENCHMARKS ?= architectures codecs step_time whole_step rewrites made_again packed_state first_use comet_table budget ways \
-	packed compiled accuracy speeds audit calibrate parity parity_own prune start_up planning static_allocation traces arena \
+	packed compiled accuracy speeds audit calibrate selection parity parity_own prune start_up planning static_allocation traces arena \
 	offload estimate estimate_layers feasibility ranges \
 	estimate_architectures pipeline_paper pipeline_memory pipeline_schedules pipeline_training pipeline_wire \
 	streaming gigapixel larger_than_memory torch_databases

@@ -5,8 +5,7 @@ something of it or nothing. Comes out: benchmarks/reports/calibrate-<date>.json 
 May touch: that folder. Needs optuna for its arms, which are left out without it.
 
 Losses are in margins. A search is wrongly loose if the level that it names loses the margin or more, and near
-if its level is the loosest within the margin or the next tighter one. Next to the searches: whether the
-chances that `reports.select` states are right.
+if its level is the loosest within the margin or the next tighter one.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import importlib.util
 import math
 import multiprocessing
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ import squeezebox
 from benchmarks import _report
 from examples.audit_digits import train
 from squeezebox.auditing import search
-from squeezebox.reports import LEVEL, AuditRecord, equivalence, paired_limit, select
+from squeezebox.reports import LEVEL, AuditRecord, equivalence, paired_limit
 
 KINDS = {
     "linear": "loss proportional to noise",
@@ -251,45 +250,6 @@ def cell(task: tuple[str, str, float, int, int]) -> dict[str, Any]:
     }
 
 
-# --- stated chances ----------------------------------------------------------------------------------------
-
-
-def selections(worlds: int) -> list[dict[str, Any]]:
-    """What `reports.select` states, by bins, and how often it is so; of normal and of heavy-tailed trials."""
-    rows = []
-    for tails in ("normal", "Student's, 3"):
-        found = list(stated(worlds, tails))
-        for low, high in ((0.0, 0.5), (0.5, 0.7), (0.7, 0.9), (0.9, 1.01), (0.0, 1.01)):
-            within = [each for each in found if low <= each[0] < high]
-            chance, right, regret, lost = np.mean(within, axis=0)
-            rows.append(
-                {
-                    "tails": tails,
-                    "from": low,
-                    "to": min(high, 1.0),
-                    "worlds": len(within),
-                    "stated": float(chance),
-                    "right": float(right),
-                    "stated_regret": float(regret),
-                    "regret": float(lost),
-                }
-            )
-    return rows
-
-
-def stated(worlds: int, tails: str) -> Iterator[tuple[float, bool, float, float]]:
-    """(stated chance, is the chosen one best, stated regret, regret): 2 to 8 settings, 3 to 12 trials."""
-    generator = np.random.default_rng(0)
-    for _ in range(worlds):
-        shape = int(generator.choice([2, 3, 5, 8])), int(generator.choice([3, 4, 5, 8, 12]))
-        true = generator.normal(0, 10 ** generator.uniform(-1, 0.7), shape[0])
-        own = generator.normal(size=shape) if tails == "normal" else generator.standard_t(3, shape) / 3**0.5
-        table = true[:, None] + 2 * generator.normal(size=shape[1]) + own
-        found = select({str(row): list(values) for row, values in enumerate(table)})
-        best = int(found.best)
-        yield found.chance, best == true.argmax(), found.regret, float(true.max() - true[best])
-
-
 # --- a real training ---------------------------------------------------------------------------------------
 
 
@@ -341,21 +301,19 @@ def main() -> None:
     ]
     with multiprocessing.get_context("spawn").Pool(arguments.processes) as pool:
         cells = pool.map(cell, tasks, chunksize=4)
-    chances = selections(10 * arguments.worlds)
     with tempfile.TemporaryDirectory() as folder:
         real = digits(Path(folder), arguments.margin, arguments.others)
     results = {
         "settings": vars(arguments),
         "kinds": KINDS,
         "cells": cells,
-        "selections": chances,
         "digits": real,
     }
-    for path in _report.write("calibrate", results, table(cells, chances, real)):
+    for path in _report.write("calibrate", results, table(cells, real)):
         print(path)
 
 
-def table(cells: list[dict[str, Any]], chances: list[dict[str, Any]], real: dict[str, Any]) -> str:
+def table(cells: list[dict[str, Any]], real: dict[str, Any]) -> str:
     parts = [
         f"{cells[0]['worlds']} worlds of each of {len(KINDS)} kinds and {len(DEVIATIONS)} deviations of a "
         f"pair's loss "
@@ -376,15 +334,6 @@ def table(cells: list[dict[str, Any]], chances: list[dict[str, Any]], real: dict
         grid([each for each in of(cells, "squeezebox") if each["levels"] == 8], ("kind",)),
         upper_limits(of(cells, "squeezebox")),
         "\n".join(f"- {name}: {meaning}." for name, meaning in KINDS.items()),
-        "## Stated chances of `reports.select`",
-        "| trials' noise | stated chance | worlds | mean stated | right | mean stated regret | regret |\n"
-        "|---|---|---|---|---|---|---|\n"
-        + "\n".join(
-            f"| {row['tails']} | {row['from']:.0%} to {row['to']:.0%} | {row['worlds']} | "
-            f"{row['stated']:.1%} | "
-            f"{row['right']:.1%} | {row['stated_regret']:.3f} | {row['regret']:.3f} |"
-            for row in chances
-        ),
         "## A small CNN on digits",
         f"```text\n{real['text']}\n```",
         "Losses of that level and of looser ones over other seeds, with 90 % intervals:",
