@@ -3,12 +3,14 @@
 Goes in: nothing. Comes out: benchmarks/reports/pipeline_faults-<date>.json and .md.
 
 One of some gloo processes gets SIGKILL or SIGSTOP, or no room for a file: as the runner connects, in a
-step, or while it saves. Each of the others notes when its error comes, on the same clock.
+step, or while it saves. Each of the others notes when its error comes, on the same clock. Steps are also
+those of zero-bubble schedules, and of 2BW in which the rank is one of a stage's two replicas.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import multiprocessing
 import os
 import resource
@@ -26,16 +28,16 @@ from torch import nn
 
 from benchmarks import _ranks, _report
 from squeezebox.pipeline import Runner, _runner
-from squeezebox.schema import InputForm, PipelineError
+from squeezebox.schema import InputForm, PipelineError, PipelinePlan
 
+SIGNALS = ("SIGKILL", "SIGSTOP")
 CASES = [
-    ("start", "SIGKILL"),
-    ("start", "SIGSTOP"),
-    ("step", "SIGKILL"),
-    ("step", "SIGSTOP"),
-    ("save", "SIGKILL"),
-    ("save", "SIGSTOP"),
-    ("save", "full disk"),
+    ("start", "SIGKILL", "1f1b"),
+    ("start", "SIGSTOP", "1f1b"),
+    *(("step", what, schedule) for schedule in ("1f1b", "zb-v", "zb-h2", "2bw") for what in SIGNALS),
+    ("save", "SIGKILL", "1f1b"),
+    ("save", "SIGSTOP", "1f1b"),
+    ("save", "full disk", "1f1b"),
 ]
 WIDTH = 64
 
@@ -49,35 +51,49 @@ def main() -> None:
     if "--quick" in sys.argv[1:]:
         parser.set_defaults(ranks=3, patience=3.0, repeats=1)
     arguments = parser.parse_args()
-    rows = [row(when, what, arguments) for when, what in CASES]
+    rows = [row(*case, arguments) for case in CASES]
     results = {"rows": rows, "settings": vars(arguments)}
     for path in _report.write("pipeline_faults", results, table(rows, arguments.patience)):
         print(path)
 
 
-def row(when: str, what: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def row(when: str, what: str, schedule: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Seconds of all survivors in all repeats, and what the last of them said."""
     seconds, message = list[float](), ""
     for _ in range(arguments.repeats):
         with tempfile.TemporaryDirectory() as folder:
-            found = survivors(when, what, arguments, folder)
+            found = survivors(when, what, planned(schedule, arguments.ranks), arguments.patience, folder)
             happened = float(Path(folder, "happened").read_text())
         seconds += [at - happened for at, _ in found]
         message = found[-1][1].replace(folder, "checkpoints")
-        print(when, what, *(f"{each:.1f}" for each in seconds), file=sys.stderr, flush=True)
-    return {"when": when, "what": what, "seconds": sorted(seconds), "message": message}
+        print(when, what, schedule, *(f"{each:.1f}" for each in seconds), file=sys.stderr, flush=True)
+    return {"when": when, "what": what, "schedule": schedule, "seconds": sorted(seconds), "message": message}
 
 
-def survivors(when: str, what: str, arguments: argparse.Namespace, folder: str) -> list[tuple[float, str]]:
+def planned(schedule: str, ranks: int) -> PipelinePlan:
+    """A block a stage; in 2bw the second stage has two replicas."""
+    form, stages = InputForm(shape=(WIDTH,), dtype="float32"), ranks - (schedule == "2bw")
+    loops = 2 if schedule == "zb-v" else 1
+    plan = _ranks.plan(loops * stages, stages, schedule, 2 * ranks, loops=loops, inputs=(form,))
+    if schedule != "2bw":
+        return plan
+    first, second, *others = plan.stages
+    several = dataclasses.replace(second, replicas=2)
+    return dataclasses.replace(plan, ranks=ranks, stages=(first, several, *others))
+
+
+def survivors(
+    when: str, what: str, plan: PipelinePlan, patience: float, folder: str
+) -> list[tuple[float, str]]:
     """When each of the other ranks raised, and what."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "squeezebox.pipeline"])
     results, ended, port = context.Queue(), context.Event(), _ranks.free_port()
-    options = (arguments.ranks, port, when, what, arguments.patience, folder, results, ended)
-    processes = [context.Process(target=_play, args=(rank, *options)) for rank in range(arguments.ranks)]
+    options = (plan, port, when, what, patience, folder, results, ended)
+    processes = [context.Process(target=_play, args=(rank, *options)) for rank in range(plan.ranks)]
     for process in processes:
         process.start()
-    found = [results.get(timeout=20.0 * arguments.patience) for _ in range(arguments.ranks - 1)]
+    found = [results.get(timeout=20.0 * patience) for _ in range(plan.ranks - 1)]
     ended.set()
     for process in processes:
         process.join(1.0)
@@ -87,7 +103,7 @@ def survivors(when: str, what: str, arguments: argparse.Namespace, folder: str) 
 
 def _play(
     rank: int,
-    world: int,
+    plan: PipelinePlan,
     port: int,
     when: str,
     what: str,
@@ -97,23 +113,24 @@ def _play(
     ended: Any,
 ) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=plan.ranks)
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(world)))
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in plan.stages))
     if rank == 1:
         _arrange(model, when, lambda: _happen(what, Path(folder)))
-    form = InputForm(shape=(WIDTH,), dtype="float32")
+    given = torch.zeros(plan.microbatches * plan.microbatch, WIDTH)
     try:
         runner = Runner(
             model,
-            _ranks.plan(world, world, "1f1b", world, inputs=(form,)),
+            plan,
             optimizer=torch.optim.AdamW(model.parameters()),
             loss_fn=nn.functional.mse_loss,
             patience=patience,
             clip=1.0,
         )
         for _ in range(4):
-            runner.step(torch.zeros(world, WIDTH), torch.zeros(world, WIDTH))
+            runner.step(given, given)
             runner.save(folder)
     except PipelineError as error:
         results.put((time.time(), str(error)))
@@ -123,13 +140,13 @@ def _play(
 
 
 def _arrange(model: nn.Sequential, when: str, happen: Callable[[], None]) -> None:
-    """Let it happen as this rank connects, in its third batch, or as it saves."""
+    """Let it happen as this rank connects, in its sixth forward of its first stage, or as it saves."""
     calls = 0
 
     def count(*_: object) -> None:
         nonlocal calls
         calls += 1
-        if calls > 2 * len(model):
+        if calls > 5:
             happen()
 
     if when == "start":
@@ -153,13 +170,14 @@ def table(rows: list[dict[str, Any]], patience: float) -> str:
     lines = [
         f"Patience is {patience:g} s.",
         "",
-        "| when | what | seconds until the others raise, median (least..most) | what they say |",
-        "|---|---|---|---|",
+        "| when | what | schedule | seconds until the others raise, median (least..most) | what they say |",
+        "|---|---|---|---|---|",
     ]
     for each in rows:
         seconds = each["seconds"]
         spread = f"{seconds[len(seconds) // 2]:.1f} ({seconds[0]:.1f}..{seconds[-1]:.1f})"
-        lines.append(f"| {each['when']} | {each['what']} | {spread} | {each['message'].split(';')[0]} |")
+        case = " | ".join(each[name] for name in ("when", "what", "schedule"))
+        lines.append(f"| {case} | {spread} | {each['message'].split(';')[0]} |")
     return "\n".join(lines)
 
 

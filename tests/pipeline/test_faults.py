@@ -143,6 +143,57 @@ def test_others_stop_wherever_a_rank_is_stopped(when, signal_number, told, tmp_p
     assert [path.name for path in tmp_path.glob("batch-*")] == ["batch-1"] * (when == "step")
 
 
+def _in_a_step(rank, plan, signal_number, folder):
+    """Rank 1 gets a signal in a forward of its third batch; when the others end, and what they say."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(plan.stages[-1].end))).double()
+    calls = []
+
+    def happens(*_):
+        calls.append(rank)
+        if rank == 1 and len(calls) > 5:
+            (folder / "happened").write_text(str(time.time()))
+            os.kill(os.getpid(), signal_number)
+
+    for layer in model:
+        layer.register_forward_pre_hook(happens)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"loss_fn": nn.functional.mse_loss, "patience": SHORT}
+    try:
+        runner = Runner(model, plan, optimizer=optimizer, **options)
+        for batch in range(8):
+            runner.step(*ranks.numbers(batch, plan.microbatch * plan.microbatches))
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}", time.time()
+    return "nothing happened", time.time()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ranks.plan(6, 3, "zb-v", 6, loops=2),
+        ranks.plan(3, 3, "zb-h2", 6),
+        ranks.plan(2, 2, "2bw", 4, in_turn=(1, 2)),
+        ranks.plan(2, 2, "2bw", 4, in_turn=(2, 1)),
+        ranks.plan(2, 2, "pipedream", 2, in_turn=(1, 2)),
+    ],
+    ids=["zb-v", "zb-h2", "2bw-1-2", "2bw-2-1", "pipedream-1-2"],
+)
+def test_others_stop_soon_with_several_stages_or_replicas(plan, signal_number, tmp_path):
+    processes, results = ranks.start(_in_a_step, 3, plan, signal_number, tmp_path)
+    try:
+        found = ranks.collect(processes, results, 2)
+        happened = float((tmp_path / "happened").read_text())
+        for message, ended in found.values():
+            assert message.startswith("PipelineError: rank 1 (stage") and "\n" not in message, message
+            assert "gives no sign of life" in message, message
+            assert ended - happened < SHORT + 2.0
+    finally:
+        processes[1].kill()
+
+
 def test_a_connection_may_break_before_anything_is_waited_for():
     store = HashStore()
     store.set("beat/1", json.dumps([3, "works at F0", None]))  # and never again
