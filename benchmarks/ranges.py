@@ -2,8 +2,8 @@
 
 Goes in: nothing. Comes out: benchmarks/reports/ranges-<date>.json and .md.
 
-Each network's forward and loss are proven once, from one batch and twice its ranges. Then batches are drawn
-anew: evenly within the ranges, at their corners, with the signs of a weight's row, and by ascent: inputs that
+Each network's forward, loss and backward are proven once, from one batch and twice its ranges. Then batches
+are drawn anew: evenly within the ranges, at their corners, with the signs of a weight's row, and by ascent: inputs that
 are moved along the gradient of the largest element, and cut off at the ranges. Weights are as they were, or
 scaled within the ranges. Every element of every operator's result is compared with what was proven.
 """
@@ -32,6 +32,7 @@ def networks() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
     perceptron = nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)
     convolutions = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3)
     encoder = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    head = nn.Flatten(), nn.Linear(72, 4)
     return {
         "perceptron": (nn.Sequential(*perceptron), (8,)),
         "convolutions": (nn.Sequential(*convolutions, nn.SiLU(), nn.Flatten(), nn.Linear(8, 4)), (3, 8, 8)),
@@ -39,6 +40,10 @@ def networks() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
         "normalised": (
             nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4)),
             (8,),
+        ),
+        "groups": (
+            nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.AvgPool2d(2), *head),
+            (3, 8, 8),
         ),
     }
 
@@ -89,9 +94,9 @@ def measure(model: nn.Module, shape: tuple[int, ...], batch: int, rounds: int) -
 
 
 def run(model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
-    """Forward and loss."""
-    with torch.no_grad():
-        functional.cross_entropy(model(inputs), labels)
+    """Forward, loss and backward."""
+    model.zero_grad()
+    functional.cross_entropy(model(inputs.detach()), labels).backward()
 
 
 def compared(one: Reached, other: Reached) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -85,23 +86,27 @@ class Ranges(TorchDispatchMode):
         rule = None if func is aten.view.dtype else RULES.get(_functional(packet))
         before = {id(each): self.of(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
         told = Arguments(args, kwargs, lambda v: before.get(id(v)) or self.of(v), self._sums)
-        found = None if rule is None else rule(told)
+        found: Any = None if rule is None else rule(told)
         out = func(*args, **kwargs)
-        results = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+        leaves = tree_leaves(out)  # where no gradient is wanted there is none
+        results = [each for each in leaves if isinstance(each, Tensor)]
         if found is None and packet in CONSTANTS:
             found = tuple(self._seen(each, margin=1.0) for each in results)
         elif packet in EMPTY:
             found = Interval(0.0, 0.0)
+        elif type(found) is tuple:
+            found = tuple(
+                each for each, leaf in itertools.zip_longest(found, leaves) if isinstance(leaf, Tensor)
+            )
         if results:
             self._note(func, results, found, terms_of(packet, args), rounded_terms(packet, args))
         return out
 
     def _note(self, func: Any, results: Sequence[Tensor], found: Any, terms: int, rounded: int) -> None:
-        listed = [*found] if type(found) is tuple else [found] * len(results)
-        listed += [None] * (len(results) - len(listed))
+        listed = found if type(found) is tuple else [found] * len(results)
         proven = [
             None if each is None else widened(Interval(*each), rounded, result.dtype)
-            for each, result in zip(listed, results, strict=False)
+            for each, result in zip(listed, results, strict=True)
         ]
         is_view, module = func.is_view, self._modules.current()
         for result, each in zip(results, proven, strict=True):
@@ -118,7 +123,7 @@ class Ranges(TorchDispatchMode):
                 module=module,
                 proven=tuple(proven),
                 seen=tuple(self._seen(each, margin=1.0) for each in results),
-                is_proven=found is not None,
+                is_proven=None not in proven,
                 dtype=results[0].dtype,
                 terms=terms,
             )

@@ -12,6 +12,7 @@ from squeezebox.doctor._elementwise import ELEMENTWISE, count, or_zero
 from squeezebox.doctor._intervals import Arguments, Interval, Rule, added, around, times
 
 aten: Any = torch.ops.aten
+_HIDDEN = -1e30  # what a mask adds to a key that must not be seen
 
 
 def _dot(a: Arguments, first: int, second: int, dims: tuple[Sequence[int], Sequence[int]]) -> Interval:
@@ -60,10 +61,81 @@ def _layer_norm(a: Arguments) -> tuple[Interval | None, ...]:
 
 
 def _batch_norm(a: Arguments) -> tuple[Interval | None, ...]:
-    if not a.args[5]:
-        return (None,)
     count, epsilon = a.args[0].numel() // a.args[0].shape[1], a.args[7]
+    if not a.args[5]:
+        spread = 1.0 / math.sqrt(max(a[4].low, 0.0) + epsilon)
+        empty = Interval(0.0, 0.0)
+        return _affine(a, (a[0].reach + a[3].reach) * spread, 1), empty, empty
     return _affine(a, math.sqrt(max(count - 1, 0)), 1), a[0], Interval(0.0, 1.0 / math.sqrt(epsilon))
+
+
+def _group_norm(a: Arguments) -> tuple[Interval | None, ...]:
+    count = a.args[0].numel() // (a.args[3] * a.args[6])
+    return _affine(a, math.sqrt(max(count - 1, 0)), 1), a[0], Interval(0.0, 1.0 / math.sqrt(a.args[7]))
+
+
+def _norm_backward(a: Arguments, count: int, places: int, spread: float, weight: int) -> tuple[Interval, ...]:
+    """Of input, weight and bias. ``count`` numbers are normalised as one, ``places`` of them with one weight.
+
+    The input's is a projection, whose rows have at most length 1, of the gradient times the weight. Squares
+    of n normalised numbers add up to n at most, so magnitudes of p of them to the root of n p.
+    """
+    has_weight = a.args[weight] is not None
+    weighted = a[0].reach * (a[weight].reach if has_weight else 1.0)
+    summed = a.args[0].numel() / (a.args[weight].numel() if has_weight else 1)
+    normalised = min(math.sqrt(max(count - 1, 0)), math.sqrt(count / places))
+    return (
+        around(weighted * spread * math.sqrt(count)),
+        around(a[0].reach * summed * normalised),
+        around(a[0].reach * summed),
+    )
+
+
+def _layer_norm_backward(a: Arguments) -> tuple[Interval, ...]:
+    return _norm_backward(a, math.prod(a.args[2]), 1, a[4].reach, 5)
+
+
+def _group_norm_backward(a: Arguments) -> tuple[Interval, ...]:
+    batch, places, groups = a.args[5], a.args[7], a.args[8]
+    return _norm_backward(a, a.args[0].numel() // (batch * groups), places, a[3].reach, 4)
+
+
+def _batch_norm_backward(a: Arguments) -> tuple[Interval | None, ...]:
+    count, is_training, epsilon = a.args[0].numel() // a.args[0].shape[1], a.args[7], a.args[8]
+    if is_training:
+        return _norm_backward(a, count, count, 1.0 / math.sqrt(epsilon), 2)
+    spread = 1.0 / math.sqrt(max(a[4].low, 0.0) + epsilon)
+    weight, summed = 1.0 if a.args[2] is None else a[2].reach, a[0].reach * count
+    moved = (a[1].reach + a[3].reach) * spread
+    return around(a[0].reach * weight * spread), around(summed * moved), around(summed)
+
+
+def _attention_backward(a: Arguments) -> tuple[Interval | None, ...]:
+    """Of queries, keys and values; a row of weights p adds up to 1, and g are the gradients of its weights.
+
+    p (g - sum(p g)) adds up to at most max |g| in magnitude, and each is at most half of it.
+    """
+    if a.given(6, "dropout_p", 0.0):
+        return (None, None, None)
+    queries, width = a.args[1].shape[-2:]
+    scale = a.kwargs.get("scale") or 1.0 / math.sqrt(width)
+    most = a[0].reach * a[3].reach * width
+    return (
+        around(abs(scale) * most * a[2].reach),
+        around(abs(scale) * most * a[1].reach * queries / 2),
+        around(a[0].reach * queries),
+    )
+
+
+def _averaged_backward(a: Arguments) -> Interval:
+    """A place is in no more windows than one has places, and gets at most each one's gradient."""
+    kernel, stride = ([*each, *each][:2] for each in (a.args[2], a.args[3] or a.args[2]))
+    return or_zero(a).scaled(float(math.prod(-(-k // s) for k, s in zip(kernel, stride, strict=True))))
+
+
+def _rows_backward(a: Arguments) -> Interval:
+    """A row gets the gradients of all its places, which may be all there are."""
+    return around(a[0].reach * a.args[1].numel())
 
 
 def _shares(a: Arguments) -> Interval:
@@ -105,6 +177,15 @@ def _sigmoid_backward(a: Arguments) -> Interval:
     return times(a[0], Interval(0.0, 0.25)) if 0.0 <= a[1].low and a[1].high <= 1.0 else around(math.inf)
 
 
+def _picked(a: Arguments) -> tuple[Interval | None, ...]:
+    """A loss of one class, summed or not, and the weights that it was divided by."""
+    if a.args[2] is not None:
+        return (None, None)
+    count = float(a.args[1].numel())
+    loss = or_zero(a).scaled(-1.0)
+    return loss.scaled(count) if a.args[3] == 2 else loss, Interval(0.0, count)
+
+
 def _picked_backward(a: Arguments) -> Interval:
     """Of a loss of one class: each gradient goes to one place, perhaps divided by how many there are."""
     return around(a[0].reach)
@@ -137,8 +218,16 @@ def _convolution_backward(a: Arguments) -> tuple[Interval | None, ...]:
 
 
 def _attention(a: Arguments) -> tuple[Interval | None, ...]:
-    """Values by weights that add up to 1."""
-    return (a[2] if not a.given(3, "dropout_p", 0.0) else None,)
+    """Values by weights that add up to 1, and the logarithms of what these were divided by."""
+    if a.given(3, "dropout_p", 0.0):
+        return (None, None)
+    keys, width = a.args[1].shape[-2:]
+    scale = a.kwargs.get("scale") or 1.0 / math.sqrt(width)
+    most = abs(scale) * a[0].reach * a[1].reach * width
+    mask = a.kwargs.get("attn_mask")
+    low, high = (0.0, 0.0) if mask is None else a.of(mask)
+    low = low if low > _HIDDEN else 0.0  # of a row with a key left; where none is, infinity is meant
+    return a[2], Interval(min(low, 0.0) - most, max(high, 0.0) + most + math.log(keys))
 
 
 RULES: Mapping[Any, Rule] = {
@@ -150,6 +239,10 @@ RULES: Mapping[Any, Rule] = {
     aten.convolution: _convolution,
     aten.native_layer_norm: _layer_norm,
     aten.native_batch_norm: _batch_norm,
+    aten.native_group_norm: _group_norm,
+    aten.native_layer_norm_backward: _layer_norm_backward,
+    aten.native_batch_norm_backward: _batch_norm_backward,
+    aten.native_group_norm_backward: _group_norm_backward,
     aten._softmax: _shares,
     aten._safe_softmax: _shares,
     aten.bernoulli: _shares,
@@ -160,11 +253,14 @@ RULES: Mapping[Any, Rule] = {
     aten.fill: lambda a: a[1],
     aten.select_backward: or_zero,
     aten.slice_backward: or_zero,
-    aten.nll_loss_forward: lambda a: (or_zero(a).scaled(-1.0) if a.args[2] is None else None, None),
+    aten.nll_loss_forward: _picked,
     aten.nll_loss_backward: lambda a: _picked_backward(a) if a.args[3] is None else around(math.inf),
     aten._log_softmax_backward_data: _log_shares_backward,
     aten.max_pool2d_with_indices_backward: _pooled_backward,
     aten.convolution_backward: _convolution_backward,
+    aten.avg_pool2d_backward: _averaged_backward,
+    aten.embedding_dense_backward: _rows_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._log_softmax: _log_shares,
     aten.native_dropout: _dropout,
@@ -194,6 +290,20 @@ CONSTANTS = frozenset(
     }
 )
 EMPTY = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided})
+_SUMS = frozenset(
+    {
+        aten.native_batch_norm,
+        aten.native_layer_norm,
+        aten.native_group_norm,
+        aten.native_batch_norm_backward,
+        aten.native_layer_norm_backward,
+        aten.native_group_norm_backward,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        aten.embedding_dense_backward,
+        aten._log_softmax,
+        aten._softmax,
+    }
+)
 PRODUCTS = frozenset({aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.convolution})
 
 
@@ -208,7 +318,7 @@ def rounded_terms(packet: Any, args: Sequence[Any]) -> int:
         return count(args[0], args[1] if len(args) > 1 else None)
     if packet in (aten._log_softmax_backward_data, aten._softmax_backward_data):
         return int(args[0].shape[args[2]])
-    if packet in (aten.native_batch_norm, aten.native_layer_norm, aten._log_softmax, aten._softmax):
+    if packet in _SUMS:
         return int(args[0].numel())
     return terms_of(packet, args)
 
