@@ -6,7 +6,9 @@ Real processes over gloo on one machine, a thread each: two blocks of GPT in flo
 sequence of 512, batch 2, 1024 features, 16 heads. Rivals are torch's own plans of tensor parallelism for the
 same blocks, alone and with its SequenceParallel for norms. Bytes are what forward leaves on a rank, for each
 block. Next to them is the formula of arXiv:2205.05198 (table 2) in float32, where a mask of dropout takes 4
-bytes as a value does. Seconds are of forward and backward of the blocks; rounds start with different ways.
+bytes as a value does. Units are of s b h bytes in bfloat16, measured, and as the paper has them: there a mask
+takes a byte, and on a CPU 2, so that 34 is 36 here; and attention with dropout computes in float32. Losses are
+of three steps with AdamW. Seconds are of forward and backward of the blocks; rounds start with different ways.
 """
 
 import argparse
@@ -31,6 +33,14 @@ FORMULA = {
     "torch's SequenceParallel": (2, 16, 3),
     "split": (0, 18, 3),
     "split, core recomputed": (0, 18, 0),
+}
+#: The paper's bytes: of s b h whole, of s b h / t, and of a s^2 b / t.
+PAPER = {
+    "one process": (34, 0, 5),
+    "plain TP": (10, 24, 5),
+    "TP, block recomputed": (2, 0, 0),
+    "split": (0, 34, 5),
+    "split, core recomputed": (0, 34, 0),
 }
 MIB = 2**20
 
@@ -68,9 +78,9 @@ class Block(nn.Module):
         return x + self.last(self.mlp(self.second(x)))
 
 
-def blocks_of(dropout: float) -> nn.Sequential:
+def blocks_of(dropout: float, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(dropout) for _ in range(BLOCKS)))
+    return nn.Sequential(*(Block(dropout) for _ in range(BLOCKS))).to(dtype)
 
 
 def by_torch(blocks: nn.Sequential, *, sequence: bool) -> nn.Sequential:
@@ -100,21 +110,21 @@ def by_torch(blocks: nn.Sequential, *, sequence: bool) -> nn.Sequential:
     return blocks
 
 
-def ways(dropout: float) -> dict:
+def ways(dropout: float, dtype: torch.dtype = torch.float32) -> dict:
     """Blocks, and the function that runs them."""
-    split = {"columns": COLUMNS, "rows": ROWS}
-    plain, sequence = (by_torch(blocks_of(dropout), sequence=each) for each in (False, True))
-    alone = layers.split_sequence_(blocks_of(dropout), core=None, **split)
-    cored = layers.split_sequence_(blocks_of(dropout), **split)
+    split, given = {"columns": COLUMNS, "rows": ROWS}, (dropout, dtype)
+    plain, again, sequence = (by_torch(blocks_of(*given), sequence=each) for each in (False, False, True))
+    alone = layers.split_sequence_(blocks_of(*given), core=None, **split)
+    cored = layers.split_sequence_(blocks_of(*given), **split)
 
     def recomputed(x: Tensor) -> Tensor:
-        for block in plain:
+        for block in again:
             x = checkpoint(block, x, use_reentrant=False)
         return x
 
     runs = {
         "plain TP": (plain, plain),
-        "TP, block recomputed": (plain, recomputed),
+        "TP, block recomputed": (again, recomputed),
         "torch's SequenceParallel": (sequence, sequence),
         "split": (alone, alone),
         "split, core recomputed": (cored, cored),
@@ -142,6 +152,18 @@ def peak(run, x: Tensor, above: Tensor) -> int:
     return meter.stop(()).total_bytes
 
 
+def losses(blocks, run, x: Tensor, goal: Tensor) -> Tensor:
+    """Of three steps."""
+    optimizer, found = torch.optim.AdamW(blocks.parameters(), foreach=False), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = F.mse_loss(whole_of(run(x)), goal)
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+    return torch.stack(found)
+
+
 def on_rank(_: int, rounds: int) -> dict:
     torch.manual_seed(1)
     x, above = torch.randn(BATCH, LENGTH, DIM), torch.randn(BATCH, LENGTH, DIM)
@@ -155,6 +177,10 @@ def on_rank(_: int, rounds: int) -> dict:
         whole_of(run(x)).backward(above)
         found = torch.cat([whole_of(each.grad).flatten() for each in blocks.parameters()])
         errors[name] = float((found - goal).norm() / goal.norm())
+    trained = blocks_of(0.0)
+    plain, apart = losses(trained, trained, x, above), {}
+    for name, (blocks, run) in ways(0.0).items():
+        apart[name] = float((losses(blocks, run, x, above) / plain - 1.0).abs().max())
     runs, seconds = ways(0.1), {}
     for number in range(rounds + 1):
         first = number % len(runs)
@@ -165,7 +191,10 @@ def on_rank(_: int, rounds: int) -> dict:
             if number:
                 seconds.setdefault(name, []).append(time.perf_counter() - start)
     bytes_of = {name: (held(run, x), peak(run, x, above)) for name, (_, run) in runs.items()}
-    return {"errors": errors, "seconds": seconds, "bytes": bytes_of}
+    half = {name: run for name, (_, run) in ways(0.1, torch.bfloat16).items()}
+    half["one process"] = blocks_of(0.1, torch.bfloat16)
+    units = {name: held(half[name], x.bfloat16()) / BLOCKS / (BATCH * LENGTH * DIM) for name in PAPER}
+    return {"errors": errors, "losses": apart, "seconds": seconds, "bytes": bytes_of, "units": units}
 
 
 def table(found: list[dict]) -> str:
@@ -175,8 +204,8 @@ def table(found: list[dict]) -> str:
         f"{RANKS} ranks; as/h is {HEADS * LENGTH / DIM:.0f}. Errors are of all gradients without dropout, "
         "next to one process. Ratios are medians of those within a round, and all that were seen.",
         "",
-        "| way | held a block | formula | peak of both | seconds next to plain TP | error |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| way | held a block | formula | peak of both | seconds next to plain TP | error | of losses |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, (whole, part, heads) in FORMULA.items():
         formula = whole * unit + (part * unit + heads * core) / RANKS
@@ -186,8 +215,15 @@ def table(found: list[dict]) -> str:
         rows.append(
             f"| {name} | {nbytes / BLOCKS / MIB:.2f} MiB | {formula / MIB:.2f} MiB | {most / MIB:.1f} MiB "
             f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) "
-            f"| {max(each['errors'][name] for each in found):.1e} |"
+            f"| {max(each['errors'][name] for each in found):.1e} "
+            f"| {max(each['losses'][name] for each in found):.1e} |"
         )
+    heads = HEADS * LENGTH / DIM
+    rows += ["", "| way, bfloat16 | s b h bytes a block | the paper's |", "| --- | --- | --- |"]
+    for name, (whole, part, times) in PAPER.items():
+        measured = max(each["units"][name] for each in found)
+        parts = 1 if name == "one process" else RANKS
+        rows.append(f"| {name} | {measured:.1f} | {whole + (part + times * heads) / parts:.1f} |")
     return "\n".join(rows)
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.checkpoint import checkpoint
 
 import squeezebox
-from squeezebox import OptionError, UnsupportedModelError, layers, memory
+from squeezebox import OptionError, UnsupportedModelError, layers, memory, pipeline
 from tests.pipeline import ranks
 
 BATCH, LENGTH, DIM, HEADS, WORDS = 2, 32, 16, 4, 11
@@ -226,6 +226,22 @@ def test_states_draws_refusals_and_bytes():
         part = 16 * 4 * LENGTH * DIM * 4 // 2  # which is a copy; plainly it is the input itself
         assert split <= 0.5 * plain + part + 8192  # random states are no smaller
     assert not torch.equal(one["drops"], two["drops"]) and torch.equal(one["after"], two["after"])
+
+
+def cut_up(_):
+    net = Net()
+    model = nn.Sequential(net.embed, *net.blocks, net.head)
+    layers.split_sequence_(net.blocks, **NAMES)
+    with pytest.raises(UnsupportedModelError, match="make a pipeline of the model") as caught:
+        pipeline.cut(model, (words(),))
+    return str(caught.value)
+
+
+def test_split_blocks_are_refused_as_stages():
+    for message in ranks.run(cut_up, 2):
+        assert message.startswith("'1.attention.qkv.weight' is a DTensor, of which each rank has a part"), (
+            message
+        )
 
 
 def test_what_cannot_be_split_is_refused_before_anything_changes():

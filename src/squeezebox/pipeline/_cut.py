@@ -42,8 +42,10 @@ def cut(model: nn.Module, inputs: tuple[Any, ...], keywords: Sequence[str] = ())
         keywords: by which the model takes them, "" or nothing for those that it takes by place.
 
     Raises:
-        UnsupportedModelError: torch.export cannot trace the model, or no cut is possible.
+        UnsupportedModelError: torch.export cannot trace the model, no cut is possible, or a parameter is a
+            DTensor.
     """
+    _require_whole(model)
     if any(keywords) and isinstance(model, nn.Sequential):
         raise UnsupportedModelError(
             f"an nn.Sequential takes its inputs by place, and these are called {', '.join(keywords)}. Pass a "
@@ -69,6 +71,17 @@ def cut(model: nn.Module, inputs: tuple[Any, ...], keywords: Sequence[str] = ())
     pieces = [Piece(name, GraphModule(traced, graph)) for name, graph in _graphs(traced)]
     last = pieces[-1]
     return [*pieces[:-1], Piece(last.name, _Structured(last.module, spec))]
+
+
+def _require_whole(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh"):
+            raise UnsupportedModelError(
+                f"'{name}' is a DTensor, of which each rank has a part, as layers.split_sequence_ and "
+                "parallelize_module make them. A stage's rank keeps its weights whole in a flat buffer, and "
+                "replicas of it have other batches, so gradients would be summed twice. Split the sequence "
+                "or make a pipeline of the model, not both."
+            )
 
 
 def fingerprint(pieces: Sequence[Piece]) -> str:
