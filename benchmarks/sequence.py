@@ -7,8 +7,9 @@ sequence of 512, batch 2, 1024 features, 16 heads. Rivals are torch's own plans 
 same blocks, alone and with its SequenceParallel for norms. Bytes are what forward leaves on a rank, for each
 block. Next to them is the formula of arXiv:2205.05198 (table 2) in float32, where a mask of dropout takes 4
 bytes as a value does. Units are of s b h bytes in bfloat16, measured, and as the paper has them: there a mask
-takes a byte, and on a CPU 2, so that 34 is 36 here; and attention with dropout computes in float32. Losses are
-of three steps with AdamW. Seconds are of forward and backward of the blocks; rounds start with different ways.
+takes a byte, and on a CPU 2, so that 34 is 36 here; and attention with dropout computes in float32. Losses
+are of three steps with AdamW. Seconds are of forward and backward of the blocks; rounds start with different
+ways.
 """
 
 import argparse
