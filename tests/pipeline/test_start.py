@@ -1,7 +1,9 @@
 """Models without memory: where their values come from, and what a rank needs to start."""
 
 import math
+import os
 import re
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -232,6 +234,66 @@ def test_a_rank_needs_less_memory_than_the_model_to_start():
         peak, own = result
         assert own == whole // 5
         assert peak < own + 0.4 * whole  # two or three tensors at a time, and what starting takes
+
+
+_GROUPS = Path("/sys/fs/cgroup/memory")  # control groups of version 1, or else of version 2
+_LIMIT = "memory.limit_in_bytes"
+if not _GROUPS.exists():
+    _GROUPS, _LIMIT = Path("/sys/fs/cgroup"), "memory.max"
+
+
+def _limited(folder, nbytes):
+    """This process may take so much more memory; the kernel kills it where it takes all."""
+    group = folder / str(os.getpid())
+    group.mkdir()
+    (group / _LIMIT).write_text(str(nbytes))
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def _trained_within(rank, plan, folder, nbytes):
+    _limited(folder, nbytes)
+    with Construction() as construction:
+        model = _large(40)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"loss_fn": nn.functional.mse_loss, "construction": construction}
+    runner = Runner(model, plan, optimizer=optimizer, **options)
+    given = torch.ones(plan.microbatches * plan.microbatch, WIDTH)
+    losses = [runner.step(given, given) for _ in range(3)]
+    runner.close()
+    return losses
+
+
+def _whole_within(rank, folder, nbytes):
+    _limited(folder, nbytes)
+    return len(_large(40))
+
+
+@pytest.fixture
+def groups():
+    folder = _GROUPS / f"squeezebox-{os.getpid()}"
+    try:
+        folder.mkdir()
+        if _LIMIT == "memory.max":
+            (folder / "cgroup.subtree_control").write_text("+memory")
+    except OSError:
+        pytest.skip("this user may not limit memory by control groups")
+    yield folder
+    for each in folder.iterdir():
+        if each.is_dir():
+            each.rmdir()
+    folder.rmdir()
+
+
+@pytest.mark.slow
+def test_ranks_train_a_model_that_none_of_them_may_hold(groups):
+    plan = ranks.plan(40, 5, "1f1b", 2, inputs=(InputForm(shape=(WIDTH,), dtype="float32"),))
+    nbytes = 40 * 4 * WIDTH * (WIDTH + 1) * 3 // 4
+    results = ranks.run(_trained_within, 5, plan, groups, nbytes)
+    assert all(losses == [None] * 3 for losses in results[:-1]), results
+    assert results[-1][2] < results[-1][0]
+    (process,), _ = ranks.start(_whole_within, 1, groups, nbytes)
+    process.join(60.0)
+    assert process.exitcode == -signal.SIGKILL
 
 
 def test_blocks_are_planned_one_by_one():
