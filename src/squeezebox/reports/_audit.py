@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,8 @@ from squeezebox.reports._audit_statistics import (
     equivalence,
     seeds_needed,
 )
-from squeezebox.schema import decoded, load_json, save_json
+from squeezebox.reports._saved import Saved
+from squeezebox.schema import checked
 
 EVERYTHING, CONTROL, IMPLEMENTATION = "everything", "control", "implementation"
 
@@ -109,11 +109,13 @@ class StepCost:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Audit:
+class Audit(Saved):
     """Whether compression changes a training more than its tooling does. ``str()`` is a page of text.
 
     ``facts`` say what was trained; ``factor_shares`` is each factor's variance, varied alone, over their sum.
     """
+
+    KIND, AGAIN = "audit", "squeezebox.audit(...).save(path)"
 
     facts: Mapping[str, Any]
     controls: tuple[ControlPair, ...]
@@ -136,29 +138,20 @@ class Audit:
             plain["verdict"] = comparison.verdict
         return {name: _finite(value) for name, value in values.items()} | {"sound": self.sound}
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it whole or not at all; OutputError if the path cannot be written."""
-        save_json(path, self.to_dict())
-
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Audit:
-        """What :meth:`save` wrote, with NaN for what was not finite; FormatError if the file is damaged."""
-        return load_json(path, "audit", "squeezebox.audit(...).save(path)", _from_dict)
+    def from_dict(cls, values: Any, where: str = "") -> Audit:
+        """The result of such values, NaN for null; FormatError names the field that is wrong."""
+        if isinstance(values, dict):  # what follows from the rest
+            values.pop("sound", None)
+            for each in values.get("comparisons", ()):
+                if isinstance(each, dict):
+                    each.pop("verdict", None)
+        return cls(**checked(cls, values, where, any_number=True))
 
     def __str__(self) -> str:
         from squeezebox.reports._audit_text import audit_text
 
         return audit_text(self)
-
-
-def _from_dict(values: Any) -> Audit:
-    if isinstance(values, dict):  # what follows from the rest
-        values.pop("sound", None)
-        for each in values.get("comparisons", ()):
-            if isinstance(each, dict):
-                each.pop("verdict", None)
-    made: Audit = decoded(Audit, values, any_number=True)
-    return made
 
 
 def analyse(records: Sequence[AuditRecord], margin: float, facts: Mapping[str, Any]) -> Audit:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from squeezebox.reports._audit_statistics import LEVEL, paired_limit, t_quantile
+from squeezebox.reports._saved import Saved
 from squeezebox.reports._selection import select
-from squeezebox.schema import decoded, load_json, plain_fields, save_json
+from squeezebox.schema import checked
 
 _POWER_QUANTILE = 0.8416  # of the normal distribution at 80 %
 _MOST_PAIRS = 1000
@@ -42,13 +42,15 @@ class CalibratedLevel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Calibration:
+class Calibration(Saved):
     """The loosest options whose metric stays within ``margin`` of plain training's; ``str()`` is a page.
 
     ``options`` are None where no level was shown. ``spent`` counts whole trainings and the shares of short
     ones. ``trainings_needed`` would show a level without any loss in four of five calibrations; None where it
     is unknown or above 2000. ``facts`` say what was trained.
     """
+
+    KIND, AGAIN = "calibration", "squeezebox.calibrate(...).save(path)"
 
     facts: Mapping[str, str]
     metric: str
@@ -70,18 +72,10 @@ class Calibration:
         """The level that was shown."""
         return next((level for level in reversed(self.levels) if level.shown), None)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return plain_fields(self)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it whole or not at all; OutputError if the path cannot be written."""
-        save_json(path, self.to_dict())
-
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Calibration:
-        """What :meth:`save` wrote; FormatError if the file is damaged."""
-        return load_json(path, "calibration", "squeezebox.calibrate(...).save(path)", _from_dict)
+    def from_dict(cls, values: Any, where: str = "") -> Calibration:
+        """The result of such values; FormatError names the field that is wrong."""
+        return cls(**checked(cls, values, where, any_number=True))
 
     def __str__(self) -> str:
         rows = [["level", "short run", "pairs", "loss", "90 % interval", "P(within)", ""]]
@@ -89,11 +83,6 @@ class Calibration:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join([*_verdict(self), "", *table, *(["", *self.notes] if self.notes else [])])
-
-
-def _from_dict(values: Any) -> Calibration:
-    made: Calibration = decoded(Calibration, values, any_number=True)
-    return made
 
 
 def level_name(options: Mapping[str, float]) -> str:

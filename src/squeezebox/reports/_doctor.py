@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from squeezebox.reports._saved import SavedFigures
 from squeezebox.schema import (
     CheckedEnvironment,
     CheckedPackage,
@@ -16,11 +17,8 @@ from squeezebox.schema import (
     Redundancy,
     Waste,
     checked,
-    decoded,
     human_bytes,
-    load_json,
     plain_fields,
-    save_json,
 )
 
 _MODULES = 3  # named in text; JSON has all
@@ -36,8 +34,11 @@ _MEANINGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class StepCheck:
+class StepCheck(SavedFigures):
     """Repeated operators, dead stores, copies, syncs, overwritten tensors of a step. ``str()`` is a table."""
+
+    KIND, AGAIN = "checked step", "squeezebox.check_step(step).save(path)"
+    FIGURES = CheckedStep
 
     figures: CheckedStep
 
@@ -45,19 +46,6 @@ class StepCheck:
     def findings(self) -> tuple[Redundancy, ...]:
         """Line by line, the slowest first."""
         return self.figures.findings
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, as written by :meth:`save`."""
-        return plain_fields(self.figures)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it whole or not at all; OutputError if the path cannot be written."""
-        save_json(path, self.to_dict())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> StepCheck:
-        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another kind."""
-        return cls(load_json(path, "checked step", _AGAIN, lambda values: decoded(CheckedStep, values)))
 
     def __str__(self) -> str:
         figures = self.figures
@@ -103,24 +91,13 @@ def _short(path: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class RangeCheck:
+class RangeCheck(SavedFigures):
     """How far a step's operators reach, and which can leave a type. ``str()`` is some sentences."""
 
+    KIND, AGAIN = "check of ranges", "squeezebox.check_ranges(step).save(path)"
+    FIGURES = CheckedRanges
+
     figures: CheckedRanges
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, as written by :meth:`save`."""
-        return plain_fields(self.figures)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it whole or not at all; OutputError if the path cannot be written."""
-        save_json(path, self.to_dict())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> RangeCheck:
-        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another kind."""
-        again = "squeezebox.check_ranges(step).save(path)"
-        return cls(load_json(path, "check of ranges", again, lambda values: decoded(CheckedRanges, values)))
 
     def __str__(self) -> str:
         found = self.figures
@@ -147,8 +124,11 @@ def _overflow(each: Overflow) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class EnvironmentCheck:
+class EnvironmentCheck(SavedFigures):
     """Versions, devices, packages, and what is wrong with them. ``str()`` is a page of text."""
+
+    KIND, AGAIN = "checked environment", "squeezebox.check_environment().save(path)"
+    FIGURES = CheckedEnvironment
 
     figures: CheckedEnvironment
 
@@ -161,14 +141,10 @@ class EnvironmentCheck:
         """Plain values, as written by :meth:`save`."""
         return plain_fields(self.figures) | {"healthy": self.healthy}
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it whole or not at all; OutputError if the path cannot be written."""
-        save_json(path, self.to_dict())
-
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> EnvironmentCheck:
-        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another kind."""
-        return load_json(path, "checked environment", "squeezebox.check_environment().save(path)", _from_dict)
+    def from_dict(cls, values: Any, where: str = "") -> EnvironmentCheck:
+        """The result of such values; FormatError names the field that is wrong."""
+        return cls(CheckedEnvironment(**checked(CheckedEnvironment, values, where, besides=["healthy"])))
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -188,10 +164,6 @@ class EnvironmentCheck:
         for each in figures.faults:
             detail = f" ({each.detail})" if each.detail else ""
             yield f"{each.package}: {each.subject}: {each.fault.value}{detail}"
-
-
-def _from_dict(values: Any) -> EnvironmentCheck:
-    return EnvironmentCheck(CheckedEnvironment(**checked(CheckedEnvironment, values, besides=["healthy"])))
 
 
 def _package(package: CheckedPackage) -> str:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from squeezebox.reports._plan import StepPlan
-from squeezebox.schema import Call, Peak, checked, decoded, human_bytes, load_json, plain_fields, save_json
+from squeezebox.reports._saved import Saved
+from squeezebox.schema import Call, Peak, checked, human_bytes, plain_fields
 
 _WHERE = ("phase", "module", "operator")  # of the peak's call, which a file has by themselves too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Estimate:
+class Estimate(Saved):
     """The predicted memory of a plain PyTorch training step; all sizes in bytes. ``str()`` is a table.
 
     ``input_shape`` and ``batch`` are those of the first input; ``input_bytes`` count all, and the target.
@@ -26,6 +26,8 @@ class Estimate:
     the step was taken on real tensors, "" where fake ones did. ``assumed_load``: how routers were taken to
     choose, "" where no size follows from that.
     """
+
+    KIND, AGAIN = "estimate", "squeezebox.estimate(...).save(path)"
 
     input_shape: tuple[int, ...]
     batch: int
@@ -47,14 +49,13 @@ class Estimate:
         """Plain values, as written by :meth:`save`."""
         return plain_fields(self) | {"peak": _peak(self.peak)}
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the estimate whole or not at all; OutputError if the path cannot be written."""
-        save_json(path, self.to_dict())
-
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Estimate:
-        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another kind."""
-        return load_json(path, "estimate", "squeezebox.estimate(...).save(path)", _from_dict)
+    def from_dict(cls, values: Any, where: str = "") -> Estimate:
+        """The result of such values; FormatError names the field that is wrong."""
+        peak = values.get("peak") if isinstance(values, dict) else None
+        if isinstance(peak, dict):
+            values["peak"] = {name: each for name, each in peak.items() if name not in _WHERE}
+        return cls(**checked(cls, values, where))
 
     def __str__(self) -> str:
         shape = "x".join(str(size) for size in (self.batch, *self.input_shape))
@@ -99,14 +100,6 @@ def _peak(peak: Peak) -> dict[str, Any]:
     return {**plain_fields(peak), **where}
 
 
-def _from_dict(values: Any) -> Estimate:
-    peak = values.get("peak") if isinstance(values, dict) else None
-    if isinstance(peak, dict):
-        values["peak"] = {name: each for name, each in peak.items() if name not in _WHERE}
-    made: Estimate = decoded(Estimate, values)
-    return made
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchPoint:
     """A batch whose fastest plan within a budget has this peak, and this time in plain steps of the batch."""
@@ -117,7 +110,7 @@ class BatchPoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MaxBatch:
+class MaxBatch(Saved):
     """The largest batch whose plan fits the budget. ``str()`` is a sentence; sizes are bytes.
 
     ``plain_batch`` is the largest that plain training would hold, 0 if none. ``measured`` says that a step of
@@ -125,27 +118,14 @@ class MaxBatch:
     ``frontier`` are batches from plain training's to this one.
     """
 
+    KIND, AGAIN = "batch", "squeezebox.max_batch(...).save(path)"
+
     batch: int
     plan: StepPlan
     predicted_peak_bytes: int
     plain_batch: int
     measured: bool
     frontier: tuple[BatchPoint, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, as written by :meth:`save`."""
-        return plain_fields(self)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it whole or not at all; OutputError if the path cannot be written."""
-        save_json(path, self.to_dict())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> MaxBatch:
-        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another kind."""
-        return load_json(
-            path, "batch", "squeezebox.max_batch(...).save(path)", lambda values: cls(**checked(cls, values))
-        )
 
     def __str__(self) -> str:
         plan = self.plan
@@ -159,7 +139,7 @@ class MaxBatch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FoundBatch:
+class FoundBatch(Saved):
     """The largest batch for some memory, less a reserve. ``str()`` is some sentences; sizes are bytes.
 
     ``probes`` are the batches that were run to find it, the last one under the plan.
@@ -167,6 +147,8 @@ class FoundBatch:
     are the sizes whose gradients add up to one update; their losses weigh as much as they have samples.
     ``frontier`` are batches from plain training's to this one.
     """
+
+    KIND, AGAIN = "batch", "squeezebox.find_batch(...).save(path)"
 
     batch: int
     plan: StepPlan
@@ -178,21 +160,6 @@ class FoundBatch:
     probes: tuple[int, ...]
     microbatches: tuple[int, ...]
     frontier: tuple[BatchPoint, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, as written by :meth:`save`."""
-        return plain_fields(self)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it whole or not at all; OutputError if the path cannot be written."""
-        save_json(path, self.to_dict())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> FoundBatch:
-        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another kind."""
-        return load_json(
-            path, "batch", "squeezebox.find_batch(...).save(path)", lambda values: cls(**checked(cls, values))
-        )
 
     def __str__(self) -> str:
         seen = self.measured_peak_bytes

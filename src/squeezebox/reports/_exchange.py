@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from dataclasses import dataclass
-from typing import Any
 
+from squeezebox.reports._saved import Saved
 from squeezebox.reports._selection import Selection, select
-from squeezebox.schema import decoded, human_bytes, load_json, plain_fields, save_json
+from squeezebox.schema import human_bytes
 
 _AGAIN = "squeezebox.gradients.measure_exchange(...).save(path)"
 
@@ -50,12 +49,14 @@ class ExchangeWay:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredExchange:
+class MeasuredExchange(Saved):
     """What ``squeezebox gradients measure`` found. ``str()`` is its tables.
 
     ``alone_seconds`` a step takes whose gradients stay where they are. ``groups`` are what "auto" chose:
     methods and how many parameters.
     """
+
+    KIND, AGAIN = "table of exchanges", "squeezebox.gradients.measure_exchange(...).save(path)"
 
     ranks: int
     elements: int
@@ -71,22 +72,6 @@ class MeasuredExchange:
         if len(seconds) < 2 or min(map(len, seconds.values())) < 2:
             return None
         return select(seconds, smaller_is_better=True)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, as written by :meth:`save`."""
-        return plain_fields(self)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it whole or not at all; OutputError if the path cannot be written."""
-        save_json(path, self.to_dict())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> MeasuredExchange:
-        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another kind."""
-        made: MeasuredExchange = load_json(
-            path, "table of exchanges", _AGAIN, lambda values: decoded(cls, values)
-        )
-        return made
 
     def __str__(self) -> str:
         head = (

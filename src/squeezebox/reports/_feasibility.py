@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from squeezebox.schema import checked, human_bytes, load_json, plain_fields, save_json
+from squeezebox.reports._saved import Saved
+from squeezebox.schema import human_bytes
 
 _HOUR = 3600.0
 _UNMEASURED = "* by rates of a file or a data sheet, and by how far from its own rates this machine is"
@@ -36,12 +35,14 @@ class DeviceFit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Feasibility:
+class Feasibility(Saved):
     """A step of ``batch`` samples on each device. ``str()`` is a table.
 
     ``reserve`` says what stays free of memories. ``steps`` are those of the training, 0 where nobody said.
     ``why_unplanned`` says why no plans were tried, "" where they were.
     """
+
+    KIND, AGAIN = "table of devices", "squeezebox.feasibility(...).save(path)"
 
     model: str
     batch: int
@@ -54,20 +55,6 @@ class Feasibility:
     def go(self) -> bool:
         """Whether any of the devices can train this."""
         return any(each.fits for each in self.devices)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, as written by :meth:`save`."""
-        return plain_fields(self)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it whole or not at all; OutputError if the path cannot be written."""
-        save_json(path, self.to_dict())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Feasibility:
-        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another kind."""
-        again = "squeezebox.feasibility(...).save(path)"
-        return load_json(path, "table of devices", again, lambda values: cls(**checked(cls, values)))
 
     def __str__(self) -> str:
         head = ["device", "memory", "fits", "peak", "batch: plain", "at most", "s a step", "from - to"]
@@ -126,8 +113,10 @@ class SharedDevice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scenario:
+class Scenario(Saved):
     """The same jobs on each device. ``str()`` is a table for each."""
+
+    KIND, AGAIN = "result of jobs", "squeezebox.planning.shared(...).save(path)"
 
     devices: tuple[SharedDevice, ...]
 
@@ -135,20 +124,6 @@ class Scenario:
     def go(self) -> bool:
         """Whether any device holds all jobs, and completes some of each."""
         return any(each.fits and all(job.completed for job in each.jobs) for each in self.devices)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, as written by :meth:`save`."""
-        return plain_fields(self)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it whole or not at all; OutputError if the path cannot be written."""
-        save_json(path, self.to_dict())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Scenario:
-        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another kind."""
-        again = "squeezebox.planning.shared(...).save(path)"
-        return load_json(path, "result of jobs", again, lambda values: cls(**checked(cls, values)))
 
     def __str__(self) -> str:
         return "\n\n".join(map(_shared, self.devices))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from squeezebox.schema import ParityFigures, PlaceParity, decoded, load_json, plain_fields, save_json
+from squeezebox.reports._saved import SavedFigures
+from squeezebox.schema import ParityFigures, PlaceParity
 
 _ROWS = 20  # in text; JSON has all
 _AGAIN = "squeezebox.parity(a, b, batches).save(path)"
@@ -30,8 +29,11 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Parity:
+class Parity(SavedFigures):
     """Whether two systems agree, place by place. ``str()`` is a table of those that do not."""
+
+    KIND, AGAIN = "parity", "squeezebox.parity(a, b, batches).save(path)"
+    FIGURES = ParityFigures
 
     figures: ParityFigures
 
@@ -49,19 +51,6 @@ class Parity:
     def differing(self) -> tuple[PlaceParity, ...]:
         """All places that do not agree, in the order of execution."""
         return tuple(each for each in self.figures.places if not each.agrees)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, as written by :meth:`save`."""
-        return plain_fields(self.figures)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it whole or not at all; OutputError if the path cannot be written."""
-        save_json(path, self.to_dict())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Parity:
-        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another kind."""
-        return cls(load_json(path, "parity", _AGAIN, lambda values: decoded(ParityFigures, values)))
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

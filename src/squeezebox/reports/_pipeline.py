@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from squeezebox.reports._saved import Saved
 from squeezebox.reports._svg import ChartSpan, PipelineChart
 from squeezebox.schema import (
     PipelinePlan,
@@ -15,9 +16,7 @@ from squeezebox.schema import (
     StagePlan,
     checked,
     human_bytes,
-    load_json,
     plain_fields,
-    save_json,
 )
 
 _ROWS = 16  # as many ranks are shown one by one
@@ -44,12 +43,14 @@ class PipelineRank:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PipelineReport:
+class PipelineReport(Saved):
     """A schedule as simulated. ``str()`` is a table: of many ranks, the first, the last and the worst.
 
     ``bubble`` is the share of all ranks' time in which they wait. The ideal is the busiest rank's work: no
     order of the same actions takes less.
     """
+
+    KIND, AGAIN = "pipeline report", "its save(path)"
 
     schedule: str
     stages: int
@@ -73,19 +74,10 @@ class PipelineReport:
         """Plain values, as written by :meth:`save`."""
         return plain_fields(self) | {name: getattr(self, name) for name in _PER_BATCH}
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it whole or not at all; OutputError if the path cannot be written."""
-        save_json(path, self.to_dict())
-
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> PipelineReport:
-        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another kind."""
-        return load_json(
-            path,
-            "pipeline report",
-            "its save(path)",
-            lambda values: cls(**checked(cls, values, besides=_PER_BATCH)),
-        )
+    def from_dict(cls, values: Any, where: str = "") -> PipelineReport:
+        """The result of such values; FormatError names the field that is wrong."""
+        return cls(**checked(cls, values, where, besides=_PER_BATCH))
 
     def title(self) -> str:
         """What was simulated."""

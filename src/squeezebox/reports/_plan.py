@@ -9,6 +9,7 @@ from typing import Any
 
 from squeezebox.reports._notebook import frontier_drawing, memory_drawing, notebook
 from squeezebox.reports._report import offloaded
+from squeezebox.reports._saved import Saved
 from squeezebox.schema import (
     Action,
     FormatError,
@@ -27,10 +28,8 @@ from squeezebox.schema import (
     checked,
     checked_flat,
     human_bytes,
-    load_json,
     plain_fields,
     plain_flat,
-    save_json,
 )
 
 _EVENTS = {
@@ -151,7 +150,7 @@ class PlannedTensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepPlan:
+class StepPlan(Saved):
     """How every saved tensor of a training step is held. ``str()`` explains it; sizes are bytes.
 
     ``budget_bytes`` is None where the plan takes as little memory as the noise allows.
@@ -171,6 +170,8 @@ class StepPlan:
     ``curve`` are the bytes over the step, plain and under the plan. ``frontier``, where it was asked for, is
     what the fastest plans of other budgets take, lowest peak first.
     """
+
+    KIND, AGAIN = "plan", "squeezebox.plan(...).save(path)"
 
     model: str
     budget_bytes: int | None
@@ -246,19 +247,6 @@ class StepPlan:
         _check_keys([tensor.key for tensor in plan.tensors])
         _check_late_values(plan.late_values)
         return plan
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan whole or not at all; OutputError if the path cannot be written."""
-        save_json(path, self.to_dict())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> StepPlan:
-        """What :meth:`save` wrote.
-
-        Raises:
-            FormatError: the file is missing, damaged, or of another version; names the field that is wrong.
-        """
-        return load_json(path, "plan", "squeezebox.plan(...).save(path)", cls.from_dict)
 
     def diff(self, other: StepPlan) -> str:
         """What ``other`` does differently: a line for every tensor held in another way, then totals.

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from squeezebox.schema import PruningFigures, decoded, load_json, plain_fields, save_json
+from squeezebox.reports._saved import SavedFigures
+from squeezebox.schema import PruningFigures
 
 _PLACES = 3  # named in text; JSON has all
 _AGAIN = "pruning.report().save(path)"
 
 
 @dataclass(frozen=True, slots=True)
-class PruningReport:
+class PruningReport(SavedFigures):
     """Channels that went, set by set. ``str()`` is a table."""
 
+    KIND, AGAIN = "pruning", "pruning.report().save(path)"
+    FIGURES = PruningFigures
+
     figures: PruningFigures
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, as written by :meth:`save`."""
-        return plain_fields(self.figures)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it whole or not at all; OutputError if the path cannot be written."""
-        save_json(path, self.to_dict())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> PruningReport:
-        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another kind."""
-        return cls(load_json(path, "pruning", _AGAIN, lambda values: decoded(PruningFigures, values)))
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
 from squeezebox.reports._notebook import bits_drawing, notebook
 from squeezebox.reports._page import bits
+from squeezebox.reports._saved import Saved
 from squeezebox.schema import (
     ArenaRecord,
     Check,
     OffloadRecord,
     SavedTensor,
     StepRecord,
-    checked,
     decoded,
     human_bytes,
-    load_json,
     plain_fields,
-    save_json,
 )
 
 _ROWS = 24  # the largest tensors that text shows; JSON has all
@@ -27,8 +24,10 @@ _AGAIN = "session.report().save(path)"
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Report(Saved):
     """A step's memory and noise, in total and per tensor. ``str()`` is a table; sizes are bytes."""
+
+    KIND, AGAIN = "report", "session.report().save(path)"
 
     record: StepRecord
 
@@ -91,14 +90,10 @@ class Report:
         """Plain values, as written by :meth:`save`."""
         return plain_fields(self.record)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the report whole or not at all; OutputError if the path cannot be written."""
-        save_json(path, self.to_dict())
-
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Report:
-        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another kind."""
-        return cls(load_json(path, "report", _AGAIN, lambda values: decoded(StepRecord, values)))
+    def from_dict(cls, values: Any, where: str = "") -> Report:
+        """The result of such values; FormatError names the field that is wrong."""
+        return cls(decoded(StepRecord, values, where))
 
     def __str__(self) -> str:
         return "\n".join([*_totals(self.record), "", *_table(self.record)])
@@ -215,7 +210,7 @@ class CompiledTensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CompiledReport:
+class CompiledReport(Saved):
     """Saved bytes of a compiled step. ``str()`` is a table.
 
     ``saved_bytes`` is what the stock compiler would hold between forward and backward, each storage once,
@@ -224,25 +219,12 @@ class CompiledReport:
     noise measured when the step was made for a noise, else None.
     """
 
+    KIND, AGAIN = "compiled report", "step.report().save(path)"
+
     saved_bytes: int
     packed_bytes: int
     tensors: tuple[CompiledTensor, ...]
     noise: float | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, as written by :meth:`save`."""
-        return plain_fields(self)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it whole or not at all; OutputError if the path cannot be written."""
-        save_json(path, self.to_dict())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> CompiledReport:
-        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another kind."""
-        return load_json(
-            path, "compiled report", "step.report().save(path)", lambda values: cls(**checked(cls, values))
-        )
 
     def __str__(self) -> str:
         ratio = self.saved_bytes / max(self.packed_bytes, 1)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from squeezebox.reports._plan import exact_bytes
-from squeezebox.schema import decoded, human_bytes, load_json, plain_fields, save_json
+from squeezebox.reports._saved import Saved
+from squeezebox.schema import human_bytes
 
 _PLACES = 3  # named in text; JSON has all
 _AGAIN = "squeezebox.rewrite(...).rewrites.save(path)"
@@ -35,11 +35,13 @@ class Rewrite:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rewrites:
+class Rewrites(Saved):
     """What :func:`squeezebox.rewrite` found for a model and a sample. ``str()`` is a table.
 
     ``plain_bytes`` and ``peak_bytes`` are estimates of the step's peak before and after what is applied.
     """
+
+    KIND, AGAIN = "table of rewrites", "squeezebox.rewrite(...).rewrites.save(path)"
 
     plain_bytes: int
     peak_bytes: int
@@ -49,20 +51,6 @@ class Rewrites:
     def applied(self) -> tuple[Rewrite, ...]:
         """Those that are in force."""
         return tuple(row for row in self.rows if not row.refused)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, as written by :meth:`save`."""
-        return plain_fields(self)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it whole or not at all; OutputError if the path cannot be written."""
-        save_json(path, self.to_dict())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Rewrites:
-        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another kind."""
-        made: Rewrites = load_json(path, "table of rewrites", _AGAIN, lambda values: decoded(cls, values))
-        return made
 
     @property
     def proposal(self) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from squeezebox.reports._notebook import page_frame
 from squeezebox.reports._page import PHASES, UNITS, owner, timeline_html
+from squeezebox.reports._saved import SavedFigures
 from squeezebox.reports._snapshot import snapshot
 from squeezebox.schema import (
     Activity,
@@ -21,7 +22,6 @@ from squeezebox.schema import (
     StepTimeline,
     decoded,
     human_bytes,
-    load_json,
     plain_fields,
     write_whole,
 )
@@ -104,8 +104,11 @@ _ROWS = 16  # the slowest cells that text shows; JSON has all
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class Timeline(SavedFigures):
     """Where one step's time and memory went, phase by module. ``str()`` is a table."""
+
+    KIND, AGAIN = "timeline", "session.timeline(step).save(path)"
+    FIGURES = StepTimeline
 
     figures: StepTimeline
 
@@ -117,14 +120,19 @@ class Timeline:
         """Plain values, as written by :meth:`save`."""
         return {"version": TIMELINE_VERSION, **plain_fields(self.figures)}
 
+    @classmethod
+    def from_dict(cls, values: Any, where: str = "") -> Timeline:
+        """The result of such values; FormatError names the field that is wrong."""
+        version = values.pop("version", None) if isinstance(values, dict) else None
+        if version != TIMELINE_VERSION:
+            raise FormatError(f"version is {version}, and this Squeezebox reads {TIMELINE_VERSION}")
+        figures = decoded(StepTimeline, values, where)
+        _check(figures)
+        return cls(figures)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it whole or not at all, for ``squeezebox report``; OutputError if it cannot be."""
         write_whole(path, json.dumps(self.to_dict(), allow_nan=False) + "\n")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Timeline:
-        """What :meth:`save` wrote; FormatError if the file is missing, damaged, or of another version."""
-        return load_json(path, "timeline", "session.timeline(step).save(path)", _from_dict)
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write a page that needs nothing but a browser; OutputError if the path cannot be written."""
@@ -161,15 +169,6 @@ class Timeline:
                 ),
             ]
         )
-
-
-def _from_dict(values: Any) -> Timeline:
-    version = values.pop("version", None) if isinstance(values, dict) else None
-    if version != TIMELINE_VERSION:
-        raise FormatError(f"version is {version}, and this Squeezebox reads {TIMELINE_VERSION}")
-    figures = decoded(StepTimeline, values)
-    _check(figures)
-    return Timeline(figures)
 
 
 def _check(figures: StepTimeline) -> None:
