@@ -50,6 +50,9 @@ def batches():
     while True:
         tokens = torch.randint(0, 32, (8, 9), generator=generator)
         yield tokens[:, :-1], tokens[:, 1:].contiguous()
+
+def few():
+    return [batch for batch, _ in zip(batches(), range(2))]
 """
 
 
@@ -130,6 +133,12 @@ def test_training_by_a_plan_and_going_on(folder):
     assert len(json.loads(again.stdout)["peak_bytes"]) == 2 and again.stderr.count("made") == 2
     losses = [line for line in whole.stdout.splitlines() if line.startswith("batch")]
     assert [line for line in again.stderr.splitlines() if line.startswith("batch")] == losses[3:]
+    assert json.loads(again.stdout)["seconds"] is None  # in fewer than four batches
+    few = [each if each != "mine:batches" else "mine:few" for each in arguments]
+    short = squeezebox(folder, *few, "--steps", "6", ranks=2)
+    assert short.returncode == 0, short.stderr
+    assert short.stdout.count("the data ended after 2 batches, of 6") == 1
+    assert "seconds a batch: not measured in fewer than 4 batches" in short.stdout
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,8 @@ def _peak(rank, plan):
         ("gpipe", "keep"),
         ("zb-h1", "keep"),
         ("zb-h1", "recompute"),
+        ("zb-h2", "keep"),
+        ("zb-v", "keep"),
     ],
 )
 def test_peaks_are_as_planned(schedule, policy):

@@ -48,5 +48,5 @@ def measure(
         print(f"{device.name}: {human_bytes(device.memory_bytes)}, speed {device.speed:.4g}")
     for link in found.links:
         speed = f"{human_bytes(link.bytes_per_second)} a second"
-        print(f"{' - '.join(link.between)}: {speed}, {1e6 * link.latency_seconds:.3g} us a message")
+        print(f"{' - '.join(link.between)}: {speed}, {1e6 * link.latency_seconds:.0f} us a message")
     print(f"\nThe devices are in {out}.")

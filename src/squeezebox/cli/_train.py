@@ -239,9 +239,10 @@ def _share(batch: Any, runner: pipeline.Runner) -> Any:
 
 def _train(
     request: Request, runner: pipeline.Runner, batches: Iterator[Any], first: int
-) -> tuple[int, float]:
-    """Peak bytes of the first few batches, and a later one's median seconds."""
+) -> tuple[int, float | None]:
+    """Peak bytes of the first few batches, and a later one's median seconds, if there is one."""
     meter, held, peak, times = peak_meter(runner.stages.values()), _held_bytes(runner), 0, list[float]()
+    done = first
     whose = f", replica {runner.replica}" if runner.plan.replicas > 1 else ""
 
     def measured() -> int:
@@ -251,7 +252,7 @@ def _train(
     for number, batch in enumerate(runner.read(batches), first):
         if number == first:  # what making batches takes is not the pipeline's
             meter.start()
-        begun = time.perf_counter()
+        begun, done = time.perf_counter(), number + 1
         loss = runner.step(*batch)
         if not meter.running:
             times.append(time.perf_counter() - begun)
@@ -264,7 +265,9 @@ def _train(
     if meter.running:
         peak = measured()
     runner.drain()
-    return peak, statistics.median(times) if times else 0.0
+    if done < (request.steps or 0) and pipeline.is_first_process():
+        print(f"the data ended after {done} batches, of {request.steps}")
+    return peak, statistics.median(times) if times else None
 
 
 def _held_bytes(runner: pipeline.Runner) -> int:
@@ -277,7 +280,7 @@ def _print_report(plan: PipelinePlan, measured: list[Any], as_json: bool) -> Non
     """On the first rank: what was planned, and what came."""
     if not pipeline.is_first_process():
         return
-    seconds = max(each[1] for each in measured)
+    seconds = max((each[1] for each in measured if each[1] is not None), default=None)
     ranks = sorted(range(plan.ranks), key=(plan.processes or range(plan.ranks)).__getitem__)
     if as_json:
         peaks = [peak for peak, _ in measured]
@@ -285,7 +288,8 @@ def _print_report(plan: PipelinePlan, measured: list[Any], as_json: bool) -> Non
         figures = {"seconds": seconds, "planned_seconds": plan.seconds}
         print(json.dumps({**figures, "peak_bytes": peaks, "planned_peak_bytes": planned_peaks}, indent=1))
         return
-    print(f"seconds a batch: {seconds:.4g}, planned {plan.seconds:.4g}")
+    told = f"not measured in fewer than {_MEASURED + 1} batches" if seconds is None else f"{seconds:.4g}"
+    print(f"seconds a batch: {told}, planned {plan.seconds:.4g}")
     print(f"{'rank':>4} {'stages':<12} {'peak':>10} {'planned':>10}")
     for number, (peak, _) in enumerate(measured):
         rank = ranks[number % plan.ranks]

@@ -26,7 +26,12 @@ def too_little(
             "no plan can be made: each policy was measured for some blocks only, and a stage holds all of "
             "its blocks alike. Profile every block with one policy at least."
         )
-    least, profile = min(found, key=lambda pair: pair[0].peak_bytes)
+    while found:  # where a rank has several stages, looking for the fastest may find smaller ones
+        least, profile = min(found, key=lambda pair: pair[0].peak_bytes)
+        limit = least.peak_bytes - 1
+        found = [
+            (each, blocks.profile) for blocks, shape in tried if (each := fastest(blocks, shape, limit, link))
+        ]
     return BudgetError(
         f"no pipeline fits {_size(memory_bytes)} a rank; the least that one does is "
         f"{_size(least.peak_bytes)}: {_described(least)}. {_owner(least, profile)} Allow that much, "

@@ -226,7 +226,8 @@ def _ways(runs: Runs, shape: Shape, rank: int, stages: Sequence[tuple[int, int]]
     places = _places(shape)
     fixed = sum(int(runs.lasting(places[stage])[stages[stage]]) for stage in own)
     fixed += max(places[stage].whole * int(runs.parameters[stages[stage]]) for stage in own)
-    saved, working = runs.saved[:, first, end], runs.working[:, first, end]
+    received = np.array([places[stage].arrives for stage in own]) * runs.received[first, end]
+    saved, working = runs.saved[:, first, end] + received, runs.working[:, first, end]
     seconds, pending = runs.seconds[:, first, end], runs.pending[:, first, end]
     in_flight, waiting = flow.in_flight(shape.pipe, rank), flow.pending(shape.pipe, rank)
     loops = np.arange(len(own))

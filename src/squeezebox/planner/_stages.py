@@ -50,8 +50,9 @@ class Place:
     """What a schedule asks of a stage: microbatches in flight, versions of weights, sets of gradients.
 
     ``moments`` are its fullest ones: microbatches in flight, and how many of them are pending. ``returned``
-    are gradients from the stage after, ``sent`` those on their way to the one before. Replicas keep one
-    of ``parts`` each, and have the stage's weights and gradients whole while they work at it.
+    are gradients from the stage after, ``sent`` those on their way to the one before. What the rank's own
+    stage hands on is there once: then nothing ``arrives``, and no more gradients return than are used.
+    Replicas keep one of ``parts`` each, and have the stage's weights and gradients whole as they work at it.
     """
 
     moments: tuple[tuple[int, int], ...]
@@ -59,19 +60,23 @@ class Place:
     gradients: int
     returned: int = 2
     sent: int = 1
+    arrives: bool = True
     parts: int = 1
 
     @staticmethod
     def of(schedule: str, pipe: Pipe, stage: int, parts: int = 1) -> Place:
         """That of stage number ``stage``."""
         flow = FLOWS[schedule]
-        rank = flow.placement(pipe)[stage]
+        ranks = flow.placement(pipe)
+        rank = ranks[stage]
         in_flight, pending = _moments(flow, pipe, stage)
+        returns = ranks[stage + 1 : stage + 2] != (rank,)
         return Place(
             moments=tuple(zip(in_flight.tolist(), pending.tolist(), strict=True)),
             versions=flow.versions(pipe, rank),
             gradients=flow.gradients,
-            returned=max(int(pending.max()), 1) + 1,
+            returned=max(int(pending.max()), 1) + returns,
+            arrives=stage == 0 or ranks[stage - 1] != rank,
             sent=int(_moments(flow, pipe, stage - 1)[0].max()) if pipe.loops > 1 and stage else 1,
             parts=parts,
         )
@@ -109,7 +114,7 @@ def memory(blocks: Sequence[Block], first: int, end: int, policy: str, place: Pl
     own = blocks[first:end]
     holdings = held_by(own, policy)
     parameters = sum(block.parameter_bytes for block in own)
-    received = blocks[first - 1].output_bytes if first else 0
+    received = blocks[first - 1].output_bytes if first and place.arrives else 0
     returned = blocks[end - 1].output_bytes if end < len(blocks) else 0
     return StageMemory(
         weights_bytes=place.versions * -(-parameters // place.parts) + sum(each.frozen_bytes for each in own),
@@ -153,7 +158,7 @@ def held_by(blocks: Sequence[Block], policy: str) -> list[Holding]:
 class Runs:
     """Every run of blocks as a stage, by [first, end]; by [policy, first, end] where it depends on that.
 
-    ``saved`` has what was received in it. ``seconds`` are of forward and backward, infinite where a block
+    ``seconds`` are of forward and backward, infinite where a block
     lacks the policy or there is no block; ``transfer`` are those of both boundaries, one way each.
     """
 
@@ -172,13 +177,13 @@ class Runs:
 
     def held(self, place: Place) -> Integers:
         """Bytes of each run, there."""
-        fullest: Integers = place.fullest(self.saved, self.pending)
+        fullest: Integers = place.fullest(self.saved + place.arrives * self.received, self.pending)
         return self.lasting(place) + fullest + self.working + place.whole * self.parameters
 
     def lasting(self, place: Place) -> Integers:
         """Those that are there whatever is in flight."""
         weights = (place.versions + place.gradients) * -(-self.parameters // place.parts) + self.frozen
-        buffers = (1 + place.sent) * self.received + place.returned * self.returned
+        buffers = place.arrives * (1 + place.sent) * self.received + place.returned * self.returned
         return weights - (-self.state // place.parts) + buffers
 
 
@@ -196,7 +201,7 @@ def runs(profile: PipelineProfile, policies: Sequence[str], link: Link) -> Runs:
         frozen=_sums([block.frozen_bytes for block in blocks]),
         received=outputs[:, None] + 0 * outputs[None, :],
         returned=outputs[None, :] + 0 * outputs[:, None],
-        saved=np.stack([_saved(own, "saved_bytes") + outputs[:, None] for own in by_policy]),
+        saved=np.stack([_saved(own, "saved_bytes") for own in by_policy]),
         pending=np.stack([_saved(own, "pending_bytes") for own in by_policy]),
         working=np.stack([_most_working(own) for own in by_policy]),
         seconds=np.stack([_seconds(own) for own in by_policy]),
