@@ -32,7 +32,7 @@ def test_what_is_taken_was_measured_and_fits(lines, jump, rows, unit, memory, he
             fitting_height(peak, rows, unit, memory, held)
         return
     height, nbytes = fitting_height(peak, rows, unit, memory, held)
-    assert nbytes == measured[height] + held <= memory
+    assert nbytes == measured[height] <= memory - held
     assert len(measured) < 40
     if jump[1] == 0:
         # What is aimed at, rounded down to the unit, spread evenly, and not improved by less than a tenth.

@@ -1,6 +1,7 @@
 """What passes hand on lies in a file that goes with the step, and convolutions before a barrier run once."""
 
 import copy
+import os
 import shutil
 import tempfile
 from collections import namedtuple
@@ -37,18 +38,22 @@ def residual():
     return Residual().double(), torch.randn(2, 3, 60, 8, dtype=torch.float64), torch.randint(0, 2, (2, 60, 8))
 
 
-def folder_is_mapped(folder):
-    return str(folder) in Path("/proc/self/maps").read_text()
+def folder_is_open(folder):
+    return any(str(folder) in os.readlink(each) for each in _open_files())
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not list what is mapped")
+def _open_files():
+    return [each for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not list open files")
 @pytest.mark.parametrize("stopped", [False, True])
 def test_the_file_goes_with_the_step(tmp_path, stopped):
     model, image, classes = residual()
     before, seen = copy.deepcopy(model.state_dict()), []
 
     def look(progress):
-        seen.append(folder_is_mapped(tmp_path))
+        seen.append(folder_is_open(tmp_path))
         if stopped and progress.done == progress.total - 1:
             raise KeyboardInterrupt
 
@@ -59,7 +64,7 @@ def test_the_file_goes_with_the_step(tmp_path, stopped):
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     else:
         step(image, classes)
-    assert all(seen) and not folder_is_mapped(tmp_path) and not [*tmp_path.iterdir()]
+    assert all(seen) and not folder_is_open(tmp_path) and not [*tmp_path.iterdir()]
 
 
 class Convolutions(TorchDispatchMode):
@@ -111,11 +116,11 @@ def test_kept_in_memory_where_half_of_it_is_enough(tmp_path):
 
 def test_a_full_disk_and_a_missing_folder_are_said_beforehand(tmp_path, monkeypatch):
     model, image, classes = residual()
-    with pytest.raises(OutputError, match=f"no temporary file of .* KiB could be made in {tmp_path / 'no'}"):
+    with pytest.raises(OutputError, match=f"188,160 bytes could be made in {tmp_path / 'no'}"):
         StreamedStep(model, nn.CrossEntropyLoss(), height=9, spool=tmp_path / "no")(image, classes)
     usage = namedtuple("usage", "total used free")(2**20, 2**20 - 1024, 1024)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
-    with pytest.raises(OutputError, match="183.75 KiB of disk; .* has 1.00 KiB free"):
+    with pytest.raises(OutputError, match="188,160 bytes of disk; .* has 1,024 free"):
         StreamedStep(model, nn.CrossEntropyLoss(), height=9, spool=tmp_path)(image, classes)
 
 

@@ -13,8 +13,9 @@ from squeezebox.memory._chunks import CHUNK_BYTES, sectors
 from squeezebox.memory._disk import DiskFile, DiskFolder, disk_folder, usual_folder
 from squeezebox.memory._disk_speed import DiskSpeed, disk_speed
 from squeezebox.memory._elsewhere import Area, Elsewhere, close_at_exit
-from squeezebox.memory._mapped_file import mapped_file
+from squeezebox.memory._mapped_file import mapped_file, nameless_file
 from squeezebox.memory._peak import Peak, PeakMeter, Recording
+from squeezebox.memory._process import Ceiling, ProcessMeter
 from squeezebox.memory._reserve import HEADROOM, Reserve, Room, aligned
 from squeezebox.memory._room import (
     asked_bytes,
@@ -25,6 +26,7 @@ from squeezebox.memory._room import (
     lacks_memory,
     live_bytes,
     require_imports,
+    return_all,
     within_room,
 )
 from squeezebox.memory._spill import BUFFER_BYTES, Slot, Spill, offload_record
@@ -46,6 +48,7 @@ from squeezebox.schema import door
 __all__ = [
     "BUFFER_BYTES",
     "CHUNK_BYTES",
+    "Ceiling",
     "HEADROOM",
     "Absent",
     "Area",
@@ -65,6 +68,7 @@ __all__ = [
     "PeakMeter",
     "Place",
     "Problem",
+    "ProcessMeter",
     "Recording",
     "Reserve",
     "Room",
@@ -94,10 +98,12 @@ __all__ = [
     "mapped_file",
     "movable_weights",
     "move",
+    "nameless_file",
     "offload_record",
     "parts_of",
     "read_buffers",
     "require_imports",
+    "return_all",
     "safe_sharing",
     "search",
     "sectors",

@@ -249,8 +249,20 @@ def _spare_address_space() -> None:
         _set(_ARENA_MAX, 1)
 
 
+def return_all() -> None:
+    """Return what is freed by now to the system, where glibc is the C library."""
+    library = _glibc()
+    if library is not None:
+        library.malloc_trim(0)
+
+
 def _set(option: int, value: int) -> None:
-    library = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if library is not None and hasattr(library, "mallopt") and hasattr(library, "malloc_trim"):
+    library = _glibc()
+    if library is not None:
         library.mallopt(option, value)
         library.malloc_trim(0)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None

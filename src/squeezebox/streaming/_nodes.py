@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from squeezebox.schema import DatasetError, OptionError
+from squeezebox.schema import OptionError
+from squeezebox.streaming._files import mapped_below, require_whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,26 +99,10 @@ def rows_of(array: Any, rows: np.ndarray) -> Tensor:
     """
     if isinstance(array, Tensor):
         return array[torch.from_numpy(rows)]
-    for mapped in _mapped(array):
-        size, wanted = Path(str(mapped.filename)).stat().st_size, mapped.offset + mapped.nbytes
-        if size < wanted:
-            raise DatasetError(
-                f"{Path(str(mapped.filename)).name} has {size:,} bytes, and {wanted:,} when it was opened. "
-                "Write it again; gradients are as they were before the step."
-            )
+    mapped = mapped_below(array)
+    if mapped is not None:
+        require_whole(mapped)
     return torch.from_numpy(np.ascontiguousarray(array[rows]))
-
-
-def _mapped(array: Any) -> Iterator[np.memmap[Any, Any]]:
-    """The mapped file that an array is a view of, itself included."""
-    while array is not None:
-        if (
-            isinstance(array, np.memmap)
-            and array.filename is not None
-            and not isinstance(array.base, np.memmap)
-        ):
-            yield array
-        array = getattr(array, "base", None)
 
 
 def _array(values: Any) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from squeezebox.schema import OptionError
+from squeezebox.streaming._files import release
 from squeezebox.streaming._graph import Streamed
 from squeezebox.streaming._spool import Layout, Store
 
@@ -39,7 +40,7 @@ class Outputs:
                 f"out is a {type(out).__name__} of {len(given)} parts, and the model gives "
                 f"{len(self._nodes)} as {pytree.treespec_pprint(self._form)}; give arrays in that form."
             )
-        self._given = given
+        self.given = given
         self._arrays = [
             self._array(node, array, node in streamed.maps, device)
             for node, array in zip(self._nodes, given, strict=True)
@@ -60,7 +61,7 @@ class Outputs:
     def values(self, known: Mapping[Node, Any]) -> Any:
         """All of them, of which those without rows are ``known``."""
         found = []
-        for node, given, array in zip(self._nodes, self._given, self._arrays, strict=True):
+        for node, given, array in zip(self._nodes, self.given, self._arrays, strict=True):
             value = known[node].detach() if node in known else node if array is None else array
             if array is not None and node in known:
                 array.copy_(value)
@@ -69,7 +70,10 @@ class Outputs:
 
 
 class Onto:
-    """A store, and arrays of the caller's: ``maps`` are written, and ``gradients`` added to."""
+    """A store, and arrays of the caller's: ``maps`` are written, and ``gradients`` added to.
+
+    ``files`` are the arrays as they were given: of mapped ones no pages stay in the process.
+    """
 
     def __init__(
         self,
@@ -78,8 +82,10 @@ class Onto:
         streamed: Streamed,
         maps: list[tuple[Node, Tensor]],
         gradients: Mapping[Node, Tensor],
+        files: Sequence[Any],
     ) -> None:
         self._store, self._stored, self._rows = store, content.tensors, streamed.rows
+        self._files = files
         self._maps = [(node, array) for node, array in maps if node in streamed.maps]
         self._gradients = gradients
 
@@ -92,6 +98,7 @@ class Onto:
         for each, array in self._maps:
             if each is node:
                 self._part(array, node, start, x).copy_(self._rows[node].apart(x))
+                self._release()
         if node in self._stored:
             self._store.write(node, start, x)
 
@@ -107,6 +114,11 @@ class Onto:
         else:
             apart = self._rows[node].apart(gradient)
             self._part(array, node, start, gradient).add_(apart.to(array.device))
+            self._release()
+
+    def _release(self) -> None:
+        for array in self._files:
+            release(array)
 
     def _part(self, array: Tensor, node: Node, start: int, x: Tensor) -> Tensor:
         rows = self._rows[node]

@@ -12,15 +12,16 @@ from squeezebox.schema import BudgetError
 _COARSEST = 64  # image rows to a multiple of which heights are rounded, at most
 _SHARE = 0.9  # of the memory is aimed at: strips elsewhere may be some rows higher
 _ENOUGH = 0.95  # of the memory at most
+_FIRST = 0.45  # of the memory is aimed at by what is known of strips that take less than a quarter of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StripPlan:
     """A way over the image: strips of ``height`` rows each, which read ``halo`` more, on both sides together.
 
-    ``reduces`` and ``derives`` say whether it goes forward only, back too, or both at once. ``peak_bytes`` is
-    measured, includes ``kept_bytes``, gradients and other values without rows, and is None where the height
-    was given.
+    ``reduces`` and ``derives`` say whether it goes forward only, back too, or both at once. ``strip_bytes``
+    is what a strip takes, measured. ``peak_bytes`` includes ``kept_bytes``, gradients and other values
+    without rows too. Both are None where the height was given.
     """
 
     reduces: bool
@@ -28,6 +29,7 @@ class StripPlan:
     height: int
     strips: int
     halo: int
+    strip_bytes: int | None
     peak_bytes: int | None
 
 
@@ -63,15 +65,13 @@ class StreamPlan:
             lines.append(f"  stored on disk: {human_bytes(self.disk_bytes)}")
         if self.kept_bytes:
             lines.append(f"  kept in memory from one pass to the next: {human_bytes(self.kept_bytes)}")
-        if self.rowless_bytes is not None:
-            lines.append("The process may grow by twice as much: the C library keeps what is freed.")
         return "\n".join(lines)
 
 
 def fitting_height(
     measure: Callable[[int], int], rows: int, unit: int, memory_bytes: int, held_bytes: int
 ) -> tuple[int, int]:
-    """About the greatest height whose strips fit, evenly spread, and the peak with it.
+    """About the greatest height whose strips fit, evenly spread, and the peak of such a strip.
 
     Peaks do not grow evenly: what needs most in a low strip, with many rows around, may be another operator
     than in a high one. So every height is measured before it is taken, and predicted from the two before it.
@@ -101,14 +101,15 @@ def fitting_height(
         height = _even(min(_predicted(best, other, room), ceiling), rows, unit)
         if height < min(1.1 * best[0], rows):
             break
-    return best[0], best[1] + held_bytes
+    return best
 
 
 def _predicted(best: tuple[int, int], other: tuple[int, int], room: int) -> int:
     """The height that should fit, by the straight line through two peaks, or twice a safe one."""
     slope = max((best[1] - other[1]) / (best[0] - other[0]), 1.0)
-    safe = best[0] * max(2.0, _SHARE * room / best[1])
-    return max(math.floor(min(best[0] + (_SHARE * room - best[1]) / slope, safe)), 1)
+    aim = room * (_SHARE if best[1] > room / 4 else _FIRST)
+    safe = best[0] * max(2.0, aim / best[1])
+    return max(math.floor(min(best[0] + (aim - best[1]) / slope, safe)), 1)
 
 
 def _even(height: int, rows: int, unit: int) -> int:

@@ -36,6 +36,7 @@ class Run:
         self.streamed = streamed
         self.states: dict[Node, State] = {}
         self.values = Values(streamed, targets)
+        self.room: Callable[[Stage], None] | None = None  # makes room for a strip of the stage
         self._given, self._context, self._store = read, context, store
         self._begun: list[tuple[Node, int, Tensor]] = []
         self._sloped: tuple[Stage, dict[Node, State]] | None = None
@@ -51,6 +52,8 @@ class Run:
         owned = stage.work.parts(start, stop, whole)
         if not owned:
             return
+        if self.room is not None:
+            self.room(stage)
         if not stage.derives:
             with torch.no_grad():
                 stage.work.run(

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import IO, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from squeezebox.reports import human_bytes
+from squeezebox.memory import nameless_file
 from squeezebox.schema import OutputError
 from squeezebox.streaming._graph import Streamed
 from squeezebox.streaming._rows import Rows
 
 _ALIGNMENT = 64
+_PIECE = 1 << 22  # bytes that are brought into the file's order at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Place:
-    """Where the file has a tensor: its shape with the streamed axis, ``dim``, as an axis of its own."""
+    """Where a tensor lies: its shape with the streamed axis, ``dim``, as an axis of its own."""
 
     shape: tuple[int, ...]
     dim: int
@@ -89,11 +89,83 @@ class Store(Protocol):
         """Add to the derivative by rows from ``start`` on."""
 
 
-class Spool:
-    """A store in the device's memory; or, in a folder, in a mapped file without a name.
+class _Array(Protocol):
+    """A whole tensor with the streamed axis, ``dim``, as an axis of its own."""
 
-    The file goes when the process that has it open ends, killed or not. The disk's bytes are reserved when it
-    is opened, as a full disk would kill a process that writes to a map.
+    def read(self, start: int, stop: int) -> Tensor:
+        """A copy of these rows."""
+
+    def write(self, start: int, x: Tensor) -> None:
+        """Put rows there from ``start`` on."""
+
+
+class _InMemory:
+    """On the device."""
+
+    def __init__(self, whole: Tensor, dim: int) -> None:
+        self._whole, self._dim = whole, dim
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """A copy of these rows."""
+        return self._whole.narrow(self._dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+
+    def write(self, start: int, x: Tensor) -> None:
+        """Put rows there from ``start`` on."""
+        self._whole.narrow(self._dim, start, x.shape[self._dim]).copy_(x)
+
+
+class _InFile:
+    """In a file, row behind row, so that some rows are one piece of it; mapped pages would be memory."""
+
+    def __init__(self, file: IO[bytes], place: _Place, device: torch.device) -> None:
+        self._file, self._place, self._device = file, place, device
+        self._shape = [size for dim, size in enumerate(place.shape) if dim != place.dim]
+        self._row_bytes = math.prod(self._shape) * place.dtype.itemsize
+        self._most = max(_PIECE // max(self._row_bytes, 1), 1)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """A copy of these rows."""
+        shape = [*self._place.shape]
+        shape[self._place.dim] = stop - start
+        found = torch.empty(shape, dtype=self._place.dtype, device=self._device)
+        for first, last, memory, rows in self._pieces(start, stop):
+            if os.preadv(self._file.fileno(), [memory], self._offset(first)) != len(memory):
+                raise OutputError("the file of what passes hand on ended early: its disk may be failing.")
+            self._part(found, first - start, last - start).copy_(rows)
+        return found
+
+    def write(self, start: int, x: Tensor) -> None:
+        """Put rows there from ``start`` on."""
+        for first, last, memory, rows in self._pieces(start, start + x.shape[self._place.dim]):
+            rows.copy_(self._part(x, first - start, last - start))
+            try:
+                written = os.pwritev(self._file.fileno(), [memory], self._offset(first))
+            except OSError as error:
+                raise OutputError(f"what passes hand on could not be written: {error}.") from error
+            if written != len(memory):
+                raise OutputError("what passes hand on could not be written whole: the disk may be full.")
+
+    def _offset(self, row: int) -> int:
+        return self._place.offset + row * self._row_bytes
+
+    def _part(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """These rows of a tensor, in the file's order of dimensions."""
+        return x.narrow(self._place.dim, start, stop - start).movedim(self._place.dim, 0)
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, memoryview, Tensor]]:
+        """Some rows at a time: from, to, their bytes, and the same as a tensor in the file's order."""
+        held = np.empty(min(self._most, stop - start) * self._row_bytes, np.uint8)
+        for first in range(start, stop, self._most):
+            last = min(first + self._most, stop)
+            part = held[: (last - first) * self._row_bytes]
+            rows = torch.from_numpy(part).view(self._place.dtype).view([last - first, *self._shape])
+            yield first, last, part.data, rows
+
+
+class Spool:
+    """A store in the device's memory; or, in a folder, in a file without a name.
+
+    The file goes when the process that has it open ends, killed or not.
 
     Raises:
         OutputError: the folder is missing or not writable, or the disk has not enough room.
@@ -102,13 +174,21 @@ class Spool:
     def __init__(
         self, content: Layout, streamed: Streamed, folder: Path | None, device: torch.device
     ) -> None:
-        self._rows, self._device = streamed.rows, device
+        self._rows, self._device, self._file = streamed.rows, device, None
         if folder is None:
-            mapped = torch.zeros(content.nbytes, dtype=torch.uint8, device=device)
+            bytes_ = torch.zeros(content.nbytes, dtype=torch.uint8, device=device)
+
+            def array(place: _Place) -> _Array:
+                part = bytes_[place.offset : place.stop]
+                return _InMemory(part.view(place.dtype).view(place.shape), place.dim)
         else:
-            mapped = _mapped(folder, content.nbytes)
-        self._tensors = dict(_tensors(mapped, content.tensors))
-        self._gradients = dict(_tensors(mapped, content.gradients))
+            self._file = file = nameless_file(folder, content.nbytes, "what passes hand on", "spool=")
+
+            def array(place: _Place) -> _Array:
+                return _InFile(file, place, device)
+
+        self._tensors = {node: array(place) for node, place in content.tensors.items()}
+        self._gradients = {node: array(place) for node, place in content.gradients.items()}
         self._known = set[Node]()
 
     def __enter__(self) -> Spool:
@@ -119,33 +199,31 @@ class Spool:
     ) -> None:
         self._tensors.clear()
         self._gradients.clear()
+        if self._file is not None:
+            self._file.close()
 
     def read(self, node: Node, start: int, stop: int) -> Tensor:
         """A copy of these rows."""
-        return self._read(self._tensors[node], node, start, stop)
+        return self._together(node, self._tensors[node].read(start, stop))
 
     def write(self, node: Node, start: int, x: Tensor) -> None:
         """Keep rows from ``start`` on."""
-        self._part(self._tensors[node], node, start, x).copy_(self._rows[node].apart(x))
+        self._tensors[node].write(start, self._rows[node].apart(x))
 
     def gradient(self, node: Node, start: int, stop: int) -> Tensor | None:
         """The loss's derivative by these rows so far, None if there is none by any."""
-        return self._read(self._gradients[node], node, start, stop) if node in self._known else None
+        return self._together(node, self._gradients[node].read(start, stop)) if node in self._known else None
 
     def add(self, node: Node, start: int, gradient: Tensor) -> None:
         """Add to the derivative by rows from ``start`` on."""
         self._known.add(node)
-        whole = self._gradients[node]
-        self._part(whole, node, start, gradient).add_(self._rows[node].apart(gradient).to(whole.device))
+        apart, array = self._rows[node].apart(gradient), self._gradients[node]
+        so_far = array.read(start, start + apart.shape[self._rows[node].dim + 1])
+        array.write(start, so_far.add_(apart))
 
-    def _read(self, whole: Tensor, node: Node, start: int, stop: int) -> Tensor:
-        rows = self._rows[node]
-        part = whole.narrow(rows.dim + 1, start, stop - start).to(self._device, copy=True)
-        return part.contiguous().flatten(rows.dim, rows.dim + 2)
-
-    def _part(self, whole: Tensor, node: Node, start: int, x: Tensor) -> Tensor:
-        rows = self._rows[node]
-        return whole.narrow(rows.dim + 1, start, x.shape[rows.dim] // (rows.before * rows.after))
+    def _together(self, node: Node, apart: Tensor) -> Tensor:
+        dim = self._rows[node].dim
+        return apart.flatten(dim, dim + 2)
 
 
 class Blank:
@@ -169,33 +247,3 @@ class Blank:
 
     def add(self, node: Node, start: int, gradient: Tensor) -> None:
         """Nothing."""
-
-
-def _mapped(folder: Path, nbytes: int) -> Tensor:
-    """The bytes of a new file, all zero."""
-    try:
-        free = shutil.disk_usage(folder).free
-        if free < nbytes:
-            raise OutputError(
-                f"what crosses the model's reductions over the image takes {human_bytes(nbytes)} of disk; "
-                f"{folder} has {human_bytes(free)} free. Make room, name a folder on another disk, or leave "
-                "spool= out, which costs more passes from the image on."
-            )
-        with tempfile.TemporaryFile(dir=folder) as file:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, nbytes)
-            else:
-                file.truncate(nbytes)
-            return torch.from_numpy(np.memmap(file, np.uint8, "r+", shape=(nbytes,)))
-    except OSError as error:
-        if isinstance(error, OutputError):
-            raise
-        raise OutputError(
-            f"no temporary file of {human_bytes(nbytes)} could be made in {folder}: {error}. Give spool= a "
-            "folder that can be written to."
-        ) from error
-
-
-def _tensors(mapped: Tensor, places: Mapping[Node, _Place]) -> Iterator[tuple[Node, Tensor]]:
-    for node, place in places.items():
-        yield node, mapped[place.offset : place.stop].view(place.dtype).view(place.shape)

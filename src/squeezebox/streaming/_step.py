@@ -13,9 +13,20 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from squeezebox.memory import DiskFolder, Peak, PeakMeter, require_imports, usual_folder, within_room
+from squeezebox.memory import (
+    Ceiling,
+    DiskFolder,
+    Peak,
+    PeakMeter,
+    ProcessMeter,
+    require_imports,
+    return_all,
+    usual_folder,
+    within_room,
+)
 from squeezebox.reports import parse_size
 from squeezebox.schema import OptionError, UnsupportedModelError
+from squeezebox.streaming._files import from_file
 from squeezebox.streaming._graph import Streamed, analyse
 from squeezebox.streaming._outputs import Onto, Outputs, writable
 from squeezebox.streaming._plan import StreamPlan, StripPlan, fitting_height, require_rowless
@@ -29,6 +40,7 @@ from squeezebox.streaming._stages import Stage, stages_of
 from squeezebox.streaming._trace import Aim, Whole, trace
 
 Metric = Callable[[Any, Any], Any]
+_OWN_BYTES = 16 << 20  # of the process that are not strips': stacks of threads, libraries' compiled kernels
 
 
 class StreamedStep:
@@ -52,9 +64,9 @@ class StreamedStep:
         model: any module that torch.export can trace, in the mode in which it is to be run.
         loss_fn: ``loss_fn(output, target)``, a module or a function, gives one number.
         memory: bytes that a step may take in addition to the image, the target and the model, such as "1GiB".
-            Strips are as high as fits, by the measured peaks of some. They are tensors' bytes. The process
-            may grow by twice as many, as the C library keeps what is freed; and by some 200 MiB where a first
-            step imports torch.export.
+            Strips are as high as fits, by the measured peaks of some. On Linux the process grows by no more
+            than that and 32 MiB, files included; elsewhere these are tensors' bytes. Where a first step
+            imports torch.export, some 200 MiB are added that stay.
         prepare: what the model is given in the image's place, computed strip by strip. By default uint8
             images are scaled to 0..1 in the parameters' precision, and others left as they are.
         axis: the image's dimension that is streamed, -2 or -1; the longer one by default.
@@ -158,7 +170,7 @@ class StreamedStep:
         )
         node = prepared.streamed.program.image
         added = {node: writable("gradient", gradient, node.meta["val"])} if by_image else {}
-        return self._done(prepared, [], added).values.loss.detach()
+        return self._done(prepared, [], added, [gradient]).values.loss.detach()
 
     @within_room("a prediction in strips")
     @torch.inference_mode(False)
@@ -180,7 +192,7 @@ class StreamedStep:
         """
         prepared = self._prepared(image, None, Aim(function=_output, derives=False))
         outputs = Outputs(prepared.streamed, out, self._device)
-        return outputs.values(self._done(prepared, outputs.arrays, {}).values.known)
+        return outputs.values(self._done(prepared, outputs.arrays, {}, outputs.given).values.known)
 
     @within_room("a metric in strips")
     @torch.inference_mode(False)
@@ -205,15 +217,19 @@ class StreamedStep:
             for node in prepared.streamed.maps:
                 raise refusal(node, "it has a value for every row; take its sum or mean")
             outputs = Outputs(prepared.streamed, None, self._device)
-            found.append(outputs.values(self._done(prepared, [], {}).values.known))
+            found.append(outputs.values(self._done(prepared, [], {}, []).values.known))
         return found
 
     def _done(
-        self, prepared: Prepared, maps: list[tuple[Node, Tensor]], gradients: dict[Node, Tensor]
+        self,
+        prepared: Prepared,
+        maps: list[tuple[Node, Tensor]],
+        gradients: dict[Node, Tensor],
+        files: Sequence[Any],
     ) -> Run:
-        """A finished run over an image, whose maps and gradients are in these arrays."""
+        """A finished run over an image, whose maps and gradients are in these arrays, given as ``files``."""
         with self._opened(prepared) as store:
-            onto = Onto(store, prepared.layout, prepared.streamed, maps, gradients)
+            onto = Onto(store, prepared.layout, prepared.streamed, maps, gradients, files)
             return self._step(prepared, onto)
 
     def _opened(self, prepared: Prepared) -> Spool | nullcontext[Blank]:
@@ -231,13 +247,18 @@ class StreamedStep:
             )
         mark = fingerprint(prepared.streamed, prepared.read) if checkpoint else ""
         found = load(checkpoint, mark) if checkpoint else None
+        ceiling = None if self._memory_bytes is None or self._is_elsewhere else Ceiling(self._memory_bytes)
         run = prepared.run(self._context, store)
         if found is None:
-            heights = tuple(stage.height for stage in self._planned(prepared).stages)
-            position = Position(stage=0, strip=0, heights=heights)
+            plan = self._planned(prepared).stages
+            position = Position(stage=0, strip=0, heights=tuple(stage.height for stage in plan))
+            strip_bytes = [stage.strip_bytes or 0 for stage in plan]
         else:
             position = position_of(found)
+            strip_bytes = [self._memory_bytes or 0] * len(stages)
             restore(found, run, stages, position)
+        if ceiling is not None:
+            run.room = lambda stage: ceiling.make_room(strip_bytes[stages.index(stage)])
         written = time.monotonic()
         for done in self._strips(run, stages, position, prepared.rows):
             if checkpoint and time.monotonic() - written >= self._checkpoint_seconds:
@@ -264,6 +285,11 @@ class StreamedStep:
         parameters = self._model.parameters()
         return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether strips take memory of a device and not of this process."""
+        return self._device.type != "cpu"
+
     def _whole(self, aim: Aim) -> Whole:
         prepare = self._prepare or (lambda image: _scaled(image, self._model))
         return Whole(self._model, aim.function, prepare)
@@ -271,6 +297,7 @@ class StreamedStep:
     def _prepared(self, image: Any, target: Any, aim: Aim) -> Prepared:
         _require_modes(self._device)
         _require_image(image)
+        image, target = pytree.tree_map(from_file, (image, target))
         forms = pytree.tree_map(form_of, (image, target))
         longer = -1 if image.shape[-1] > image.shape[-2] else -2
         axis = longer if self._axis is None else self._axis
@@ -338,12 +365,12 @@ class StreamedStep:
         return peak
 
     def _stage_plan(self, prepared: Prepared, stage: Stage, held_bytes: int) -> StripPlan:
-        rows, peak = prepared.rows, None
+        rows, strip_bytes = prepared.rows, None
         if self._memory_bytes is None:
             assert self._height is not None
             height = min(self._height, rows)
         else:
-            height, peak = fitting_height(
+            height, strip_bytes = fitting_height(
                 lambda height: self._measured(prepared, stage, height),
                 rows,
                 prepared.unit,
@@ -356,7 +383,8 @@ class StreamedStep:
             height=height,
             strips=-(-rows // height),
             halo=prepared.halo(stage, height),
-            peak_bytes=peak,
+            strip_bytes=strip_bytes,
+            peak_bytes=None if strip_bytes is None else strip_bytes + held_bytes,
         )
 
     def _measured(self, prepared: Prepared, stage: Stage, height: int) -> int:
@@ -365,15 +393,21 @@ class StreamedStep:
         return max(self._measured_at(prepared, stage, start, height) for start in starts)
 
     def _measured_at(self, prepared: Prepared, stage: Stage, start: int, height: int) -> int:
-        """The peak of one strip, with values made up where they are not known yet."""
+        """The peak of one strip, with values made up where they are not known yet.
+
+        It is that of its tensors, or what the process grows by, where that is more: the C library keeps what
+        is freed in between, and operators have memory that torch does not see.
+        """
+        return_all()
         run = prepared.run(self._context, prepared.blank)
         run.pretend(stage, start, start + height)
-        meter = self._meter()
+        process, meter = ProcessMeter(), self._meter()
+        process.start()
         try:
             run.strip(stage, start, start + height, self._recompute)
         finally:
-            peak = meter.stop(())
-        return peak.total_bytes
+            grown, peak = process.stop(), meter.stop(())
+        return max(peak.total_bytes, 0 if self._is_elsewhere else (grown or 0) - _OWN_BYTES)
 
     def _meter(self) -> PeakMeter:
         """A running one."""

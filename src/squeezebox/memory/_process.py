@@ -1,0 +1,57 @@
+"""The most memory that this process comes to hold, as Linux counts it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from squeezebox.memory._room import live_bytes, return_all
+
+_CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+_FORGET_HIGHEST = "5"  # of proc(5)
+
+
+class ProcessMeter:
+    """What the process holds at its highest beyond what it held at :meth:`start`, freed memory left out.
+
+    That is more than its tensors: the C library keeps freed blocks, and operators have memory of their own.
+    It sets back what the system shows as the process's highest (VmHWM).
+    """
+
+    def __init__(self) -> None:
+        self._before: int | None = None
+
+    def start(self) -> None:
+        """Begin: freed memory is returned first."""
+        return_all()
+        self._before = live_bytes(torch.device("cpu"))
+        try:
+            _CLEAR.write_text(_FORGET_HIGHEST)
+        except OSError:
+            self._before = None
+
+    def stop(self) -> int | None:
+        """Bytes; None where the system does not say."""
+        if self._before is None:
+            return None
+        lines = _STATUS.read_text().splitlines()
+        highest = next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
+        return None if highest is None else max(highest - self._before, 0)
+
+
+class Ceiling:
+    """Has freed memory returned to the system where the process would else grow by more than ``nbytes``.
+
+    Returning all of it before every piece of work would take page faults that most pieces need not have.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        return_all()
+        self._most = (live_bytes(torch.device("cpu")) or 0) + nbytes
+
+    def make_room(self, nbytes: int) -> None:
+        """Before work that takes this many bytes."""
+        held = live_bytes(torch.device("cpu"))
+        if held is not None and held + nbytes > self._most:
+            return_all()
