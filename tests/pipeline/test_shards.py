@@ -13,6 +13,7 @@ from squeezebox import OptionError
 from squeezebox.pipeline import Runner, schedule_of
 from squeezebox.pipeline._setup import check_shards
 from squeezebox.schedules import sharing
+from squeezebox.schema import PipelineWarning
 from tests.pipeline import ranks
 
 BATCHES = 3
@@ -143,11 +144,32 @@ def _moved(rank, plan, folder):
         found = again.state_dict()
         again.close()
         differing += [(shard, name) for name, each in weights.items() if not torch.equal(each, found[name])]
-    return differing
+    return differing, weights
+
+
+def _alone(rank, folder):
+    """A process by itself goes on from shards, with the batches of both replicas."""
+    model = _chain(2)
+    stepping = ranks.OPTIMIZERS["adamw"](model.parameters())
+    plan = ranks.plan(8, 1, "gpipe", 8)
+    runner = Runner(model, plan, optimizer=stepping, loss_fn=nn.functional.mse_loss)
+    with pytest.warns(PipelineWarning, match="random states"):
+        assert runner.load(folder) == 2
+    for batch in (2, 3):
+        both = [ranks.numbers(2 * batch + replica, 8) for replica in (0, 1)]
+        runner.step(*map(torch.cat, zip(*both, strict=True)))
+    found = runner.state_dict()
+    runner.close()
+    return {name: found[name] for name, _ in model.named_parameters()}
 
 
 def test_checkpoints_of_shards_move(tmp_path):
-    assert ranks.run(_moved, 4, _plan(), tmp_path / "shards") == [[]] * 4
+    results = ranks.run(_moved, 4, _plan(), tmp_path / "shards")
+    assert [differing for differing, _ in results] == [[]] * 4
+    weights = {name: each for _, own in results for name, each in own.items()}
+    (alone,) = ranks.run(_alone, 1, tmp_path / "shards")
+    for name, each in alone.items():
+        assert (each - weights[name]).abs().max() < 1e-6, name
 
 
 def _killed(rank, plan):
