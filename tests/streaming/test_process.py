@@ -81,6 +81,16 @@ def test_parts_are_read_from_the_file_as_they_are(tmp_path, order, mode):
         assert np.array_equal(array[index], wanted[index])
 
 
+def test_what_lies_together_is_read_at_once(tmp_path, monkeypatch):
+    np.zeros(9 * 14 * 3, np.uint8).tofile(tmp_path / "image")
+    mapped = np.memmap(tmp_path / "image", np.uint8, "r", shape=(9, 14, 3))
+    array, read, preadv = from_file(mapped.transpose(2, 0, 1)[None]), [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda number, parts, at: read.append(at) or preadv(number, parts, at))
+    assert array[..., 2:7].shape == (1, 3, 9, 5) and read == [3 * (14 * row + 2) for row in range(9)]
+    read.clear()
+    assert array[:, :, 2:7].shape == (1, 3, 5, 14) and read == [3 * 14 * 2]
+
+
 def test_what_does_not_show_the_file_is_read_through_the_map(tmp_path):
     np.arange(60, dtype=np.uint8).tofile(tmp_path / "image")
     mapped = np.memmap(tmp_path / "image", np.uint8, "r", shape=(5, 4, 3))

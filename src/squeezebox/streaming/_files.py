@@ -103,8 +103,8 @@ def _address(array: np.ndarray[Any, Any]) -> int:
 
 
 def _order(view: np.ndarray[Any, Any]) -> list[int]:
-    """Dimensions as they lie in the file, the outermost first."""
-    return sorted(range(view.ndim), key=lambda dim: (-abs(view.strides[dim]), -view.shape[dim]))
+    """Dimensions as they lie in the file, the outermost first; those of a single element before all others."""
+    return sorted(range(view.ndim), key=lambda dim: (view.shape[dim] > 1, -abs(view.strides[dim])))
 
 
 def _is_nested(view: np.ndarray[Any, Any]) -> bool:
