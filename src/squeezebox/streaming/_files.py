@@ -103,7 +103,7 @@ def _address(array: np.ndarray[Any, Any]) -> int:
 
 
 def _order(view: np.ndarray[Any, Any]) -> list[int]:
-    """Dimensions as they lie in the file, the outermost first; those of a single element before all others."""
+    """Dimensions as they lie in the file, the outermost first; those of one element before all others."""
     return sorted(range(view.ndim), key=lambda dim: (view.shape[dim] > 1, -abs(view.strides[dim])))
 
 
