@@ -72,6 +72,37 @@ def test_a_model_that_cannot_be_traced():
         step(torch.randn(1, 2, 12, 10), None)
 
 
+@pytest.mark.parametrize(
+    "loss_fn",
+    [lambda output, mask: output[mask].mean(), lambda output, mask: output.masked_select(mask).mean()],
+)
+def test_a_mask_that_chooses_is_refused_with_the_product_that_works(loss_fn):
+    model, image, mask = nn.Conv2d(2, 1, 1), torch.randn(1, 2, 12, 10), torch.rand(1, 1, 12, 10) > 0.5
+    with pytest.raises(UnsupportedModelError, match=r"Write x\[mask\].mean\(\) as \(x \* mask\).sum\(\)"):
+        StreamedStep(model, loss_fn, height=4, axis=-2)(image, mask)
+
+    def rewritten(output, mask):
+        return (output * mask).sum() / mask.sum()
+
+    found = StreamedStep(model, rewritten, height=4, axis=-2)(image, mask)
+    torch.testing.assert_close(found, loss_fn(model(image), mask).detach())
+
+
+def test_autocast_in_the_model_is_refused_with_the_cast_that_works():
+    def cast(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return functional.conv2d(x, torch.ones(2, 2, 3, 3))
+
+    image = torch.randn(1, 2, 12, 10)
+    with pytest.raises(UnsupportedModelError, match=r"Leave torch.autocast out, .* model.bfloat16\(\)"):
+        StreamedStep(Called(cast), lambda output, _: output.float().mean(), height=4)(image, None)
+    model = nn.Conv2d(2, 2, 3).bfloat16()
+    step = StreamedStep(
+        model, lambda output, _: output.float().mean(), height=4, prepare=lambda x: x.bfloat16()
+    )
+    torch.testing.assert_close(step(image, None), model(image.bfloat16()).float().mean().detach())
+
+
 @pytest.mark.parametrize("options", [{}, {"memory": "1GiB", "height": 3}, {"height": 0}, {"memory": "much"}])
 def test_options(options):
     with pytest.raises(OptionError):

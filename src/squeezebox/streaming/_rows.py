@@ -141,6 +141,7 @@ def refusal(node: Node, why: str) -> UnsupportedModelError:
 
 _CHANGES = {
     "aten.index": "Write x[mask].mean() as (x * mask).sum() / mask.sum()",
+    "aten.masked_select": "Write x[mask].mean() as (x * mask).sum() / mask.sum()",
     "aten.nonzero": "Write what is chosen by a mask as (x * mask).sum() / mask.sum()",
     "aten.topk": "Take logsumexp in place of the largest, or what is above a bound: (x * (x > bound)).sum()",
     "aten.sort": "Take a loss without order, such as Dice or Jaccard in place of Lovasz",

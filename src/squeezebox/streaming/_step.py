@@ -456,7 +456,10 @@ def _output(output: Any, target: None) -> Any:
 
 def _require_modes(device: torch.device) -> None:
     if torch.is_autocast_enabled(device.type):
-        raise OptionError("a streamed step runs in the model's own precision; leave torch.autocast out.")
+        raise OptionError(
+            "a streamed step runs in the model's own precision; leave torch.autocast out, or give "
+            "model.bfloat16()."
+        )
     if torch.is_inference_mode_enabled():
         raise OptionError("a streamed step computes gradients; leave torch.inference_mode out.")
     if torch._C._functorch.peek_interpreter_stack() is not None:

@@ -239,6 +239,12 @@ def _decompositions() -> dict[Any, Any]:
     return found | NORMS
 
 
+_CHANGES = {
+    "wrap_with_autocast": ". Leave torch.autocast out, and cast: give model.bfloat16(), and cast the "
+    "image by prepare=",
+}
+
+
 def _keep_detached(graph: Graph) -> None:
     """Put copies without gradient in place of ``detach()`` and ``torch.no_grad()``, which would be lost."""
     for node in [*graph.nodes]:
@@ -251,7 +257,8 @@ def _keep_detached(graph: Graph) -> None:
                 item.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
                 copy.meta = {**item.meta}
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
-            raise NotImplementedError(f"{node.target} in the model's forward")
+            change = _CHANGES.get(str(node.target), "")
+            raise NotImplementedError(f"{node.target} in the model's forward{change}")
 
 
 def _program(exported: Any, whole: nn.Module, aim: Aim) -> Program:
