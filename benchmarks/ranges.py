@@ -3,9 +3,10 @@
 Goes in: nothing. Comes out: benchmarks/reports/ranges-<date>.json and .md.
 
 Each network's forward, loss and backward are proven once, from one batch and twice its ranges. Then batches
-are drawn anew: evenly within the ranges, at their corners, with the signs of a weight's row, and by ascent: inputs that
-are moved along the gradient of the largest element, and cut off at the ranges. Weights are as they were, or
-scaled within the ranges. Every element of every operator's result is compared with what was proven.
+are drawn anew: evenly within the ranges, at their corners, with the signs of a weight's row, and by ascent:
+inputs that are moved along the gradient of the largest element, and cut off at the ranges. Weights are as
+they were, or scaled within the ranges. Every element of every operator's result is compared with what was
+proven.
 """
 
 from __future__ import annotations

@@ -265,6 +265,12 @@ def test_options_out_of_range_are_refused(options, message):
         squeezebox.prune(net, optimizer, **{"inputs": X, "end": 1, **options})
 
 
+def test_the_optimizer_of_another_model_is_refused():
+    net, _ = made(Residual)
+    with pytest.raises(OptionError, match="no parameter of this model"):
+        squeezebox.prune(net, made(Residual)[1], inputs=X, end=2)
+
+
 def test_state_of_other_shapes_is_refused():
     net, optimizer = made(Residual, torch.optim.Adafactor)
     steps(net, optimizer, 1)

@@ -174,6 +174,12 @@ def test_an_arm_that_compression_changed_nothing_in_is_noted():
     assert len(notes) == 1 and notes[0].startswith("same equals plain to the bit in every training")
 
 
+def test_seeds_that_most_trainings_ignore_are_named():
+    plain = [record("plain", EVERYTHING, seed, range(seed)) for seed in range(3)]
+    plain[2] = dataclasses.replace(plain[2], digest=plain[0].digest)
+    assert "of 3 trainings of plain with seeds of their own only 2 differ" in str(analyse(plain, 1.0, {}))
+
+
 def test_a_score_that_does_not_vary_is_said_to():
     plain, other = ([record(arm, EVERYTHING, seed, ()) for seed in range(3)] for arm in ("plain", "other"))
     text = str(analyse([*plain, *other], 1.0, {}))

@@ -15,7 +15,8 @@ from squeezebox.schema import OptionError
 def load_pruned(model: torch.nn.Module, state_dict: Mapping[str, Any]) -> None:
     """Load a pruned model's ``state_dict()`` into a fresh model of the whole width, which gets as narrow.
 
-    Make the optimizer afterwards: its own ``load_state_dict`` then finds parameters of the shapes it knows.
+    Shapes are all that is compared: a narrower network of the same layers would load too. Make the optimizer
+    afterwards: its own ``load_state_dict`` then finds parameters of the shapes it knows.
 
     Args:
         model: as it is built without pruning. Its parameters stay the same objects.

@@ -52,7 +52,7 @@ def prune(
         What waits for these steps: ``done``, ``report()`` and ``cancel()``.
 
     Raises:
-        OptionError: an argument is out of range.
+        OptionError: an argument is out of range, or the optimizer has no parameter of the model.
         UnsupportedModelError: the model is compiled, wrapped for several ranks or cannot be exported, no
             channel of it can go, without some it computes something else, or its optimizer state does not
             have the parameters' shapes. Nothing is changed then.
@@ -224,7 +224,10 @@ def _unlike(why: str) -> str:
 
 
 def _check_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse state that nobody knows how to narrow."""
+    """Refuse an optimizer of another model, and state that nobody knows how to narrow."""
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    if held.isdisjoint(map(id, model.parameters())):
+        raise OptionError("the optimizer has no parameter of this model; give the one that trains it.")
     for name, parameter in model.named_parameters():
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise UnsupportedModelError(

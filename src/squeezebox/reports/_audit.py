@@ -80,7 +80,9 @@ class ArmComparison:
             return f"diverged in {self.diverged} of {self.test.count}"
         if self.test.equivalent:
             return "there, but below the noise" if self.test.different else "below the noise"
-        return "above the noise's margin or near it" if self.test.different else "not decided"
+        if not self.test.different:
+            return "not decided"
+        return f"{'better' if self.difference.value > 0 else 'worse'}, and not shown to be below the noise"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,6 +269,13 @@ def _notes(
                 f"varying {' and '.join(still)} changed nothing in {arm}, to the bit: the training does not "
                 "depend on it, or draws from elsewhere (run.initialising() and run.order are for the first "
                 "two factors)."
+            )
+    for each in series:
+        if each.varied == EVERYTHING and 1 < each.distinct < each.runs:
+            yield (
+                f"of {each.runs} trainings of {each.arm} with seeds of their own only {each.distinct} "
+                "differ, so the deviation is none between seeds: let run.initialising() and run.order decide "
+                "what they draw."
             )
     plain, *others = arms
     for arm in others:
