@@ -239,11 +239,14 @@ class Shards:
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             return [gather(part, own, group=self._group, async_op=True)]
         # Gloo's own takes several times as long for some ten MiB, since it goes through memory of its own.
-        parts, rank = part.chunk(self._group.size()), self._group.rank()
+        parts, rank, works = part.chunk(self._group.size()), self._group.rank(), list[Any]()
         parts[rank].copy_(own)
-        others = [other for other in range(len(parts)) if other != rank]
-        works = [dist.isend(own, group=self._group, group_dst=other) for other in others]
-        return works + [dist.irecv(parts[other], group=self._group, group_src=other) for other in others]
+        for other in (each for each in range(len(parts)) if each != rank):
+            peer = dist.get_global_rank(self._group, other)
+            both = (dist.isend, own), (dist.irecv, parts[other])
+            for call, tensor in both if rank < other else both[::-1]:  # pair by pair, as all ranks do
+                works.append(call(tensor, peer, group=self._group))
+        return works
 
     def _scatter(self, stage: _Stage) -> None:
         assert self._into is not None
