@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import squeezebox
+from squeezebox import codecs
 from squeezebox.bounds import calibrated
 from squeezebox.schema import AttachError, Reads
 from tests.capture.nets import NETS, images, plain_step
@@ -198,3 +199,25 @@ def test_only_bounds_that_follow_from_noise_are_calibrated():
 
 def test_reads_is_ordered():
     assert Reads.SHAPE < Reads.SIGN < Reads.VALUES < Reads.EXACT
+
+
+@pytest.mark.parametrize("options", [{"exact": True}, {"noise": 1e-2}])
+def test_the_peak_counts_the_state_that_the_first_step_makes(options):
+    codecs.require(torch.float32)
+
+    def peak(warm):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+        optimizer = torch.optim.AdamW(model.parameters())
+        session = None
+        for step in range(2 * warm + 4):
+            if step == 2 * warm:
+                session = squeezebox.attach(model, optimizer=optimizer, **options)
+            optimizer.zero_grad()
+            F.cross_entropy(model(torch.ones(2048, 64)), torch.zeros(2048, dtype=torch.long)).backward()
+            optimizer.step()
+        found = session.report().record.peak_bytes
+        session.detach()
+        return found
+
+    assert peak(False) == pytest.approx(peak(True), rel=0.01)  # the state is 3.6 % of it

@@ -340,8 +340,8 @@ class Engine:
             return
         self.refreshes.begin(self.recorder, self.model, self.step)
         refreshed = due(self.step - 1) and not due(self.step)
-        has_state = self.step == 1 and self.plan is not None  # the optimizer's, as the plan predicted
-        if (self.step == 0 or refreshed or has_state) and self.measures_peaks:
+        has_state = self.plan is not None or self.optimizer is not None  # made by the first step
+        if (self.step == 0 or refreshed or (self.step == 1 and has_state)) and self.measures_peaks:
             self._meter.start(persistent(self.model, self.optimizer))
 
     @contextlib.contextmanager
