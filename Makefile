@@ -6,7 +6,7 @@ BENCHMARKS ?= architectures codecs step_time whole_step rewrites made_again pack
 	packed compiled accuracy speeds audit calibrate selection parity parity_own prune start_up planning static_allocation traces arena \
 	offload estimate estimate_layers feasibility ranges \
 	estimate_architectures pipeline_paper pipeline_memory pipeline_schedules pipeline_training pipeline_wire \
-	streaming gigapixel larger_than_memory torch_databases
+	streaming gigapixel gigapixel_reach larger_than_memory torch_databases
 export VENV PYTHON
 
 .PHONY: demo tiny test check smoke docs bench parity clean
