@@ -22,7 +22,6 @@ from squeezebox.schema import (
 )
 
 _MODULES = 3  # named in text; JSON has all
-_AGAIN = "squeezebox.check_step(step).save(path)"
 _MEANINGS = {
     Waste.REPEATED: "the same result was there already",
     Waste.CONSTANT: "could be computed once, before training",

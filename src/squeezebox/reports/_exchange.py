@@ -9,8 +9,6 @@ from squeezebox.reports._saved import Saved
 from squeezebox.reports._selection import Selection, select
 from squeezebox.schema import human_bytes
 
-_AGAIN = "squeezebox.gradients.measure_exchange(...).save(path)"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeArm:

@@ -11,7 +11,6 @@ from squeezebox.reports._saved import SavedFigures
 from squeezebox.schema import ParityFigures, PlaceParity
 
 _ROWS = 20  # in text; JSON has all
-_AGAIN = "squeezebox.parity(a, b, batches).save(path)"
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:

@@ -9,7 +9,6 @@ from squeezebox.reports._saved import SavedFigures
 from squeezebox.schema import PruningFigures
 
 _PLACES = 3  # named in text; JSON has all
-_AGAIN = "pruning.report().save(path)"
 
 
 @dataclass(frozen=True, slots=True)

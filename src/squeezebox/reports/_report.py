@@ -20,7 +20,6 @@ from squeezebox.schema import (
 )
 
 _ROWS = 24  # the largest tensors that text shows; JSON has all
-_AGAIN = "session.report().save(path)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from squeezebox.reports._saved import Saved
 from squeezebox.schema import human_bytes
 
 _PLACES = 3  # named in text; JSON has all
-_AGAIN = "squeezebox.rewrite(...).rewrites.save(path)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
