@@ -64,9 +64,9 @@ class StreamedStep:
         model: any module that torch.export can trace, in the mode in which it is to be run.
         loss_fn: ``loss_fn(output, target)``, a module or a function, gives one number.
         memory: bytes that a step may take in addition to the image, the target and the model, such as "1GiB".
-            Strips are as high as fits, by the measured peaks of some. On Linux the process grows by no more
-            than that and 32 MiB, files included; elsewhere these are tensors' bytes. Where a first step
-            imports torch.export, some 200 MiB are added that stay.
+            Strips are as high as fits, by the measured peaks of some. On Linux the process grows by about
+            that, files included (docs/streaming.md has by how much more); elsewhere these are tensors' bytes.
+            Where a first step imports torch.export, some 200 MiB are added that stay.
         prepare: what the model is given in the image's place, computed strip by strip. By default uint8
             images are scaled to 0..1 in the parameters' precision, and others left as they are.
         axis: the image's dimension that is streamed, -2 or -1; the longer one by default.
