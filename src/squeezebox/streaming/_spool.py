@@ -129,8 +129,12 @@ class _InFile:
         shape[self._place.dim] = stop - start
         found = torch.empty(shape, dtype=self._place.dtype, device=self._device)
         for first, last, memory, rows in self._pieces(start, stop):
-            if os.preadv(self._file.fileno(), [memory], self._offset(first)) != len(memory):
-                raise OutputError("the file of what passes hand on ended early: its disk may be failing.")
+            count = os.preadv(self._file.fileno(), [memory], self._offset(first))
+            if count != len(memory):
+                raise OutputError(
+                    f"of what passes hand on {count:,} of {len(memory):,} bytes could be read back; its disk may "
+                    "be failing, so give spool= a folder on another one."
+                )
             self._part(found, first - start, last - start).copy_(rows)
         return found
 
@@ -141,9 +145,14 @@ class _InFile:
             try:
                 written = os.pwritev(self._file.fileno(), [memory], self._offset(first))
             except OSError as error:
-                raise OutputError(f"what passes hand on could not be written: {error}.") from error
+                raise OutputError(
+                    f"what passes hand on could not be written: {error}. Give spool= a folder on another disk."
+                ) from error
             if written != len(memory):
-                raise OutputError("what passes hand on could not be written whole: the disk may be full.")
+                raise OutputError(
+                    f"of what passes hand on {written:,} of {len(memory):,} bytes could be written; make room on "
+                    "the disk, or give spool= a folder on another one."
+                )
 
     def _offset(self, row: int) -> int:
         return self._place.offset + row * self._row_bytes
