@@ -132,8 +132,8 @@ class _InFile:
             count = os.preadv(self._file.fileno(), [memory], self._offset(first))
             if count != len(memory):
                 raise OutputError(
-                    f"of what passes hand on {count:,} of {len(memory):,} bytes could be read back; its disk may "
-                    "be failing, so give spool= a folder on another one."
+                    f"of what passes hand on {count:,} of {len(memory):,} bytes could be read back; its disk "
+                    "may be failing, so give spool= a folder on another one."
                 )
             self._part(found, first - start, last - start).copy_(rows)
         return found
@@ -146,12 +146,13 @@ class _InFile:
                 written = os.pwritev(self._file.fileno(), [memory], self._offset(first))
             except OSError as error:
                 raise OutputError(
-                    f"what passes hand on could not be written: {error}. Give spool= a folder on another disk."
+                    f"what passes hand on could not be written: {error}. Give spool= a folder on another "
+                    "disk."
                 ) from error
             if written != len(memory):
                 raise OutputError(
-                    f"of what passes hand on {written:,} of {len(memory):,} bytes could be written; make room on "
-                    "the disk, or give spool= a folder on another one."
+                    f"of what passes hand on {written:,} of {len(memory):,} bytes could be written; make room "
+                    "on the disk, or give spool= a folder on another one."
                 )
 
     def _offset(self, row: int) -> int:
