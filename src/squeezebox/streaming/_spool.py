@@ -151,8 +151,8 @@ class _InFile:
                 ) from error
             if written != len(memory):
                 raise OutputError(
-                    f"of what passes hand on {written:,} of {len(memory):,} bytes could be written; make room "
-                    "on the disk, or give spool= a folder on another one."
+                    f"of what passes hand on {written:,} of {len(memory):,} bytes could be written; make "
+                    "room on the disk, or give spool= a folder on another one."
                 )
 
     def _offset(self, row: int) -> int:
