@@ -40,7 +40,7 @@ from squeezebox.streaming._stages import Stage, stages_of
 from squeezebox.streaming._trace import Aim, Whole, trace
 
 Metric = Callable[[Any, Any], Any]
-_OWN_BYTES = 16 << 20  # of the process that are not strips': stacks of threads, libraries' compiled kernels
+_OWN_BYTES = 4 << 20  # of the process that are not a strip's: what the system counts late, compiled kernels
 
 
 class StreamedStep:
@@ -370,6 +370,7 @@ class StreamedStep:
             assert self._height is not None
             height = min(self._height, rows)
         else:
+            self._measured_at(prepared, stage, 0, 1)  # what libraries take once is not a strip's
             height, strip_bytes = fitting_height(
                 lambda height: self._measured(prepared, stage, height),
                 rows,
@@ -389,8 +390,7 @@ class StreamedStep:
 
     def _measured(self, prepared: Prepared, stage: Stage, height: int) -> int:
         """The peak of a strip in the image's middle, or of the first, which is copied where it is padded."""
-        starts = {prepared.middle(stage, height), 0}
-        return max(self._measured_at(prepared, stage, start, height) for start in starts)
+        return max(self._measured_at(prepared, stage, at, height) for at in {prepared.middle(stage, height), 0})
 
     def _measured_at(self, prepared: Prepared, stage: Stage, start: int, height: int) -> int:
         """The peak of one strip, with values made up where they are not known yet.
