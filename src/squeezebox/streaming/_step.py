@@ -370,7 +370,7 @@ class StreamedStep:
             assert self._height is not None
             height = min(self._height, rows)
         else:
-            self._measured_at(prepared, stage, 0, 1)  # what libraries take once is not a strip's
+            self._peak_at(prepared, stage, 0, 1)  # what libraries take once is not a strip's
             height, strip_bytes = fitting_height(
                 lambda height: self._measured(prepared, stage, height),
                 rows,
@@ -390,9 +390,9 @@ class StreamedStep:
 
     def _measured(self, prepared: Prepared, stage: Stage, height: int) -> int:
         """The peak of a strip in the image's middle, or of the first, which is copied where it is padded."""
-        return max(self._measured_at(prepared, stage, at, height) for at in {prepared.middle(stage, height), 0})
+        return max(self._peak_at(prepared, stage, at, height) for at in {prepared.middle(stage, height), 0})
 
-    def _measured_at(self, prepared: Prepared, stage: Stage, start: int, height: int) -> int:
+    def _peak_at(self, prepared: Prepared, stage: Stage, start: int, height: int) -> int:
         """The peak of one strip, with values made up where they are not known yet.
 
         It is that of its tensors, or what the process grows by, where that is more: the C library keeps what
