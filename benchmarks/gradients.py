@@ -40,6 +40,7 @@ from benchmarks._tasks import TASKS, loss_fn
 from benchmarks.accuracy import column, vars_of
 from squeezebox.gradients import ExchangedStep, measure_exchange
 from squeezebox.gradients._coders import CODERS
+from squeezebox.gradients._wanted import Wanted
 from squeezebox.reports import LEVEL, ExchangeArm, ExchangeWay, MeasuredExchange, equivalence
 from squeezebox.schema import Link
 
@@ -361,11 +362,11 @@ def part_times(count: int, rounds: int) -> dict[str, float]:
     coder, sizes = CODERS["planes"], [count // PARAMETERS] * PARAMETERS
     gradient, owed, other = (torch.randn(count) for _ in range(3))
     level = coder.start(NOISE, None)
-    message = coder.encode(gradient, sizes, level, 0)
+    message = coder.encode(Wanted(gradient, owed, sizes), level, 0)
     calls = {
         "add what is owed": lambda: owed + gradient,
         "norms, to know the noise": lambda: (gradient.norm(), other.norm()),
-        "pack": lambda: coder.encode(gradient, sizes, level, 0),
+        "pack": lambda: coder.encode(Wanted(gradient, owed, sizes), level, 0),
         "unpack, of each rank": lambda: sum(
             piece.numel() for piece in coder.decode(message, sizes, other.dtype)
         ),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from squeezebox import codecs
-
-Sizes = Sequence[int]
-_PIECE = 1 << 20  # elements that are packed, or unpacked and summed, at once
+from squeezebox.gradients._wanted import PIECE, Sizes, Wanted, parts_of, pieces_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,12 +31,11 @@ class Coder(ABC):
     steered: bool = True
 
     @abstractmethod
-    def encode(self, wanted: Tensor, sizes: Sizes, level: float, step: int) -> Tensor:
-        """The message of a tensor without NaN and infinity.
+    def encode(self, wanted: Wanted, level: float, step: int) -> Tensor:
+        """The message of gradients without NaN and infinity.
 
         Args:
-            wanted: flat, float32 or float64.
-            sizes: of the parameters, or the parts of them, that it consists of.
+            wanted: gradients with what is owed of them.
             level: how much may be lost, in the coder's own unit; more of it takes fewer bytes.
             step: number of the pass, the same on all ranks.
         """
@@ -60,17 +57,17 @@ class Bounded(Coder):
     that stay in a processor's cache follow.
     """
 
-    def encode(self, wanted: Tensor, sizes: Sizes, level: float, step: int) -> Tensor:
-        units = _units(wanted, sizes)
+    def encode(self, wanted: Wanted, level: float, step: int) -> Tensor:
+        units = _units(wanted)
         scales = units.to(wanted.dtype).unbind()
         codec, begun, bodies = codecs.get(self.name), 0, [_aligned(units.view(torch.uint8))]
-        room = wanted.new_empty(min(_PIECE, wanted.numel()))
-        for piece in _pieces(sizes):
-            own = wanted[begun : begun + sum(count for _, count in piece)]
-            scaled = room[: own.numel()].copy_(own)
-            torch._foreach_div_(_parts(scaled, piece), [scales[place] for place, _ in piece])
-            data = codecs.dumps(codec.pack(scaled, level, codecs.Hints(lag=0)))
-            bodies.append(_aligned(codecs.to_message(data if len(data) < own.nbytes else b"", own)))
+        for piece, own in wanted.pieces():
+            torch._foreach_div_(parts_of(own, piece), [scales[place] for place, _ in piece])
+            data = codecs.dumps(codec.pack(own, level, codecs.Hints(lag=0)))
+            if len(data) >= own.nbytes:
+                data = b""
+                wanted.read(begun, own)
+            bodies.append(_aligned(codecs.to_message(data, own)))
             begun += own.numel()
         return torch.cat(bodies)
 
@@ -78,13 +75,13 @@ class Bounded(Coder):
         scales = message[: 4 * len(sizes)].clone().view(torch.float32).to(dtype).unbind()
         message = message.clone()
         at = -(-4 * len(sizes) // 8) * 8
-        room = torch.empty(min(_PIECE, sum(sizes)), dtype=dtype, device="cpu")
-        for piece in _pieces(sizes):
+        room = torch.empty(min(PIECE, sum(sizes)), dtype=dtype, device="cpu")
+        for piece in pieces_of(sizes):
             out = room[: sum(count for _, count in piece)]
             nbytes = int(message[at : at + 8].view(torch.int64))
             codecs.from_message(message[at:], out)
             if nbytes:  # or they came as they are
-                torch._foreach_mul_(_parts(out, piece), [scales[place] for place, _ in piece])
+                torch._foreach_mul_(parts_of(out, piece), [scales[place] for place, _ in piece])
             at += -(-(8 + (nbytes or out.nbytes)) // 8) * 8
             yield out
 
@@ -97,9 +94,10 @@ class Bounded(Coder):
 class Largest(Coder):
     """The ``1 / level`` largest elements, as values and places (Aji and Heafield, 2017, arXiv:1704.05021)."""
 
-    def encode(self, wanted: Tensor, sizes: Sizes, level: float, step: int) -> Tensor:
-        places = codecs.largest(wanted.abs(), _count(wanted.numel(), level)).indices
-        values = wanted[places]
+    def encode(self, wanted: Wanted, level: float, step: int) -> Tensor:
+        whole = wanted.whole()
+        places = codecs.largest(whole.abs(), _count(whole.numel(), level)).indices
+        values = whole[places]
         return torch.cat([values.view(torch.uint8), places.int().view(torch.uint8)])
 
     def decode(self, message: Tensor, sizes: Sizes, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -117,9 +115,9 @@ class Largest(Coder):
 class Random(Coder):
     """``1 / level`` of the elements, the same random ones on all ranks (arXiv:1809.07599)."""
 
-    def encode(self, wanted: Tensor, sizes: Sizes, level: float, step: int) -> Tensor:
-        head = torch.tensor([step], dtype=torch.int64, device="cpu")
-        values = wanted[_chosen(step, wanted.numel(), _count(wanted.numel(), level))]
+    def encode(self, wanted: Wanted, level: float, step: int) -> Tensor:
+        head, whole = torch.tensor([step], dtype=torch.int64, device="cpu"), wanted.whole()
+        values = whole[_chosen(step, whole.numel(), _count(whole.numel(), level))]
         return torch.cat([head.view(torch.uint8), values.view(torch.uint8)])
 
     def decode(self, message: Tensor, sizes: Sizes, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -137,10 +135,10 @@ class Random(Coder):
 class Signs(Coder):
     """A bit an element: the mean of its parameter's positive or negative ones (Seide et al., 2014)."""
 
-    def encode(self, wanted: Tensor, sizes: Sizes, level: float, step: int) -> Tensor:
-        positive = wanted > 0
-        means = []
-        for part, above in zip(wanted.split(list(sizes)), positive.split(list(sizes)), strict=True):
+    def encode(self, wanted: Wanted, level: float, step: int) -> Tensor:
+        whole, sizes, means = wanted.whole(), list(wanted.sizes), []
+        positive = whole > 0
+        for part, above in zip(whole.split(sizes), positive.split(sizes), strict=True):
             up, count = float(part.clamp(min=0).sum()), int(above.sum())
             below = part.numel() - count
             means += [up / max(count, 1), (float(part.sum()) - up) / max(below, 1)]
@@ -174,32 +172,11 @@ CODERS = {
 }
 
 
-def _units(wanted: Tensor, sizes: Sizes) -> Tensor:
-    """Each part's root mean square in float32; 1 for one of zeros, or beyond float32."""
-    norms = torch.stack(torch._foreach_norm(list(wanted.split(list(sizes))), 2.0)).float()
-    units = norms / torch.tensor(sizes, dtype=torch.float32, device="cpu").clamp(min=1).sqrt()
+def _units(wanted: Wanted) -> Tensor:
+    """Each parameter's root mean square in float32; 1 for one of zeros, or beyond float32."""
+    counts = torch.tensor(wanted.sizes, dtype=torch.float64, device="cpu").clamp(min=1)
+    units = (wanted.squares / counts).sqrt().float()
     return torch.where((units > 1e-30) & (units < 1e30), units, 1.0)
-
-
-def _pieces(sizes: Sizes) -> Iterator[list[tuple[int, int]]]:
-    """The parameters that lie in each piece, by place, and how many elements of them."""
-    piece: list[tuple[int, int]] = []
-    room = _PIECE
-    for place, size in enumerate(sizes):
-        left = size
-        while left:
-            count = min(left, room)
-            piece.append((place, count))
-            left, room = left - count, room - count
-            if not room:
-                yield piece
-                piece, room = [], _PIECE
-    if piece:
-        yield piece
-
-
-def _parts(flat: Tensor, piece: Sequence[tuple[int, int]]) -> list[Tensor]:
-    return list(flat.split([count for _, count in piece]))
 
 
 def _aligned(data: Tensor) -> Tensor:

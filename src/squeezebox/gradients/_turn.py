@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from squeezebox.gradients._coders import Coder
 from squeezebox.gradients._exchange import MOST_GATHERED, Exchange
 from squeezebox.gradients._low_rank import LowRank
 from squeezebox.gradients._residuals import Names
+from squeezebox.gradients._wanted import Wanted
 
 _WHOLE = -1  # in place of a message's size: this rank has NaN or infinity
 
@@ -42,7 +44,6 @@ class Turn:
     lost_squares: float = 0.0
     wanted_squares: float = 0.0
     went_whole: bool = False
-    used: Sequence[bool] = ()
 
     def begin_whole(
         self, exchange: Exchange, dtype: torch.dtype | None = None, *, is_alone: bool = False
@@ -73,61 +74,80 @@ class Turn:
 
     def begin_packed(self, coder: Coder, exchange: Exchange) -> Callable[[], None]:
         """Pack now; what is returned does the rest."""
-        wanted = self._wanted()
-        parts = [(wanted, list(self.sizes))]
+        owed = self._set_aside()
+        wanted = Wanted(self.flat, self.residual, self.sizes)
+        squares = float(wanted.squares.sum())
+        is_finite = math.isfinite(squares)
+        self.wanted_squares = squares if is_finite else 0.0
         if exchange.ranks > MOST_GATHERED:
-            parts = shards(wanted, self.sizes, exchange.ranks)
-        norm = float(torch.linalg.vector_norm(wanted))
-        messages = []
-        if math.isfinite(norm):
-            self.wanted_squares = norm * norm
-            messages = [coder.encode(part, sizes, self.level, self.step) for part, sizes in parts]
-        exchanged = self._gathered if len(parts) == 1 else self._scattered
-        return lambda: exchanged(coder, exchange, wanted, messages)
+            whole = wanted.whole()
+            parts = [Wanted(part, None, sizes) for part, sizes in shards(whole, self.sizes, exchange.ranks)]
+            exchanged = partial(self._scattered, coder, exchange, whole)
+        else:
+            parts, exchanged = [wanted], partial(self._gathered, coder, exchange, wanted)
+        messages = [coder.encode(part, self.level, self.step) for part in parts] if is_finite else []
+
+        def job() -> None:
+            exchanged(messages)
+            self._take_back(owed)
+
+        return job
 
     def begin_low_rank(self, low_rank: LowRank, exchange: Exchange) -> Callable[[], None]:
         """What is returned reduces factors, from which every rank has the same mean."""
-        wanted = self._wanted()
+        owed = self._set_aside()
+        wanted = Wanted(self.flat, self.residual, self.sizes).whole()
         norm = float(torch.linalg.vector_norm(wanted))
         self.wanted_squares = norm * norm
 
         def job() -> None:
-            if self._goes_whole(exchange, exchange.counts([0 if math.isfinite(norm) else _WHOLE])):
-                return
-            mean = wanted.clone()
-            low_rank.average(exchange, self.names, mean)
-            self._keep(wanted.sub_(mean))
-            self.flat.copy_(mean)
+            if not self._goes_whole(exchange, exchange.counts([0 if math.isfinite(norm) else _WHOLE])):
+                mean = wanted.clone()
+                low_rank.average(exchange, self.names, mean)
+                self._keep(wanted.sub_(mean))
+                self.flat.copy_(mean)
+            self._take_back(owed)
 
         return job
 
-    def _wanted(self) -> Tensor:
-        wanted = self.residual + self.flat
-        if self.keeps_unused:
-            self.used = [bool(gradient.any()) for gradient in self._parts(self.flat)]
-            for part, is_used in zip(self._parts(wanted), self.used, strict=True):
-                if not is_used:
-                    part.zero_()
-        return wanted
+    def _set_aside(self) -> list[Tensor | None]:
+        """What is owed of parameters without a gradient here, which does not go."""
+        if not self.keeps_unused:
+            return []
+        found = [None if part.any() else owed.clone() for part, owed in self._parts()]
+        for kept, (_, owed) in zip(found, self._parts(), strict=True):
+            if kept is not None:
+                owed.zero_()
+        return found
 
-    def _parts(self, flat: Tensor) -> list[Tensor]:
-        return list(flat.split(list(self.sizes)))
+    def _take_back(self, aside: Sequence[Tensor | None]) -> None:
+        for kept, (_, owed) in zip(aside, self._parts(), strict=False):
+            if kept is not None:
+                owed.add_(kept)
 
-    def _gathered(self, coder: Coder, exchange: Exchange, wanted: Tensor, messages: list[Tensor]) -> None:
+    def _parts(self) -> list[tuple[Tensor, Tensor]]:
+        """The gradient of each parameter, and what is owed."""
+        sizes = list(self.sizes)
+        return list(zip(self.flat.split(sizes), self.residual.split(sizes), strict=True))
+
+    def _gathered(self, coder: Coder, exchange: Exchange, wanted: Wanted, messages: list[Tensor]) -> None:
         """Everybody gets everybody's message: (W - 1) of them."""
         counts = exchange.counts([each.numel() for each in messages] or [_WHOLE])
         if self._goes_whole(exchange, counts):
             return
         found = exchange.gather(messages[0], [sizes[0] for sizes in counts])
-        begun = 0
+        begun, room = 0, torch.empty(0, dtype=wanted.dtype, device="cpu")
         for pieces in zip(*(coder.decode(each, self.sizes, wanted.dtype) for each in found), strict=True):
             here = slice(begun, begun + pieces[0].numel())
-            wanted[here].sub_(pieces[exchange.rank])
+            if room.numel() < pieces[0].numel():
+                room = torch.empty_like(pieces[0])
+            lost = wanted.read(begun, room[: pieces[0].numel()]).sub_(pieces[exchange.rank])
+            self.lost_squares += float(torch.linalg.vector_norm(lost)) ** 2
+            self.residual[here].copy_(lost)
             for piece in pieces[1:]:  # in one order, so that all ranks have the same sum
                 pieces[0].add_(piece)
             self.flat[here].copy_(pieces[0].mul_(1.0 / exchange.ranks))
             begun = here.stop
-        self._keep(wanted)
 
     def _scattered(self, coder: Coder, exchange: Exchange, wanted: Tensor, messages: list[Tensor]) -> None:
         """Every rank averages a shard and sends it on: 2 (W - 1) / W messages, packed twice."""
@@ -143,7 +163,7 @@ class Turn:
         for packed, (part, part_sizes) in zip(messages, parts, strict=True):
             part.sub_(_decoded(coder, packed, part_sizes, part))
         total.mul_(1.0 / exchange.ranks)
-        message = coder.encode(total, sizes, self.level, self.step)
+        message = coder.encode(Wanted(total, None, sizes), self.level, self.step)
         again = exchange.gather(message, [row[0] for row in exchange.counts([message.numel()])])
         mean = torch.empty_like(wanted)
         means = shards(mean, self.sizes, exchange.ranks)
@@ -163,14 +183,7 @@ class Turn:
         return True
 
     def _keep(self, lost: Tensor) -> None:
-        norm = float(torch.linalg.vector_norm(lost))
-        self.lost_squares = norm * norm
-        if self.keeps_unused:
-            for part, owed, is_used in zip(
-                self._parts(lost), self._parts(self.residual), self.used, strict=True
-            ):
-                if not is_used:
-                    part.add_(owed)
+        self.lost_squares = float(torch.linalg.vector_norm(lost)) ** 2
         self.residual.copy_(lost)
 
 
