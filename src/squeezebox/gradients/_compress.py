@@ -351,8 +351,9 @@ def compress_gradients(
     sent, and what is owed, sum up to the gradients. All ranks decode the same bytes, and so stay equal to the
     bit. The first backward's gradients go as they are, as DDP then sorts its buckets.
 
-    It takes a tensor of memory for each trained parameter, in float32 (float64 where that is). During backward
-    come some MiB a rank ("entropy" and "planes", up to 4 ranks), or two tensors of the size of a bucket.
+    It takes a tensor of memory for each trained parameter, in float32 (float64 where that is). During
+    backward come some MiB a rank ("entropy" and "planes", up to 4 ranks), or two tensors of the size of a
+    bucket.
 
     Args:
         ddp: on CPUs; its gradients are floating-point.
