@@ -2,11 +2,6 @@
 # PYTHON=python3.12 picks the interpreter for a new .venv; PIP_* variables reach pip.
 
 VENV ?= .venv
-BENCHMARKS ?= architectures codecs step_time whole_step rewrites made_again packed_state first_use comet_table budget ways \
-	packed compiled accuracy speeds audit calibrate selection parity parity_own prune start_up planning static_allocation traces arena \
-	offload estimate estimate_layers feasibility ranges \
-	estimate_architectures pipeline_paper pipeline_memory pipeline_schedules pipeline_training pipeline_wire \
-	streaming gigapixel gigapixel_reach larger_than_memory torch_databases
 export VENV PYTHON
 
 .PHONY: demo tiny test check smoke docs bench parity clean
@@ -36,9 +31,9 @@ docs:  ## the site, in site/; its first page is site/index.html
 	@scripts/install docs
 	@scripts/docs
 
-bench:  ## every claim's measurement, or some: make bench BENCHMARKS="codecs step_time"
+bench:  ## every claim's report of this code that is missing, or some: make bench BENCHMARKS="codecs step_time"
 	@scripts/install bench
-	@set -e; for name in $(BENCHMARKS); do $(VENV)/bin/python -m benchmarks.$$name; done
+	@$(VENV)/bin/python -m benchmarks._again $(BENCHMARKS)
 
 parity:  ## exact, compiled and autocast training against plain PyTorch's, layer by layer
 	@scripts/install test

@@ -138,8 +138,8 @@ def main() -> int:
         rooms = ", ".join(f"{room} ({day})" for room, day in sorted(each.rooms.items()))
         print(f"{each.report.path.name} is older than a change of {rooms}: {each.report.header['command']}")
     if found:
-        scripts = dict.fromkeys(each.report.script.stem for each in found)
-        print(f'measure again, and let the pages follow: make bench BENCHMARKS="{" ".join(scripts)}"')
+        names = " ".join(each.report.name for each in found)
+        print(f'measure again, and let the pages follow: make bench BENCHMARKS="{names}"')
     return int(bool(found))
 
 

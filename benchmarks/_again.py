@@ -1,0 +1,141 @@
+"""Every claim's measurement, one after the other, and on from where it ended.
+
+    make bench
+    make bench BENCHMARKS="codecs step_time"
+
+Goes in: names of reports, or none for all. Comes out: those reports. A report of the code as it is now is not
+made again, so what was interrupted or failed is all that a second call does. All of them take a day or two.
+May touch: what the benchmarks touch, and `git`.
+"""
+
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from benchmarks import _figures
+
+CODE = ("src", "demo", "benchmarks", ":(exclude)benchmarks/reports")
+COMMANDS = {  # what follows `python -m benchmarks.`, by the report's name
+    "accuracy": "accuracy --workers 1",
+    "architectures": "architectures",
+    "architectures_timm": "architectures --timm --name architectures_timm",
+    "arena": "arena --steps 27 --kinds 'noise 1e-2' 'noise 1e-2, a plan'",
+    "audit": "audit --threads 1",
+    "balance": "balance",
+    "balance_exchange": "balance_exchange --steps 30",
+    "bayesian": "bayesian",
+    "budget": "budget resnet50 resnet18 vgg16 vit efficientnet_b0 unet",
+    "budget-compiled": "budget vit vgg16 efficientnet_b0 unet resnet50 --compiled --budgets 4 "
+    "--milp-seconds 200 --repeats 3 --name budget-compiled",
+    "budget-large": "budget resnet50 vgg16 --name budget-large",
+    "budget-more": "budget efficientnet_b0 unet resnet50 --name budget-more",
+    "calibrate": "calibrate --worlds 40",
+    "calibrate-longer": "calibrate --worlds 200",
+    "calibrate_text": "calibrate_text --steps 300 --others 0",
+    "codecs": "codecs",
+    "comet_table": "comet_table vgg16 resnet18 alexnet efficientnet_b0 resnet50 --checks 12 --refreshes 8",
+    "compiled": "compiled",
+    "doctor": "doctor",
+    "estimate": "estimate",
+    "estimate_architectures": "estimate_architectures",
+    "estimate_layers": "estimate_layers",
+    "experts": "experts",
+    "experts_ranks": "experts_ranks",
+    "feasibility": "feasibility",
+    "first_use": "first_use --repeats 3",
+    "gigapixel": "gigapixel",
+    "gigapixel_reach": "gigapixel_reach --memory 480MiB",
+    "gradients_accuracy": "gradients accuracy --seeds 10",
+    "gradients_links": "gradients links --rounds 15",
+    "gradients_own": "gradients own --rounds 15",
+    "larger_than_memory": "larger_than_memory --repeats 5",
+    "made_again": "made_again --repeats 9",
+    "neighbour": "neighbour",
+    "offload": "offload --steps 5 --rounds 3 --mib 128 --threads 1",
+    "packed": "packed resnet50 --batches 8 16 --settling 3 --calibrations 2 --measured 2",
+    "packed_state": "packed_state",
+    "parity": "parity",
+    "parity_own": "parity_own",
+    "pipeline_devices": "pipeline_devices",
+    "pipeline_faults": "pipeline_faults",
+    "pipeline_memory": "pipeline_memory",
+    "pipeline_paper": "pipeline_paper",
+    "pipeline_replicas": "pipeline_replicas --rounds 2",
+    "pipeline_schedules": "pipeline_schedules --microbatches 16 --rounds 1 --batches 4",
+    "pipeline_schedules-longer": "pipeline_schedules --ranks 8 --microbatches 16 --forward 0.06 --rounds 1 "
+    "--batches 5 --name pipeline_schedules-longer",
+    "pipeline_start": "pipeline_start",
+    "pipeline_torch": "pipeline_torch",
+    "pipeline_training": "pipeline_training",
+    "pipeline_training-lower": "pipeline_training --rates 1e-3 --seeds 0 --name pipeline_training-lower",
+    "pipeline_wire": "pipeline_wire",
+    "planning": "planning --repeats 2",
+    "prune": "prune",
+    "ranges": "ranges",
+    "rewrites": "rewrites --repeats 7",
+    "selection": "selection",
+    "sequence": "sequence --rounds 12",
+    "speeds": "speeds --repeats 3",
+    "start_up": "start_up",
+    "static_allocation": "static_allocation --seconds 59.5",
+    "step_time": "step_time --repeats 5 --apart 2",
+    "step_time_fast": "step_time --speed fast --train-steps 20 --apart 2",
+    "streaming": "streaming",
+    "streaming_models": "streaming_models",
+    "streaming_narrow": "streaming --width 128 --networks 1 --name streaming_narrow",
+    "torch_databases": "torch_databases",
+    "traces": "traces",
+    "ways": "ways",
+    "ways_whole": "whole_step --repeats 7 --name ways_whole --ways plain checkpointing save_on_cpu "
+    "'compiled, memory budget 0.5' 'torchao 8 bit' 'checkpointing, torchao 8 bit' 'states, 40%' "
+    "'states, 45%' 'states, 55%'",
+    "whole_step": "whole_step --repeats 5",
+    "whole_step_jemalloc": "whole_step resnet50 --repeats 5 --name whole_step_jemalloc",
+    "whole_step_torchao": "whole_step gpt vit --repeats 5 --name whole_step_torchao --ways plain "
+    "checkpointing 'torchao 8 bit' 'checkpointing, torchao 8 bit' 'states, 40%' 'states, 45%'",
+}
+
+
+def main(names: Sequence[str]) -> int:
+    """Make them; how many failed, at most 1."""
+    unknown = [name for name in names if name not in COMMANDS]
+    if unknown:
+        print(f"no report {', '.join(unknown)}; there are {', '.join(COMMANDS)}.", file=sys.stderr)
+        return 2
+    wanted, known = list(names or COMMANDS), _figures.newest()
+    left = [name for name in wanted if not (name in known and _is_current(known[name].header))]
+    print(f"{len(wanted) - len(left)} of {len(wanted)} reports are of this code already.", flush=True)
+    failed = []
+    for number, name in enumerate(left, 1):
+        print(f"{number} of {len(left)}: {name}: {COMMANDS[name]}", flush=True)
+        begun = time.monotonic()
+        made = subprocess.run(
+            [sys.executable, "-m", *shlex.split(f"benchmarks.{COMMANDS[name]}")], check=False
+        )
+        print(
+            f"{name}: {'failed' if made.returncode else 'made'} in {_shown(time.monotonic() - begun)}",
+            flush=True,
+        )
+        failed += [name] * bool(made.returncode)
+    if failed:
+        print(f"failed: make bench BENCHMARKS={shlex.quote(' '.join(failed))}", file=sys.stderr)
+    return int(bool(failed))
+
+
+def _is_current(header: object) -> bool:
+    """Whether a report tells of the code that is here."""
+    if not isinstance(header, dict) or header.get("dirty") is not False:
+        return False
+    same = ["git", "diff", "--quiet", str(header["commit"]), "--", *CODE]
+    return subprocess.run(same, cwd=_figures.ROOT, capture_output=True, check=False).returncode == 0
+
+
+def _shown(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {seconds} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,75 @@
+"""All reports are made again by one command, which goes on from where it ended."""
+
+import json
+import subprocess
+
+import pytest
+
+from benchmarks import _again, _figures
+
+
+def test_it_knows_how_to_make_every_report():
+    assert _again.COMMANDS.keys() == _figures.newest().keys()
+    for name, command in _again.COMMANDS.items():
+        module, *options = command.split()
+        assert (_figures.ROOT / "benchmarks" / f"{module}.py").is_file()
+        assert "--name" not in options or options[options.index("--name") + 1] == name
+
+
+@pytest.fixture
+def code(tmp_path, monkeypatch):
+    """A repository with a benchmark that ends well if there is a file, and where it is."""
+
+    def git(*arguments):
+        own = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        return subprocess.run(
+            ["git", *own, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
+        )
+
+    for name in ("src/one.py", "benchmarks/two.py", "demo/three.py"):
+        path = tmp_path / name
+        path.parent.mkdir()
+        path.write_text("")
+    (tmp_path / "benchmarks" / "two.py").write_text(
+        "import pathlib, sys\nsys.exit(not pathlib.Path('well').exists())"
+    )
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    monkeypatch.setattr(_figures, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_figures, "newest", lambda: reports)
+    monkeypatch.setattr(_again, "COMMANDS", {"two": "two", "other": "two --name other"})
+    reports = {}
+
+    def write(name, **header):
+        commit = git("rev-parse", "HEAD").stdout.strip()
+        reports[name] = _figures.Report(
+            name=name, path=tmp_path, header={"commit": commit, "dirty": False} | header
+        )
+
+    return tmp_path, git, write
+
+
+def test_what_is_of_this_code_is_not_made_again(code, capfd):
+    folder, git, write = code
+    write("two")
+    write("other", dirty=True)
+    assert _again.main([]) == 1
+    said = capfd.readouterr()
+    assert "1 of 2 reports" in said.out and "1 of 1: other" in said.out
+    assert "make bench BENCHMARKS=other" in said.err
+    (folder / "well").write_text("")
+    assert _again.main(["other"]) == 0
+    (folder / "benchmarks" / "reports").mkdir()
+    (folder / "benchmarks" / "reports" / "two.json").write_text(json.dumps({}))
+    git("add", ".")
+    git("commit", "-qm", "a report changes no code")
+    assert "1 of 2 reports" in (_again.main([]), capfd.readouterr().out)[1]
+    (folder / "src" / "one.py").write_text("changed = True")
+    assert "0 of 2 reports" in (_again.main([]), capfd.readouterr().out)[1]
+
+
+def test_a_name_of_no_report_is_refused(capsys):
+    assert _again.main(["codec"]) == 2
+    assert "no report codec; there are accuracy," in capsys.readouterr().err
