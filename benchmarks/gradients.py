@@ -364,13 +364,16 @@ def part_times(count: int, rounds: int) -> dict[str, float]:
     level = coder.start(NOISE, None)
     message = coder.encode(Wanted(gradient, owed, sizes), level, 0)
     calls = {
-        "add what is owed": lambda: owed + gradient,
-        "norms, to know the noise": lambda: (gradient.norm(), other.norm()),
-        "pack": lambda: coder.encode(Wanted(gradient, owed, sizes), level, 0),
+        "add what is owed, its norms, pack": lambda: coder.encode(Wanted(gradient, owed, sizes), level, 0),
         "unpack, of each rank": lambda: sum(
             piece.numel() for piece in coder.decode(message, sizes, other.dtype)
         ),
-        "sum, difference and mean": lambda: (other.add_(owed), other.sub_(owed), other.mul_(0.5)),
+        "sum, difference, its norm and mean": lambda: (
+            other.add_(owed),
+            other.sub_(owed),
+            other.norm(),
+            other.mul_(0.5),
+        ),
         "hand over what is owed and the mean": lambda: (other.copy_(owed), other.copy_(gradient)),
         "a copy": lambda: other.copy_(gradient),
     }
