@@ -72,6 +72,7 @@ __all__ = [
     "Recording",
     "Reserve",
     "Room",
+    "RowFile",
     "Slot",
     "Spill",
     "Staging",
@@ -102,6 +103,7 @@ __all__ = [
     "offload_record",
     "parts_of",
     "read_buffers",
+    "read_rows",
     "require_imports",
     "return_all",
     "safe_sharing",
@@ -118,6 +120,7 @@ if TYPE_CHECKING:
     from squeezebox.memory._layout import Packer, layout, verify
     from squeezebox.memory._neighbour import Neighbour, lend
     from squeezebox.memory._problem import Problem, layout_csv, read_buffers
+    from squeezebox.memory._row_file import RowFile, read_rows
     from squeezebox.memory._search import search
     from squeezebox.memory._sharing import safe_sharing
     from squeezebox.memory._somas import somas
@@ -127,10 +130,12 @@ else:
         "Neighbour": "_neighbour",
         "Packer": "_layout",
         "Problem": "_problem",
+        "RowFile": "_row_file",
         "layout": "_layout",
         "layout_csv": "_problem",
         "lend": "_neighbour",
         "read_buffers": "_problem",
+        "read_rows": "_row_file",
         "safe_sharing": "_sharing",
         "search": "_search",
         "somas": "_somas",

@@ -59,7 +59,7 @@ class FileArray:
     def __init__(self, view: np.ndarray[Any, Any], mapped: np.memmap[Any, Any], number: int) -> None:
         self._view, self._number, self._mapped = view, number, mapped
         self._begin = mapped.offset - _address(mapped)
-        self.shape, self.dtype = view.shape, view.dtype
+        self.shape, self.dtype, self.ndim = view.shape, view.dtype, view.ndim
         weakref.finalize(self, os.close, number)
 
     def __getitem__(self, index: Any) -> np.ndarray[Any, Any]:
@@ -88,6 +88,29 @@ class FileArray:
         ordered = found.view(view.dtype).reshape([view.shape[dim] for dim in order])
         whole: np.ndarray[Any, Any] = ordered.transpose(np.argsort(order))
         return whole
+
+    def rows(
+        self, rows: np.ndarray[Any, Any], found: np.ndarray[Any, Any] | None = None
+    ) -> np.ndarray[Any, Any]:
+        """A copy of these rows of the first dimension, in ``found`` if it is given: a contiguous array.
+
+        Raises:
+            DatasetError: the file has become shorter.
+        """
+        from squeezebox.memory import read_rows  # numba, which images do without
+
+        if found is None:
+            found = np.empty((len(rows), *self.shape[1:]), self.dtype)
+        row = self._view[:1]
+        if not row.flags.c_contiguous or self._view.strides[0] < row.nbytes:
+            for place, each in enumerate(rows):
+                found[place] = self[each : each + 1][0]
+        elif found.size:
+            failed = read_rows(self._number, self._begin + _address(row), self._view.strides[0], rows, found)
+            if failed >= 0:
+                require_whole(self._mapped)
+                raise DatasetError(f"{self._mapped.filename} could not be read at row {failed:,}.")
+        return found
 
 
 def release(array: Any) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,39 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from squeezebox.memory import PeakMeter, mapped_file, usual_folder, within_room
+from squeezebox.memory import Ceiling, PeakMeter, ProcessMeter, return_all, usual_folder, within_room
 from squeezebox.reports import human_bytes, parse_size
 from squeezebox.schema import BudgetError, OptionError, UnsupportedModelError
-from squeezebox.streaming._nodes import Edges, Graph, Part, rows_of
+from squeezebox.streaming._boundary import Boundary, Features, PartFile
+from squeezebox.streaming._files import release
+from squeezebox.streaming._graph_layers import stages_of, widths_of
+from squeezebox.streaming._nodes import Edges, Graph, Part, Reader, edges_of, kind_of, order_of
+from squeezebox.streaming._order import better_order
 
-_PROBE_NODES = 12
-
-
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """A layer that reads neighbours, if any, and the modules behind it that take each node by itself."""
-
-    layer: nn.Module | None
-    rowwise: tuple[nn.Module, ...]
-
-    def __call__(self, part: Part, x: Tensor) -> Tensor:
-        if self.layer is not None:
-            weights = {"edge_weight": part.weights} if _takes_weights(self.layer) else {}
-            x = self.layer(x, part.edges, **weights)[: part.stop - part.start]
-        for module in self.rowwise:
-            x = module(x)
-        return x
-
-    def reads(self, part: Part) -> np.ndarray:
-        """The nodes whose rows it needs."""
-        return part.read if self.layer is not None else part.read[: part.stop - part.start]
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Those that are trained, each once."""
-        modules = (*self.rowwise, *(() if self.layer is None else (self.layer,)))
-        found = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
-        return list(found.values())
+_OWN_BYTES = 32 << 20  # what torch takes for itself, and not for a part
+_SPARE_BYTES = 16 << 20  # of these, which freed memory may take before it is returned to the system
+_FIRST = 1 / 32  # of the memory: what the part that is measured first should at most take
 
 
 class GraphStep:
@@ -66,17 +42,20 @@ class GraphStep:
             torch_geometric do; the others get ``x``. A node's output may depend on that node and on edges
             that end at it: a small graph is tried, and a layer that reads more is refused.
         graph: features, edges and targets. Edges are held in memory, beyond ``memory``.
-        memory: bytes that a step's tensors may take in addition to edges, model and gradients, such as
+        memory: bytes by which a step may grow the process, within 32 MiB, in addition to gradients, such as
             "2GiB".
         loss_fn: ``loss_fn(outputs, targets)`` gives a number for each node: torch's with
             ``reduction="none"``. Cross entropy by default.
-        folder: where outputs and their gradients are kept between layers, in a file without a name. By
-            default a temporary folder on a disk.
+        order: the nodes in the order in which parts take them: all their numbers. By default the one that is
+            given, or another one where its parts read a tenth fewer rows of other parts.
+        folder: where outputs, or their gradients, and copies of features are kept, in files without a name.
+            By default a temporary folder on a disk.
 
     Raises:
         OptionError: memory is not a size, or edges, nodes, targets or weights do not fit the features.
         UnsupportedModelError: a module draws noise, or reads more than a node and its edges.
         BudgetError: one node with its edges takes more than the memory.
+        OutputError: the folder cannot be written to, or its disk has not enough room.
     """
 
     def __init__(
@@ -86,28 +65,46 @@ class GraphStep:
         memory: int | str,
         *,
         loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
+        order: Any = None,
         folder: str | Path | None = None,
     ) -> None:
         self._graph, self._memory_bytes = graph, parse_size("memory", memory)
         self._loss_fn = loss_fn or nn.CrossEntropyLoss(reduction="none")
         self._folder = Path(usual_folder().path if folder is None else folder)
-        self._stages = _stages(list(model))
+        self._stages = stages_of(list(model))
         if not any(stage.parameters for stage in self._stages):
             raise UnsupportedModelError(
                 "the model has no parameter that is trained; there is nothing to step."
             )
-        if graph.weights is not None and not any(
-            stage.layer is not None and _takes_weights(stage.layer) for stage in self._stages
-        ):
+        if graph.weights is not None and not any(stage.takes_weights for stage in self._stages):
             raise OptionError("the graph has weights, but no layer takes edge_weight; leave weights= out.")
         self._dtype = next(p.dtype for stage in self._stages for p in stage.parameters)
-        self._edges = Edges(graph)
-        self._counts = np.ones(self._edges.count, bool)
-        if graph.nodes is not None:
-            self._counts = np.zeros(self._edges.count, bool)
-            self._counts[np.asarray(graph.nodes)] = True
-        self._require_local()
-        self._cuts = self._fitting_cuts()
+        self._order = None if order is None else order_of(order, graph)
+        self._number()
+        self._widths = widths_of(self._stages, graph, self._dtype)
+        self._cuts, self._part_bytes = self._fitting_cuts()
+        if order is None and len(self._cuts) > 1:
+            self._order = better_order(edges_of(graph), self._edges.count, len(self._cuts))
+            if self._order is not None:
+                self._number()
+                self._cuts, self._part_bytes = self._fitting_cuts()
+        self._boundary = Boundary(self._edges, self._cuts)
+        self._features = Features(graph.features, self._order, self._boundary, self._folder)
+        # What stages hand on; in backward a part's gradients take the place of what it has read there.
+        self._between = [
+            PartFile(self._boundary, self._folder, width, self._dtype, "layers' outputs")
+            for width in self._widths[:-1]
+        ]
+
+    def _number(self) -> None:
+        """Sort edges, and what the loss takes, by the order."""
+        self._edges = Edges(self._graph, self._order)
+        counts = np.ones(self._edges.count, bool)
+        if self._graph.nodes is not None:
+            counts[:] = False
+            counts[np.asarray(self._graph.nodes)] = True
+        self._counts = counts if self._order is None else counts[self._order]
+        self._targets = Reader(self._graph.targets, self._order)
 
     @property
     def parts(self) -> int:
@@ -122,22 +119,19 @@ class GraphStep:
             The loss's mean over the graph's ``nodes``.
 
         Raises:
-            OutputError: the folder cannot be written to, or its disk has not enough room.
+            OutputError: the file in the folder cannot be read or written.
             DatasetError: the features' file has become shorter.
             OptionError: the loss does not give a number for each node.
         """
-        store = _Rows(self._folder, self._edges.count, self._widths, self._dtype)
         sums: dict[nn.Parameter, Tensor] = {}
         for number in range(len(self._stages) - 1):
-            for part in self._parts():
+            for place, part in self._parts():
                 with torch.no_grad():
-                    store.values[number][part.start : part.stop] = self._output(number, part, store)[
-                        1
-                    ].numpy()
+                    self._between[number].write(place, self._output(number, place, part)[1])
         loss = torch.zeros((), dtype=torch.float64)
         for number in reversed(range(len(self._stages))):
-            for part in self._parts():
-                loss += self._backward(number, part, store, sums)
+            for place, part in self._parts():
+                loss += self._backward(number, place, part, sums)
         for parameter, gradient in sums.items():
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         return loss.to(self._dtype)
@@ -150,42 +144,53 @@ class GraphStep:
         Raises:
             OutputError, DatasetError: as in a step.
         """
-        store = _Rows(self._folder, self._edges.count, self._widths, self._dtype)
         for number in range(len(self._stages)):
-            onto = out if number == len(self._stages) - 1 else store.values[number]
-            for part in self._parts():
-                onto[part.start : part.stop] = self._output(number, part, store)[1].numpy()
+            for place, part in self._parts():
+                output = self._output(number, place, part)[1]
+                if number < len(self._stages) - 1:
+                    self._between[number].write(place, output)
+                elif self._order is None:
+                    out[part.start : part.stop] = output.numpy()
+                else:
+                    out[self._order[part.own]] = output.numpy()
+                release(out)
         return out
 
-    def _parts(self) -> Iterable[Part]:
-        return (self._edges.part(*cut) for cut in self._cuts)
+    def _parts(self) -> Iterator[tuple[int, Part]]:
+        ceiling = Ceiling(self._memory_bytes + _SPARE_BYTES)
+        for place in range(self._boundary.parts):
+            ceiling.make_room(self._part_bytes)
+            yield place, self._boundary.part(place)
 
-    def _output(self, number: int, part: Part, store: _Rows) -> tuple[Tensor, Tensor]:
+    def _output(self, number: int, place: int, part: Part) -> tuple[Tensor, Tensor]:
         """What a stage reads, and what it makes of it."""
         stage = self._stages[number]
-        below = self._graph.features if number == 0 else store.values[number - 1]
-        x = rows_of(below, stage.reads(part)).to(self._dtype)
+        if number:
+            x = self._between[number - 1].read(place)
+        else:
+            x = self._features.read(place, others=stage.layer is not None).to(self._dtype)
         x.requires_grad_(torch.is_grad_enabled() and number > 0)
         return x, stage(part, x)
 
-    def _backward(self, number: int, part: Part, store: _Rows, sums: dict[nn.Parameter, Tensor]) -> Tensor:
+    def _backward(self, number: int, place: int, part: Part, sums: dict[nn.Parameter, Tensor]) -> Tensor:
         """Add a stage's gradients over a part; the last stage gives the part's share of the loss."""
-        stage, parameters = self._stages[number], self._stages[number].parameters
+        parameters = self._stages[number].parameters
         with torch.enable_grad():
-            x, output = self._output(number, part, store)
+            x, output = self._output(number, place, part)
             share = torch.zeros((), dtype=torch.float64)
             gradient = None
             if number == len(self._stages) - 1:
                 output = self._loss(part, output)
                 share = output.detach().double()
             else:
-                gradient = torch.from_numpy(store.gradients[number][part.start : part.stop])
+                gradient = self._between[number].total(place)
             wanted = [*parameters, *([x] if number else [])]
             if not output.requires_grad:
                 return share
             found = list(torch.autograd.grad(output, wanted, gradient, allow_unused=True))
-        if number and (below := found.pop()) is not None:
-            store.gradients[number - 1][stage.reads(part)] += below.numpy()
+        if number:
+            below = found.pop()
+            self._between[number - 1].give(place, torch.zeros_like(x) if below is None else below)
         for parameter, each in zip(parameters, found, strict=True):
             if each is not None:
                 sums[parameter] = each if parameter not in sums else sums[parameter] + each
@@ -193,7 +198,7 @@ class GraphStep:
 
     def _loss(self, part: Part, output: Tensor) -> Tensor:
         counts = self._counts[part.start : part.stop]
-        targets = rows_of(self._graph.targets, np.arange(part.start, part.stop)[counts])
+        targets = self._targets(part.own[counts])
         output = output[torch.from_numpy(counts)]
         losses = self._loss_fn(output, targets)
         if losses.shape[:1] != output.shape[:1]:
@@ -204,39 +209,37 @@ class GraphStep:
         size = losses[0].numel() if len(losses) else 1
         return losses.sum() / (size * int(self._counts.sum()))
 
-    def _require_local(self) -> None:
-        """Try every stage on a small graph, whole and in parts, and note how wide its output is."""
-        with torch.random.fork_rng([]):
-            torch.manual_seed(0)
-            few = _probe(self._graph, self._dtype)
-            edges = Edges(few)
-            x = few.features
-            self._widths: list[int] = []
-            for stage in self._stages:
-                for tried in _apart(stage):
-                    x = _require_local(copy.deepcopy(tried), edges, x)
-                self._widths.append(x.shape[1])
+    def _fitting_cuts(self) -> tuple[list[tuple[int, int]], int]:
+        """Parts that stay within the memory, and what the largest takes.
 
-    def _fitting_cuts(self) -> list[tuple[int, int]]:
-        """Parts that stay within the memory: those with most edges and that read most rows are measured."""
-        parts = 1
+        Those with most edges and that read most rows are measured, of small parts first.
+        """
+        count = self._edges.count
+        parts = min(max(int(self._guess(0, count) / (_FIRST * self._memory_bytes)), 1), count)
+        peak = self._largest(self._edges.cuts(parts))[1]
+        parts = min(max(int(parts * peak / self._memory_bytes), 1), count)
         while True:
             cuts = self._edges.cuts(parts)
-            start, stop = max(cuts, key=lambda cut: self._guess(*cut))
-            peak = self._guess(start, stop)
+            (start, stop), peak = self._largest(cuts)
             if peak <= self._memory_bytes:
-                peak = self._measured(self._edges.part(start, stop))
-            if peak <= self._memory_bytes:
-                most = max((self._edges.part(*cut) for cut in cuts), key=lambda part: len(part.read))
-                start, stop, peak = most.start, most.stop, max(peak, self._measured(most))
-            if peak <= self._memory_bytes:
-                return cuts
+                return cuts, peak
             if stop - start == 1:
+                node = start if self._order is None else int(self._order[start])
                 raise BudgetError(
-                    f"node {start:,} with its edges takes {human_bytes(peak)}, and memory= is "
+                    f"node {node:,} with its edges takes {human_bytes(peak)}, and memory= is "
                     f"{human_bytes(self._memory_bytes)}. Give at least that."
                 )
-            parts *= 2
+            parts = min(max(int(parts * peak / self._memory_bytes), parts + 1 + parts // 16), count)
+
+    def _largest(self, cuts: list[tuple[int, int]]) -> tuple[tuple[int, int], int]:
+        """The part that takes most, and its peak."""
+        likely = {
+            max(cuts, key=lambda cut: self._guess(*cut)),
+            max(cuts, key=lambda cut: len(self._edges.part(*cut).others)),
+        }
+        measured = {cut: self._measured(*cut) for cut in likely}
+        largest = max(measured, key=lambda cut: measured[cut])
+        return largest, measured[largest]
 
     def _guess(self, start: int, stop: int) -> int:
         """Bytes that a part takes at least: its edges, and its nodes' inputs and outputs."""
@@ -244,104 +247,30 @@ class GraphStep:
         width = self._graph.features.shape[1] + self._widths[0]
         return int(16 * edges + (stop - start) * width * self._dtype.itemsize)
 
-    def _measured(self, part: Part) -> int:
-        """The peak of a part, over all stages and the loss, with made-up rows."""
-        peak, width = 0, self._graph.features.shape[1]
-        for stage, wider in zip(self._stages, self._widths, strict=True):
-            meter = PeakMeter(torch.device("cpu"))
-            if not meter.start():
-                raise OptionError("torch's profiler is active, so parts cannot be measured; leave it first.")
-            try:
-                x = torch.ones(len(stage.reads(part)), width, dtype=self._dtype, requires_grad=True)
+    def _measured(self, start: int, stop: int) -> int:
+        """The peak of a part, over all stages and the loss, with made-up rows.
+
+        It is that of its tensors, or what the process grows by, where that is more: the C library keeps what
+        is freed in between, and operators have memory that torch does not see.
+        """
+        return_all()
+        given = kind_of(self._graph.features)
+        meter, process, part_bytes = PeakMeter(torch.device("cpu")), ProcessMeter(), 0
+        process.start()
+        if not meter.start():
+            raise OptionError("torch's profiler is active, so parts cannot be measured; leave it first.")
+        try:
+            part, width = self._edges.part(start, stop), self._graph.features.shape[1]
+            for stage, wider in zip(self._stages, self._widths, strict=True):
+                rows = len(stage.reads(part))
+                x = torch.ones(rows, width, dtype=given if stage is self._stages[0] else self._dtype)
+                x = x.to(self._dtype).requires_grad_(stage is not self._stages[0])
                 output = stage(part, x)
                 output = self._loss(part, output) if stage is self._stages[-1] else output.sum()
-                torch.autograd.grad(output, [*stage.parameters, x], allow_unused=True)
-            finally:
-                peak = max(peak, meter.stop(()).total_bytes)
-            width = wider
-        return peak + part.edges.nbytes + part.read.nbytes
-
-
-class _Rows:
-    """Outputs of all stages but the last, and their gradients, in a mapped file without a name.
-
-    Raises:
-        OutputError: the folder is missing or not writable, or the disk has not enough room.
-    """
-
-    def __init__(self, folder: Path, count: int, widths: list[int], dtype: torch.dtype) -> None:
-        sizes = [count * width * dtype.itemsize for width in widths[:-1]]
-        mapped = mapped_file(folder, 2 * sum(sizes), "layers' outputs and their gradients")
-        self.values: list[np.ndarray] = []
-        self.gradients: list[np.ndarray] = []
-        kind, at = torch.empty(0, dtype=dtype).numpy().dtype, 0
-        for rows in (self.values, self.gradients):
-            for size, width in zip(sizes, widths[:-1], strict=True):
-                rows.append(mapped[at : at + size].view(kind).reshape(count, width))
-                at += size
-
-
-def _stages(modules: list[nn.Module]) -> list[_Stage]:
-    stages: list[_Stage] = []
-    for module in modules:
-        if _reads_edges(module):
-            stages.append(_Stage(module, ()))
-        elif stages:
-            stages[-1] = _Stage(stages[-1].layer, (*stages[-1].rowwise, module))
-        else:
-            stages.append(_Stage(None, (module,)))
-    return stages
-
-
-def _apart(stage: _Stage) -> list[_Stage]:
-    """Its modules one by one."""
-    alone = [_Stage(None, (module,)) for module in stage.rowwise]
-    return alone if stage.layer is None else [_Stage(stage.layer, ()), *alone]
-
-
-def _reads_edges(module: nn.Module) -> bool:
-    taken = [
-        each
-        for each in inspect.signature(module.forward).parameters.values()
-        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
-    ]
-    return len(taken) > 1 and (taken[1].name == "edge_index" or taken[1].default is inspect.Parameter.empty)
-
-
-def _takes_weights(module: nn.Module) -> bool:
-    return "edge_weight" in inspect.signature(module.forward).parameters
-
-
-def _probe(graph: Graph, dtype: torch.dtype) -> Graph:
-    """A small graph with an isolated node, a self-loop, and nodes of unequal degrees."""
-    edges = torch.randint(_PROBE_NODES - 1, (2, 4 * _PROBE_NODES))
-    weights = None if graph.weights is None else torch.rand(edges.shape[1] + 1).to(_kind(graph.weights))
-    return Graph(
-        features=torch.randn(_PROBE_NODES, graph.features.shape[1], dtype=dtype),
-        edges=torch.cat([edges, torch.zeros(2, 1, dtype=torch.int64)], 1),
-        targets=None,
-        weights=weights,
-    )
-
-
-def _kind(values: Any) -> torch.dtype:
-    return values.dtype if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values)[:0]).dtype
-
-
-@torch.no_grad()
-def _require_local(stage: _Stage, edges: Edges, x: Tensor) -> Tensor:
-    """Its output, which has to be the same in parts."""
-    whole = stage(edges.part(0, edges.count), x)
-    parts = [edges.part(*cut) for cut in ((0, 3), (3, 5), (5, edges.count))]
-    apart = [stage(part, x[torch.from_numpy(stage.reads(part))]) for part in parts]
-    shapes = all(isinstance(each, Tensor) and each.ndim == 2 for each in (whole, *apart))
-    tolerance = 1e-9 if x.dtype == torch.float64 else 1e-3
-    if not shapes or not torch.allclose(torch.cat(apart), whole, rtol=tolerance, atol=tolerance):
-        module = stage.rowwise[0] if stage.layer is None else stage.layer
-        raise UnsupportedModelError(
-            f"{type(module).__name__} gives other outputs for parts of a graph than for all of it: it reads "
-            "more than a node and the edges that end at it, or draws noise. Put dropout and batch "
-            "normalisation into eval(). Where a layer takes degrees from the edges, give Graph(weights=) and "
-            "let it use those."
-        )
-    return whole
+                wanted = [*stage.parameters, *([x] if x.requires_grad else [])]
+                if output.requires_grad:
+                    torch.autograd.grad(output, wanted, allow_unused=True)
+                width = wider
+        finally:
+            part_bytes = meter.stop(()).total_bytes
+        return max(part_bytes, (process.stop() or 0) - _OWN_BYTES)

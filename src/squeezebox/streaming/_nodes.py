@@ -1,16 +1,25 @@
 """A graph whose features may be larger than memory, cut into parts: nodes with all edges that end at them."""
 
+# numba infers the types of what it compiles.
+# mypy: allow-untyped-defs, allow-untyped-calls
+# ruff: noqa: ANN001, ANN202
+
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numba import njit
 from torch import Tensor
 
+from squeezebox.memory import RowFile
 from squeezebox.schema import OptionError
-from squeezebox.streaming._files import mapped_below, require_whole
+from squeezebox.streaming._files import FileArray, from_file, mapped_below, require_whole
+
+_CHUNK_ROWS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,37 +43,47 @@ class Graph:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """The nodes from ``start`` to ``stop``, and the edges that end at them, numbered within ``read``.
+    """The nodes from ``start`` to ``stop``, and the edges that end at them.
 
-    ``read`` has the part's own nodes first and the other nodes that its edges begin at behind them.
+    ``others`` are the other nodes that edges begin at, in order. Edges are numbered within the part: its own
+    nodes first, the others behind them.
     """
 
     start: int
     stop: int
-    read: np.ndarray
+    others: np.ndarray
     edges: Tensor
     weights: Tensor | None
+
+    @property
+    def own(self) -> np.ndarray:
+        """Its own nodes."""
+        return np.arange(self.start, self.stop)
 
 
 class Edges:
     """All edges, sorted by the node they end at; edges of one node stay in their order.
 
-    They are in memory: 8 bytes an edge and 8 a node, and the weights.
+    They are in memory: 4 bytes an edge and 12 a node, and the weights.
+
+    Args:
+        graph: whose edges.
+        order: the nodes in the order in which they are numbered from now on; as given by default.
     """
 
-    def __init__(self, graph: Graph) -> None:
-        self.count = _checked(graph)
-        edges = _array(graph.edges)
-        order = np.argsort(edges[1], kind="stable")
-        self.sources = edges[0][order].astype(np.int64, copy=False)
-        self.ends = np.concatenate([[0], np.cumsum(np.bincount(edges[1], minlength=self.count))])
-        self.weights = None if graph.weights is None else torch.as_tensor(_array(graph.weights)[order])
-
-    @property
-    def nbytes(self) -> int:
-        """What they hold."""
-        weights = 0 if self.weights is None else self.weights.nbytes
-        return int(self.sources.nbytes + self.ends.nbytes + weights)
+    def __init__(self, graph: Graph, order: np.ndarray | None = None) -> None:
+        self.count = checked(graph)
+        sources, targets = edges_of(graph)
+        kind = np.int32 if self.count < 2**31 else np.int64
+        self._place = np.full(self.count, -1, kind)
+        if order is not None:
+            place = np.empty(self.count, kind)
+            place[order] = np.arange(self.count)
+            sources, targets = place[sources], place[targets]
+        sorted_ = np.argsort(targets, kind="stable")
+        self.sources = sources[sorted_].astype(kind, copy=False)
+        self.ends = np.concatenate([[0], np.cumsum(np.bincount(targets, minlength=self.count))])
+        self.weights = None if graph.weights is None else torch.as_tensor(_array(graph.weights)[sorted_])
 
     def cuts(self, parts: int) -> list[tuple[int, int]]:
         """Intervals of nodes, at most ``parts``, with about equally many nodes and edges together in each."""
@@ -73,43 +92,110 @@ class Edges:
         bounds = np.unique(np.concatenate([[0], np.minimum(at, self.count), [self.count]]))
         return [(int(start), int(stop)) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
 
-    def part(self, start: int, stop: int) -> Part:
-        """These nodes with what they read."""
-        first, last = self.ends[start], self.ends[stop]
+    def part(self, start: int, stop: int, others: np.ndarray | None = None) -> Part:
+        """These nodes with what they read; ``others`` if it is known which other nodes that are."""
+        first, last = int(self.ends[start]), int(self.ends[stop])
+        # Tensors of torch's, so that what they take is measured with the others.
+        local = torch.empty(2, last - first, dtype=torch.int64)
         sources = self.sources[first:last]
-        others = np.unique(sources)
-        others = others[(others < start) | (others >= stop)]
-        inside = (sources >= start) & (sources < stop)
-        local = np.where(inside, sources - start, stop - start + np.searchsorted(others, sources))
-        targets = np.repeat(np.arange(stop - start), np.diff(self.ends[start : stop + 1]))
+        if others is None:
+            others = torch.empty(min(last - first, self.count), dtype=torch.int64).numpy()
+            others = others[: _others(sources, start, stop, self._place, others)]
+            others.sort()
+        _localise(sources, self.ends[start : stop + 1], start, self._place, others, local.numpy())
         return Part(
             start=start,
             stop=stop,
-            read=np.concatenate([np.arange(start, stop), others]),
-            edges=torch.from_numpy(np.stack([local, targets])),
+            others=others,
+            edges=local,
             weights=None if self.weights is None else self.weights[first:last],
         )
 
 
-def rows_of(array: Any, rows: np.ndarray) -> Tensor:
-    """A copy of these rows, in order.
+@njit(cache=True, nogil=True)
+def _others(sources, start, stop, place, others):
+    """Put the distinct sources outside of the part into ``others``; returns how many they are."""
+    found = 0
+    for source in sources:
+        if (source < start or source >= stop) and place[source] < 0:
+            place[source] = 0
+            others[found] = source
+            found += 1
+    return found
 
-    Raises:
-        DatasetError: the array is a mapped file that has become shorter: reading it would end the process.
+
+@njit(cache=True, nogil=True)
+def _localise(sources, ends, start, place, others, local):
+    """Number sources and targets within a part; ``place`` is -1 again for all behind it."""
+    own = ends.shape[0] - 1
+    for at in range(others.shape[0]):
+        place[others[at]] = own + at
+    for node in range(own):
+        for edge in range(ends[node] - ends[0], ends[node + 1] - ends[0]):
+            source = sources[edge]
+            inside = start <= source < start + own
+            local[0, edge] = source - start if inside else place[source]
+            local[1, edge] = node
+    for other in others:
+        place[other] = -1
+
+
+class Reader:
+    """Rows of an array by node, in an order of nodes; those of a mapped file are read from the file.
+
+    Args:
+        array: a tensor or an array with a row for each node.
+        order: the nodes in order; None as given.
     """
-    if isinstance(array, Tensor):
-        return array[torch.from_numpy(rows)]
-    mapped = mapped_below(array)
-    if mapped is not None:
-        require_whole(mapped)
-    return torch.from_numpy(np.ascontiguousarray(array[rows]))
+
+    def __init__(self, array: Any, order: np.ndarray | None) -> None:
+        self._array, self._order = from_file(array), order
+
+    @property
+    def is_file(self) -> bool:
+        """Whether rows are read from a file."""
+        return isinstance(self._array, FileArray)
+
+    def __call__(self, rows: np.ndarray, found: np.ndarray | None = None) -> Tensor:
+        """A copy of these nodes' rows; of a file in ``found`` if it is given.
+
+        Raises:
+            DatasetError: a mapped file has become shorter.
+        """
+        rows = rows if self._order is None else self._order[rows]
+        if isinstance(self._array, Tensor):
+            return self._array[torch.from_numpy(rows)]
+        if isinstance(self._array, FileArray):
+            return torch.from_numpy(self._array.rows(rows, found))
+        mapped = mapped_below(self._array)
+        if mapped is not None:
+            require_whole(mapped)
+        return torch.from_numpy(np.ascontiguousarray(self._array[rows]))
+
+    def copied(self, rows: np.ndarray, folder: Path) -> RowFile:
+        """A file with these rows, one behind another."""
+        copy = RowFile(folder, len(rows), self._array.shape[1], self._array.dtype, "copies of features")
+        for start in range(0, len(rows), _CHUNK_ROWS):
+            part = np.arange(start, min(start + _CHUNK_ROWS, len(rows)))
+            copy.write(part, self(rows[part]).numpy())
+        return copy
+
+
+def kind_of(values: Any) -> torch.dtype:
+    """The type of a tensor, or torch's for an array's."""
+    return values.dtype if isinstance(values, Tensor) else torch.from_numpy(np.empty(0, values.dtype)).dtype
+
+
+def edges_of(graph: Graph) -> np.ndarray:
+    """2 x edges."""
+    return _array(graph.edges)
 
 
 def _array(values: Any) -> np.ndarray:
     return values.numpy() if isinstance(values, Tensor) else np.asarray(values)
 
 
-def _checked(graph: Graph) -> int:
+def checked(graph: Graph) -> int:
     """The number of nodes.
 
     Raises:
@@ -125,10 +211,8 @@ def _checked(graph: Graph) -> int:
         )
     _require_nodes("edges", edges, count)
     if graph.nodes is not None:
-        nodes = _array(graph.nodes)
-        if nodes.dtype.kind not in "iu" or not nodes.size or np.unique(nodes).size != nodes.size:
-            raise OptionError("nodes are not distinct node numbers; give those whose outputs the loss takes.")
-        _require_nodes("nodes", nodes, count)
+        if not _distinct("nodes", graph.nodes, count).size:
+            raise OptionError("nodes are none; give those whose outputs the loss takes.")
     for name, values, wanted in (
         ("targets", graph.targets, count),
         ("weights", graph.weights, edges.shape[1]),
@@ -136,6 +220,29 @@ def _checked(graph: Graph) -> int:
         if values is not None and len(values) != wanted:
             raise OptionError(f"{name} have {len(values):,} rows, where the graph needs {wanted:,}.")
     return count
+
+
+def order_of(order: Any, graph: Graph) -> np.ndarray:
+    """The order as numbers of all nodes.
+
+    Raises:
+        OptionError: it is not.
+    """
+    count = int(graph.features.shape[0])
+    numbers = _distinct("order", order, count)
+    if len(numbers) != count:
+        raise OptionError(f"order has {len(numbers):,} nodes of {count:,}; give each node's number once.")
+    return numbers.astype(np.int64)
+
+
+def _distinct(name: str, values: Any, count: int) -> np.ndarray:
+    numbers = _array(values)
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+        raise OptionError(f"{name} is an array of {numbers.dtype} {numbers.shape}; give node numbers.")
+    _require_nodes(name, numbers, count)
+    if np.unique(numbers).size != numbers.size:
+        raise OptionError(f"{name} does not have distinct node numbers; give each node at most once.")
+    return numbers
 
 
 def _require_nodes(name: str, numbers: np.ndarray, count: int) -> None:

@@ -1,0 +1,125 @@
+"""A graph network's modules, as stages that are taken part by part."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from squeezebox.schema import UnsupportedModelError
+from squeezebox.streaming._nodes import Edges, Graph, Part, kind_of
+
+_PROBE_NODES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A layer that reads neighbours, if any, and the modules behind it that take each node by itself."""
+
+    layer: nn.Module | None
+    rowwise: tuple[nn.Module, ...]
+
+    def __call__(self, part: Part, x: Tensor) -> Tensor:
+        if self.layer is not None:
+            weights = {"edge_weight": part.weights} if self.takes_weights else {}
+            x = self.layer(x, part.edges, **weights)[: part.stop - part.start]
+        for module in self.rowwise:
+            x = module(x)
+        return x
+
+    def reads(self, part: Part) -> np.ndarray:
+        """The nodes whose rows it needs."""
+        return part.own if self.layer is None else np.concatenate([part.own, part.others])
+
+    @property
+    def takes_weights(self) -> bool:
+        """Whether its layer takes edges' weights."""
+        return self.layer is not None and "edge_weight" in inspect.signature(self.layer.forward).parameters
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that are trained, each once."""
+        modules = (*self.rowwise, *(() if self.layer is None else (self.layer,)))
+        found = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
+        return list(found.values())
+
+
+def stages_of(modules: list[nn.Module]) -> list[Stage]:
+    """The modules in order, one stage for each layer with what follows it."""
+    stages: list[Stage] = []
+    for module in modules:
+        if _reads_edges(module):
+            stages.append(Stage(module, ()))
+        elif stages:
+            stages[-1] = Stage(stages[-1].layer, (*stages[-1].rowwise, module))
+        else:
+            stages.append(Stage(None, (module,)))
+    return stages
+
+
+def widths_of(stages: list[Stage], graph: Graph, dtype: torch.dtype) -> list[int]:
+    """How wide each stage's output is, by trying it on a small graph.
+
+    Raises:
+        UnsupportedModelError: a module's output is another one in parts than whole.
+    """
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        few = _probe(graph, dtype)
+        edges = Edges(few)
+        x, widths = few.features, []
+        for stage in stages:
+            for tried in _apart(stage):
+                x = _require_local(copy.deepcopy(tried), edges, x)
+            widths.append(x.shape[1])
+    return widths
+
+
+def _apart(stage: Stage) -> list[Stage]:
+    """Its modules one by one."""
+    alone = [Stage(None, (module,)) for module in stage.rowwise]
+    return alone if stage.layer is None else [Stage(stage.layer, ()), *alone]
+
+
+def _reads_edges(module: nn.Module) -> bool:
+    taken = [
+        each
+        for each in inspect.signature(module.forward).parameters.values()
+        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]
+    return len(taken) > 1 and (taken[1].name == "edge_index" or taken[1].default is inspect.Parameter.empty)
+
+
+def _probe(graph: Graph, dtype: torch.dtype) -> Graph:
+    """A small graph with an isolated node, a self-loop, and nodes of unequal degrees."""
+    edges = torch.randint(_PROBE_NODES - 1, (2, 4 * _PROBE_NODES))
+    weights = None if graph.weights is None else torch.rand(edges.shape[1] + 1).to(kind_of(graph.weights))
+    return Graph(
+        features=torch.randn(_PROBE_NODES, graph.features.shape[1], dtype=dtype),
+        edges=torch.cat([edges, torch.zeros(2, 1, dtype=torch.int64)], 1),
+        targets=None,
+        weights=weights,
+    )
+
+
+@torch.no_grad()
+def _require_local(stage: Stage, edges: Edges, x: Tensor) -> Tensor:
+    """Its output, which has to be the same in parts."""
+    whole = stage(edges.part(0, edges.count), x)
+    parts = [edges.part(*cut) for cut in ((0, 3), (3, 5), (5, edges.count))]
+    apart = [stage(part, x[torch.from_numpy(stage.reads(part))]) for part in parts]
+    shapes = all(isinstance(each, Tensor) and each.ndim == 2 for each in (whole, *apart))
+    tolerance = 1e-9 if x.dtype == torch.float64 else 1e-3
+    if not shapes or not torch.allclose(torch.cat(apart), whole, rtol=tolerance, atol=tolerance):
+        module = stage.rowwise[0] if stage.layer is None else stage.layer
+        raise UnsupportedModelError(
+            f"{type(module).__name__} gives other outputs for parts of a graph than for all of it: it reads "
+            "more than a node and the edges that end at it, or draws noise. Put dropout and batch "
+            "normalisation into eval(). Where a layer takes degrees from the edges, give Graph(weights=) and "
+            "let it use those."
+        )
+    return whole
