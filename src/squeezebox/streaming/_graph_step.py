@@ -20,7 +20,6 @@ from squeezebox.streaming._nodes import Edges, Graph, Part, Reader, edges_of, ki
 from squeezebox.streaming._order import better_order
 
 _OWN_BYTES = 32 << 20  # what torch takes for itself, and not for a part
-_SPARE_BYTES = 16 << 20  # of these, which freed memory may take before it is returned to the system
 _FIRST = 1 / 32  # of the memory: what the part that is measured first should at most take
 
 
@@ -157,7 +156,9 @@ class GraphStep:
         return out
 
     def _parts(self) -> Iterator[tuple[int, Part]]:
-        ceiling = Ceiling(self._memory_bytes + _SPARE_BYTES)
+        # Returning freed memory costs page faults; what is freed but not whole again grows with a part.
+        spare_bytes = max(_OWN_BYTES // 2, 7 * _OWN_BYTES // 8 - self._memory_bytes // 4)
+        ceiling = Ceiling(self._memory_bytes + spare_bytes)
         for place in range(self._boundary.parts):
             ceiling.make_room(self._part_bytes)
             yield place, self._boundary.part(place)
