@@ -5,6 +5,7 @@ import gc
 import inspect
 import io
 import pickle
+import re
 import weakref
 
 import pytest
@@ -157,7 +158,8 @@ def test_a_trace_is_that_of_the_model(way):
     session = squeezebox.attach(model, noise=1e-2)
     trace = TRACES[way](model)
     assert torch.equal(trace(x()), model(x()))
-    assert "squeezebox" not in str(getattr(trace, "graph", ""))
+    graph = str(getattr(trace, "graph", ""))
+    assert "squeezebox" not in re.sub("#.*", "", graph)  # nor in the lines that say where this file is
     step(model)
     assert session.report().saved_bytes > 0
     session.detach()

@@ -78,7 +78,7 @@ def error(found, exact):
 
 
 @pytest.fixture(scope="module")
-def compiled():
+def arms():
     """One network and batch; (model, step, gradients, held bytes) compiled plain and in 8 bits."""
     torch.manual_seed(0)
     model = Net().to(memory_format=torch.channels_last)
@@ -95,19 +95,19 @@ def compiled():
 
 @pytest.mark.slow
 @needs_compiler
-def test_gradients_are_close_at_a_quarter_of_the_bytes(compiled):
-    _, _, exact, plain_bytes = compiled["plain"]
-    _, _, found, held_bytes = compiled["packed"]
+def test_gradients_are_close_at_a_quarter_of_the_bytes(arms):
+    _, _, exact, plain_bytes = arms["plain"]
+    _, _, found, held_bytes = arms["packed"]
     assert 0.0 < error(found, exact) < 0.01
     assert 3.8 * held_bytes <= plain_bytes
 
 
 @pytest.mark.slow
 @needs_compiler
-def test_the_report_says_what_autograd_holds(compiled):
-    report = compiled["packed"][1].report()
-    assert report.packed_bytes == compiled["packed"][3]
-    assert report.saved_bytes == compiled["plain"][3]
+def test_the_report_says_what_autograd_holds(arms):
+    report = arms["packed"][1].report()
+    assert report.packed_bytes == arms["packed"][3]
+    assert report.saved_bytes == arms["plain"][3]
     assert report.packed_bytes == sum(tensor.packed_bytes for tensor in report.tensors)
     assert {8, 1} <= {tensor.bits for tensor in report.tensors}
     assert str(report).count("\n") > len(report.tensors)
@@ -116,8 +116,8 @@ def test_the_report_says_what_autograd_holds(compiled):
 
 @pytest.mark.slow
 @needs_compiler
-def test_masks_and_buffers_are_those_of_plain_compilation(compiled):
-    plain, packed = compiled["plain"], compiled["packed"]
+def test_masks_and_buffers_are_those_of_plain_compilation(arms):
+    plain, packed = arms["plain"], arms["packed"]
     buffers = dict(packed[0].named_buffers())
     for name, buffer in plain[0].named_buffers():
         torch.testing.assert_close(buffers[name], buffer)
@@ -126,9 +126,9 @@ def test_masks_and_buffers_are_those_of_plain_compilation(compiled):
 
 @pytest.mark.slow
 @needs_compiler
-def test_nothing_is_left_patched(compiled):
-    assert compiled["plain again"][3] == compiled["plain"][3]
-    assert error(compiled["plain again"][2], compiled["plain"][2]) == 0.0
+def test_nothing_is_left_patched(arms):
+    assert arms["plain again"][3] == arms["plain"][3]
+    assert error(arms["plain again"][2], arms["plain"][2]) == 0.0
     assert torch._inductor.config.custom_partitioner_fn is None
     assert torch._functorch.config.ban_recompute_materialized_backward
     assert torch._functorch.config.enable_autograd_cache
