@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import squeezebox
 from squeezebox.capture._compiled._saved import Joint
+from squeezebox.memory import Operator
 from squeezebox.schema import BudgetError, OptionError, UnsupportedModelError
 
 pytestmark = pytest.mark.skipif(
@@ -103,6 +104,17 @@ def test_several_graphs_are_refused():
         step_of(Broken(), "90%")
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_model_that_is_never_compiled_is_refused():
+    class Disabled(Net):
+        @torch.compiler.disable
+        def forward(self, x):
+            return super().forward(x)
+
+    with pytest.raises(UnsupportedModelError, match="no graph with gradients"):
+        step_of(Disabled(), "50%")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -117,6 +129,16 @@ def test_several_graphs_are_refused():
 def test_options_are_checked(options, words):
     with pytest.raises(OptionError, match=words):
         squeezebox.compile(Net(), **options)
+
+
+def traced(function, tensors):
+    """(graph, nodes that do not read the second tensor)"""
+    graph = make_fx(function, tracing_mode="fake")(*tensors).graph
+    nodes = list(graph.nodes)
+    late = {nodes[1]}
+    for node in nodes:
+        late |= {node} if late & set(node.all_input_nodes) else set()
+    return graph, [each for each in nodes if each not in late]
 
 
 def joint():
@@ -134,13 +156,10 @@ def joint():
             above = above @ weight.t()
         return out, *gradients
 
-    tensors = [torch.empty(256, 64), torch.empty(256, 64), *(torch.empty(64, 64) for _ in range(8))]
-    graph = make_fx(function, tracing_mode="fake")(*tensors).graph
-    nodes = list(graph.nodes)
-    late = {nodes[1]}
-    for node in nodes:
-        late |= {node} if late & set(node.all_input_nodes) else set()
-    return graph, [each for each in nodes if each not in late]
+    return traced(
+        function,
+        [torch.empty(256, 64), torch.empty(256, 64), *(torch.empty(64, 64) for _ in range(8))],
+    )
 
 
 def test_the_search_saves_less_for_more_time():
@@ -155,3 +174,36 @@ def test_the_search_saves_less_for_more_time():
     assert everything.excess == between.excess == 0.0
     assert least.peak_bytes < 0.65 * everything.peak_bytes and between.peak_bytes <= limit
     assert everything.seconds < between.seconds < least.seconds
+
+
+def test_the_search_gives_up_all_parts_of_a_storage():
+    def function(x, above, *weights):
+        read, out = [], x
+        for weight in weights:
+            parts = (out @ weight).chunk(3, 1)
+            read.append(parts)
+            out = parts[0] * parts[1] * parts[2]
+        for first, second, third in reversed(read):
+            above = torch.tanh(above * first) * second + third
+        return out, above
+
+    graph, forward = traced(
+        function,
+        [torch.empty(256, 64), torch.empty(256, 64), *(torch.empty(64, 192) for _ in range(8))],
+    )
+    joint_graph = Joint(graph, forward, 1)
+    parts = frozenset(node for node in forward if "split" in str(node.target) or "getitem" in node.name)
+    everything = joint_graph.choice(parts, 1 << 40)
+    least = joint_graph.search([parts], 0)
+    assert least.peak_bytes < 0.6 * everything.peak_bytes
+
+
+def test_the_search_is_corrected_by_what_was_measured():
+    graph, forward = joint()
+    joint_graph = Joint(graph, forward, 1)
+    tanhs = frozenset(node for node in forward if "tanh" in str(node.target))
+    before = joint_graph.choice(tanhs, 1 << 40)
+    shapes = ((256, 64), (64, 64))
+    more = [Operator("aten::mm", shapes, live_bytes=before.peak_bytes + 5000 + n) for n in range(8)]
+    joint_graph.learn(tanhs, more)
+    assert joint_graph.choice(tanhs, 1 << 40).peak_bytes >= before.peak_bytes + 5000

@@ -104,10 +104,27 @@ def test_gradients_are_close_at_a_quarter_of_the_bytes(arms):
 
 @pytest.mark.slow
 @needs_compiler
+def test_the_report_names_the_copies_of_another_layout():
+    torch._dynamo.reset()
+    model = nn.Sequential(
+        nn.Conv2d(8, 24, 3), nn.ReLU(), nn.Conv2d(24, 8, 3), nn.Flatten(), nn.Linear(1152, 10)
+    )
+    x = torch.randn(16, 8, 16, 16)
+    step = squeezebox.compile(model, bits=8)
+    _, held_bytes = run(model, step, x)
+    report = step.report()
+    assert report.copied_bytes == model[0].weight.nbytes + model[2].weight.nbytes + x.nbytes
+    assert held_bytes == report.packed_bytes + report.copied_bytes
+    assert "channels_last" in str(report)
+
+
+@pytest.mark.slow
+@needs_compiler
 def test_the_report_says_what_autograd_holds(arms):
     report = arms["packed"][1].report()
     assert report.packed_bytes == arms["packed"][3]
     assert report.saved_bytes == arms["plain"][3]
+    assert report.copied_bytes == 0 and "channels_last" not in str(report)
     assert report.packed_bytes == sum(tensor.packed_bytes for tensor in report.tensors)
     assert {8, 1} <= {tensor.bits for tensor in report.tensors}
     assert str(report).count("\n") > len(report.tensors)

@@ -31,6 +31,15 @@ class Peak:
     split_bytes: int | None = None
 
 
+@dataclass(eq=False, slots=True)
+class Operator:
+    """One that ran: the shapes of its tensors, and what lived meanwhile at most, of all that was recorded."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    live_bytes: int = 0
+
+
 class _Profiler(torch.autograd.profiler.profile):
     """Torch's profiler without its events of operators, which are many times as many as those of memory.
 
@@ -38,8 +47,8 @@ class _Profiler(torch.autograd.profiler.profile):
     that end after the profiler would write to what it has freed.
     """
 
-    def __init__(self, scope: Any) -> None:
-        super().__init__(profile_memory=True, use_kineto=True)
+    def __init__(self, scope: Any, *, record_shapes: bool = False) -> None:
+        super().__init__(profile_memory=True, use_kineto=True, record_shapes=record_shapes)
         self._scope = scope
 
     def _start_trace(self) -> None:
@@ -54,14 +63,17 @@ class Recording:
     """Torch's profiler from :meth:`start` to :meth:`close`, for memory on one device.
 
     With ``marks`` it also sees each ``record_function``; no messages between ranks may be under way then.
+    With ``operators`` it sees these instead, for :meth:`operators`.
 
     It greets on standard error whenever it starts; unless ``KINETO_LOG_LEVEL`` is set, the first start sets
     it to 9 to keep it quiet.
     """
 
-    def __init__(self, device: torch.device, *, marks: bool = True) -> None:
+    def __init__(self, device: torch.device, *, marks: bool = True, operators: bool = False) -> None:
         scopes = torch._C._profiler.RecordScope
         self._scope = scopes.USER_SCOPE if marks else scopes.LITE_INTERPRETER  # which nothing here has
+        if operators:
+            self._scope = scopes.FUNCTION
         self._device = device
         self._profiler: Any = None
         self._end: weakref.finalize[..., Any] | None = None
@@ -72,7 +84,8 @@ class Recording:
             return False
         os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # there is no other switch
         _free_workspaces(self._device)
-        self._profiler = _Profiler(self._scope)
+        is_of_operators = self._scope == torch._C._profiler.RecordScope.FUNCTION
+        self._profiler = _Profiler(self._scope, record_shapes=is_of_operators)
         self._profiler.__enter__()
         # A profiler still on when the interpreter ends would crash it.
         self._end = weakref.finalize(self, self._profiler.__exit__, None, None, None)
@@ -105,6 +118,41 @@ class Recording:
                     found.append((event.start_time_ns, event.name, 0, 0))
         found.sort(key=lambda event: event[0])
         return found
+
+    def operators(self) -> list[Operator]:
+        """End, and give the operators in order of time."""
+        self.close()
+        found, ran = list[tuple[int, int, Any]](), list[Operator]()
+        stack = list(self._profiler.kineto_results.experimental_event_tree())
+        while stack:
+            event = stack.pop()
+            stack.extend(event.children)
+            fields = event.extra_fields
+            if type(fields) is torch._C._profiler._ExtraFields_Allocation:
+                if _is_same(fields.device, self._device):
+                    found.append((event.start_time_ns, 1, fields.alloc_size))
+            elif type(fields) is torch._C._profiler._ExtraFields_TorchOp:
+                inputs: Any = fields.inputs
+                shapes = tuple(tuple(each.sizes) for each in inputs if hasattr(each, "sizes"))
+                ran.append(Operator(event.name, shapes))
+                found += [(event.start_time_ns, 0, ran[-1]), (event.end_time_ns, 2, ran[-1])]
+        return _live_in(sorted(found, key=lambda each: each[:2]))
+
+
+def _live_in(changes: Iterable[tuple[int, int, Any]]) -> list[Operator]:
+    """Of each operator the highest sum of bytes between its beginning (0) and end (2), by its changes (1)."""
+    live, now, begun = 0, list[Operator](), list[Operator]()
+    for _, kind, change in changes:
+        if kind == 1:
+            live += change
+        elif kind == 0:
+            begun.append(change)
+            now.append(change)
+        for each in now:
+            each.live_bytes = max(each.live_bytes, live)
+        if kind == 2:
+            now.remove(change)
+    return begun
 
 
 @contextlib.contextmanager

@@ -215,7 +215,8 @@ class CompiledReport(Saved):
     ``saved_bytes`` is what the stock compiler would hold between forward and backward, each storage once,
     ``packed_bytes`` what is held instead; parameters, inputs and results are in neither. ``tensors`` are
     those held now: the stock compiler may save others in their place. ``noise`` is the relative gradient
-    noise measured when the step was made for a noise, else None.
+    noise measured when the step was made for a noise, else None. ``copied_bytes`` are of weights and images
+    of convolutions that the compiler holds once more, in channels_last.
     """
 
     KIND, AGAIN = "compiled report", "step.report().save(path)"
@@ -224,15 +225,21 @@ class CompiledReport(Saved):
     packed_bytes: int
     tensors: tuple[CompiledTensor, ...]
     noise: float | None = None
+    copied_bytes: int = 0
 
     def __str__(self) -> str:
         ratio = self.saved_bytes / max(self.packed_bytes, 1)
         held = f"{human_bytes(self.packed_bytes)} held ({ratio:.1f}x smaller)"
         noise = "" if self.noise is None else f", gradient noise {self.noise:.1e} measured"
-        head = f"saved: {human_bytes(self.saved_bytes)}, {held}{noise}"
+        head = [f"saved: {human_bytes(self.saved_bytes)}, {held}{noise}"]
+        if self.copied_bytes:
+            head.append(
+                f"and {human_bytes(self.copied_bytes)} of copies in channels_last; call "
+                "to(memory_format=torch.channels_last) on the model and the images, and there are none"
+            )
         rows = [_line(tensor) for tensor in self.tensors[:_ROWS]]
         hidden = len(self.tensors) - len(rows)
-        return "\n".join([head, "", *rows, *([f"... and {hidden} smaller tensors"] if hidden > 0 else [])])
+        return "\n".join([*head, "", *rows, *([f"... and {hidden} smaller tensors"] if hidden > 0 else [])])
 
 
 def _line(tensor: CompiledTensor) -> str:

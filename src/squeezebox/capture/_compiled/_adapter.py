@@ -41,6 +41,10 @@ _CHEAP_RECOMPUTE = {
     "ban_recompute_used_far_apart": False,
 }
 
+# Freed memory is given back. Inductor would hold it for later tensors wherever its own estimate of the peak
+# allows, which nothing here could foresee.
+_AT_ONCE = {"allow_buffer_reuse": False}
+
 
 @dataclass(eq=False, frozen=True, slots=True)
 class Handed:
@@ -72,6 +76,7 @@ class Split:
 # as it is, and where recomputation is cheap.
 Save = Callable[[fx.Graph, Sequence[fx.Node], int, Sequence[Sequence[fx.Node]]], Container[fx.Node]]
 
+_CONVOLUTION = torch.ops.aten.convolution.default
 _OBJECTS = (torch.Tensor, torch.ScriptObject, FakeScriptObject)
 
 
@@ -92,7 +97,8 @@ class Backend:
         save: Save | None = None,
     ) -> None:
         self.partitioner = Partitioner(rewrite, fingerprint, save)
-        self._patches = {**(options or {}), "custom_partitioner_fn": self.partitioner}
+        kept = _AT_ONCE if save is not None else {}
+        self._patches = {**kept, **(options or {}), "custom_partitioner_fn": self.partitioner}
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         with functorch_config.patch(enable_autograd_cache=False):
@@ -261,6 +267,23 @@ def finish(split: Split) -> None:
         module.graph.lint()
         module.recompile()
     _check_order(split)
+
+
+def copied_bytes(split: Split) -> int:
+    """Of weights and images of convolutions on a CPU: Inductor saves copies of them in channels_last.
+
+    It copies whatever it is given in another layout, and chooses the layout of what it computes.
+    """
+    saved = {handed.node for handed in split.saved}
+    convolutions = (each for each in split.forward.graph.nodes if each.target is _CONVOLUTION)
+    read = {each for node in convolutions for each in node.args[:2] if each in saved}
+    values = [each.meta["val"] for each in read if each.op == "placeholder"]
+    return sum(each.nbytes for each in values if _is_copied(each))
+
+
+def _is_copied(value: torch.Tensor) -> bool:
+    is_image = value.dim() == 4 and value.device.type == "cpu" and torch.backends.mkldnn.is_available()
+    return is_image and not value.is_contiguous(memory_format=torch.channels_last)
 
 
 def pool_window(node: fx.Node) -> int | None:

@@ -21,6 +21,7 @@ from squeezebox.capture._compiled._adapter import (
     Handed,
     Split,
     add_saved,
+    copied_bytes,
     emit,
     finish,
     pool_window,
@@ -211,6 +212,7 @@ def rewrite(plain: Split, split: Split, choose: Choose) -> CompiledReport:
         saved_bytes=held_bytes(plain),
         packed_bytes=held_bytes(split),
         tensors=tuple(sorted(rows, key=lambda row: -row.saved_bytes)),
+        copied_bytes=copied_bytes(split),
     )
 
 
@@ -222,6 +224,7 @@ def kept(plain: Split, split: Split) -> CompiledReport:
         saved_bytes=held_bytes(plain),
         packed_bytes=held_bytes(split),
         tensors=tuple(sorted(rows, key=lambda row: -row.saved_bytes)),
+        copied_bytes=copied_bytes(split),
     )
 
 

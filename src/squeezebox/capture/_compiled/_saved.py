@@ -20,6 +20,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from squeezebox.capture._compiled._codes import module_path, operator_name
+from squeezebox.memory import Operator
 
 _SMALL_BYTES = 1 << 14  # of values that no choice is about
 _HIGHEST = 0.97  # of the peak: what is above that is looked at where the limit is out of reach
@@ -40,8 +41,13 @@ _MADE = frozenset(
         "clone",
         "embedding",
         "gather",
+        "_low_memory_max_pool_offsets_to_indices",
+        "max_pool2d_with_indices_backward",
     }
 )
+
+
+Kernel = tuple[str, bool]  # a node's name, and whether backward runs it
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,7 @@ class Joint:
     """
 
     def __init__(self, graph: fx.Graph, forward: Iterable[fx.Node], results: int) -> None:
+        self._errors = dict[Kernel, int]()  # by how many bytes the model of fusion here was too low
         nodes = list(graph.nodes)
         outputs: Any = nodes[-1].args[0]
         self._place = {node: number for number, node in enumerate(nodes)}
@@ -78,8 +85,16 @@ class Joint:
         self._root = {
             node: roots.setdefault(_storage(node, number), node) for number, node in enumerate(nodes)
         }
+        self._sources = {node: tuple(node.all_input_nodes) for node in nodes}
+        self._bytes = {node: _nbytes(node) for node in nodes}
         self._kinds = {node: self._kind(node) for node in nodes}
+        self._free = [node for node in self._forward if _is_large(node)]
         self._flops = {node: _flops(node) for node in self._forward if self._kinds[node] == "kernel"}
+
+    def search(self, starts: Iterable[frozenset[fx.Node]], limit_bytes: int) -> Choice:
+        """The quickest choice under the limit that is found from one of some, or the lowest."""
+        found = [self.within(each, limit_bytes) for each in starts]
+        return min(found, key=lambda each: (max(each.peak_bytes, limit_bytes), each.seconds))
 
     def within(self, saved: Iterable[fx.Node], limit_bytes: int) -> Choice:
         """From a cut, step by step, the choice whose peak is under the limit, or the lowest that was found.
@@ -95,7 +110,7 @@ class Joint:
                 break
             best = lower
         best = self.choice(best.saved, max(limit_bytes, best.peak_bytes))
-        for node in sorted(first.saved - best.saved, key=_nbytes, reverse=True):
+        for node in sorted(first.saved - best.saved, key=self._bytes.__getitem__, reverse=True):
             more = self.choice(best.saved | {node}, max(limit_bytes, best.peak_bytes))
             if more.excess == 0.0 and more.seconds < best.seconds:
                 best = more
@@ -104,10 +119,8 @@ class Joint:
     def choice(self, saved: frozenset[fx.Node], limit_bytes: int) -> Choice:
         """What saving these would cost."""
         order, again = self._order(saved)
-        held = [node for node in saved if node.op == "call_function"]
-        kept = {self._root[node] for node in held}
-        uses = self._use(self._forward, (), kept | {self._root[node] for node in self._results})
-        uses += self._use(order, kept, {self._root[node] for node in self._gradients})
+        ahead, back = self._uses(saved, order)
+        uses = self._corrected(ahead, self._forward, False) + self._corrected(back, order, True)
         nodes = [*self._forward, *order]
         peak, place = max((nbytes, -number) for number, nbytes in enumerate(uses))
         at = nodes[min(-place, len(nodes) - 1)]
@@ -118,6 +131,31 @@ class Joint:
             excess=math.inf if any(map(_is_drawn, again)) else _excess(uses, limit_bytes),
             owner=f"{module_path(at) or 'the model'}'s {operator_name(at)}",
         )
+
+    def learn(self, saved: frozenset[fx.Node], ran: Iterable[Operator]) -> None:
+        """By how many bytes the model is too low at each kernel of a step that saved these and ran so."""
+        order, _ = self._order(saved)
+        queues: dict[Any, list[int]] = defaultdict(list)
+        for each in ran:
+            queues[each.name, _matrices(each.shapes)].append(each.live_bytes)
+        for is_back, nodes, uses in zip(
+            (False, True), (self._forward, order), self._uses(saved, order), strict=True
+        ):
+            for node, nbytes in zip(nodes, uses, strict=True):
+                queue = queues[_signature(node)] if self._kinds[node] == "kernel" else []
+                if queue:
+                    self._errors[node.name, is_back] = queue.pop(0) - nbytes
+
+    def _uses(self, saved: frozenset[fx.Node], order: Sequence[fx.Node]) -> tuple[list[int], list[int]]:
+        kept = {self._root[node] for node in saved if node.op == "call_function"}
+        ahead = self._use(self._forward, (), kept | {self._root[node] for node in self._results})
+        return ahead, self._use(order, kept, {self._root[node] for node in self._gradients})
+
+    def _corrected(self, uses: Sequence[int], nodes: Sequence[fx.Node], is_back: bool) -> list[int]:
+        """With each kernel's error, and between two kernels with the larger one."""
+        known = [self._errors.get((node.name, is_back)) for node in nodes]
+        before, behind = _last_known(known), _last_known(known[::-1])[::-1]
+        return [nbytes + max(errors) for nbytes, *errors in zip(uses, before, behind, strict=True)]
 
     def _lowered(self, best: Choice, limit_bytes: int) -> Choice:
         """Steps that each take off the most excess for their seconds, and of these the lowest peak."""
@@ -145,24 +183,20 @@ class Joint:
         return found
 
     def _moves(self, saved: frozenset[fx.Node]) -> Iterable[tuple[Any, frozenset[fx.Node]]]:
-        for node in saved:
-            if self._is_free(node):
-                yield node, saved - {node}
-        for node, window in itertools.product(self._forward, _WINDOWS):
-            if node in saved or not self._is_free(node) or self._kinds[node] == "view":
+        """Without one storage, or with a value in place of those saved shortly before it."""
+        free = [(node, self._place[node]) for node in self._free if node in saved]
+        storages: dict[fx.Node, set[fx.Node]] = defaultdict(set)
+        for node, _ in free:
+            storages[self._root[node]].add(node)
+        for root, nodes in storages.items():
+            yield root, saved - nodes
+        for node, window in itertools.product(self._free, _WINDOWS):
+            if node in saved or self._kinds[node] == "view":
                 continue
             place = self._place[node]
-            before = {
-                each for each in saved if self._is_free(each) and 0 < place - self._place[each] <= window
-            }
-            if _nbytes(node) < sum(map(_nbytes, before)):
+            before = {each for each, its in free if 0 < place - its <= window}
+            if self._bytes[node] < sum(self._bytes[each] for each in before):
                 yield (node, window), (saved - before) | {node}
-
-    def _is_free(self, node: fx.Node) -> bool:
-        value = node.meta.get("val")
-        return (
-            node.op == "call_function" and isinstance(value, torch.Tensor) and _nbytes(node) >= _SMALL_BYTES
-        )
 
     def _order(self, saved: frozenset[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         """Backward with what it computes again, right before the first use; and the latter alone."""
@@ -173,7 +207,7 @@ class Joint:
                 each = stack.pop()
                 if each not in done and each not in missing:
                     missing.add(each)
-                    stack.extend(each.all_input_nodes)
+                    stack.extend(self._sources[each])
             order += sorted(missing, key=self._place.__getitem__)
             done |= missing
         forward = set(self._forward)
@@ -187,7 +221,7 @@ class Joint:
         born = dict.fromkeys(there, 0)
         for place, node in enumerate(order):
             sources = frozenset[fx.Node]().union(
-                *(reads.get(each, frozenset([self._root[each]])) for each in node.all_input_nodes)
+                *(reads.get(each, frozenset([self._root[each]])) for each in self._sources[node])
             )
             if node not in written:
                 reads[node] = sources
@@ -197,15 +231,15 @@ class Joint:
         changes = [0] * (len(order) + 1)
         for root, place in born.items():
             end = len(order) if root in kept else max(last.get(root, place), place) + 1
-            changes[place] += _nbytes(root)
-            changes[end] -= _nbytes(root)
+            changes[place] += self._bytes[root]
+            changes[end] -= self._bytes[root]
         return list(itertools.accumulate(changes[:-1]))
 
     def _written(self, order: Sequence[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
         """Nodes whose results Inductor writes to memory, unlike views and what it fuses into all readers."""
         readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in reversed(order):
-            for each in node.all_input_nodes:
+            for each in self._sources[node]:
                 readers[each] += readers[node] if self._kinds[node] == "view" else [node]
         written, counts = set[fx.Node](), dict[fx.Node, int]()
         for node in order:
@@ -213,7 +247,7 @@ class Joint:
             if kind == "view":
                 continue
             if kind == "fused":
-                counts[node] = sum(counts.get(each, 1) for each in node.all_input_nodes)
+                counts[node] = sum(counts.get(each, 1) for each in self._sources[node])
                 several = len(readers[node]) > 1 and (counts[node] > _READS or operator_name(node) in _HEAVY)
                 outside = any(self._kinds[each] == "kernel" for each in readers[node])
                 if not (several or outside or self._root[node] in kept):
@@ -238,9 +272,35 @@ class Joint:
         kind = self._kinds[node]
         if kind == "view":
             return 0.0
-        return self._flops.get(node, 0.0) / _FLOPS + _nbytes(node) / (
+        return self._flops.get(node, 0.0) / _FLOPS + self._bytes[node] / (
             _FUSED_BYTES if kind == "fused" else _BYTES
         )
+
+
+def _last_known(values: Iterable[int | None]) -> list[int]:
+    """Of each place the last value up to it, 0 before the first."""
+    last, found = 0, list[int]()
+    for each in values:
+        last = last if each is None else each
+        found.append(last)
+    return found
+
+
+def _signature(node: fx.Node) -> Any:
+    """Its name and operands as the profiler sees them."""
+    schema = getattr(node.target, "_schema", None)
+    values = (each.meta.get("val") for each in node.args if isinstance(each, fx.Node))
+    shapes = (tuple(each.shape) for each in values if isinstance(each, torch.Tensor))
+    return getattr(schema, "name", ""), _matrices(shapes)
+
+
+def _matrices(shapes: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """The first two that are no vectors."""
+    return tuple(each for each in shapes if len(each) > 1)[:2]
+
+
+def _is_large(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor) and _nbytes(node) >= _SMALL_BYTES
 
 
 def _excess(uses: Iterable[int], limit_bytes: int) -> float:

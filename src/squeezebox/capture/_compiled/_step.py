@@ -15,21 +15,35 @@ from squeezebox.reports import CompiledReport
 from squeezebox.schema import AttachError, OptionError, SqueezeboxError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from squeezebox.capture._compiled._saved import Choice
+    from squeezebox.capture._compiled._saved import Choice, Joint
 
 
 class Saving:
-    """Saves what keeps a step of one graph under a limit; without one, what Inductor would save.
+    """Says what forward saves of one graph: what was chosen, or without a choice what Inductor would save.
 
     Attributes:
-        choice: what was chosen when the step was compiled.
+        starts: what Inductor would save, as it is and where recomputation is cheap.
         closed: from now on, nothing more may be compiled.
     """
 
-    def __init__(self, limit_bytes: int | None) -> None:
-        self.limit_bytes = limit_bytes
-        self.choice: Choice | None = None
+    def __init__(self, choice: Choice | None) -> None:
+        self._choice = choice
+        self._joint: Joint | None = None
+        self.starts: list[frozenset[Any]] = []
         self.closed = False
+
+    def known(self) -> tuple[Joint, Choice]:
+        """The graph and what is saved of it.
+
+        Raises:
+            UnsupportedModelError: no graph with gradients was compiled.
+        """
+        if self._joint is None or self._choice is None:
+            raise UnsupportedModelError(
+                "torch.compile made no graph with gradients of the model, and budget= takes one. Remove "
+                "torch.compiler.disable where it marks the model, or squeezebox.attach() the eager model."
+            )
+        return self._joint, self._choice
 
     def __call__(
         self, graph: Any, forward: Sequence[Any], results: int, cuts: Sequence[Sequence[Any]]
@@ -42,18 +56,17 @@ class Saving:
                 "the step's peak was measured with the sample, and this training input has another shape or "
                 "dtype; make a step for it, or drop the last batch where it is smaller."
             )
-        if self.choice is not None:
+        if self._joint is not None:
             raise UnsupportedModelError(
                 "the model compiles to several graphs, and budget= takes one. fullgraph=True says where it "
                 "breaks: mend that, or use bits= or noise=."
             )
-        joint = Joint(graph, forward, results)
-        if self.limit_bytes is None:
-            self.choice = joint.choice(frozenset(cuts[0]), sys.maxsize)
-        else:
-            found = [joint.within(cut, self.limit_bytes) for cut in cuts]
-            self.choice = min(found, key=lambda each: (each.excess, each.seconds))
-        return self.choice.saved
+        self._joint = Joint(graph, forward, results)
+        self.starts = [frozenset(cut) for cut in cuts]
+        if self._choice is None:
+            self._choice = self._joint.choice(self.starts[0], sys.maxsize)
+        names = {node.name for node in self._choice.saved}  # each compilation has nodes of its own
+        return {node for node in graph.nodes if node.name in names}
 
 
 class CompiledStep:
@@ -121,7 +134,7 @@ class CompiledStep:
 
         fingerprint = json.dumps(dataclasses.asdict(rule), sort_keys=True)
         if self._save is not None:
-            fingerprint = f"at most {self._save.limit_bytes} bytes"
+            fingerprint = "kept"  # what is saved is part of the graphs, and so of their keys
         backend = _adapter.Backend(packed, fingerprint, self._options, self._save)
         compiled: Callable[..., Any] = torch.compile(
             self.module, backend=backend, fullgraph=self._fullgraph, dynamic=False, **_adapter.ISOLATED
