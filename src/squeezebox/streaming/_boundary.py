@@ -25,6 +25,7 @@ class Boundary:
     Args:
         edges: of the graph.
         cuts: the parts' intervals of nodes.
+        came: intervals of rows that come from other ranks, numbered behind the parts.
 
     Attributes:
         count: how many nodes.
@@ -32,10 +33,10 @@ class Boundary:
         ends: for each part where its rows of others end, all parts' behind one another.
     """
 
-    def __init__(self, edges: Edges, cuts: list[tuple[int, int]]) -> None:
-        self._edges, self._cuts = edges, cuts
+    def __init__(self, edges: Edges, cuts: list[tuple[int, int]], came: list[tuple[int, int]]) -> None:
+        self._edges, self._cuts = edges, [*cuts, *came]
         self.count, self.parts = edges.count, len(cuts)
-        starts = np.array([start for start, _ in cuts])
+        starts = np.array([start for start, _ in self._cuts])
         others, pieces, self.ends = [], [], np.zeros(len(cuts) + 1, np.int64)
         for number, (start, stop) in enumerate(cuts):
             read = edges.part(start, stop).others.astype(edges.sources.dtype)
@@ -47,7 +48,7 @@ class Boundary:
         self._others = np.concatenate(others)
         found = np.concatenate(pieces, 1).T
         found = found[np.argsort(found[:, 0], kind="stable")]
-        self._owned = np.searchsorted(found[:, 0], np.arange(len(cuts) + 1))
+        self._owned = np.searchsorted(found[:, 0], np.arange(len(self._cuts) + 1))
         self._pieces = np.ascontiguousarray(found[:, 1:])
 
     def __iter__(self) -> Iterator[Part]:
@@ -94,21 +95,22 @@ class PartFile:
     """
 
     def __init__(self, boundary: Boundary, folder: Path, width: int, dtype: torch.dtype, what: str) -> None:
-        self._boundary, self._dtype = boundary, dtype
+        self._boundary, self.dtype, self.width, self.parts = boundary, dtype, width, boundary.parts
         kind = torch.empty(0, dtype=dtype).numpy().dtype
         self._own = RowFile(folder, boundary.count, width, kind, what)
         self._copies = RowFile(folder, int(boundary.ends[-1]), width, kind, what)
 
     def write(self, number: int, x: Tensor) -> None:
-        """A part's rows."""
+        """A part's rows; what comes from other ranks goes to the parts that read it alone."""
         values = x.contiguous().numpy()
-        self._own.write(self._boundary.own(number), values)
+        if number < self.parts:
+            self._own.write(self._boundary.own(number), values)
         self._copies.scatter(*self._boundary.pieces(number), values)
 
     def read(self, number: int) -> Tensor:
         """What a part reads: its own rows, and those of others behind them."""
         own, copies = self._boundary.own(number), self._boundary.copies(number)
-        found = torch.empty(len(own) + len(copies), self._own.width, dtype=self._dtype)
+        found = torch.empty(len(own) + len(copies), self.width, dtype=self.dtype)
         self._own.read(own, found.numpy()[: len(own)])
         self._copies.read(copies, found.numpy()[len(own) :])
         return found
@@ -123,10 +125,21 @@ class PartFile:
     def total(self, number: int) -> Tensor:
         """The derivative by a part's own rows, once all parts have given theirs."""
         own = self._boundary.own(number)
-        found = torch.empty(len(own), self._own.width, dtype=self._dtype)
-        self._own.read(own, found.numpy())
+        found = torch.zeros(len(own), self.width, dtype=self.dtype)
+        if number < self.parts:
+            self._own.read(own, found.numpy())
         self._copies.gather(*self._boundary.pieces(number), found.numpy())
         return found
+
+    def rows(self, rows: _Array) -> Tensor:
+        """A copy of rows of parts."""
+        found = torch.empty(len(rows), self.width, dtype=self.dtype)
+        self._own.read(rows, found.numpy())
+        return found
+
+    def add(self, rows: _Array, gradient: Tensor) -> None:
+        """To the derivative by rows of parts, once these have given theirs."""
+        self._own.write(rows, self.rows(rows).add_(gradient).numpy())
 
 
 class Features:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from squeezebox.schema import UnsupportedModelError
-from squeezebox.streaming._nodes import Edges, Graph, Part, kind_of
+from squeezebox.streaming._nodes import Edges, Graph, Part, kind_of, sorted_edges
 
 _PROBE_NODES = 12
 
@@ -70,7 +70,7 @@ def widths_of(stages: list[Stage], graph: Graph, dtype: torch.dtype) -> list[int
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         few = _probe(graph, dtype)
-        edges = Edges(few)
+        edges = sorted_edges(few)
         x, widths = few.features, []
         for stage in stages:
             for tried in _apart(stage):

@@ -16,10 +16,12 @@ from squeezebox.schema import BudgetError, OptionError, UnsupportedModelError
 from squeezebox.streaming._boundary import Boundary, Features, PartFile
 from squeezebox.streaming._files import release
 from squeezebox.streaming._graph_layers import stages_of, widths_of
-from squeezebox.streaming._nodes import Edges, Graph, Part, Reader, edges_of, kind_of, order_of
+from squeezebox.streaming._nodes import Graph, Part, Reader, edges_of, kind_of, order_of, sorted_edges
 from squeezebox.streaming._order import better_order
+from squeezebox.streaming._ranks import Exchange, Ranks
 
 _OWN_BYTES = 32 << 20  # what torch takes for itself, and not for a part
+_MESSAGES = 8  # of the memory, one by so much for rows on their way to and from other ranks
 _FIRST = 1 / 32  # of the memory: what the part that is measured first should at most take
 
 
@@ -47,6 +49,11 @@ class GraphStep:
             ``reduction="none"``. Cross entropy by default.
         order: the nodes in the order in which parts take them: all their numbers. By default the one that is
             given, or another one where its parts read a tenth fewer rows of other parts.
+        group: a process group whose ranks share the nodes, an interval of them in order each. All give the
+            same model and graph, and get the loss and gradients of the whole. Features are read where they
+            are; outputs that edges of other ranks begin at are sent, and their gradients sent back.
+        message_bits: 2 to 8, sends both in 2, 4 or 8 bits an element, with this average, rounded at random:
+            then gradients have noise, but no bias. By default they are sent as they are.
         folder: where outputs, or their gradients, and copies of features are kept, in files without a name.
             By default a temporary folder on a disk.
 
@@ -65,6 +72,8 @@ class GraphStep:
         *,
         loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
         order: Any = None,
+        group: Any = None,
+        message_bits: float | None = None,
         folder: str | Path | None = None,
     ) -> None:
         self._graph, self._memory_bytes = graph, parse_size("memory", memory)
@@ -78,16 +87,20 @@ class GraphStep:
         if graph.weights is not None and not any(stage.takes_weights for stage in self._stages):
             raise OptionError("the graph has weights, but no layer takes edge_weight; leave weights= out.")
         self._dtype = next(p.dtype for stage in self._stages for p in stage.parameters)
-        self._order = None if order is None else order_of(order, graph)
-        self._number()
         self._widths = widths_of(self._stages, graph, self._dtype)
+        self._ranks = None if group is None else Ranks(group, message_bits)
+        self._number(None if order is None else order_of(order, graph))
         self._cuts, self._part_bytes = self._fitting_cuts()
-        if order is None and len(self._cuts) > 1:
-            self._order = better_order(edges_of(graph), self._edges.count, len(self._cuts))
-            if self._order is not None:
-                self._number()
+        parts = (
+            len(self._cuts) if self._ranks is None else self._ranks.count * self._ranks.most(len(self._cuts))
+        )
+        if order is None and parts > 1:
+            better = better_order(edges_of(graph), int(graph.features.shape[0]), parts)
+            if better is not None:
+                self._number(better)
                 self._cuts, self._part_bytes = self._fitting_cuts()
-        self._boundary = Boundary(self._edges, self._cuts)
+        came = [] if self._exchange is None else self._exchange.came
+        self._boundary = Boundary(self._edges, self._cuts, came)
         self._features = Features(graph.features, self._order, self._boundary, self._folder)
         # What stages hand on; in backward a part's gradients take the place of what it has read there.
         self._between = [
@@ -95,15 +108,27 @@ class GraphStep:
             for width in self._widths[:-1]
         ]
 
-    def _number(self) -> None:
-        """Sort edges, and what the loss takes, by the order."""
-        self._edges = Edges(self._graph, self._order)
+    def _number(self, order: np.ndarray | None) -> None:
+        """Sort edges, and what the loss takes, by the order; on ranks, those of this rank."""
+        self._edges, self._order, self._exchange = sorted_edges(self._graph, order), order, None
         counts = np.ones(self._edges.count, bool)
         if self._graph.nodes is not None:
             counts[:] = False
             counts[np.asarray(self._graph.nodes)] = True
+        self._counted = int(counts.sum())
+        if self._ranks is not None:
+            row_bytes = self._ranks.count * max(self._widths) * self._dtype.itemsize
+            most = max(-self._ranks.most(-self._memory_bytes) // (_MESSAGES * row_bytes), 1)
+            self._exchange = Exchange(self._ranks, self._edges, most)
+            self._edges, nodes = self._exchange.edges, self._exchange.nodes
+            self._order = nodes if order is None else order[nodes]
         self._counts = counts if self._order is None else counts[self._order]
         self._targets = Reader(self._graph.targets, self._order)
+
+    @property
+    def message_bytes(self) -> int:
+        """What this rank has sent to others for rows of layers' outputs and their gradients so far."""
+        return 0 if self._ranks is None else self._ranks.sent_bytes
 
     @property
     def parts(self) -> int:
@@ -127,10 +152,16 @@ class GraphStep:
             for place, part in self._parts():
                 with torch.no_grad():
                     self._between[number].write(place, self._output(number, place, part)[1])
+            if self._exchange is not None:
+                self._exchange.forward(self._between[number])
         loss = torch.zeros((), dtype=torch.float64)
         for number in reversed(range(len(self._stages))):
             for place, part in self._parts():
                 loss += self._backward(number, place, part, sums)
+            if self._exchange is not None and number:
+                self._exchange.backward(self._between[number - 1])
+        if self._ranks is not None:
+            self._together(loss, sums)
         for parameter, gradient in sums.items():
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         return loss.to(self._dtype)
@@ -138,7 +169,7 @@ class GraphStep:
     @within_room("a prediction on a graph in parts")
     @torch.no_grad()
     def predict(self, out: np.ndarray) -> np.ndarray:
-        """The model's output for every node, written to ``out``: an array of nodes x outputs.
+        """The model's output for every node, on ranks every own one, written to ``out``: nodes x outputs.
 
         Raises:
             OutputError, DatasetError: as in a step.
@@ -153,7 +184,17 @@ class GraphStep:
                 else:
                     out[self._order[part.own]] = output.numpy()
                 release(out)
+            if self._exchange is not None and number < len(self._stages) - 1:
+                self._exchange.forward(self._between[number])
         return out
+
+    def _together(self, loss: Tensor, sums: dict[nn.Parameter, Tensor]) -> None:
+        """Add up all ranks' shares."""
+        ranks: Any = self._ranks
+        ranks.add(loss)
+        for stage in self._stages:
+            for parameter in stage.parameters:
+                sums[parameter] = ranks.add(sums.get(parameter, torch.zeros_like(parameter)).contiguous())
 
     def _parts(self) -> Iterator[tuple[int, Part]]:
         # Returning freed memory costs page faults; what is freed but not whole again grows with a part.
@@ -208,7 +249,7 @@ class GraphStep:
                 'number for each node, such as torch\'s with reduction="none".'
             )
         size = losses[0].numel() if len(losses) else 1
-        return losses.sum() / (size * int(self._counts.sum()))
+        return losses.sum() / (size * self._counted)
 
     def _fitting_cuts(self) -> tuple[list[tuple[int, int]], int]:
         """Parts that stay within the memory, and what the largest takes.

@@ -56,34 +56,41 @@ class Part:
     weights: Tensor | None
 
     @property
+    def size(self) -> int:
+        """How many nodes it has or reads."""
+        return self.stop - self.start + len(self.others)
+
+    @property
     def own(self) -> np.ndarray:
         """Its own nodes."""
         return np.arange(self.start, self.stop)
 
 
 class Edges:
-    """All edges, sorted by the node they end at; edges of one node stay in their order.
+    """Edges sorted by the node they end at.
 
     They are in memory: 4 bytes an edge and 12 a node, and the weights.
 
     Args:
-        graph: whose edges.
-        order: the nodes in the order in which they are numbered from now on; as given by default.
+        sources: the nodes that they begin at.
+        ends: for each node that they end at where its edges end, behind a 0.
+        weights: theirs, if they have some.
+        rows: how many nodes there are; those that are only read are behind the others.
+
+    Attributes:
+        count: how many nodes edges end at.
     """
 
-    def __init__(self, graph: Graph, order: np.ndarray | None = None) -> None:
-        self.count = checked(graph)
-        sources, targets = edges_of(graph)
-        kind = np.int32 if self.count < 2**31 else np.int64
-        self._place = np.full(self.count, -1, kind)
-        if order is not None:
-            place = np.empty(self.count, kind)
-            place[order] = np.arange(self.count)
-            sources, targets = place[sources], place[targets]
-        sorted_ = np.argsort(targets, kind="stable")
-        self.sources = sources[sorted_].astype(kind, copy=False)
-        self.ends = np.concatenate([[0], np.cumsum(np.bincount(targets, minlength=self.count))])
-        self.weights = None if graph.weights is None else torch.as_tensor(_array(graph.weights)[sorted_])
+    def __init__(self, sources: np.ndarray, ends: np.ndarray, weights: Tensor | None, rows: int) -> None:
+        self.sources = sources.astype(np.int32 if rows < 2**31 else np.int64, copy=False)
+        self.ends, self.weights, self.rows, self.count = ends, weights, rows, len(ends) - 1
+        self._place = np.full(rows, -1, self.sources.dtype)
+
+    def within(self, part: Part) -> Edges:
+        """A part's edges alone, with nodes numbered as there: its own are cut, the others only read."""
+        ends = self.ends[part.start : part.stop + 1] - self.ends[part.start]
+        weights = None if part.weights is None else part.weights.clone()
+        return Edges(part.edges[0].numpy(), ends, weights, part.size)
 
     def cuts(self, parts: int) -> list[tuple[int, int]]:
         """Intervals of nodes, at most ``parts``, with about equally many nodes and edges together in each."""
@@ -99,7 +106,7 @@ class Edges:
         local = torch.empty(2, last - first, dtype=torch.int64)
         sources = self.sources[first:last]
         if others is None:
-            others = torch.empty(min(last - first, self.count), dtype=torch.int64).numpy()
+            others = torch.empty(min(last - first, self.rows), dtype=torch.int64).numpy()
             others = others[: _others(sources, start, stop, self._place, others)]
             others.sort()
         _localise(sources, self.ends[start : stop + 1], start, self._place, others, local.numpy())
@@ -110,6 +117,28 @@ class Edges:
             edges=local,
             weights=None if self.weights is None else self.weights[first:last],
         )
+
+
+def sorted_edges(graph: Graph, order: np.ndarray | None = None) -> Edges:
+    """A graph's edges; those of one node stay in their order.
+
+    Args:
+        graph: whose.
+        order: the nodes in the order in which they are numbered from now on; as given by default.
+
+    Raises:
+        OptionError: what the graph says of nodes and edges does not fit together.
+    """
+    count = checked(graph)
+    sources, targets = edges_of(graph)
+    if order is not None:
+        place = np.empty(count, np.int32 if count < 2**31 else np.int64)
+        place[order] = np.arange(count)
+        sources, targets = place[sources], place[targets]
+    sorted_ = np.argsort(targets, kind="stable")
+    ends = np.concatenate([[0], np.cumsum(np.bincount(targets, minlength=count))])
+    weights = None if graph.weights is None else torch.as_tensor(_array(graph.weights)[sorted_])
+    return Edges(sources[sorted_], ends, weights, count)
 
 
 @njit(cache=True, nogil=True)

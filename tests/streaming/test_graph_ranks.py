@@ -1,0 +1,72 @@
+"""Two ranks that share a graph have the loss and gradients of one process, or near ones in fewer bytes."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from squeezebox.schema import OptionError
+from squeezebox.streaming import GraphStep
+from tests.pipeline import ranks
+from tests.streaming.test_graph_step import Sage, made, networks
+
+
+def model_of(name, dtype):
+    if name == "wide":
+        torch.manual_seed(1)
+        return nn.ModuleList([Sage(6, 64), nn.ReLU(), Sage(64, 64), nn.ReLU(), Sage(64, 4)]).to(dtype)
+    return nn.ModuleList(dict(networks())[name]).to(dtype)
+
+
+def on_rank(rank, name, dtype, memory, bits):
+    model, graph = model_of(name, dtype), made(600, weights=name == "gcn", dtype=dtype)
+    group = None if rank is None else torch.distributed.group.WORLD
+    step = GraphStep(model, graph, memory, group=group, message_bits=bits)
+    torch.manual_seed(rank or 0)
+    loss = step()
+    out = step.predict(np.full((600, 4), np.nan))
+    return loss, [parameter.grad for parameter in model.parameters()], out, step.message_bytes, step.parts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "world", "dtype"),
+    [("sage", 2, torch.float64), ("gcn", 3, torch.float64), ("gat", 2, torch.float32)],
+)
+def test_ranks_have_what_one_process_has(name, world, dtype):
+    loss, gradients, out, *_ = on_rank(None, name, dtype, "1MiB", None)
+    found = ranks.run(on_rank, world, name, dtype, "100KiB", None)
+    within = 1e-12 if dtype == torch.float64 else 2e-5
+    together = np.full_like(out, np.nan)
+    for other, theirs, rows, sent, parts in found:
+        assert sent > 0 and parts > 1
+        torch.testing.assert_close(other, loss, rtol=within, atol=0)
+        for one, gradient in zip(gradients, theirs, strict=True):
+            assert (gradient - one).abs().max() <= within * max(one.abs().max(), 1e-3)
+        own = ~np.isnan(rows)
+        assert np.isnan(together[own]).all()
+        together[own] = rows[own]
+    np.testing.assert_allclose(together, out, rtol=10 * within, atol=10 * within)
+
+
+@pytest.mark.slow
+def test_few_bits_send_fewer_bytes_and_near_gradients():
+    exact = ranks.run(on_rank, 2, "wide", torch.float32, "1MiB", None)
+    for bits, fewer, near in ((6.5, 4, 0.15), (2, 9, 3)):
+        found = ranks.run(on_rank, 2, "wide", torch.float32, "1MiB", bits)
+        assert exact[0][3] > fewer * found[0][3] and exact[1][3] > fewer * found[1][3]
+        for one, gradient in zip(exact[0][1], found[0][1], strict=True):
+            assert 0 < (gradient - one).norm() < near * one.norm()
+            assert torch.equal(gradient, found[1][1][list(map(id, found[0][1])).index(id(gradient))])
+
+
+def test_bits_out_of_range_are_refused():
+    found = ranks.run(refused, 1)
+    assert found == ["message_bits is 9; give a number from 2 to 8, or None for exact."]
+
+
+def refused(rank):
+    try:
+        on_rank(rank, "sage", torch.float32, "1MiB", 9)
+    except OptionError as error:
+        return str(error)
