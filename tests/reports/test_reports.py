@@ -154,3 +154,8 @@ def test_what_is_writable_is_known_before_and_nothing_is_left(tmp_path):
 )
 def test_human_bytes(nbytes, text):
     assert human_bytes(nbytes) == text
+
+
+def test_a_floor_of_a_step_that_held_more_is_not_shown():
+    assert "512.00 KiB (floor 256.00 KiB)" in str(Report(record(floor_bytes=1 << 18)))
+    assert "floor" not in str(Report(record(floor_bytes=1 << 20)))

@@ -118,11 +118,11 @@ def _totals(record: StepRecord) -> list[str]:
     if record.peak_bytes is not None:
         lines.append(f"peak of the step: {human_bytes(record.peak_bytes)}")
     if record.activation_peak_bytes is not None:
-        floor = f" (floor {human_bytes(record.floor_bytes)})" if record.floor_bytes is not None else ""
-        lines.append(
-            "peak beyond parameters, gradients and optimizer state: "
-            f"{human_bytes(record.activation_peak_bytes)}{floor}"
-        )
+        peak, floor = record.activation_peak_bytes, record.floor_bytes
+        line = f"peak beyond parameters, gradients and optimizer state: {human_bytes(peak)}"
+        if floor is not None and floor <= peak:  # it is of an earlier step, which may have held more
+            line += f" (floor {human_bytes(floor)})"
+        lines.append(line)
     if record.split_bytes is not None:
         lines.append(f"idle in split blocks of the allocator: {human_bytes(record.split_bytes)}")
     if record.refresh_peak_bytes is not None:
