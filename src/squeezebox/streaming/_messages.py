@@ -66,8 +66,9 @@ def unpacked(message: Tensor, rows: int, columns: int, dtype: torch.dtype, mean_
         nbytes = len(which) * -(-columns * width // 8)
         codes[which] = _codes_of(content[at : at + nbytes], len(which), columns, width)
         at += nbytes
-    values = [each.clone().view(torch.float32).to(dtype)[:, None] for each in (low, steps)]
-    return codes.to(dtype) * values[1] + values[0]
+    begin, scale = (each.clone().view(torch.float32).to(dtype)[:, None] for each in (low, steps))
+    found: Tensor = codes.to(dtype) * scale + begin
+    return found
 
 
 def _bytes_of(codes: Tensor, width: int) -> Tensor:
