@@ -78,13 +78,15 @@ def test_every_budget_holds_and_nothing_is_lost():
         assert torch.equal(model.norm.num_batches_tracked, torch.tensor(1))
     assert peaks[1] <= 0.88 * peaks[0] and peaks[2] <= 0.78 * peaks[0] and peaks[2] <= peaks[1]
     assert held[0] > held[1] > held[2] and step.report().saved_bytes == held[0]
-    # the last one: evaluation of any shape, and no training of another
+    # the last one: evaluation of any shape, and training of smaller ones
     model.eval()
     with torch.no_grad():
         assert step(X[:3]).shape == (3, 10)
     model.train()
-    with pytest.raises(OptionError, match="another shape"):
-        step(X[:64])
+    assert step(X[:64]).shape == (64, 10)
+    assert step.report().packed_bytes < held[2] / 50
+    with pytest.raises(OptionError, match=r"peak with its sample is .* would take about .* MiB"):
+        step(torch.cat([X, X]))
     assert partitioners.choose_saved_values_set is own
     with pytest.raises(BudgetError, match=r"at least .* when .* runs, and the budget is 100\.00 KiB"):
         step_of(Net(), "100KiB")

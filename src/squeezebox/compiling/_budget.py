@@ -49,8 +49,7 @@ def within_budget(
         best = min(best, tried, key=lambda each: each.peak_bytes)
     if best.peak_bytes > budget_bytes:
         raise _too_little(budget_bytes, best)
-    tried.saving.closed = True
-    tried.step.peak_bytes = tried.peak_bytes
+    tried.saving.peak_bytes = tried.step.peak_bytes = tried.peak_bytes
     return tried.step
 
 

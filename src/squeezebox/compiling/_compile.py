@@ -73,8 +73,8 @@ def compile_model(
             buffers, the sample, and all that lives in addition in forward, loss and backward, with no
             gradients before. Nothing is lost: the step saves what keeps the peak under the budget in the
             least time, and computes the rest again. Up to 9 steps are compiled, and their peaks measured on
-            ``sample``, until one is within the budget. The model has to compile to one graph, and
-            training takes inputs of the sample's shapes.
+            ``sample``, until one is within the budget. The model has to compile to one graph. Training
+            inputs of other shapes save the same; those that would take more than the sample are refused.
         sample: goes with noise or budget: inputs and target, as :func:`plan` takes them.
         loss_fn: goes with noise or budget: see :func:`plan`.
         bits: 8, 4 or 2 for every value (default 8, without plan, noise and budget).

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from squeezebox.capture._compiled._codes import BitRule, Matcher
-from squeezebox.reports import CompiledReport
+from squeezebox.reports import CompiledReport, human_bytes
 from squeezebox.schema import AttachError, OptionError, SqueezeboxError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -23,14 +23,16 @@ class Saving:
 
     Attributes:
         starts: what Inductor would save, as it is and where recomputation is cheap.
-        closed: from now on, nothing more may be compiled.
+        peak_bytes: measured with the sample, where the step is ready. From then on the same is saved for
+            inputs of other shapes, unless more would live than with the sample.
     """
 
     def __init__(self, choice: Choice | None) -> None:
         self._choice = choice
         self._joint: Joint | None = None
+        self._planned_bytes = 0
         self.starts: list[frozenset[Any]] = []
-        self.closed = False
+        self.peak_bytes: int | None = None
 
     def known(self) -> tuple[Joint, Choice]:
         """The graph and what is saved of it.
@@ -51,22 +53,32 @@ class Saving:
         """As the adapter's ``Save``."""
         from squeezebox.capture._compiled._saved import Joint
 
-        if self.closed:
-            raise OptionError(
-                "the step's peak was measured with the sample, and this training input has another shape or "
-                "dtype; make a step for it, or drop the last batch where it is smaller."
-            )
+        joint = Joint(graph, forward, results)
+        if self._choice is None:
+            self._choice = joint.choice(frozenset(cuts[0]), sys.maxsize)
+        names = {node.name for node in self._choice.saved}  # each compilation has nodes of its own
+        saved = frozenset(node for node in graph.nodes if node.name in names)
+        planned = joint.choice(saved, sys.maxsize).peak_bytes
+        if self.peak_bytes is not None:
+            self._check_fits(self.peak_bytes, planned)
+            return saved
         if self._joint is not None:
             raise UnsupportedModelError(
                 "the model compiles to several graphs, and budget= takes one. fullgraph=True says where it "
                 "breaks: mend that, or use bits= or noise=."
             )
-        self._joint = Joint(graph, forward, results)
+        self._joint, self._planned_bytes = joint, planned
         self.starts = [frozenset(cut) for cut in cuts]
-        if self._choice is None:
-            self._choice = self._joint.choice(self.starts[0], sys.maxsize)
-        names = {node.name for node in self._choice.saved}  # each compilation has nodes of its own
-        return {node for node in graph.nodes if node.name in names}
+        return saved
+
+    def _check_fits(self, peak_bytes: int, planned_bytes: int) -> None:
+        if planned_bytes > self._planned_bytes:
+            more = human_bytes(peak_bytes + planned_bytes - self._planned_bytes)
+            raise OptionError(
+                f"the step's peak with its sample is {human_bytes(peak_bytes)}, and this training input, of "
+                f"another shape or dtype, would take about {more}. Make a step with your largest batch as "
+                "its sample, or one for this input."
+            )
 
 
 class CompiledStep:
