@@ -84,6 +84,7 @@ COMMANDS = {  # what follows `python -m benchmarks.`, by the report's name
     "step_time_fast": "step_time --speed fast --train-steps 20 --apart 2",
     "streaming": "streaming",
     "streaming_models": "streaming_models",
+    "streaming_rival": "streaming_rival",
     "streaming_narrow": "streaming --width 128 --networks 1 --name streaming_narrow",
     "torch_databases": "torch_databases",
     "traces": "traces",

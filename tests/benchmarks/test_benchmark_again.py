@@ -9,7 +9,7 @@ from benchmarks import _again, _figures
 
 
 def test_it_knows_how_to_make_every_report():
-    assert _again.COMMANDS.keys() == _figures.newest().keys()
+    assert _again.COMMANDS.keys() >= _figures.newest().keys()
     for name, command in _again.COMMANDS.items():
         module, *options = command.split()
         assert (_figures.ROOT / "benchmarks" / f"{module}.py").is_file()
