@@ -1,5 +1,11 @@
 """Tables with rows in a file give and learn what nn.EmbeddingBag does, to the bit."""
 
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
 import pytest
 import torch
 from torch import nn
@@ -35,7 +41,7 @@ def batches(count):
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_is_embedding_bags_to_the_bit(optimizer, mode):
-    layer = made("8KiB", optimizer, mode=mode)
+    layer = made("10KiB", optimizer, mode=mode)
     torch.manual_seed(0)
     plain = [nn.EmbeddingBag(rows, dim, mode=mode, sparse=True) for rows, dim in TABLES]
     other = OPTIMIZERS[optimizer]([bag.weight for bag in plain])
@@ -53,7 +59,7 @@ def test_training_is_embedding_bags_to_the_bit(optimizer, mode):
 
 
 def test_the_rows_looked_up_most_are_in_memory():
-    layer = made("6KiB")
+    layer = made("8KiB")
     for _ in range(40):
         indices = torch.cat([torch.randint(400, (20,)), torch.arange(200, 220)])
         layer([indices, torch.zeros(0, dtype=torch.int64)], [torch.tensor([0])] * 2)[0].sum().backward()
@@ -62,7 +68,7 @@ def test_the_rows_looked_up_most_are_in_memory():
 
 
 def test_gradients_of_two_forwards_add_up_and_forgotten_ones_do_not():
-    layer = made("8KiB")
+    layer = made("10KiB")
     before = layer.weight(1)
     first, second = torch.tensor([[1, 2]]), torch.tensor([[2, 3]])
     empty = torch.zeros(1, 1, dtype=torch.int64)
@@ -78,7 +84,7 @@ def test_gradients_of_two_forwards_add_up_and_forgotten_ones_do_not():
 
 
 def test_bad_input_is_refused_and_nothing_changes(tmp_path):
-    layer = made("8KiB")
+    layer = made("10KiB")
     before = layer.weight(0)
     with pytest.raises(OptionError, match="table 0 go from 3 to 400, but it has rows 0 to 399"):
         layer([torch.tensor([[3, 400]]), torch.tensor([[0]])])
@@ -86,10 +92,101 @@ def test_bad_input_is_refused_and_nothing_changes(tmp_path):
         layer([torch.tensor([[3]])])
     assert torch.equal(layer.weight(0), before)
     with pytest.raises(
-        BudgetError, match="memory= is 2,048 bytes, and to know where each row is takes 3,440"
+        BudgetError, match="memory= is 2,048 bytes, and to know where each row is takes 5,160"
     ):
         made("2KiB")
     with pytest.raises(OutputError, match="gone"):
-        made("8KiB", folder=tmp_path / "gone")
+        made("10KiB", folder=tmp_path / "gone")
     with pytest.raises(OptionError, match="momentum"):
-        ShardedEmbeddingBag(TABLES, "8KiB", optimizer=lambda t: torch.optim.SGD(t, lr=0.1, momentum=0.9))
+        ShardedEmbeddingBag(TABLES, "10KiB", optimizer=lambda t: torch.optim.SGD(t, lr=0.1, momentum=0.9))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_state_goes_to_plain_tables_and_back_to_the_bit(tmp_path, optimizer):
+    """Train, load into plain modules and into a new layer, train on: all three have the same weights."""
+    layer = made("10KiB", optimizer)
+    first, then = list(batches(12)), list(batches(20))[12:]
+
+    def train(module, change, steps):
+        for indices, offsets in steps:
+            sum(output.square().sum() for output in module(indices, offsets)).backward()
+            change.step()
+            change.zero_grad()
+
+    train(layer, layer, first)
+    torch.save((layer.state_dict(), layer.optimizer_state_dict()), tmp_path / "state")
+    weights, state = torch.load(tmp_path / "state")
+    plain = nn.ModuleList(nn.EmbeddingBag(rows, dim, mode="sum", sparse=True) for rows, dim in TABLES)
+    other = OPTIMIZERS[optimizer](list(plain.parameters()))
+    assert list(weights) == list(plain.state_dict())
+    plain.load_state_dict(weights)
+    other.load_state_dict(state)
+    torch.manual_seed(9)
+    again = ShardedEmbeddingBag(TABLES, "30KiB", optimizer=OPTIMIZERS[optimizer])
+    again.load_state_dict(plain.state_dict())
+    again.load_optimizer_state_dict(other.state_dict())
+    train(lambda *given: [bag(*each) for bag, *each in zip(plain, *given, strict=True)], other, then)
+    train(layer, layer, then)
+    train(again, again, then)
+    for table, bag in enumerate(plain):
+        assert torch.equal(layer.weight(table), bag.weight) and torch.equal(again.weight(table), bag.weight)
+
+
+def test_state_of_other_tables_is_refused_and_nothing_changes():
+    layer = made("10KiB", "adagrad")
+    before = layer.weight(0)
+    other = nn.ModuleList([nn.EmbeddingBag(400, 8), nn.EmbeddingBag(31, 3)])
+    with pytest.raises(RuntimeError, match=r"table 1 is \(30, 3\), and \(31, 3\) came for it"):
+        layer.load_state_dict(other.state_dict())
+    with pytest.raises(RuntimeError, match=r"Missing key.*1\.weight"):
+        layer.load_state_dict({"0.weight": before + 1})
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*2\.weight"):
+        layer.load_state_dict(layer.state_dict() | {"2.weight": before})
+    state = torch.optim.Adagrad(other.parameters()).state_dict()
+    with pytest.raises(OptionError, match="sum of table 1 is"):
+        layer.load_optimizer_state_dict(state)
+    assert torch.equal(layer.weight(0), before)
+
+
+PROGRAM = """
+    import json
+    import torch
+    from squeezebox.layers import ShardedEmbeddingBag
+    from squeezebox.memory import return_all
+
+    def status(field):
+        lines = open("/proc/self/status").read().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field + ":"))
+
+    def optimizer(tables):
+        return torch.optim.SparseAdam(tables, lr=0.01)
+
+    def step(layer, rows):
+        ids = torch.rand(500, 20).pow(3).mul(rows).long()
+        layer([ids])[0].square().mean().backward()
+        layer.step()
+
+    warm = ShardedEmbeddingBag([(30_000, 32)], "4MiB", optimizer=optimizer)
+    for _ in range(10):
+        step(warm, 30_000)
+    return_all()
+    before = status("VmRSS")
+    open("/proc/self/clear_refs", "w").write("5")
+    layer = ShardedEmbeddingBag([(400_000, 32)], "24MiB", optimizer=optimizer)
+    for _ in range(30):
+        step(layer, 400_000)
+    layer.state_dict()
+    print(json.dumps([status("VmHWM") - before, layer.rows_in_memory[0]]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux counts the peak")
+def test_the_process_grows_by_the_memory_and_a_steps_rows():
+    """The table with its state is six times the memory."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    run = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(PROGRAM)]
+    ended = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
+    grown, held = json.loads(ended.stdout)
+    assert held == (24 * 2**20 - 12 * 400_000) // (3 * 32 * 4)
+    assert (20 << 20) < grown < (24 + 64) << 20

@@ -1,16 +1,25 @@
 """One table's rows with their optimizer state: those looked up most often in memory, the others in a file."""
 
+# numba infers the types of what it compiles.
+# mypy: allow-untyped-defs, allow-untyped-calls
+# ruff: noqa: ANN001, ANN202
+
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numba import njit
 
-from squeezebox.memory import mapped_file
+from squeezebox.memory import RowFile
 
+KNOWN_BYTES = 12  # of each row, to know where it is and how often it was looked up
 _CHUNK_ROWS = 16 * 1024  # 16 divides it: torch draws normal numbers in groups of 16
+_MOST_COUNTED = 1 << 16
+_Array = np.ndarray[Any, Any]
 
 
 class TableRows:
@@ -26,6 +35,10 @@ class TableRows:
 
     Attributes:
         held: how many records are in memory.
+        writes: how often records were changed.
+
+    Raises:
+        OutputError: the folder cannot be written to, or its disk has not enough room.
     """
 
     def __init__(
@@ -39,71 +52,152 @@ class TableRows:
         folder: Path,
     ) -> None:
         kind = torch.empty(0, dtype=dtype).numpy().dtype
-        width = dim * len(values)
-        self._file = (
-            mapped_file(folder, rows * width * kind.itemsize, "tables").view(kind).reshape(rows, width)
-        )
-        self._room = min(rows, memory_bytes // (width * kind.itemsize))
-        self._held = np.empty((self._room, width), kind)
+        self._rows, self._width = rows, dim * len(values)
+        self._file = RowFile(folder, rows, self._width, kind, "tables")
+        self._room = min(rows, memory_bytes // (self._width * kind.itemsize))
+        self._held = np.empty((self._room, self._width), kind)
         self._owners = np.empty(self._room, np.int64)
-        self._slots = np.full(rows, -1, np.int32)
+        self._slots, self._place = np.full(rows, -1, np.int32), np.full(rows, -1, np.int32)
         self._counts = np.zeros(rows, np.uint32)
         self._lookups = self._settled = 0
-        self.held = 0
-        _begin(self._file, dim, values, dtype)
+        self.held = self.writes = 0
+        for ids in self.chunks():
+            parts = [
+                torch.empty(len(ids), dim, dtype=dtype).normal_().numpy()
+                if value is None
+                else np.full((len(ids), dim), value, kind)
+                for value in values
+            ]
+            self._file.write(ids, np.concatenate(parts, 1))
 
-    def read(self, ids: np.ndarray) -> np.ndarray:
+    def chunks(self, start: int = 0, stop: int | None = None) -> Iterator[_Array]:
+        """All rows, some at a time."""
+        stop = self._rows if stop is None else stop
+        return (np.arange(at, min(at + _CHUNK_ROWS, stop)) for at in range(start, stop, _CHUNK_ROWS))
+
+    def distinct(self, indices: _Array) -> tuple[_Array, _Array]:
+        """Each index once, in order, and for every index the place of its own.
+
+        So torch sorts the gradients of bags as it does for a whole table, and adds equal rows in one order.
+        """
+        indices, ids = indices.ravel(), np.empty(min(indices.size, self._rows), np.int64)
+        ids = ids[: _distinct(indices, self._place, ids)]
+        ids.sort()
+        return ids, _places(indices, self._place, ids, np.empty(indices.size, np.int64))
+
+    def read(self, ids: _Array) -> _Array:
         """A copy of these records; ids are distinct."""
-        slots = self._slots[ids]
-        near = slots >= 0
-        found = np.empty((len(ids), self._file.shape[1]), self._file.dtype)
-        found[near] = self._held[slots[near]]
-        found[~near] = self._file[ids[~near]]
+        found, far = np.empty((len(ids), self._width), self._held.dtype), np.empty(len(ids), np.int64)
+        far = far[: _take(ids, self._slots, self._held, found, far)]
+        if far.size:
+            found[far] = self._file.read(ids[far])
         return found
 
-    def write(self, ids: np.ndarray, records: np.ndarray) -> None:
+    def write(self, ids: _Array, records: _Array) -> None:
         """Change these records; ids are distinct. While memory has room, it takes those that the file had."""
-        slots = self._slots[ids]
-        far = np.flatnonzero(slots < 0)[: self._room - self.held]
-        if far.size:
-            taken = np.arange(self.held, self.held + far.size)
-            self._take(ids[far], taken)
-            slots[far] = taken
+        self.writes += 1
+        if self.held < self._room:
+            far = ids[self._slots[ids] < 0][: self._room - self.held]
+            self._own(far, np.arange(self.held, self.held + far.size))
             self.held += int(far.size)
-        near = slots >= 0
-        self._held[slots[near]] = records[near]
-        self._file[ids[~near]] = records[~near]
+        left = np.empty(len(ids), np.int64)
+        left = left[: _put(ids, self._slots, self._held, records, left)]
+        if left.size:
+            self._file.put(ids[left], records[left])
         # Each time after twice the lookups, for it reads the counts of all rows.
-        if self.held == self._room < len(self._slots) and self._lookups >= 2 * self._settled:
+        if 0 < self.held == self._room < self._rows and self._lookups >= 2 * self._settled:
             self._settle()
 
-    def count(self, ids: np.ndarray) -> None:
+    def fill(self, place: int, values: _Array) -> None:
+        """Change one part of every record: ``values``, in place of that entry of the first values."""
+        dim = values.shape[1]
+        for ids in self.chunks():
+            records = self.read(ids)
+            records[:, place * dim : (place + 1) * dim] = values[ids]
+            left = ids[self._slots[ids] < 0]
+            self._held[self._slots[ids[self._slots[ids] >= 0]]] = records[self._slots[ids] >= 0]
+            self._file.write(left, records[left - ids[0]])
+        self.writes += 1
+
+    def count(self, ids: _Array) -> None:
         """Note that these were looked up."""
         self._counts[ids] += 1
         self._lookups += len(ids)
 
-    def _take(self, ids: np.ndarray, slots: np.ndarray) -> None:
+    def _own(self, ids: _Array, slots: _Array) -> None:
         self._slots[ids], self._owners[slots] = slots, ids
 
     def _settle(self) -> None:
         """Exchange records, so that memory has those looked up most often."""
         self._settled = self._lookups
-        if not self._room:
-            return
-        wanted = np.argpartition(self._counts, -self._room)[-self._room :]
-        stays = np.zeros(len(self._slots), bool)
-        stays[wanted] = True
-        come = np.sort(wanted[self._slots[wanted] < 0])
-        slots = np.flatnonzero(~stays[self._owners])
-        self._file[self._owners[slots]] = self._held[slots]
-        self._slots[self._owners[slots]] = -1
-        self._held[slots] = self._file[come]
-        self._take(come, slots)
+        least = _least(self._counts, self._room)
+        come = np.flatnonzero((self._counts > least) & (self._slots < 0))
+        held = self._counts[self._owners]
+        leave = np.concatenate([np.flatnonzero(held < least), np.flatnonzero(held == least)])[: len(come)]
+        for start in range(0, len(come), _CHUNK_ROWS):
+            ids, slots = come[start : start + _CHUNK_ROWS], leave[start : start + _CHUNK_ROWS]
+            self._file.put(self._owners[slots], self._held[slots])
+            self._slots[self._owners[slots]] = -1
+            self._held[slots] = self._file.read(ids)
+            self._own(ids, slots)
 
 
-def _begin(file: np.ndarray, dim: int, values: Sequence[float | None], dtype: torch.dtype) -> None:
-    for start in range(0, len(file), _CHUNK_ROWS):
-        rows = file[start : start + _CHUNK_ROWS]
-        for number, value in enumerate(values):
-            part = rows[:, number * dim : (number + 1) * dim]
-            part[:] = torch.empty(part.shape, dtype=dtype).normal_().numpy() if value is None else value
+def _least(counts: _Array, room: int) -> int:
+    """The count above which at most ``room`` rows are, but not above one less."""
+    numbers = _histogram(counts, np.zeros(_MOST_COUNTED, np.int64))
+    above = numbers[::-1].cumsum()[::-1]  # rows with this count or more
+    return int(np.flatnonzero(above > room).max(initial=0))
+
+
+@njit(cache=True, nogil=True)
+def _histogram(counts, numbers):
+    for count in counts:
+        numbers[min(count, len(numbers) - 1)] += 1
+    return numbers
+
+
+@njit(cache=True, nogil=True)
+def _distinct(indices, place, ids):
+    found = 0
+    for each in indices:
+        if place[each] < 0:
+            place[each] = found
+            ids[found] = each
+            found += 1
+    return found
+
+
+@njit(cache=True, nogil=True)
+def _places(indices, place, ids, inverse):
+    for at, each in enumerate(ids):
+        place[each] = at
+    for at, each in enumerate(indices):
+        inverse[at] = place[each]
+    for each in ids:
+        place[each] = -1
+    return inverse
+
+
+@njit(cache=True, nogil=True)
+def _take(ids, slots, held, found, far):
+    """Copy records that are in memory; returns how many are ``far``, in the file."""
+    count = 0
+    for at, each in enumerate(ids):
+        if slots[each] >= 0:
+            found[at] = held[slots[each]]
+        else:
+            far[count] = at
+            count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)
+def _put(ids, slots, held, records, far):
+    count = 0
+    for at, each in enumerate(ids):
+        if slots[each] >= 0:
+            held[slots[each]] = records[at]
+        else:
+            far[count] = at
+            count += 1
+    return count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from squeezebox.layers._table_rows import TableRows
-from squeezebox.memory import usual_folder
+from squeezebox.layers._table_rows import KNOWN_BYTES, TableRows
+from squeezebox.memory import RowFile, usual_folder
 from squeezebox.reports import parse_size
 from squeezebox.schema import BudgetError, OptionError
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class _Looked:
+    """Rows that were looked up: which, their weight, their records, and the table's writes until then."""
+
+    ids: np.ndarray
+    weight: nn.Parameter
+    records: Tensor
+    writes: int
 
 
 class ShardedEmbeddingBag(nn.Module):
@@ -27,12 +38,12 @@ class ShardedEmbeddingBag(nn.Module):
     to the bit, and after backward :meth:`step` changes the rows that were looked up as the optimizer changes
     that module's weight. A row and its optimizer state lie next to each other: in memory, as long as
     there is room and then for the rows looked up most often, else in a file without a name. The weights are
-    no parameters of the module, so that other optimizers leave them alone; ``state_dict()`` lacks them, and
-    :meth:`weight` gives them.
+    no parameters of the module, so that other optimizers leave them alone. ``state_dict()`` has them as that
+    of an nn.ModuleList of the nn.EmbeddingBags, as tensors whose bytes lie in a file without a name.
 
     Args:
         tables: (rows, dim) of each table. Weights are drawn as nn.EmbeddingBag draws them.
-        memory: bytes for rows in memory, with 8 bytes for each row of the tables, such as "2GiB". A step
+        memory: bytes for rows in memory, with 12 bytes for each row of the tables, such as "2GiB". A step
             takes what its own distinct rows need, several times over, in addition.
         optimizer: makes the optimizer of a list of parameters: one that takes sparse gradients, such as
             ``lambda tables: torch.optim.SparseAdam(tables, lr=0.01)``. SGD, Adagrad and SparseAdam do.
@@ -70,12 +81,14 @@ class ShardedEmbeddingBag(nn.Module):
         self._tables, self._mode, self._states = [tuple(table) for table in tables], mode, list(initial)
         self._weights = [nn.Parameter(torch.empty(1, dim, dtype=dtype)) for _, dim in tables]
         self.optimizer = optimizer(self._weights)
-        self._waiting: list[list[tuple[np.ndarray, nn.Parameter]]] = [[] for _ in tables]
+        self._waiting: list[list[_Looked]] = [[] for _ in tables]
         self._rows: list[TableRows] = []
-        places = Path(usual_folder().path if folder is None else folder)
+        self._folder = Path(usual_folder().path if folder is None else folder)
         for (rows, dim), nbytes in zip(tables, _shares(tables, parse_size("memory", memory)), strict=True):
             values = [None, *initial.values()]
-            self._rows.append(TableRows(rows, dim, values, dtype=dtype, memory_bytes=nbytes, folder=places))
+            self._rows.append(
+                TableRows(rows, dim, values, dtype=dtype, memory_bytes=nbytes, folder=self._folder)
+            )
 
     def forward(self, indices: Sequence[Tensor], offsets: Sequence[Tensor] | None = None) -> list[Tensor]:
         """One tensor of bags x dim for each table.
@@ -101,7 +114,7 @@ class ShardedEmbeddingBag(nn.Module):
         changed = []
         for table, parameter in enumerate(self._weights):
             parameter.grad = None
-            waiting = [each for each in self._waiting[table] if each[1].grad is not None]
+            waiting = [each for each in self._waiting[table] if each.weight.grad is not None]
             if waiting:
                 changed.append((table, self._load(table, waiting)))
         with _checks_as_set():
@@ -110,7 +123,7 @@ class ShardedEmbeddingBag(nn.Module):
             parameter = self._weights[table]
             state = self.optimizer.state[parameter]
             values = [parameter.detach(), *(state[name] for name in self._states)]
-            self._rows[table].write(ids, torch.cat(values, 1).numpy())
+            self._rows[table].write(ids, (torch.cat(values, 1) if self._states else values[0]).numpy())
         self.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -122,6 +135,79 @@ class ShardedEmbeddingBag(nn.Module):
         rows, dim = self._tables[table]
         ids = np.arange(start, rows if stop is None else stop)
         return torch.from_numpy(self._rows[table].read(ids)[:, :dim].copy())
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """What the optimizer's ``state_dict()`` would be for plain tables, parameter 0 being the first."""
+        found = self.optimizer.state_dict()
+        for table, parameter in enumerate(self._weights):
+            if parameter in self.optimizer.state:
+                found["state"][table] = found["state"][table] | {
+                    name: self._column(table, 1 + place) for place, name in enumerate(self._states)
+                }
+        return found
+
+    def load_optimizer_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state of an optimizer of this layer, or of plain tables.
+
+        Raises:
+            OptionError: a state is not of the table's shape.
+        """
+        for table, state in state_dict["state"].items():
+            for name in self._states:
+                if tuple(state[name].shape) != self._tables[table]:
+                    raise OptionError(
+                        f"{name} of table {table} is {tuple(state[name].shape)}, and the table "
+                        f"{self._tables[table]}; load the state of these tables."
+                    )
+        for table, state in state_dict["state"].items():
+            for place, name in enumerate(self._states):
+                self._rows[table].fill(1 + place, state[name].numpy())
+        one = {
+            table: {name: value[:1] if name in self._states else value for name, value in state.items()}
+            for table, state in state_dict["state"].items()
+        }
+        self.optimizer.load_state_dict(state_dict | {"state": one})
+
+    def _column(self, table: int, place: int) -> Tensor:
+        """One part of all of a table's records, in a mapped file without a name."""
+        rows, dim = self._tables[table]
+        kind = self._weights[table].detach().numpy().dtype
+        copy = RowFile(self._folder, rows, dim, kind, "a copy of a table")
+        for ids in self._rows[table].chunks():
+            copy.write(ids, self._rows[table].read(ids)[:, place * dim : (place + 1) * dim])
+        return torch.from_numpy(copy.mapped())
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for table in range(len(self._tables)):
+            destination[f"{prefix}{table}.weight"] = self._column(table, 0)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        names = {f"{prefix}{table}.weight": table for table in range(len(self._tables))}
+        missing_keys.extend(name for name in names if name not in state_dict)
+        if strict:
+            unexpected_keys.extend(
+                name for name in state_dict if name.startswith(prefix) and name not in names
+            )
+        given = {table: state_dict[name] for name, table in names.items() if name in state_dict}
+        for table, weight in given.items():
+            if tuple(weight.shape) != self._tables[table]:
+                error_msgs.append(
+                    f"table {table} is {self._tables[table]}, and {tuple(weight.shape)} came for it."
+                )
+        if not error_msgs and not (strict and (missing_keys or unexpected_keys)):
+            self.zero_grad()
+            for table, weight in given.items():
+                self._rows[table].fill(0, weight.detach().numpy())
 
     @property
     def rows_in_memory(self) -> list[int]:
@@ -137,29 +223,37 @@ class ShardedEmbeddingBag(nn.Module):
             )
 
     def _bags(self, table: int, indices: Tensor, offsets: Tensor | None) -> Tensor:
-        ids, inverse = np.unique(indices.numpy(), return_inverse=True)
+        ids, inverse = self._rows[table].distinct(indices.numpy())
         ids = ids if ids.size else np.zeros(1, np.int64)  # torch has no bags of a table without rows
-        found = torch.from_numpy(self._rows[table].read(ids)[:, : self._tables[table][1]].copy())
+        records = torch.from_numpy(self._rows[table].read(ids))
+        found = records[:, : self._tables[table][1]].contiguous()
         weight = nn.Parameter(found, requires_grad=torch.is_grad_enabled())
         if weight.requires_grad:
             self._rows[table].count(ids)
-            self._waiting[table].append((ids, weight))
+            self._waiting[table].append(_Looked(ids, weight, records, self._rows[table].writes))
         local = torch.from_numpy(inverse.reshape(tuple(indices.shape)))
         return F.embedding_bag(
             local, weight, None if offsets is None else offsets.long(), mode=self._mode, sparse=True
         )
 
-    def _load(self, table: int, waiting: list[tuple[np.ndarray, nn.Parameter]]) -> np.ndarray:
+    def _load(self, table: int, waiting: list[_Looked]) -> np.ndarray:
         """Give the optimizer the rows that are waiting, with their gradients and state; returns which."""
-        ids = waiting[0][0] if len(waiting) == 1 else np.unique(np.concatenate([each for each, _ in waiting]))
-        parameter, dim = self._weights[table], self._tables[table][1]
-        parts = torch.from_numpy(self._rows[table].read(ids)).split(dim, 1)
+        rows, first = self._rows[table], waiting[0]
+        if len(waiting) == 1 and first.writes == rows.writes:
+            ids, records, places = first.ids, first.records, np.arange(len(first.ids))
+        else:
+            ids, places = rows.distinct(np.concatenate([each.ids for each in waiting]))
+            records = torch.from_numpy(rows.read(ids))
+        parameter, begin = self._weights[table], 0
+        parts = records.split(self._tables[table][1], 1)
         parameter.data = parts[0].contiguous()
         where, values = [], []
-        for each, weight in waiting:
-            gradient: Any = weight.grad
-            where.append(torch.from_numpy(np.searchsorted(ids, each))[gradient._indices()[0]])
+        for each in waiting:
+            gradient: Any = each.weight.grad
+            here = torch.from_numpy(places[begin : begin + len(each.ids)])
+            where.append(here[gradient._indices()[0]])
             values.append(gradient._values())
+            begin += len(each.ids)
         parameter.grad = torch.sparse_coo_tensor(
             torch.cat(where)[None], torch.cat(values), tuple(parameter.shape), check_invariants=False
         )
@@ -173,7 +267,7 @@ class ShardedEmbeddingBag(nn.Module):
 
 def _shares(tables: Sequence[tuple[int, int]], memory_bytes: int) -> list[int]:
     """Memory for each table's rows, by its size."""
-    known = 8 * sum(rows for rows, _ in tables)
+    known = KNOWN_BYTES * sum(rows for rows, _ in tables)
     if memory_bytes <= known:
         raise BudgetError(
             f"memory= is {memory_bytes:,} bytes, and to know where each row is takes {known:,}. Give more."
