@@ -43,7 +43,12 @@ def main() -> None:
     rows = [
         graph(arguments.nodes, *kind, arguments.repeats) for kind in ((0.0, False), (1 / 3, False), (0, True))
     ]
-    rows += [tables(arguments.rows, name, arguments.repeats) for name in ("SGD", "Adagrad", "SparseAdam")]
+    optimizers = ("SGD", "Adagrad", "SparseAdam")
+    rows += [
+        tables(arguments.rows, name, dense, arguments.repeats)
+        for dense in (False, True)
+        for name in optimizers
+    ]
     for path in _report.write("larger_than_memory", {"rows": rows}, table(rows)):
         print(path)
 
@@ -78,8 +83,11 @@ def graph(nodes: int, far: float, mixed: bool, repeats: int) -> dict[str, Any]:
     }
 
 
-def tables(rows: int, name: str, repeats: int) -> dict[str, Any]:
-    """A table of 32 columns: 2048 bags of 20 rows a step, after 50 steps to learn which are looked up."""
+def tables(rows: int, name: str, dense: bool, repeats: int) -> dict[str, Any]:
+    """A table of 32 columns: 2048 bags of 20 rows a step, after 50 steps to learn which are looked up.
+
+    With ``dense``, the bags go through a perceptron of 512 and 256 units, as recommenders have one.
+    """
     dim, factory = 32, lambda tables: getattr(torch.optim, name)(tables, lr=0.01)
     records = {"SGD": 1, "Adagrad": 2, "SparseAdam": 3}[name]
     layer = ShardedEmbeddingBag([(rows, dim)], rows * dim * 4 * records // 4, optimizer=factory)
@@ -94,14 +102,16 @@ def tables(rows: int, name: str, repeats: int) -> dict[str, Any]:
         return torch.from_numpy(places[drawn])
 
     def ours() -> None:
-        layer([drawn[0]])[0].square().mean().backward()
+        head(layer([drawn[0]])[0]).square().mean().backward()
         layer.step()
 
     def theirs() -> None:
-        plain(drawn[0]).square().mean().backward()
+        head(plain(drawn[0])).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
+    head = nn.Sequential(nn.Linear(dim, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 1))
+    head = head if dense else nn.Identity()
     drawn = [batch()]
     for _ in range(50):
         ours()
@@ -110,7 +120,10 @@ def tables(rows: int, name: str, repeats: int) -> dict[str, Any]:
     compared = _report.interleaved(
         {"ours": lambda: _each(pool, drawn, ours), "plain": lambda: _each(pool, drawn, theirs)}, repeats
     )
-    return dataclasses.asdict(compared) | {"what": f"table of {rows:,} x {dim}, {name}", "share": 4}
+    return dataclasses.asdict(compared) | {
+        "what": f"table of {rows:,} x {dim}, {name}{', with a perceptron' * dense}",
+        "share": 4,
+    }
 
 
 def _each(pool, drawn, step) -> None:
