@@ -37,6 +37,7 @@ COMMANDS = {  # what follows `python -m benchmarks.`, by the report's name
     "codecs": "codecs",
     "comet_table": "comet_table vgg16 resnet18 alexnet efficientnet_b0 resnet50 --checks 12 --refreshes 8",
     "compiled": "compiled",
+    "compiled_budget": "compiled_budget",
     "doctor": "doctor",
     "estimate": "estimate",
     "estimate_architectures": "estimate_architectures",
