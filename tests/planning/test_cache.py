@@ -40,12 +40,12 @@ def plan(model, folder, sample=None, **options):
 
 def test_the_same_step_is_profiled_once(tmp_path):
     model = Counted()
-    first, calls = plan(model, tmp_path / "new" / "folder")
-    assert calls > 0
+    first, whole = plan(model, tmp_path / "new" / "folder")
+    assert whole > 4
     again, calls = plan(model, tmp_path / "new" / "folder")
     assert calls == 0 and again == first
     limited, calls = plan(model, str(tmp_path / "new" / "folder"), budget="80%")
-    assert calls == 0 and limited.predicted_peak_bytes <= limited.budget_bytes
+    assert calls <= 2 and limited.predicted_peak_bytes <= limited.budget_bytes  # slices may have been tried
     assert len(os.listdir(tmp_path / "new" / "folder")) == 1
 
 
