@@ -8,11 +8,17 @@ import torch
 from torch import nn
 
 import squeezebox
-from squeezebox.memory import PeakMeter
+from squeezebox.memory import PeakMeter, ProcessMeter
 from squeezebox.schema import BudgetError
 from squeezebox.streaming import StreamedStep
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def tensors_alone(monkeypatch):
+    """What else this process grows by depends on the tests before; test_process.py is about that."""
+    monkeypatch.setattr(ProcessMeter, "stop", lambda self: None)
 
 
 def network():
@@ -132,16 +138,14 @@ def has_a_large_head():
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2**18))
 
 
-@pytest.mark.parametrize(
-    ("network", "width", "memory"), [(sees_far, 256, 34 * 2**20), (has_a_large_head, 64, 16 * 2**20)]
-)
-def test_peaks_that_do_not_grow_evenly(network, width, memory):
-    image = torch.randn(1, 3, 4096, width)
+@pytest.mark.parametrize(("network", "memory"), [(sees_far, 9 * 2**20), (has_a_large_head, 16 * 2**20)])
+def test_peaks_that_do_not_grow_evenly(network, memory):
+    image = torch.randn(1, 3, 4096, 64)
     step = StreamedStep(network(), lambda output, _: output.square().mean() / 2, memory=memory)
     plan = step.plan(image, None)
     peak = peak_of(lambda: step(image, None))
     assert 0.5 * memory < peak < memory
-    assert all(0.5 * memory < stage.peak_bytes < memory for stage in plan.stages if stage.strips > 1)
+    assert all(0.75 * memory < stage.peak_bytes < memory for stage in plan.stages if stage.strips > 1)
 
 
 def has_weights_that_are_computed():

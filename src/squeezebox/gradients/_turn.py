@@ -88,8 +88,10 @@ class Turn:
         messages = [coder.encode(part, self.level, self.step) for part in parts] if is_finite else []
 
         def job() -> None:
-            exchanged(messages)
-            self._take_back(owed)
+            try:
+                exchanged(messages)
+            finally:
+                self._take_back(owed)
 
         return job
 
@@ -101,12 +103,14 @@ class Turn:
         self.wanted_squares = norm * norm
 
         def job() -> None:
-            if not self._goes_whole(exchange, exchange.counts([0 if math.isfinite(norm) else _WHOLE])):
-                mean = wanted.clone()
-                low_rank.average(exchange, self.names, mean)
-                self._keep(wanted.sub_(mean))
-                self.flat.copy_(mean)
-            self._take_back(owed)
+            try:
+                if not self._goes_whole(exchange, exchange.counts([0 if math.isfinite(norm) else _WHOLE])):
+                    mean = wanted.clone()
+                    low_rank.average(exchange, self.names, mean)
+                    self._keep(wanted.sub_(mean))
+                    self.flat.copy_(mean)
+            finally:
+                self._take_back(owed)
 
         return job
 
