@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from benchmarks import _figures
 
@@ -127,9 +127,9 @@ def main(names: Sequence[str]) -> int:
     return int(bool(failed))
 
 
-def _is_current(header: object) -> bool:
+def _is_current(header: Mapping[str, object]) -> bool:
     """Whether a report tells of the code that is here."""
-    if not isinstance(header, dict) or header.get("dirty") is not False:
+    if header.get("dirty") is not False:
         return False
     same = ["git", "diff", "--quiet", str(header["commit"]), "--", *CODE]
     return subprocess.run(same, cwd=_figures.ROOT, capture_output=True, check=False).returncode == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ def allotted(energies: Tensor, mean_bits: float) -> Tensor:
         mean_bits: at least 2.
     """
     count = len(energies)
-    steps = [(low, high) for low, high in zip(_WIDTHS, _WIDTHS[1:], strict=False)]
+    steps = list(itertools.pairwise(_WIDTHS))
     saved = [(1 / (2**low - 1) ** 2 - 1 / (2**high - 1) ** 2) / (high - low) for low, high in steps]
     gains = torch.cat([energies.double() * each for each in saved])
     costs = torch.cat([torch.full((count,), high - low) for low, high in steps])
