@@ -81,7 +81,9 @@ class Exchange:
         self._ranks = ranks
         cuts = edges.cuts(ranks.count)
         if len(cuts) < ranks.count:
-            raise OptionError(f"{ranks.count} ranks share {edges.count:,} nodes; give at most a rank a node.")
+            raise OptionError(
+                f"{ranks.count} ranks would share {edges.count:,} nodes. Take at most as many ranks as nodes."
+            )
         self.start, self.stop = cuts[ranks.rank]
         bounds = np.array([start for start, _ in cuts])
         self._given: list[_Array] = []
