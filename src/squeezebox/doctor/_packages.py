@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import csv
 import functools
 import hashlib
 import importlib.metadata
@@ -15,7 +16,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import Distribution, PackagePath
+from importlib.metadata import Distribution, FileHash, PackagePath
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -70,8 +71,18 @@ def installed(name: str) -> Installed | None:
         found = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-    files = tuple(found.files or ())
+    files = tuple(_recorded(found)) or tuple(found.files or ())
     return Installed(name, found.version, files, _why_skipped(found))
+
+
+def _recorded(found: Distribution) -> Iterator[PackagePath]:
+    """What its RECORD names; ``Distribution.files`` leaves out what is missing, from Python 3.12 on."""
+    for name, digest, size in csv.reader((found.read_text("RECORD") or "").splitlines()):
+        file = PackagePath(name)
+        file.hash = FileHash(digest) if digest else None
+        file.size = int(size) if size else None
+        file.dist = found
+        yield file
 
 
 def _why_skipped(found: Distribution) -> str:
