@@ -64,7 +64,8 @@ def test_the_rows_looked_up_most_are_in_memory():
         indices = torch.cat([torch.randint(400, (20,)), torch.arange(200, 220)])
         layer([indices, torch.zeros(0, dtype=torch.int64)], [torch.tensor([0])] * 2)[0].sum().backward()
         layer.step()
-    assert (layer._rows[0]._slots[200:220] >= 0).all()
+    assert set(range(200, 220)) <= set(layer.hot_rows(0).tolist())
+    assert len(layer.hot_rows(0)) == layer.rows_in_memory[0] < 400
 
 
 def test_gradients_of_two_forwards_add_up_and_forgotten_ones_do_not():
@@ -146,6 +147,31 @@ def test_state_of_other_tables_is_refused_and_nothing_changes():
     with pytest.raises(OptionError, match="sum of table 1 is"):
         layer.load_optimizer_state_dict(state)
     assert torch.equal(layer.weight(0), before)
+
+
+def test_another_optimizers_state_is_refused_and_a_fresh_one_begins_anew():
+    plain = [nn.Parameter(torch.zeros(table)) for table in TABLES]
+    given = {name: factory(plain).state_dict() for name, factory in OPTIMIZERS.items()}
+    for own, other, missing in [
+        ("adagrad", "sgd", "lr_decay"),
+        ("adam", "sgd", "betas"),
+        ("sgd", "adam", "momentum"),
+    ]:
+        with pytest.raises(OptionError, match=f"no {missing}, so it is not of"):
+            made("10KiB", own).load_optimizer_state_dict(given[other])
+    with pytest.raises(OptionError, match=r"of tables \[0\], and here are tables 0 to 1"):
+        made("10KiB", "adagrad").load_optimizer_state_dict(OPTIMIZERS["adagrad"](plain[:1]).state_dict())
+    layers = [made("10KiB", "adam"), made("10KiB", "adam")]
+    for indices, offsets in batches(3):
+        sum(output.square().sum() for output in layers[0](indices, offsets)).backward()
+        layers[0].step()
+    layers[0].load_state_dict(layers[1].state_dict())
+    layers[0].load_optimizer_state_dict(given["adam"])
+    for layer in layers:
+        for indices, offsets in batches(3):
+            sum(output.square().sum() for output in layer(indices, offsets)).backward()
+            layer.step()
+    assert torch.equal(layers[0].weight(0), layers[1].weight(0))
 
 
 PROGRAM = """

@@ -119,6 +119,10 @@ class TableRows:
             self._file.write(left, records[left - ids[0]])
         self.writes += 1
 
+    def hot(self) -> _Array:
+        """Which are in memory, in order."""
+        return np.sort(self._owners[: self.held])
+
     def count(self, ids: _Array) -> None:
         """Note that these were looked up."""
         self._counts[ids] += 1

@@ -78,9 +78,10 @@ class ShardedEmbeddingBag(nn.Module):
             raise OptionError(f'mode is {mode!r}; give "sum" or "mean".')
         dtype = dtype or torch.get_default_dtype()
         initial = _row_state(optimizer, dtype)
-        self._tables, self._mode, self._states = [tuple(table) for table in tables], mode, list(initial)
+        self._tables, self._mode, self._states = [tuple(table) for table in tables], mode, initial
         self._weights = [nn.Parameter(torch.empty(1, dim, dtype=dtype)) for _, dim in tables]
         self.optimizer = optimizer(self._weights)
+        self._begins_with_state = bool(self.optimizer.state)
         self._waiting: list[list[_Looked]] = [[] for _ in tables]
         self._rows: list[TableRows] = []
         self._folder = Path(usual_folder().path if folder is None else folder)
@@ -150,18 +151,14 @@ class ShardedEmbeddingBag(nn.Module):
         """Take over the state of an optimizer of this layer, or of plain tables.
 
         Raises:
-            OptionError: a state is not of the table's shape.
+            OptionError: it is another kind of optimizer's, or of other tables; nothing has changed then.
         """
-        for table, state in state_dict["state"].items():
-            for name in self._states:
-                if tuple(state[name].shape) != self._tables[table]:
-                    raise OptionError(
-                        f"{name} of table {table} is {tuple(state[name].shape)}, and the table "
-                        f"{self._tables[table]}; load the state of these tables."
-                    )
-        for table, state in state_dict["state"].items():
-            for place, name in enumerate(self._states):
-                self._rows[table].fill(1 + place, state[name].numpy())
+        self._require_state(state_dict)
+        for table, size in enumerate(self._tables):
+            state = state_dict["state"].get(table)
+            for place, (name, value) in enumerate(self._states.items()):
+                values = np.broadcast_to(value, size) if state is None else state[name].numpy()
+                self._rows[table].fill(1 + place, values)
         one = {
             table: {name: value[:1] if name in self._states else value for name, value in state.items()}
             for table, state in state_dict["state"].items()
@@ -213,6 +210,34 @@ class ShardedEmbeddingBag(nn.Module):
     def rows_in_memory(self) -> list[int]:
         """How many rows of each table are in memory now."""
         return [rows.held for rows in self._rows]
+
+    def hot_rows(self, table: int) -> Tensor:
+        """Which rows of a table are in memory now, in order."""
+        return torch.from_numpy(self._rows[table].hot())
+
+    def _require_state(self, state_dict: dict[str, Any]) -> None:
+        kind, states = type(self.optimizer).__name__, state_dict["state"]
+        own, given = self.optimizer.param_groups[0], state_dict["param_groups"][0]
+        missing = [name for name, value in own.items() if _is_number(value) and name not in given]
+        missing += [name for state in states.values() for name in self._states if name not in state]
+        if missing:
+            raise OptionError(
+                f"this state has no {missing[0]}, so it is not of {kind}; give that of {kind}, or make the "
+                "layer with the optimizer that it is of."
+            )
+        tables = set(range(len(self._tables)))
+        if not states.keys() <= tables or (self._begins_with_state and states.keys() != tables):
+            raise OptionError(
+                f"the state is of tables {sorted(states)}, and here are tables 0 to {len(tables) - 1}; load "
+                "the state of these tables."
+            )
+        for table, state in states.items():
+            for name in self._states:
+                if tuple(state[name].shape) != self._tables[table]:
+                    raise OptionError(
+                        f"{name} of table {table} is {tuple(state[name].shape)}, and the table "
+                        f"{self._tables[table]}; load the state of these tables."
+                    )
 
     def _require_rows(self, table: int, indices: Tensor) -> None:
         rows = self._tables[table][0]
@@ -300,6 +325,10 @@ def _row_state(factory: Factory, dtype: torch.dtype) -> dict[str, float]:
             "be read in every step. Give SGD without momentum, Adagrad without lr_decay, or SparseAdam."
         )
     return {name: begun.get(name, 0.0) for name in rows[0] if name != "weight"}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | tuple) and not isinstance(value, bool)
 
 
 def _checks_as_set() -> AbstractContextManager[None]:
