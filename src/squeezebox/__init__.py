@@ -65,6 +65,7 @@ __all__ = [
     "find_batch",
     "gradients",
     "layers",
+    "load_embedding_plan",
     "load_pipeline_plan",
     "load_plan",
     "load_pruned",
@@ -74,6 +75,7 @@ __all__ = [
     "parity",
     "pipeline",
     "plan",
+    "plan_embeddings",
     "plan_pipeline",
     "prune",
     "rewrite",
@@ -90,6 +92,7 @@ if TYPE_CHECKING:
     from squeezebox.compiling import compile_model as compile
     from squeezebox.doctor import check_environment, check_ranges, check_step
     from squeezebox.gradients import compress_gradients
+    from squeezebox.layers import plan_embeddings
     from squeezebox.planning import (
         attach,
         attach_stages,
@@ -102,7 +105,7 @@ if TYPE_CHECKING:
     )
     from squeezebox.planning import make_plan as plan
     from squeezebox.pruning import load_pruned, prune
-    from squeezebox.reports import load_pipeline_plan, load_plan, load_rewrites
+    from squeezebox.reports import load_embedding_plan, load_pipeline_plan, load_plan, load_rewrites
     from squeezebox.rewriting import rewrite
 else:
     _DATA = ("bounds", "codecs", "memory", "schedules", "schema")
@@ -122,6 +125,7 @@ else:
         "explain_out_of_memory": "planning",
         "feasibility": "planning",
         "find_batch": "planning",
+        "load_embedding_plan": "reports",
         "load_pipeline_plan": "reports",
         "load_plan": "reports",
         "load_pruned": "pruning",
@@ -129,6 +133,7 @@ else:
         "max_batch": "planning",
         "parity": "comparing",
         "plan": "planning",
+        "plan_embeddings": "layers",
         "prune": "pruning",
         "rewrite": "rewriting",
         "plan_pipeline": "planning",

@@ -11,6 +11,7 @@ import typer
 
 import squeezebox
 from squeezebox.cli._devices import devices
+from squeezebox.cli._embeddings_command import embeddings
 from squeezebox.cli._estimate import require_step
 from squeezebox.cli._estimate_command import estimate
 from squeezebox.cli._gradients import gradients
@@ -61,6 +62,7 @@ def _root(
 
 
 app.command()(estimate)
+app.command()(embeddings)
 
 
 @app.command()

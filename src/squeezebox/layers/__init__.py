@@ -1,7 +1,7 @@
 """Layers that keep less for backward by the way they are made.
 
 In: a model, or sizes as for torch's own layers. Out: modules that compute their noise where they need it.
-May touch: codecs, memory and schema; torch.distributed; numba on first use.
+May touch: codecs, memory, planner, reports and schema; torch.distributed; numba on first use.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from squeezebox.layers._convert import bayesian_
 from squeezebox.layers._dispatch import Dispatch
 from squeezebox.layers._divergence import kl
 from squeezebox.layers._experts import ExpertMLP, lean_experts_
+from squeezebox.layers._plan_tables import plan_embeddings
 from squeezebox.layers._sharded import Experts
 from squeezebox.layers._split import split_sequence_
 from squeezebox.layers._tables import ShardedEmbeddingBag
@@ -28,5 +29,6 @@ __all__ = [
     "bayesian_",
     "kl",
     "lean_experts_",
+    "plan_embeddings",
     "split_sequence_",
 ]

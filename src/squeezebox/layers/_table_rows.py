@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from numba import njit
 
 from squeezebox.memory import RowFile
+from squeezebox.schema import TableShard
 
 KNOWN_BYTES = 12  # of each row, to know where it is and how often it was looked up
 _CHUNK_ROWS = 16 * 1024  # 16 divides it: torch draws normal numbers in groups of 16
@@ -22,15 +23,18 @@ _MOST_COUNTED = 1 << 16
 _Array = np.ndarray[Any, Any]
 
 
+def chunks(start: int, stop: int) -> Iterator[_Array]:
+    """Rows from start to stop, some at a time."""
+    return (np.arange(at, min(at + _CHUNK_ROWS, stop)) for at in range(start, stop, _CHUNK_ROWS))
+
+
 class TableRows:
-    """``rows`` records of a weight's ``dim`` elements and as many for each further entry of ``values``.
+    """A shard's records, all zero: a weight's ``dim`` elements, and as many for each state of the optimizer.
 
     Args:
-        rows: how many.
-        dim: of the weight.
-        values: what each part of a record begins with; None draws normal numbers, as nn.EmbeddingBag does.
+        shard: how many rows, of how many columns, and bytes for records in memory.
+        states: how many states.
         dtype: of all of it.
-        memory_bytes: for records in memory.
         folder: where the file is.
 
     Attributes:
@@ -41,39 +45,17 @@ class TableRows:
         OutputError: the folder cannot be written to, or its disk has not enough room.
     """
 
-    def __init__(
-        self,
-        rows: int,
-        dim: int,
-        values: Sequence[float | None],
-        *,
-        dtype: torch.dtype,
-        memory_bytes: int,
-        folder: Path,
-    ) -> None:
-        kind = torch.empty(0, dtype=dtype).numpy().dtype
-        self._rows, self._width = rows, dim * len(values)
+    def __init__(self, shard: TableShard, states: int, dtype: torch.dtype, folder: Path) -> None:
+        kind, rows = torch.empty(0, dtype=dtype).numpy().dtype, shard.rows
+        self._rows, self._width = rows, shard.dim * (1 + states)
         self._file = RowFile(folder, rows, self._width, kind, "tables")
-        self._room = min(rows, memory_bytes // (self._width * kind.itemsize))
+        self._room = min(rows, shard.memory_bytes // (self._width * kind.itemsize))
         self._held = np.empty((self._room, self._width), kind)
         self._owners = np.empty(self._room, np.int64)
         self._slots, self._place = np.full(rows, -1, np.int32), np.full(rows, -1, np.int32)
         self._counts = np.zeros(rows, np.uint32)
         self._lookups = self._settled = 0
         self.held = self.writes = 0
-        for ids in self.chunks():
-            parts = [
-                torch.empty(len(ids), dim, dtype=dtype).normal_().numpy()
-                if value is None
-                else np.full((len(ids), dim), value, kind)
-                for value in values
-            ]
-            self._file.write(ids, np.concatenate(parts, 1))
-
-    def chunks(self, start: int = 0, stop: int | None = None) -> Iterator[_Array]:
-        """All rows, some at a time."""
-        stop = self._rows if stop is None else stop
-        return (np.arange(at, min(at + _CHUNK_ROWS, stop)) for at in range(start, stop, _CHUNK_ROWS))
 
     def distinct(self, indices: _Array) -> tuple[_Array, _Array]:
         """Each index once, in order, and for every index the place of its own.
@@ -108,12 +90,12 @@ class TableRows:
         if 0 < self.held == self._room < self._rows and self._lookups >= 2 * self._settled:
             self._settle()
 
-    def fill(self, place: int, values: _Array) -> None:
-        """Change one part of every record: ``values``, in place of that entry of the first values."""
+    def fill(self, place: int, values: _Array, start: int = 0) -> None:
+        """Change one part of records from ``start`` on: the weight is the first, states follow."""
         dim = values.shape[1]
-        for ids in self.chunks():
+        for ids in chunks(start, start + len(values)):
             records = self.read(ids)
-            records[:, place * dim : (place + 1) * dim] = values[ids]
+            records[:, place * dim : (place + 1) * dim] = values[ids - start]
             left = ids[self._slots[ids] < 0]
             self._held[self._slots[ids[self._slots[ids] >= 0]]] = records[self._slots[ids] >= 0]
             self._file.write(left, records[left - ids[0]])

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from squeezebox.layers._table_rows import KNOWN_BYTES, TableRows
+from squeezebox.layers._table_ranks import TableRanks
+from squeezebox.layers._table_rows import TableRows, chunks
+from squeezebox.layers._table_shards import planned, problem_of
 from squeezebox.memory import RowFile, usual_folder
-from squeezebox.reports import parse_size
-from squeezebox.schema import BudgetError, OptionError
+from squeezebox.schema import EmbeddingPlan, OptionError, TableShard
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -41,13 +42,21 @@ class ShardedEmbeddingBag(nn.Module):
     no parameters of the module, so that other optimizers leave them alone. ``state_dict()`` has them as that
     of an nn.ModuleList of the nn.EmbeddingBags, as tensors whose bytes lie in a file without a name.
 
+    With a plan for several ranks, each rank has its shards of the tables, and gives bags of its own. All
+    ranks call forward, backward and :meth:`step` together, and also what gives or takes whole tables. Each
+    table is trained as one process would with the bags of all ranks, the first rank's first, and the sum of
+    all ranks' losses. One that the plan splits by rows differs by rounding: its bags are sums of sums.
+
     Args:
-        tables: (rows, dim) of each table. Weights are drawn as nn.EmbeddingBag draws them.
+        tables: (rows, dim) of each table, or a plan of :func:`squeezebox.plan_embeddings`. Weights are drawn
+            as nn.EmbeddingBag draws them, by the first rank's random numbers.
         memory: bytes for rows in memory, with 12 bytes for each row of the tables, such as "2GiB". A step
-            takes what its own distinct rows need, several times over, in addition.
+            takes what its own distinct rows need, several times over, in addition. A plan has its own.
         optimizer: makes the optimizer of a list of parameters: one that takes sparse gradients, such as
             ``lambda tables: torch.optim.SparseAdam(tables, lr=0.01)``. SGD, Adagrad and SparseAdam do.
         mode: "sum" or "mean".
+        group: the ranks of the plan; all of them if not given.
+        draw: False leaves weights zero, where a state is loaded next.
         folder: where the file is; by default a temporary folder on a disk.
         dtype: of the weights; torch's default type if not given.
 
@@ -55,41 +64,48 @@ class ShardedEmbeddingBag(nn.Module):
         optimizer: the optimizer that was made: change its learning rate as usual, but call :meth:`step` here.
 
     Raises:
-        OptionError: a table has no rows or columns, the mode is another one, or the optimizer changes rows
-            that were not looked up.
+        OptionError: a table has no rows or columns, the mode is another one, the optimizer changes rows that
+            were not looked up, or the plan is for another number of ranks.
         BudgetError: memory is too little to know where each row is.
         OutputError: the folder cannot be written to, or its disk has not enough room.
     """
 
     def __init__(
         self,
-        tables: Sequence[tuple[int, int]],
-        memory: int | str,
+        tables: Sequence[tuple[int, int]] | EmbeddingPlan,
+        memory: int | str | None = None,
         *,
         optimizer: Factory,
         mode: str = "sum",
+        group: Any = None,
+        draw: bool = True,
         folder: str | Path | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not tables or min(min(table) for table in tables) < 1:
-            raise OptionError(f"tables are {list(tables)}; give (rows, dim) of each, both at least 1.")
         if mode not in ("sum", "mean"):
             raise OptionError(f'mode is {mode!r}; give "sum" or "mean".')
+        plan = planned(tables, memory)
         dtype = dtype or torch.get_default_dtype()
-        initial = _row_state(optimizer, dtype)
-        self._tables, self._mode, self._states = [tuple(table) for table in tables], mode, initial
-        self._weights = [nn.Parameter(torch.empty(1, dim, dtype=dtype)) for _, dim in tables]
-        self.optimizer = optimizer(self._weights)
+        self._states = row_state(optimizer, dtype)
+        self._tables, self._mode, self._dtype = list(plan.tables), mode, dtype
+        self._ranks = None if plan.ranks == 1 and group is None else TableRanks(plan, group)
+        rank = 0 if self._ranks is None else self._ranks.rank
+        self._shards = [each for each in plan.shards if each.rank == rank]
+        self._weights = [nn.Parameter(torch.empty(1, shard.dim, dtype=dtype)) for shard in self._shards]
+        self.optimizer = optimizer(self._weights or [nn.Parameter(torch.empty(1, 1, dtype=dtype))])
+        if self._ranks is not None and len(self.optimizer.param_groups) > 1:
+            raise OptionError("on ranks the optimizer has one group of parameters; leave the others out.")
         self._begins_with_state = bool(self.optimizer.state)
-        self._waiting: list[list[_Looked]] = [[] for _ in tables]
-        self._rows: list[TableRows] = []
+        self._waiting: list[list[_Looked]] = [[] for _ in self._shards]
         self._folder = Path(usual_folder().path if folder is None else folder)
-        for (rows, dim), nbytes in zip(tables, _shares(tables, parse_size("memory", memory)), strict=True):
-            values = [None, *initial.values()]
-            self._rows.append(
-                TableRows(rows, dim, values, dtype=dtype, memory_bytes=nbytes, folder=self._folder)
-            )
+        self._rows = [TableRows(each, len(self._states), dtype, self._folder) for each in self._shards]
+        for place, value in enumerate(self._states.values()):
+            for rows, shard in zip(self._rows, self._shards, strict=True):
+                if value:
+                    rows.fill(1 + place, np.broadcast_to(value, (shard.rows, shard.dim)))
+        if draw:
+            self._draw()
 
     def forward(self, indices: Sequence[Tensor], offsets: Sequence[Tensor] | None = None) -> list[Tensor]:
         """One tensor of bags x dim for each table.
@@ -101,50 +117,55 @@ class ShardedEmbeddingBag(nn.Module):
         Raises:
             OptionError: an index is out of range, or there are not as many tensors as tables.
         """
-        if len(indices) != len(self._tables) or (offsets is not None and len(offsets) != len(indices)):
-            raise OptionError(f"{len(indices)} tensors of indices came for {len(self._tables)} tables.")
-        for table, each in enumerate(indices):
-            self._require_rows(table, each)
+        problem = self._problem(indices, offsets)
+        if self._ranks is not None:
+            return self._ranks.lookup(
+                indices, offsets, self._bags, mode=self._mode, dtype=self._dtype, problem=problem
+            )
+        if problem is not None:
+            raise problem
         return [
-            self._bags(table, each, None if offsets is None else offsets[table])
+            self._bags(table, each, None if offsets is None else offsets[table], self._mode)
             for table, each in enumerate(indices)
         ]
 
     def step(self) -> None:
         """Change the rows that were looked up since the last step, by their gradients."""
         changed = []
-        for table, parameter in enumerate(self._weights):
+        for shard, parameter in enumerate(self._weights):
             parameter.grad = None
-            waiting = [each for each in self._waiting[table] if each.weight.grad is not None]
+            waiting = [each for each in self._waiting[shard] if each.weight.grad is not None]
             if waiting:
-                changed.append((table, self._load(table, waiting)))
+                changed.append((shard, self._load(shard, waiting)))
         with _checks_as_set():
             self.optimizer.step()
-        for table, ids in changed:
-            parameter = self._weights[table]
+        for shard, ids in changed:
+            parameter = self._weights[shard]
             state = self.optimizer.state[parameter]
             values = [parameter.detach(), *(state[name] for name in self._states)]
-            self._rows[table].write(ids, (torch.cat(values, 1) if self._states else values[0]).numpy())
+            self._rows[shard].write(ids, (torch.cat(values, 1) if self._states else values[0]).numpy())
         self.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget what was looked up since the last step."""
-        self._waiting = [[] for _ in self._tables]
+        self._waiting = [[] for _ in self._shards]
 
     def weight(self, table: int, start: int = 0, stop: int | None = None) -> Tensor:
         """A copy of a table's rows from start to stop."""
-        rows, dim = self._tables[table]
-        ids = np.arange(start, rows if stop is None else stop)
-        return torch.from_numpy(self._rows[table].read(ids)[:, :dim].copy())
+        return self._part(table, 0, start, self._tables[table][0] if stop is None else stop)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """What the optimizer's ``state_dict()`` would be for plain tables, parameter 0 being the first."""
         found = self.optimizer.state_dict()
-        for table, parameter in enumerate(self._weights):
-            if parameter in self.optimizer.state:
-                found["state"][table] = found["state"][table] | {
-                    name: self._column(table, 1 + place) for place, name in enumerate(self._states)
-                }
+        own = {self._shards[number].table: state for number, state in found["state"].items()}
+        if self._ranks is not None:
+            own = {table: state for known in self._ranks.gathered(own) for table, state in known.items()}
+            found["param_groups"][0]["params"] = list(range(len(self._tables)))
+        found["state"] = {
+            table: own[table]
+            | {name: self._column(table, 1 + place) for place, name in enumerate(self._states)}
+            for table in sorted(own)
+        }
         return found
 
     def load_optimizer_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -154,24 +175,58 @@ class ShardedEmbeddingBag(nn.Module):
             OptionError: it is another kind of optimizer's, or of other tables; nothing has changed then.
         """
         self._require_state(state_dict)
-        for table, size in enumerate(self._tables):
-            state = state_dict["state"].get(table)
+        one = {}
+        for number, shard in enumerate(self._shards):
+            state = state_dict["state"].get(shard.table)
             for place, (name, value) in enumerate(self._states.items()):
-                values = np.broadcast_to(value, size) if state is None else state[name].numpy()
-                self._rows[table].fill(1 + place, values)
-        one = {
-            table: {name: value[:1] if name in self._states else value for name, value in state.items()}
-            for table, state in state_dict["state"].items()
-        }
-        self.optimizer.load_state_dict(state_dict | {"state": one})
+                size = shard.rows, shard.dim
+                values = np.broadcast_to(value, size) if state is None else state[name].numpy()[shard.place]
+                self._rows[number].fill(1 + place, values)
+            if state is not None:
+                one[number] = {
+                    name: value[:1, : shard.dim] if name in self._states else value
+                    for name, value in state.items()
+                }
+        groups = state_dict["param_groups"]
+        if self._ranks is not None:
+            groups = [groups[0] | {"params": list(range(max(len(self._shards), 1)))}]
+        self.optimizer.load_state_dict(state_dict | {"state": one, "param_groups": groups})
+
+    def _draw(self) -> None:
+        """Normal numbers for all weights, table by table, as nn.EmbeddingBag draws them."""
+        generator = None if self._ranks is None else self._ranks.generator()
+        for table, (rows, dim) in enumerate(self._tables):
+            for ids in chunks(0, rows):
+                drawn = torch.empty(len(ids), dim, dtype=self._dtype).normal_(generator=generator).numpy()
+                for number, shard in self._held(table):
+                    here = slice(max(shard.first_row - ids[0], 0), max(shard.end_row - ids[0], 0))
+                    values = drawn[here, shard.first_column : shard.end_column]
+                    if len(values):
+                        self._rows[number].fill(0, values, max(int(ids[0]) - shard.first_row, 0))
+
+    def _held(self, table: int) -> list[tuple[int, TableShard]]:
+        """A table's shards that are here, with their numbers."""
+        return [(number, shard) for number, shard in enumerate(self._shards) if shard.table == table]
+
+    def _part(self, table: int, place: int, start: int, stop: int) -> Tensor:
+        """One part of a table's records from start to stop, from all ranks."""
+        found = torch.zeros(stop - start, self._tables[table][1], dtype=self._dtype)
+        for number, shard in self._held(table):
+            first, end = max(start, shard.first_row), min(stop, shard.end_row)
+            if first < end:
+                records = self._rows[number].read(np.arange(first, end) - shard.first_row)
+                values = torch.from_numpy(records[:, place * shard.dim : (place + 1) * shard.dim])
+                found[first - start : end - start, shard.first_column : shard.end_column] = values
+        if self._ranks is not None:
+            self._ranks.join(found)
+        return found
 
     def _column(self, table: int, place: int) -> Tensor:
         """One part of all of a table's records, in a mapped file without a name."""
         rows, dim = self._tables[table]
-        kind = self._weights[table].detach().numpy().dtype
-        copy = RowFile(self._folder, rows, dim, kind, "a copy of a table")
-        for ids in self._rows[table].chunks():
-            copy.write(ids, self._rows[table].read(ids)[:, place * dim : (place + 1) * dim])
+        copy = RowFile(self._folder, rows, dim, np.dtype(str(self._dtype)[6:]), "a copy of a table")
+        for ids in chunks(0, rows):
+            copy.write(ids, self._part(table, place, ids[0], ids[-1] + 1).numpy())
         return torch.from_numpy(copy.mapped())
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -203,17 +258,22 @@ class ShardedEmbeddingBag(nn.Module):
                 )
         if not error_msgs and not (strict and (missing_keys or unexpected_keys)):
             self.zero_grad()
-            for table, weight in given.items():
-                self._rows[table].fill(0, weight.detach().numpy())
+            for number, shard in enumerate(self._shards):
+                if shard.table in given:
+                    self._rows[number].fill(0, given[shard.table].detach().numpy()[shard.place])
 
     @property
     def rows_in_memory(self) -> list[int]:
-        """How many rows of each table are in memory now."""
-        return [rows.held for rows in self._rows]
+        """How many rows of each table are in this process's memory now."""
+        return [
+            sum(self._rows[number].held for number, _ in self._held(table))
+            for table in range(len(self._tables))
+        ]
 
     def hot_rows(self, table: int) -> Tensor:
-        """Which rows of a table are in memory now, in order."""
-        return torch.from_numpy(self._rows[table].hot())
+        """Which rows of a table are in this process's memory now, in order."""
+        held = [self._rows[number].hot() + shard.first_row for number, shard in self._held(table)]
+        return torch.from_numpy(np.unique(np.concatenate([np.zeros(0, np.int64), *held])))
 
     def _require_state(self, state_dict: dict[str, Any]) -> None:
         kind, states = type(self.optimizer).__name__, state_dict["state"]
@@ -239,38 +299,41 @@ class ShardedEmbeddingBag(nn.Module):
                         f"{self._tables[table]}; load the state of these tables."
                     )
 
-    def _require_rows(self, table: int, indices: Tensor) -> None:
-        rows = self._tables[table][0]
-        if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= rows):
-            raise OptionError(
-                f"indices of table {table} go from {int(indices.min()):,} to {int(indices.max()):,}, but "
-                f"it has rows 0 to {rows - 1:,}. Nothing was changed; correct them, or make the table larger."
+    def _problem(self, indices: Sequence[Tensor], offsets: Sequence[Tensor] | None) -> OptionError | None:
+        if len(indices) != len(self._tables) or (offsets is not None and len(offsets) != len(indices)):
+            return OptionError(f"{len(indices)} tensors of indices came for {len(self._tables)} tables.")
+        for table, each in enumerate(indices):
+            found = problem_of(
+                table, self._tables[table][0], each, None if offsets is None else offsets[table]
             )
+            if found is not None:
+                return OptionError(f"{found} Nothing was changed.")
+        return None
 
-    def _bags(self, table: int, indices: Tensor, offsets: Tensor | None) -> Tensor:
-        ids, inverse = self._rows[table].distinct(indices.numpy())
+    def _bags(self, shard: int, indices: Tensor, offsets: Tensor | None, mode: str) -> Tensor:
+        ids, inverse = self._rows[shard].distinct(indices.numpy())
         ids = ids if ids.size else np.zeros(1, np.int64)  # torch has no bags of a table without rows
-        records = torch.from_numpy(self._rows[table].read(ids))
-        found = records[:, : self._tables[table][1]].contiguous()
+        records = torch.from_numpy(self._rows[shard].read(ids))
+        found = records[:, : self._shards[shard].dim].contiguous()
         weight = nn.Parameter(found, requires_grad=torch.is_grad_enabled())
         if weight.requires_grad:
-            self._rows[table].count(ids)
-            self._waiting[table].append(_Looked(ids, weight, records, self._rows[table].writes))
+            self._rows[shard].count(ids)
+            self._waiting[shard].append(_Looked(ids, weight, records, self._rows[shard].writes))
         local = torch.from_numpy(inverse.reshape(tuple(indices.shape)))
         return F.embedding_bag(
-            local, weight, None if offsets is None else offsets.long(), mode=self._mode, sparse=True
+            local, weight, None if offsets is None else offsets.long(), mode=mode, sparse=True
         )
 
-    def _load(self, table: int, waiting: list[_Looked]) -> np.ndarray:
+    def _load(self, shard: int, waiting: list[_Looked]) -> np.ndarray:
         """Give the optimizer the rows that are waiting, with their gradients and state; returns which."""
-        rows, first = self._rows[table], waiting[0]
+        rows, first = self._rows[shard], waiting[0]
         if len(waiting) == 1 and first.writes == rows.writes:
             ids, records, places = first.ids, first.records, np.arange(len(first.ids))
         else:
             ids, places = rows.distinct(np.concatenate([each.ids for each in waiting]))
             records = torch.from_numpy(rows.read(ids))
-        parameter, begin = self._weights[table], 0
-        parts = records.split(self._tables[table][1], 1)
+        parameter, begin = self._weights[shard], 0
+        parts = records.split(self._shards[shard].dim, 1)
         parameter.data = parts[0].contiguous()
         where, values = [], []
         for each in waiting:
@@ -290,18 +353,7 @@ class ShardedEmbeddingBag(nn.Module):
         return ids
 
 
-def _shares(tables: Sequence[tuple[int, int]], memory_bytes: int) -> list[int]:
-    """Memory for each table's rows, by its size."""
-    known = KNOWN_BYTES * sum(rows for rows, _ in tables)
-    if memory_bytes <= known:
-        raise BudgetError(
-            f"memory= is {memory_bytes:,} bytes, and to know where each row is takes {known:,}. Give more."
-        )
-    sizes = [rows * dim for rows, dim in tables]
-    return [int((memory_bytes - known) * size / sum(sizes)) for size in sizes]
-
-
-def _row_state(factory: Factory, dtype: torch.dtype) -> dict[str, float]:
+def row_state(factory: Factory, dtype: torch.dtype) -> dict[str, float]:
     """What the optimizer keeps of each element, with the value it begins with.
 
     Raises:

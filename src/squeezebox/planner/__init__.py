@@ -1,8 +1,8 @@
 """Chooses how to hold every saved tensor, how to cut a pipeline, how gradients go together, and among plans.
 
 In: a Profile (positions, tensors, measured options) and a Budget, or PipelineProfiles, ranks, their memory
-and their Link, or Gradients and Ways, or seconds of steps, or Work and Jobs for Devices. Out: a Plan,
-PipelinePlans, a FusionPlan or a choice, or why there is none; seconds and scores.
+and their Link, or Gradients and Ways, or seconds of steps, or Work and Jobs for Devices, or TableSamples.
+Out: a Plan, PipelinePlans, a FusionPlan, Placements or a choice, or why there is none; seconds and scores.
 May touch: squeezebox.schedules, squeezebox.schema, numpy, and scipy for the optimum; no torch.
 """
 
@@ -26,6 +26,7 @@ from squeezebox.planner._split import (
     pipedream_split,
 )
 from squeezebox.planner._stages import stage_memory
+from squeezebox.planner._tables import Placement, TableSample, TableSearch
 
 __all__ = [
     "KNOWN_DEVICES",
@@ -34,6 +35,9 @@ __all__ = [
     "Gradient",
     "Group",
     "Line",
+    "Placement",
+    "TableSample",
+    "TableSearch",
     "Way",
     "evaluate_fusion",
     "plan_fusion",

@@ -33,6 +33,7 @@ from squeezebox.reports._calibration import (
     pairs_needed,
 )
 from squeezebox.reports._doctor import EnvironmentCheck, RangeCheck, StepCheck
+from squeezebox.reports._embeddings import load_embedding_plan
 from squeezebox.reports._estimate import BatchPoint, Estimate, FoundBatch, MaxBatch
 from squeezebox.reports._exchange import ExchangeArm, ExchangeWay, MeasuredExchange
 from squeezebox.reports._feasibility import DeviceFit, Feasibility, JobFit, Scenario, SharedDevice
@@ -111,6 +112,7 @@ __all__ = [
     "explain_floor",
     "human_bytes",
     "level_name",
+    "load_embedding_plan",
     "load_pipeline_plan",
     "load_plan",
     "load_rewrites",

@@ -6,6 +6,7 @@ May touch: the standard library, and files whose paths callers pass; no tensor m
 
 from squeezebox.schema._devices import Device, DeviceLink, Devices
 from squeezebox.schema._doors import door
+from squeezebox.schema._embeddings import EmbeddingPlan, TableShard
 from squeezebox.schema._errors import (
     AttachError,
     BudgetError,
@@ -141,6 +142,7 @@ __all__ = [
     "DeviceLink",
     "Devices",
     "Edge",
+    "EmbeddingPlan",
     "EnvironmentFault",
     "Fault",
     "Forecast",
@@ -203,6 +205,7 @@ __all__ = [
     "StepTimeline",
     "StepTrace",
     "Storage",
+    "TableShard",
     "TensorProfile",
     "TensorStatistics",
     "TimelineCell",
