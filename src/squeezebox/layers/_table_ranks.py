@@ -76,7 +76,7 @@ class TableRanks:
             look: ``look(shard, indices, offsets, mode)`` gives bags of one of this rank's shards.
             mode: "sum" or "mean".
             dtype: of the tables.
-            problem: what is wrong with this rank's indices, which is then told to all ranks.
+            problem: what is wrong with this rank's indices; all ranks then raise.
 
         Raises:
             OptionError: the problem, or that another rank has one.
@@ -127,7 +127,7 @@ class TableRanks:
         ]
 
     def _exchanged(self, given: Sequence[Tensor], sizes: list[int]) -> Sequence[Tensor]:
-        """A vector to each rank for one of so many elements from each."""
+        """A vector to each rank for one from each, of these sizes."""
         out = given[0].new_empty(sum(sizes))
         own = [len(each) for each in given]
         dist.all_to_all_single(out, torch.cat(list(given)), sizes, own, group=self._group)
