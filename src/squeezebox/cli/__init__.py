@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Sequence
 
+from squeezebox.cli._interface import name_interface
 from squeezebox.schema import OptionError, SqueezeboxError
 
 
@@ -20,9 +21,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Exit status: 0 done, 2 a wrong option or argument, 1 anything else. Results go to standard output,
     progress and errors to standard error. torch's profiler measures peaks here; its own messages on
     standard error are switched off by ``KINETO_LOG_LEVEL`` and ``TORCH_CPP_LOG_LEVEL``, unless they are set.
+    Nor does ``GLOO_SOCKET_IFNAME`` change where it is set: see :func:`name_interface`.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "9")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    name_interface()
     from squeezebox.cli._app import app
 
     try:

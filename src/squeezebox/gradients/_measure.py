@@ -22,7 +22,7 @@ from squeezebox.gradients._costs import WHOLE, rounding
 from squeezebox.gradients._exchange import Exchange
 from squeezebox.gradients._link import all_reduce_bytes, link_group
 from squeezebox.reports import ExchangeArm, ExchangeWay, MeasuredExchange
-from squeezebox.schema import Link
+from squeezebox.schema import Link, arguments
 
 _PATIENCE = 600.0
 _SETTLING = 2  # rounds until buckets, factors and levels have settled
@@ -63,7 +63,8 @@ class _Arm:
         self.optimizer.zero_grad()
         with contextlib.nullcontext() if syncs else self.ddp.no_sync():
             begun = time.perf_counter()
-            output = self.ddp(*step.inputs) if isinstance(step.inputs, tuple) else self.ddp(step.inputs)
+            by_place, by_name = arguments(step.model, step.inputs)
+            output = self.ddp(*by_place, **by_name)
             forward = time.perf_counter()
             step.loss_fn(output, step.target).backward()
             backward = time.perf_counter()

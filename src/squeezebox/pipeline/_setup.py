@@ -176,14 +176,22 @@ def join() -> None:
     """Join the process group that torchrun tells of, over nccl where there is CUDA, else over gloo.
 
     Raises:
-        PipelineError: this process was not started by torchrun.
+        PipelineError: this process was not started by torchrun, or does not reach the others.
     """
     if not dist.is_torchelastic_launched():
         raise PipelineError(
             "this process was not started by torchrun, which tells ranks of each other. Start it so: "
             "torchrun --nproc-per-node RANKS -m squeezebox.cli pipeline train PLAN ..."
         )
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    try:
+        dist.init_process_group(backend)
+    except RuntimeError as error:
+        raise PipelineError(
+            f"this rank does not reach the others over {backend}: {str(error).splitlines()[0]}. Between "
+            f"machines, name the network that joins them, on each: {backend.upper()}_SOCKET_IFNAME=eth0 "
+            "torchrun ..."
+        ) from error
 
 
 def told_by_all(value: T) -> list[T]:

@@ -110,8 +110,8 @@ def attach(
             raises PlanError at the first tensor that the plan does not know. "replan" makes a plan for these
             inputs before it runs them, within the same bytes and noise, with the sample's target cut or
             repeated to their sizes; plans are kept, and a forward takes the first that covers it. Where none
-            can be made (no sample and loss_fn, keyword arguments, an earlier forward waiting for its
-            backward, a loss that the target does not fit), tensors that the plan does not know are held
+            can be made (no sample and loss_fn, inputs by place and by keyword, an earlier forward waiting for
+            its backward, a loss that the target does not fit), tensors that the plan does not know are held
             exactly, and the report's notes say so.
         checks_per_refresh: how many weighted layers, and how many other tensors, are compared with their
             exact values at each refresh; each holds its exact tensor and a second gradient for that step.

@@ -44,9 +44,9 @@ def estimate(
         model: a module (left alone), or a function or class that makes one.
         input_shape: one sample's shape, without the batch (default: 3, 224, 224).
         batch: samples a step (default: 32).
-        sample: instead of these: inputs (a tensor, or a tuple of them) and target, of which shapes and dtypes
-            are read; or a function that makes them, without using memory. With values, on real devices, a
-            step can be taken on it.
+        sample: instead of these: inputs (a tensor, a tuple, or a dict by the model's keywords) and target, of
+            which shapes and dtypes are read; or a function that makes them, without using memory. With
+            values, on real devices, a step can be taken on it.
         loss_fn: ``loss_fn(output, target)`` is what backward starts from (default: the sum of all outputs).
         optimizer: "sgd", "sgd-momentum", "adam" or "adamw"; the model's own; or what makes one of parameters.
         dtype: of the model and floating-point inputs, such as "bfloat16" (default: as they are).

@@ -134,7 +134,7 @@ def make_plan(
 
     Args:
         model: any module that :func:`attach` takes.
-        sample: inputs (a tensor, or a tuple of them) and target, as a training step gets them.
+        sample: inputs (a tensor, a tuple of them, or a dict by the model's keywords) and target.
         loss_fn: ``loss_fn(output, target)`` is what backward starts from.
         optimizer: its state counts towards the peak, also where it is not there yet.
         budget: bytes, or "2GiB", or a share of the plain step's peak, "50%"; None: as little as possible.

@@ -103,8 +103,8 @@ def run_step(
     inputs, target = map(apart, step.sample)
     own = dataclasses.replace(step, sample=(inputs, target))
 
-    def forward(*inputs: Any) -> Any:
-        output = step.model(*inputs)
+    def forward(*inputs: Any, **named: Any) -> Any:
+        output = step.model(*inputs, **named)
         returned()
         return output
 

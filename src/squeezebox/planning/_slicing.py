@@ -14,7 +14,7 @@ from squeezebox import planner
 from squeezebox.capture import Work, work_of
 from squeezebox.planning._profiles import profile_step
 from squeezebox.profiling import measure_marks, now, own_casts
-from squeezebox.schema import Region, Slicing, StepProfile
+from squeezebox.schema import Region, Slicing, StepProfile, arguments
 from squeezebox.steps import TrainingStep, apart, device_of, restored
 
 _MANY, _FEWER = 16, 4  # slices, and as many times fewer, of which two are measured; others lie on a line
@@ -78,10 +78,11 @@ class Slices:
 
     @functools.cached_property
     def _work(self) -> Work | None:
-        inputs = apart(self._training.sample[0])
+        model = self._training.model
+        by_place, by_name = arguments(model, apart(self._training.sample[0]))
 
         def forward() -> None:
-            self._training.model(*inputs if isinstance(inputs, tuple) else (inputs,))
+            model(*by_place, **by_name)
 
         with own_casts():
             return work_of(forward)

@@ -44,7 +44,7 @@ def measure_together(stages: Stages, policies: Sequence[str]) -> Stages:
         with _packed(pieces, stages.bounds) if policy == "compress" else plainly as around:
             costs[policy] = profiling.measure_parts(
                 parts,
-                microbatch.inputs,
+                microbatch.sample[0],
                 lambda outputs: microbatch.loss_of(*outputs),
                 [each for each in whole.parameters() if each.requires_grad],
                 device=device_of(whole),
@@ -112,7 +112,7 @@ def bounds_of(pieces: Sequence[Piece], microbatch: TrainingStep, noise: float) -
 
     def step() -> None:
         with session.step():
-            values = microbatch.inputs
+            values = microbatch.sample[0]
             for piece in pieces:
                 values = piece.module(*values)
             loss = microbatch.loss_of(*values)
@@ -240,7 +240,7 @@ class Stages:
     def inputs(self) -> list[tuple[Any, ...]]:
         """Of every piece, without a graph, and at the end what the last one returns."""
         if not self._given:
-            self._given.append(self.microbatch.inputs)
+            self._given.append(self.microbatch.sample[0])
             for piece in self.pieces:
                 with self.initial.filled(piece.module):
                     self._given.append(tuple(map(_apart, piece.module(*self._given[-1]))))

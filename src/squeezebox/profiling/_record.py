@@ -30,7 +30,7 @@ from squeezebox.profiling._ledgers import (
     Ledger,
     RealLedger,
 )
-from squeezebox.schema import Activity, Call, Kind, StepTrace, Storage
+from squeezebox.schema import Activity, Call, Kind, StepTrace, Storage, arguments
 
 _NANOSECONDS = 1e9
 
@@ -193,7 +193,7 @@ def record_step(
 
     Args:
         model: in the mode in which it is to be recorded. Gradients are dropped before the step.
-        sample: inputs (a tensor, or a tuple of them) and target.
+        sample: inputs (a tensor, a tuple of them, or a dict by the model's keywords) and target.
         loss_fn: ``loss_fn(output, target)`` is what backward starts from.
         optimizer: takes a step after backward, so on real tensors parameters change. One that has taken a
             step before has its state already.
@@ -204,6 +204,7 @@ def record_step(
         OptionError: the tensors are real and another profiler is active.
     """
     inputs, target = sample
+    by_place, by_name = arguments(model, inputs)
     model.zero_grad(set_to_none=True)
     before: dict[Kind, list[torch.Tensor]] = {
         Kind.PARAMETER: list(model.parameters()),
@@ -219,7 +220,7 @@ def record_step(
         known = [step.known(kind, found) for kind, found in before.items()]
         with step:
             with own_casts(), around(), contextlib.nullcontext() if trains else torch.no_grad():
-                output = model(*inputs if isinstance(inputs, tuple) else (inputs,))
+                output = model(*by_place, **by_name)
                 step.phase = "loss"
                 loss = loss_fn(output, target)
                 del output

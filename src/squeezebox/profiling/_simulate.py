@@ -70,7 +70,8 @@ def simulate(
     Args:
         model: a module, which is left alone, or what makes one; that is built on the
             meta device where it can be, so that it uses no memory either.
-        sample: makes inputs (a tensor, or a tuple of them) and target of fake tensors, from the fake model.
+        sample: makes inputs (a tensor, a tuple, or a dict of them) and target of fake tensors, from the fake
+            model.
         loss_fn: of output and target; None: the sum of all outputs.
         optimizer: a name of :func:`optimizer_named`; one of the model's own; or what
             makes one of parameters.
@@ -292,7 +293,7 @@ def _explained(inputs: Any, fake: bool) -> Iterator[None]:
         yield
     except OptionError:
         raise
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         found = [f"shape {tuple(tensor.shape)} and dtype {tensor.dtype}" for tensor in _tensors(inputs)]
         what = f"the model's forward fails on an input of {', '.join(found)}: {str(error).rstrip('.')}."
         if not fake:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from squeezebox.rewriting._deferred import made
+from squeezebox.schema import arguments
 from squeezebox.steps import TrainingStep, mapped, restored, tensors_in, ungraded
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -57,7 +58,8 @@ def _outcome(step: TrainingStep, training: bool) -> Outcome:
     extra = [step.loss_fn] if isinstance(step.loss_fn, torch.nn.Module) else []
     with restored(model, *extra):
         model.zero_grad(set_to_none=True)
-        output = model(*step.inputs)
+        by_place, by_name = arguments(model, step.sample[0])
+        output = model(*by_place, **by_name)
         loss = step.loss_of(output)
         with ungraded(loss, model):
             loss.backward()

@@ -64,7 +64,7 @@ def rewrite(
 
     Args:
         model: any module, on one device. It is changed in place; :meth:`Rewritten.undo` takes that back.
-        sample: (inputs, target) as a training step gets them; several inputs are a tuple.
+        sample: (inputs, target) as a training step gets them; several inputs are a tuple or a dict.
         loss_fn: ``loss_fn(output, target)`` is what backward starts from.
         optimizer: for the estimates, as in :func:`squeezebox.estimate`.
         without: names of rewrites that are not to be tried.

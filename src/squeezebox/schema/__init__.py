@@ -4,6 +4,7 @@ In: plain Python values, or a file of them. Out: the same values, named and chec
 May touch: the standard library, and files whose paths callers pass; no tensor math, no torch.
 """
 
+from squeezebox.schema._calls import arguments
 from squeezebox.schema._devices import Device, DeviceLink, Devices
 from squeezebox.schema._doors import door
 from squeezebox.schema._embeddings import EmbeddingPlan, TableShard
@@ -213,6 +214,7 @@ __all__ = [
     "Waste",
     "Work",
     "__version__",
+    "arguments",
     "checked",
     "checked_flat",
     "decoded",

@@ -299,15 +299,15 @@ class Engine:
             why = known.failed.get(shapes) or self._why_no_plan(inputs)
             if not why:
                 with self.aside():
-                    plan, why = known.make(shapes, inputs[0])
+                    plan, why = known.make(shapes, inputs[1] or inputs[0])
             if why:
                 self.notes[f"some inputs have no plan of their own: {why}"] = None
         if plan is not None and plan is not self.plan:
             self._use(plan)
 
     def _why_no_plan(self, inputs: Any) -> str:
-        if inputs[1]:
-            return "they have keyword arguments"
+        if all(inputs):
+            return "some of them are by place and some by keyword"
         if self._open and self.store.in_use and not self.recorder.hooks.backward_seen:
             return "an earlier forward was waiting for its backward"
         if self.recorder.active and not is_innermost(self.recorder):

@@ -143,12 +143,12 @@ class Replanning:
         """The first plan made for inputs at least as large in every dimension."""
         return next((plan for planned, plan in self.plans.items() if _covers(planned, shapes)), None)
 
-    def make(self, shapes: Shapes, arguments: tuple[Any, ...]) -> tuple[StepPlan | None, str]:
-        """A plan for these arguments, or why there is none; BudgetError if none fits."""
+    def make(self, shapes: Shapes, inputs: Any) -> tuple[StepPlan | None, str]:
+        """A plan for these inputs, or why there is none; BudgetError if none fits."""
         assert self.planner is not None
         target = mapped(lambda tensor: _fitted(tensor, self.sample, shapes), self.target)
         try:
-            plan = self.plans[shapes] = self.planner(sample=(arguments, target))
+            plan = self.plans[shapes] = self.planner(sample=(inputs, target))
         except OptionError as error:
             self.failed[shapes] = str(error)
             return None, str(error)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from squeezebox.memory import Elsewhere, lacks_memory
-from squeezebox.schema import OptionError, SqueezeboxError
+from squeezebox.schema import OptionError, SqueezeboxError, arguments
 from squeezebox.steps._models import random_states, restored, tensors_in, ungraded
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -79,14 +79,14 @@ def explained(inputs: Any, target: Any) -> Iterator[None]:
         yield
     except SqueezeboxError:
         raise
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         if lacks_memory(error):
             raise
         why = str(error).rstrip(".")
         raise OptionError(
             f"the model or the loss fails on the sample with inputs {described(inputs)} and target "
             f"{described(target)}: {type(error).__name__}: {why}. Give sample=(inputs, target) as a "
-            "training step gets them; several inputs are a tuple."
+            "training step gets them; several inputs are a tuple, or a dict by the model's keywords."
         ) from error
 
 
@@ -130,12 +130,6 @@ class TrainingStep:
         """First size of the first of its inputs that has one; 0 if none has."""
         return batch_of(self.sample)
 
-    @property
-    def inputs(self) -> tuple[Any, ...]:
-        """What the model is called with."""
-        inputs = self.sample[0]
-        return inputs if isinstance(inputs, tuple) else (inputs,)
-
     def of_size(self, size: int) -> TrainingStep:
         """The same with another batch, of which rows are cut off or repeated."""
         return dataclasses.replace(self, sample=resize(self.sample, self.batch, size))
@@ -146,7 +140,8 @@ class TrainingStep:
 
     def loss(self, call: Callable[..., Any]) -> torch.Tensor:
         """``call`` is the model, or takes its place."""
-        return self.loss_of(call(*self.inputs))
+        by_place, by_name = arguments(self.model, self.sample[0])
+        return self.loss_of(call(*by_place, **by_name))
 
     def gradients(self, call: Callable[..., Any]) -> list[torch.Tensor]:
         """Of the model's parameters; nothing of it stays."""
