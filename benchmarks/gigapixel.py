@@ -4,7 +4,7 @@ Goes in: nothing; the photographs that come with the package. Comes out:
 benchmarks/reports/gigapixel-<date>.json and .md.
 
 Runs ``squeezebox demo --gigapixel`` in a process of its own and adds what the system says of that one. The
-peak is of memory that no file backs (RssAnon), beyond what was there before the step, torch.export included.
+peak is the kernel's (VmHWM), beyond what was there before the step, torch.export included.
 """
 
 from __future__ import annotations

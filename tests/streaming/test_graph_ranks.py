@@ -49,6 +49,25 @@ def test_ranks_have_what_one_process_has(name, world, dtype):
     np.testing.assert_allclose(together, out, rtol=10 * within, atol=10 * within)
 
 
+def draws(rank):
+    """Gradients with rounded messages, of two like steps, and whether torch's random state is as before."""
+    found = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        model, graph = model_of("wide", torch.float32), made(600, weights=False, dtype=torch.float32)
+        step = GraphStep(model, graph, "1MiB", group=torch.distributed.group.WORLD, message_bits=2)
+        before = torch.get_rng_state()
+        step()
+        found.append([parameter.grad for parameter in model.parameters()])
+    return found, torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.slow
+def test_rounding_has_random_numbers_of_its_own():
+    for (first, second), is_same in ranks.run(draws, 2):
+        assert is_same and all(map(torch.equal, first, second))
+
+
 @pytest.mark.slow
 def test_few_bits_send_fewer_bytes_and_near_gradients():
     exact = ranks.run(on_rank, 2, "wide", torch.float32, "1MiB", None)

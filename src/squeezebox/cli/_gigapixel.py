@@ -10,7 +10,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import squeezebox
 from squeezebox.cli._data import demo_file
 from squeezebox.cli._show import Show, progress
+from squeezebox.memory import ProcessMeter
 from squeezebox.reports import human_bytes, parse_size, require_writable, write_whole
 from squeezebox.schema import DatasetError, OptionError, OutputError
 
@@ -53,10 +54,7 @@ def lay_out(folder: Path, height: int, width: int, seed: int, show: Show) -> Sli
     _require_room(folder, 4 * height * width)
     photographs = _photographs()
     random = np.random.default_rng(seed)
-    slide = Slide(
-        pixels=np.memmap(folder / "pixels", np.uint8, "w+", shape=(height, width, 3)),
-        mask=np.memmap(folder / "mask", np.uint8, "w+", shape=(height, width)),
-    )
+    slide = _mapped(folder, height, width, "w+")
     shape = _Shape(random, height, width)
     for top in range(0, height, _TILE):
         rows = min(_TILE, height - top)
@@ -66,7 +64,15 @@ def lay_out(folder: Path, height: int, width: int, seed: int, show: Show) -> Sli
         strip = np.concatenate(pieces, axis=1)[:rows, :width]
         slide.pixels[top : top + rows] = np.where(tissue[:, :, None] != 0, strip, 200 + strip // 5)
         show(top + rows, height, "rows")
-    return slide
+    del slide  # with the pages that were written
+    return _mapped(folder, height, width, "r")
+
+
+def _mapped(folder: Path, height: int, width: int, mode: Literal["r", "w+"]) -> Slide:
+    return Slide(
+        pixels=np.memmap(folder / "pixels", np.uint8, mode, shape=(height, width, 3)),
+        mask=np.memmap(folder / "mask", np.uint8, mode, shape=(height, width)),
+    )
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:
@@ -229,9 +235,10 @@ def _train(settings: Gigapixel, slide: Slide) -> dict[str, Any]:
 
 
 class Peak:
-    """The most memory that this process holds beyond what it held before, mapped files not counted.
+    """The most memory that this process holds beyond what it held before.
 
-    Sampled from /proc (RssAnon) every few hundredths of a second; ``nbytes`` is None where that is not there.
+    It is the system's own highest (VmHWM), read every few hundredths of a second: measuring strips sets that
+    back. ``nbytes`` is None where the system does not say.
     """
 
     def __init__(self) -> None:
@@ -240,7 +247,8 @@ class Peak:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Peak:
-        self._before = _anonymous()
+        ProcessMeter().start()  # sets the highest back
+        self._before = _status("VmRSS")
         self._thread.start()
         return self
 
@@ -250,14 +258,14 @@ class Peak:
 
     def _watch(self) -> None:
         while self._before is not None:
-            self.nbytes = max(self.nbytes or 0, (_anonymous() or 0) - self._before)
+            self.nbytes = max(self.nbytes or 0, (_status("VmHWM") or 0) - self._before)
             if self._end.wait(_SAMPLING_SECONDS):
                 return
 
 
-def _anonymous() -> int | None:
+def _status(name: str) -> int | None:
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:")), None)
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), None)

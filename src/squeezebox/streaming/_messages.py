@@ -33,7 +33,9 @@ def allotted(energies: Tensor, mean_bits: float) -> Tensor:
     return _WIDTHS[0] + (costs * taken).view(len(steps), count).sum(0)
 
 
-def packed(x: Tensor, squared_weights: Tensor, mean_bits: float | None) -> Tensor:
+def packed(
+    x: Tensor, squared_weights: Tensor, mean_bits: float | None, generator: torch.Generator | None = None
+) -> Tensor:
     """The bytes of a message: exact, or with ``mean_bits`` an element and 9 bytes a row.
 
     Then E[unpacked(packed(x))] = x, and a row's squared error is at most range**2 / (2**b - 1)**2 / 4 an
@@ -44,6 +46,7 @@ def packed(x: Tensor, squared_weights: Tensor, mean_bits: float | None) -> Tenso
         x: rows x elements.
         squared_weights: the sum of w**2 of each row.
         mean_bits: None for exact.
+        generator: of the rounding; torch's own if not given.
     """
     if mean_bits is None or not x.numel():
         return x.contiguous().view(-1).view(torch.uint8)
@@ -51,7 +54,7 @@ def packed(x: Tensor, squared_weights: Tensor, mean_bits: float | None) -> Tenso
     bits = allotted((high - low).square() * squared_weights, mean_bits)
     steps = (high - low).float() / (2.0**bits - 1).float()
     scale = steps.to(x.dtype).clamp(min=torch.finfo(torch.float32).tiny)[:, None]
-    codes = ((x - low[:, None]) / scale + torch.rand_like(x)).floor_()
+    codes = ((x - low[:, None]) / scale + torch.empty_like(x).uniform_(generator=generator)).floor_()
     codes = codes.clamp_(torch.zeros((), dtype=x.dtype), (2.0**bits - 1).to(x.dtype)[:, None]).byte()
     parts = [bits.byte(), low.float().view(torch.uint8), steps.view(torch.uint8)]
     return torch.cat([*parts, *(_bytes_of(codes[bits == width], width).view(-1) for width in _WIDTHS)])

@@ -37,6 +37,8 @@ class Ranks:
         self._group, self.mean_bits = group, mean_bits
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
         self.sent_bytes = 0
+        seed = (torch.initial_seed() + self.rank) % 2**63
+        self._generator = torch.Generator().manual_seed(seed)  # of its own, so torch's stays as it is
 
     def most(self, number: int) -> int:
         """The largest of all ranks' numbers."""
@@ -48,6 +50,10 @@ class Ranks:
         """The sum of all ranks' tensors, in place."""
         dist.all_reduce(x, group=self._group)
         return x
+
+    def packed(self, rows: Tensor, squared_weights: Tensor) -> Tensor:
+        """A message of rows, rounded by random numbers of its own."""
+        return packed(rows, squared_weights, self.mean_bits, self._generator)
 
     def swap(self, given: list[Tensor]) -> list[Tensor]:
         """Bytes to each rank for bytes from each rank."""
@@ -119,7 +125,7 @@ class Exchange:
             given = []
             for rows, squares in zip(self._given, self._squares, strict=True):
                 part = slice(turn * self._most, (turn + 1) * self._most)
-                given.append(packed(file.rows(rows[part]), squares[part], self._ranks.mean_bits))
+                given.append(self._ranks.packed(file.rows(rows[part]), squares[part]))
             for numbers, message in zip(self._numbers, self._ranks.swap(given), strict=True):
                 if turn < len(numbers):
                     first, last = self.came[numbers[turn]]
@@ -132,7 +138,7 @@ class Exchange:
             for numbers in self._numbers:
                 here = turn < len(numbers)
                 sums = file.total(file.parts + numbers[turn]) if here else file.rows(np.empty(0, np.int64))
-                given.append(packed(sums, torch.ones(len(sums)), self._ranks.mean_bits))
+                given.append(self._ranks.packed(sums, torch.ones(len(sums))))
             for rows, message in zip(self._given, self._ranks.swap(given), strict=True):
                 part = rows[turn * self._most : (turn + 1) * self._most]
                 file.add(part, self._rows(message, len(part), file))
