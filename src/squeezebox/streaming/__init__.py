@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from squeezebox.schema import door
+from squeezebox.streaming._bag import BagStep
 from squeezebox.streaming._plan import StreamPlan, StripPlan
 from squeezebox.streaming._progress import Progress
 from squeezebox.streaming._step import StreamedStep
 
-__all__ = ["Graph", "GraphStep", "Progress", "StreamPlan", "StreamedStep", "StripPlan"]
+__all__ = ["BagStep", "Graph", "GraphStep", "Progress", "StreamPlan", "StreamedStep", "StripPlan"]
 
 if TYPE_CHECKING:
     from squeezebox.streaming._graph_step import GraphStep

@@ -143,7 +143,8 @@ _CHANGES = {
     "aten.index": "Write x[mask].mean() as (x * mask).sum() / mask.sum()",
     "aten.masked_select": "Write x[mask].mean() as (x * mask).sum() / mask.sum()",
     "aten.nonzero": "Write what is chosen by a mask as (x * mask).sum() / mask.sum()",
-    "aten.topk": "Take logsumexp in place of the largest, or what is above a bound: (x * (x > bound)).sum()",
+    "aten.topk": "Write x.topk(k).values.sum() as (x * (x > bound)).sum(), with a bound between the k-th "
+    "and the next largest of what predict() gives",
     "aten.sort": "Take a loss without order, such as Dice or Jaccard in place of Lovasz",
     "aten.copy": "Pad with zeros, reflect or replicate in place of circular",
     "aten.native_dropout": "Put Dropout behind the pooling, where there are no rows",
