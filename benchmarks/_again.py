@@ -94,7 +94,7 @@ COMMANDS = {  # what follows `python -m benchmarks.`, by the report's name
     "ways": "ways",
     "ways_whole": "whole_step --repeats 7 --name ways_whole --ways plain checkpointing save_on_cpu "
     "'compiled, memory budget 0.5' 'torchao 8 bit' 'checkpointing, torchao 8 bit' 'states, 40%' "
-    "'states, 45%' 'states, 55%'",
+    "'states, 45%' 'states, 55%' 'compiled, states, 40%' 'compiled, states, 45%' 'compiled, states, 55%'",
     "whole_step": "whole_step --repeats 5",
     "whole_step_jemalloc": "whole_step resnet50 --repeats 5 --name whole_step_jemalloc",
     "whole_step_torchao": "whole_step gpt vit --repeats 5 --name whole_step_torchao --ways plain "

@@ -6,9 +6,11 @@ benchmarks/reports/whole_step-<date>.json and .md.
 A step is zero_grad, forward, loss, backward, for one way clipping, and the optimizer's step. Every way trains
 in a process of its own, and so does plain PyTorch next to it; they step in turn, and ratios are within a
 round, medians over the rounds. Peaks are whole, measured in two ways: as the allocator counts them, and as
-the process holds them (its highest resident set, beyond what it had before it made the network). After the
+the process holds them (its highest resident set, beyond what it had before it made the network; where it
+compiled, that is the compiler's). After the
 timed steps a digest of weights and optimizer state says whether they are plain PyTorch's to the bit.
 
+Compiled ways train a model that squeezebox.compile made within a budget; "compiled" is torch.compile itself.
 Rivals are torch.utils.checkpoint on every block, torch's save_on_cpu, torch.compile with its memory budget at
 0.5, torchao's 8-bit AdamW, and the latter with checkpoints, where torchao is installed.
 Where LD_PRELOAD names another allocator than the C library's, all of them have it, plain PyTorch too.
@@ -37,6 +39,7 @@ from torch import nn
 
 import squeezebox
 from benchmarks import _report, checkpointing, models
+from squeezebox.capture import CompiledStep
 from squeezebox.profiling import PeakMeter
 from squeezebox.reports import StepPlan
 from squeezebox.schema import Action, BudgetError
@@ -45,7 +48,7 @@ from squeezebox.steps import nbytes_of, persistent
 
 _MIB = 1 << 20
 CLIP = 1.0
-_COMPILED = "compiled, memory budget 0.5"
+_TORCHS, _OURS = "compiled, memory budget 0.5", "compiled, states, "
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,11 +120,30 @@ class Training:
         shape = self.inputs.shape if self.inputs.dim() == 2 else self.inputs.shape[:1]
         self.target = torch.randint(setup.classes, shape)
         self.session: Session | None = None
+        self.compiled: CompiledStep | None = None
         self.checkpoints = self.saves_on_cpu = False
 
     def attach(self, plan: StepPlan) -> None:
         """Train under the plan from now on."""
         self.session = squeezebox.attach(self.model, optimizer=self.optimizer, plan=plan)
+
+    def compile_within(self, budget: str) -> None:
+        """By squeezebox.compile, with states, from now on."""
+        self.compiled = squeezebox.compile(
+            self.model,
+            optimizer=self.optimizer,
+            budget=budget,
+            states=True,
+            sample=(self.inputs, self.target),
+            loss_fn=loss_fn,
+        )
+
+    def planned(self) -> tuple[int | None, int]:
+        """The peak that a compiled step foretells, and the bytes of state that it has in the file."""
+        if self.compiled is None:
+            return None, 0
+        plan = self.compiled.report().optimizer
+        return self.compiled.peak_bytes, plan.moved_bytes if plan else 0
 
     def use_torchao(self) -> None:
         """Its AdamW with state in 8 bits, of the same settings."""
@@ -129,9 +151,9 @@ class Training:
 
         self.optimizer = AdamW8bit(self.model.parameters(), lr=_ADAMW.keywords["lr"])
 
-    def compile(self) -> None:
-        """By torch.compile, with half of its default memory for what autograd saves."""
-        torch._functorch.config.activation_memory_budget = 0.5  # type: ignore[attr-defined]
+    def compile(self, memory_budget: float) -> None:
+        """By torch.compile, with this share of its default memory for what autograd saves."""
+        torch._functorch.config.activation_memory_budget = memory_budget  # type: ignore[attr-defined]
         self.model.compile()
 
     def step(self) -> None:
@@ -149,7 +171,7 @@ class Training:
         self.optimizer.step()
 
     def _backward(self) -> None:
-        loss_fn(self.model(self.inputs), self.target).backward()
+        loss_fn((self.compiled or self.model)(self.inputs), self.target).backward()
 
     def peak(self) -> int:
         """Bytes at the highest point of a step, as the allocator counts them."""
@@ -212,12 +234,13 @@ def main() -> None:
 def measure(name: str, repeats: int, only: Sequence[str] | None = None) -> dict[str, Any]:
     """Every way of one network, or only those named; those that clip next to a plain step that does."""
     budgets = NETWORKS[name].budgets
-    rivals = ["checkpointing", "save_on_cpu", _COMPILED]
+    rivals = ["checkpointing", "save_on_cpu", "compiled", _TORCHS]
     if find_spec("torchao") and NETWORKS[name].optimizer is _ADAMW:
         rivals += ["torchao 8 bit", "checkpointing, torchao 8 bit"]
     packed = {"noise": 1e-2, "update_noise": 0.02, "offload": False}
     ways: dict[str, dict[str, Any] | None] = dict.fromkeys(["plain", *rivals])
     ways |= {f"states, {budget}": {"budget": budget} for budget in budgets}
+    ways |= dict.fromkeys(f"{_OURS}{budget}" for budget in budgets)
     ways |= {
         "states, least": {},
         "states, least, no file": {"offload": False},
@@ -249,23 +272,25 @@ def _row(name: str, way: str, options: dict[str, Any] | None, repeats: int) -> d
         del one
     plain_way = "plain, clipped" if way.startswith("clipped") else "plain"
     with Child(name, plain_way, None) as plain, Child(name, way, plan) as ours:
+        if ours.refused is not None:
+            return {"way": way, "refused": ours.refused}
         residents = [each.ask("resident") for each in (plain, ours)]
         peaks = [each.ask("peak") for each in (plain, ours)]
         rounds = [[each.ask("step") for each in (plain, ours)] for _ in range(repeats)]
         digests = [each.ask("digest") for each in (plain, ours)]
-        update_noise = ours.ask("update_noise")
+        update_noise, compiled = ours.ask("update_noise"), ours.ask("compiled")
     ratios = sorted(own / theirs for theirs, own in rounds)
     row = {
         "way": way,
         "plain_peak_bytes": peaks[0],
         "peak_bytes": peaks[1],
-        "predicted_peak_bytes": plan.predicted_peak_bytes if plan else None,
+        "predicted_peak_bytes": plan.predicted_peak_bytes if plan else compiled[0],
         "budget_bytes": plan.budget_bytes if plan else None,
         "plain_seconds": statistics.median(theirs for theirs, _ in rounds),
         "time": {"median": statistics.median(ratios), "minimum": ratios[0], "maximum": ratios[-1]},
         "predicted_seconds": plan.predicted_seconds - plan.plain_seconds if plan else None,
         "equal": digests[0] == digests[1],
-        "file_bytes": _moved(plan) if plan else 0,
+        "file_bytes": _moved(plan) if plan else compiled[1],
         "packed": _packed(plan) if plan else None,
         "update_noise": update_noise,
         "plain_process_bytes": residents[0],
@@ -297,7 +322,7 @@ class Child:
             plan.save(path)
         command = [sys.executable, "-m", "benchmarks.whole_step", name, "--alone", way, str(path)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.ask("ready")
+        self.refused: str | None = self.ask("refused")
 
     def ask(self, question: str) -> Any:
         """What :func:`serve` answers."""
@@ -321,8 +346,14 @@ def serve(name: str, way: str, path: str) -> None:
     training = Training(name, clips=way.startswith(("clipped", "plain, clipped")))
     training.checkpoints = way.startswith("checkpointing")
     training.saves_on_cpu = way == "save_on_cpu"
-    if way == _COMPILED:
-        training.compile()
+    if way in ("compiled", _TORCHS):
+        training.compile(0.5 if way == _TORCHS else 1.0)
+    if way.startswith(_OURS):
+        try:
+            training.compile_within(way.removeprefix(_OURS))
+        except BudgetError as error:
+            print(json.dumps(str(error)), flush=True)
+            return
     if way.endswith("torchao 8 bit"):
         training.use_torchao()
     if Path(path).exists():
@@ -331,11 +362,12 @@ def serve(name: str, way: str, path: str) -> None:
         training.step()
     resident = _resident("VmHWM") - before
     answers: Mapping[str, Callable[[], Any]] = {
-        "ready": lambda: True,
+        "refused": lambda: None,
         "resident": lambda: resident,
         "peak": training.peak,
         "step": training.timed,
         "digest": training.digest,
+        "compiled": training.planned,
         "update_noise": lambda: training.session and training.session.report().update_noise,
     }
     for line in sys.stdin:

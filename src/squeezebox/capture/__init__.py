@@ -5,6 +5,7 @@ May touch: torch's saved-tensor hooks, function modes, autograd nodes and compil
 """
 
 from squeezebox.capture._compiled._codes import BITS, BitRule, HalfSteps
+from squeezebox.capture._compiled._spending import Spending
 from squeezebox.capture._compiled._step import CompiledStep, Saving
 from squeezebox.capture._device import DeviceBlocks
 from squeezebox.capture._entries import Row, is_plain
@@ -50,6 +51,7 @@ __all__ = [
     "Row",
     "Rule",
     "Slicer",
+    "Spending",
     "Stopwatch",
     "Store",
     "Tracer",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from squeezebox.capture import CompiledStep, Saving
+from squeezebox.compiling._states import Updating
 from squeezebox.memory import Operator, PeakMeter, Recording
 from squeezebox.planning import size_named
 from squeezebox.reports import human_bytes
@@ -21,83 +23,119 @@ _ATTEMPTS = 8
 class _Attempt:
     step: CompiledStep
     saving: Saving
-    peak_bytes: int
+    peak_bytes: int  # without the optimizer's states
 
 
 def within_budget(
-    budget: int | str, example: TrainingStep, compiled: Callable[[Saving], CompiledStep]
+    budget: int | str,
+    example: TrainingStep,
+    compiled: Callable[..., CompiledStep],
+    updates: Callable[[CompiledStep], Updating] | None = None,
 ) -> CompiledStep:
     """The first of some steps whose measured peak is in the budget.
 
-    Each is planned with what was measured at the kernels of those before it.
+    Each is planned with what was measured at the kernels of those before it. With ``updates``, which gets
+    torch.compile's own step, the optimizer's states count as well, and gradients are used up in backward.
 
     Raises:
         BudgetError: none of them is.
     """
     size, is_share = size_named(budget)
-    best = tried = _attempt(Saving(None), example, compiled)
-    budget_bytes = int(size * tried.peak_bytes) if is_share else int(size)
-    search: _Search | None = None
+    tried = _attempt(Saving(None), example, compiled)
+    plain_bytes, updating = tried.peak_bytes, None
+    if updates is not None:
+        updating = updates(tried.step)
+        plain_bytes, compiled = updating.plain_peak(plain_bytes), updating.spending(compiled)
+        tried = _attempt(Saving(None), example, compiled, updating)
+    budget_bytes = int(size * plain_bytes) if is_share else int(size)
+    search, best = _Search(tried.saving, budget_bytes, updating), tried
     for _ in range(_ATTEMPTS):
-        if tried.peak_bytes <= budget_bytes:
+        if tried.peak_bytes <= search.limit_bytes:
             break
-        search = search or _Search(tried.saving, budget_bytes)
-        saving = search.next(tried, _ran(example, tried.step))
+        saving = search.next(tried, _ran(example, tried.step, updating))
         if saving is None:
             break
-        tried = _attempt(saving, example, compiled)
+        tried = _attempt(saving, example, compiled, updating)
         best = min(best, tried, key=lambda each: each.peak_bytes)
-    if best.peak_bytes > budget_bytes:
-        raise _too_little(budget_bytes, best)
-    tried.saving.peak_bytes = tried.step.peak_bytes = tried.peak_bytes
-    return tried.step
+    least_bytes = best.peak_bytes + (updating.states.least_bytes if updating is not None else 0)
+    if least_bytes > budget_bytes:
+        raise _too_little(budget_bytes, least_bytes, best)
+    best.saving.peak_bytes = best.step.peak_bytes = best.peak_bytes
+    if updating is not None:
+        best.step.peak_bytes += updating.begin(best.step, budget_bytes - best.peak_bytes)
+    return best.step
 
 
 class _Search:
-    """Choices for a budget, each by what the steps before it measured."""
+    """Choices for a budget, each by what the steps before it measured.
 
-    def __init__(self, saving: Saving, budget_bytes: int) -> None:
+    Attributes:
+        limit_bytes: what is left of the budget for the graph, without the optimizer's states.
+    """
+
+    def __init__(self, saving: Saving, budget_bytes: int, updating: Updating | None) -> None:
         (self._joint, _), self._starts = saving.known(), saving.starts
-        self._budget_bytes = budget_bytes
-        self._above = dict[frozenset[Any], int]()  # bytes of measured peaks above the budget
+        self._budget_bytes, self._updating = budget_bytes, updating
+        self.limit_bytes = budget_bytes - (updating.states.nbytes if updating is not None else 0)
+        self._peaks = dict[frozenset[Any], int]()  # as measured
 
     def next(self, tried: _Attempt, ran: Iterable[Operator]) -> Saving | None:
         """One that was not tried; None where all that are found were, and are above the budget."""
         saved = tried.saving.known()[1].saved
         self._joint.learn(saved, ran)
-        self._above[saved] = tried.peak_bytes - self._budget_bytes
-        limit = self._joint.choice(saved, sys.maxsize).peak_bytes - self._above[saved]
+        besides = tried.peak_bytes - self._joint.choice(saved, sys.maxsize).peak_bytes
+        if not self._peaks and self._updating is not None:
+            self.limit_bytes = self._budget_bytes - self._room(self._updating, saved, besides)
+        self._peaks[saved] = tried.peak_bytes
+        limit = self.limit_bytes - besides
         while True:
             choice = self._joint.search([*self._starts, saved], limit)
-            if choice.saved not in self._above:
+            if choice.saved not in self._peaks:
                 return Saving(choice)
             if choice.peak_bytes > limit:
                 return None
-            limit -= max(self._above[choice.saved], limit // 32)
+            limit -= max(self._peaks[choice.saved] - self.limit_bytes, limit // 32)
+
+    def _room(self, updating: Updating, saved: frozenset[Any], besides: int) -> int:
+        """Of the budget for the states: what takes the least time for them and the graph together."""
+        found = list[tuple[float, int]]()
+        for room in updating.rooms():
+            limit = self._budget_bytes - room - besides
+            choice = self._joint.search([*self._starts, saved], limit)
+            if choice.peak_bytes <= limit:
+                left = self._budget_bytes - besides - choice.peak_bytes
+                found.append((choice.seconds + updating.seconds(left), room))
+        return min(found)[1] if found else updating.states.least_bytes
 
 
-def _attempt(saving: Saving, example: TrainingStep, compiled: Callable[[Saving], CompiledStep]) -> _Attempt:
-    step = compiled(saving)
-    example.gradients(step)  # compiles
-    return _Attempt(step, saving, _peak(example, step))
+def _attempt(
+    saving: Saving,
+    example: TrainingStep,
+    compiled: Callable[..., CompiledStep],
+    updating: Updating | None = None,
+) -> _Attempt:
+    step, meter = compiled(saving), PeakMeter(device_of(example.model))
+    _take(example, step, lambda: True, updating)  # compiles
+    _take(example, step, meter.start, updating)
+    own = nbytes_of([*held_by(example.model), *tensors_in(example.sample)])
+    return _Attempt(step, saving, own + meter.stop(()).total_bytes)
 
 
-def _peak(example: TrainingStep, step: CompiledStep) -> int:
-    """Bytes of parameters, buffers and the sample, and the most that lives in addition to them."""
-    meter = PeakMeter(device_of(example.model))
-    _take(example, step, meter.start)
-    return nbytes_of([*held_by(example.model), *tensors_in(example.sample)]) + meter.stop(()).total_bytes
-
-
-def _ran(example: TrainingStep, step: CompiledStep) -> list[Operator]:
+def _ran(example: TrainingStep, step: CompiledStep, updating: Updating | None) -> list[Operator]:
     recording = Recording(device_of(example.model), operators=True)
-    _take(example, step, recording.start)
+    _take(example, step, recording.start, updating)
     return recording.operators()
 
 
-def _take(example: TrainingStep, step: CompiledStep, start: Callable[[], bool]) -> None:
+def _take(
+    example: TrainingStep,
+    step: CompiledStep,
+    start: Callable[[], bool],
+    updating: Updating | None,
+) -> None:
     """A step from no gradients on, of which what was started sees all."""
-    with restored(example.model):
+    rehearsing = contextlib.nullcontext() if updating is None else updating.rehearsing()
+    with restored(example.model), rehearsing:
         example.model.zero_grad(set_to_none=True)
         if not start():
             raise CaptureError("a profiler is active, and budget= measures with torch's own; end it first.")
@@ -106,12 +144,12 @@ def _take(example: TrainingStep, step: CompiledStep, start: Callable[[], bool]) 
             loss.backward()
 
 
-def _too_little(budget_bytes: int, best: _Attempt) -> BudgetError:
+def _too_little(budget_bytes: int, least_bytes: int, best: _Attempt) -> BudgetError:
     _, choice = best.saving.known()
     copied = best.step.report().copied_bytes
     layout = f"call to(memory_format=torch.channels_last), which spares {human_bytes(copied)} of copies, or "
     return BudgetError(
-        f"the compiled step takes at least {human_bytes(best.peak_bytes)}, when {choice.owner} runs, and the "
+        f"the compiled step takes at least {human_bytes(least_bytes)}, when {choice.owner} runs, and the "
         f"budget is {human_bytes(budget_bytes)}. Give that much, or a smaller batch, or "
         f"{layout if copied else ''}squeezebox.attach(budget=) the eager model: its plans move tensors away."
     )

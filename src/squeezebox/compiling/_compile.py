@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +24,8 @@ from squeezebox.capture import (
     refuse_transforms,
 )
 from squeezebox.compiling._budget import within_budget
-from squeezebox.planning import STATISTICS_STEPS, within
+from squeezebox.compiling._states import Updating
+from squeezebox.planning import STATISTICS_STEPS, check_states, named_place, within
 from squeezebox.reports import StepPlan
 from squeezebox.schema import (
     Action,
@@ -49,6 +52,10 @@ def compile_model(
     budget: int | str | None = None,
     sample: tuple[Any, Any] | None = None,
     loss_fn: LossFunction | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    states: bool = False,
+    update_noise: float | None = None,
+    offload: bool | str | os.PathLike[str] = True,
     fullgraph: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> CompiledStep:
@@ -77,6 +84,12 @@ def compile_model(
             inputs of other shapes save the same; those that would take more than the sample are refused.
         sample: goes with noise or budget: inputs and target, as :func:`plan` takes them.
         loss_fn: goes with noise or budget: see :func:`plan`.
+        optimizer: goes with states: of this model's parameters; call its own ``step()`` as usual.
+        states: the budget counts the optimizer's states too. Each parameter is updated within the compiled
+            backward, as soon as its gradient is there, and the gradient is gone then. States are in memory
+            or in a file, as :func:`plan` would choose. ``close()`` ends that.
+        update_noise: with states: allowed relative squared error of updates, see :func:`plan`.
+        offload: with states: whether they may be in a file, or the folder for it.
         bits: 8, 4 or 2 for every value (default 8, without plan, noise and budget).
         fullgraph: refuse models with graph breaks.
         options: of Inductor, as for torch.compile.
@@ -87,11 +100,16 @@ def compile_model(
 
     Raises:
         OptionError: an argument is out of range or missing, or more than one of plan, noise, bits and budget.
+            Or states without a budget, or the optimizer's step is not parameter by parameter.
         BudgetError: no choice keeps the peak within the budget; it says which operator has the least.
         AttachError: the model is attached; also when called while it is.
         PlanError: the plan was made for another model.
         UnsupportedModelError: the model spans two devices or is compiled already.
     """
+    if budget is None and (
+        states or optimizer is not None or update_noise is not None or offload is not True
+    ):
+        raise OptionError("optimizer, states, update_noise and offload go with budget=; give that too.")
     _check_compile_options({"plan": plan, "noise": noise, "bits": bits, "budget": budget}, sample, loss_fn)
     refuse_transforms()
     _refuse_compiled(model)
@@ -99,13 +117,21 @@ def compile_model(
     _refuse_attached(model)
     check = functools.partial(_refuse_attached, model)
 
-    def compiled(choose: Callable[..., BitRule], save: Saving | None = None) -> CompiledStep:
-        return CompiledStep(model, choose, check, fullgraph=fullgraph, options=options, save=save)
+    def compiled(choose: Callable[..., BitRule], save: Saving | None = None, **more: Any) -> CompiledStep:
+        return CompiledStep(model, choose, check, fullgraph=fullgraph, options=options, save=save, **more)
 
     if sample is not None and loss_fn is not None:
-        example = TrainingStep(model=model, sample=sample, loss_fn=loss_fn)
+        example = TrainingStep(model=model, sample=sample, loss_fn=loss_fn, optimizer=optimizer)
         if budget is not None:
-            return within_budget(budget, example, functools.partial(compiled, _all_kept))
+            check_states(example, None, 1, update_noise, None, wanted=states)
+            exact = functools.partial(compiled, _all_kept)
+            if not states:
+                return within_budget(budget, example, exact)
+            example = replace(example, folder=named_place(offload, model))
+            updates = functools.partial(
+                Updating, example, update_noise=update_noise, moves=offload is not False
+            )
+            return within_budget(budget, example, exact, updates)
         if noise is not None:
             return _within(noise, example, compiled)
     if plan is None:

@@ -71,7 +71,7 @@ class Updates:
         self._known = 0  # states, when they were last put in order
         self._is_paused = False
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._accumulated)
+            parameter.register_post_accumulate_grad_hook(self.accumulated)
             for parameter in self._groups.parameters()
             if parameter.requires_grad and (in_backward or id(parameter) in self._gradients)
         ]
@@ -86,6 +86,18 @@ class Updates:
     def noise(self) -> float | None:
         """Squared error of the last updates over their squared norm; None where no state is packed."""
         return self._homes.noise.value
+
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Around what would look at gradients that are used up, as a compiler does at its inputs'."""
+        spent = [(each, each.grad) for each in self._groups.parameters() if _is_spent(each)]
+        for parameter, _ in spent:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in spent:
+                parameter.grad = gradient
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -131,9 +143,9 @@ class Updates:
             self._file.close()
             self._file = None
 
-    def _accumulated(self, parameter: torch.nn.Parameter) -> None:
-        """Backward has all of a parameter's gradient."""
-        if self._is_paused or parameter.grad is None:
+    def accumulated(self, parameter: torch.nn.Parameter) -> None:
+        """Backward has all of a parameter's gradient; autograd says so once more where it had none itself."""
+        if self._is_paused or parameter.grad is None or _is_spent(parameter):
             return
         self._groups.show()
         if not self._in_backward:
@@ -303,4 +315,9 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 def _is_left(parameter: torch.nn.Parameter) -> bool:
     """Whether backward has left its update to optimizer.step()."""
-    return parameter.grad is not None and not isinstance(parameter.grad, SpentGradient)
+    return parameter.grad is not None and not _is_spent(parameter)
+
+
+def _is_spent(parameter: torch.nn.Parameter) -> bool:
+    """Whether its gradient was used up."""
+    return isinstance(parameter.grad, SpentGradient)

@@ -14,8 +14,10 @@ from squeezebox.schema import door
 __all__ = [
     "STATISTICS_STEPS",
     "SharedStep",
+    "States",
     "attach",
     "attach_stages",
+    "check_states",
     "estimate",
     "explain_out_of_memory",
     "explanation",
@@ -23,10 +25,12 @@ __all__ = [
     "find_batch",
     "make_plan",
     "max_batch",
+    "named_place",
     "peak_meter",
     "plan_pipeline",
     "shared",
     "size_named",
+    "state_costs",
     "within",
 ]
 
@@ -39,9 +43,11 @@ if TYPE_CHECKING:
     from squeezebox.planning._max_batch import max_batch
     from squeezebox.planning._out_of_memory import explain_out_of_memory, explanation
     from squeezebox.planning._pipelines import attach_stages, peak_meter, plan_pipeline
-    from squeezebox.planning._plans import make_plan, size_named
+    from squeezebox.planning._plans import make_plan, named_place, size_named
     from squeezebox.planning._profiles import STATISTICS_STEPS
     from squeezebox.planning._sharing import SharedStep, shared
+    from squeezebox.planning._state_costs import state_costs
+    from squeezebox.planning._states import States, check_states
 else:  # hidden from type checkers, who would take any name for an attribute
     __getattr__ = door(
         __name__,
@@ -58,9 +64,13 @@ else:  # hidden from type checkers, who would take any name for an attribute
             "peak_meter": "_pipelines",
             "plan_pipeline": "_pipelines",
             "make_plan": "_plans",
+            "named_place": "_plans",
             "size_named": "_plans",
             "STATISTICS_STEPS": "_profiles",
             "SharedStep": "_sharing",
             "shared": "_sharing",
+            "state_costs": "_state_costs",
+            "States": "_states",
+            "check_states": "_states",
         },
     )

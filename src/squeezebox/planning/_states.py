@@ -17,6 +17,7 @@ from squeezebox.profiling import ParameterNeeds, parameter_needs, transfer_of
 from squeezebox.reports import exact_bytes
 from squeezebox.schema import (
     Action,
+    Budget,
     BudgetError,
     Moment,
     OptimizerPlan,
@@ -221,6 +222,66 @@ def optimizer_plan(
         update_noise=max((option.bound for option in packed.values()), default=0.0),
         seconds=sum(chosen.choices[key].seconds for key in own),
     )
+
+
+_NOTHING = Plan(
+    choices={}, predicted_peak_bytes=0, predicted_seconds=0.0, predicted_noise=0.0, peak_position=0
+)
+
+
+class States:
+    """The states of an optimizer that updates in backward, apart from what else a step has.
+
+    Args:
+        step: whose optimizer is meant.
+        seconds: of a plain step, behind which moving them hides.
+        codes: that they may be packed with, one entry for each of the optimizer's groups.
+        moves: whether they may be in a file.
+
+    Attributes:
+        nbytes: of all of them.
+        gradient_bytes: of all gradients.
+        taken_bytes: what the update of each parameter takes besides, but for small ones, which are updated
+            together.
+    """
+
+    def __init__(
+        self, step: TrainingStep, seconds: float, codes: Sequence[tuple[StateCost, ...]], *, moves: bool
+    ) -> None:
+        assert step.optimizer is not None
+        self._model, self._optimizer = step.model, step.optimizer
+        named = {name: each for name, each in step.model.named_parameters() if each.requires_grad}
+        places = {name: place for place, name in enumerate(named)}
+        none = Profile(base_bytes=(0,) * len(named), tensors=(), gradients_at=places)
+        found = _trained(none, step.model, step.optimizer, codes)
+        rows = [each for each in found if each.has_state_row]
+        self._seen = seen = StepProfile(
+            profile=none,
+            saved_bytes={each.state_key: each.state_bytes for each in rows},
+            plain_seconds=seconds,
+            late_values={},
+            in_backward=True,
+        )
+        self.nbytes = sum(each.state_bytes for each in found)
+        self.gradient_bytes = sum(each.gradient_bytes for each in found)
+        self.taken_bytes = {named[each.name]: each.update_bytes for each in found if not each.is_small}
+        self._others_bytes = self.nbytes - sum(seen.saved_bytes.values())
+        price = _seconds_a_byte(seen, step, self.nbytes) if moves else math.inf
+        self._profile = dataclasses.replace(
+            none, tensors=tuple(_state_row(each, each.position, price) for each in rows)
+        )
+        self.least_bytes = self._others_bytes
+        if rows:
+            self.least_bytes += planner.smallest(self._profile, 0.0).predicted_peak_bytes
+
+    def within(self, nbytes: int) -> tuple[OptimizerPlan, int] | None:
+        """Where they are in the least time within ``nbytes`` in memory, and what they take there; or None."""
+        if nbytes < self.least_bytes:
+            return None
+        room = Budget(peak_bytes=nbytes - self._others_bytes)
+        chosen = planner.solve(self._profile, room) if self._profile.tensors else _NOTHING
+        plan = optimizer_plan(self._seen, chosen, self._model, self._optimizer)
+        return plan, self._others_bytes + chosen.predicted_peak_bytes
 
 
 def _trained(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from squeezebox.reports._notebook import frontier_drawing, memory_drawing, notebook
-from squeezebox.reports._report import offloaded
+from squeezebox.reports._report import bits_of, offloaded, updates
 from squeezebox.reports._saved import Saved
 from squeezebox.schema import (
     Action,
@@ -277,7 +277,7 @@ class StepPlan(Saved):
             *(_parts(self.peak) if self.peak is not None else ()),
             f"time   {self.predicted_seconds:>8.3f} s  plain {self.plain_seconds:.3f} s{_clock(self)}",
             f"noise  {self.predicted_noise:>10.1e}",
-            *(_updates(self.optimizer) if self.optimizer is not None else ()),
+            *(updates(self.optimizer) if self.optimizer is not None else ()),
             *(_weights(self.weights) if self.weights is not None else ()),
             *([offloaded(self.offload)] if self.offload else []),
             *([_load(self)] if self.assumed_load else []),
@@ -330,37 +330,11 @@ def _parts(peak: PlannedPeak) -> Iterator[str]:
     yield from (f"  {name:<{width}}  {human_bytes(nbytes):>10}" for name, nbytes in parts.items())
 
 
-def _updates(plan: OptimizerPlan) -> Iterator[str]:
-    """What becomes of gradients and state."""
-    where = "backward, as soon as its gradient is there" if plan.in_backward else "optimizer.step()"
-    yield f"each parameter is updated by itself, in {where}"
-    if plan.split:
-        yield (
-            f"{len(plan.split)} weights as autocast reads them, in bfloat16; the other 16 bits are where "
-            "their optimizer state is"
-        )
-    if plan.packed:
-        yield (
-            f"optimizer state of {len(plan.packed)} parameters in {_bits(plan.packed)} bits: "
-            f"{human_bytes(plan.packed_bytes)}, update noise {plan.update_noise:.1e}"
-        )
-    if plan.moved_bytes:
-        total = human_bytes(plan.state_bytes + plan.gradient_bytes * (not plan.in_backward))
-        yield (
-            f"{human_bytes(plan.moved_bytes)} of {total} of optimizer state"
-            f"{'' if plan.in_backward else ' and gradients'} in a file"
-        )
-    if plan.seconds:
-        yield f"moving and packing these takes {1e3 * plan.seconds:.1f} ms a step"
-    if plan.sliced:
-        yield f"gradients of {len(plan.sliced)} large linear weights are made some rows at a time"
-
-
 def _weights(plan: WeightsPlan) -> Iterator[str]:
     """What becomes of frozen parameters."""
     if plan.packed:
         yield (
-            f"{len(plan.packed)} frozen weights in {_bits(plan.packed)} bits: "
+            f"{len(plan.packed)} frozen weights in {bits_of(plan.packed)} bits: "
             f"{human_bytes(plan.packed_bytes)}, weight noise {plan.weight_noise:.1e}"
         )
     if plan.moved:
@@ -368,10 +342,6 @@ def _weights(plan: WeightsPlan) -> Iterator[str]:
         yield f"{human_bytes(plan.moved_bytes)} of {total} of frozen weights in a file"
     if plan.seconds:
         yield f"reading and unpacking frozen weights takes {1e3 * plan.seconds:.1f} ms a step"
-
-
-def _bits(packed: Mapping[str, int]) -> str:
-    return " or ".join(str(bits) for bits in sorted(set(packed.values())))
 
 
 def _held(option: Option | None) -> str:

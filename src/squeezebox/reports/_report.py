@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from squeezebox.schema import (
     ArenaRecord,
     Check,
     OffloadRecord,
+    OptimizerPlan,
     SavedTensor,
     StepRecord,
     decoded,
@@ -216,7 +218,8 @@ class CompiledReport(Saved):
     ``packed_bytes`` what is held instead; parameters, inputs and results are in neither. ``tensors`` are
     those held now: the stock compiler may save others in their place. ``noise`` is the relative gradient
     noise measured when the step was made for a noise, else None. ``copied_bytes`` are of weights and images
-    of convolutions that the compiler holds once more, in channels_last.
+    of convolutions that the compiler holds once more, in channels_last. ``optimizer`` says what becomes of
+    gradients and optimizer state, where the step was made with ``states=True``.
     """
 
     KIND, AGAIN = "compiled report", "step.report().save(path)"
@@ -226,6 +229,7 @@ class CompiledReport(Saved):
     tensors: tuple[CompiledTensor, ...]
     noise: float | None = None
     copied_bytes: int = 0
+    optimizer: OptimizerPlan | None = None
 
     def __str__(self) -> str:
         ratio = self.saved_bytes / max(self.packed_bytes, 1)
@@ -237,9 +241,41 @@ class CompiledReport(Saved):
                 f"and {human_bytes(self.copied_bytes)} of copies in channels_last; call "
                 "to(memory_format=torch.channels_last) on the model and the images, and there are none"
             )
+        head += updates(self.optimizer) if self.optimizer is not None else ()
         rows = [_line(tensor) for tensor in self.tensors[:_ROWS]]
         hidden = len(self.tensors) - len(rows)
         return "\n".join([*head, "", *rows, *([f"... and {hidden} smaller tensors"] if hidden > 0 else [])])
+
+
+def updates(plan: OptimizerPlan) -> Iterator[str]:
+    """What becomes of gradients and state."""
+    where = "backward, as soon as its gradient is there" if plan.in_backward else "optimizer.step()"
+    yield f"each parameter is updated by itself, in {where}"
+    if plan.split:
+        yield (
+            f"{len(plan.split)} weights as autocast reads them, in bfloat16; the other 16 bits are where "
+            "their optimizer state is"
+        )
+    if plan.packed:
+        yield (
+            f"optimizer state of {len(plan.packed)} parameters in {bits_of(plan.packed)} bits: "
+            f"{human_bytes(plan.packed_bytes)}, update noise {plan.update_noise:.1e}"
+        )
+    if plan.moved_bytes:
+        total = human_bytes(plan.state_bytes + plan.gradient_bytes * (not plan.in_backward))
+        yield (
+            f"{human_bytes(plan.moved_bytes)} of {total} of optimizer state"
+            f"{'' if plan.in_backward else ' and gradients'} in a file"
+        )
+    if plan.seconds:
+        yield f"moving and packing these takes {1e3 * plan.seconds:.1f} ms a step"
+    if plan.sliced:
+        yield f"gradients of {len(plan.sliced)} large linear weights are made some rows at a time"
+
+
+def bits_of(packed: Mapping[str, int]) -> str:
+    """Those in use, in words."""
+    return " or ".join(str(bits) for bits in sorted(set(packed.values())))
 
 
 def _line(tensor: CompiledTensor) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import inspect
 import math
@@ -20,13 +21,18 @@ import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
-from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    PlainAOTInput,
+    SavedForBackwardsAOTOutput,
+)
 from torch._inductor.compile_fx import compile_fx
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from squeezebox.capture._compiled._spending import SPEND, Spending
 from squeezebox.schema import UnsupportedModelError
 
 # Steps compiled from one model do not count towards each other's limit of recompilations, past which torch
@@ -72,10 +78,14 @@ class Split:
     replaced: list[Handed] = dataclasses.field(default_factory=list)
 
 
-# The joint graph, the nodes that forward has to run, the number of its results, and what Inductor would save:
-# as it is, and where recomputation is cheap.
-Save = Callable[[fx.Graph, Sequence[fx.Node], int, Sequence[Sequence[fx.Node]]], Container[fx.Node]]
+# The joint graph, the nodes that forward has to run, the number of its results, what Inductor would save, as
+# it is and where recomputation is cheap; and the gradients that are spent, with the bytes which that takes.
+Save = Callable[
+    [fx.Graph, Sequence[fx.Node], int, Sequence[Sequence[fx.Node]], Mapping[fx.Node, int]],
+    Container[fx.Node],
+]
 
+_SPENT = "squeezebox_spent"  # in the meta of backward's output: (number, name of the parameter, place)
 _CONVOLUTION = torch.ops.aten.convolution.default
 _OBJECTS = (torch.Tensor, torch.ScriptObject, FakeScriptObject)
 
@@ -83,7 +93,8 @@ _OBJECTS = (torch.Tensor, torch.ScriptObject, FakeScriptObject)
 class Backend:
     """``torch.compile(backend=...)``: Inductor as it is, with ``rewrite`` between cut and compilation.
 
-    ``save`` says what forward saves; without it that is a min-cut where recomputation is cheap. The
+    ``save`` says what forward saves; without it that is a min-cut where recomputation is cheap. ``spending``
+    takes gradients as soon as they are there; those of parameters that it does not name are results. The
     settings are in force while this callable is compiled and at no other time. ``fingerprint`` is part of the
     key under which Inductor caches code. AOTAutograd's own cache is left out, since a hit would skip the
     cut, and with it the record of what is saved.
@@ -95,12 +106,16 @@ class Backend:
         fingerprint: str,
         options: Mapping[str, Any] | None = None,
         save: Save | None = None,
+        spending: Spending | None = None,
     ) -> None:
-        self.partitioner = Partitioner(rewrite, fingerprint, save)
+        self.partitioner = Partitioner(rewrite, fingerprint, save, spending)
         kept = _AT_ONCE if save is not None else {}
         self._patches = {**kept, **(options or {}), "custom_partitioner_fn": self.partitioner}
+        if spending is not None:
+            self._patches["post_grad_custom_post_pass"] = Spender(spending.number)
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        self.partitioner.take_inputs(inputs)
         with functorch_config.patch(enable_autograd_cache=False):
             return compile_fx(graph, inputs, config_patches=self._patches)
 
@@ -109,23 +124,38 @@ class Partitioner(CustomPartitionerFn):
     """Inductor's min-cut, twice: as it is, to compare with, and where recomputation is cheap."""
 
     def __init__(
-        self, rewrite: Callable[[Split, Split], None], fingerprint: str, save: Save | None = None
+        self,
+        rewrite: Callable[[Split, Split], None],
+        fingerprint: str,
+        save: Save | None = None,
+        spending: Spending | None = None,
     ) -> None:
         self._rewrite, self._save = rewrite, save
-        self._fingerprint = fingerprint
+        self._fingerprint, self._spending = fingerprint, spending
+        self._places: dict[int, int] = {}
+
+    def take_inputs(self, inputs: Sequence[Any]) -> None:
+        """Those of the graph that is compiled next: which of them are parameters with gradients to spend."""
+        own = self._spending.parameters if self._spending is not None else ()
+        places = {id(parameter): place for place, parameter in enumerate(own)}
+        self._places = {at: places[id(each)] for at, each in enumerate(inputs) if id(each) in places}
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **settings: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Cut the joint graph and let ``rewrite(plain, split)`` change ``split`` in place."""
+        results: int = settings["num_fwd_outputs"]
+        spent = _spent(gm, results, self._places)
         plain = _cut(_copied(gm), joint_inputs, settings)
-        with self._choosing(settings["num_fwd_outputs"]):
+        with self._choosing(results, spent):
             split = _cut(gm, joint_inputs, settings)
+        if self._spending is not None:
+            _hand_parameters(split, spent)
         self._rewrite(plain, split)
         return split.forward, split.backward
 
     @contextlib.contextmanager
-    def _choosing(self, results: int) -> Iterator[None]:
+    def _choosing(self, results: int, spent: Mapping[int, int]) -> Iterator[None]:
         """Min-cuts where recomputation is cheap; or ``save`` answers, when torch asks what forward saves."""
         save, own = self._save, partitioners.choose_saved_values_set
         if save is None:
@@ -137,10 +167,14 @@ class Partitioner(CustomPartitionerFn):
             cuts = [own(graph, info, memory_budget=1)]
             with functorch_config.patch(_CHEAP_RECOMPUTE):
                 cuts.append(own(graph, info, memory_budget=1))
-            saved = save(graph, info.required_fw_nodes, results, cuts)
+            gradients: Any = graph.output_node().args[0]
+            taken = self._spending.taken_bytes if self._spending is not None else ()
+            used = {gradients[results + at]: taken[place] for at, place in spent.items()}
+            saved = save(graph, info.required_fw_nodes, results, cuts, used)
+            given = {*map(_storage, info.inputs)} - {None}  # views of these are built again
             return [
                 *info.inputs,
-                *(node for node in graph.nodes if node in saved and node not in info.inputs),
+                *(node for node in graph.nodes if node in saved and _storage(node) not in given),
             ]
 
         torch_functions: Any = partitioners
@@ -151,13 +185,18 @@ class Partitioner(CustomPartitionerFn):
             torch_functions.choose_saved_values_set = own
 
     def uuid(self) -> str:
-        """This rewriting's source and what it was asked to do."""
-        source = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-        return hashlib.sha256(source + self._fingerprint.encode()).hexdigest()
+        """This rewriting's source, what it was asked to do, and the gradients that are spent."""
+        return f"{_source_hash()} {self._fingerprint} {sorted(self._places.items())}"
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         """Inductor pickles its settings into the cache's key."""
         return str, (self.uuid(),)
+
+
+@functools.cache
+def _source_hash() -> str:
+    source = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    return hashlib.sha256(source).hexdigest()
 
 
 def _copied(gm: fx.GraphModule) -> fx.GraphModule:
@@ -187,6 +226,77 @@ def _cut(gm: fx.GraphModule, joint_inputs: Sequence[object], settings: Mapping[s
     )
     _check_order(split)
     return split
+
+
+def _spent(gm: fx.GraphModule, results: int, places: Mapping[int, int]) -> dict[int, int]:
+    """Which of backward's results are gradients to spend: their numbers, and the places of the parameters.
+
+    One that several parameters share, or that is given to backward as it is, stays a result.
+    """
+    output = gm.graph.output_node()
+    outputs: Any = output.args[0]
+    gradients, meant = outputs[results:], output.meta.get("desc", ())[results:]
+    return {
+        number: places[each.grad_of.idx]
+        for number, (node, each) in enumerate(zip(gradients, meant, strict=False))
+        if isinstance(each, GradAOTOutput)
+        and isinstance(each.grad_of, PlainAOTInput)
+        and each.grad_of.idx in places
+        and isinstance(node, fx.Node)
+        and node.op == "call_function"
+        and gradients.count(node) == 1
+    }
+
+
+def _hand_parameters(split: Split, spent: Mapping[int, int]) -> None:
+    """Have backward take each parameter whose gradient is spent, and note which results are."""
+    given, noted = _inputs(split.forward), list[tuple[int, str, int]]()
+    for at, place in spent.items() if split.saved else ():
+        same = [each for each in split.saved if _storage(each.node) == _storage(given[at])]
+        if any(each.node is not given[at] for each in same):
+            continue  # backward takes it as a view, of which Inductor does not know that it changes
+        taken = same[0].input if same else add_saved(split, split.saved[0], [given[at]])[0]
+        noted.append((at, taken.name, place))
+    split.backward.graph.output_node().meta[_SPENT] = noted
+    finish(split)
+
+
+class Spender(CustomGraphPass):
+    """Hands gradients on in Inductor's graph of backward, each behind all that reads its parameter.
+
+    That is after all of Inductor's own passes, which move operators past each other.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Change the graph in place."""
+        output = graph.output_node()
+        given: Any = output.args[0]
+        results = list(given)
+        inputs = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+        for at, name, place in output.meta.get(_SPENT, ()):
+            gradient, taken = results[at], inputs[name]
+            last = next(node for node in reversed(graph.nodes) if node is gradient or _reads(node, taken))
+            with graph.inserting_before(last.next):
+                graph.call_function(SPEND, (taken, gradient, self._number, place))
+            results[at] = None
+        output.args = (tuple(results),)
+
+    def uuid(self) -> str:
+        """What it does hangs on its number, and on the graph, of which it is a part."""
+        return f"{_source_hash()} {self._number}"
+
+
+def _reads(node: fx.Node, taken: fx.Node) -> bool:
+    """Whether it reads an input, itself or through a view."""
+    return any(_storage(each) == _storage(taken) for each in node.all_input_nodes)
+
+
+def _storage(node: fx.Node) -> int | None:
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
 def _is_checked_tensor(node: Any) -> bool:

@@ -120,7 +120,7 @@ def _use(nodes, order, there, kept):
     last = np.full(count, -1, np.int64)
     for number in range(length - 1, -1, -1):
         node = order[number]
-        until = number if written[node] else reached[node]
+        until = number if written[node] or nodes.spent[node] else reached[node]
         for place in range(nodes.starts[node], nodes.starts[node + 1]):
             source = nodes.sources[place]
             if within[source] and not written[source]:

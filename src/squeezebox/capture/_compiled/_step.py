@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from squeezebox.capture._compiled._codes import BitRule, Matcher
+from squeezebox.capture._compiled._spending import Spending
 from squeezebox.reports import CompiledReport, human_bytes
-from squeezebox.schema import AttachError, OptionError, SqueezeboxError, UnsupportedModelError
+from squeezebox.schema import (
+    AttachError,
+    OptimizerPlan,
+    OptionError,
+    SqueezeboxError,
+    UnsupportedModelError,
+)
 
 if TYPE_CHECKING:
     from squeezebox.capture._compiled._saved import Choice, Joint
@@ -48,12 +57,17 @@ class Saving:
         return self._joint, self._choice
 
     def __call__(
-        self, graph: Any, forward: Sequence[Any], results: int, cuts: Sequence[Sequence[Any]]
+        self,
+        graph: Any,
+        forward: Sequence[Any],
+        results: int,
+        cuts: Sequence[Sequence[Any]],
+        spent: Mapping[Any, int],
     ) -> Container[Any]:
         """As the adapter's ``Save``."""
         from squeezebox.capture._compiled._saved import Joint
 
-        joint = Joint(graph, forward, results)
+        joint = Joint(graph, forward, results, spent)
         if self._choice is None:
             self._choice = joint.choice(frozenset(cuts[0]), sys.maxsize)
         names = {node.name for node in self._choice.saved}  # each compilation has nodes of its own
@@ -81,6 +95,26 @@ class Saving:
             )
 
 
+class Updates(Protocol):
+    """An optimizer's updates in backward, as squeezebox.optim makes them."""
+
+    def accumulated(self, parameter: torch.nn.Parameter) -> None:
+        """Update a parameter that has all of its gradient, or let it wait for others."""
+
+    def check_forward(self) -> None:
+        """Refuse what would be wrong before it is."""
+
+    def unseen(self) -> AbstractContextManager[None]:
+        """Around what would look at gradients that are used up."""
+
+    def close(self) -> None:
+        """Leave the optimizer as it would be without."""
+
+
+def _accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
 class CompiledStep:
     """A compiled model of which the saved activations are packed. Call it as the model.
 
@@ -98,27 +132,55 @@ class CompiledStep:
         fullgraph: bool = False,
         options: Mapping[str, Any] | None = None,
         save: Saving | None = None,
+        spending: Spending | None = None,
     ) -> None:
         self.module = model
         self.noise: float | None = None
         self.peak_bytes: int | None = None
-        self._save = save
+        self._save, self._spending = save, spending
         self._choose, self._check = choose, check
         self._fullgraph, self._options = fullgraph, options
         self._compiled: Callable[..., Any] | None = None
+        self._updates: Updates | None = None
+        self._plan: OptimizerPlan | None = None
         self._reports: list[CompiledReport] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result. The first call compiles, and so does one with inputs of another shape."""
         self._check()
+        if self._updates is not None:
+            self._updates.check_forward()
         if self._compiled is None:
             self._compiled = self._compile(self._choose(args, kwargs))
         try:
-            return self._compiled(*args, **kwargs)
+            with self._updates.unseen() if self._updates is not None else contextlib.nullcontext():
+                return self._compiled(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, SqueezeboxError):
                 raise error.inner_exception from error
             raise
+
+    def update_by(self, updates: Updates, plan: OptimizerPlan) -> None:
+        """Have these take gradients in backward, as planned, from now on."""
+        self._updates, self._plan = updates, plan
+
+        def take(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+            _accumulate(parameter, gradient)
+            updates.accumulated(parameter)
+
+        if self._spending is not None:
+            self._spending.take = take
+
+    def close(self) -> None:
+        """Leave the optimizer as it would be without: its states in memory, and updates to its own step.
+
+        Gradients are then kept as torch.compile's are, so that the peak is above the budget.
+        """
+        if self._updates is not None:
+            self._updates.close()
+        self._updates = self._plan = None
+        if self._spending is not None:
+            self._spending.take = _accumulate
 
     def report(self) -> CompiledReport:
         """What the training graph compiled last saves.
@@ -131,7 +193,7 @@ class CompiledStep:
                 "there is nothing to report: no forward pass with gradients was compiled yet. Call the step "
                 "on a batch once, with gradients enabled, and ask again."
             )
-        return dataclasses.replace(self._reports[-1], noise=self.noise)
+        return dataclasses.replace(self._reports[-1], noise=self.noise, optimizer=self._plan)
 
     def _compile(self, rule: BitRule) -> Callable[..., Any]:
         from squeezebox.capture._compiled import _adapter, _rewrite  # slow to import, and not always needed
@@ -147,7 +209,7 @@ class CompiledStep:
         fingerprint = json.dumps(dataclasses.asdict(rule), sort_keys=True)
         if self._save is not None:
             fingerprint = "kept"  # what is saved is part of the graphs, and so of their keys
-        backend = _adapter.Backend(packed, fingerprint, self._options, self._save)
+        backend = _adapter.Backend(packed, fingerprint, self._options, self._save, self._spending)
         compiled: Callable[..., Any] = torch.compile(
             self.module, backend=backend, fullgraph=self._fullgraph, dynamic=False, **_adapter.ISOLATED
         )

@@ -1,0 +1,166 @@
+"""squeezebox.compile(budget=, states=True): the whole step is within the budget, updates are plain ones."""
+
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import squeezebox
+from squeezebox.memory import FileTensor, PeakMeter
+from squeezebox.schema import AttachError, BudgetError, CaptureError, OptionError, UnsupportedModelError
+from squeezebox.steps import held_by, nbytes_of, persistent
+
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")),
+    reason="Inductor needs a C++ compiler; none is here",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        torch._dynamo.reset()
+        yield
+
+
+class Net(nn.Module):
+    """A table that is the last layer's weight too, layers, a norm, and a parameter that is not used."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(512, 128)
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(4))
+        self.norm = nn.LayerNorm(128)
+        self.unused = nn.Parameter(torch.zeros(256, 256))
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = x + F.gelu(layer(x))
+        return self.norm(x) @ self.table.weight.t()
+
+
+X, Y = torch.randint(512, (32,)), torch.randint(512, (32,))
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def compiled(model, optimizer, budget, loss_fn=F.cross_entropy, **options):
+    torch._dynamo.reset()
+    return squeezebox.compile(
+        model,
+        budget=budget,
+        optimizer=optimizer,
+        states=True,
+        sample=(X, Y),
+        loss_fn=loss_fn,
+        **options,
+    )
+
+
+def train(call, optimizer, steps, losses=()):
+    losses = [*losses]
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(call(X), Y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def plain(make, steps):
+    torch._dynamo.reset()
+    model = Net()
+    optimizer = make(model)
+    return train(torch.compile(model), optimizer, steps), model, optimizer
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_steps_are_plain_ones_within_the_budget():
+    losses, other, theirs = plain(adamw, 3)
+    model = Net()
+    optimizer = adamw(model)
+    before = [each.clone() for each in model.parameters()]
+    step = compiled(model, optimizer, "50%")
+    assert all(map(torch.equal, before, model.parameters())) and not optimizer.state
+    assert train(step, optimizer, 3) == losses
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    moved = [
+        each for state in optimizer.state.values() for each in state.values() if isinstance(each, FileTensor)
+    ]
+    assert moved and "in a file" in str(step.report())
+    optimizer.zero_grad()
+    held = nbytes_of([*held_by(model), X, Y, *persistent(model, optimizer)])
+    meter = PeakMeter(torch.device("cpu"))
+    assert meter.start()
+    train(step, optimizer, 1)
+    assert held + meter.stop(()).total_bytes <= step.peak_bytes + 1000  # counts of steps
+    train(torch.compile(other), theirs, 1)
+    # gradients are gone, and asking for one is refused by name
+    with pytest.raises(CaptureError, match="gradient of 'table.weight'"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.zero_grad()
+    # another shape is updated in the same way; a second backward without a step is refused
+    F.cross_entropy(step(X[:8]), Y[:8]).backward()
+    with pytest.raises((AttachError, CaptureError), match="asks for the gradient"):
+        F.cross_entropy(step(X[:8]), Y[:8]).backward()
+    optimizer.step()
+    # states are the optimizer's own, and come back to memory
+    step.close()
+    assert not any(isinstance(each, FileTensor) for s in optimizer.state.values() for each in s.values())
+    optimizer.zero_grad()
+    F.cross_entropy(step(X), Y).backward()
+    assert model.table.weight.grad.abs().sum() > 0
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_what_cannot_be_is_refused():
+    model = Net()
+    with pytest.raises(BudgetError, match=r"at least .* and the budget is 300\.00 KiB"):
+        compiled(model, adamw(model), "300KiB")
+
+    def penalized(output, target):
+        return F.cross_entropy(output, target) + 1e-3 * model.table.weight.square().sum()
+
+    with pytest.raises(UnsupportedModelError, match=r"'table.weight' has a second part"):
+        compiled(model, adamw(model), "60%", penalized)
+    assert all(each.grad is None for each in model.parameters())
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_packed_states_need_no_file():
+    model = Net()
+    optimizer = adamw(model)
+    step = compiled(model, optimizer, "80%", update_noise=0.02, offload=False)
+    losses = train(step, optimizer, 3)
+    exact, _, _ = plain(adamw, 3)
+    assert losses[0] == exact[0]
+    assert losses == pytest.approx(exact, rel=0.05)
+    plan = step.report().optimizer
+    assert plan.packed and not plan.states and "update noise" in str(step.report())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"states": True}, "go with budget="),
+        ({"budget": "50%", "sample": (X, Y), "loss_fn": F.cross_entropy, "states": True}, "none was given"),
+        (
+            {"budget": "50%", "sample": (X, Y), "loss_fn": F.cross_entropy, "update_noise": 0.02},
+            "say how states=True",
+        ),
+    ],
+)
+def test_options_are_checked(options, words):
+    with pytest.raises(OptionError, match=words):
+        squeezebox.compile(Net(), **options)
