@@ -91,8 +91,9 @@ def test_steps_are_plain_ones_within_the_budget():
     before = [each.clone() for each in model.parameters()]
     step = compiled(model, optimizer, "50%")
     assert all(map(torch.equal, before, model.parameters())) and not optimizer.state
-    assert train(step, optimizer, 3) == losses
-    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    assert train(step, optimizer, 3) == pytest.approx(losses, rel=1e-4)  # other kernels add in another order
+    for start, ours, exact in zip(before, model.parameters(), other.parameters(), strict=True):
+        assert (ours - exact).norm() <= 1e-3 * (exact - start).norm()
     moved = [
         each for state in optimizer.state.values() for each in state.values() if isinstance(each, FileTensor)
     ]

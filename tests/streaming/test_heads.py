@@ -124,7 +124,10 @@ def test_dropout_behind_pooling_draws_what_it_draws_for_the_whole_image(tmp_path
     ("loss", "change"),
     [
         (lambda x, mask: x[:, 0][mask == 1].mean(), r"Write x\[mask\].mean\(\) as \(x \* mask\).sum\(\)"),
-        (lambda x, mask: x.flatten(2).topk(5, 2).values.mean(), "Take logsumexp in place of the largest"),
+        (
+            lambda x, mask: x.flatten(2).topk(5, 2).values.mean(),
+            r"Write x.topk\(k\).values.sum\(\) as \(x \* \(x > bound\)\).sum\(\)",
+        ),
         (lambda x, mask: x.flatten(2).sort(2).values[..., 0].sum(), "Take a loss without order"),
         (lambda x, mask: functional.dropout(x, 0.5).mean(), "Put Dropout behind the pooling"),
     ],
