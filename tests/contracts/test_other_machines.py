@@ -25,14 +25,13 @@ TESTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("onednn", "aten", "threads"),  # each of them at least once
-    [("SSE41", "default", 1), ("AVX2", "avx2", 4), (None, "default", 2)],
+    # With AMX and without ATen's AVX-512, torch's attention in bfloat16 fails; so oneDNN gets no AMX either.
+    [("SSE41", "default", 1), ("AVX2", "avx2", 4), ("AVX512_CORE", "default", 2)],
 )
 def test_promises_hold(onednn, aten, threads):
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": aten, "OMP_NUM_THREADS": str(threads)}
     environment["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that wait do not take the others' cores
-    environment.pop("ONEDNN_MAX_CPU_ISA", None)
-    if onednn is not None:
-        environment["ONEDNN_MAX_CPU_ISA"] = onednn
+    environment["ONEDNN_MAX_CPU_ISA"] = onednn
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=no", *TESTS]
     ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout[-10_000:] + ended.stderr[-2_000:]
