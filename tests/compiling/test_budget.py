@@ -1,7 +1,5 @@
 """squeezebox.compile(budget=): the measured peak is within the budget, and nothing is lost."""
 
-import shutil
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,19 +11,9 @@ import squeezebox
 from squeezebox.capture._compiled._saved import Joint
 from squeezebox.memory import Operator
 from squeezebox.schema import BudgetError, OptionError, UnsupportedModelError
+from tests.compiling.conftest import needs_compiler
 
-pytestmark = pytest.mark.skipif(
-    not (shutil.which("g++") or shutil.which("clang++")),
-    reason="Inductor needs a C++ compiler; none is here",
-)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        torch._dynamo.reset()
-        yield
+pytestmark = needs_compiler
 
 
 class Net(nn.Module):

@@ -5,7 +5,6 @@ Compilation takes seconds, so few networks are compiled, each once a module.
 
 import copy
 import dataclasses
-import shutil
 
 import pytest
 import torch
@@ -21,11 +20,7 @@ from squeezebox.compiling._compile import (
 )
 from squeezebox.schema import Action, AttachError, Option, OptionError, PlanError, UnsupportedModelError
 from squeezebox.steps import TrainingStep
-
-needs_compiler = pytest.mark.skipif(
-    not (shutil.which("g++") or shutil.which("clang++")),
-    reason="Inductor needs a C++ compiler; none is here",
-)
+from tests.compiling.conftest import needs_compiler
 
 
 class Net(nn.Module):
@@ -45,15 +40,6 @@ class Perceptron(nn.Module):
 
     def forward(self, x):
         return self.head(F.gelu(self.expand(self.norm(x))))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        torch._dynamo.reset()
-        yield
-        torch._dynamo.reset()
 
 
 def labels(x):

@@ -1,7 +1,5 @@
 """squeezebox.compile(budget=, states=True): the whole step is within the budget, updates are plain ones."""
 
-import shutil
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,19 +9,7 @@ import squeezebox
 from squeezebox.memory import FileTensor, PeakMeter
 from squeezebox.schema import AttachError, BudgetError, CaptureError, OptionError, UnsupportedModelError
 from squeezebox.steps import held_by, nbytes_of, persistent
-
-needs_compiler = pytest.mark.skipif(
-    not (shutil.which("g++") or shutil.which("clang++")),
-    reason="Inductor needs a C++ compiler; none is here",
-)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        torch._dynamo.reset()
-        yield
+from tests.compiling.conftest import needs_compiler
 
 
 class Net(nn.Module):

@@ -33,9 +33,9 @@ class SpentGradient(Absent):
         raise CaptureError(
             f"{func} asks for the gradient of '{spent.parameter}', which backward used up: under this plan "
             "it updates every parameter as soon as its gradient is there. Clipping, GradScaler, an average "
-            "over ranks, gradients that add up and zero_grad(set_to_none=False) need it. Make the plan with "
-            "clip=True where you clip or scale, with accumulate= where you add up, or without states=True. "
-            "Begin from saved weights: these have been updated."
+            "over ranks, gradients that add up and zero_grad(set_to_none=False) need it. Make an eager plan "
+            "with clip=True where you clip or scale, or accumulate= where you add up; or leave states=True "
+            "out. Begin from saved weights: these have been updated."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:

@@ -121,8 +121,8 @@ class Updates:
         if self._in_backward and scaled and not self._is_paused:
             raise UnsupportedModelError(
                 "torch.autocast to float16 goes with GradScaler, which divides gradients before the update; "
-                "under this plan backward has updated by then. Make the plan with clip=True, which leaves "
-                "gradients to optimizer.step(), or autocast to bfloat16, which needs no scaling."
+                "under this plan backward has updated by then. Make an eager plan with clip=True, which "
+                "leaves gradients to optimizer.step(), or autocast to bfloat16, which needs no scaling."
             )
 
     def close(self) -> None:
@@ -153,8 +153,8 @@ class Updates:
         elif parameter.grad.requires_grad:
             raise UnsupportedModelError(
                 f"backward(create_graph=True) keeps the gradient of '{self._groups.name(parameter)}', which "
-                "would be gone under this plan. Make the plan with clip=True, use torch.autograd.grad(), or "
-                "leave states=True out."
+                "would be gone under this plan. Make an eager plan with clip=True, use torch.autograd.grad() "
+                "or leave states=True out."
             )
         elif self._is_small(parameter):
             self._waiting.append(parameter)
@@ -300,7 +300,7 @@ class Updates:
                 raise AttachError(
                     f"'{other}' was {used.get(other)} when backward updated parameters and is {now[other]} "
                     "at optimizer.step(): under this plan backward updates. Set it before backward, or make "
-                    "the plan with clip=True, which updates in optimizer.step()."
+                    "an eager plan with clip=True, which updates in optimizer.step()."
                 )
 
 
