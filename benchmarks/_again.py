@@ -88,6 +88,7 @@ COMMANDS = {  # what follows `python -m benchmarks.`, by the report's name
     "streaming": "streaming",
     "streaming_models": "streaming_models",
     "streaming_rival": "streaming_rival",
+    "streaming_tiles": "streaming_tiles",
     "streaming_narrow": "streaming --width 128 --networks 1 --name streaming_narrow",
     "torch_databases": "torch_databases",
     "traces": "traces",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from squeezebox.streaming._reductions import Reduction, Sum, reduction
 from squeezebox.streaming._resampling import RESAMPLED
-from squeezebox.streaming._rows import Call, Operator, Rows, refusal
+from squeezebox.streaming._rows import Call, Operator, Part, Rows, refusal
 from squeezebox.streaming._rowwise import ROWWISE, elementwise, named_dims
 from squeezebox.streaming._trace import DETACHED, Program
 from squeezebox.streaming._windows import (
@@ -65,6 +65,7 @@ class Streamed:
     known: those with rows are made in every pass from theirs on, reductions in the pass of their input's
     level. Values without rows, ``single``, are computed once between passes, in order. ``maps`` are the
     outputs that have rows.
+    ``across`` is the same along the image's other axis, where tiles are possible.
     """
 
     program: Program
@@ -75,6 +76,13 @@ class Streamed:
     single: tuple[Node, ...]
     differentiable: frozenset[Node]
     maps: tuple[Node, ...]
+    across: Streamed | None = None
+
+    @property
+    def unit(self) -> int:
+        """Image rows to a row of the smallest feature map."""
+        count = self.rows[self.program.image].count
+        return max(1, round(count / min(rows.count for rows in self.rows.values())))
 
     @property
     def passes(self) -> list[int]:
@@ -89,6 +97,24 @@ class Streamed:
     def pass_of(self, reduced: Node) -> int:
         """The pass in which a reduction is made."""
         return self.level[self.source(reduced)]
+
+    def column_dim(self, node: Node) -> int:
+        """The dimension of the image's other axis, of a node where no view has merged the axes."""
+        assert self.across is not None
+        return self.across.rows[node].dim
+
+    def part(self, node: Node, apart: Tensor, start: int, stop: int, columns: Part | None) -> Tensor:
+        """Rows, of some columns or all, of a node's tensor that has the streamed axis apart, as a view."""
+        dim = self.rows[node].dim
+        found = apart.narrow(dim + 1, start, stop - start)
+        if columns is None:
+            return found
+        return found.narrow(self.apart_dim(node), columns[0], columns[1] - columns[0])
+
+    def apart_dim(self, node: Node) -> int:
+        """As :meth:`column_dim`, where the streamed axis is apart."""
+        across = self.column_dim(node)
+        return across + 2 * (across > self.rows[node].dim)
 
     def source(self, reduced: Node) -> Node:
         """What a reduction reduces, or a view shows."""
@@ -113,36 +139,24 @@ class Streamed:
         return [node for node in self.reductions if self.pass_of(node) == number]
 
 
-def analyse(program: Program, axis: int) -> Streamed:
+def analyse(program: Program, axis: int, *, write: bool = True) -> Streamed:
     """Give every node that an output, or a buffer's new value, depends on its part.
 
     Args:
         program: the traced program.
         axis: the image's dimension that is streamed, -2 or -1.
+        write: operators along the axis may be written as others, in the program's graph.
 
     Raises:
         UnsupportedModelError: an operator cannot be streamed exactly; names its module and why.
     """
-    needed = _needed(program)
+    needed = ancestors([*(each for each in program.outputs if isinstance(each, Node)), *program.mutations])
     nodes = [node for node in program.graph.nodes if node in needed]
     rows = _inputs(program, axis)
-    operators: dict[Node, Operator] = {}
-    reductions: dict[Node, Reduction] = {}
-    for node in nodes:
-        if node.op == "placeholder":
-            continue
-        call = Call(node=node, inputs={each: rows[each] for each in node.all_input_nodes if each in rows})
-        _refuse_random(call)
-        if not call.inputs:
-            continue
-        if written(call):
-            return analyse(program, axis)
-        found = reduction(call) if len(call.inputs) == 1 else None
-        if found is not None:
-            reductions[node] = found
-        else:
-            operators[node] = operator = _operator(call, needed)
-            rows[node] = operator.rows
+    parted = parts(nodes, rows, write)
+    if parted is None:
+        return analyse(program, axis)
+    operators, reductions = parted
     _require_values(program, rows)
     differentiable = _differentiable(program, nodes)
     streamed = [node for node in nodes if node in rows]
@@ -160,12 +174,56 @@ def analyse(program: Program, axis: int) -> Streamed:
     )
 
 
+def parts(
+    nodes: list[Node], rows: dict[Node, Rows], write: bool
+) -> tuple[dict[Node, Operator], dict[Node, Reduction]] | None:
+    """Operators and reductions of nodes; adds to ``rows`` what the operators make.
+
+    None where an operator has been written as others, so that the nodes are not what they were.
+    """
+    operators: dict[Node, Operator] = {}
+    reductions: dict[Node, Reduction] = {}
+    for node in nodes:
+        if node.op == "placeholder":
+            continue
+        call = Call(node=node, inputs={each: rows[each] for each in node.all_input_nodes if each in rows})
+        _refuse_random(call)
+        if not call.inputs:
+            continue
+        if write and written(call):
+            return None
+        found = reduction(call) if len(call.inputs) == 1 else None
+        if found is not None:
+            reductions[node] = found
+        else:
+            operators[node] = operator = _operator(call, nodes)
+            rows[node] = operator.rows
+    return operators, reductions
+
+
+def with_across(streamed: Streamed, axis: int, kept: frozenset[Node]) -> Streamed:
+    """The same with the image's other axis, of which tiles have a part.
+
+    Raises:
+        UnsupportedModelError: an operator cannot be streamed along it, or only one of the axes is left
+            somewhere, or both are merged into one where ``kept`` or given.
+    """
+    across = analyse(streamed.program, axis, write=False)
+    for node in streamed.program.graph.nodes:
+        both = [each.rows[node] for each in (streamed, across) if node in each.rows]
+        if len(both) == 1:
+            raise refusal(node, "it leaves one of the image's two axes, and tiles need both")
+        if (node in kept or node in streamed.maps) and any(rows.merged for rows in both):
+            raise refusal(node, "it merges the image's two axes, and tiles need them apart")
+    return replace(streamed, across=across)
+
+
 def is_linear(streamed: Streamed, last: int) -> bool:
     """Whether the loss is linear in what the last pass reduces, so that its gradient is known beforehand."""
     varying = set(streamed.reduced_in(last))
     if not all(isinstance(streamed.reductions[node], Sum) for node in varying):
         return False
-    wanted = _ancestors([*streamed.program.outputs])
+    wanted = ancestors([*streamed.program.outputs])
     for node in streamed.single:
         inside = [each for each in node.all_input_nodes if each in varying]
         if not inside or node not in wanted:
@@ -179,11 +237,8 @@ def is_linear(streamed: Streamed, last: int) -> bool:
     return True
 
 
-def _needed(program: Program) -> set[Node]:
-    return _ancestors([*(each for each in program.outputs if isinstance(each, Node)), *program.mutations])
-
-
-def _ancestors(ends: list[Node]) -> set[Node]:
+def ancestors(ends: list[Node]) -> set[Node]:
+    """These nodes and all that they are made from."""
     found, ahead = set[Node](), [*ends]
     while ahead:
         node = ahead.pop()
@@ -221,7 +276,7 @@ def _refuse_random(call: Call) -> None:
         )
 
 
-def _operator(call: Call, needed: set[Node]) -> Operator:
+def _operator(call: Call, needed: list[Node]) -> Operator:
     target = call.node.target
     if target is _aten.max_pool2d_with_indices.default and any(
         user in needed and user.args[1] == 1 for user in call.node.users

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from squeezebox.schema import OptionError
 from squeezebox.streaming._files import release
 from squeezebox.streaming._graph import Streamed
+from squeezebox.streaming._rows import Part
 from squeezebox.streaming._spool import Layout, Store
 
 
@@ -84,46 +85,51 @@ class Onto:
         gradients: Mapping[Node, Tensor],
         files: Sequence[Any],
     ) -> None:
-        self._store, self._stored, self._rows = store, content.tensors, streamed.rows
+        self._store, self._stored, self._streamed = store, content.tensors, streamed
         self._files = files
         self._maps = [(node, array) for node, array in maps if node in streamed.maps]
         self._gradients = gradients
 
-    def read(self, node: Node, start: int, stop: int) -> Tensor:
+    def read(self, node: Node, start: int, stop: int, columns: Part | None = None) -> Tensor:
         """The store's."""
-        return self._store.read(node, start, stop)
+        return self._store.read(node, start, stop, columns)
 
-    def write(self, node: Node, start: int, x: Tensor) -> None:
+    def write(self, node: Node, start: int, x: Tensor, columns: Part | None = None) -> None:
         """To every array of the node, and to the store if it keeps the node."""
         for each, array in self._maps:
             if each is node:
-                self._part(array, node, start, x).copy_(self._rows[node].apart(x))
+                part, apart = self._parts(array, node, start, x, columns)
+                part.copy_(apart)
                 self._release()
         if node in self._stored:
-            self._store.write(node, start, x)
+            self._store.write(node, start, x, columns)
 
-    def gradient(self, node: Node, start: int, stop: int) -> Tensor | None:
+    def gradient(self, node: Node, start: int, stop: int, columns: Part | None = None) -> Tensor | None:
         """The store's."""
-        return self._store.gradient(node, start, stop)
+        return self._store.gradient(node, start, stop, columns)
 
-    def add(self, node: Node, start: int, gradient: Tensor) -> None:
+    def add(self, node: Node, start: int, gradient: Tensor, columns: Part | None = None) -> None:
         """To the array of the node, or to the store."""
         array = self._gradients.get(node)
         if array is None:
-            self._store.add(node, start, gradient)
+            self._store.add(node, start, gradient, columns)
         else:
-            apart = self._rows[node].apart(gradient)
-            self._part(array, node, start, gradient).add_(apart.to(array.device))
+            part, apart = self._parts(array, node, start, gradient, columns)
+            part.add_(apart.to(array.device))
             self._release()
 
     def _release(self) -> None:
         for array in self._files:
             release(array)
 
-    def _part(self, array: Tensor, node: Node, start: int, x: Tensor) -> Tensor:
-        rows = self._rows[node]
-        count = x.shape[rows.dim] // (rows.before * rows.after)
-        return rows.apart(array).narrow(rows.dim + 1, start, count)
+    def _parts(
+        self, array: Tensor, node: Node, start: int, x: Tensor, columns: Part | None
+    ) -> tuple[Tensor, Tensor]:
+        """Where a part lies in an array, and the part, both with the streamed axis apart."""
+        rows = self._streamed.rows[node]
+        apart = rows.apart(x)
+        stop = start + apart.shape[rows.dim + 1]
+        return self._streamed.part(node, rows.apart(array), start, stop, columns), apart
 
 
 def writable(name: str, array: Any, value: Any) -> Tensor:

@@ -11,7 +11,7 @@ from squeezebox.schema import BudgetError
 
 _COARSEST = 64  # image rows to a multiple of which heights are rounded, at most
 _SHARE = 0.9  # of the memory is aimed at: strips elsewhere may be some rows higher
-_ENOUGH = 0.95  # of the memory at most
+ENOUGH = 0.95  # of the memory at most
 _FIRST = 0.45  # of the memory is aimed at by what is known of strips that take less than a quarter of it
 
 
@@ -19,6 +19,8 @@ _FIRST = 0.45  # of the memory is aimed at by what is known of strips that take 
 class StripPlan:
     """A way over the image: strips of ``height`` rows each, which read ``halo`` more, on both sides together.
 
+    ``width`` are a strip's columns; where these are not all, strips are tiles. All of them together take
+    ``computed`` times the image's operations, as what lies around a strip is made for it once more.
     ``reduces`` and ``derives`` say whether it goes forward only, back too, or both at once. ``strip_bytes``
     is what a strip takes, measured. ``peak_bytes`` includes ``kept_bytes``, gradients and other values
     without rows too. Both are None where the height was given.
@@ -27,8 +29,10 @@ class StripPlan:
     reduces: bool
     derives: bool
     height: int
+    width: int
     strips: int
     halo: int
+    computed: float
     strip_bytes: int | None
     peak_bytes: int | None
 
@@ -44,6 +48,7 @@ class StreamPlan:
 
     axis: int
     rows: int
+    columns: int
     disk_bytes: int
     kept_bytes: int
     rowless_bytes: int | None
@@ -56,8 +61,12 @@ class StreamPlan:
         for stage in self.stages:
             kind = "forward" if not stage.derives else "forward and backward"
             peak = "" if stage.peak_bytes is None else f", about {human_bytes(stage.peak_bytes)}"
+            size = f"strips of {stage.height}"
+            if stage.width < self.columns:
+                size = f"tiles of {stage.height} x {stage.width}"
             lines.append(
-                f"  {kind}: {stage.strips} strips of {stage.height} and a halo of {stage.halo}{peak}"
+                f"  {kind}: {stage.strips} {size} and a halo of {stage.halo}, {stage.computed:.2f} times the "
+                f"operations{peak}"
             )
         if self.rowless_bytes is not None:
             lines.append(f"  gradients and values without rows: at most {human_bytes(self.rowless_bytes)}")
@@ -94,11 +103,11 @@ def fitting_height(
     height, ceiling = min(max(2 * unit, 16), rows), rows
     while height > best[0]:
         found = (height, measure(height))
-        if found[1] <= _ENOUGH * room:
+        if found[1] <= ENOUGH * room:
             best, other = found, best
         else:
             other, ceiling = found, height - 1
-        height = _even(min(_predicted(best, other, room), ceiling), rows, unit)
+        height = even(min(_predicted(best, other, room), ceiling), rows, unit)
         if height < min(1.1 * best[0], rows):
             break
     return best
@@ -112,7 +121,7 @@ def _predicted(best: tuple[int, int], other: tuple[int, int], room: int) -> int:
     return max(math.floor(min(best[0] + (aim - best[1]) / slope, safe)), 1)
 
 
-def _even(height: int, rows: int, unit: int) -> int:
+def even(height: int, rows: int, unit: int) -> int:
     """About this height, or less, so that the last strip is about as high as the others."""
     if height >= rows:
         return rows

@@ -11,10 +11,16 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from squeezebox.streaming._band import Band, band
 from squeezebox.streaming._graph import Streamed
+from squeezebox.streaming._rows import Part
 from squeezebox.streaming._run import Context, Run
 from squeezebox.streaming._spool import Blank, Layout, Store
 from squeezebox.streaming._stages import Stage
+from squeezebox.streaming._strip import Pass
+
+Bands = dict[tuple[Stage, int, int], Band]
+"""By stage, width, and place among those of the width."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -26,6 +32,7 @@ class Prepared:
     streamed: Streamed
     stages: list[Stage]
     layout: Layout
+    bands: Bands
     given: dict[Node, Any]
     device: torch.device
 
@@ -35,15 +42,37 @@ class Prepared:
         return self.streamed.rows[self.streamed.program.image].count
 
     @property
-    def unit(self) -> int:
-        """Image rows to a row of the smallest feature map."""
-        return max(1, round(self.rows / min(rows.count for rows in self.streamed.rows.values())))
+    def columns(self) -> int:
+        """Its size along the other axis."""
+        image = self.streamed.program.image
+        return int(image.meta["val"].shape[-3 - self.axis])
 
-    def read(self, node: Node, start: int, stop: int) -> Tensor:
-        """Rows of the image or of a target."""
+    def tiles(self, height: int, width: int) -> int:
+        """How many strips or tiles of this size there are."""
+        return -(-self.rows // height) * -(-self.columns // width)
+
+    def tile(self, stage: Stage, height: int, width: int, number: int) -> tuple[int, int, Band | None]:
+        """The first row of a tile, the last, and its band; None where the band has all columns."""
+        place, strip = divmod(number, -(-self.rows // height))
+        return strip * height, min((strip + 1) * height, self.rows), self.band(stage, width, place)
+
+    def band(self, stage: Stage, width: int, place: int) -> Band | None:
+        """The band of this place among those of a width."""
+        if width >= self.columns:
+            return None
+        key = stage, width, place
+        if key not in self.bands:
+            start = place * width
+            self.bands[key] = band(stage.work, start, min(start + width, self.columns))
+        return self.bands[key]
+
+    def read(self, node: Node, start: int, stop: int, columns: Part | None = None) -> Tensor:
+        """Rows of the image or of a target, of these columns or all."""
         value = self.given[node]
         index: list[Any] = [slice(None)] * len(value.shape)
         index[self.streamed.rows[node].dim] = slice(start, stop)
+        if columns is not None:
+            index[self.streamed.column_dim(node)] = slice(*columns)
         return _tensor(value[tuple(index)], self.device)
 
     @property
@@ -60,29 +89,27 @@ class Prepared:
         }
         return Run(self.streamed, self.read, whole, context, store)
 
-    def middle(self, stage: Stage, height: int) -> int:
+    def middle(self, work: Pass, height: int) -> int:
         """Where a strip in the middle begins: one of those that own the most rows at the ends."""
         first = (self.rows - height) // 2
-        counts = {self.streamed.rows[node].count for node in stage.work.ends.values()}
+        counts = {work.streamed.rows[node].count for node in work.ends.values()}
         rows = {count: -(-(first + height) * count // self.rows) for count in counts}
         starts = {-(-row * self.rows // count) - height for count, row in rows.items()}
 
         def owned(start: int) -> int:
-            parts = stage.work.parts(start, start + height, self.rows).values()
+            parts = work.parts(start, start + height, self.rows).values()
             return sum(stop - start for start, stop in parts)
 
         return max(sorted(starts), key=owned)
 
-    def halo(self, stage: Stage, height: int) -> int:
+    def halo(self, work: Pass, height: int) -> int:
         """Rows that a strip in the middle reads beyond its own, in rows of the image."""
-        start = self.middle(stage, height)
-        owned = stage.work.parts(start, start + height, self.rows)
-        demanded = stage.work.demands(owned)
-        counts = {node: self.streamed.rows[node].count for node in demanded}
+        start = self.middle(work, height)
+        demanded = work.demands(work.parts(start, start + height, self.rows))
         read = [
-            math.ceil((demanded[node][1] - demanded[node][0]) * self.rows / counts[node])
-            for node in demanded
-            if node not in stage.work.operators
+            math.ceil((last - first) * self.rows / work.streamed.rows[node].count)
+            for node, (first, last) in demanded.items()
+            if node not in work.operators
         ]
         return max(max(read, default=0) - height, 0)
 

@@ -20,25 +20,34 @@ class Progress:
 
 
 class Clock:
-    """Predicts the time left: strips cost by their rows, backward ones three times as much."""
+    """Predicts the time left: a stage's strips cost the same, backward ones three times as much.
 
-    def __init__(self, stages: Sequence[tuple[int, int]], rows: int) -> None:
-        self._stages, self._rows = stages, rows
-        self._cost = float(sum(weight * rows for weight, _ in stages))
-        self._total = sum(-(-rows // height) for _, height in stages)
-        self._done, self._spent, self._begun = 0, 0.0, 0.0
+    Args:
+        stages: the weight of each, and its strips.
+    """
+
+    def __init__(self, stages: Sequence[tuple[int, int]]) -> None:
+        self._stages, self._ahead = stages, [strips for _, strips in stages]
+        self._spent, self._begun = 0.0, 0.0
 
     def start(self, position: Position) -> None:
         """Leave out what was done before."""
-        for number, (weight, height) in enumerate(self._stages[: position.stage + 1]):
-            strips = position.strip if number == position.stage else -(-self._rows // height)
-            self._done += strips
-            self._cost -= weight * min(strips * height, self._rows)
+        for number in range(position.stage + 1):
+            self._ahead[number] -= position.strip if number == position.stage else self._ahead[number]
         self._begun = time.monotonic()
 
-    def tick(self, weight: int, rows: int) -> Progress:
-        """After a strip."""
-        self._done, self._spent = self._done + 1, self._spent + weight * rows
-        seconds = time.monotonic() - self._begun
-        left = seconds * max(self._cost - self._spent, 0.0) / self._spent
-        return Progress(done=self._done, total=self._total, seconds=seconds, seconds_left=left)
+    def tick(self, number: int) -> Progress:
+        """After a strip of the stage of this number."""
+        weight, strips = self._stages[number]
+        self._ahead[number] -= 1
+        self._spent += weight / strips
+        cost = sum(
+            weight * ahead / strips for (weight, strips), ahead in zip(self._stages, self._ahead, strict=True)
+        )
+        total, seconds = sum(strips for _, strips in self._stages), time.monotonic() - self._begun
+        return Progress(
+            done=total - sum(self._ahead),
+            total=total,
+            seconds=seconds,
+            seconds_left=seconds * cost / self._spent,
+        )

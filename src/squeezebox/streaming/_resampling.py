@@ -6,10 +6,13 @@ operator. Otherwise its columns are, and its rows are weighted sums of a few tap
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.fx import Node
@@ -38,6 +41,7 @@ _KINDS: dict[Any, _Kind] = {
     _aten.upsample_bilinear2d.vec: _Kind(operator=_aten.upsample_bilinear2d.default, taps=2, aligns=True),
     _aten.upsample_bicubic2d.vec: _Kind(operator=_aten.upsample_bicubic2d.default, taps=4, aligns=True),
 }
+_KINDS |= {kind.operator: kind for kind in _KINDS.values()}
 
 
 def interpolated(call: Call) -> Operator:
@@ -48,8 +52,9 @@ def interpolated(call: Call) -> Operator:
     if axis < 0:
         raise call.refuse("the streamed axis is not one of its spatial ones")
     aligned = bool(call.args[2]) if kind.aligns else False
-    scales: Any = call.args[-1]
-    scales = [None, None] if scales is None or len(call.args) < 3 + kind.aligns else [*scales]
+    given: Any = call.args[2 + kind.aligns :]
+    given = given if call.target is kind.operator else (given[0] if given else None) or ()
+    scales = [*given, None, None][:2]
     count = call.shape[rows.dim]
     resize = _Resize(kind, axis, aligned, [None if scale is None else float(scale) for scale in scales])
     factor, rest = divmod(count, rows.count)
@@ -93,7 +98,8 @@ def _magnified(resize: _Resize, source: Node, rows: Rows, made: Rows, columns: i
 
 
 def _tapped(resize: _Resize, source: Node, rows: Rows, made: Rows, columns: int) -> Operator:
-    places, weights = _taps(resize, rows.count, made.count)
+    # Arrays and not tensors: where a band is recorded, torch would take those for unknown.
+    places, weights = (each.numpy() for each in _taps(resize, rows.count, made.count))
 
     def within(start: int, stop: int) -> tuple[int, int]:
         part = places[:, start:stop]
@@ -103,10 +109,11 @@ def _tapped(resize: _Resize, source: Node, rows: Rows, made: Rows, columns: int)
         first, last = within(start, stop)
         part = resize(strip.rows(source, first, last), last - first, None, columns)
         shape = [-1] + [1] * (part.dim() - 1 - rows.dim)
-        total = part.new_zeros(())
-        for place, weight in zip(places, weights, strict=True):
-            tap = part.index_select(rows.dim, (place[start:stop] - first).to(part.device))
-            total = total + tap * weight[start:stop].to(part).view(shape)
+        taps = []
+        for place, weight in zip(places[:, start:stop] - first, weights[:, start:stop], strict=True):
+            tap = part.index_select(rows.dim, torch.tensor(place, device=part.device))
+            taps.append(tap * torch.tensor(weight, dtype=part.dtype, device=part.device).view(shape))
+        total: Tensor = functools.reduce(operator.add, taps)
         return total
 
     return Operator(rows=made, needs=lambda start, stop: [(source, *within(start, stop))], run=run)
@@ -158,8 +165,8 @@ def indexed(call: Call) -> Operator:
         return _elsewhere(call, table, rows)
     if rows.merged:
         raise call.refuse("the streamed axis has been merged with another one before")
-    places = _folded(call, indices[rows.dim])
-    places = torch.where(places < 0, places + rows.count, places).cpu()
+    picked = _folded(call, indices[rows.dim])
+    places = torch.where(picked < 0, picked + rows.count, picked).cpu().numpy()
 
     def within(start: int, stop: int) -> tuple[int, int]:
         part = places[start:stop]
@@ -168,9 +175,11 @@ def indexed(call: Call) -> Operator:
     def run(strip: Strip, start: int, stop: int) -> Tensor:
         first, last = within(start, stop)
         part: Tensor = strip.rows(table, first, last)
-        if last - first == stop - start and bool((places[start:stop].diff() == 1).all()):
+        if last - first == stop - start and bool((np.diff(places[start:stop]) == 1).all()):
             return part
-        picked: Tensor = part.index_select(rows.dim, (places[start:stop] - first).to(part.device))
+        picked: Tensor = part.index_select(
+            rows.dim, torch.tensor(places[start:stop] - first, device=part.device)
+        )
         return picked
 
     def needs(start: int, stop: int) -> list[Need]:
@@ -204,6 +213,7 @@ def _looked_up(call: Call, indices: list[Any]) -> Operator:
 
 def _folded(call: Call, node: Node) -> Tensor:
     """The value of a node that depends on nothing."""
+    node = node.meta.get("stands_for", node)
     if node.op != "call_function":
         raise call.refuse("the rows that it picks are not known beforehand")
     arguments, keywords = (

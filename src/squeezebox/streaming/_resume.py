@@ -20,17 +20,17 @@ from squeezebox.streaming._run import Run
 from squeezebox.streaming._stages import Stage
 from squeezebox.streaming._strip import Read
 
-_FORMAT = 1
+_FORMAT = 2
 _SAMPLED = 16  # rows of the image and of every target that are compared
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Position:
-    """The strip and the stage that come next, and the heights of the strips."""
+    """The strip and the stage that come next, and every stage's height and width of strips."""
 
     stage: int
     strip: int
-    heights: tuple[int, ...]
+    sizes: tuple[tuple[int, int], ...]
 
 
 def fingerprint(streamed: Streamed, read: Read) -> str:
@@ -61,7 +61,7 @@ def save(path: Path, mark: str, position: Position, run: Run) -> None:
     content = {
         "format": _FORMAT,
         "fingerprint": mark,
-        "position": (position.stage, position.strip, list(position.heights)),
+        "position": (position.stage, position.strip, [list(size) for size in position.sizes]),
         "states": {node.name: list(state) for node, state in run.states.items()},
         "gradients": {name: leaf.grad for name, leaf in run.values.gradients() if leaf.grad is not None},
     }
@@ -108,8 +108,8 @@ def load(path: Path, mark: str) -> dict[str, Any] | None:
 
 def position_of(content: dict[str, Any]) -> Position:
     """Where the step goes on."""
-    stage, strip, heights = content["position"]
-    return Position(stage=stage, strip=strip, heights=tuple(heights))
+    stage, strip, sizes = content["position"]
+    return Position(stage=stage, strip=strip, sizes=tuple((height, width) for height, width in sizes))
 
 
 def restore(content: dict[str, Any], run: Run, stages: Sequence[Stage], position: Position) -> None:

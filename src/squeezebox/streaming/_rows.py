@@ -11,6 +11,9 @@ from torch.fx import Node
 
 from squeezebox.schema import UnsupportedModelError
 
+Part = tuple[int, int]
+"""Rows, or columns, from the first up to but not including the last."""
+
 Need = tuple[Node, int, int]
 """An operator's input and the rows of it, from the first up to but not including the last."""
 

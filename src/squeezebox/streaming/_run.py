@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from squeezebox.streaming._band import Band
 from squeezebox.streaming._graph import Streamed
 from squeezebox.streaming._reductions import State
+from squeezebox.streaming._rows import Part
 from squeezebox.streaming._spool import Store
 from squeezebox.streaming._stages import Stage
-from squeezebox.streaming._strip import Part, Read
+from squeezebox.streaming._strip import Read
 from squeezebox.streaming._values import Values
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -38,7 +40,7 @@ class Run:
         self.values = Values(streamed, targets)
         self.room: Callable[[Stage], None] | None = None  # makes room for a strip of the stage
         self._given, self._context, self._store = read, context, store
-        self._begun: list[tuple[Node, int, Tensor]] = []
+        self._begun: list[tuple[Node, int, Part | None, Tensor]] = []
         self._sloped: tuple[Stage, dict[Node, State]] | None = None
 
     def begin(self, stage: Stage) -> None:
@@ -46,29 +48,35 @@ class Run:
         if not stage.reduces:
             self.values.hand_on(above=stage.number)
 
-    def strip(self, stage: Stage, start: int, stop: int, again: bool = False) -> None:
-        """One strip: the image's rows ``start`` to ``stop``."""
+    def strip(
+        self, stage: Stage, start: int, stop: int, again: bool = False, band: Band | None = None
+    ) -> None:
+        """One strip, or tile of a band: the image's rows ``start`` to ``stop``."""
         whole = self.streamed.rows[self.streamed.program.image].count
-        owned = stage.work.parts(start, stop, whole)
+        work, columns = (stage.work, {}) if band is None else (band, band.columns)
+        owned = work.parts(start, stop, whole)
         if not owned:
             return
         if self.room is not None:
             self.room(stage)
         if not stage.derives:
             with torch.no_grad():
-                stage.work.run(
-                    owned, self._read, self.values.known, lambda node, x: self._keep(node, owned[node][0], x)
+                work.run(
+                    owned,
+                    self._read,
+                    self.values.known,
+                    lambda node, x: self._keep(node, owned[node][0], columns.get(node), x),
                 )
             return
         made: dict[Node, Tensor] = {}
         with torch.enable_grad(), self._context() if self._context else contextlib.nullcontext():
-            run = stage.work.run_again if again else stage.work.run
+            run = work.run_again if again else work.run
             run(owned, self._read, self.values.for_strips(stage), made.__setitem__)
         if stage.reduces:
             with torch.no_grad():
                 for node, x in made.items():
                     self._add(node, x)
-        self._derive(stage, made, owned)
+        self._derive(stage, made, {node: (*part, columns.get(node)) for node, part in owned.items()})
 
     def end(self, stage: Stage, is_last_ahead: bool) -> None:
         """After a stage's last strip."""
@@ -83,7 +91,7 @@ class Run:
             self.values.set(node, self.streamed.reductions[node].finish(self.states[node]))
         self.values.compute()
 
-    def pretend(self, stage: Stage, start: int, stop: int) -> None:
+    def pretend(self, stage: Stage, start: int, stop: int, band: Band | None = None) -> None:
         """Make up everything that a strip of the stage reads and is not known yet, to measure the strip.
 
         Parameters have gradients then, as after a first strip, and what is measured adds to them.
@@ -91,28 +99,30 @@ class Run:
         own = stage.work.ends if stage.reduces else ()
         self.values.pretend(stage, [node for node in self.streamed.reductions if node not in own])
         if not stage.reduces:
-            self.strip(replace(stage, reduces=True, derives=False), start, stop)
+            self.strip(replace(stage, reduces=True, derives=False), start, stop, band=band)
 
-    def _read(self, node: Node, start: int, stop: int) -> Tensor:
-        """Rows of the image, of a target, or of what is stored, at which autograd begins then."""
-        is_stored = node in self.streamed.operators
-        x = self._store.read(node, start, stop) if is_stored else self._given(node, start, stop)
+    def _read(self, node: Node, start: int, stop: int, columns: Part | None = None) -> Tensor:
+        """A part of the image, of a target, or of what is stored, at which autograd begins then."""
+        read = self._store.read if node in self.streamed.operators else self._given
+        x = read(node, start, stop, columns)
         if torch.is_grad_enabled() and node in self.streamed.differentiable:
-            self._begun.append((node, start, x.requires_grad_()))
+            self._begun.append((node, start, columns, x.requires_grad_()))
         return x
 
-    def _keep(self, node: Node, start: int, x: Tensor) -> None:
+    def _keep(self, node: Node, start: int, columns: Part | None, x: Tensor) -> None:
         if node in self.streamed.reductions:
             self._add(node, x)
         else:
-            self._store.write(node, start, x)
+            self._store.write(node, start, x, columns)
 
     def _add(self, node: Node, x: Tensor) -> None:
         reduction = self.streamed.reductions[node]
         partial = reduction.partial(x.detach())
         self.states[node] = reduction.merge(self.states[node], partial) if node in self.states else partial
 
-    def _derive(self, stage: Stage, made: Mapping[Node, Tensor], owned: Mapping[Node, Part]) -> None:
+    def _derive(
+        self, stage: Stage, made: Mapping[Node, Tensor], owned: Mapping[Node, tuple[int, int, Part | None]]
+    ) -> None:
         ends: dict[Node, Tensor] = {}
         gradients: dict[Node, Tensor] = {}
         for node, x in made.items():
@@ -123,12 +133,14 @@ class Run:
                 gradients[end] = gradient + gradients[end] if end in gradients else gradient
         if ends:
             torch.autograd.backward([*ends.values()], [gradients.pop(end) for end in ends])
-        for node, start, leaf in self._begun:
+        for node, start, columns, leaf in self._begun:
             if leaf.grad is not None:
-                self._store.add(node, start, leaf.grad)
+                self._store.add(node, start, leaf.grad, columns)
         self._begun.clear()
 
-    def _gradient(self, stage: Stage, node: Node, x: Tensor, part: Part) -> Tensor | None:
+    def _gradient(
+        self, stage: Stage, node: Node, x: Tensor, part: tuple[int, int, Part | None]
+    ) -> Tensor | None:
         """The loss's derivative by an end's own rows, None if there is none."""
         if node not in self.streamed.reductions:
             return self._store.gradient(node, *part)

@@ -18,7 +18,7 @@ from torch.fx import Node
 from squeezebox.memory import nameless_file
 from squeezebox.schema import OutputError
 from squeezebox.streaming._graph import Streamed
-from squeezebox.streaming._rows import Rows
+from squeezebox.streaming._rows import Part, Rows
 
 _ALIGNMENT = 64
 _PIECE = 1 << 22  # bytes that are brought into the file's order at a time
@@ -76,100 +76,125 @@ def _place(node: Node, rows: Rows, end: int) -> _Place:
 class Store(Protocol):
     """Tensors that outlast their pass, and their gradients, by rows."""
 
-    def read(self, node: Node, start: int, stop: int) -> Tensor:
-        """A copy of these rows."""
+    def read(self, node: Node, start: int, stop: int, columns: Part | None = None) -> Tensor:
+        """A copy of these rows, of some columns or all."""
 
-    def write(self, node: Node, start: int, x: Tensor) -> None:
+    def write(self, node: Node, start: int, x: Tensor, columns: Part | None = None) -> None:
         """Keep rows from ``start`` on."""
 
-    def gradient(self, node: Node, start: int, stop: int) -> Tensor | None:
+    def gradient(self, node: Node, start: int, stop: int, columns: Part | None = None) -> Tensor | None:
         """The loss's derivative by these rows so far, None if there is none by any."""
 
-    def add(self, node: Node, start: int, gradient: Tensor) -> None:
+    def add(self, node: Node, start: int, gradient: Tensor, columns: Part | None = None) -> None:
         """Add to the derivative by rows from ``start`` on."""
 
 
 class _Array(Protocol):
     """A whole tensor with the streamed axis, ``dim``, as an axis of its own."""
 
-    def read(self, start: int, stop: int) -> Tensor:
-        """A copy of these rows."""
+    def read(self, start: int, stop: int, columns: Part | None) -> Tensor:
+        """A copy of these rows, of some columns or all."""
 
-    def write(self, start: int, x: Tensor) -> None:
+    def write(self, start: int, x: Tensor, columns: Part | None) -> None:
         """Put rows there from ``start`` on."""
 
 
 class _InMemory:
     """On the device."""
 
-    def __init__(self, whole: Tensor, dim: int) -> None:
-        self._whole, self._dim = whole, dim
+    def __init__(self, whole: Tensor, node: Node, streamed: Streamed) -> None:
+        self._whole, self._node, self._streamed = whole, node, streamed
 
-    def read(self, start: int, stop: int) -> Tensor:
-        """A copy of these rows."""
-        return self._whole.narrow(self._dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+    def read(self, start: int, stop: int, columns: Part | None) -> Tensor:
+        """A copy of these rows, of some columns or all."""
+        part = self._streamed.part(self._node, self._whole, start, stop, columns)
+        return part.clone(memory_format=torch.contiguous_format)
 
-    def write(self, start: int, x: Tensor) -> None:
+    def write(self, start: int, x: Tensor, columns: Part | None) -> None:
         """Put rows there from ``start`` on."""
-        self._whole.narrow(self._dim, start, x.shape[self._dim]).copy_(x)
+        count = x.shape[self._streamed.rows[self._node].dim + 1]
+        self._streamed.part(self._node, self._whole, start, start + count, columns).copy_(x)
 
 
 class _InFile:
-    """In a file, row behind row, so that some rows are one piece of it; mapped pages would be memory."""
+    """In a file, row behind row, so that some rows are one piece of it; mapped pages would be memory.
 
-    def __init__(self, file: IO[bytes], place: _Place, device: torch.device) -> None:
+    With an axis ``across``, a row is column behind column, so that some columns of a row are one piece.
+    """
+
+    def __init__(self, file: IO[bytes], place: _Place, across: int | None, device: torch.device) -> None:
         self._file, self._place, self._device = file, place, device
-        self._shape = [size for dim, size in enumerate(place.shape) if dim != place.dim]
-        self._row_bytes = math.prod(self._shape) * place.dtype.itemsize
-        self._most = max(_PIECE // max(self._row_bytes, 1), 1)
+        self._leading = [place.dim] if across is None else [place.dim, across]
+        self._columns = 1 if across is None else place.shape[across]
+        self._rest = [size for dim, size in enumerate(place.shape) if dim not in self._leading]
+        self._column_bytes = math.prod(self._rest) * place.dtype.itemsize
 
-    def read(self, start: int, stop: int) -> Tensor:
-        """A copy of these rows."""
+    def read(self, start: int, stop: int, columns: Part | None) -> Tensor:
+        """A copy of these rows, of some columns or all."""
         shape = [*self._place.shape]
         shape[self._place.dim] = stop - start
+        if columns is not None:
+            shape[self._leading[1]] = columns[1] - columns[0]
         found = torch.empty(shape, dtype=self._place.dtype, device=self._device)
-        for first, last, memory, rows in self._pieces(start, stop):
-            count = os.preadv(self._file.fileno(), [memory], self._offset(first))
-            if count != len(memory):
-                raise OutputError(
-                    f"of what passes hand on {count:,} of {len(memory):,} bytes could be read back; its disk "
-                    "may be failing, so give spool= a folder on another one."
-                )
+        for first, last, runs, rows in self._pieces(start, stop, columns):
+            for memory, offset in runs:
+                count = os.preadv(self._file.fileno(), [memory], offset)
+                if count != len(memory):
+                    raise OutputError(
+                        f"of what passes hand on {count:,} of {len(memory):,} bytes could be read back; its "
+                        "disk may be failing, so give spool= a folder on another one."
+                    )
             self._part(found, first - start, last - start).copy_(rows)
         return found
 
-    def write(self, start: int, x: Tensor) -> None:
+    def write(self, start: int, x: Tensor, columns: Part | None) -> None:
         """Put rows there from ``start`` on."""
-        for first, last, memory, rows in self._pieces(start, start + x.shape[self._place.dim]):
+        for first, last, runs, rows in self._pieces(start, start + x.shape[self._place.dim], columns):
             rows.copy_(self._part(x, first - start, last - start))
-            try:
-                written = os.pwritev(self._file.fileno(), [memory], self._offset(first))
-            except OSError as error:
-                raise OutputError(
-                    f"what passes hand on could not be written: {error}. Give spool= a folder on another "
-                    "disk."
-                ) from error
-            if written != len(memory):
-                raise OutputError(
-                    f"of what passes hand on {written:,} of {len(memory):,} bytes could be written; make "
-                    "room on the disk, or give spool= a folder on another one."
-                )
-
-    def _offset(self, row: int) -> int:
-        return self._place.offset + row * self._row_bytes
+            for memory, offset in runs:
+                try:
+                    written = os.pwritev(self._file.fileno(), [memory], offset)
+                except OSError as error:
+                    raise OutputError(
+                        f"what passes hand on could not be written: {error}. Give spool= a folder on another "
+                        "disk."
+                    ) from error
+                if written != len(memory):
+                    raise OutputError(
+                        f"of what passes hand on {written:,} of {len(memory):,} bytes could be written; make "
+                        "room on the disk, or give spool= a folder on another one."
+                    )
 
     def _part(self, x: Tensor, start: int, stop: int) -> Tensor:
         """These rows of a tensor, in the file's order of dimensions."""
-        return x.narrow(self._place.dim, start, stop - start).movedim(self._place.dim, 0)
+        return x.narrow(self._place.dim, start, stop - start).movedim(
+            self._leading, [*range(len(self._leading))]
+        )
 
-    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, memoryview, Tensor]]:
-        """Some rows at a time: from, to, their bytes, and the same as a tensor in the file's order."""
-        held = np.empty(min(self._most, stop - start) * self._row_bytes, np.uint8)
-        for first in range(start, stop, self._most):
-            last = min(first + self._most, stop)
-            part = held[: (last - first) * self._row_bytes]
-            rows = torch.from_numpy(part).view(self._place.dtype).view([last - first, *self._shape])
-            yield first, last, part.data, rows
+    def _pieces(
+        self, start: int, stop: int, columns: Part | None
+    ) -> Iterator[tuple[int, int, list[tuple[memoryview, int]], Tensor]]:
+        """Some rows at a time: from, to, their bytes with the places of these, and all as a tensor."""
+        left, right = columns or (0, self._columns)
+        row_bytes, part_bytes = self._columns * self._column_bytes, (right - left) * self._column_bytes
+        shape = [*([right - left] if len(self._leading) > 1 else []), *self._rest]
+        most = max(_PIECE // max(part_bytes, 1), 1)
+        held = np.empty(min(most, stop - start) * part_bytes, np.uint8)
+        for first in range(start, stop, most):
+            last = min(first + most, stop)
+            part = held[: (last - first) * part_bytes]
+            length = len(part) if part_bytes == row_bytes else part_bytes
+            at = self._place.offset + first * row_bytes + left * self._column_bytes
+            runs = [
+                (part.data[begin : begin + length], at + number * row_bytes)
+                for number, begin in enumerate(range(0, len(part), max(length, 1)))
+            ]
+            yield (
+                first,
+                last,
+                runs,
+                torch.from_numpy(part).view(self._place.dtype).view([last - first, *shape]),
+            )
 
 
 class Spool:
@@ -182,23 +207,23 @@ class Spool:
     """
 
     def __init__(
-        self, content: Layout, streamed: Streamed, folder: Path | None, device: torch.device
+        self, content: Layout, streamed: Streamed, folder: Path | None, device: torch.device, tiled: bool
     ) -> None:
         self._rows, self._device, self._file = streamed.rows, device, None
         if folder is None:
             bytes_ = torch.zeros(content.nbytes, dtype=torch.uint8, device=device)
 
-            def array(place: _Place) -> _Array:
+            def array(node: Node, place: _Place) -> _Array:
                 part = bytes_[place.offset : place.stop]
-                return _InMemory(part.view(place.dtype).view(place.shape), place.dim)
+                return _InMemory(part.view(place.dtype).view(place.shape), node, streamed)
         else:
             self._file = file = nameless_file(folder, content.nbytes, "what passes hand on", "spool=")
 
-            def array(place: _Place) -> _Array:
-                return _InFile(file, place, device)
+            def array(node: Node, place: _Place) -> _Array:
+                return _InFile(file, place, streamed.apart_dim(node) if tiled else None, device)
 
-        self._tensors = {node: array(place) for node, place in content.tensors.items()}
-        self._gradients = {node: array(place) for node, place in content.gradients.items()}
+        self._tensors = {node: array(node, place) for node, place in content.tensors.items()}
+        self._gradients = {node: array(node, place) for node, place in content.gradients.items()}
         self._known = set[Node]()
 
     def __enter__(self) -> Spool:
@@ -212,24 +237,26 @@ class Spool:
         if self._file is not None:
             self._file.close()
 
-    def read(self, node: Node, start: int, stop: int) -> Tensor:
-        """A copy of these rows."""
-        return self._together(node, self._tensors[node].read(start, stop))
+    def read(self, node: Node, start: int, stop: int, columns: Part | None = None) -> Tensor:
+        """A copy of these rows, of some columns or all."""
+        return self._together(node, self._tensors[node].read(start, stop, columns))
 
-    def write(self, node: Node, start: int, x: Tensor) -> None:
+    def write(self, node: Node, start: int, x: Tensor, columns: Part | None = None) -> None:
         """Keep rows from ``start`` on."""
-        self._tensors[node].write(start, self._rows[node].apart(x))
+        self._tensors[node].write(start, self._rows[node].apart(x), columns)
 
-    def gradient(self, node: Node, start: int, stop: int) -> Tensor | None:
+    def gradient(self, node: Node, start: int, stop: int, columns: Part | None = None) -> Tensor | None:
         """The loss's derivative by these rows so far, None if there is none by any."""
-        return self._together(node, self._gradients[node].read(start, stop)) if node in self._known else None
+        if node not in self._known:
+            return None
+        return self._together(node, self._gradients[node].read(start, stop, columns))
 
-    def add(self, node: Node, start: int, gradient: Tensor) -> None:
+    def add(self, node: Node, start: int, gradient: Tensor, columns: Part | None = None) -> None:
         """Add to the derivative by rows from ``start`` on."""
         self._known.add(node)
         apart, array = self._rows[node].apart(gradient), self._gradients[node]
-        so_far = array.read(start, start + apart.shape[self._rows[node].dim + 1])
-        array.write(start, so_far.add_(apart))
+        so_far = array.read(start, start + apart.shape[self._rows[node].dim + 1], columns)
+        array.write(start, so_far.add_(apart), columns)
 
     def _together(self, node: Node, apart: Tensor) -> Tensor:
         dim = self._rows[node].dim
@@ -240,20 +267,23 @@ class Blank:
     """A store that keeps nothing and gives ones: to measure a strip whose input is not known yet."""
 
     def __init__(self, streamed: Streamed, device: torch.device) -> None:
-        self._rows, self._device = streamed.rows, device
+        self._streamed, self._device = streamed, device
 
-    def read(self, node: Node, start: int, stop: int) -> Tensor:
+    def read(self, node: Node, start: int, stop: int, columns: Part | None = None) -> Tensor:
         """Ones."""
-        rows, value = self._rows[node], node.meta["val"]
-        shape = (*value.shape[: rows.dim], rows.size(stop - start), *value.shape[rows.dim + 1 :])
+        rows, value = self._streamed.rows[node], node.meta["val"]
+        shape = [*value.shape]
+        shape[rows.dim] = rows.size(stop - start)
+        if columns is not None:
+            shape[self._streamed.column_dim(node)] = columns[1] - columns[0]
         return torch.ones(shape, dtype=value.dtype, device=self._device)
 
-    def write(self, node: Node, start: int, x: Tensor) -> None:
+    def write(self, node: Node, start: int, x: Tensor, columns: Part | None = None) -> None:
         """Nothing."""
 
-    def gradient(self, node: Node, start: int, stop: int) -> Tensor | None:
+    def gradient(self, node: Node, start: int, stop: int, columns: Part | None = None) -> Tensor | None:
         """Ones."""
-        return self.read(node, start, stop)
+        return self.read(node, start, stop, columns)
 
-    def add(self, node: Node, start: int, gradient: Tensor) -> None:
+    def add(self, node: Node, start: int, gradient: Tensor, columns: Part | None = None) -> None:
         """Nothing."""

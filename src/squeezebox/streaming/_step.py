@@ -13,34 +13,25 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from squeezebox.memory import (
-    Ceiling,
-    DiskFolder,
-    Peak,
-    PeakMeter,
-    ProcessMeter,
-    require_imports,
-    return_all,
-    usual_folder,
-    within_room,
-)
+from squeezebox.memory import Ceiling, DiskFolder, require_imports, usual_folder, within_room
 from squeezebox.reports import parse_size
 from squeezebox.schema import OptionError, UnsupportedModelError
 from squeezebox.streaming._files import from_file
-from squeezebox.streaming._graph import Streamed, analyse
+from squeezebox.streaming._fitting import Fitting
+from squeezebox.streaming._given import derivable, require_image, require_modes, scaled
+from squeezebox.streaming._graph import Streamed, analyse, with_across
 from squeezebox.streaming._outputs import Onto, Outputs, writable
-from squeezebox.streaming._plan import StreamPlan, StripPlan, fitting_height, require_rowless
-from squeezebox.streaming._prepared import Prepared, Scaled, form_of
+from squeezebox.streaming._plan import StreamPlan
+from squeezebox.streaming._prepared import Bands, Prepared, form_of
 from squeezebox.streaming._progress import Clock, Progress
 from squeezebox.streaming._resume import Position, fingerprint, load, position_of, restore, save
 from squeezebox.streaming._rows import refusal
 from squeezebox.streaming._run import Context, Run
-from squeezebox.streaming._spool import Blank, Layout, Spool, Store, layout
+from squeezebox.streaming._spool import Blank, Layout, Spool, layout
 from squeezebox.streaming._stages import Stage, stages_of
 from squeezebox.streaming._trace import Aim, Whole, trace
 
 Metric = Callable[[Any, Any], Any]
-_OWN_BYTES = 4 << 20  # of the process that are not a strip's: what the system counts late, compiled kernels
 
 
 class StreamedStep:
@@ -70,7 +61,7 @@ class StreamedStep:
         prepare: what the model is given in the image's place, computed strip by strip. By default uint8
             images are scaled to 0..1 in the parameters' precision, and others left as they are.
         axis: the image's dimension that is streamed, -2 or -1; the longer one by default.
-        height: rows of a strip, instead of ``memory``.
+        height: rows of a strip, or rows and columns of a tile, instead of ``memory``.
         recompute: keep fewer tensors within a strip, and recompute the others in its backward, so that strips
             can be higher.
         context: makes a context around each strip's forward, such as ``session.step`` of :func:`attach`,
@@ -99,7 +90,7 @@ class StreamedStep:
         memory: int | str | None = None,
         prepare: Callable[[Tensor], Tensor] | None = None,
         axis: int | None = None,
-        height: int | None = None,
+        height: int | tuple[int, int] | None = None,
         recompute: bool = False,
         context: Context | None = None,
         progress: Callable[[Progress], object] | None = None,
@@ -111,8 +102,9 @@ class StreamedStep:
             raise OptionError("give memory= (such as '1GiB') or height= (rows of a strip), one of them.")
         if axis not in (None, -2, -1):
             raise OptionError(f"axis {axis} is neither -2 (rows) nor -1 (columns).")
-        if height is not None and height < 1:
-            raise OptionError(f"height {height} is below one row.")
+        size = None if height is None else (height, None) if isinstance(height, int) else height
+        if size is not None and not all(each is None or each >= 1 for each in size):
+            raise OptionError(f"height {height} is below one row or column.")
         if spool and checkpoint is not None:
             raise OptionError(
                 "what spool= stores goes with the process, so checkpoint= could not resume; give one of them."
@@ -127,11 +119,11 @@ class StreamedStep:
         is_free = spool is None and checkpoint is None
         self._keepable_bytes = (self._memory_bytes or 0) // 2 if is_free else 0
         self._model, self._loss_fn, self._prepare = model, loss_fn, prepare
-        self._axis, self._height, self._recompute = axis, height, recompute
+        self._axis, self._size, self._recompute = axis, size, recompute
         self._context, self._progress = context, progress
         self._checkpoint = None if checkpoint is None else Path(checkpoint)
         self._checkpoint_seconds = checkpoint_seconds
-        self._known: dict[Any, tuple[Streamed, list[Stage], Layout]] = {}
+        self._known: dict[Any, tuple[Streamed, list[Stage], Layout, Bands]] = {}
         self._plans: dict[Any, StreamPlan] = {}
 
     @within_room("a step in strips")
@@ -166,7 +158,7 @@ class StreamedStep:
             )
         aim = Aim(function=self._loss_fn, derives=True, by_image=by_image)
         prepared = self._prepared(
-            _derivable(image, self._model, self._prepare) if by_image else image, target, aim
+            derivable(image, self._model, self._prepare) if by_image else image, target, aim
         )
         node = prepared.streamed.program.image
         added = {node: writable("gradient", gradient, node.meta["val"])} if by_image else {}
@@ -228,16 +220,6 @@ class StreamedStep:
         files: Sequence[Any],
     ) -> Run:
         """A finished run over an image, whose maps and gradients are in these arrays, given as ``files``."""
-        with self._opened(prepared) as store:
-            onto = Onto(store, prepared.layout, prepared.streamed, maps, gradients, files)
-            return self._step(prepared, onto)
-
-    def _opened(self, prepared: Prepared) -> Spool | nullcontext[Blank]:
-        if not prepared.layout.nbytes:
-            return nullcontext(prepared.blank)
-        return Spool(prepared.layout, prepared.streamed, self._folder, self._device)
-
-    def _step(self, prepared: Prepared, store: Store) -> Run:
         stages = prepared.stages
         checkpoint = self._checkpoint if prepared.streamed.program.loss is not None else None
         if checkpoint and prepared.streamed.draws:
@@ -247,27 +229,37 @@ class StreamedStep:
             )
         mark = fingerprint(prepared.streamed, prepared.read) if checkpoint else ""
         found = load(checkpoint, mark) if checkpoint else None
-        ceiling = None if self._memory_bytes is None or self._is_elsewhere else Ceiling(self._memory_bytes)
-        run = prepared.run(self._context, store)
         if found is None:
             plan = self._planned(prepared).stages
-            position = Position(stage=0, strip=0, heights=tuple(stage.height for stage in plan))
+            sizes = tuple((stage.height, stage.width) for stage in plan)
+            position = Position(stage=0, strip=0, sizes=sizes)
             strip_bytes = [stage.strip_bytes or 0 for stage in plan]
         else:
             position = position_of(found)
             strip_bytes = [self._memory_bytes or 0] * len(stages)
-            restore(found, run, stages, position)
-        if ceiling is not None:
-            run.room = lambda stage: ceiling.make_room(strip_bytes[stages.index(stage)])
-        written = time.monotonic()
-        for done in self._strips(run, stages, position, prepared.rows):
-            if checkpoint and time.monotonic() - written >= self._checkpoint_seconds:
-                save(checkpoint, mark, done, run)
-                written = time.monotonic()
-        run.values.finish()
+        with self._opened(prepared, position) as store:
+            onto = Onto(store, prepared.layout, prepared.streamed, maps, gradients, files)
+            run = prepared.run(self._context, onto)
+            if found is not None:
+                restore(found, run, stages, position)
+            if self._memory_bytes is not None and self._device.type == "cpu":
+                ceiling = Ceiling(self._memory_bytes)
+                run.room = lambda stage: ceiling.make_room(strip_bytes[stages.index(stage)])
+            written = time.monotonic()
+            for done in self._strips(run, prepared, position):
+                if checkpoint and time.monotonic() - written >= self._checkpoint_seconds:
+                    save(checkpoint, mark, done, run)
+                    written = time.monotonic()
+            run.values.finish()
         if checkpoint:
             checkpoint.unlink(missing_ok=True)
         return run
+
+    def _opened(self, prepared: Prepared, position: Position) -> Spool | nullcontext[Blank]:
+        if not prepared.layout.nbytes:
+            return nullcontext(prepared.blank)
+        is_tiled = any(width < prepared.columns for _, width in position.sizes)
+        return Spool(prepared.layout, prepared.streamed, self._folder, self._device, is_tiled)
 
     @within_room("measuring strips")
     def plan(self, image: Any, target: Any) -> StreamPlan:
@@ -285,18 +277,13 @@ class StreamedStep:
         parameters = self._model.parameters()
         return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
-    @property
-    def _is_elsewhere(self) -> bool:
-        """Whether strips take memory of a device and not of this process."""
-        return self._device.type != "cpu"
-
     def _whole(self, aim: Aim) -> Whole:
-        prepare = self._prepare or (lambda image: _scaled(image, self._model))
+        prepare = self._prepare or (lambda image: scaled(image, self._model))
         return Whole(self._model, aim.function, prepare)
 
     def _prepared(self, image: Any, target: Any, aim: Aim) -> Prepared:
-        _require_modes(self._device)
-        _require_image(image)
+        require_modes(self._device)
+        require_image(image)
         image, target = pytree.tree_map(from_file, (image, target))
         forms = pytree.tree_map(form_of, (image, target))
         longer = -1 if image.shape[-1] > image.shape[-2] else -2
@@ -313,9 +300,10 @@ class StreamedStep:
             content = layout(streamed, streamed.crossing())
             if self._folder is None and content.nbytes > self._keepable_bytes:
                 content = layout(streamed, frozenset())
+            streamed = self._with_across(streamed, axis, content)
             stages = stages_of(streamed, frozenset(content.tensors), self._context is not None)
-            self._known[key] = streamed, stages, content
-        streamed, stages, content = self._known[key]
+            self._known[key] = streamed, stages, content, {}
+        streamed, stages, content, bands = self._known[key]
         leaves = pytree.tree_leaves(target)
         given = {streamed.program.image: image}
         given |= {node: leaves[number] for node, number in streamed.program.targets.items()}
@@ -325,104 +313,44 @@ class StreamedStep:
             streamed=streamed,
             stages=stages,
             layout=content,
+            bands=bands,
             given=given,
             device=self._device,
         )
 
+    def _with_across(self, streamed: Streamed, axis: int, content: Layout) -> Streamed:
+        """With the other axis too, where tiles are wanted, or may be of use and are possible."""
+        if self._size is not None and self._size[1] is None:
+            return streamed
+        try:
+            return with_across(streamed, -3 - axis, frozenset(content.tensors))
+        except UnsupportedModelError:
+            if self._size is not None:
+                raise
+            return streamed
+
     def _planned(self, prepared: Prepared) -> StreamPlan:
         if prepared.key not in self._plans:
-            nbytes, on_disk = prepared.layout.nbytes, self._folder is not None
-            with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
-                rowless = self._rehearsed(prepared)
-                held = 0 if rowless is None else rowless.left_bytes + (0 if on_disk else nbytes)
-                stages = tuple(self._stage_plan(prepared, stage, held) for stage in prepared.stages)
-            self._plans[prepared.key] = StreamPlan(
-                axis=prepared.axis,
-                rows=prepared.rows,
-                disk_bytes=nbytes if on_disk else 0,
-                kept_bytes=0 if on_disk else nbytes,
-                rowless_bytes=None if rowless is None else rowless.total_bytes,
-                stages=stages,
+            size = None
+            if self._size is not None:
+                height, width = self._size
+                size = min(height, prepared.rows), min(width or prepared.columns, prepared.columns)
+            fitting = Fitting(
+                prepared=prepared,
+                size=size,
+                memory_bytes=self._memory_bytes or 0,
+                recompute=self._recompute,
+                context=self._context,
+                on_disk=self._folder is not None,
             )
+            self._plans[prepared.key] = fitting.plan()
         return self._plans[prepared.key]
 
-    def _rehearsed(self, prepared: Prepared) -> Peak | None:
-        """What has no rows, at its highest moment and while strips run; None where the height is given.
-
-        Raises:
-            BudgetError: it needs more than the memory.
-        """
-        if self._memory_bytes is None:
-            return None
-        meter = self._meter()
-        try:
-            run = prepared.run(self._context, prepared.blank)
-            run.values.rehearse(prepared.stages)
-        finally:
-            peak = meter.stop(())
-        kept = 0 if self._folder else prepared.layout.nbytes
-        require_rowless(peak.total_bytes + kept, self._memory_bytes)
-        return peak
-
-    def _stage_plan(self, prepared: Prepared, stage: Stage, held_bytes: int) -> StripPlan:
-        rows, strip_bytes = prepared.rows, None
-        if self._memory_bytes is None:
-            assert self._height is not None
-            height = min(self._height, rows)
-        else:
-            self._peak_at(prepared, stage, 0, 1)  # what libraries take once is not a strip's
-            height, strip_bytes = fitting_height(
-                lambda height: self._measured(prepared, stage, height),
-                rows,
-                prepared.unit,
-                self._memory_bytes,
-                held_bytes,
-            )
-        return StripPlan(
-            reduces=stage.reduces,
-            derives=stage.derives,
-            height=height,
-            strips=-(-rows // height),
-            halo=prepared.halo(stage, height),
-            strip_bytes=strip_bytes,
-            peak_bytes=None if strip_bytes is None else strip_bytes + held_bytes,
-        )
-
-    def _measured(self, prepared: Prepared, stage: Stage, height: int) -> int:
-        """The peak of a strip in the image's middle, or of the first, which is copied where it is padded."""
-        return max(self._peak_at(prepared, stage, at, height) for at in {prepared.middle(stage, height), 0})
-
-    def _peak_at(self, prepared: Prepared, stage: Stage, start: int, height: int) -> int:
-        """The peak of one strip, with values made up where they are not known yet.
-
-        It is that of its tensors, or what the process grows by, where that is more: the C library keeps what
-        is freed in between, and operators have memory that torch does not see.
-        """
-        return_all()
-        run = prepared.run(self._context, prepared.blank)
-        run.pretend(stage, start, start + height)
-        process, meter = ProcessMeter(), self._meter()
-        process.start()
-        try:
-            run.strip(stage, start, start + height, self._recompute)
-        finally:
-            grown, peak = process.stop(), meter.stop(())
-        return max(peak.total_bytes, 0 if self._is_elsewhere else (grown or 0) - _OWN_BYTES)
-
-    def _meter(self) -> PeakMeter:
-        """A running one."""
-        meter = PeakMeter(self._device)
-        if not meter.start():
-            raise OptionError(
-                "torch's profiler is active, so strips cannot be measured; give height= instead of memory=."
-            )
-        return meter
-
-    def _strips(self, run: Run, stages: Sequence[Stage], position: Position, rows: int) -> Iterator[Position]:
+    def _strips(self, run: Run, prepared: Prepared, position: Position) -> Iterator[Position]:
         """Take every strip from a position on; yields the position after each."""
-        clock = Clock(
-            [(stage.weight, height) for stage, height in zip(stages, position.heights, strict=True)], rows
-        )
+        stages = prepared.stages
+        counts = [prepared.tiles(*size) for size in position.sizes]
+        clock = Clock([(stage.weight, count) for stage, count in zip(stages, counts, strict=True)])
         clock.start(position)
         last_ahead = max((number for number, stage in enumerate(stages) if stage.reduces), default=-1)
         if last_ahead < 0:
@@ -430,15 +358,15 @@ class StreamedStep:
         for number, stage in enumerate(stages):
             if number < position.stage:
                 continue
-            height = position.heights[number]
             first = position.strip if number == position.stage else 0
             if first == 0:
                 run.begin(stage)
-            for strip in range(first, -(-rows // height)):
-                run.strip(stage, strip * height, min((strip + 1) * height, rows), self._recompute)
+            for strip in range(first, counts[number]):
+                start, stop, band = prepared.tile(stage, *position.sizes[number], strip)
+                run.strip(stage, start, stop, self._recompute, band)
                 if self._progress is not None:
-                    self._progress(clock.tick(stage.weight, min(height, rows - strip * height)))
-                yield Position(stage=number, strip=strip + 1, heights=position.heights)
+                    self._progress(clock.tick(number))
+                yield Position(stage=number, strip=strip + 1, sizes=position.sizes)
             run.end(stage, number == last_ahead)
 
 
@@ -452,49 +380,3 @@ def _state(whole: Whole) -> tuple[object, ...]:
 def _output(output: Any, target: None) -> Any:
     """The function of a prediction."""
     return output
-
-
-def _require_modes(device: torch.device) -> None:
-    if torch.is_autocast_enabled(device.type):
-        raise OptionError(
-            "a streamed step runs in the model's own precision; leave torch.autocast out, or give "
-            "model.bfloat16()."
-        )
-    if torch.is_inference_mode_enabled():
-        raise OptionError("a streamed step computes gradients; leave torch.inference_mode out.")
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise UnsupportedModelError("a streamed step computes gradients; call it outside torch.func.")
-
-
-def _require_image(image: Any) -> None:
-    shape = tuple(getattr(image, "shape", ()))
-    if len(shape) < 3 or 0 in shape:
-        raise OptionError(
-            f"the image is a {type(image).__name__} of shape {shape}; give a tensor or an array of "
-            "[N, C, H, W] or [C, H, W], none of them zero."
-        )
-
-
-def _scaled(image: Tensor, model: nn.Module) -> Tensor:
-    """Bytes between 0 and 1 in the model's precision; others as they are."""
-    return image.to(_precision(model)) / 255 if image.dtype == torch.uint8 else image
-
-
-def _precision(model: nn.Module) -> torch.dtype:
-    floating = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-    return next(floating, torch.float32)
-
-
-def _derivable(image: Any, model: nn.Module, prepare: object) -> Any:
-    """The image as floating point numbers, by which there is a gradient.
-
-    Raises:
-        OptionError: it has integers, and what ``prepare`` makes of them has no derivative by them.
-    """
-    _require_image(image)
-    dtype = form_of(image).dtype
-    if dtype.is_floating_point:
-        return image
-    if dtype == torch.uint8 and prepare is None:
-        return Scaled(image, _precision(model))
-    raise OptionError(f"the image is of {dtype}, by which there is no gradient; give floating point numbers.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,11 +14,16 @@ from torch.fx.node import map_arg
 from torch.utils.checkpoint import checkpoint
 
 from squeezebox.streaming._graph import Streamed
-from squeezebox.streaming._rows import Operator
+from squeezebox.streaming._rows import Operator, Part
 
-Part = tuple[int, int]
-Read = Callable[[Node, int, int], Tensor]
 Sink = Callable[[Node, Tensor], None]
+
+
+class Read(Protocol):
+    """Reads rows of a node from a first one up to a last one, and of these some columns, or all."""
+
+    def __call__(self, node: Node, start: int, stop: int, columns: Part | None = None, /) -> Tensor:
+        """A tensor that nothing else holds, or the caller's own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -175,19 +180,23 @@ def plan_pass(streamed: Streamed, number: int, stored: frozenset[Node]) -> Pass:
     ends = {node: streamed.source(node) for node in streamed.reduced_in(number)}
     kept = stored.union(streamed.maps)
     ends |= {node: node for node in streamed.rows if node in kept and streamed.level[node] == number}
-    return _pass_to(streamed, number, stored, ends)
+    return pass_to(streamed, ends, _below(streamed, number, stored))
 
 
 def plan_way_back(ahead: Pass, number: int, stored: frozenset[Node], packed: bool) -> Pass:
     """The pass again, for gradients: unless ``packed``, it knows what the way ahead has stored."""
     streamed = ahead.streamed
     ends = {end: node for end, node in ahead.ends.items() if end in streamed.differentiable}
-    back = _pass_to(streamed, number, stored, ends)
+    back = pass_to(streamed, ends, _below(streamed, number, stored))
     return back if packed else replace(back, known=stored.intersection(ends))
 
 
-def _pass_to(streamed: Streamed, number: int, stored: frozenset[Node], ends: Mapping[Node, Node]) -> Pass:
-    given = frozenset(node for node in stored if streamed.level[node] < number)
+def _below(streamed: Streamed, number: int, stored: frozenset[Node]) -> frozenset[Node]:
+    return frozenset(node for node in stored if streamed.level[node] < number)
+
+
+def pass_to(streamed: Streamed, ends: Mapping[Node, Node], given: frozenset[Node] = frozenset()) -> Pass:
+    """The pass that makes these ends, from the image, the targets and what is ``given``."""
     needed, ahead = set[Node](), [*ends.values()]
     while ahead:
         node = ahead.pop()

@@ -1,0 +1,198 @@
+"""How large strips or tiles are: as large as the memory allows, measured on some of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from squeezebox.memory import Peak, PeakMeter, ProcessMeter, return_all
+from squeezebox.schema import BudgetError, OptionError
+from squeezebox.streaming._band import crosswise
+from squeezebox.streaming._plan import ENOUGH, StreamPlan, StripPlan, even, fitting_height, require_rowless
+from squeezebox.streaming._prepared import Prepared
+from squeezebox.streaming._run import Context
+from squeezebox.streaming._stages import Stage
+from squeezebox.streaming._strip import Pass
+
+_OWN_BYTES = 4 << 20  # of the process that are not a strip's: what the system counts late, compiled kernels
+_WASTED = 1.05  # times the image's operations are little enough for strips
+_WORTH = 0.95  # of what strips compute, at most, is worth tiles
+_SAMPLED = 16  # strips of a pass whose operations are counted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fitting:
+    """Strips or tiles of one image: of a given ``size``, or as large as ``memory_bytes`` allow."""
+
+    prepared: Prepared
+    size: tuple[int, int] | None
+    memory_bytes: int
+    recompute: bool
+    context: Context | None
+    on_disk: bool
+
+    def plan(self) -> StreamPlan:
+        """The passes, and the strips of each; some are run if their size is not given.
+
+        Raises:
+            BudgetError: the smallest strip, or what has no rows, needs more than the memory.
+            OptionError: torch's profiler is active.
+        """
+        prepared, nbytes = self.prepared, self.prepared.layout.nbytes
+        with torch.random.fork_rng([prepared.device] if prepared.device.type == "cuda" else []):
+            rowless = None if self.size else self._rehearsed()
+            held = 0 if rowless is None else rowless.left_bytes + (0 if self.on_disk else nbytes)
+            stages = tuple(self._stage(stage, held) for stage in prepared.stages)
+        return StreamPlan(
+            axis=prepared.axis,
+            rows=prepared.rows,
+            columns=prepared.columns,
+            disk_bytes=nbytes if self.on_disk else 0,
+            kept_bytes=0 if self.on_disk else nbytes,
+            rowless_bytes=None if rowless is None else rowless.total_bytes,
+            stages=stages,
+        )
+
+    def _rehearsed(self) -> Peak:
+        """What has no rows, at its highest moment and while strips run."""
+        meter = self._meter()
+        try:
+            run = self.prepared.run(self.context, self.prepared.blank)
+            run.values.rehearse(self.prepared.stages)
+        finally:
+            peak = meter.stop(())
+        kept = 0 if self.on_disk else self.prepared.layout.nbytes
+        require_rowless(peak.total_bytes + kept, self.memory_bytes)
+        return peak
+
+    def _stage(self, stage: Stage, held_bytes: int) -> StripPlan:
+        prepared, strip_bytes = self.prepared, None
+        if self.size is not None:
+            height, width = self.size
+        else:
+            height, width, strip_bytes = self._fitted(stage, held_bytes)
+        return StripPlan(
+            reduces=stage.reduces,
+            derives=stage.derives,
+            height=height,
+            width=width,
+            strips=prepared.tiles(height, width),
+            halo=prepared.halo(stage.work, height),
+            computed=self._computed(stage, height, width),
+            strip_bytes=strip_bytes,
+            peak_bytes=None if strip_bytes is None else strip_bytes + held_bytes,
+        )
+
+    def _fitted(self, stage: Stage, held_bytes: int) -> tuple[int, int, int]:
+        """Height, width and bytes of strips, or of tiles where these compute less or only they fit."""
+        prepared, width = self.prepared, self.prepared.columns
+        across = prepared.streamed.across
+        least = width if across is None else min(across.unit, width)
+        while True:
+            try:
+                height, nbytes = self._fitting_height(stage, width, held_bytes)
+                break
+            except BudgetError:
+                if width <= least:
+                    raise
+                width = even(width // 2, prepared.columns, least)
+        strips = height, width, nbytes
+        computed = self._computed(stage, height, width)
+        if width <= least or computed <= _WASTED:
+            return strips
+        halo = prepared.halo(stage.work, height)
+        side = math.isqrt((height + halo) * (width + halo)) - halo
+        other = even(max(side, least), prepared.columns, least)
+        if other >= width:
+            return strips
+        height, nbytes = self._fitting_height(stage, other, held_bytes)
+        is_worth = self._computed(stage, height, other) <= _WORTH * computed
+        return (height, other, nbytes) if is_worth else strips
+
+    def _fitting_height(self, stage: Stage, width: int, held_bytes: int) -> tuple[int, int]:
+        self._measured(stage, width, 1)  # what libraries take once is not a strip's
+        room = self.memory_bytes - held_bytes
+
+        def measure(height: int) -> int:
+            found = self._measured(stage, width, height)
+            return found if found <= ENOUGH * room else min(found, self._measured(stage, width, height))
+
+        rows, unit = self.prepared.rows, self.prepared.streamed.unit
+        return fitting_height(measure, rows, unit, self.memory_bytes, held_bytes)
+
+    def _computed(self, stage: Stage, height: int, width: int) -> float:
+        """The operations of all tiles, in multiples of the image's."""
+        prepared, work = self.prepared, stage.work
+        ahead = _shares(work, prepared.rows, height)
+        across = dict.fromkeys(ahead, 1.0)
+        if width < prepared.columns:
+            across = _shares(crosswise(work), prepared.columns, width)
+        costs = {node: _cost(node) for node in ahead}
+        total = sum(cost * ahead[node] * across[node] for node, cost in costs.items())
+        return total / sum(costs.values()) if costs else 1.0
+
+    def _measured(self, stage: Stage, width: int, height: int) -> int:
+        """The peak of a strip in the image's middle, or of the first, which is copied where it is padded.
+
+        Of tiles, also of one in the first band.
+        """
+        middle, band = self.prepared.middle(stage.work, height), -(-self.prepared.columns // width) // 2
+        places = {(band, middle), (band, 0), (0, middle)}
+        return max(self._peak(stage, width, place, start, height) for place, start in places)
+
+    def _peak(self, stage: Stage, width: int, place: int, start: int, height: int) -> int:
+        """The peak of one tile, with values made up where they are not known yet.
+
+        It is that of its tensors, or what the process grows by, where that is more: the C library keeps what
+        is freed in between, and operators have memory that torch does not see.
+        """
+        band = self.prepared.band(stage, width, place)
+        return_all()
+        run = self.prepared.run(self.context, self.prepared.blank)
+        run.pretend(stage, start, start + height, band)
+        process, meter = ProcessMeter(), self._meter()
+        process.start()
+        try:
+            run.strip(stage, start, start + height, self.recompute, band)
+        finally:
+            grown, peak = process.stop(), meter.stop(())
+        is_elsewhere = self.prepared.device.type != "cpu"
+        return max(peak.total_bytes, 0 if is_elsewhere else (grown or 0) - _OWN_BYTES)
+
+    def _meter(self) -> PeakMeter:
+        """A running one."""
+        meter = PeakMeter(self.prepared.device)
+        if not meter.start():
+            raise OptionError(
+                "torch's profiler is active, so strips cannot be measured; give height= instead of memory=."
+            )
+        return meter
+
+
+def _shares(work: Pass, count: int, height: int) -> dict[Node, float]:
+    """How often the rows of every operator's output are made, on average."""
+    starts = range(0, count, height)
+    sampled = starts[:: max(len(starts) // _SAMPLED, 1)]
+    made = dict.fromkeys(work.operators, 0)
+    for start in sampled:
+        demanded = work.demands(work.parts(start, min(start + height, count), count))
+        for node in made:
+            first, last = demanded.get(node, (0, 0))
+            made[node] += last - first
+    return {
+        node: rows * len(starts) / (len(sampled) * work.streamed.rows[node].count)
+        for node, rows in made.items()
+    }
+
+
+def _cost(node: Node) -> int:
+    """Elements of the output, times the products for each where there are some."""
+    value = node.meta["val"]
+    elements = (value[0] if isinstance(value, tuple | list) else value).numel()
+    if node.target is not torch.ops.aten.convolution.default:
+        return int(elements)
+    weight: torch.Tensor = node.args[1].meta["val"]  # type: ignore[union-attr]
+    return int(elements * weight[0].numel())
