@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import squeezebox
-from squeezebox.schema import BudgetError, OptionError
+from squeezebox.schema import BudgetError, MemoryGrowthWarning, OptionError
 
 
 def convolutions():
@@ -87,6 +87,55 @@ def test_a_peak_in_the_loss_is_blamed_on_the_loss():
     assert session.report().peak_bytes <= budget
     session.detach()
     assert "program" not in vars(type(model))
+
+
+def test_a_loop_that_holds_the_output_is_told_what_that_takes():
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Embedding(500, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 500))
+    x, y = torch.randint(500, (256,)), torch.randint(500, (256,))
+    plan = squeezebox.plan(model, sample=(x, y), loss_fn=F.cross_entropy, budget="100%", exact=True)
+    assert plan.output_bytes == 256 * 500 * 4
+    words = "holds the model's output through backward takes up to 500.00 KiB more"
+    assert words in str(plan)
+    session = squeezebox.attach(model, plan=plan)
+    for _ in range(2):
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+    assert session.report().peak_bytes <= plan.budget_bytes and words not in str(session.report())
+    session.detach()
+    session = squeezebox.attach(model, plan=plan)
+    model.zero_grad()
+    output = model(x)
+    F.cross_entropy(output, y).backward()
+    with pytest.warns(MemoryGrowthWarning, match=words):
+        report = session.report()
+    assert 0 < report.peak_bytes - plan.budget_bytes <= plan.output_bytes and words in str(report)
+    session.detach()
+
+
+def test_accumulated_gradients_count_from_the_start():
+    torch.manual_seed(1)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.GELU())]
+    model, sample = nn.Sequential(*layers), (torch.randn(128, 128), torch.randn(128, 128))
+    given = {"sample": sample, "loss_fn": F.mse_loss, "budget": "100%", "exact": True}
+    once, plan = squeezebox.plan(model, **given), squeezebox.plan(model, accumulate=2, **given)
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    assert 0.7 * gradients < plan.budget_bytes - once.budget_bytes <= gradients
+    words = f"gradients of an earlier backward take {gradients / 1024:.2f} KiB: plan with accumulate="
+
+    def peak(plan):
+        session = squeezebox.attach(model, plan=plan)
+        for number in range(4):
+            if number % 2 == 0:
+                model.zero_grad()
+            F.mse_loss(model(sample[0]), sample[1]).backward()
+        reached = session.report().peak_bytes
+        session.detach()
+        return reached
+
+    with pytest.warns(MemoryGrowthWarning, match=words):
+        reached = peak(once)
+    assert once.budget_bytes < reached == peak(plan) <= plan.budget_bytes
 
 
 def test_rewriting_first_needs_a_sample_and_no_plan():

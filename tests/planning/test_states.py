@@ -186,7 +186,7 @@ def test_what_cannot_be_is_refused(options, match):
         squeezebox.plan(model, sample=sample, loss_fn=loss_fn, **{"states": True, **given})
 
 
-def test_clip_and_accumulate_go_with_states():
+def test_clip_goes_with_states():
     model, optimizer, sample = task()
     with pytest.raises(OptionError, match="states=True"):
         squeezebox.plan(model, optimizer=optimizer, sample=sample, loss_fn=loss_fn, clip=1.0)

@@ -100,9 +100,7 @@ def plan(
     clip: Annotated[
         float | None, typer.Option(help="With --states: the norm that your loop clips gradients to.")
     ] = None,
-    accumulate: Annotated[
-        int, typer.Option(help="With --states: backward passes that add up to one update.")
-    ] = 1,
+    accumulate: Annotated[int, typer.Option(help="Backward passes that add up to one update.")] = 1,
     update_noise: Annotated[
         float | None,
         typer.Option(help="With --states: error of updates up to which optimizer state may be packed, 0.02."),

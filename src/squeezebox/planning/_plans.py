@@ -47,7 +47,7 @@ from squeezebox.planning._profiles import (
 )
 from squeezebox.planning._slicing import Slices
 from squeezebox.planning._state_costs import state_costs
-from squeezebox.planning._states import check_states, hinting, optimizer_plan, with_states
+from squeezebox.planning._states import accumulating, check_states, hinting, optimizer_plan, with_states
 from squeezebox.profiling import at_balanced_load
 from squeezebox.reports import BYTE_UNITS, PlannedTensor, StepPlan, explain
 from squeezebox.rewriting import proposed
@@ -157,7 +157,8 @@ def make_plan(
             SGD, Adam, AdamW, NAdam, RAdam, Adamax, RMSprop and Adagrad.
         clip: the norm that the loop clips gradients to, by torch's ``clip_grad_norm_`` or a trainer's option,
             or True: gradients wait for ``optimizer.step()``. GradScaler needs that too.
-        accumulate: how many backward passes add up to one ``optimizer.step()``.
+        accumulate: how many backward passes add up to one ``optimizer.step()``; from the second on, gradients
+            are there from the start.
         update_noise: allowed relative squared error of a parameter's update; its optimizer state may then be
             packed in 16 or 8 bits an element, rounded stochastically, and needs no file. Adam's in 8 bits
             have 0.011, in 16 bits 0.0003. None: state stays exact.
@@ -215,7 +216,8 @@ def make_plan(
     seen = profiled() if cache is None else cached(Path(cache), key_of(step, load), profiled)
     allowed_actions = {Action.OFFLOAD: offload is not False, Action.RECOMPUTE: recompute}
     barred = [action for action, is_allowed in allowed_actions.items() if not is_allowed]
-    whole_peak = plain_peak(seen)
+    adds_up = accumulate > 1 and not states
+    whole_peak = plain_peak(accumulating(seen, model) if adds_up else seen)
     limit = None if budget is None else int(factor * whole_peak if share else factor)
 
     def held(seen: StepProfile) -> StepProfile:
@@ -223,19 +225,22 @@ def make_plan(
             clips = bool(clip)
             seen = with_weights(seen, step, weight_noise)
             seen = with_states(seen, step, whole_peak, clip=clips, accumulate=accumulate, codes=codes)
+        elif adds_up:
+            seen = accumulating(seen, model)
         seen = without(seen, barred)
         if folder.most_bytes is not None:
             seen = with_room(seen, folder.most_bytes)
         return profile_with_places(seen) if arena else seen
 
-    seen = held(seen)
+    bare, seen = without(seen, barred), held(seen)
     seconds = math.inf if time_limit is None else _seconds_left(seen, time_limit)
     slices = Slices(step, held)
 
     def plan_for(limit: int | None, lawful: float) -> StepPlan:
-        with hinting(step, seen, limit, lawful, whole_peak):
+        with hinting(step, bare if adds_up else seen, limit, lawful, whole_peak, accumulate):
             plan = planned(model, seen, limit, lawful, batch_of(sample), seconds, slices, optimizer, frontier)
-        return with_folder(dataclasses.replace(plan, noise=allowed, arena=arena), folder)
+        plan = dataclasses.replace(plan, noise=allowed, arena=arena, accumulate=accumulate)
+        return with_folder(plan, folder)
 
     def plan_below(limit: int | None) -> StepPlan:
         return plan_within(
@@ -335,6 +340,7 @@ def planned(
         plain_peak_bytes=plain_peak(seen),
         plain_seconds=seen.plain_seconds,
         clock_seconds=seen.clock_seconds,
+        output_bytes=seen.output_bytes,
         predicted_peak_bytes=chosen.predicted_peak_bytes,
         predicted_seconds=choice.seconds,
         predicted_noise=chosen.predicted_noise,

@@ -97,7 +97,9 @@ def profile_step(
 
 
 def run_step(
-    step: TrainingStep, around: AbstractContextManager[None], returned: Callable[[], None] = lambda: None
+    step: TrainingStep,
+    around: AbstractContextManager[None],
+    returned: Callable[[Any], None] = lambda output: None,
 ) -> None:
     """Forward and loss in a step of a session, and backward; nobody holds the output through that."""
     inputs, target = map(apart, step.sample)
@@ -105,7 +107,7 @@ def run_step(
 
     def forward(*inputs: Any, **named: Any) -> Any:
         output = step.model(*inputs, **named)
-        returned()
+        returned(output)
         return output
 
     with own_casts(), around, explained(*step.sample):
@@ -127,6 +129,7 @@ class _Profiling:
         self._sliced: list[str] = []  # weights whose gradient can be made some rows at a time
         self._casts = CastWeights(step)
         self._plain_peak: int | None = None
+        self._output_bytes = 0
         self._gains: dict[str, Gain] = {}
         self._blocks: dict[str, Row] = {}  # of a squeezed step, those packed into a device's arena
         self._done = self._total = 0
@@ -167,6 +170,7 @@ class _Profiling:
             peak_bytes=self._peak_bytes,
             small_bytes=dict(store.small_keys),
             plain_peak_bytes=self._plain_peak,
+            output_bytes=self._output_bytes,
             regions=() if exact else tuple(tracer.regions()),
         )
 
@@ -337,8 +341,9 @@ class _Profiling:
     def _step(self) -> None:
         run_step(self._training, self._engine.framed(), self._returned)
 
-    def _returned(self) -> None:
+    def _returned(self, output: Any) -> None:
         """The model's forward is over."""
+        self._output_bytes = nbytes_of(tensors_in(output))
         if self._profiler is not None:
             self._profiler.loss()
 

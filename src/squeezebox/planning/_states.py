@@ -102,11 +102,13 @@ def check_states(
     """OptionError where updates are ``wanted`` one by one and cannot be, or nothing is and it is said how."""
     if not isinstance(wanted, bool):
         raise OptionError(f"states {wanted!r} is neither True nor False.")
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+        raise OptionError(f"accumulate {accumulate!r} is no number of backward passes; give 1, 2, ...")
     if not wanted:
-        if clip is not None or accumulate != 1 or update_noise is not None or weight_noise is not None:
+        if clip is not None or update_noise is not None or weight_noise is not None:
             raise OptionError(
-                "clip, accumulate, update_noise and weight_noise say how states=True updates and holds "
-                "weights; give that too."
+                "clip, update_noise and weight_noise say how states=True updates and holds weights; give "
+                "that too."
             )
         return
     if update_noise is not None:
@@ -115,8 +117,6 @@ def check_states(
         check_share("weight_noise", weight_noise, "of frozen weights")
     if step.optimizer is None:
         raise OptionError("states=True is about an optimizer's updates, and none was given; pass optimizer=.")
-    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
-        raise OptionError(f"accumulate {accumulate!r} is no number of backward passes; give 1, 2, ...")
     if clip not in (None, True, False) and not (isinstance(clip, (int, float)) and clip > 0.0):
         raise OptionError(f"clip {clip!r} is no norm; give the one that the loop clips to, or True.")
     refuse_unknown(step.optimizer)
@@ -124,7 +124,12 @@ def check_states(
 
 @contextlib.contextmanager
 def hinting(
-    step: TrainingStep, seen: StepProfile, limit: int | None, noise: float, plain_peak_bytes: int
+    step: TrainingStep,
+    seen: StepProfile,
+    limit: int | None,
+    noise: float,
+    plain_peak_bytes: int,
+    accumulate: int,
 ) -> Iterator[None]:
     """Where no plan fits, say whether one with ``states=True`` would."""
     try:
@@ -136,7 +141,7 @@ def hinting(
             refuse_unknown(step.optimizer)
         except OptionError:
             raise error from None
-        wider = with_states(seen, step, plain_peak_bytes, clip=False, accumulate=1)
+        wider = with_states(seen, step, plain_peak_bytes, clip=False, accumulate=accumulate)
         least = planner.smallest(wider.profile, noise).predicted_peak_bytes
         enough = "which fits" if least <= limit else "still above it"
         frozen = sum(each.nbytes for each in movable_weights(step.model, SMALL_BYTES).values())
@@ -146,6 +151,18 @@ def hinting(
             f"{error} With states=True, which updates parameter by parameter and moves optimizer state to a "
             f"file, exactly, a plan needs {exact_bytes(least)}, {enough}."
         ) from error
+
+
+def accumulating(seen: StepProfile, model: torch.nn.Module) -> StepProfile:
+    """The step with all gradients of an earlier backward in memory, to which its own are added."""
+    profile, named = seen.profile, dict(model.named_parameters())
+    base, gradients = list(profile.base_bytes), [moment.gradient_bytes for moment in profile.moments]
+    for name, position in profile.gradients_at.items():
+        for earlier in range(position + 1):
+            base[earlier] += named[name].nbytes
+            gradients[earlier] += named[name].nbytes
+        base[position] += named[name].nbytes if name in profile.sliced else 0
+    return dataclasses.replace(seen, profile=_replaced(profile, base, gradients, profile.moments, ()))
 
 
 def with_states(

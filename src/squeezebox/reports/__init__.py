@@ -47,7 +47,15 @@ from squeezebox.reports._pipeline import (
     pipeline_plan_text,
     trace_events,
 )
-from squeezebox.reports._plan import PlannedTensor, StepPlan, exact_bytes, explain, explain_floor, load_plan
+from squeezebox.reports._plan import (
+    PlannedTensor,
+    StepPlan,
+    exact_bytes,
+    explain,
+    explain_floor,
+    load_plan,
+    output_held,
+)
 from squeezebox.reports._pruning import PruningReport
 from squeezebox.reports._report import CompiledReport, CompiledTensor, Report
 from squeezebox.reports._rewrites import Rewrite, Rewrites, load_rewrites
@@ -118,6 +126,7 @@ __all__ = [
     "load_rewrites",
     "paired_limit",
     "pairs_needed",
+    "output_held",
     "parse_size",
     "pipeline_plan_line",
     "pipeline_plan_text",

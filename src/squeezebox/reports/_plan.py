@@ -128,6 +128,8 @@ _LATER: dict[str, Any] = {
     "curve": None,
     "frontier": [],
     "clock_seconds": 0.0,
+    "output_bytes": 0,
+    "accumulate": 1,
 }  # what files of earlier releases lack
 
 
@@ -155,7 +157,9 @@ class StepPlan(Saved):
 
     ``budget_bytes`` is None where the plan takes as little memory as the noise allows.
     ``plain_peak_bytes`` and ``plain_seconds`` are those of a step without Squeezebox. ``clock_seconds`` is
-    what such steps differed by: here, plans that differ by less are equally fast.
+    what such steps differed by: here, plans that differ by less are equally fast. ``output_bytes`` is what
+    the model returns, which the peak counts as let go before backward. ``accumulate`` backward passes add
+    up to an update.
     ``predicted_noise`` is what a step on the plan's sample had, or by the law (:func:`squeezebox.max_batch`).
     ``late_values`` names tensors of which a later operator reads more than the first one, and its role.
     ``region`` are the first layers, if they are worked in slices of the batch. ``peak`` says where the
@@ -194,6 +198,8 @@ class StepPlan(Saved):
     curve: StepCurve | None = None
     frontier: tuple[PlanPoint, ...] = ()
     clock_seconds: float = 0.0
+    output_bytes: int = 0
+    accumulate: int = 1
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
@@ -275,6 +281,11 @@ class StepPlan(Saved):
             f"peak   {human_bytes(self.predicted_peak_bytes):>10}  plain "
             f"{human_bytes(self.plain_peak_bytes)}",
             *(_parts(self.peak) if self.peak is not None else ()),
+            *(
+                [output_held(self.output_bytes)]
+                if _WORTH * self.output_bytes > self.predicted_peak_bytes
+                else []
+            ),
             f"time   {self.predicted_seconds:>8.3f} s  plain {self.plain_seconds:.3f} s{_clock(self)}",
             f"noise  {self.predicted_noise:>10.1e}",
             *(updates(self.optimizer) if self.optimizer is not None else ()),
@@ -286,6 +297,17 @@ class StepPlan(Saved):
         ]
         width = max((len(tensor.key) for tensor in self.tensors), default=0)
         return "\n".join([*rows, *(_line(tensor, width) for tensor in self.tensors)])
+
+
+_WORTH = 100  # an output is named from a hundredth of the peak
+
+
+def output_held(output_bytes: int) -> str:
+    """What a loop that holds the model's output adds, and how not to."""
+    return (
+        f"a loop that holds the model's output through backward takes up to {human_bytes(output_bytes)} "
+        "more: write loss_fn(model(x), y).backward(), or del the output before backward()"
+    )
 
 
 def _clock(plan: StepPlan) -> str:

@@ -58,7 +58,7 @@ class OutputError(SqueezeboxError, OSError):
 
 
 class MemoryGrowthWarning(UserWarning):
-    """What is held between steps grows; the message says from what to what."""
+    """What is held between steps grows, or a step exceeds its budget; the message has the figures."""
 
 
 class PipelineWarning(UserWarning):

@@ -174,6 +174,7 @@ class StepProfile:
     ``clock_seconds`` is what the timed plain steps differ by.
     ``plain_peak_bytes`` is the plain step's peak where the profile, with rows of gradients or of optimizer
     state, does not tell. ``in_backward``: it is that of a step whose backward updates the parameters.
+    ``output_bytes`` is what the model returned, which nobody held through backward.
     """
 
     profile: Profile
@@ -190,6 +191,7 @@ class StepProfile:
     small_bytes: dict[str, int] = field(default_factory=dict)
     plain_peak_bytes: int | None = None
     in_backward: bool = False
+    output_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,7 @@ from squeezebox.schema import Action, AttachError, Region, Role
 from squeezebox.session._offload import make_room, updates_of, weights_of
 from squeezebox.session._passes import Passes
 from squeezebox.session._policy import BoundPolicy, Replanning, admit, refuse_unsound, shapes_of
-from squeezebox.session._records import Growth, Records, Refreshes
+from squeezebox.session._records import Growth, Records, Refreshes, note_excess
 from squeezebox.steps import (
     device_of,
     gradient_noise,
@@ -106,7 +106,7 @@ class Engine:
         elif policy.controller is not None:
             self.store.spares = self.recorder.regions.spares
         self._meter = PeakMeter(device_of(model))
-        self._baseline_bytes = 0
+        self._baseline_bytes = self._gradient_bytes = 0  # before the step
         self._open = self._replaying = False
         self.installation: Installation | None = Installation(model, self.start, self.finish)
         attached.add(model)
@@ -193,6 +193,9 @@ class Engine:
         if self._meter.running:
             peak = self._meter.stop(persistent(self.model, self.optimizer))
             self.records.note_peak(peak, self._baseline_bytes, of_refresh=collector is not None)
+            if self.plan is not None:
+                reached = self._baseline_bytes + peak.total_bytes
+                note_excess(self.plan, reached, self._gradient_bytes, self.notes)
         if collector is not None and collector.usable:
             statistics = collector.result(mean_momentum(self.model, self.optimizer))
             self.refreshes.counts = collector.counts
@@ -342,6 +345,7 @@ class Engine:
         refreshed = due(self.step - 1) and not due(self.step)
         has_state = self.plan is not None or self.optimizer is not None  # made by the first step
         if (self.step == 0 or refreshed or (self.step == 1 and has_state)) and self.measures_peaks:
+            self._gradient_bytes = nbytes_of(persistent(self.model, None))
             self._meter.start(persistent(self.model, self.optimizer))
 
     @contextlib.contextmanager

@@ -16,7 +16,7 @@ from squeezebox import bounds
 from squeezebox.bounds import ControllerState
 from squeezebox.capture import Collector, Recorder, Row, Store
 from squeezebox.memory import Peak
-from squeezebox.reports import StepPlan, human_bytes
+from squeezebox.reports import StepPlan, human_bytes, output_held
 from squeezebox.schema import (
     ArenaRecord,
     BoundRecord,
@@ -171,6 +171,28 @@ class Growth:
         self.notes[note] = None
         self._told = True
         warnings.warn(note, MemoryGrowthWarning, stacklevel=2)
+
+
+def note_excess(plan: StepPlan, peak_bytes: int, gradient_bytes: int, notes: dict[str, None]) -> None:
+    """Say why a step took more than its plan, if that is known; warns where it is above the budget.
+
+    ``gradient_bytes`` were there before the step. The plan counts them if it is for several backward passes.
+    """
+    known: dict[str, int] = {}
+    if gradient_bytes and plan.accumulate == 1:
+        why = f"gradients of an earlier backward take {human_bytes(gradient_bytes)}: plan with accumulate="
+        known[f"{why}, or call optimizer.zero_grad() before forward"] = gradient_bytes
+    known[output_held(plan.output_bytes)] = plan.output_bytes
+    excess = peak_bytes - plan.predicted_peak_bytes
+    if not 0 < excess <= sum(known.values()):
+        return
+    note = (
+        f"a step took {human_bytes(peak_bytes)}, more than the {human_bytes(plan.predicted_peak_bytes)} of "
+        f"its plan; {'; '.join(why for why, nbytes in known.items() if nbytes)}"
+    )
+    if peak_bytes > (plan.budget_bytes or peak_bytes) and note not in notes:
+        warnings.warn(note, MemoryGrowthWarning, stacklevel=2)
+    notes[note] = None
 
 
 _UNKNOWN_COUNT = 64  # lossy tensors of a model, before the first step has counted them
