@@ -295,6 +295,16 @@ class Nearest(nn.Module):
         return x * torch.cdist(x, x).topk(8, largest=False).values.mean(1, keepdim=True)
 
 
+class Graph(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("edges", torch.eye(512).to_sparse(), persistent=False)
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return torch.sparse.mm(self.edges, self.linear(x))
+
+
 def against_a_real_step(model, x):
     """(Estimate, peak measured), with a sample that has values."""
     target = torch.zeros(())
@@ -322,8 +332,9 @@ def test_where_fake_tensors_fail_a_copy_takes_the_step_on_the_sample():
         (Nearest, torch.randn(512, 64)),
         (Grouped, torch.randn(512, 64)),
         (lambda: nn.Embedding(1000, 64, sparse=True), torch.arange(900).view(30, 30)),
+        (Graph, torch.randn(512, 64)),
     ),
-    ids=("cdist and topk", "grouped products", "sparse embedding"),
+    ids=("cdist and topk", "grouped products", "sparse embedding", "sparse buffer"),
 )
 def test_operators_with_memory_of_their_own(make, x):
     found, measured = against_a_real_step(make(), x)

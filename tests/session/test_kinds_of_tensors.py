@@ -1,4 +1,4 @@
-"""Doubles, complex numbers, channels last and sparse gradients at every door: works, or one sentence."""
+"""Doubles, complex numbers, channels last and sparse tensors at every door: works, or one sentence."""
 
 import pytest
 import torch
@@ -35,6 +35,18 @@ class MadeSparse(nn.Module):
         return self.last(torch.sparse.mm(F.relu(self.first(x)).to_sparse(), self.last.weight))
 
 
+class SparseGraph(nn.Module):
+    """A sparse buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("edges", torch.eye(WIDTH).to_sparse())
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.last(torch.sparse.mm(self.edges, F.relu(self.first(x)).T).T)
+
+
 class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -62,6 +74,7 @@ KINDS = {
     ),
     "sparse gradients": (Sparse, lambda: torch.randint(50, (ROWS, 6))),
     "made sparse": (MadeSparse, lambda: torch.randn(ROWS, WIDTH)),
+    "sparse buffer": (SparseGraph, lambda: torch.randn(ROWS, WIDTH)),
     "complex64": (Complex, lambda: torch.randn(ROWS, WIDTH)),
 }
 
@@ -102,6 +115,7 @@ DOORS = {
     "plan": lambda *step: planned(*step, noise=1e-2),
     "plan, exact": lambda *step: planned(*step, exact=True),
     "estimate": lambda m, x, t: squeezebox.estimate(m, sample=(x, t), loss_fn=loss_fn),
+    "rewrite": lambda m, x, t: squeezebox.rewrite(m, sample=(x, t), loss_fn=loss_fn),
     "max_batch": lambda m, x, t: squeezebox.max_batch(
         m, sample=(x, t), loss_fn=loss_fn, budget="150%", noise=1e-2
     ),

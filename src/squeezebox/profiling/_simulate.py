@@ -242,6 +242,12 @@ def fake_like(values: Any, dtype: torch.dtype | None) -> Any:
 
 def _fake(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """The same without values, on the CPU if it is on no device yet; within a fake mode."""
+    if tensor.layout is not torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+        raise _NotOnFakes(
+            f"a tensor of shape {tuple(tensor.shape)} is {layout}: without values it has no size. Give "
+            "sample=(inputs, target) with values, on which a copy of the model takes the step."
+        ) from TypeError(f"{layout} tensors have no size without values")
     device = "cpu" if tensor.is_meta else tensor.device
     kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device=device)

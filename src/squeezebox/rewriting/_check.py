@@ -112,4 +112,5 @@ def _errors(before: list[torch.Tensor], after: list[torch.Tensor]) -> Iterator[f
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype is torch.float64 else tensor.float()
+    dense = tensor.to_dense()
+    return dense if tensor.dtype is torch.float64 else dense.float()
