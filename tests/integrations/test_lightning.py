@@ -53,7 +53,7 @@ def loader():
     return DataLoader(TensorDataset(images, torch.randint(256, (32,), generator=generator)), batch_size=8)
 
 
-def fit(module, *callbacks, epochs=1, ckpt_path=None, **options):
+def fit(module, *callbacks, epochs=1, ckpt_path=None, data=None, **options):
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=epochs,
@@ -63,7 +63,7 @@ def fit(module, *callbacks, epochs=1, ckpt_path=None, **options):
         enable_model_summary=False,
         **{"logger": False, **options},
     )
-    trainer.fit(module, loader(), ckpt_path=ckpt_path)
+    trainer.fit(module, data or loader(), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -165,6 +165,30 @@ def test_what_is_not_there_yet_and_what_cannot_be():
         SqueezeboxCallback().report  # noqa: B018
     with pytest.raises(OptionError, match="optimizer, which is used"):
         SqueezeboxCallback(optimizer=None)
+
+
+def test_gradients_of_the_step_before_do_not_exceed_a_budget():
+    class Deep(Classifier):
+        def __init__(self):
+            super().__init__()
+            layers = [layer for _ in range(3) for layer in (nn.Linear(192, 192), nn.GELU())]
+            self.net = nn.Sequential(nn.Flatten(), *layers, nn.Linear(192, 256))
+
+        def forward(self, x):
+            return self.net(x)
+
+        def training_step(self, batch, index):
+            return F.cross_entropy(self(batch[0]), batch[1])
+
+    callback = SqueezeboxCallback(
+        budget="100%",
+        sample=(torch.randn(256, 192), torch.zeros(256).long()),
+        loss_fn=F.cross_entropy,
+        exact=True,
+    )
+    images = TensorDataset(torch.randn(1024, 192), torch.zeros(1024).long())
+    fit(Deep(), callback, data=DataLoader(images, batch_size=256))
+    assert 0 < callback.report.peak_bytes <= callback.report.record.budget_bytes
 
 
 def test_several_optimizers_go_without_a_budget():

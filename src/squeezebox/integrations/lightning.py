@@ -54,7 +54,13 @@ class SqueezeboxCallback(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begin to squeeze: ``training_step`` follows."""
+        """Begin to squeeze: ``training_step`` follows.
+
+        Lightning lets go of gradients only before the next backward, and a plan counts none in forward.
+        """
+        if pl_module.automatic_optimization and batch_idx % trainer.accumulate_grad_batches == 0:
+            for optimizer in trainer.optimizers:
+                optimizer.zero_grad()
         self._open()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
