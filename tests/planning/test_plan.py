@@ -492,6 +492,7 @@ def test_a_tensor_is_packed_by_the_codec_that_the_plan_names():
             for tensor in plan.tensors
         ]
         session = squeezebox.attach(model, plan=replace(plan, tensors=tuple(named)))
+        model.zero_grad()
         F.cross_entropy(model(x), y).backward()
         rows = {row.key: row.codec for row in session.report().tensors}
         session.detach()
