@@ -167,7 +167,8 @@ def test_what_is_not_there_yet_and_what_cannot_be():
         SqueezeboxCallback(optimizer=None)
 
 
-def test_gradients_of_the_step_before_do_not_exceed_a_budget():
+@pytest.mark.parametrize("every", [1, 2], ids=["each", "added up"])
+def test_gradients_of_the_step_before_do_not_exceed_a_budget(every):
     class Deep(Classifier):
         def __init__(self):
             super().__init__()
@@ -187,7 +188,7 @@ def test_gradients_of_the_step_before_do_not_exceed_a_budget():
         exact=True,
     )
     images = TensorDataset(torch.randn(1024, 192), torch.zeros(1024).long())
-    fit(Deep(), callback, data=DataLoader(images, batch_size=256))
+    fit(Deep(), callback, data=DataLoader(images, batch_size=256), accumulate_grad_batches=every)
     assert 0 < callback.report.peak_bytes <= callback.report.record.budget_bytes
 
 

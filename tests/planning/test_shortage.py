@@ -136,6 +136,8 @@ def test_accumulated_gradients_count_from_the_start():
     with pytest.warns(MemoryGrowthWarning, match=words):
         reached = peak(once)
     assert once.budget_bytes < reached == peak(plan) <= plan.budget_bytes
+    with pytest.raises(OptionError, match="accumulate is for a budget"):
+        squeezebox.attach(model, accumulate=2)
 
 
 def test_rewriting_first_needs_a_sample_and_no_plan():

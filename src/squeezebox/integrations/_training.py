@@ -40,9 +40,16 @@ class Training:
         return self.session.report()
 
     def begin(
-        self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, ranks: int = 1
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        ranks: int = 1,
+        accumulate: int = 1,
     ) -> Session:
         """Attach; go on from a state that was loaded before.
+
+        A budget counts that ``accumulate`` backward passes add up to an update.
 
         Raises:
             OptionError: a budget where there are several ranks or optimizers.
@@ -55,7 +62,8 @@ class Training:
                 f"ranks and {len(optimizers)} optimizers. Make it before, with squeezebox.plan(), and "
                 "give plan=."
             )
-        self._session = attach(model, optimizer=optimizer, **self._options)
+        given = {"accumulate": accumulate, **self._options} if "budget" in self._options else self._options
+        self._session = attach(model, optimizer=optimizer, **given)
         if self._pending is not None:
             self._session.load_state_dict(self._pending)
             self._pending = None

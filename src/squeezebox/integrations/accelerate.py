@@ -50,7 +50,8 @@ def squeezed(
     optimizers = [] if optimizer is None else [getattr(optimizer, "optimizer", optimizer)]
     bare = accelerator.unwrap_model(model)
     try:
-        session = training.begin(bare, optimizers, ranks=accelerator.num_processes)
+        every = accelerator.gradient_accumulation_steps
+        session = training.begin(bare, optimizers, ranks=accelerator.num_processes, accumulate=every)
         _register(accelerator, bare, session)
         with explain_out_of_memory(bare, session=session):
             yield session

@@ -94,7 +94,8 @@ class SqueezeboxCallback(TrainerCallback, ExportableState):
         optimizer = kwargs["optimizer"]
         optimizers = [getattr(optimizer, "optimizer", optimizer)]  # accelerate wraps it
         self._model = kwargs["model"]
-        self._training.begin(self._model, optimizers, ranks=args.world_size)
+        every = args.gradient_accumulation_steps
+        self._training.begin(self._model, optimizers, ranks=args.world_size, accumulate=every)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

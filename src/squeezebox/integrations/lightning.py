@@ -49,7 +49,8 @@ class SqueezeboxCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the module, whatever the strategy has wrapped around it."""
-        self._training.begin(pl_module, trainer.optimizers, ranks=trainer.world_size)
+        every = trainer.accumulate_grad_batches
+        self._training.begin(pl_module, trainer.optimizers, ranks=trainer.world_size, accumulate=every)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int

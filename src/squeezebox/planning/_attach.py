@@ -73,6 +73,7 @@ def attach(
     budget: int | str | None = None,
     sample: tuple[Any, Any] | None = None,
     loss_fn: LossFunction | None = None,
+    accumulate: int = 1,
     plan: StepPlan | Sequence[StepPlan] | None = None,
     on_mismatch: str = "refuse",
     checks_per_refresh: int = 1,
@@ -103,6 +104,7 @@ def attach(
         budget: bytes that the step's peak stays under, in the least time: see :func:`plan`.
         sample: see :func:`plan`.
         loss_fn: see :func:`plan`.
+        accumulate: for a budget: see :func:`plan`.
         plan: such a plan made before; goes without noise, controller, exact and budget. Or several for the
             same step and budget, such as with and without ``offload``: the one that is fastest is in force,
             and where a disk or a link becomes slower or faster, another one takes its place.
@@ -162,7 +164,9 @@ def attach(
     _check_kinds(model, noise, controller, plan, checks_per_refresh)
     if on_mismatch not in ("refuse", "replan"):
         raise OptionError(f"on_mismatch {on_mismatch!r} is neither 'refuse' nor 'replan'.")
-    _check_state(update_noise, planned=plan is not None or budget is not None)
+    _check_state(
+        update_noise, 1 if budget is not None else accumulate, planned=plan is not None or budget is not None
+    )
     _check_codec(codec, speed, chosen_elsewhere=exact or plan is not None or budget is not None)
     place = _place(offload, model, planned=plan is not None or budget is not None)
     replan = on_mismatch == "replan"
@@ -185,6 +189,7 @@ def attach(
             exact=exact,
             arena=arena,
             offload=offload,
+            accumulate=accumulate,
         )
         noise, exact = None, False
     if plan is not None and (noise is not None or controller is not None or exact):
@@ -268,7 +273,9 @@ def _check_kinds(model: object, noise: object, controller: object, plan: object,
         raise OptionError(f"checks_per_refresh {checks!r} is no whole number from 0 on.")
 
 
-def _check_state(update_noise: object, *, planned: bool) -> None:
+def _check_state(update_noise: object, accumulate: object, *, planned: bool) -> None:
+    if accumulate != 1:
+        raise OptionError("accumulate is for a budget; give budget too, or make the plan with it.")
     if update_noise is not None and planned:
         raise OptionError(
             "a plan says what becomes of the optimizer's state; give update_noise to squeezebox.plan() with "
@@ -318,6 +325,7 @@ def _replanning(
         noise=None if exact else plan.noise,
         exact=exact,
         arena=plan.arena,
+        accumulate=plan.accumulate,
         offload=place or (True if plan.offload is None else plan.offload.folder),
     )
     shapes = shapes_of(sample[0])
