@@ -115,6 +115,15 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(BudgetError, match=r"at least .* and the budget is 300\.00 KiB"):
         compiled(model, adamw(model), "300KiB")
 
+    calls = []
+
+    def growing(output, target):
+        calls.append(output)
+        return len(calls) * F.cross_entropy(output, target)
+
+    with pytest.raises(UnsupportedModelError, match=r"is another one with states=True than without"):
+        compiled(model, adamw(model), "60%", growing)
+
     def penalized(output, target):
         return F.cross_entropy(output, target) + 1e-3 * model.table.weight.square().sum()
 
@@ -151,3 +160,45 @@ def test_packed_states_need_no_file():
 def test_options_are_checked(options, words):
     with pytest.raises(OptionError, match=words):
         squeezebox.compile(Net(), **options)
+
+
+class Layer(nn.Linear):
+    def forward(self, x):
+        return F.gelu(super().forward(x))
+
+
+class Broken(nn.Module):
+    """A graph that runs for several layers, or for one of them twice."""
+
+    def __init__(self, layers, times=1):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.times = nn.Embedding(512, 128), times
+        self.layers = nn.ModuleList(Layer(128, 128) for _ in range(layers))
+        self.last = nn.Linear(128, 512)
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for layer in self.times * list(self.layers):
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return self.last(x)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_several_graphs_update_each_parameter_once():
+    torch._dynamo.reset()
+    other = Broken(2)
+    optimizer = adamw(other)
+    losses = train(torch.compile(other), optimizer, 3)
+    model = Broken(2)
+    optimizer = adamw(model)
+    step = compiled(model, optimizer, "60%")
+    assert train(step, optimizer, 3) == pytest.approx(losses, rel=1e-4)
+    model = Broken(1, 2)
+    before = [each.clone() for each in model.parameters()]
+    with pytest.raises(UnsupportedModelError, match="two compute parts of one parameter's gradient"):
+        compiled(model, adamw(model), "60%")
+    assert all(map(torch.equal, before, model.parameters()))

@@ -41,12 +41,12 @@ def within_budget(
         BudgetError: none of them is.
     """
     size, is_share = size_named(budget)
-    tried = _attempt(Saving(None), example, compiled)
+    tried = _attempt(Saving(), example, compiled)
     plain_bytes, updating = tried.peak_bytes, None
     if updates is not None:
         updating = updates(tried.step)
         plain_bytes, compiled = updating.plain_peak(plain_bytes), updating.spending(compiled)
-        tried = _attempt(Saving(None), example, compiled, updating)
+        tried = _attempt(Saving(), example, compiled, updating)
     budget_bytes = int(size * plain_bytes) if is_share else int(size)
     search, best = _Search(tried.saving, budget_bytes, updating), tried
     for _ in range(_ATTEMPTS):
@@ -74,14 +74,15 @@ class _Search:
     """
 
     def __init__(self, saving: Saving, budget_bytes: int, updating: Updating | None) -> None:
-        (self._joint, _), self._starts = saving.known(), saving.starts
+        self._saving, self._starts = saving, saving.starts()
+        self._joint, self._plain = saving.known()
         self._budget_bytes, self._updating = budget_bytes, updating
         self.limit_bytes = budget_bytes - (updating.states.nbytes if updating is not None else 0)
         self._peaks = dict[frozenset[Any], int]()  # as measured
 
     def next(self, tried: _Attempt, ran: Iterable[Operator]) -> Saving | None:
         """One that was not tried; None where all that are found were, and are above the budget."""
-        saved = tried.saving.known()[1].saved
+        saved = (tried.saving.choice or self._plain).saved
         self._joint.learn(saved, ran)
         besides = tried.peak_bytes - self._joint.choice(saved, sys.maxsize).peak_bytes
         if not self._peaks and self._updating is not None:
@@ -91,7 +92,7 @@ class _Search:
         while True:
             choice = self._joint.search([*self._starts, saved], limit)
             if choice.saved not in self._peaks:
-                return Saving(choice)
+                return self._saving.chosen(choice)
             if choice.peak_bytes > limit:
                 return None
             limit -= max(self._peaks[choice.saved] - self.limit_bytes, limit // 32)

@@ -78,10 +78,12 @@ def compile_model(
             tensor), it is compiled again with less, up to 4 times, and at last with every value kept.
         budget: bytes, "2GiB", or a share of the peak of torch.compile's own step, "50%". It is of parameters,
             buffers, the sample, and all that lives in addition in forward, loss and backward, with no
-            gradients before. Nothing is lost: the step saves what keeps the peak under the budget in the
-            least time, and computes the rest again. Up to 9 steps are compiled, and their peaks measured on
-            ``sample``, until one is within the budget. The model has to compile to one graph. Training
-            inputs of other shapes save the same; those that would take more than the sample are refused.
+            gradients before. The step saves what keeps the peak under the budget in the least time, and
+            computes the rest again. Nothing is lost, but with noise, which also allows values in 8 or 4
+            bits. Up to 9 steps are compiled, and their peaks measured on ``sample``, until one is within
+            the budget; with noise up to four times that. All graphs of the model share the budget. Training
+            inputs of other shapes save the same; those that would take more than the sample are refused,
+            and so are branches that the sample does not take.
         sample: goes with noise or budget: inputs and target, as :func:`plan` takes them.
         loss_fn: goes with noise or budget: see :func:`plan`.
         optimizer: goes with states: of this model's parameters; call its own ``step()`` as usual.
@@ -99,8 +101,9 @@ def compile_model(
         parameters are trained.
 
     Raises:
-        OptionError: an argument is out of range or missing, or more than one of plan, noise, bits and budget.
-            Or states without a budget, or the optimizer's step is not parameter by parameter.
+        OptionError: an argument is out of range or missing, or more than one of plan, noise, bits and budget,
+            except for noise with a budget. Or states without a budget or with noise, or the optimizer's step
+            is not parameter by parameter.
         BudgetError: no choice keeps the peak within the budget; it says which operator has the least.
         AttachError: the model is attached; also when called while it is.
         PlanError: the plan was made for another model.
@@ -110,6 +113,8 @@ def compile_model(
         states or optimizer is not None or update_noise is not None or offload is not True
     ):
         raise OptionError("optimizer, states, update_noise and offload go with budget=; give that too.")
+    if states and noise is not None:
+        raise OptionError("noise= and states=True exclude each other in a compiled step; give one of them.")
     _check_compile_options({"plan": plan, "noise": noise, "bits": bits, "budget": budget}, sample, loss_fn)
     refuse_transforms()
     _refuse_compiled(model)
@@ -125,6 +130,13 @@ def compile_model(
         if budget is not None:
             check_states(example, None, 1, update_noise, None, wanted=states)
             exact = functools.partial(compiled, _all_kept)
+            if noise is not None:
+                return _within(
+                    noise,
+                    example,
+                    compiled,
+                    lambda rule: within_budget(budget, example, functools.partial(compiled, rule)),
+                )
             if not states:
                 return within_budget(budget, example, exact)
             example = replace(example, folder=named_place(offload, model))
@@ -133,7 +145,7 @@ def compile_model(
             )
             return within_budget(budget, example, exact, updates)
         if noise is not None:
-            return _within(noise, example, compiled)
+            return _within(noise, example, compiled, compiled)
     if plan is None:
         return compiled(lambda args, kwargs: BitRule(default=bits or 8))
     _check_places(model, plan)
@@ -148,7 +160,7 @@ def _check_compile_options(
     ways: Mapping[str, Any], sample: tuple[Any, Any] | None, loss_fn: LossFunction | None
 ) -> None:
     given = [name for name, value in ways.items() if value is not None]
-    if len(given) > 1:
+    if len(given) > 1 and given != ["noise", "budget"]:
         raise OptionError(f"{' and '.join(given)} exclude each other; give one of them.")
     bits, noise = ways["bits"], ways["noise"]
     if bits is not None and bits not in BITS:
@@ -222,22 +234,25 @@ def _planned_bits(plan: StepPlan, half_steps: HalfSteps) -> BitRule:
 
 
 def _within(
-    noise: float, example: TrainingStep, compiled: Callable[[Callable[..., BitRule]], CompiledStep]
+    noise: float,
+    example: TrainingStep,
+    compiled: Callable[[Callable[..., BitRule]], CompiledStep],
+    make: Callable[[Callable[..., BitRule]], CompiledStep],
 ) -> CompiledStep:
-    """A compiled step whose noise on the example, measured, is not above ``noise``."""
+    """A step as ``make`` makes it whose noise on the example, measured, is not above ``noise``."""
     profile = _bit_profile(example)
-    kept = compiled(_all_kept)
-    exact = example.gradients(kept if example.is_random() else example.model)
+    exact = example.gradients(compiled(_all_kept) if example.is_random() else example.model)
 
     def attempt(limit: float) -> tuple[CompiledStep, float, float]:
         rule, predicted = _fewest_bits(profile, limit)
-        step = compiled(lambda args, kwargs: rule)
+        step = make(lambda args, kwargs: rule)
         step.noise = gradient_noise(exact, example.gradients(step))
         return step, predicted, step.noise
 
     step = within(noise, attempt)
     if step is not None:
         return step
+    kept = make(_all_kept)
     kept.noise = gradient_noise(exact, example.gradients(kept))
     return kept
 

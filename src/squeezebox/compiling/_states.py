@@ -83,6 +83,10 @@ class Updating:
         """
         try:
             yield
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error):
+                raise _shared() from error
+            raise
         finally:
             found = dict(self._rehearsed)
             self._rehearsed.clear()
@@ -125,9 +129,18 @@ class Updating:
 
     def _rehearse(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         """Take what the update will; what reads the parameter after this will give itself away."""
+        if parameter in self._rehearsed:
+            raise _shared()
         torch.empty(self.states.taken_bytes[parameter], dtype=torch.uint8, device=parameter.device)
         self._rehearsed[parameter] = _sample(gradient)
         parameter.detach().neg_()
+
+
+def _shared() -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "the model compiles to several graphs, of which two compute parts of one parameter's gradient, and "
+        "states=True uses up the first part. Mend the graph break between them, or leave states=True out."
+    )
 
 
 def _sample(gradient: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import operator
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -34,6 +34,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from squeezebox.capture._compiled._spending import SPEND, Spending
 from squeezebox.schema import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from squeezebox.capture._compiled._saved import Part
 
 # Steps compiled from one model do not count towards each other's limit of recompilations, past which torch
 # runs them eagerly.
@@ -78,12 +81,8 @@ class Split:
     replaced: list[Handed] = dataclasses.field(default_factory=list)
 
 
-# The joint graph, the nodes that forward has to run, the number of its results, what Inductor would save, as
-# it is and where recomputation is cheap; and the gradients that are spent, with the bytes which that takes.
-Save = Callable[
-    [fx.Graph, Sequence[fx.Node], int, Sequence[Sequence[fx.Node]], Mapping[fx.Node, int]],
-    Container[fx.Node],
-]
+# Gets a joint graph, and what Inductor would save of it, as it is and where recomputation is cheap.
+Save = Callable[["Part", Sequence[Sequence[fx.Node]]], Container[fx.Node]]
 
 _SPENT = "squeezebox_spent"  # in the meta of backward's output: (number, name of the parameter, place)
 _CONVOLUTION = torch.ops.aten.convolution.default
@@ -93,7 +92,8 @@ _OBJECTS = (torch.Tensor, torch.ScriptObject, FakeScriptObject)
 class Backend:
     """``torch.compile(backend=...)``: Inductor as it is, with ``rewrite`` between cut and compilation.
 
-    ``save`` says what forward saves; without it that is a min-cut where recomputation is cheap. ``spending``
+    ``saving`` says what forward saves, and gets each compiled graph to follow; without it that is a min-cut
+    where recomputation is cheap. ``spending``
     takes gradients as soon as they are there; those of parameters that it does not name are results. The
     settings are in force while this callable is compiled and at no other time. ``fingerprint`` is part of the
     key under which Inductor caches code. AOTAutograd's own cache is left out, since a hit would skip the
@@ -105,9 +105,11 @@ class Backend:
         rewrite: Callable[[Split, Split], None],
         fingerprint: str,
         options: Mapping[str, Any] | None = None,
-        save: Save | None = None,
+        saving: tuple[Save, Callable[[Any], Callable[..., Any]]] | None = None,
         spending: Spending | None = None,
     ) -> None:
+        save = None if saving is None else saving[0]
+        self._follow = None if saving is None else saving[1]
         self.partitioner = Partitioner(rewrite, fingerprint, save, spending)
         kept = _AT_ONCE if save is not None else {}
         self._patches = {**kept, **(options or {}), "custom_partitioner_fn": self.partitioner}
@@ -117,7 +119,8 @@ class Backend:
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         self.partitioner.take_inputs(inputs)
         with functorch_config.patch(enable_autograd_cache=False):
-            return compile_fx(graph, inputs, config_patches=self._patches)
+            compiled = compile_fx(graph, inputs, config_patches=self._patches)
+        return compiled if self._follow is None else self._follow(compiled)
 
 
 class Partitioner(CustomPartitionerFn):
@@ -163,6 +166,8 @@ class Partitioner(CustomPartitionerFn):
                 yield
             return
 
+        from squeezebox.capture._compiled._saved import Part  # slow to import, and not always needed
+
         def choose(graph: fx.Graph, info: Any, memory_budget: float = 1) -> list[fx.Node]:
             cuts = [own(graph, info, memory_budget=1)]
             with functorch_config.patch(_CHEAP_RECOMPUTE):
@@ -170,7 +175,7 @@ class Partitioner(CustomPartitionerFn):
             gradients: Any = graph.output_node().args[0]
             taken = self._spending.taken_bytes if self._spending is not None else ()
             used = {gradients[results + at]: taken[place] for at, place in spent.items()}
-            saved = save(graph, info.required_fw_nodes, results, cuts, used)
+            saved = save(Part(graph, info.required_fw_nodes, results, used), cuts)
             given = {*map(_storage, info.inputs)} - {None}  # views of these are built again
             return [
                 *info.inputs,

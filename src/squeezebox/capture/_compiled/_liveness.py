@@ -18,6 +18,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 INPUT, VIEW, FUSED, SUM, KERNEL = range(5)
+COMPUTED, KEPT, PACKED = range(3)  # what becomes of a value that backward reads
 UNKNOWN = np.int64(-(1 << 62))  # of an error that was not measured
 _READS = 4  # of an operator that Inductor writes to memory if several read it
 _MANY = 1 << 20
@@ -33,11 +34,14 @@ class Nodes(NamedTuple):
     sources: Integers
     root: Integers  # the node that made its storage
     nbytes: Integers  # of that storage
+    packed: Integers  # bytes of the node's value in fewer bits,
+    packing: Integers  # and what packing it takes besides
     kind: NDArray[np.int8]
     heavy: Flags  # Inductor writes it to memory if several read it
     item: Flags  # one of several results, which were written when the node before was
     drawn: Flags  # computed again, it would have another value
     seconds: NDArray[np.float64]
+    unpacking: NDArray[np.float64]  # seconds of packing and unpacking
     result: Flags  # of forward
     gradient: Flags  # given back by backward
     spent: Flags  # a gradient that is used up as soon as it is there,
@@ -54,10 +58,17 @@ class Errors(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
+def _reads(nodes, node, unpacked):
+    """What a node reads; where it is unpacked, none of it."""
+    first = nodes.starts[node]
+    return nodes.sources[first : first if unpacked else nodes.starts[node + 1]]
+
+
+@njit(cache=True, nogil=True)
 def order_of(nodes, saved):
-    """Backward with what it computes again, right before the first use."""
+    """Backward with what it computes again or unpacks, right before the first use."""
     count = len(nodes.root)
-    done, queued = saved != 0, np.zeros(count, np.bool_)
+    done, queued = saved == KEPT, np.zeros(count, np.bool_)
     for node in range(count):
         if nodes.kind[node] == INPUT:
             done[node] = True
@@ -72,8 +83,7 @@ def order_of(nodes, saved):
             node = stack[top]
             order[length] = node
             length += 1
-            for place in range(nodes.starts[node], nodes.starts[node + 1]):
-                source = nodes.sources[place]
+            for source in _reads(nodes, node, saved[node] == PACKED):
                 if not done[source] and not queued[source]:
                     queued[source], stack[top] = True, source
                     top += 1
@@ -82,25 +92,24 @@ def order_of(nodes, saved):
 
 
 @njit(cache=True, nogil=True)
-def _written(nodes, order, kept):
+def _written(nodes, order, kept, packed, unpacked):
     """Nodes whose results Inductor writes to memory, unlike views and what it fuses into all readers."""
     count = len(nodes.root)
-    readers, outside = np.zeros(count, np.int64), np.zeros(count, np.bool_)
+    readers, outside = np.zeros(count, np.int64), packed.copy()
     for number in range(len(order) - 1, -1, -1):
         node = order[number]
         is_view, is_kernel = nodes.kind[node] == VIEW, nodes.kind[node] == KERNEL
-        for place in range(nodes.starts[node], nodes.starts[node + 1]):
-            source = nodes.sources[place]
+        for source in _reads(nodes, node, unpacked[node]):
             readers[source] = min(_MANY, readers[source] + (readers[node] if is_view else 1))
             outside[source] |= outside[node] if is_view else is_kernel
     written, reads = np.zeros(count, np.bool_), np.ones(count, np.int64)
     for node in order:
-        if nodes.kind[node] == VIEW:
+        if nodes.kind[node] == VIEW and not unpacked[node]:
             continue
-        if nodes.kind[node] == FUSED:
+        if nodes.kind[node] == FUSED or unpacked[node]:
             total = 0
-            for place in range(nodes.starts[node], nodes.starts[node + 1]):
-                total += reads[nodes.sources[place]]
+            for source in _reads(nodes, node, unpacked[node]):
+                total += reads[source]
             reads[node] = min(total, _MANY)
             several = readers[node] > 1 and (total > _READS or nodes.heavy[node])
             if not (several or outside[node] or kept[nodes.root[node]] or nodes.spent[node]):
@@ -111,31 +120,35 @@ def _written(nodes, order, kept):
 
 
 @njit(cache=True, nogil=True)
-def _use(nodes, order, there, kept):
-    """Bytes that live while each operator runs."""
+def _use(nodes, order, there, kept, packed, unpacked):
+    """Bytes that live while each operator runs.
+
+    Of the nodes of ``order``, those ``packed`` are held in fewer bits from when they are written, and those
+    ``unpacked`` were until they are read.
+    """
     count, length = len(nodes.root), len(order)
-    written, within = _written(nodes, order, kept), np.zeros(count, np.bool_)
+    written, within = _written(nodes, order, kept, packed, unpacked), np.zeros(count, np.bool_)
     within[order] = True
     reached = np.full(count, -1, np.int64)  # the last place that reads it, as far as it is known
     last = np.full(count, -1, np.int64)
+    changes = np.zeros(length + 2, np.int64)
     for number in range(length - 1, -1, -1):
         node = order[number]
-        until = number if written[node] or nodes.spent[node] else reached[node]
-        for place in range(nodes.starts[node], nodes.starts[node + 1]):
-            source = nodes.sources[place]
+        until = number if written[node] or packed[node] or nodes.spent[node] else reached[node]
+        if unpacked[node]:
+            changes[0] += nodes.packed[node]
+            changes[max(until, number) + 1] -= nodes.packed[node]
+        for source in _reads(nodes, node, unpacked[node]):
             if within[source] and not written[source]:
                 reached[source] = max(reached[source], until)
             else:
                 root = nodes.root[source]
                 last[root] = max(last[root], until)
-    changes = np.zeros(length + 2, np.int64)
-    born = np.full(count, -1, np.int64)
-    for root in range(count):
-        if there[root]:
-            born[root] = 0
+    born = np.where(there, 0, -1)
     for number, node in enumerate(order):
         if written[node] and born[nodes.root[node]] < 0:
             born[nodes.root[node]] = max(number - int(nodes.item[node]), 0)
+    _pack(nodes, order, packed, changes)
     for root in range(count):
         if born[root] >= 0:
             changes[born[root]] += nodes.nbytes[root]
@@ -144,12 +157,21 @@ def _use(nodes, order, there, kept):
 
 
 @njit(cache=True, nogil=True)
+def _pack(nodes, order, packed, changes):
+    """Codes live from when they are written to the end."""
+    for number, node in enumerate(order):
+        if packed[node]:
+            changes[number] += nodes.packed[node] + nodes.packing[node]
+            changes[number + 1] -= nodes.packing[node]
+
+
+@njit(cache=True, nogil=True)
 def uses(nodes, saved, order):
     """Of each operator of forward, and of each of backward's ``order``."""
     count = len(nodes.root)
     held, back = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
     for node in range(count):
-        if saved[node] and nodes.kind[node] != INPUT:
+        if saved[node] == KEPT and nodes.kind[node] != INPUT:
             held[nodes.root[node]] = True
         if nodes.gradient[node]:
             back[nodes.root[node]] = True
@@ -157,8 +179,9 @@ def uses(nodes, saved, order):
     for node in range(count):
         if nodes.result[node]:
             ahead[nodes.root[node]] = True
-    none = np.zeros(count, np.bool_)
-    return _use(nodes, nodes.forward, none, ahead), _use(nodes, order, held, back)
+    none, packed = np.zeros(count, np.bool_), saved == PACKED
+    first = _use(nodes, nodes.forward, none, ahead, packed, none)
+    return first, _use(nodes, order, held, back, none, packed)
 
 
 @njit(cache=True, nogil=True)
@@ -196,7 +219,9 @@ def evaluate(nodes, saved, errors, limit):
             peak, at = back[number], node
         if back[number] > limit:
             excess += float(back[number] - limit) ** 2
-        if runs_ahead[node]:
+        if saved[node] == PACKED:
+            seconds += nodes.unpacking[node]
+        elif runs_ahead[node]:
             seconds += nodes.seconds[node]
             if nodes.drawn[node]:
                 excess = math.inf

@@ -187,12 +187,21 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _IMAGE = ("conv", "batchnorm", "pool", "relu")
 
 
-def rewrite(plain: Split, split: Split, choose: Choose) -> CompiledReport:
-    """Pack what ``split`` saves; ``plain`` is the same graph as Inductor alone would cut it."""
+def rewrite(
+    plain: Split, split: Split, choose: Choose, packs: Callable[[fx.Node], bool] = lambda _: True
+) -> CompiledReport:
+    """Pack what ``split`` saves; ``plain`` is the same graph as Inductor alone would cut it.
+
+    Nodes of forward that are not to be packed, by ``packs``, are saved as they are.
+    """
     owned = owned_storages(split)
     free = [handed for handed in split.saved if storage_of(handed.node) not in owned]
     gradients = behind(split.backward.graph, set(split.gradients))
-    bits = {handed: choose(handed.node, handed.input, gradients) for handed in free if _may_lose(handed)}
+    bits = {
+        handed: choose(handed.node, handed.input, gradients)
+        for handed in free
+        if packs(handed.node) and _may_lose(handed)
+    }
     lossy = {handed: width for handed, width in bits.items() if width is not None}
     rows = _save_exact_reads(split, lossy, gradients)
     split.backward.graph.eliminate_dead_code()
@@ -201,9 +210,9 @@ def rewrite(plain: Split, split: Split, choose: Choose) -> CompiledReport:
             replace_saved(split, handed, [])
         elif handed in lossy:
             rows.append(_pack_values(split, handed, lossy[handed]))
-        elif _is_large_flags(handed.node):
+        elif packs(handed.node) and _is_large_flags(handed.node):
             rows.append(_pack_flags(split, handed))
-        elif _index_bits(handed.node) is not None:
+        elif packs(handed.node) and _index_bits(handed.node) is not None:
             rows.append(_pack_indices(split, handed))
         else:
             rows.append(_row(handed.node, None, [handed.node]))
@@ -216,16 +225,33 @@ def rewrite(plain: Split, split: Split, choose: Choose) -> CompiledReport:
     )
 
 
-def kept(plain: Split, split: Split) -> CompiledReport:
-    """What ``split`` saves as it is."""
-    owned = owned_storages(split)
-    rows = [_row(each.node, None, [each.node]) for each in split.saved if storage_of(each.node) not in owned]
-    return CompiledReport(
-        saved_bytes=held_bytes(plain),
-        packed_bytes=held_bytes(split),
-        tensors=tuple(sorted(rows, key=lambda row: -row.saved_bytes)),
-        copied_bytes=copied_bytes(split),
-    )
+def codes(graph: fx.Graph, forward: Iterable[fx.Node], choose: Choose) -> dict[fx.Node, tuple[int, int]]:
+    """Of values of a joint graph that can be packed: bytes of the codes, and what packing takes besides.
+
+    The bits are those of the operators that read a value, itself or through what Inductor fuses with them.
+    """
+    wanted = {*forward}
+    stops = {node for node in graph.nodes if node not in wanted or not _is_fused(node)}
+    found = dict[fx.Node, tuple[int, int]]()
+    for node in wanted:
+        if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        own = Handed(node, node)
+        bits = choose(node, node, stops) if _may_lose(own) else None
+        if bits is not None:
+            shape = node.meta["val"].shape
+            layout = _codes.layout_of(tuple(shape), _order(own, flat=False), bits, channel=_channel(own))
+            rows = math.prod(shape) // math.prod(shape[layout.order[place]] for place in layout.rows)
+            found[node] = math.prod(shape) * layout.bits // 8 + 5 * rows, 8 * rows
+        elif _is_large_flags(node):
+            found[node] = nbytes(node) // 8, 0
+        elif (width := _index_bits(node)) is not None:
+            found[node] = node.meta["val"].numel() * width // 8, 0
+    return found
+
+
+def _is_fused(node: fx.Node) -> bool:
+    return is_view(node) or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def owned_storages(split: Split) -> set[fx.Node]:

@@ -1,8 +1,9 @@
-"""Which values forward saves so that a compiled step's peak stays under a limit, in the least time.
+"""Which values forward saves, and which in fewer bits, so that a compiled step's peak is under a limit.
 
-What is not saved is computed again where backward first needs it. Operators that Inductor fuses write
-nothing. So computing them again costs next to nothing, and what they read lives longer (He and Yu,
-Transcending runtime-memory tradeoffs in checkpointing by being fusion aware, MLSys 2023).
+Of all such choices, one of little time. What is not saved is computed again where backward first needs it.
+Operators that Inductor fuses write nothing. So computing them again costs next to nothing, and what they read
+lives longer (He and Yu, Transcending runtime-memory tradeoffs in checkpointing by being fusion aware, MLSys
+2023).
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ import bisect
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,9 @@ from squeezebox.capture._compiled._codes import module_path, operator_name
 from squeezebox.capture._compiled._liveness import (
     FUSED,
     INPUT,
+    KEPT,
     KERNEL,
+    PACKED,
     SUM,
     VIEW,
     Nodes,
@@ -41,6 +43,7 @@ _HIGHEST = 0.97  # of the peak: what is above that is looked at where the limit 
 _WINDOWS = (10, 20, 60)  # nodes before a value whose saved ones it may take the place of
 _FLOPS, _BYTES = 5e10, 5e9  # a second, of a core: they say which of two choices is faster
 _FUSED_BYTES = 3e10  # of values that are computed again within another operator
+_PACKED_BYTES = 2e9  # of values that are packed and unpacked
 _HEAVY = frozenset({"exp", "tanh", "erf", "erfc", "sigmoid", "log", "sin", "cos", "pow", "log1p"})
 _MADE = frozenset(
     {
@@ -61,85 +64,126 @@ _MADE = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
+class Packed:
+    """A node whose value is saved in fewer bits."""
+
+    node: fx.Node
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """What is saved, and what that costs by the model of fusion here."""
 
-    saved: frozenset[fx.Node]
+    saved: frozenset[fx.Node | Packed]
     peak_bytes: int
     seconds: float  # of what is computed again
     excess: float  # squares of bytes over the limit, summed over operators
     owner: str  # the operator at whose time the peak is
 
 
-class Joint:
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
     """A joint graph of forward and backward.
 
-    Args:
+    Attributes:
         graph: as torch's partitioner gets it.
         forward: its nodes that forward has to run.
         results: how many of its outputs are forward's.
         spent: gradients that are used up as soon as they are there, and the bytes that this takes besides.
+        codes: values that may be saved in fewer bits: bytes of that, and those that packing takes besides.
     """
 
-    def __init__(
-        self,
-        graph: fx.Graph,
-        forward: Iterable[fx.Node],
-        results: int,
-        spent: Mapping[fx.Node, int] = MappingProxyType({}),
-    ) -> None:
-        self._nodes = nodes = list(graph.nodes)
-        self._place = {node: number for number, node in enumerate(nodes)}
-        roots: dict[int, fx.Node] = {}
+    graph: fx.Graph
+    forward: Sequence[fx.Node]
+    results: int
+    spent: Mapping[fx.Node, int] = field(default_factory=dict)
+    codes: Mapping[fx.Node, tuple[int, int]] = field(default_factory=dict)
+
+    def names(self, saved: Iterable[fx.Node | Packed]) -> dict[str, bool]:
+        """Of those saved here, and whether in fewer bits."""
+        found = ((_node_of(each), isinstance(each, Packed)) for each in saved)
+        return {node.name: packed for node, packed in found if node.graph is self.graph}
+
+    def saved(self, names: Mapping[str, bool]) -> frozenset[fx.Node | Packed]:
+        """The inverse: what has these names, packed where it can be."""
+        return frozenset(
+            Packed(node) if names[node.name] and node in self.codes else node
+            for node in self.graph.nodes
+            if node.name in names
+        )
+
+
+class Joint:
+    """The joint graphs of a step: all forwards run in order, and then backwards.
+
+    Args:
+        parts: in the order in which they run. One may run several times, and saves the same each time.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._nodes = [node for part in parts for node in part.graph.nodes]
+        self._places: dict[fx.Node, list[int]] = defaultdict(list)
+        for place, node in enumerate(self._nodes):
+            self._places[node].append(place)
+        self._place = {node: places[0] for node, places in self._places.items()}
+        roots: dict[tuple[fx.Graph, int], fx.Node] = {}
         self._root = {
-            node: roots.setdefault(_storage(node, number), node) for number, node in enumerate(nodes)
+            node: roots.setdefault((node.graph, _storage(node, place)), node)
+            for node, place in self._place.items()
         }
-        self._bytes = {node: _nbytes(node) for node in nodes}
-        kinds = {node: self._kind(node) for node in nodes}
-        wanted = {node for node in forward if node.op == "call_function"}
-        self._free = [node for node in nodes if node in wanted and _is_large(node)]
+        self._bytes = {node: _nbytes(node) for node in self._place}
+        self._codes = {node: codes for part in parts for node, codes in part.codes.items()}
+        kinds = {node: self._kind(node) for node in self._place}
+        wanted = {node for part in parts for node in part.forward if node.op == "call_function"}
+        self._free = [node for node in self._place if node in wanted and _is_large(node)]
         self._own = [node for node in self._free if kinds[node] != VIEW]
-        self._graph = self._arrays(kinds, wanted, results, spent)
-        self._errors = no_errors(len(nodes))
+        self._graph = self._arrays(parts, kinds, wanted)
+        self._errors = no_errors(len(self._nodes))
 
     def _arrays(
-        self,
-        kinds: Mapping[fx.Node, int],
-        wanted: Container[fx.Node],
-        results: int,
-        spent: Mapping[fx.Node, int],
+        self, parts: Sequence[Part], kinds: Mapping[fx.Node, int], wanted: Container[fx.Node]
     ) -> Nodes:
-        nodes, outputs = self._nodes, self._nodes[-1].args[0]
-        given: Any = list(outputs)
-        ahead = [node for node in nodes if node in wanted]
-        gradients = [node for node in given[results:] if isinstance(node, fx.Node)]
-        behind = [node for node in nodes if node.op == "call_function" and node not in wanted]
-        reads = [node.all_input_nodes for node in nodes]
-        made, given_back = set(given[:results]), {*gradients} - spent.keys()
+        nodes, spent = self._nodes, {node: nbytes for part in parts for node, nbytes in part.spent.items()}
+        made, given_back = set[fx.Node](), set[fx.Node]()
+        ahead, behind, roots, reads = list[int](), list[int](), list[int](), list[list[int]]()
+        for part in parts:
+            own, outputs = list(part.graph.nodes), cast(Any, part.graph.output_node().args[0])
+            shift = len(roots) - self._place[own[0]]
+            gradients = [node for node in outputs[part.results :] if isinstance(node, fx.Node)]
+            later = [node for node in own if node.op == "call_function" and node not in wanted]
+            made.update(outputs[: part.results])
+            given_back.update(gradients)
+            ahead += [self._place[node] + shift for node in own if node in wanted]
+            behind[:0] = [self._place[node] + shift for node in (*later, *gradients)]
+            roots += [self._place[self._root[node]] + shift for node in own]
+            reads += [[self._place[each] + shift for each in node.all_input_nodes] for node in own]
         return Nodes(
             starts=np.cumsum([0, *map(len, reads)]),
-            sources=np.array([self._place[each] for own in reads for each in own], np.int64),
-            root=np.array([self._place[self._root[node]] for node in nodes]),
+            sources=np.array([place for places in reads for place in places], np.int64),
+            root=np.array(roots),
             nbytes=np.array([self._bytes[node] for node in nodes]),
+            packed=np.array([self._codes.get(node, (0, 0))[0] for node in nodes]),
+            packing=np.array([self._codes.get(node, (0, 0))[1] for node in nodes]),
             kind=np.array([kinds[node] for node in nodes], np.int8),
             heavy=np.array([operator_name(node) in _HEAVY for node in nodes]),
             item=np.array([node.target is operator.getitem for node in nodes]),
             drawn=np.array([_is_drawn(node) for node in nodes]),
             seconds=np.array([self._seconds(node, kinds[node]) if node in wanted else 0.0 for node in nodes]),
+            unpacking=np.array([self._bytes[node] / _PACKED_BYTES for node in nodes]),
             result=np.array([node in made for node in nodes]),
-            gradient=np.array([node in given_back for node in nodes]),
+            gradient=np.array([node in given_back and node not in spent for node in nodes]),
             spent=np.array([node in spent for node in nodes]),
             spending=np.array([spent.get(node, 0) for node in nodes]),
-            forward=np.array([self._place[node] for node in ahead]),
-            backward=np.array([self._place[node] for node in (*behind, *gradients)]),
+            forward=np.array(ahead),
+            backward=np.array(behind),
         )
 
-    def search(self, starts: Iterable[frozenset[fx.Node]], limit_bytes: int) -> Choice:
+    def search(self, starts: Iterable[frozenset[fx.Node | Packed]], limit_bytes: int) -> Choice:
         """The quickest choice under the limit that is found from one of some, or the lowest."""
         found = [self.within(each, limit_bytes) for each in starts]
         return min(found, key=lambda each: (max(each.peak_bytes, limit_bytes), each.seconds))
 
-    def within(self, saved: Iterable[fx.Node], limit_bytes: int) -> Choice:
+    def within(self, saved: Iterable[fx.Node | Packed], limit_bytes: int) -> Choice:
         """From a cut, step by step, the choice whose peak is under the limit, or the lowest that was found.
 
         Where the limit is out of reach, the next steps are about the highest uses alone. At last, what fits
@@ -153,13 +197,18 @@ class Joint:
                 break
             best = lower
         best = self.choice(best.saved, max(limit_bytes, best.peak_bytes))
-        for node in sorted(first.saved - best.saved, key=self._bytes.__getitem__, reverse=True):
-            more = self.choice(best.saved | {node}, max(limit_bytes, best.peak_bytes))
+        lost = {
+            _node_of(each)
+            for each in first.saved | best.saved
+            if each not in best.saved or isinstance(each, Packed)
+        }
+        for node in sorted(lost, key=lambda each: (-self._bytes[each], self._place[each])):
+            more = self.choice(best.saved - {Packed(node)} | {node}, max(limit_bytes, best.peak_bytes))
             if more.excess == 0.0 and more.seconds < best.seconds:
                 best = more
         return best
 
-    def choice(self, saved: frozenset[fx.Node], limit_bytes: int) -> Choice:
+    def choice(self, saved: frozenset[fx.Node | Packed], limit_bytes: int) -> Choice:
         """What saving these would cost."""
         peak, at, seconds, excess = evaluate(self._graph, self._flags(saved), self._errors, limit_bytes)
         node = self._nodes[at]
@@ -171,25 +220,25 @@ class Joint:
             owner=f"{module_path(node) or 'the model'}'s {operator_name(node)}",
         )
 
-    def learn(self, saved: frozenset[fx.Node], ran: Iterable[Operator]) -> None:
+    def learn(self, saved: frozenset[fx.Node | Packed], ran: Iterable[Operator]) -> None:
         """By how many bytes the model is too low at each kernel of a step that saved these and ran so."""
         flags = self._flags(saved)
         order = order_of(self._graph, flags)
         queues: dict[Any, list[int]] = defaultdict(list)
         for each in ran:
             queues[each.name, _matrices(each.shapes)].append(each.live_bytes)
-        for errors, places, used in zip(
-            self._errors, (self._graph.forward, order), uses(self._graph, flags, order), strict=True
-        ):
+        both = (self._graph.forward, order), uses(self._graph, flags, order), (False, True)
+        for errors, places, used, again in zip(self._errors, *both, strict=True):
             for place, nbytes in zip(places, used, strict=True):
-                is_kernel = self._graph.kind[place] == KERNEL
+                is_kernel = self._graph.kind[place] == KERNEL and not (again and flags[place] == PACKED)
                 queue = queues[_signature(self._nodes[place])] if is_kernel else []
                 if queue:
                     errors[place] = queue.pop(0) - nbytes
 
-    def _flags(self, saved: Iterable[fx.Node]) -> Any:
+    def _flags(self, saved: Iterable[fx.Node | Packed]) -> Any:
         flags = np.zeros(len(self._nodes), np.int8)
-        flags[[self._place[node] for node in saved]] = 1
+        for each in saved:
+            flags[self._places[_node_of(each)]] = PACKED if isinstance(each, Packed) else KEPT
         return flags
 
     def _lowered(self, best: Choice, limit_bytes: int) -> Choice:
@@ -217,22 +266,31 @@ class Joint:
                 found, worth = choice, gains[name]
         return found
 
-    def _moves(self, saved: frozenset[fx.Node]) -> Iterable[tuple[Any, frozenset[fx.Node]]]:
-        """Without one storage, or with a value in place of those saved shortly before it."""
-        free = [node for node in self._free if node in saved]
+    def _moves(self, saved: frozenset[fx.Node | Packed]) -> Iterable[tuple[Any, frozenset[fx.Node | Packed]]]:
+        """Without a storage or with it packed, or with a value in place of those saved shortly before it."""
+        held = {_node_of(each): each for each in saved}
+        free = [node for node in self._free if node in held]
         places = [self._place[node] for node in free]
-        storages: dict[fx.Node, set[fx.Node]] = defaultdict(set)
+        storages: dict[fx.Node, set[fx.Node | Packed]] = defaultdict(set)
         for node in free:
-            storages[self._root[node]].add(node)
-        for root, nodes in storages.items():
-            yield root, saved - nodes
+            storages[self._root[node]].add(held[node])
+        for root, parts in storages.items():
+            yield root, saved - parts
+            if parts <= self._codes.keys():
+                yield (root, PACKED), saved - parts | {Packed(_node_of(each)) for each in parts}
         for node, window in itertools.product(self._own, _WINDOWS):
-            if node in saved:
+            if node in held:
                 continue
             place = self._place[node]
-            before = free[bisect.bisect_left(places, place - window) : bisect.bisect_left(places, place)]
-            if self._bytes[node] < sum(self._bytes[each] for each in before):
-                yield (node, window), saved.difference(before) | {node}
+            first, last = bisect.bisect_left(places, place - window), bisect.bisect_left(places, place)
+            before = [held[each] for each in free[first:last]]
+            nbytes = sum(map(self._held_bytes, before))
+            for each in (node, Packed(node)) if node in self._codes else (node,):
+                if self._held_bytes(each) < nbytes:
+                    yield (each, window), saved.difference(before) | {each}
+
+    def _held_bytes(self, saved: fx.Node | Packed) -> int:
+        return self._codes[saved.node][0] if isinstance(saved, Packed) else self._bytes[saved]
 
     def _kind(self, node: fx.Node) -> int:
         if node.op != "call_function":
@@ -250,6 +308,10 @@ class Joint:
             return 0.0
         flops = _flops(node) if kind == KERNEL else 0.0
         return flops / _FLOPS + self._bytes[node] / (_FUSED_BYTES if kind == FUSED else _BYTES)
+
+
+def _node_of(saved: fx.Node | Packed) -> fx.Node:
+    return saved.node if isinstance(saved, Packed) else saved
 
 
 def _signature(node: fx.Node) -> Any:

@@ -35,6 +35,8 @@ class Spending:
 def _spend(parameter: torch.Tensor, gradient: torch.Tensor, number: int, place: int) -> None:
     spending = _known[number]
     own = spending.parameters[place]
+    if own.data_ptr() != parameter.data_ptr():  # the graph runs for a module like the one it was compiled for
+        own = next(each for each in spending.parameters if each.data_ptr() == parameter.data_ptr())
     if gradient.stride() != own.stride():
         gradient = torch.empty_like(own, requires_grad=False).copy_(gradient)
     spending.take(own, gradient)

@@ -24,70 +24,107 @@ from squeezebox.schema import (
 )
 
 if TYPE_CHECKING:
-    from squeezebox.capture._compiled._saved import Choice, Joint
+    from squeezebox.capture._compiled._saved import Choice, Joint, Part
 
 
 class Saving:
-    """Says what forward saves of one graph: what was chosen, or without a choice what Inductor would save.
+    """Says what forward saves of each graph: what was chosen, or without a choice what Inductor would save.
 
     Attributes:
-        starts: what Inductor would save, as it is and where recomputation is cheap.
         peak_bytes: measured with the sample, where the step is ready. From then on the same is saved for
             inputs of other shapes, unless more would live than with the sample.
+        ran: the graphs that ran in the last step with the sample, by their numbers.
     """
 
-    def __init__(self, choice: Choice | None) -> None:
-        self._choice = choice
-        self._joint: Joint | None = None
-        self._planned_bytes = 0
-        self.starts: list[frozenset[Any]] = []
+    def __init__(self, choice: Choice | None = None, names: Sequence[Mapping[str, bool]] = ()) -> None:
+        self.choice, self._names = choice, names
+        self._parts: list[Part] = []
+        self._cuts: list[Sequence[Sequence[Any]]] = []
+        self._planned_bytes: list[int] = []
+        self._followed = 0
         self.peak_bytes: int | None = None
+        self.ran: list[int] = []
 
     def known(self) -> tuple[Joint, Choice]:
-        """The graph and what is saved of it.
+        """The graphs that ran and what is saved of them.
 
         Raises:
             UnsupportedModelError: no graph with gradients was compiled.
         """
-        if self._joint is None or self._choice is None:
+        from squeezebox.capture._compiled._saved import Joint
+
+        if not self.ran:
             raise UnsupportedModelError(
                 "torch.compile made no graph with gradients of the model, and budget= takes one. Remove "
                 "torch.compiler.disable where it marks the model, or squeezebox.attach() the eager model."
             )
-        return self._joint, self._choice
+        joint = Joint([self._parts[number] for number in self.ran])
+        return joint, self.choice or joint.choice(self.starts()[0], sys.maxsize)
 
-    def __call__(
-        self,
-        graph: Any,
-        forward: Sequence[Any],
-        results: int,
-        cuts: Sequence[Sequence[Any]],
-        spent: Mapping[Any, int],
-    ) -> Container[Any]:
-        """As the adapter's ``Save``."""
-        from squeezebox.capture._compiled._saved import Joint
+    def starts(self) -> list[frozenset[Any]]:
+        """What Inductor would save of the graphs that ran, as it is and where recomputation is cheap."""
+        ways = zip(*(self._cuts[number] for number in {*self.ran}), strict=True)
+        return [frozenset(node for cut in way for node in cut) for way in ways]
 
-        joint = Joint(graph, forward, results, spent)
-        if self._choice is None:
-            self._choice = joint.choice(frozenset(cuts[0]), sys.maxsize)
-        names = {node.name for node in self._choice.saved}  # each compilation has nodes of its own
-        saved = frozenset(node for node in graph.nodes if node.name in names)
-        planned = joint.choice(saved, sys.maxsize).peak_bytes
-        if self.peak_bytes is not None:
-            self._check_fits(self.peak_bytes, planned)
-            return saved
-        if self._joint is not None:
+    def chosen(self, choice: Choice) -> Saving:
+        """For the same graphs, compiled again: each compilation has nodes of its own."""
+        return Saving(choice, [part.names(choice.saved) for part in self._parts])
+
+    def __call__(self, part: Part, cuts: Sequence[Sequence[Any]]) -> tuple[int, set[Any], set[Any]]:
+        """The number of a joint graph, which Inductor would cut so; what forward saves, and what it packs.
+
+        Raises:
+            OptionError: more would live than with the sample.
+            UnsupportedModelError: inputs of another shape make graphs of another kind.
+        """
+        from squeezebox.capture._compiled._saved import Joint, Packed
+
+        number = len(self._parts) if self.peak_bytes is None else self._same(part)
+        names = self._names[number] if number < len(self._names) else part.names(cuts[0])
+        saved = part.saved(names)
+        planned = Joint([part]).choice(saved, sys.maxsize).peak_bytes
+        if self.peak_bytes is None:
+            self._parts.append(part)
+            self._cuts.append(cuts)
+            self._planned_bytes.append(planned)
+        else:
+            self._check_fits(self.peak_bytes, planned - self._planned_bytes[number])
+        packed = {each.node for each in saved if isinstance(each, Packed)}
+        return number, {node for node in part.graph.nodes if node in saved or node in packed}, packed
+
+    def begin(self) -> None:
+        """Note from now on which graphs run."""
+        if self.peak_bytes is None:
+            self.ran.clear()
+
+    def followed(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """As the argument; where it is of a graph that was cut now, with notes of when it runs."""
+        if self._followed == len(self._parts):
+            return compiled
+        number, self._followed = self._followed, len(self._parts)
+
+        def noted(*args: Any) -> Any:
+            if self.peak_bytes is None:
+                self.ran.append(number)
+            return compiled(*args)
+
+        return noted
+
+    def _same(self, part: Part) -> int:
+        """The sample's graph of these operators."""
+        names = part.names(part.graph.nodes)
+        same = (n for n, other in enumerate(self._parts) if other.names(other.graph.nodes) == names)
+        number = 0 if len(self._parts) == 1 else next(same, None)
+        if number is None:
             raise UnsupportedModelError(
-                "the model compiles to several graphs, and budget= takes one. fullgraph=True says where it "
-                "breaks: mend that, or use bits= or noise=."
+                "the model compiles to several graphs, and for this training input, of another shape or "
+                "dtype, to others than for its sample. Make a step for this input, or pad it."
             )
-        self._joint, self._planned_bytes = joint, planned
-        self.starts = [frozenset(cut) for cut in cuts]
-        return saved
+        return number
 
-    def _check_fits(self, peak_bytes: int, planned_bytes: int) -> None:
-        if planned_bytes > self._planned_bytes:
-            more = human_bytes(peak_bytes + planned_bytes - self._planned_bytes)
+    def _check_fits(self, peak_bytes: int, more_bytes: int) -> None:
+        if more_bytes > 0:
+            more = human_bytes(peak_bytes + more_bytes)
             raise OptionError(
                 f"the step's peak with its sample is {human_bytes(peak_bytes)}, and this training input, of "
                 f"another shape or dtype, would take about {more}. Make a step with your largest batch as "
@@ -109,6 +146,16 @@ class Updates(Protocol):
 
     def close(self) -> None:
         """Leave the optimizer as it would be without."""
+
+
+def _joined(reports: Sequence[CompiledReport]) -> CompiledReport:
+    tensors = [tensor for report in reports for tensor in report.tensors]
+    return CompiledReport(
+        saved_bytes=sum(report.saved_bytes for report in reports),
+        packed_bytes=sum(report.packed_bytes for report in reports),
+        tensors=tuple(sorted(tensors, key=lambda row: -row.saved_bytes)),
+        copied_bytes=sum(report.copied_bytes for report in reports),
+    )
 
 
 def _accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
@@ -143,7 +190,7 @@ class CompiledStep:
         self._compiled: Callable[..., Any] | None = None
         self._updates: Updates | None = None
         self._plan: OptimizerPlan | None = None
-        self._reports: list[CompiledReport] = []
+        self._reports: dict[int, CompiledReport] = {}  # by the graph
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result. The first call compiles, and so does one with inputs of another shape."""
@@ -152,6 +199,8 @@ class CompiledStep:
             self._updates.check_forward()
         if self._compiled is None:
             self._compiled = self._compile(self._choose(args, kwargs))
+        if self._save is not None:
+            self._save.begin()
         try:
             with self._updates.unseen() if self._updates is not None else contextlib.nullcontext():
                 return self._compiled(*args, **kwargs)
@@ -183,7 +232,7 @@ class CompiledStep:
             self._spending.take = _accumulate
 
     def report(self) -> CompiledReport:
-        """What the training graph compiled last saves.
+        """What the training graph compiled last saves; within a budget, what all graphs of the model do.
 
         Raises:
             AttachError: no forward pass with gradients was compiled yet.
@@ -193,23 +242,33 @@ class CompiledStep:
                 "there is nothing to report: no forward pass with gradients was compiled yet. Call the step "
                 "on a batch once, with gradients enabled, and ask again."
             )
-        return dataclasses.replace(self._reports[-1], noise=self.noise, optimizer=self._plan)
+        ran = self._save.ran if self._save is not None else self._reports
+        whole = _joined([self._reports[number] for number in ran])
+        return dataclasses.replace(whole, noise=self.noise, optimizer=self._plan)
 
     def _compile(self, rule: BitRule) -> Callable[..., Any]:
         from squeezebox.capture._compiled import _adapter, _rewrite  # slow to import, and not always needed
 
-        def packed(plain: _adapter.Split, split: _adapter.Split) -> None:
-            if self._save is not None:
-                self._reports.append(_rewrite.kept(plain, split))
-                return
-            matcher = Matcher(rule)
-            self._reports.append(_rewrite.rewrite(plain, split, matcher))
-            matcher.check()
+        matcher = Matcher(rule)
+        number, packed = 0, set[str]()
+
+        def save(part: Part, cuts: Sequence[Sequence[Any]]) -> Container[Any]:
+            nonlocal number, packed
+            assert self._save is not None
+            known = dataclasses.replace(part, codes=_rewrite.codes(part.graph, part.forward, matcher))
+            number, saved, nodes = self._save(known, cuts)
+            packed = {node.name for node in nodes}
+            return saved
+
+        def rewrite(plain: _adapter.Split, split: _adapter.Split) -> None:
+            packs = (lambda _: True) if self._save is None else (lambda node: node.name in packed)
+            self._reports[number] = _rewrite.rewrite(plain, split, matcher, packs)
+            if self._save is None:
+                matcher.check()
 
         fingerprint = json.dumps(dataclasses.asdict(rule), sort_keys=True)
-        if self._save is not None:
-            fingerprint = "kept"  # what is saved is part of the graphs, and so of their keys
-        backend = _adapter.Backend(packed, fingerprint, self._options, self._save, self._spending)
+        saving = (save, self._save.followed) if self._save is not None else None
+        backend = _adapter.Backend(rewrite, fingerprint, self._options, saving, self._spending)
         compiled: Callable[..., Any] = torch.compile(
             self.module, backend=backend, fullgraph=self._fullgraph, dynamic=False, **_adapter.ISOLATED
         )
