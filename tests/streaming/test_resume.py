@@ -31,20 +31,20 @@ def step(model, **options):
     return StreamedStep(model, nn.CrossEntropyLoss(), height=25, checkpoint_seconds=0.0, **options)
 
 
-def crawl(path):
+def crawl(path, spool):
     """Slow enough to be killed anywhere; tells when it has begun."""
 
     def pause(progress):
         print(progress.done, flush=True)
         time.sleep(0.05)
 
-    step(network(), checkpoint=path, progress=pause)(*files())
+    step(network(), checkpoint=path, progress=pause, spool=spool)(*files())
 
 
-def killed_after(strips, path):
+def killed_after(strips, path, spool):
     program = (
         f"import sys; sys.path.insert(0, {os.getcwd()!r}); "
-        f"from tests.streaming import test_resume as t; t.crawl({str(path)!r})"
+        f"from tests.streaming import test_resume as t; t.crawl({str(path)!r}, {spool})"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
@@ -59,14 +59,15 @@ SLOW = pytest.mark.slow
 
 # gathering moments, deriving, deriving through the moments
 @pytest.mark.parametrize("strips", [pytest.param(4, marks=SLOW), 13, pytest.param(22, marks=SLOW)])
-def test_a_killed_step_goes_on_to_the_bit(tmp_path, strips):
+@pytest.mark.parametrize("spool", [False, pytest.param(True, marks=SLOW)])
+def test_a_killed_step_goes_on_to_the_bit(tmp_path, strips, spool):
     path = tmp_path / "step"
-    killed_after(strips, path)
+    killed_after(strips, path, spool)
     assert path.exists()
     seen, model, whole = [], network(), network()
-    loss = step(model, checkpoint=path, progress=seen.append)(*files())
-    assert strips - 1 <= seen[0].done - 1 <= strips + 1 and not path.exists()
-    assert torch.equal(loss, step(whole)(*files()))
+    loss = step(model, checkpoint=path, progress=seen.append, spool=spool)(*files())
+    assert strips - 1 <= seen[0].done - 1 <= strips + 1 and not [*tmp_path.iterdir()]
+    assert torch.equal(loss, step(whole, spool=spool)(*files()))
     for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
     assert torch.equal(model[1].running_var, whole[1].running_var) and model[1].num_batches_tracked == 1
@@ -94,3 +95,44 @@ def test_other_weights_and_images_are_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(FormatError, match="damaged"):
         step(network(), checkpoint=path)(image, target)
+
+
+@pytest.mark.parametrize("height", [25, (50, 10)])
+def test_what_was_added_to_a_spool_after_the_checkpoint_is_taken_back(tmp_path, height):
+    path, model, whole, seen = tmp_path / "step", network(), network(), []
+
+    def streamed(model, **options):
+        return StreamedStep(
+            model, nn.CrossEntropyLoss(), height=height, checkpoint_seconds=0.0, spool=True, **options
+        )
+
+    def stop(progress):
+        if progress.done == progress.total // 2:  # within the pass that adds gradients
+            interrupted._checkpoint_seconds = 1e9
+        if progress.done == progress.total // 2 + 3:
+            raise KeyboardInterrupt
+
+    interrupted = streamed(model, checkpoint=path, progress=stop)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(*files())
+    resumed = streamed(model, checkpoint=path, progress=seen.append)
+    loss = resumed(*files())
+    assert seen[0].done == seen[0].total // 2 and not [*tmp_path.iterdir()]
+    assert torch.equal(loss, streamed(whole)(*files()))
+    for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_a_spool_that_is_gone_is_said(tmp_path):
+    def stop(progress):
+        if progress.done == 10:
+            raise KeyboardInterrupt
+
+    path = tmp_path / "step"
+    with pytest.raises(KeyboardInterrupt):
+        step(network(), checkpoint=path, progress=stop, spool=True)(*files())
+    with pytest.raises(FormatError, match="belongs to a step"):
+        step(network(), checkpoint=path)(*files())
+    (tmp_path / "step.spool").unlink()
+    with pytest.raises(FormatError, match="step.spool.* is not there"):
+        step(network(), checkpoint=path, spool=True)(*files())

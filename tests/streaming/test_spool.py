@@ -124,11 +124,6 @@ def test_a_full_disk_and_a_missing_folder_are_said_beforehand(tmp_path, monkeypa
         StreamedStep(model, nn.CrossEntropyLoss(), height=9, spool=tmp_path)(image, classes)
 
 
-def test_a_checkpoint_is_refused(tmp_path):
-    with pytest.raises(OptionError, match="give one of them"):
-        StreamedStep(nn.Conv2d(2, 2, 1), nn.MSELoss(), height=4, spool=True, checkpoint=tmp_path / "step")
-
-
 def test_a_folder_in_memory_is_refused_and_true_takes_another(monkeypatch):
     memory = Path("/dev/shm")
     if not DiskFolder(str(memory), "").is_in_memory:

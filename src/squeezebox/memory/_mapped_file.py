@@ -13,7 +13,9 @@ import numpy as np
 from squeezebox.schema import OutputError
 
 
-def nameless_file(folder: Path, nbytes: int, what: str, option: str = "folder=") -> IO[bytes]:
+def nameless_file(
+    folder: Path, nbytes: int, what: str, option: str = "folder=", *, name: str | None = None
+) -> IO[bytes]:
     """A new file of zeros, open to read and write; it goes when it is closed, or with the process.
 
     The disk's bytes are reserved, so that a full disk is an error now and not in the middle of a step.
@@ -23,6 +25,7 @@ def nameless_file(folder: Path, nbytes: int, what: str, option: str = "folder=")
         nbytes: how long it is.
         what: what it is for, for messages: "layers' outputs".
         option: what names the folder, for messages.
+        name: of a file that stays, in place of one of this name.
 
     Raises:
         OutputError: the folder is missing or not writable, or the disk has not enough room.
@@ -34,7 +37,11 @@ def nameless_file(folder: Path, nbytes: int, what: str, option: str = "folder=")
                 f"{what} take {nbytes:,} bytes of disk; {folder} has {free:,} free. Make room, or give "
                 f"{option} a folder on another disk."
             )
-        file = tempfile.TemporaryFile(dir=folder, buffering=0)
+        file: IO[bytes] = (
+            tempfile.TemporaryFile(dir=folder, buffering=0)
+            if name is None
+            else (folder / name).open("w+b", buffering=0)
+        )
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, nbytes)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from squeezebox.schema import FormatError, OutputError
 from squeezebox.streaming._graph import Streamed
@@ -33,9 +34,9 @@ class Position:
     sizes: tuple[tuple[int, int], ...]
 
 
-def fingerprint(streamed: Streamed, read: Read) -> str:
-    """Tells a step from others: its graph, weights, buffers and some rows of what it reads."""
-    digest = hashlib.sha256(str(streamed.program.graph).encode())
+def fingerprint(streamed: Streamed, read: Read, stored: Iterable[Node]) -> str:
+    """Tells a step from others: its graph, what it stores, weights, buffers, some rows of what it reads."""
+    digest = hashlib.sha256(f"{streamed.program.graph} {[*stored]}".encode())
     for tensor in _content(streamed, read):
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -52,8 +53,8 @@ def _content(streamed: Streamed, read: Read) -> Iterable[Tensor]:
                 yield read(node, row, row + 1)
 
 
-def save(path: Path, mark: str, position: Position, run: Run) -> None:
-    """Write everything, whole or not at all.
+def save(path: Path, mark: str, position: Position, run: Run, stored: dict[str, Any]) -> None:
+    """Write everything, whole or not at all; ``stored`` is what a spool needs.
 
     Raises:
         OutputError: the folder is missing or not writable, or the disk is full.
@@ -61,6 +62,7 @@ def save(path: Path, mark: str, position: Position, run: Run) -> None:
     content = {
         "format": _FORMAT,
         "fingerprint": mark,
+        "stored": stored,
         "position": (position.stage, position.strip, [list(size) for size in position.sizes]),
         "states": {node.name: list(state) for node, state in run.states.items()},
         "gradients": {name: leaf.grad for name, leaf in run.values.gradients() if leaf.grad is not None},

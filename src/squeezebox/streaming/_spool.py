@@ -6,18 +6,17 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from squeezebox.memory import nameless_file
 from squeezebox.schema import OutputError
 from squeezebox.streaming._graph import Streamed
+from squeezebox.streaming._journal import Journal, boot
 from squeezebox.streaming._rows import Part, Rows
 
 _ALIGNMENT = 64
@@ -122,8 +121,15 @@ class _InFile:
     With an axis ``across``, a row is column behind column, so that some columns of a row are one piece.
     """
 
-    def __init__(self, file: IO[bytes], place: _Place, across: int | None, device: torch.device) -> None:
-        self._file, self._place, self._device = file, place, device
+    def __init__(
+        self,
+        file: IO[bytes],
+        place: _Place,
+        across: int | None,
+        device: torch.device,
+        journal: Journal | None,
+    ) -> None:
+        self._file, self._place, self._device, self._journal = file, place, device, journal
         self._leading = [place.dim] if across is None else [place.dim, across]
         self._columns = 1 if across is None else place.shape[across]
         self._rest = [size for dim, size in enumerate(place.shape) if dim not in self._leading]
@@ -153,6 +159,8 @@ class _InFile:
             rows.copy_(self._part(x, first - start, last - start))
             for memory, offset in runs:
                 try:
+                    if self._journal is not None:
+                        self._journal.keep(offset, len(memory))
                     written = os.pwritev(self._file.fileno(), [memory], offset)
                 except OSError as error:
                     raise OutputError(
@@ -198,32 +206,34 @@ class _InFile:
 
 
 class Spool:
-    """A store in the device's memory; or, in a folder, in a file without a name.
+    """A store in the device's memory, or in a file, which is closed with the store.
 
-    The file goes when the process that has it open ends, killed or not.
-
-    Raises:
-        OutputError: the folder is missing or not writable, or the disk has not enough room.
+    With a journal the file stays for a checkpoint, once there is one.
     """
 
     def __init__(
-        self, content: Layout, streamed: Streamed, folder: Path | None, device: torch.device, tiled: bool
+        self,
+        content: Layout,
+        streamed: Streamed,
+        device: torch.device,
+        file: IO[bytes] | None,
+        journal: Journal | None,
+        tiled: bool,
     ) -> None:
-        self._rows, self._device, self._file = streamed.rows, device, None
-        if folder is None:
+        self._rows, self._file, self._journal = streamed.rows, file, journal
+        if file is None:
             bytes_ = torch.zeros(content.nbytes, dtype=torch.uint8, device=device)
 
-            def array(node: Node, place: _Place) -> _Array:
+            def array(node: Node, place: _Place, journal: Journal | None = None) -> _Array:
                 part = bytes_[place.offset : place.stop]
                 return _InMemory(part.view(place.dtype).view(place.shape), node, streamed)
         else:
-            self._file = file = nameless_file(folder, content.nbytes, "what passes hand on", "spool=")
 
-            def array(node: Node, place: _Place) -> _Array:
-                return _InFile(file, place, streamed.apart_dim(node) if tiled else None, device)
+            def array(node: Node, place: _Place, journal: Journal | None = None) -> _Array:
+                return _InFile(file, place, streamed.apart_dim(node) if tiled else None, device, journal)
 
         self._tensors = {node: array(node, place) for node, place in content.tensors.items()}
-        self._gradients = {node: array(node, place) for node, place in content.gradients.items()}
+        self._gradients = {node: array(node, place, journal) for node, place in content.gradients.items()}
         self._known = set[Node]()
 
     def __enter__(self) -> Spool:
@@ -236,6 +246,36 @@ class Spool:
         self._gradients.clear()
         if self._file is not None:
             self._file.close()
+        if self._journal is not None:
+            self._journal.close()
+            if not self._journal.number:  # there is no checkpoint
+                self._journal.remove()
+
+    def mark(self) -> dict[str, Any]:
+        """What a checkpoint needs of the file, which stays as it is now for that checkpoint."""
+        if self._file is None or self._journal is None:
+            return {}
+        os.fsync(self._file.fileno())
+        self._journal.begin()
+        return {
+            "number": self._journal.number,
+            "boot": boot(),
+            "known": [node.name for node in self._known],
+        }
+
+    def settle(self) -> None:
+        """The checkpoint of the last mark has been written."""
+        if self._journal is not None:
+            self._journal.settle()
+
+    def remove(self) -> None:
+        """The step is complete, and its checkpoint gone."""
+        if self._journal is not None:
+            self._journal.remove()
+
+    def restore(self, found: dict[str, Any]) -> None:
+        """Know of which nodes there are gradients."""
+        self._known = {node for node in self._gradients if node.name in found["known"]}
 
     def read(self, node: Node, start: int, stop: int, columns: Part | None = None) -> Tensor:
         """A copy of these rows, of some columns or all."""
@@ -286,4 +326,14 @@ class Blank:
         return self.read(node, start, stop, columns)
 
     def add(self, node: Node, start: int, gradient: Tensor, columns: Part | None = None) -> None:
+        """Nothing."""
+
+    def mark(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def settle(self) -> None:
+        """Nothing."""
+
+    def remove(self) -> None:
         """Nothing."""

@@ -13,13 +13,21 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from squeezebox.memory import Ceiling, DiskFolder, require_imports, usual_folder, within_room
+from squeezebox.memory import (
+    Ceiling,
+    DiskFolder,
+    nameless_file,
+    require_imports,
+    usual_folder,
+    within_room,
+)
 from squeezebox.reports import parse_size
 from squeezebox.schema import OptionError, UnsupportedModelError
 from squeezebox.streaming._files import from_file
 from squeezebox.streaming._fitting import Fitting
 from squeezebox.streaming._given import derivable, require_image, require_modes, scaled
 from squeezebox.streaming._graph import Streamed, analyse, with_across
+from squeezebox.streaming._journal import kept_file
 from squeezebox.streaming._outputs import Onto, Outputs, writable
 from squeezebox.streaming._plan import StreamPlan
 from squeezebox.streaming._prepared import Bands, Prepared, form_of
@@ -75,11 +83,12 @@ class StreamedStep:
             strips. By default that is in memory, if half of ``memory`` is enough and there is no checkpoint;
             False keeps nothing. A folder, or True for the system's temporary one, takes it in a nameless
             file: the folder must be on a disk. Where the temporary one is in memory, as on some systems, True
-            takes another. ``plan`` says how many bytes.
+            takes another. ``plan`` says how many bytes. With a checkpoint the file has its name and ".spool",
+            True is the checkpoint's folder, and the file stays until the step is complete.
 
     Raises:
-        OptionError: neither or both of memory and height are given, one is out of range, both spool and
-            checkpoint are given, or spool names a folder in memory.
+        OptionError: neither or both of memory and height are given, one is out of range, or spool names a
+            folder in memory.
     """
 
     def __init__(
@@ -105,12 +114,9 @@ class StreamedStep:
         size = None if height is None else (height, None) if isinstance(height, int) else height
         if size is not None and not all(each is None or each >= 1 for each in size):
             raise OptionError(f"height {height} is below one row or column.")
-        if spool and checkpoint is not None:
-            raise OptionError(
-                "what spool= stores goes with the process, so checkpoint= could not resume; give one of them."
-            )
-        self._folder = Path(usual_folder().path) if spool is True else Path(spool) if spool else None
-        if spool not in (None, True, False) and DiskFolder(str(self._folder), "").is_in_memory:
+        beside = usual_folder().path if checkpoint is None else Path(checkpoint).absolute().parent
+        self._folder = Path(beside if spool is True else spool) if spool else None
+        if self._folder and spool is not True and DiskFolder(str(self._folder), "").is_in_memory:
             raise OptionError(
                 f"spool={str(spool)!r} is in memory itself, so nothing would be saved. Name one on a disk, "
                 "or give spool=True."
@@ -148,7 +154,7 @@ class StreamedStep:
             OptionError: gradient is no such array, or the image has integers that ``prepare`` takes.
             UnsupportedModelError: model or loss cannot be streamed exactly; names the module and why.
             BudgetError: the smallest strip, or what has no rows, needs more memory; or the process has less.
-            FormatError: the checkpoint belongs to another step.
+            FormatError: the checkpoint belongs to another step, or the file of its spool is not as it was.
             OutputError: the checkpoint cannot be written, or spool's folder has no room.
         """
         by_image = gradient is not None
@@ -227,7 +233,8 @@ class StreamedStep:
                 "the model draws dropout behind its pooling, which checkpoint= could not draw again. Put "
                 "that module into eval(), or leave checkpoint= out."
             )
-        mark = fingerprint(prepared.streamed, prepared.read) if checkpoint else ""
+        stored = prepared.layout.tensors
+        mark = fingerprint(prepared.streamed, prepared.read, stored) if checkpoint else ""
         found = load(checkpoint, mark) if checkpoint else None
         if found is None:
             plan = self._planned(prepared).stages
@@ -237,7 +244,7 @@ class StreamedStep:
         else:
             position = position_of(found)
             strip_bytes = [self._memory_bytes or 0] * len(stages)
-        with self._opened(prepared, position) as store:
+        with self._opened(prepared, position, checkpoint, found) as store:
             onto = Onto(store, prepared.layout, prepared.streamed, maps, gradients, files)
             run = prepared.run(self._context, onto)
             if found is not None:
@@ -248,18 +255,31 @@ class StreamedStep:
             written = time.monotonic()
             for done in self._strips(run, prepared, position):
                 if checkpoint and time.monotonic() - written >= self._checkpoint_seconds:
-                    save(checkpoint, mark, done, run)
+                    save(checkpoint, mark, done, run, store.mark())
+                    store.settle()
                     written = time.monotonic()
             run.values.finish()
-        if checkpoint:
-            checkpoint.unlink(missing_ok=True)
+            if checkpoint:
+                checkpoint.unlink(missing_ok=True)
+                store.remove()
         return run
 
-    def _opened(self, prepared: Prepared, position: Position) -> Spool | nullcontext[Blank]:
-        if not prepared.layout.nbytes:
+    def _opened(
+        self, prepared: Prepared, position: Position, checkpoint: Path | None, found: dict[str, Any] | None
+    ) -> Spool | nullcontext[Blank]:
+        content, file, journal = prepared.layout, None, None
+        if not content.nbytes:
             return nullcontext(prepared.blank)
+        if self._folder is not None and checkpoint is not None:
+            path = self._folder / f"{checkpoint.name}.spool"
+            file, journal = kept_file(path, content.nbytes, found and found["stored"])
+        elif self._folder is not None:
+            file = nameless_file(self._folder, content.nbytes, "what passes hand on", "spool=")
         is_tiled = any(width < prepared.columns for _, width in position.sizes)
-        return Spool(prepared.layout, prepared.streamed, self._folder, self._device, is_tiled)
+        spool = Spool(content, prepared.streamed, self._device, file, journal, is_tiled)
+        if found is not None:
+            spool.restore(found["stored"])
+        return spool
 
     @within_room("measuring strips")
     def plan(self, image: Any, target: Any) -> StreamPlan:
