@@ -88,7 +88,7 @@ COMMANDS = {  # what follows `python -m benchmarks.`, by the report's name
     "streaming": "streaming",
     "streaming_models": "streaming_models",
     "streaming_rival": "streaming_rival",
-    "streaming_tiles": "streaming_tiles",
+    "streaming_tiles": "streaming_tiles --side 1024 --memory 24 48 --repeats 2",
     "streaming_narrow": "streaming --width 128 --networks 1 --name streaming_narrow",
     "torch_databases": "torch_databases",
     "traces": "traces",
