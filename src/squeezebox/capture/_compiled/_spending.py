@@ -34,9 +34,9 @@ class Spending:
 
 def _spend(parameter: torch.Tensor, gradient: torch.Tensor, number: int, place: int) -> None:
     spending = _known[number]
-    own = spending.parameters[place]
-    if own.data_ptr() != parameter.data_ptr():  # the graph runs for a module like the one it was compiled for
-        own = next(each for each in spending.parameters if each.data_ptr() == parameter.data_ptr())
+    # a graph may run for other modules than it was compiled for; what is nobody's is Inductor's own copy
+    same = (each for each in spending.parameters if each.data_ptr() == parameter.data_ptr())
+    own = next(same, spending.parameters[place])
     if gradient.stride() != own.stride():
         gradient = torch.empty_like(own, requires_grad=False).copy_(gradient)
     spending.take(own, gradient)
