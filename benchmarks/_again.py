@@ -52,6 +52,7 @@ COMMANDS = {  # what follows `python -m benchmarks.`, by the report's name
     "gradients_links": "gradients links --rounds 15",
     "gradients_own": "gradients own --rounds 15",
     "embeddings": "embeddings",
+    "graph_overlap": "graph_overlap",
     "graph_ranks": "graph_ranks",
     "larger_than_memory": "larger_than_memory --repeats 5",
     "made_again": "made_again --repeats 9",

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from squeezebox.schema import OptionError
-from squeezebox.streaming import GraphStep
+from squeezebox.streaming import Graph, GraphStep
 from tests.pipeline import ranks
 from tests.streaming.test_graph_step import Sage, made, networks
 
@@ -47,6 +47,31 @@ def test_ranks_have_what_one_process_has(name, world, dtype):
         assert np.isnan(together[own]).all()
         together[own] = rows[own]
     np.testing.assert_allclose(together, out, rtol=10 * within, atol=10 * within)
+
+
+def on_near_nodes(rank):
+    """Edges to near nodes only, so that few parts have to do with other ranks."""
+    torch.manual_seed(0)
+    targets = torch.arange(600).repeat_interleave(4)
+    sources = (targets + torch.randint(-5, 6, targets.shape)).clamp(0, 599)
+    graph = Graph(
+        features=torch.randn(600, 6).double(), edges=torch.stack([sources, targets]), targets=targets[::4] % 4
+    )
+    model = model_of("wide", torch.float64)
+    group = None if rank is None else torch.distributed.group.WORLD
+    step = GraphStep(model, graph, "400KiB", group=group)
+    loss = step()
+    return loss, [parameter.grad for parameter in model.parameters()], len(step._marginal), step.parts
+
+
+@pytest.mark.slow
+def test_parts_are_computed_while_messages_travel():
+    loss, gradients, *_ = on_near_nodes(None)
+    for other, theirs, marginal, parts in ranks.run(on_near_nodes, 2):
+        assert 0 < marginal < parts
+        torch.testing.assert_close(other, loss, rtol=1e-12, atol=0)
+        for one, gradient in zip(gradients, theirs, strict=True):
+            assert (gradient - one).abs().max() <= 1e-12 * one.abs().max()
 
 
 def draws(rank):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from squeezebox.streaming._order import better_order
 from squeezebox.streaming._ranks import Exchange, Ranks
 
 _OWN_BYTES = 32 << 20  # what torch takes for itself, and not for a part
-_MESSAGES = 8  # of the memory, one by so much for rows on their way to and from other ranks
+_MESSAGES = 32  # of the memory, one by so much for rows on their way to other ranks; four while they travel
 _FIRST = 1 / 32  # of the memory: what the part that is measured first should at most take
 
 
@@ -101,6 +102,7 @@ class GraphStep:
                 self._cuts, self._part_bytes = self._fitting_cuts()
         came = [] if self._exchange is None else self._exchange.came
         self._boundary = Boundary(self._edges, self._cuts, came)
+        self._marginal = self._marginal_parts()
         self._features = Features(graph.features, self._order, self._boundary, self._folder)
         # What stages hand on; in backward a part's gradients take the place of what it has read there.
         self._between = [
@@ -149,17 +151,13 @@ class GraphStep:
         """
         sums: dict[nn.Parameter, Tensor] = {}
         for number in range(len(self._stages) - 1):
-            for place, part in self._parts():
+            for place, part in self._parts(number, Exchange.forward):
                 with torch.no_grad():
                     self._between[number].write(place, self._output(number, place, part)[1])
-            if self._exchange is not None:
-                self._exchange.forward(self._between[number])
         loss = torch.zeros((), dtype=torch.float64)
         for number in reversed(range(len(self._stages))):
-            for place, part in self._parts():
+            for place, part in self._parts(number - 1, Exchange.backward):
                 loss += self._backward(number, place, part, sums)
-            if self._exchange is not None and number:
-                self._exchange.backward(self._between[number - 1])
         if self._ranks is not None:
             self._together(loss, sums)
         for parameter, gradient in sums.items():
@@ -175,17 +173,15 @@ class GraphStep:
             OutputError, DatasetError: as in a step.
         """
         for number in range(len(self._stages)):
-            for place, part in self._parts():
+            for place, part in self._parts(number, Exchange.forward):
                 output = self._output(number, place, part)[1]
-                if number < len(self._stages) - 1:
+                if number < len(self._between):
                     self._between[number].write(place, output)
                 elif self._order is None:
                     out[part.start : part.stop] = output.numpy()
                 else:
                     out[self._order[part.own]] = output.numpy()
                 release(out)
-            if self._exchange is not None and number < len(self._stages) - 1:
-                self._exchange.forward(self._between[number])
         return out
 
     def _together(self, loss: Tensor, sums: dict[nn.Parameter, Tensor]) -> None:
@@ -196,13 +192,43 @@ class GraphStep:
             for parameter in stage.parameters:
                 sums[parameter] = ranks.add(sums.get(parameter, torch.zeros_like(parameter)).contiguous())
 
-    def _parts(self) -> Iterator[tuple[int, Part]]:
+    def _parts(
+        self, number: int, exchange: Callable[[Exchange, PartFile], None]
+    ) -> Iterator[tuple[int, Part]]:
+        """All parts; then rows between the stages of this number are exchanged, if there are such.
+
+        Those that other ranks read of, or that read of these, are first, and their messages travel in a
+        thread of their own while the others are computed, as AdaQP's (section 4.2) central nodes are.
+        """
         # Returning freed memory costs page faults; what is freed but not whole again grows with a part.
         spare_bytes = max(_OWN_BYTES // 2, 7 * _OWN_BYTES // 8 - self._memory_bytes // 4)
         ceiling = Ceiling(self._memory_bytes + spare_bytes)
-        for place in range(self._boundary.parts):
-            ceiling.make_room(self._part_bytes)
-            yield place, self._boundary.part(place)
+
+        def given(places: list[int]) -> Iterator[tuple[int, Part]]:
+            for place in places:
+                ceiling.make_room(self._part_bytes)
+                yield place, self._boundary.part(place)
+
+        central = [place for place in range(self._boundary.parts) if place not in self._marginal]
+        yield from given(self._marginal)
+        if self._exchange is None or not 0 <= number < len(self._between):
+            yield from given(central)
+            return
+        with ThreadPoolExecutor(1) as pool:
+            travelling = pool.submit(exchange, self._exchange, self._between[number])
+            yield from given(central)
+            travelling.result()
+
+    def _marginal_parts(self) -> list[int]:
+        """Parts that other ranks read of, or that read of other ranks."""
+        if self._exchange is None:
+            return []
+        sent = np.searchsorted(self._exchange.sent, self._cuts)
+        return [
+            place
+            for place, (first, last) in enumerate(sent)
+            if first < last or (self._boundary.others(place) >= self._boundary.count).any()
+        ]
 
     def _output(self, number: int, place: int, part: Part) -> tuple[Tensor, Tensor]:
         """What a stage reads, and what it makes of it."""
@@ -256,22 +282,24 @@ class GraphStep:
 
         Those with most edges and that read most rows are measured, of small parts first.
         """
-        count = self._edges.count
-        parts = min(max(int(self._guess(0, count) / (_FIRST * self._memory_bytes)), 1), count)
+        count, room = self._edges.count, self._memory_bytes
+        if self._ranks is not None:
+            room -= 4 * room // _MESSAGES
+        parts = min(max(int(self._guess(0, count) / (_FIRST * room)), 1), count)
         peak = self._largest(self._edges.cuts(parts))[1]
-        parts = min(max(int(parts * peak / self._memory_bytes), 1), count)
+        parts = min(max(int(parts * peak / room), 1), count)
         while True:
             cuts = self._edges.cuts(parts)
             (start, stop), peak = self._largest(cuts)
-            if peak <= self._memory_bytes:
+            if peak <= room:
                 return cuts, peak
             if stop - start == 1:
                 node = start if self._order is None else int(self._order[start])
                 raise BudgetError(
-                    f"node {node:,} with its edges takes {human_bytes(peak)}, and memory= is "
-                    f"{human_bytes(self._memory_bytes)}. Give at least that."
+                    f"node {node:,} with its edges takes {human_bytes(peak)}, and memory= has "
+                    f"{human_bytes(room)} for it. Give more."
                 )
-            parts = min(max(int(parts * peak / self._memory_bytes), parts + 1 + parts // 16), count)
+            parts = min(max(int(parts * peak / room), parts + 1 + parts // 16), count)
 
     def _largest(self, cuts: list[tuple[int, int]]) -> tuple[tuple[int, int], int]:
         """The part that takes most, and its peak."""

@@ -81,6 +81,7 @@ class Exchange:
         came: intervals of rows that come in one message each.
         edges: this rank's own.
         nodes: of its own rows and those that come, the nodes.
+        sent: which of its own rows are sent, in order.
     """
 
     def __init__(self, ranks: Ranks, edges: Edges, most: int) -> None:
@@ -107,6 +108,7 @@ class Exchange:
             if other == ranks.rank:
                 self.edges, self.nodes = edges.within(part), np.concatenate([part.own, part.others])
                 came = ends + self.stop - self.start
+        self.sent = np.unique(np.concatenate(self._given))
         self._most, self._rounds = most, rounds
         self.came = [
             (first, min(first + most, int(last)))
