@@ -55,8 +55,9 @@ class Saving:
 
         if not self.ran:
             raise UnsupportedModelError(
-                "torch.compile made no graph with gradients of the model, and budget= takes one. Remove "
-                "torch.compiler.disable where it marks the model, or squeezebox.attach() the eager model."
+                "torch.compile made no graph with gradients of the model, and budget= takes one. "
+                "It leaves a forward as it is that breaks within a loop, or has torch.compiler.disable; "
+                "mend that, or squeezebox.attach() the eager model."
             )
         joint = Joint([self._parts[number] for number in self.ran])
         return joint, self.choice or joint.choice(self.starts()[0], sys.maxsize)
