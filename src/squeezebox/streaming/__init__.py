@@ -14,11 +14,30 @@ from squeezebox.streaming._plan import StreamPlan, StripPlan
 from squeezebox.streaming._progress import Progress
 from squeezebox.streaming._step import StreamedStep
 
-__all__ = ["BagStep", "Graph", "GraphStep", "Progress", "StreamPlan", "StreamedStep", "StripPlan"]
+__all__ = [
+    "BagStep",
+    "Graph",
+    "GraphStep",
+    "PageRank",
+    "Progress",
+    "StreamPlan",
+    "StreamedStep",
+    "StripPlan",
+    "personalised_pagerank",
+]
 
 if TYPE_CHECKING:
     from squeezebox.streaming._graph_step import GraphStep
     from squeezebox.streaming._nodes import Graph
+    from squeezebox.streaming._pagerank import PageRank, personalised_pagerank
 else:
     # They load numba.
-    __getattr__ = door(__name__, {"Graph": "_nodes", "GraphStep": "_graph_step"})
+    __getattr__ = door(
+        __name__,
+        {
+            "Graph": "_nodes",
+            "GraphStep": "_graph_step",
+            "PageRank": "_pagerank",
+            "personalised_pagerank": "_pagerank",
+        },
+    )

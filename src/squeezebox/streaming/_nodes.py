@@ -240,7 +240,7 @@ def checked(graph: Graph) -> int:
         )
     _require_nodes("edges", edges, count)
     if graph.nodes is not None:
-        if not _distinct("nodes", graph.nodes, count).size:
+        if not distinct_nodes("nodes", graph.nodes, count).size:
             raise OptionError("nodes are none; give those whose outputs the loss takes.")
     for name, values, wanted in (
         ("targets", graph.targets, count),
@@ -258,13 +258,18 @@ def order_of(order: Any, graph: Graph) -> np.ndarray:
         OptionError: it is not.
     """
     count = int(graph.features.shape[0])
-    numbers = _distinct("order", order, count)
+    numbers = distinct_nodes("order", order, count)
     if len(numbers) != count:
         raise OptionError(f"order has {len(numbers):,} nodes of {count:,}; give each node's number once.")
     return numbers.astype(np.int64)
 
 
-def _distinct(name: str, values: Any, count: int) -> np.ndarray:
+def distinct_nodes(name: str, values: Any, count: int) -> np.ndarray:
+    """Node numbers, each at most once.
+
+    Raises:
+        OptionError: they are not.
+    """
     numbers = _array(values)
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
         raise OptionError(f"{name} is an array of {numbers.dtype} {numbers.shape}; give node numbers.")
