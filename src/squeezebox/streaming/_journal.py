@@ -20,15 +20,18 @@ def kept_file(path: Path, nbytes: int, found: dict[str, Any] | None) -> tuple[IO
 
     Raises:
         OutputError: the folder is missing or not writable, or the disk has not enough room.
-        FormatError: the file is not there, or the machine was started since, which may have lost bytes of it.
+        FormatError: the file or its journal is not there, or the machine was started since, which may have
+            lost bytes of it.
     """
     if found is None:
         file = nameless_file(path.parent, nbytes, "what passes hand on", "spool=", name=path.name)
         return file, Journal(file, path)
-    if not path.exists() or path.stat().st_size != nbytes or found["boot"] != boot():
+    is_there = path.exists() and path.stat().st_size == nbytes and _records(path, found["number"]).exists()
+    if not is_there or found["boot"] != boot():
         raise FormatError(
-            f"{path.name}, which spool= keeps for the checkpoint, is not there, or the machine has "
-            "started again since. Remove the checkpoint, so that the step begins at its first strip."
+            f"{path.name} or its journal, which spool= keeps for the checkpoint, is not there, or "
+            "the machine has started again since. Remove the checkpoint, so that the step begins at its "
+            "first strip."
         )
     file = path.open("r+b", buffering=0)
     journal = Journal(file, path)
@@ -106,4 +109,8 @@ class Journal:
             self._records = None
 
     def _of(self, number: int) -> Path:
-        return self._path.with_name(f"{self._path.name}.{number}")
+        return _records(self._path, number)
+
+
+def _records(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.{number}")
