@@ -20,7 +20,7 @@ _FINER = 8.0  # each round takes up residues smaller than the one before by this
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PageRank:
-    """``scores`` of every node, in float64.
+    """``scores`` of all nodes, of shape (nodes,), in float64; they sum to 1 less the error.
 
     ``error`` is the sum over all nodes of what the scores are too low by. ``visits`` counts edges, each as
     often as it was gone along; a sweep of power iteration goes along all of them.
