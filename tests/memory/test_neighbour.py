@@ -225,7 +225,10 @@ def test_a_neighbour_that_dies_or_hangs_is_named_and_costs_the_step_alone(number
 
 def _leaves(rank):
     if rank == 0:
-        Neighbour(rank=1)
+        area = Neighbour(rank=1).open()
+        area.reserve(0, 8)
+        area.begin_write(memoryview(bytearray(8)), 0).result()
+        area.begin_read(memoryview(bytearray(8)), 0).result()  # answered: it has connected
         os._exit(0)
     lend(LENT)
     return "returned"

@@ -271,8 +271,8 @@ def _taken(store: Store, nbytes: int, rank: int, patience: float) -> Any:
         return _group(store, number, _LENDER, timedelta(seconds=patience))
     except RuntimeError as error:  # dist.DistError is one
         raise RankError(
-            f"rank {rank} and this one have not connected within {patience:g} s "
-            f"({str(error).splitlines()[0]}). Look at what that rank printed, then start both again."
+            f"rank {rank} and this one have not connected ({str(error).splitlines()[0]}; {patience:g} s are "
+            "allowed). Look at what that rank printed, then start both again."
         ) from error
 
 
