@@ -61,6 +61,7 @@ COMMANDS = {  # what follows `python -m benchmarks.`, by the report's name
     "offload": "offload --steps 5 --rounds 3 --mib 128 --threads 1",
     "packed": "packed resnet50 --batches 8 16 --settling 3 --calibrations 2 --measured 2",
     "packed_state": "packed_state",
+    "pagerank": "pagerank",
     "parity": "parity",
     "parity_own": "parity_own",
     "pipeline_devices": "pipeline_devices",

@@ -55,7 +55,7 @@ class Block(nn.Module):
 def convolutions(draw):
     kernel, dilation = draw(st.integers(1, 4)), draw(st.integers(1, 2))
     span = (kernel - 1) * dilation
-    mode = draw(st.sampled_from(["zeros", "reflect", "replicate"]))
+    mode = draw(st.sampled_from(["zeros", "reflect", "replicate", "circular"]))
     padding = draw(st.integers(0, min(span, 3)))
     stride = draw(st.integers(1, 3))
     return nn.Conv2d(2, 2, kernel, stride, padding, dilation, padding_mode=mode)

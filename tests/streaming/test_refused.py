@@ -40,9 +40,11 @@ REFUSED = {
     "squared": (Called(squared), "more than one of what it multiplies"),
     "gram": (Called(lambda x: functional.linear(x[0, 0], x[0, 0])), "more than one of what it multiplies"),
     "alike": (Called(lambda x: (lambda y: functional.linear(y, y))(x[0, 0])), "what it multiplies"),
-    "rolled": (Called(lambda x: x.roll(3, 2)), "not known|streamed axis|several"),
     "unpooled": (Called(unpooled), "indices"),
-    "circular": (nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"), "."),
+    "joined": (
+        Called(lambda x: torch.cat([x, x.new_zeros(1, 2, 4, 10)], 2)),
+        "does not have the streamed axis",
+    ),
     "wide": (nn.Conv2d(2, 2, 1, padding=2), "as wide as its window"),
 }
 

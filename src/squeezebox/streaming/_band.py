@@ -79,20 +79,21 @@ def band(work: Pass, start: int, stop: int) -> Band:
     across = sideways.streamed
     owned = sideways.parts(start, stop, across.rows[across.program.image].count)
     demanded = sideways.demands(owned)
-    read = [node for node in work.order if node in demanded and node not in work.operators]
+    inputs = [node for node in work.order if node in demanded and node not in work.operators]
+    read = [(node, part) for node in inputs for part in demanded[node]]
     singles = inputs_of(work)
     made: dict[Node, Any] = {}
 
     def record(parts: list[Tensor], values: list[Any]) -> list[Any]:
         given, known = dict(zip(read, parts, strict=True)), dict(zip(singles, values, strict=True))
-        sideways.run(owned, lambda node, *_: given[node], known, made.__setitem__)
+        sideways.run(owned, lambda node, *part: given[node, part], known, made.__setitem__)
         return [made[end] for end in owned]
 
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        fakes = [_part(across, node, *demanded[node]) for node in read]
+        fakes = [_part(across, node, *part) for node, part in read]
         values = pytree.tree_map_only(Tensor, _like, [node.meta["val"] for node in singles])
         recorded = make_fx(record)(fakes, values)
-    return _streamed(work, recorded, owned, [(node, demanded[node]) for node in read], singles)
+    return _streamed(work, recorded, owned, read, singles)
 
 
 def crosswise(work: Pass) -> Pass:

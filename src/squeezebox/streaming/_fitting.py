@@ -180,8 +180,7 @@ def _shares(work: Pass, count: int, height: int) -> dict[Node, float]:
     for start in sampled:
         demanded = work.demands(work.parts(start, min(start + height, count), count))
         for node in made:
-            first, last = demanded.get(node, (0, 0))
-            made[node] += last - first
+            made[node] += sum(last - first for first, last in demanded.get(node, ()))
     return {
         node: rows * len(starts) / (len(sampled) * work.streamed.rows[node].count)
         for node, rows in made.items()

@@ -20,6 +20,7 @@ from squeezebox.streaming._windows import (
     constant_padded,
     convolved,
     flipped,
+    joined,
     max_pooled,
     shuffled,
     sliced,
@@ -38,7 +39,7 @@ _RULES: Mapping[Any, Callable[[Call], Operator]] = {
     _aten.pixel_shuffle.default: shuffled,
     _aten.pixel_unshuffle.default: unshuffled,
 }
-_ALONG_ROWS = {_aten.slice.Tensor: sliced, _aten.flip.default: flipped}
+_ALONG_ROWS = {_aten.slice.Tensor: sliced, _aten.flip.default: flipped, _aten.cat.default: joined}
 _VIEWS = frozenset(
     {
         *(_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.expand.default),

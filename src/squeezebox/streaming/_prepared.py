@@ -107,8 +107,8 @@ class Prepared:
         start = self.middle(work, height)
         demanded = work.demands(work.parts(start, start + height, self.rows))
         read = [
-            math.ceil((last - first) * self.rows / work.streamed.rows[node].count)
-            for node, (first, last) in demanded.items()
+            math.ceil(sum(last - first for first, last in parts) * self.rows / work.streamed.rows[node].count)
+            for node, parts in demanded.items()
             if node not in work.operators
         ]
         return max(max(read, default=0) - height, 0)

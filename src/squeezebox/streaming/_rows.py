@@ -149,6 +149,5 @@ _CHANGES = {
     "aten.topk": "Write x.topk(k).values.sum() as (x * (x > bound)).sum(), with a bound between the k-th "
     "and the next largest of what predict() gives",
     "aten.sort": "Take a loss without order, such as Dice or Jaccard in place of Lovasz",
-    "aten.copy": "Pad with zeros, reflect or replicate in place of circular",
     "aten.native_dropout": "Put Dropout behind the pooling, where there are no rows",
 }

@@ -67,15 +67,15 @@ class Pass:
             owned[node] = (start * count // whole, stop * count // whole)
         return {node: part for node, part in owned.items() if part[0] < part[1]}
 
-    def demands(self, owned: Mapping[Node, Part]) -> dict[Node, Part]:
-        """The rows of every node from which a strip's own rows are made, within the image."""
-        wanted: dict[Node, Part] = {}
+    def demands(self, owned: Mapping[Node, Part]) -> dict[Node, list[Part]]:
+        """The rows of every node from which a strip's own rows are made, within the image, in order."""
+        wanted: dict[Node, list[Part]] = {}
         for node, part in owned.items():
             _widen(wanted, self.ends[node], *part)
         for node, operator in reversed(self.operators.items()):
-            if node in wanted:
-                for source, start, stop in operator.needs(*wanted[node]):
-                    _widen(wanted, source, start, stop)
+            for part in wanted.get(node, ()):
+                for need in operator.needs(*part):
+                    _widen(wanted, *need)
         return wanted
 
     def run(self, owned: Mapping[Node, Part], read: Read, singles: Mapping[Node, Any], sink: Sink) -> None:
@@ -139,16 +139,18 @@ class _Strip:
     """The rows that are there while a strip is made."""
 
     def __init__(
-        self, work: Pass, demanded: dict[Node, Part], read: Read, singles: Mapping[Node, Any]
+        self, work: Pass, demanded: dict[Node, list[Part]], read: Read, singles: Mapping[Node, Any]
     ) -> None:
         self.work, self.demanded, self.read, self.singles = work, demanded, read, singles
-        self.held: dict[Node, Any] = {}
+        self.held: dict[Node, list[Any]] = {}  # what is made of each part
 
     def rows(self, node: Node, start: int, stop: int) -> Any:
-        part, value = self.demanded[node], self.held[node]
-        if part == (start, stop):
+        parts = self.demanded[node]
+        place = next(place for place, (_, last) in enumerate(parts) if stop <= last)
+        value = self.held[node][place]
+        if parts[place] == (start, stop):
             return value
-        first, form = part[0], self.work.streamed.rows[node]
+        first, form = parts[place][0], self.work.streamed.rows[node]
         if isinstance(value, tuple | list):
             return tuple(form.take(each, start - first, stop - first) for each in value)
         return form.take(value, start - first, stop - first)
@@ -165,10 +167,11 @@ class _Strip:
         return map_arg(argument, self.singles.__getitem__)
 
     def make(self, node: Node) -> None:
-        start, stop = self.demanded[node]
         operator = self.work.operators.get(node)
-        made = self.read(node, start, stop) if operator is None else operator.run(self, start, stop)
-        self.held[node] = made
+        self.held[node] = [
+            self.read(node, *part) if operator is None else operator.run(self, *part)
+            for part in self.demanded[node]
+        ]
 
     def forget(self, nodes: tuple[Node, ...]) -> None:
         for node in nodes:
@@ -228,9 +231,14 @@ def pass_to(streamed: Streamed, ends: Mapping[Node, Node], given: frozenset[Node
     )
 
 
-def _widen(wanted: dict[Node, Part], node: Node, start: int, stop: int) -> None:
-    known = wanted.get(node)
-    wanted[node] = (start, stop) if known is None else (min(known[0], start), max(known[1], stop))
+def _widen(wanted: dict[Node, list[Part]], node: Node, start: int, stop: int) -> None:
+    """Add rows; two parts become one unless there are more rows between them than in both."""
+    parts: list[Part] = []
+    for first, last in sorted([*wanted.get(node, ()), (start, stop)]):
+        if parts and first - parts[-1][1] <= last - first + parts[-1][1] - parts[-1][0]:
+            first, last = parts[-1][0], max(parts.pop()[1], last)
+        parts.append((first, last))
+    wanted[node] = parts
 
 
 def inputs_of(one: Pass) -> list[Node]:

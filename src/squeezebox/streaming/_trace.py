@@ -121,13 +121,41 @@ def _variance(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bo
     return torch.var_mean(x, dim, correction=1 if correction is None else correction, keepdim=keepdim)[0]
 
 
-NORMS: dict[Any, Callable[..., Any]] = {
+def _pad_circular(x: Tensor, pad: Sequence[int]) -> Tensor:
+    """Pads of each axis before and after, the last axis first; a negative one crops, before others wrap."""
+    for number, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True), start=1):
+        dim = x.dim() - number
+        cropped, stop = max(-before, 0), x.shape[dim] - max(-after, 0)
+        x = x.narrow(dim, cropped, stop - cropped)
+        count = x.shape[dim]
+        x = _joined(x, dim, (count - max(before, 0), count), (0, count), (0, max(after, 0)))
+    return x
+
+
+def _roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
+    if not dims:
+        return _roll(x.reshape(-1), shifts, (0,)).reshape(x.shape)
+    for shift, dim in zip(shifts, dims, strict=True):
+        count = x.shape[dim]
+        first = -shift % max(count, 1)
+        x = _joined(x, dim, (first, count), (0, first))
+    return x
+
+
+def _joined(x: Tensor, dim: int, *parts: tuple[int, int]) -> Tensor:
+    """Parts of one axis, one behind another."""
+    return torch.cat([x.narrow(dim, start, stop - start) for start, stop in parts if start < stop], dim)
+
+
+_COMPOSED: dict[Any, Callable[..., Any]] = {
     _aten._native_batch_norm_legit_functional.default: _batch_norm,
     _aten._native_batch_norm_legit.no_stats: _without_running,
     _aten._native_batch_norm_legit_no_training.default: _fixed_batch_norm,
     _aten.native_group_norm.default: _group_norm,
     _aten.native_layer_norm.default: _layer_norm,
     _aten.var.correction: _variance,
+    _aten._pad_circular.default: _pad_circular,
+    _aten.roll.default: _roll,
 }
 
 
@@ -236,7 +264,7 @@ def _decompositions() -> dict[Any, Any]:
         for operator in table
         if operator not in _KEPT and torch.Tag.pointwise not in operator.tags
     }
-    return found | NORMS
+    return found | _COMPOSED
 
 
 _CHANGES = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -306,6 +307,29 @@ def sliced(call: Call) -> Operator:
         rows=Rows(dim=rows.dim, count=call.shape[rows.dim]),
         needs=lambda start, stop: [(source, *within(start, stop))],
         run=run,
+    )
+
+
+def joined(call: Call) -> Operator:
+    """One behind another: ``torch.cat`` along the streamed axis, as circular padding and roll are."""
+    sources: list[Node] = [*call.args[0]]
+    if any(node not in call.inputs or call.inputs[node].merged for node in sources):
+        raise call.refuse("what it joins does not have the streamed axis apart")
+    dim = call.inputs[sources[0]].dim
+    counts = [call.inputs[node].count for node in sources]
+    begins = [0, *accumulate(counts)]
+
+    def parts(start: int, stop: int) -> list[Need]:
+        cut = [
+            (node, max(start - begin, 0), min(stop - begin, count))
+            for node, begin, count in zip(sources, begins, counts, strict=False)
+        ]
+        return [(node, first, last) for node, first, last in cut if first < last]
+
+    return Operator(
+        rows=Rows(dim=dim, count=begins[-1]),
+        needs=parts,
+        run=lambda strip, start, stop: torch.cat([strip.rows(*part) for part in parts(start, stop)], dim),
     )
 
 
