@@ -82,6 +82,13 @@ def test_every_budget_holds_and_nothing_is_lost():
     assert partitioners.choose_saved_values_set is own
 
 
+@pytest.mark.slow
+def test_lightning_may_be_imported():
+    pytest.importorskip("lightning.fabric")  # which wraps torch.compile, for the whole process
+    step = step_of(Net(), "88%")
+    assert step.peak_bytes <= 0.88 * step_of(Net(), "100%").peak_bytes
+
+
 class Broken(Net):
     """A break between two graphs, a branch on data, and a graph that runs for three layers."""
 

@@ -122,6 +122,10 @@ class Backend:
             compiled = compile_fx(graph, inputs, config_patches=self._patches)
         return compiled if self._follow is None else self._follow(compiled)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
+        """Itself: Lightning, once imported, copies what torch.compile is given."""
+        return self
+
 
 class Partitioner(CustomPartitionerFn):
     """Inductor's min-cut, twice: as it is, to compare with, and where recomputation is cheap."""
