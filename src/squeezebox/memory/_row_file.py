@@ -95,13 +95,13 @@ class RowFile:
 
     def scatter(self, pieces: _Array, picks: _Array, start: int, values: _Array) -> None:
         """Change the rows of each piece, (begin, size), to ``values[picks - start]`` of the same piece."""
-        if values.size and len(pieces):
+        if values.size:
             held = np.ascontiguousarray(values, self.dtype)
             self._check(_scatter(self._number, self._row_bytes, pieces, picks, start, held), "written")
 
     def gather(self, pieces: _Array, picks: _Array, start: int, sums: _Array) -> None:
         """Add the rows of each piece, (begin, size), to ``sums[picks - start]`` of the same piece."""
-        if sums.size and len(pieces):
+        if sums.size:
             self._check(_gather(self._number, self._row_bytes, pieces, picks, start, sums), "read back")
 
     @property
@@ -165,8 +165,8 @@ def _write(number, stride, rows, values):
 
 @njit(cache=True, nogil=True)
 def _scatter(number, stride, pieces, picks, start, values):
-    most = max(_PIECE // stride, 1)
-    held = np.empty((min(most, pieces[:, 1].max()), values.shape[1]), values.dtype)
+    most = max(min(_PIECE // stride, picks.shape[0]), 1)
+    held = np.empty((most, values.shape[1]), values.dtype)
     for begin, size in pieces:
         for first in range(begin, begin + size, most):
             count = min(most, begin + size - first)
@@ -179,8 +179,8 @@ def _scatter(number, stride, pieces, picks, start, values):
 
 @njit(cache=True, nogil=True)
 def _gather(number, stride, pieces, picks, start, sums):
-    most = max(_PIECE // stride, 1)
-    held = np.empty((min(most, pieces[:, 1].max()), sums.shape[1]), sums.dtype)
+    most = max(min(_PIECE // stride, picks.shape[0]), 1)
+    held = np.empty((most, sums.shape[1]), sums.dtype)
     for begin, size in pieces:
         for first in range(begin, begin + size, most):
             count = min(most, begin + size - first)

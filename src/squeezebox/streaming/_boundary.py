@@ -99,6 +99,7 @@ class PartFile:
         kind = torch.empty(0, dtype=dtype).numpy().dtype
         self._own = RowFile(folder, boundary.count, width, kind, what)
         self._copies = RowFile(folder, int(boundary.ends[-1]), width, kind, what)
+        self.write(0, self.total(0))  # zeros: numba's compiler takes its memory now, and not in a step
 
     def write(self, number: int, x: Tensor) -> None:
         """A part's rows; what comes from other ranks goes to the parts that read it alone."""
