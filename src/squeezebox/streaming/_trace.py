@@ -121,7 +121,7 @@ def _variance(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bo
     return torch.var_mean(x, dim, correction=1 if correction is None else correction, keepdim=keepdim)[0]
 
 
-def _pad_circular(x: Tensor, pad: Sequence[int]) -> Tensor:
+def _circular(x: Tensor, pad: Sequence[int]) -> Tensor:
     """Pads of each axis before and after, the last axis first; a negative one crops, before others wrap."""
     for number, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True), start=1):
         dim = x.dim() - number
@@ -154,7 +154,7 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
     _aten.native_group_norm.default: _group_norm,
     _aten.native_layer_norm.default: _layer_norm,
     _aten.var.correction: _variance,
-    _aten._pad_circular.default: _pad_circular,
+    _aten._pad_circular.default: _circular,
     _aten.roll.default: _roll,
 }
 
