@@ -15,7 +15,8 @@ from numba import njit
 from squeezebox.schema import OptionError
 from squeezebox.streaming._nodes import Graph, checked, distinct_nodes, edges_of
 
-_FINER = 8.0  # each round takes up residues smaller than the one before by this factor
+_FINER = 4.0  # a finer round takes nodes to which so much less has come
+_FEW = 4  # rounds are finer once one goes along fewer edges than all, divided by this
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -41,9 +42,9 @@ def personalised_pagerank(
     whose weights are zero, the walk starts again. Edges are sorted in memory.
 
     What has come to a node waits there, added up, until the node is taken; then ``restart`` of it is the
-    node's, and the rest goes to its neighbours. So only nodes that much has come to are taken: the
-    event-driven order of GraphPulse (Rahman et al. 2020, algorithm 1), with the rule of Andersen, Chung and
-    Lang (2006) for which these are. What waits in the end is the error.
+    node's, and the rest goes to its neighbours. Rounds go over the nodes in order, and take those that much
+    has come to: GraphPulse's events (Rahman et al. 2020, algorithm 1) without a queue, with the rule of
+    Andersen, Chung and Lang (2006) for which these are. What waits in the end is the error.
 
     Args:
         graph: whose edges the walk follows.
@@ -93,32 +94,25 @@ def _hand_on(ends, targets, weights, totals, seeds, restart, tolerance, waiting,
     bound = 1.0 / (targets.shape[0] + count)  # for each edge of a node: below it a node is not taken
     total = waiting.sum()
     while total > tolerance:
-        queue, is_queued = np.empty(count, np.int64), np.zeros(count, np.bool_)
-        head = filled = 0
+        taken = 0
         for node in range(count):
-            if waiting[node] > bound * (ends[node + 1] - ends[node] + 1):
-                queue[filled] = node
-                is_queued[node] = True
-                filled += 1
-        while filled > 0 and total > tolerance:
-            node = queue[head]
-            head = (head + 1) % count
-            filled -= 1
-            is_queued[node] = False
-            here, waiting[node] = waiting[node], 0.0
+            first, last = ends[node], ends[node + 1]
+            here = waiting[node]
+            if here <= bound * (last - first + 1):
+                continue
+            taken += last - first + 1
+            waiting[node] = 0.0
             scores[node] += restart * here
-            total -= restart * here
-            rest, first, last = (1.0 - restart) * here, ends[node], ends[node + 1]
+            rest = (1.0 - restart) * here
+            if totals[node] == 0.0:
+                for seed in seeds:
+                    waiting[seed] += rest / seeds.shape[0]
+                continue
             visits += last - first
-            is_end = totals[node] == 0.0
-            number = seeds.shape[0] if is_end else last - first
-            for at in range(number):
-                other = seeds[at] if is_end else targets[first + at]
-                waiting[other] += rest / number if is_end else rest * weights[first + at] / totals[node]
-                if not is_queued[other] and waiting[other] > bound * (ends[other + 1] - ends[other] + 1):
-                    queue[(head + filled) % count] = other
-                    is_queued[other] = True
-                    filled += 1
-        bound /= _FINER
+            share = rest / totals[node]
+            for at in range(first, last):
+                waiting[targets[at]] += share * weights[at]
         total = waiting.sum()
+        if taken * _FEW < targets.shape[0] + count:
+            bound /= _FINER
     return visits
