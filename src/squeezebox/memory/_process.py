@@ -49,9 +49,12 @@ class Ceiling:
     def __init__(self, nbytes: int) -> None:
         return_all()
         self._most = (live_bytes(torch.device("cpu")) or 0) + nbytes
+        self._kind: object = None
 
-    def make_room(self, nbytes: int) -> None:
-        """Before work that takes this many bytes."""
+    def make_room(self, nbytes: int, kind: object = None) -> None:
+        """Before work that takes this many bytes; of the ``kind`` of the work before, what that has freed."""
         held = live_bytes(torch.device("cpu"))
-        if held is not None and held + nbytes > self._most:
+        wanted = 0 if kind is not None and kind is self._kind else nbytes
+        if held is not None and held + wanted > self._most:
             return_all()
+        self._kind = kind

@@ -191,7 +191,8 @@ def _left(error: BaseException) -> str:
     return ""
 
 
-_MMAP_THRESHOLD, _TRIM_THRESHOLD, _ARENA_MAX = -3, -1, -8  # of malloc.h
+_MMAP_THRESHOLD, _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -3, -1, -4, -8  # of malloc.h
+_MAPPED = 1 << 16  # blocks: glibc's own limit
 _USUAL = 1 << 25  # to which glibc's own threshold grows as large blocks are freed
 _open: list[int] = []  # from how many bytes on blocks go back, by whom that is wanted
 _SMALL, _LARGE = 1 << 16, 1 << 20
@@ -236,6 +237,22 @@ def freed_returned(*, small: bool = False) -> Iterator[None]:
         yield
     finally:
         keep_freed(nbytes)
+
+
+@contextlib.contextmanager
+def freed_kept() -> Iterator[None]:
+    """Keep all that is freed within a block, of any size, which then must see to it: :class:`Ceiling` does.
+
+    glibc returns blocks of 32 MiB and more at once, and each of their pages costs a fault when it is wanted
+    again.
+    """
+    _set(_MMAP_MAX, 0)
+    _set(_TRIM_THRESHOLD, -1)
+    try:
+        yield
+    finally:
+        _set(_MMAP_MAX, _MAPPED)
+        _set(_TRIM_THRESHOLD, 2 * _USUAL)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from squeezebox.memory import Peak, PeakMeter, ProcessMeter, return_all
+from squeezebox.memory import Peak, PeakMeter, ProcessMeter, freed_kept, return_all
 from squeezebox.schema import BudgetError, OptionError
 from squeezebox.streaming._band import crosswise
 from squeezebox.streaming._plan import ENOUGH, StreamPlan, StripPlan, even, fitting_height, require_rowless
@@ -156,7 +156,8 @@ class Fitting:
         process, meter = ProcessMeter(), self._meter()
         process.start()
         try:
-            run.strip(stage, start, start + height, self.recompute, band)
+            with freed_kept():
+                run.strip(stage, start, start + height, self.recompute, band)
         finally:
             grown, peak = process.stop(), meter.stop(())
         is_elsewhere = self.prepared.device.type != "cpu"

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from squeezebox.memory import (
     Ceiling,
     DiskFolder,
+    freed_kept,
     nameless_file,
     require_imports,
     usual_folder,
@@ -244,14 +245,14 @@ class StreamedStep:
         else:
             position = position_of(found)
             strip_bytes = [self._memory_bytes or 0] * len(stages)
-        with self._opened(prepared, position, checkpoint, found) as store:
+        with self._opened(prepared, position, checkpoint, found) as store, freed_kept():
             onto = Onto(store, prepared.layout, prepared.streamed, maps, gradients, files)
             run = prepared.run(self._context, onto)
             if found is not None:
                 restore(found, run, stages, position)
             if self._memory_bytes is not None and self._device.type == "cpu":
                 ceiling = Ceiling(self._memory_bytes)
-                run.room = lambda stage: ceiling.make_room(strip_bytes[stages.index(stage)])
+                run.room = lambda stage: ceiling.make_room(strip_bytes[stages.index(stage)], stage)
             written = time.monotonic()
             for done in self._strips(run, prepared, position):
                 if checkpoint and time.monotonic() - written >= self._checkpoint_seconds:
