@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -49,12 +50,16 @@ class Ceiling:
     def __init__(self, nbytes: int) -> None:
         return_all()
         self._most = (live_bytes(torch.device("cpu")) or 0) + nbytes
-        self._kind: object = None
+        self._before: tuple[object, Sequence[int]] = None, ()
 
-    def make_room(self, nbytes: int, kind: object = None) -> None:
-        """Before work that takes this many bytes; of the ``kind`` of the work before, what that has freed."""
+    def make_room(self, nbytes: int, kind: object = None, sizes: Sequence[int] = ()) -> None:
+        """Before work that takes this many bytes, or what the work before has freed, if the two are alike.
+
+        They are if they are of one kind, not None, and their sizes differ by two rows at most.
+        """
         held = live_bytes(torch.device("cpu"))
-        wanted = 0 if kind is not None and kind is self._kind else nbytes
-        if held is not None and held + wanted > self._most:
+        before, self._before = self._before, (kind, sizes)
+        is_alike = kind is not None and kind == before[0] and len(sizes) == len(before[1])
+        is_alike = is_alike and all(abs(a - b) <= 2 for a, b in zip(sizes, before[1], strict=True))
+        if held is not None and held + (0 if is_alike else nbytes) > self._most:
             return_all()
-        self._kind = kind

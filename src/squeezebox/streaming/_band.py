@@ -46,6 +46,11 @@ class Band:
         """Which rows of every end a tile owns."""
         return self.work.parts(start, stop, whole)
 
+    def sizes(self, owned: Mapping[Node, Part]) -> list[int]:
+        """Columns of what a tile reads, and rows as :meth:`Pass.sizes`."""
+        columns = (stop - start for _, (start, stop) in self.reads.values())
+        return [*columns, *self.work.sizes(owned)]
+
     def run(self, owned: Mapping[Node, Part], read: Read, singles: Mapping[Node, Any], sink: Sink) -> None:
         """Make a tile, as :meth:`Pass.run` a strip."""
         self.work.run(owned, self._part(read), self._values(singles), sink)

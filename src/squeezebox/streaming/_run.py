@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -38,7 +38,7 @@ class Run:
         self.streamed = streamed
         self.states: dict[Node, State] = {}
         self.values = Values(streamed, targets)
-        self.room: Callable[[Stage], None] | None = None  # makes room for a strip of the stage
+        self.room: Callable[[Stage, Sequence[int]], None] | None = None  # for a strip of these sizes
         self._given, self._context, self._store = read, context, store
         self._begun: list[tuple[Node, int, Part | None, Tensor]] = []
         self._sloped: tuple[Stage, dict[Node, State]] | None = None
@@ -58,7 +58,7 @@ class Run:
         if not owned:
             return
         if self.room is not None:
-            self.room(stage)
+            self.room(stage, work.sizes(owned))
         if not stage.derives:
             with torch.no_grad():
                 work.run(

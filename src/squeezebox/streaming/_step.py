@@ -252,7 +252,9 @@ class StreamedStep:
                 restore(found, run, stages, position)
             if self._memory_bytes is not None and self._device.type == "cpu":
                 ceiling = Ceiling(self._memory_bytes)
-                run.room = lambda stage: ceiling.make_room(strip_bytes[stages.index(stage)], stage)
+                run.room = lambda stage, sizes: ceiling.make_room(
+                    strip_bytes[stages.index(stage)], stages.index(stage), sizes
+                )
             written = time.monotonic()
             for done in self._strips(run, prepared, position):
                 if checkpoint and time.monotonic() - written >= self._checkpoint_seconds:

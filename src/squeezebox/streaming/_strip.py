@@ -78,6 +78,11 @@ class Pass:
                     _widen(wanted, *need)
         return wanted
 
+    def sizes(self, owned: Mapping[Node, Part]) -> list[int]:
+        """The rows that a strip has of every node; strips of equal ones take the same memory."""
+        parts = chain.from_iterable(self.demands(owned).values())
+        return [stop - start for start, stop in parts]
+
     def run(self, owned: Mapping[Node, Part], read: Read, singles: Mapping[Node, Any], sink: Sink) -> None:
         """Make a strip; ``sink`` gets every end and the rows of it that the strip owns."""
         strip = _Strip(self, self.demands(owned), read, singles)
