@@ -221,6 +221,11 @@ def return_freed(nbytes: int = _LARGE) -> None:
 def keep_freed(nbytes: int = _LARGE) -> None:
     """End of :func:`return_freed`; after the last one it is as in a process that has trained for a while."""
     _open.remove(nbytes)
+    _settle()
+
+
+def _settle() -> None:
+    """As others want it, or else as glibc comes to have it: once set, it no longer adapts by itself."""
     if _open:
         _set(_MMAP_THRESHOLD, min(_open))
     else:
@@ -241,10 +246,9 @@ def freed_returned(*, small: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def freed_kept() -> Iterator[None]:
-    """Keep all that is freed within a block, of any size, which then must see to it: :class:`Ceiling` does.
+    """Keep all that is freed within a block of code, to be returned by :class:`Ceiling` where it must be.
 
-    glibc returns blocks of 32 MiB and more at once, and each of their pages costs a fault when it is wanted
-    again.
+    glibc returns freed memory of 32 MiB and more at once, and each page costs a fault when wanted again.
     """
     _set(_MMAP_MAX, 0)
     _set(_TRIM_THRESHOLD, -1)
@@ -252,7 +256,7 @@ def freed_kept() -> Iterator[None]:
         yield
     finally:
         _set(_MMAP_MAX, _MAPPED)
-        _set(_TRIM_THRESHOLD, 2 * _USUAL)
+        _settle()
 
 
 @functools.cache
