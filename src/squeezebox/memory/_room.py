@@ -249,7 +249,11 @@ def freed_kept() -> Iterator[None]:
     """Keep all that is freed within a block of code, to be returned by :class:`Ceiling` where it must be.
 
     glibc returns freed memory of 32 MiB and more at once, and each page costs a fault when wanted again.
+    Where a limit counts address space, it is returned all the same.
     """
+    if of_address_space() is not None:
+        yield
+        return
     _set(_MMAP_MAX, 0)
     _set(_TRIM_THRESHOLD, -1)
     try:
