@@ -24,6 +24,7 @@ class Wrapped(nn.Module):
         return self.last(torch.cat([x[:, :, 4:], x.square(), x[:, :, :4]], 2))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("spool", [False, True])
 @pytest.mark.parametrize(("height", "axis"), [(5, -2), (1, -1), ((6, 9), -2), ((4, 5), -1)])
 def test_a_wrapped_network(height, axis, spool):

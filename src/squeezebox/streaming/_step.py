@@ -245,13 +245,15 @@ class StreamedStep:
         else:
             position = position_of(found)
             strip_bytes = [self._memory_bytes or 0] * len(stages)
-        with self._opened(prepared, position, checkpoint, found) as store, freed_kept():
+        limit = self._memory_bytes if self._device.type == "cpu" else None
+        keeping = nullcontext() if limit is None else freed_kept()
+        with self._opened(prepared, position, checkpoint, found) as store, keeping:
             onto = Onto(store, prepared.layout, prepared.streamed, maps, gradients, files)
             run = prepared.run(self._context, onto)
             if found is not None:
                 restore(found, run, stages, position)
-            if self._memory_bytes is not None and self._device.type == "cpu":
-                ceiling = Ceiling(self._memory_bytes)
+            if limit is not None:
+                ceiling = Ceiling(limit)
                 run.room = lambda stage, sizes: ceiling.make_room(
                     strip_bytes[stages.index(stage)], stages.index(stage), sizes
                 )
