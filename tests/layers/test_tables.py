@@ -89,6 +89,8 @@ def test_bad_input_is_refused_and_nothing_changes(tmp_path):
     before = layer.weight(0)
     with pytest.raises(OptionError, match="table 0 go from 3 to 400, but it has rows 0 to 399"):
         layer([torch.tensor([[3, 400]]), torch.tensor([[0]])])
+    with pytest.raises(OptionError, match=r"table 0 are on meta, .* give indices.cpu\(\)"):
+        layer([torch.zeros(1, 2, dtype=torch.int64, device="meta"), torch.tensor([[0]])])
     with pytest.raises(OptionError, match="1 tensors of indices came for 2 tables"):
         layer([torch.tensor([[3]])])
     assert torch.equal(layer.weight(0), before)

@@ -121,6 +121,11 @@ def test_a_graph_that_does_not_fit_together_is_refused(changed, said):
         GraphStep([Sage(6, 4).double()], Graph(**parts), "1MiB")
 
 
+def test_a_model_on_a_device_is_refused():
+    with pytest.raises(UnsupportedModelError, match=r"on meta, .* call model.cpu\(\)"):
+        GraphStep([Sage(6, 4).to("meta")], made(), "1MiB")
+
+
 def test_too_little_memory_and_a_bad_loss_are_refused(tmp_path):
     model = [Sage(6, 4).double(), Sage(4, 4).double()]
     with pytest.raises(BudgetError, match="node 7"):

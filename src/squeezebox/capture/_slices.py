@@ -101,15 +101,17 @@ class Moments:
         self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """(x - mean) / deviation * weight + bias, channel by channel."""
-        mean, variance = self.mean.to(x.dtype), self.variance.to(x.dtype)
+        dtype = x.dtype if weight is None else weight.dtype  # float32 under autocast
+        mean, variance = self.mean.to(dtype), self.variance.to(dtype)
         return functional.batch_norm(x, mean, variance, weight, bias, False, 0.0, self.eps)
 
     def collect(self, gradient: torch.Tensor, x: torch.Tensor) -> None:
         """Add a slice to the sums."""
-        mean, deviation = self.mean.to(x.dtype), self._inverse_deviation().to(x.dtype)
-        wanted = [False, True, True]
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        mean, deviation = self.mean.to(dtype), self._inverse_deviation().to(dtype)
+        weight, wanted = torch.ones_like(mean), [False, True, True]  # any weight: the sums are without it
         _, *sums = torch.ops.aten.native_batch_norm_backward(
-            gradient, x, None, None, None, mean, deviation, True, self.eps, wanted
+            gradient, x, weight, None, None, mean, deviation, True, self.eps, wanted
         )
         self.sums = self.sums + torch.stack(sums)
 

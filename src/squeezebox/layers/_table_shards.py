@@ -14,6 +14,11 @@ from squeezebox.schema import BudgetError, EmbeddingPlan, OptionError, TableShar
 
 def problem_of(table: int, rows: int, indices: Tensor, offsets: Tensor | None) -> str | None:
     """What is wrong with a table's indices, or None."""
+    if indices.device.type != "cpu":
+        return (
+            f"indices of table {table} are on {indices.device}, and tables lie in the host's memory or a "
+            "file; give indices.cpu(), and move the sums to the device."
+        )
     if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= rows):
         return (
             f"indices of table {table} go from {int(indices.min()):,} to {int(indices.max()):,}, but "

@@ -43,20 +43,20 @@ class Operator:
 class _Profiler(torch.autograd.profiler.profile):
     """Torch's profiler without its events of operators, which are many times as many as those of memory.
 
-    ``scope`` is what else it sees. Messages between ranks are USER_SCOPE, as ``record_function`` is; those
+    ``scopes`` are what else it sees. Messages between ranks are USER_SCOPE, as ``record_function`` is; those
     that end after the profiler would write to what it has freed.
     """
 
-    def __init__(self, scope: Any, *, record_shapes: bool = False) -> None:
+    def __init__(self, scopes: set[Any], *, record_shapes: bool = False) -> None:
         super().__init__(profile_memory=True, use_kineto=True, record_shapes=record_shapes)
-        self._scope = scope
+        self._scopes = scopes
 
     def _start_trace(self) -> None:
         torch.autograd.profiler._run_on_profiler_start()
         self.profiling_start_time_ns = time.perf_counter_ns()
         profiler: Any = torch._C._autograd  # whose stub does not know of scopes
         config = super().config(create_trace_id=False)  # type: ignore[no-untyped-call]
-        profiler._enable_profiler(config, self.kineto_activities, {self._scope})
+        profiler._enable_profiler(config, self.kineto_activities, self._scopes)
 
 
 class Recording:
@@ -70,11 +70,13 @@ class Recording:
     """
 
     def __init__(self, device: torch.device, *, marks: bool = True, operators: bool = False) -> None:
-        scopes = torch._C._profiler.RecordScope
-        self._scope = scopes.USER_SCOPE if marks else scopes.LITE_INTERPRETER  # which nothing here has
+        known = torch._C._profiler.RecordScope
+        self._scopes = {known.USER_SCOPE if marks else known.LITE_INTERPRETER}  # the latter is nobody's here
         if operators:
-            self._scope = scopes.FUNCTION
-        self._device = device
+            self._scopes = {known.FUNCTION}
+        elif device.type != "cpu":  # without operators, torch 2.11 tells of no memory but the host's
+            self._scopes.add(known.FUNCTION)
+        self._device, self._operators = device, operators
         self._profiler: Any = None
         self._end: weakref.finalize[..., Any] | None = None
 
@@ -84,8 +86,7 @@ class Recording:
             return False
         os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # there is no other switch
         _free_workspaces(self._device)
-        is_of_operators = self._scope == torch._C._profiler.RecordScope.FUNCTION
-        self._profiler = _Profiler(self._scope, record_shapes=is_of_operators)
+        self._profiler = _Profiler(self._scopes, record_shapes=self._operators)
         self._profiler.__enter__()
         # A profiler still on when the interpreter ends would crash it.
         self._end = weakref.finalize(self, self._profiler.__exit__, None, None, None)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from squeezebox.schema import UnsupportedModelError
+from squeezebox.schema import OptionError, UnsupportedModelError
 from squeezebox.streaming._nodes import Edges, Graph, Part, kind_of, sorted_edges
 
 _PROBE_NODES = 12
@@ -59,6 +59,19 @@ def stages_of(modules: list[nn.Module]) -> list[Stage]:
         else:
             stages.append(Stage(None, (module,)))
     return stages
+
+
+def require_trained(stages: list[Stage], graph: Graph) -> None:
+    """Raises where nothing is trained, or not on the CPU, or the graph's weights are nobody's."""
+    devices = {str(p.device) for stage in stages for p in stage.parameters}
+    if not devices:
+        raise UnsupportedModelError("the model has no parameter that is trained; there is nothing to step.")
+    if devices != {"cpu"}:
+        raise UnsupportedModelError(
+            f"the model is on {max(devices)}, and a graph's parts are computed on the CPU; call model.cpu()."
+        )
+    if graph.weights is not None and not any(stage.takes_weights for stage in stages):
+        raise OptionError("the graph has weights, but no layer takes edge_weight; leave weights= out.")
 
 
 def widths_of(stages: list[Stage], graph: Graph, dtype: torch.dtype) -> list[int]:

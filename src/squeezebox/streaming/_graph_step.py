@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from squeezebox.memory import Ceiling, PeakMeter, ProcessMeter, return_all, usual_folder, within_room
 from squeezebox.reports import human_bytes, parse_size
-from squeezebox.schema import BudgetError, OptionError, UnsupportedModelError
+from squeezebox.schema import BudgetError, OptionError
 from squeezebox.streaming._boundary import Boundary, Features, PartFile
 from squeezebox.streaming._files import release
-from squeezebox.streaming._graph_layers import stages_of, widths_of
+from squeezebox.streaming._graph_layers import require_trained, stages_of, widths_of
 from squeezebox.streaming._nodes import Graph, Part, Reader, edges_of, kind_of, order_of, sorted_edges
 from squeezebox.streaming._order import better_order
 from squeezebox.streaming._ranks import Exchange, Ranks
@@ -60,7 +60,7 @@ class GraphStep:
 
     Raises:
         OptionError: memory is not a size, or edges, nodes, targets or weights do not fit the features.
-        UnsupportedModelError: a module draws noise, or reads more than a node and its edges.
+        UnsupportedModelError: a module draws noise, reads more than a node and its edges, or is on a GPU.
         BudgetError: one node with its edges takes more than the memory.
         OutputError: the folder cannot be written to, or its disk has not enough room.
     """
@@ -81,12 +81,7 @@ class GraphStep:
         self._loss_fn = loss_fn or nn.CrossEntropyLoss(reduction="none")
         self._folder = Path(usual_folder().path if folder is None else folder)
         self._stages = stages_of(list(model))
-        if not any(stage.parameters for stage in self._stages):
-            raise UnsupportedModelError(
-                "the model has no parameter that is trained; there is nothing to step."
-            )
-        if graph.weights is not None and not any(stage.takes_weights for stage in self._stages):
-            raise OptionError("the graph has weights, but no layer takes edge_weight; leave weights= out.")
+        require_trained(self._stages, graph)
         self._dtype = next(p.dtype for stage in self._stages for p in stage.parameters)
         self._widths = widths_of(self._stages, graph, self._dtype)
         self._ranks = None if group is None else Ranks(group, message_bits)

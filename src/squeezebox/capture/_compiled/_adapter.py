@@ -292,6 +292,8 @@ class Spender(CustomGraphPass):
                 graph.call_function(SPEND, (taken, gradient, self._number, place))
             results[at] = None
         output.args = (tuple(results),)
+        visible = output.meta.get("user_visible_output_idxs", ())
+        output.meta["user_visible_output_idxs"] = [at for at in visible if results[at] is not None]
 
     def uuid(self) -> str:
         """What it does hangs on its number, and on the graph, of which it is a part."""
