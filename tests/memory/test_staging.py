@@ -124,7 +124,7 @@ def test_with_an_arena_it_has_its_places_there(planned):
 
 def test_in_reverse_everything_is_fetched_one_ahead():
     streams = Threads(lazy=True)
-    staging = Staging(streams, most_bytes=0)
+    staging = Staging(streams, most_bytes=4000)
     slots = [staging.write(flat) for flat in tensors(6)]
     staging._let_go(0)
     left = len(streams.copies)
@@ -137,7 +137,7 @@ def test_in_reverse_everything_is_fetched_one_ahead():
 
 def test_what_was_fetched_in_vain_is_abandoned():
     streams = Threads()
-    staging = Staging(streams, most_bytes=0)
+    staging = Staging(streams, most_bytes=4000)
     expected = tensors(5)
     slots = [staging.write(flat.clone()) for flat in expected]
     staging._let_go(0)
@@ -145,6 +145,16 @@ def test_what_was_fetched_in_vain_is_abandoned():
         assert torch.equal(staging.read(slots[number]), expected[number])
     assert streams.abandoned
     staging.clear()
+
+
+def test_without_room_nothing_waits_on_the_device():
+    streams = Threads(lazy=True)
+    staging = Staging(streams, most_bytes=3999)
+    slots = [staging.write(flat) for flat in tensors(4)]
+    assert all(slot.source is None for slot in slots)
+    for number, slot in enumerate(reversed(slots)):
+        staging.read(slot)
+        assert len(streams.copies) == 4 + number + 1
 
 
 def test_the_latest_are_handed_out_themselves():

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from squeezebox.memory._history import History
 from squeezebox.memory._staging import is_capturing
 
 
@@ -43,57 +44,75 @@ class Operator:
 class _Profiler(torch.autograd.profiler.profile):
     """Torch's profiler without its events of operators, which are many times as many as those of memory.
 
-    ``scopes`` are what else it sees. Messages between ranks are USER_SCOPE, as ``record_function`` is; those
+    ``scope`` is what else it sees. Messages between ranks are USER_SCOPE, as ``record_function`` is; those
     that end after the profiler would write to what it has freed.
     """
 
-    def __init__(self, scopes: set[Any], *, record_shapes: bool = False) -> None:
+    def __init__(self, scope: Any, *, record_shapes: bool = False) -> None:
         super().__init__(profile_memory=True, use_kineto=True, record_shapes=record_shapes)
-        self._scopes = scopes
+        self._scope = scope
 
     def _start_trace(self) -> None:
         torch.autograd.profiler._run_on_profiler_start()
         self.profiling_start_time_ns = time.perf_counter_ns()
         profiler: Any = torch._C._autograd  # whose stub does not know of scopes
         config = super().config(create_trace_id=False)  # type: ignore[no-untyped-call]
-        profiler._enable_profiler(config, self.kineto_activities, self._scopes)
+        profiler._enable_profiler(config, self.kineto_activities, {self._scope})
 
 
 class Recording:
-    """Torch's profiler from :meth:`start` to :meth:`close`, for memory on one device.
+    """Allocations and frees on one device from :meth:`start` to :meth:`close`, and marks between them.
 
-    With ``marks`` it also sees each ``record_function``; no messages between ranks may be under way then.
-    With ``operators`` it sees these instead, for :meth:`operators`.
+    Those of a CPU are seen by torch's profiler, those of a CUDA device in its allocator's history. Without
+    ``marks`` no :meth:`mark` is made; messages between ranks may be under way then. With ``operators`` it
+    sees these instead, for :meth:`operators`.
 
-    It greets on standard error whenever it starts; unless ``KINETO_LOG_LEVEL`` is set, the first start sets
-    it to 9 to keep it quiet.
+    The profiler greets on standard error whenever it starts; unless ``KINETO_LOG_LEVEL`` is set, the first
+    start sets it to 9 to keep it quiet.
     """
 
     def __init__(self, device: torch.device, *, marks: bool = True, operators: bool = False) -> None:
-        known = torch._C._profiler.RecordScope
-        self._scopes = {known.USER_SCOPE if marks else known.LITE_INTERPRETER}  # the latter is nobody's here
+        scopes = torch._C._profiler.RecordScope
+        self._scope = scopes.USER_SCOPE if marks else scopes.LITE_INTERPRETER  # which nothing here has
         if operators:
-            self._scopes = {known.FUNCTION}
-        elif device.type != "cpu":  # without operators, torch 2.11 tells of no memory but the host's
-            self._scopes.add(known.FUNCTION)
-        self._device, self._operators = device, operators
+            self._scope = scopes.FUNCTION
+        self._operators = operators
+        self._device = device
+        self._history = None if device.type == "cpu" else History(device)
         self._profiler: Any = None
         self._end: weakref.finalize[..., Any] | None = None
 
     def start(self) -> bool:
-        """Begin; False if another profiler is active."""
+        """Begin; False if another profiler is active, or a device's history is recorded already."""
         if torch.autograd.profiler._is_profiler_enabled:
             return False
+        if self._history is not None:
+            if not self._operators:
+                _free_workspaces(self._device)
+            if not self._history.start():
+                return False
+            if not self._operators:
+                _take_workspaces(self._device)
+                return True
         os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # there is no other switch
-        _free_workspaces(self._device)
-        self._profiler = _Profiler(self._scopes, record_shapes=self._operators)
+        self._profiler = _Profiler(self._scope, record_shapes=self._operators)
         self._profiler.__enter__()
         # A profiler still on when the interpreter ends would crash it.
         self._end = weakref.finalize(self, self._profiler.__exit__, None, None, None)
         return True
 
+    def mark(self, name: str) -> None:
+        """Put a name between the events so far and those to come."""
+        if self._history is not None:
+            self._history.mark(name)
+            return
+        with torch.autograd.profiler.record_function(name):
+            pass
+
     def close(self) -> None:
         """End; safe to call twice."""
+        if self._history is not None:
+            self._history.close()
         if self._end is not None:
             self._end()
 
@@ -102,8 +121,10 @@ class Recording:
         return [event[1:] for event in self.timed_events()]
 
     def timed_events(self) -> list[tuple[int, str, int, int]]:
-        """The same, each after its nanoseconds on the profiler's clock."""
+        """The same, each after its nanoseconds on one clock."""
         self.close()
+        if self._history is not None:
+            return self._history.events()
         found: list[tuple[int, str, int, int]] = []
         alone = not torch.accelerator.is_available()  # reading a field takes up to a microsecond
         stack = list(self._profiler.kineto_results.experimental_event_tree())
@@ -113,7 +134,7 @@ class Recording:
                 stack.extend(event.children)
                 fields = event.extra_fields
                 if type(fields) is torch._C._profiler._ExtraFields_Allocation:
-                    if alone or _is_same(fields.device, self._device):
+                    if alone or fields.device.type == "cpu":
                         found.append((event.start_time_ns, "", fields.ptr, fields.alloc_size))
                 else:
                     found.append((event.start_time_ns, event.name, 0, 0))
@@ -124,13 +145,15 @@ class Recording:
         """End, and give the operators in order of time."""
         self.close()
         found, ran = list[tuple[int, int, Any]](), list[Operator]()
+        if self._history is not None:
+            found = [(when, 1, nbytes) for when, _, _, nbytes in self._history.events()]
         stack = list(self._profiler.kineto_results.experimental_event_tree())
         while stack:
             event = stack.pop()
             stack.extend(event.children)
             fields = event.extra_fields
             if type(fields) is torch._C._profiler._ExtraFields_Allocation:
-                if _is_same(fields.device, self._device):
+                if self._history is None and fields.device.type == "cpu":
                     found.append((event.start_time_ns, 1, fields.alloc_size))
             elif type(fields) is torch._C._profiler._ExtraFields_TorchOp:
                 inputs: Any = fields.inputs
@@ -168,18 +191,26 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _is_same(found: torch.device, device: torch.device) -> bool:
-    """Whether it is that device; there is one CPU, whatever its number."""
-    return found.type == device.type and (device.type == "cpu" or found.index == device.index)
-
-
 def _free_workspaces(device: torch.device) -> None:
-    """Have cuBLAS allocate its workspaces again in the step: it keeps them from the first product on.
+    """Have cuBLAS give its workspaces back: it keeps them from the first product on.
 
     Not while a graph is captured, which goes on using them.
     """
     if device.type == "cuda" and not is_capturing(device):
         torch._C._cuda_clearCublasWorkspaces()
+
+
+def _take_workspaces(device: torch.device) -> None:
+    """Have it take them again, for the threads of forward and of backward, before the step does."""
+    if device.type == "cuda" and not is_capturing(device):
+        unseen = torch.autograd.graph.saved_tensors_hooks(_itself, _itself)  # by hooks of others
+        with unseen, torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            one = torch.ones(1, 1, device=device, requires_grad=True)
+            torch.autograd.grad(one @ one, one)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class PeakMeter:
@@ -218,8 +249,9 @@ class PeakMeter:
         self._given = {}
         if self._device.type == "cuda":
             _free_workspaces(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
             self._baseline = torch.cuda.memory_allocated(self._device)
+            _take_workspaces(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
             self._on_device = True
             return True
         recording = Recording(self._device, marks=False)

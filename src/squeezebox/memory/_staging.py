@@ -131,7 +131,7 @@ class Staging:
 
     A tensor is held until its copy has been made. Where copies lag behind by more than ``most_bytes``, the
     device waits for the oldest, so that its memory does not fill with tensors on their way. With each tensor
-    that is read, the one written before it is fetched: backward asks in reverse.
+    that is read, the one written before it is fetched if that is no more either: backward asks in reverse.
 
     Beyond ``host_bytes`` (half of the machine's memory) the oldest, which backward wants last, go on to a
     file, the ``spill``; the host waits for those. With a ``reserve`` they have their places in its arena.
@@ -147,7 +147,7 @@ class Staging:
         self.reserve: Reserve | None = None
         self._written = 0  # since it was cleared
         self._streams = streams
-        self._most_bytes = most_bytes
+        self.most_bytes = most_bytes
         self._host_bytes = _half_of_memory() if host_bytes is None else host_bytes
         self._hosted: list[weakref.ref[HostSlot]] = []  # the oldest first
         self._hosted_bytes = 0  # of those, at most
@@ -178,7 +178,6 @@ class Staging:
             CaptureError: one that was still on its way has been changed in place, or there is no room left on
                 the disk either.
         """
-        self._let_go(self._most_bytes - flat.nbytes)
         if self._hosted_bytes + flat.nbytes > self._host_bytes:
             self._to_file(self._host_bytes - flat.nbytes)
         name, self._written = _name(self._written), self._written + 1
@@ -192,6 +191,7 @@ class Staging:
         self._leaving.append(self._last)
         self._hosted.append(self._last)
         self._hosted_bytes += flat.nbytes
+        self._let_go(self.most_bytes)
         return slot
 
     def read(self, slot: HostSlot) -> torch.Tensor:
@@ -202,7 +202,8 @@ class Staging:
         """
         whole = _unchanged(slot) if slot.source is not None else self._fetched(slot)
         following = slot.before()
-        if following is not None and following.source is None:
+        room = self.most_bytes
+        if following is not None and following.source is None and following.like.nbytes <= room:
             self._fetch(following)
         return whole
 

@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
 from squeezebox.memory import Recording, parts_of
@@ -81,8 +80,7 @@ def _on_host(run: Callable[[Mark], None], device: torch.device) -> tuple[dict[in
         raise CaptureError("another profiler is running, so memory cannot be measured. End it first.")
 
     def mark(number: int) -> None:
-        with torch.profiler.record_function(f"{_MARK}{number}"):
-            pass
+        recording.mark(f"{_MARK}{number}")
 
     try:
         run(mark)
@@ -171,8 +169,7 @@ class RealLedger:
 
     def mark(self, what: str, number: int) -> None:
         """See :class:`Ledger`."""
-        with record_function(f"{_PREFIX}{what} {number}"):
-            pass
+        self._recording.mark(f"{_PREFIX}{what} {number}")
 
     def returned(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
         """The allocator tells."""

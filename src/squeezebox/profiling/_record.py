@@ -117,7 +117,7 @@ class Reading:
             self._call(self.running[event.number], event.nanoseconds)
         elif event.what == PHASE:
             for life in self._living.values():
-                if life.kind is Kind.TEMPORARY:
+                if life.kind is Kind.TEMPORARY and life.call is not None:  # or else a product's workspace
                     life.kind = self._held(life)
         elif event.what == KIND:
             self._name(self.notes[event.number])
@@ -143,7 +143,8 @@ class Reading:
 
     def _held(self, life: _Life) -> Kind:
         """What is still there when backward begins has been saved, or packed."""
-        made_by = Activity.COMPUTING if life.call is None else self.running[life.call].activity
+        assert life.call is not None
+        made_by = self.running[life.call].activity
         return Kind.PACKED if made_by is Activity.PACKING else Kind.SAVED
 
     def _touch(self, life: _Life) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch.autograd.profiler import record_function
 
 from squeezebox.memory import Recording
 from squeezebox.schema import OptionError
@@ -149,8 +148,7 @@ class Timeline:
         self._recording.close()
 
     def _mark(self, *words: object) -> None:
-        with record_function(_PREFIX + " ".join(map(str, words))):
-            pass
+        self._recording.mark(_PREFIX + " ".join(map(str, words)))
 
 
 @dataclass(slots=True)

@@ -126,7 +126,11 @@ def make_room(store: Store, plan: StepPlan, notes: dict[str, None]) -> None:
     store.plan_arena(packed, moved)
     if not moved:
         store.spill.rest()
-    if not moved or store.staging is not None:
+    if store.staging is not None:  # copies under way may take what the plan leaves of its budget
+        left = (plan.budget_bytes or plan.predicted_peak_bytes) - plan.predicted_peak_bytes
+        store.staging.most_bytes = min(store.staging.most_bytes, max(left, 0))
+        return
+    if not moved:
         return
     if store.spill.folder is None and any(each.option.codec == "neighbour" for each in plan.tensors):
         where = "a neighbour" if plan.offload is None else plan.offload.folder
