@@ -22,7 +22,7 @@ class History:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[tuple[int, int, str]] = []  # events before it, nanoseconds, name
-        self._before = 0
+        self._before: int | None = None  # events when it began
         self._trace: list[Any] | None = None
 
     def start(self) -> bool:
@@ -36,8 +36,9 @@ class History:
         return True
 
     def mark(self, name: str) -> None:
-        """Note that all events until now were before this."""
-        self._marks.append((self._count() - self._before, time.time_ns(), name))
+        """Note that all events until now were before this; nothing before :meth:`start`."""
+        if self._before is not None:
+            self._marks.append((self._count() - self._before, time.time_ns(), name))
 
     def close(self) -> None:
         """End; safe to call twice."""

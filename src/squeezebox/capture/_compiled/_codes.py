@@ -94,7 +94,7 @@ def _steps(values: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     low = values.amin(layout.rows, keepdim=True).clamp(max=0.0)
     high = values.amax(layout.rows, keepdim=True).clamp(min=0.0)
     share = -low / (high - low).clamp(min=torch.finfo(torch.float32).tiny)
-    below = (share * (levels - 1.0)).ceil()
+    below = (share.clamp(max=1.0) * (levels - 1.0)).ceil()  # a device's quotients are not quite right
     below = torch.where(low < 0.0, below.clamp(min=1.0), below)
     above = levels - below
     return torch.maximum(-low / below.clamp(min=1.0), high / above), below
