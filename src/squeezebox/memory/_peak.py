@@ -203,14 +203,21 @@ def _free_workspaces(device: torch.device) -> None:
 def _take_workspaces(device: torch.device) -> None:
     """Have it take them again, for the threads of forward and of backward, before the step does."""
     if device.type == "cuda" and not is_capturing(device):
-        unseen = torch.autograd.graph.saved_tensors_hooks(_itself, _itself)  # by hooks of others
-        with unseen, torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        with torch.enable_grad():
             one = torch.ones(1, 1, device=device, requires_grad=True)
-            torch.autograd.grad(one @ one, one)
+            torch.autograd.grad(_Square.apply(one), one)  # type: ignore[no-untyped-call]
 
 
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+class _Square(torch.autograd.Function):
+    """A product in each thread, of which nothing is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, one: torch.Tensor) -> torch.Tensor:
+        return one @ one
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient @ gradient
 
 
 class PeakMeter:
