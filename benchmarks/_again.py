@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks import _figures
 
@@ -49,6 +49,7 @@ COMMANDS = {  # what follows `python -m benchmarks.`, by the report's name
     "first_use": "first_use --repeats 3",
     "gigapixel": "gigapixel",
     "gigapixel_reach": "gigapixel_reach --memory 480MiB",
+    "gpu": "gpu --all",
     "gradients_accuracy": "gradients accuracy --seeds 10",
     "gradients_links": "gradients links --rounds 15",
     "gradients_own": "gradients own --rounds 15",
@@ -114,7 +115,7 @@ def main(names: Sequence[str]) -> int:
     if unknown:
         print(f"no report {', '.join(unknown)}; there are {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
-    wanted, known = list(names or COMMANDS), _figures.newest()
+    wanted, known = list(names or _possible()), _figures.newest()
     left = [name for name in wanted if not (name in known and _is_current(known[name].header))]
     print(f"{len(wanted) - len(left)} of {len(wanted)} reports are of this code already.", flush=True)
     failed = []
@@ -132,6 +133,17 @@ def main(names: Sequence[str]) -> int:
     if failed:
         print(f"failed: make bench BENCHMARKS={shlex.quote(' '.join(failed))}", file=sys.stderr)
     return int(bool(failed))
+
+
+def _possible() -> Iterator[str]:
+    """All reports but those of a device that is not here."""
+    import torch
+
+    for name in COMMANDS:
+        if name == "gpu" and not torch.cuda.is_available():
+            print("gpu is left out: torch sees no CUDA device.", flush=True)
+        else:
+            yield name
 
 
 def _is_current(header: Mapping[str, object]) -> bool:

@@ -195,6 +195,8 @@ def network(name: str, dtype: str, arguments: argparse.Namespace, clock: Clock) 
     exact = given.copied().gradients()
     rival = given.copied()
     rival.forward = compiled_whole(rival.model)
+    rival.step()  # compiles
+    clock.begin()
     rows: dict[str, Any] = {"batch": batch}
     for arm, entered in arms().items():
         if arguments.arms is None or arm in arguments.arms:

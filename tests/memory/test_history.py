@@ -12,7 +12,7 @@ class Allocator:
     """Torch's, as far as a history asks it: it counts, and records where it was told to."""
 
     def __init__(self, monkeypatch):
-        self.counts = {"allocated": 7, "freed": 3}  # of before
+        self.counts, self.live_bytes = {"allocated": 7, "freed": 3}, 1 << 20  # of before
         self.recorded, self.is_recording, self.time_us = [], False, 1
         monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: self.is_recording, raising=False)
         monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self.record)
@@ -30,13 +30,16 @@ class Allocator:
 
     def stats(self, device):
         assert device == 1
-        return {"allocation": {"all": dict(self.counts)}}
+        live = {"all": {"current": self.live_bytes}}
+        return {"allocation": {"all": dict(self.counts)}, "allocated_bytes": live}
 
-    def take(self, address, size):
+    def take(self, address, size, block):
+        self.live_bytes += block
         self.counts["allocated"] += 1
         self._note("alloc", address, size)
 
-    def free(self, address, size):
+    def free(self, address, size, block):
+        self.live_bytes -= block
         self.counts["freed"] += 1
         self._note("free_requested", address, size)
         self._note("free_completed", address, size)
@@ -53,14 +56,14 @@ def test_marks_stand_where_they_were_made_and_sizes_are_the_allocators(monkeypat
     recording.mark("too early")
     assert recording.start()
     recording.mark("first")
-    allocator.take(64, 1000)
-    allocator.take(4096, 1)
+    allocator.take(64, 1000, 1024)
+    allocator.take(4096, 1, 512)
     recording.mark("second")
-    allocator.free(64, 1000)
+    allocator.free(64, 1000, 1024)
     recording.mark("third")
     recording.mark("fourth")
     recording.close()
-    allocator.take(8192, 5)
+    allocator.take(8192, 5, 512)
     assert recording.events() == [
         ("first", 0, 0),
         ("", 64, 1024),
@@ -71,6 +74,15 @@ def test_marks_stand_where_they_were_made_and_sizes_are_the_allocators(monkeypat
         ("fourth", 0, 0),
     ]
     assert not allocator.is_recording
+
+
+def test_what_blocks_have_beyond_what_was_asked_for_is_there_from_the_start(monkeypatch):
+    allocator, recording = Allocator(monkeypatch), Recording(DEVICE)
+    recording.start()
+    for number, block in enumerate((512, 1024, 2048)):
+        allocator.take(number, 512, block)
+        recording.mark(str(number))
+    assert recording.events()[:2] == [("", -1, 512 + 1536), ("", 0, 512)]
 
 
 @pytest.mark.parametrize("by", ("history", "profiler"))

@@ -236,7 +236,7 @@ class PeakMeter:
         self._device = device
         self._recording: Recording | None = None
         self._on_device = False
-        self._baseline = 0
+        self._baseline = self._begun = 0  # bytes before the workspaces are taken again, and after
         self._living: dict[int, int] = {}
         self._given: dict[int, int] = {}
 
@@ -259,6 +259,7 @@ class PeakMeter:
             self._baseline = torch.cuda.memory_allocated(self._device)
             _take_workspaces(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
+            self._begun = torch.cuda.memory_allocated(self._device)
             self._on_device = True
             return True
         recording = Recording(self._device, marks=False)
@@ -275,7 +276,7 @@ class PeakMeter:
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
         if self._on_device:  # its counters know no addresses
             # What is larger than all that came since must have been there before.
-            since = torch.cuda.memory_allocated(self._device) - self._baseline
+            since = torch.cuda.memory_allocated(self._device) - self._begun
             sizes = {address: nbytes for address, nbytes in sizes.items() if nbytes > since}
         self._given |= sizes
 
