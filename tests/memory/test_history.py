@@ -90,4 +90,7 @@ def test_where_somebody_else_records_nothing_begins(by, monkeypatch):
     allocator = Allocator(monkeypatch)
     allocator.is_recording = by == "history"
     monkeypatch.setattr(torch.autograd.profiler, "_is_profiler_enabled", by == "profiler")
-    assert not Recording(DEVICE).start()
+    recording = Recording(DEVICE)
+    assert not recording.start()
+    recording.close()
+    assert allocator.is_recording == (by == "history")

@@ -49,8 +49,8 @@ class History:
             self._marks.append(self._now(name))
 
     def close(self) -> None:
-        """End; safe to call twice."""
-        if self._trace is None:
+        """End; safe to call twice, and where nothing began."""
+        if self._begun is not None and self._trace is None:
             traces = torch.cuda.memory._snapshot()["device_traces"]
             torch.cuda.memory._record_memory_history(None)
             found = traces[self._number()] if traces else []

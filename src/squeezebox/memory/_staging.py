@@ -202,9 +202,11 @@ class Staging:
         """
         whole = _unchanged(slot) if slot.source is not None else self._fetched(slot)
         following = slot.before()
-        room = self.most_bytes
-        if following is not None and following.source is None and following.like.nbytes <= room:
-            self._fetch(following)
+        if following is not None and following.source is None:
+            room = self.most_bytes - following.like.nbytes
+            if room >= 0:
+                self._let_go(room)
+                self._fetch(following)
         return whole
 
     def _pinned_bytes(self, nbytes: int) -> torch.Tensor:
