@@ -479,3 +479,10 @@ def test_token_inputs(users, capfd, command, dtype):
     )
     assert code == 0, error
     assert json.loads(out)
+
+
+def test_python_runs_the_package_as_the_command():
+    result = subprocess.run(
+        [sys.executable, "-m", "squeezebox", "--version"], capture_output=True, text=True, check=True
+    )
+    assert result.stdout == f"{squeezebox.__version__}\n"

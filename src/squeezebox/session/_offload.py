@@ -128,7 +128,7 @@ def make_room(store: Store, plan: StepPlan, notes: dict[str, None]) -> None:
         store.spill.rest()
     if store.staging is not None:  # copies under way may take what the plan leaves of its budget
         left = (plan.budget_bytes or plan.predicted_peak_bytes) - plan.predicted_peak_bytes
-        store.staging.most_bytes = min(store.staging.most_bytes, max(left, 0))
+        store.staging.most_bytes = max(left, 0)
         return
     if not moved:
         return

@@ -1,0 +1,5 @@
+"""``python -m squeezebox`` is the command ``squeezebox``."""
+
+from squeezebox.cli import main
+
+main()
