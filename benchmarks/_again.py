@@ -38,7 +38,7 @@ COMMANDS = {  # what follows `python -m benchmarks.`, by the report's name
     "comet_table": "comet_table vgg16 resnet18 alexnet efficientnet_b0 resnet50 --checks 12 --refreshes 8",
     "compiled": "compiled",
     "compiled_budget": "compiled_budget",
-    "compiled_budget_noise": "compiled_budget gpt unet --name compiled_budget_noise",
+    "compiled_budget_noise": "compiled_budget vit unet gpt --name compiled_budget_noise",
     "doctor": "doctor",
     "estimate": "estimate",
     "estimate_architectures": "estimate_architectures",

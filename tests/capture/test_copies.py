@@ -239,6 +239,7 @@ def test_forward_has_the_model_s_signature():
     session.detach()
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 goes on without a word: docs/limits.md")
 @pytest.mark.parametrize("compiled", [torch.compile, nn.Module.compile])
 def test_compiling_an_attached_model_is_refused_by_name(compiled):
     model = Net()

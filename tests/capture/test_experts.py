@@ -147,7 +147,8 @@ def edges():
 
 def adjacency(source, target):
     indices = torch.stack([target, source])
-    return torch.sparse_coo_tensor(indices, torch.ones(len(source)), (200, 200), check_invariants=True)
+    with torch.sparse.check_sparse_tensor_invariants():  # or else torch 2.11 warns
+        return torch.sparse_coo_tensor(indices, torch.ones(len(source)), (200, 200))
 
 
 def summed(x, source, target):

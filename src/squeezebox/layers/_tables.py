@@ -342,9 +342,10 @@ class ShardedEmbeddingBag(nn.Module):
             where.append(here[gradient._indices()[0]])
             values.append(gradient._values())
             begin += len(each.ids)
-        parameter.grad = torch.sparse_coo_tensor(
-            torch.cat(where)[None], torch.cat(values), tuple(parameter.shape), check_invariants=False
-        )
+        with _checks_as_set():
+            parameter.grad = torch.sparse_coo_tensor(
+                torch.cat(where)[None], torch.cat(values), tuple(parameter.shape), check_invariants=False
+            )
         state = self.optimizer.state[parameter]
         if state:
             state.update(
@@ -365,8 +366,9 @@ def row_state(factory: Factory, dtype: torch.dtype) -> dict[str, float]:
     rows: list[dict[str, Tensor]] = []
     for indices in ([0, 1], [0]):
         ones = torch.ones(len(indices), 1, dtype=dtype)
-        weight.grad = torch.sparse_coo_tensor(torch.tensor([indices]), ones, (2, 1), check_invariants=False)
         with _checks_as_set():
+            where = torch.tensor([indices])
+            weight.grad = torch.sparse_coo_tensor(where, ones, (2, 1), check_invariants=False)
             optimizer.step()
         rows.append({"weight": weight.detach()[1].clone()})
         for name, value in _elementwise(optimizer, weight).items():
@@ -384,7 +386,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _checks_as_set() -> AbstractContextManager[None]:
-    """Leave torch's checks of sparse tensors as they are, but say so: else it warns of its own optimizers."""
+    """Leave torch's checks of sparse tensors as they are, but say so: else it warns of them."""
     checks: Any = torch.sparse.check_sparse_tensor_invariants
     found: AbstractContextManager[None] = checks(enable=checks.is_enabled())
     return found
