@@ -72,5 +72,31 @@ def test_what_is_out_of_range_is_refused():
     for seeds, message in ((np.array([], int), "are none"), ([0, 0], "distinct"), ([2], "0 to 1")):
         with pytest.raises(OptionError, match=message):
             personalised_pagerank(graph, seeds)
-    with pytest.raises(OptionError, match="none below 0"):
-        personalised_pagerank(graph_of(np.array([[0], [1]]), 2, np.array([-1.0])), [0])
+    edge = np.array([[0], [1]])
+    for weights, message in (
+        ([-1.0], "none below 0"),
+        ([np.nan], "finite"),
+        ([np.inf], "finite"),
+        ([[1.0]], r"are \(1, 1\); give a number for each of 1 edges"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            personalised_pagerank(graph_of(edge, 2, np.array(weights)), [0])
+    with pytest.raises(OptionError, match="sum to more than float64 holds"):
+        personalised_pagerank(graph_of(np.array([[0, 0], [1, 1]]), 2, np.full(2, 1e308)), [0])
+    with pytest.raises(OptionError, match="between 0 and 1"):
+        personalised_pagerank(graph, [0], restart="a")
+    with pytest.raises(OptionError, match="seeds are none"):
+        personalised_pagerank(graph, [])
+
+
+def test_an_error_that_never_falls_is_refused():
+    circle = graph_of(np.array([[0, 1, 2], [1, 2, 0]]), 5)
+    with pytest.raises(OptionError, match="restart 1e-17 the error stays at 1"):
+        personalised_pagerank(circle, [0], restart=1e-17)
+
+
+def test_the_smallest_weights_are_weights():
+    edges = np.array([[0, 0, 1], [1, 2, 0]])
+    tiny = personalised_pagerank(graph_of(edges, 3, np.array([1e-309, 1e-309, 1.0])), [0])
+    equal = personalised_pagerank(graph_of(edges, 3), [0])
+    np.testing.assert_allclose(tiny.scores, equal.scores, rtol=1e-9)

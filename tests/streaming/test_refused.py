@@ -45,6 +45,11 @@ REFUSED = {
         Called(lambda x: torch.cat([x, x.new_zeros(1, 2, 4, 10)], 2)),
         "does not have the streamed axis",
     ),
+    "asked": (
+        Called(lambda x: functional.scaled_dot_product_attention(*3 * [x.flatten(2).mT])),
+        "streamed axis|softmax",
+    ),
+    "averaged": (nn.BatchNorm2d(2, momentum=None), "has momentum=None"),
     "wide": (nn.Conv2d(2, 2, 1, padding=2), "as wide as its window"),
 }
 
@@ -122,3 +127,15 @@ def test_autocast_in_the_model_is_refused_with_the_cast_that_works():
 def test_options(options):
     with pytest.raises(OptionError):
         StreamedStep(nn.Conv2d(2, 2, 1), nn.MSELoss(), **options)
+
+
+@pytest.mark.parametrize("height", [(5, 6, 7), (5,), 4.0, "5", (None, 6), 0, (0, 3)])
+def test_what_is_no_height_is_refused(height):
+    with pytest.raises(OptionError, match=r"give rows of a strip, or rows and columns of a tile"):
+        StreamedStep(nn.Conv2d(2, 2, 3), functional.mse_loss, height=height)
+
+
+def test_an_image_without_a_target_is_no_pair():
+    step = StreamedStep(nn.Conv2d(2, 2, 3), functional.mse_loss, height=4)
+    with pytest.raises(OptionError, match="pairs of image and target, not a Tensor"):
+        step.evaluate([torch.zeros(1, 2, 12, 10)])

@@ -126,5 +126,5 @@ def test_what_tiles_cannot_do_is_refused_or_done_in_strips():
     with pytest.raises(UnsupportedModelError, match="cannot be streamed exactly"):
         StreamedStep(Projected().double(), loss_fn, height=(5, 5))(image, None)
     require_equal(Projected(), loss_fn, image, None, memory="1MiB")
-    with pytest.raises(OptionError, match="below one row or column"):
+    with pytest.raises(OptionError, match="give rows of a strip, or rows and columns"):
         StreamedStep(Projected(), loss_fn, height=(5, 0))

@@ -143,7 +143,8 @@ def refusal(node: Node, why: str) -> UnsupportedModelError:
 
 
 _CHANGES = {
-    "aten.index": "Write x[mask].mean() as (x * mask).sum() / mask.sum()",
+    "aten.any": "Write attention over all pixels as scores.softmax(-1) @ values",  # torch's own asks for it
+    "aten.index": "Write x[mask].mean() as (x * mask).sum() / mask.sum(), if that is the index",
     "aten.masked_select": "Write x[mask].mean() as (x * mask).sum() / mask.sum()",
     "aten.nonzero": "Write what is chosen by a mask as (x * mask).sum() / mask.sum()",
     "aten.topk": "Write x.topk(k).values.sum() as (x * (x > bound)).sum(), with a bound between the k-th "

@@ -112,9 +112,7 @@ class StreamedStep:
             raise OptionError("give memory= (such as '1GiB') or height= (rows of a strip), one of them.")
         if axis not in (None, -2, -1):
             raise OptionError(f"axis {axis} is neither -2 (rows) nor -1 (columns).")
-        size = None if height is None else (height, None) if isinstance(height, int) else height
-        if size is not None and not all(each is None or each >= 1 for each in size):
-            raise OptionError(f"height {height} is below one row or column.")
+        size = None if height is None else _size_of(height)
         beside = usual_folder().path if checkpoint is None else Path(checkpoint).absolute().parent
         self._folder = Path(beside if spool is True else spool) if spool else None
         if self._folder and spool is not True and DiskFolder(str(self._folder), "").is_in_memory:
@@ -207,12 +205,15 @@ class StreamedStep:
             What the metric gives for each image.
 
         Raises:
+            OptionError: what came is no pair.
             UnsupportedModelError: the metric, or the model, cannot be streamed exactly.
             BudgetError, OutputError: as in a step.
         """
         aim, found = Aim(function=metric or self._loss_fn, derives=False), []
-        for image, target in images:
-            prepared = self._prepared(image, target, aim)
+        for pair in images:
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise OptionError(f"evaluate takes pairs of image and target, not a {type(pair).__name__}.")
+            prepared = self._prepared(*pair, aim)
             for node in prepared.streamed.maps:
                 raise refusal(node, "it has a value for every row; take its sum or mean")
             outputs = Outputs(prepared.streamed, None, self._device)
@@ -405,3 +406,13 @@ def _state(whole: Whole) -> tuple[object, ...]:
 def _output(output: Any, target: None) -> Any:
     """The function of a prediction."""
     return output
+
+
+def _size_of(height: Any) -> tuple[int, int | None]:
+    """Rows, and columns where they are limited too."""
+    sizes = height if isinstance(height, tuple) and len(height) == 2 else (height,)
+    if not all(isinstance(each, int) and each >= 1 for each in sizes):
+        raise OptionError(
+            f"height is {height!r}; give rows of a strip, or rows and columns of a tile, such as (64, 128)."
+        )
+    return sizes[0], sizes[1] if len(sizes) == 2 else None
