@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -85,8 +86,17 @@ def test_what_is_out_of_range_is_refused():
         personalised_pagerank(graph_of(np.array([[0, 0], [1, 1]]), 2, np.full(2, 1e308)), [0])
     with pytest.raises(OptionError, match="between 0 and 1"):
         personalised_pagerank(graph, [0], restart="a")
-    with pytest.raises(OptionError, match="seeds are none"):
-        personalised_pagerank(graph, [])
+    for none in ([], torch.tensor([], dtype=torch.int64)):
+        with pytest.raises(OptionError, match="seeds are none"):
+            personalised_pagerank(graph, none)
+
+
+def test_numbers_of_other_kinds_are_numbers():
+    edges = np.array([[0, 0, 1], [1, 2, 0]])
+    plain = personalised_pagerank(graph_of(edges, 3, np.array([1.0, 3.0, 1.0])), [0])
+    weights = torch.tensor([1.0, 3.0, 1.0], dtype=torch.bfloat16, requires_grad=True)
+    other = personalised_pagerank(graph_of(edges, 3, weights), torch.tensor([0]), tolerance=np.float32(1e-6))
+    np.testing.assert_allclose(other.scores, plain.scores, atol=2e-6)
 
 
 def test_an_error_that_never_falls_is_refused():

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -59,13 +60,13 @@ def personalised_pagerank(
         OptionError: restart or tolerance is out of range, seeds are no nodes, weights are no numbers from 0
             on, or the scores cannot be that exact.
     """
-    numbers = all(isinstance(each, float | int) for each in (restart, tolerance))
-    if not numbers or not 0 < restart < 1 or not 0 < tolerance:
+    real = all(isinstance(each, Real) for each in (restart, tolerance))
+    if not real or not 0 < restart < 1 or not 0 < tolerance:
         raise OptionError(
             f"restart is {restart} and tolerance {tolerance}; give one between 0 and 1, and one above 0."
         )
     count = checked(graph)
-    if not np.size(seeds):
+    if not np.asarray(seeds).size:
         raise OptionError("seeds are none; give the nodes where walks begin.")
     places = distinct_nodes("seeds", seeds, count)
     sources, targets = edges_of(graph)
@@ -96,8 +97,8 @@ def _shares(graph: Graph, sources: np.ndarray, count: int) -> tuple[np.ndarray, 
     if graph.weights is None:
         weights = np.ones(len(sources))
     else:
-        given = graph.weights.detach() if isinstance(graph.weights, torch.Tensor) else graph.weights
-        weights = np.asarray(given, np.float64)
+        is_tensor = isinstance(graph.weights, torch.Tensor)
+        weights = np.asarray(graph.weights.detach().double() if is_tensor else graph.weights, np.float64)
     if weights.shape != sources.shape:
         raise OptionError(f"weights are {weights.shape}; give a number for each of {len(sources):,} edges.")
     if len(weights) and not 0.0 <= weights.min() <= weights.max() < np.inf:
