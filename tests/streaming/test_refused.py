@@ -1,5 +1,6 @@
 """What cannot be streamed exactly is refused, with the module's name and the reason."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -139,3 +140,12 @@ def test_an_image_without_a_target_is_no_pair():
     step = StreamedStep(nn.Conv2d(2, 2, 3), functional.mse_loss, height=4)
     with pytest.raises(OptionError, match="pairs of image and target, not a Tensor"):
         step.evaluate([torch.zeros(1, 2, 12, 10)])
+
+
+def test_a_height_may_be_any_whole_number():
+    image = torch.rand(1, 2, 12, 10)
+    losses = [
+        StreamedStep(nn.Identity(), lambda x, _: x.square().mean(), height=height).evaluate([(image, None)])
+        for height in (5, np.int64(5), [5, 4])
+    ]
+    assert all(loss[0] == pytest.approx(losses[0][0]) for loss in losses)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -410,9 +411,9 @@ def _output(output: Any, target: None) -> Any:
 
 def _size_of(height: Any) -> tuple[int, int | None]:
     """Rows, and columns where they are limited too."""
-    sizes = height if isinstance(height, tuple) and len(height) == 2 else (height,)
-    if not all(isinstance(each, int) and each >= 1 for each in sizes):
+    sizes = height if isinstance(height, tuple | list) and len(height) == 2 else (height,)
+    if not all(isinstance(each, Integral) and int(each) >= 1 for each in sizes):
         raise OptionError(
             f"height is {height!r}; give rows of a strip, or rows and columns of a tile, such as (64, 128)."
         )
-    return sizes[0], sizes[1] if len(sizes) == 2 else None
+    return int(sizes[0]), int(sizes[1]) if len(sizes) == 2 else None
