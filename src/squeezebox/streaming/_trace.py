@@ -229,8 +229,8 @@ def trace(whole: Whole, aim: Aim, image: Tensor, target: Any, device: torch.devi
         counts = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
         if counts and module.training and module.momentum is None:
             raise UnsupportedModelError(
-                f"module '{name}' ({type(module).__name__}) has momentum=None, a mean over all steps; give "
-                "it one, such as 0.1, or call eval()."
+                f"module '{name or 'model'}' ({type(module).__name__}) has momentum=None, a mean over all "
+                "steps; give it one, such as 0.1, or call eval()."
             )
     with FakeTensorMode(allow_non_fake_inputs=True):
         fakes = pytree.tree_map_only(
