@@ -159,10 +159,6 @@ def test_a_model_that_is_never_compiled_is_refused():
     [
         ({"budget": "50%"}, "sample="),
         ({"budget": "50%", "bits": 4, "sample": (X, Y), "loss_fn": F.cross_entropy}, "exclude each other"),
-        (
-            {"budget": "50%", "noise": 1e-2, "states": True, "sample": (X, Y), "loss_fn": F.cross_entropy},
-            "noise= and states=True exclude each other",
-        ),
         ({"budget": "half", "sample": (X, Y), "loss_fn": F.cross_entropy}, "no size"),
     ],
 )

@@ -1,5 +1,7 @@
 """squeezebox.compile(budget=, states=True): the whole step is within the budget, updates are plain ones."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -106,6 +108,50 @@ def test_steps_are_plain_ones_within_the_budget():
     optimizer.zero_grad()
     F.cross_entropy(step(X), Y).backward()
     assert model.table.weight.grad.abs().sum() > 0
+
+
+class Wide(nn.Module):
+    """Blocks whose activations weigh more than their weights."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.ups = nn.ModuleList(nn.Linear(128, 256) for _ in range(4))
+        self.downs = nn.ModuleList(nn.Linear(256, 128) for _ in range(4))
+
+    def forward(self, x):
+        for up, down in zip(self.ups, self.downs, strict=True):
+            x = x + down(F.gelu(up(x)))
+        return x
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_noise_goes_with_states():
+    torch._dynamo.reset()
+    model = Wide()
+    optimizer = adamw(model)
+    before = [each.clone() for each in model.parameters()]
+    x, y = torch.randn(1024, 128), torch.randint(128, (1024,))
+    options = {"optimizer": optimizer, "states": True, "sample": (x, y), "loss_fn": F.cross_entropy}
+    step = squeezebox.compile(model, budget="45%", noise=1e-2, **options)
+    assert all(map(torch.equal, before, model.parameters())) and not optimizer.state
+    assert 0 < step.noise <= 1e-2 and "bit" in str(step.report())
+    other = copy.deepcopy(model)
+    theirs = adamw(other)
+    for call, taken in ((step, optimizer), (other, theirs)):
+        taken.zero_grad()
+        F.cross_entropy(call(x), y).backward()
+        taken.step()
+    for start, ours, exact in zip(before, model.parameters(), other.parameters(), strict=True):
+        assert (ours - exact).norm() <= 0.5 * (exact - start).norm()  # AdamW's first step is of signs
+    optimizer.zero_grad()
+    held = nbytes_of([*held_by(model), x, y, *persistent(model, optimizer)])
+    meter = PeakMeter(torch.device("cpu"))
+    assert meter.start()
+    F.cross_entropy(step(x), y).backward()
+    optimizer.step()
+    assert held + meter.stop(()).total_bytes <= step.peak_bytes + 1000
 
 
 @needs_compiler

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from squeezebox.capture import CompiledStep, Saving
 from squeezebox.compiling._states import Updating
 from squeezebox.memory import Operator, PeakMeter, Recording
@@ -17,6 +19,34 @@ from squeezebox.schema import BudgetError, CaptureError
 from squeezebox.steps import TrainingStep, device_of, held_by, nbytes_of, restored, tensors_in, ungraded
 
 _ATTEMPTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A step as it was made for an example.
+
+    Attributes:
+        updating: of the optimizer's parameters, which begins when the step is ready; or None.
+        room: bytes for the optimizer's states.
+    """
+
+    step: CompiledStep
+    example: TrainingStep
+    updating: Updating | None = None
+    room: int = 0
+
+    def gradients(self) -> list[torch.Tensor]:
+        """On the example."""
+        if self.updating is not None:
+            return self.updating.gradients(self.step)
+        return self.example.gradients(self.step)
+
+    def ready(self) -> CompiledStep:
+        """The step, which updates from now on what it is to update."""
+        if self.updating is not None:
+            assert self.step.peak_bytes is not None
+            self.step.peak_bytes += self.updating.begin(self.step, self.room)
+        return self.step
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +61,7 @@ def within_budget(
     example: TrainingStep,
     compiled: Callable[..., CompiledStep],
     updates: Callable[[CompiledStep], Updating] | None = None,
-) -> CompiledStep:
+) -> Fitted:
     """The first of some steps whose measured peak is in the budget.
 
     Each is planned with what was measured at the kernels of those before it. With ``updates``, which gets
@@ -61,9 +91,7 @@ def within_budget(
     if least_bytes > budget_bytes:
         raise _too_little(budget_bytes, least_bytes, best)
     best.saving.peak_bytes = best.step.peak_bytes = best.peak_bytes
-    if updating is not None:
-        best.step.peak_bytes += updating.begin(best.step, budget_bytes - best.peak_bytes)
-    return best.step
+    return Fitted(best.step, example, updating, budget_bytes - best.peak_bytes)
 
 
 class _Search:

@@ -23,7 +23,7 @@ from squeezebox.capture import (
     compiled_part,
     refuse_transforms,
 )
-from squeezebox.compiling._budget import within_budget
+from squeezebox.compiling._budget import Fitted, within_budget
 from squeezebox.compiling._states import Updating
 from squeezebox.planning import STATISTICS_STEPS, check_states, named_place, within
 from squeezebox.reports import StepPlan
@@ -102,8 +102,8 @@ def compile_model(
 
     Raises:
         OptionError: an argument is out of range or missing, or more than one of plan, noise, bits and budget,
-            except for noise with a budget. Or states without a budget or with noise, or the optimizer's step
-            is not parameter by parameter.
+            except for noise with a budget. Or states without a budget, or the optimizer's step is not parameter
+            by parameter.
         BudgetError: no choice keeps the peak within the budget; it says which operator has the least.
         AttachError: the model is attached; also when called while it is.
         PlanError: the plan was made for another model.
@@ -113,8 +113,6 @@ def compile_model(
         states or optimizer is not None or update_noise is not None or offload is not True
     ):
         raise OptionError("optimizer, states, update_noise and offload go with budget=; give that too.")
-    if states and noise is not None:
-        raise OptionError("noise= and states=True exclude each other in a compiled step; give one of them.")
     _check_compile_options({"plan": plan, "noise": noise, "bits": bits, "budget": budget}, sample, loss_fn)
     refuse_transforms()
     _refuse_compiled(model)
@@ -129,23 +127,15 @@ def compile_model(
         example = TrainingStep(model=model, sample=sample, loss_fn=loss_fn, optimizer=optimizer)
         if budget is not None:
             check_states(example, None, 1, update_noise, None, wanted=states)
-            exact = functools.partial(compiled, _all_kept)
-            if noise is not None:
-                return _within(
-                    noise,
-                    example,
-                    compiled,
-                    lambda rule: within_budget(budget, example, functools.partial(compiled, rule)),
+            updates = None
+            if states:
+                example = replace(example, folder=named_place(offload, model))
+                updates = functools.partial(
+                    Updating, example, update_noise=update_noise, moves=offload is not False
                 )
-            if not states:
-                return within_budget(budget, example, exact)
-            example = replace(example, folder=named_place(offload, model))
-            updates = functools.partial(
-                Updating, example, update_noise=update_noise, moves=offload is not False
-            )
-            return within_budget(budget, example, exact, updates)
+            return _within_budget(budget, noise, example, compiled, updates)
         if noise is not None:
-            return _within(noise, example, compiled, compiled)
+            return _within(noise, example, compiled, lambda rule: Fitted(compiled(rule), example)).step
     if plan is None:
         return compiled(lambda args, kwargs: BitRule(default=bits or 8))
     _check_places(model, plan)
@@ -233,28 +223,41 @@ def _planned_bits(plan: StepPlan, half_steps: HalfSteps) -> BitRule:
     return BitRule(default=None, by_key=chosen)
 
 
+def _within_budget(
+    budget: int | str,
+    noise: float | None,
+    example: TrainingStep,
+    compiled: Callable[..., CompiledStep],
+    updates: Callable[..., Updating] | None,
+) -> CompiledStep:
+    def make(rule: Callable[..., BitRule]) -> Fitted:
+        checked = updates and functools.partial(updates, exact=rule is _all_kept)
+        return within_budget(budget, example, functools.partial(compiled, rule), checked)
+
+    return (make(_all_kept) if noise is None else _within(noise, example, compiled, make)).ready()
+
+
 def _within(
     noise: float,
     example: TrainingStep,
     compiled: Callable[[Callable[..., BitRule]], CompiledStep],
-    make: Callable[[Callable[..., BitRule]], CompiledStep],
-) -> CompiledStep:
+    make: Callable[[Callable[..., BitRule]], Fitted],
+) -> Fitted:
     """A step as ``make`` makes it whose noise on the example, measured, is not above ``noise``."""
     profile = _bit_profile(example)
     exact = example.gradients(compiled(_all_kept) if example.is_random() else example.model)
 
-    def attempt(limit: float) -> tuple[CompiledStep, float, float]:
-        rule, predicted = _fewest_bits(profile, limit)
-        step = make(lambda args, kwargs: rule)
-        step.noise = gradient_noise(exact, example.gradients(step))
-        return step, predicted, step.noise
+    def measured(rule: Callable[..., BitRule]) -> Fitted:
+        fitted = make(rule)
+        fitted.step.noise = gradient_noise(exact, fitted.gradients())
+        return fitted
 
-    step = within(noise, attempt)
-    if step is not None:
-        return step
-    kept = make(_all_kept)
-    kept.noise = gradient_noise(exact, example.gradients(kept))
-    return kept
+    def attempt(limit: float) -> tuple[Fitted, float, float]:
+        rule, predicted = _fewest_bits(profile, limit)
+        fitted = measured(lambda args, kwargs: rule)
+        return fitted, predicted, fitted.step.noise
+
+    return within(noise, attempt) or measured(_all_kept)
 
 
 def _fewest_bits(profile: Profile, allowed: float) -> tuple[BitRule, float]:

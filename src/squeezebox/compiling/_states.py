@@ -40,18 +40,26 @@ class Updating:
         step: compiled plainly.
         update_noise: of the updates, or None.
         moves: whether states may be in a file.
+        exact: whether gradients are those of ``step``. Elsewhere their noise is for the caller to measure.
     """
 
     def __init__(
-        self, example: TrainingStep, step: CompiledStep, *, update_noise: float | None, moves: bool
+        self,
+        example: TrainingStep,
+        step: CompiledStep,
+        *,
+        update_noise: float | None,
+        moves: bool,
+        exact: bool = True,
     ) -> None:
         assert example.optimizer is not None
-        self._example, self._optimizer = example, example.optimizer
+        self._example, self._optimizer, self._exact = example, example.optimizer, exact
         device = device_of(example.model)
         codes = [] if update_noise is None else state_costs(self._optimizer, update_noise, device)
         self._transient_bytes, seconds, self._expected = _plainly(example, step)
         self.states = States(example, seconds, codes, moves=moves)
         self._rehearsed = dict[torch.nn.Parameter, torch.Tensor]()
+        self._whole: dict[torch.nn.Parameter, torch.Tensor] | None = None
         self._spending = Spending(self.states.taken_bytes, self._rehearse)
 
     def plain_peak(self, peak_bytes: int) -> int:
@@ -102,12 +110,22 @@ class Updating:
                     "model's forward, or leave states=True out."
                 )
             expected = self._expected[parameter]
-            if (gradient - expected).norm() > _WRONG * expected.norm():
+            if self._exact and (gradient - expected).norm() > _WRONG * expected.norm():
                 raise UnsupportedModelError(
                     f"{own} is another one with states=True than without, on the same sample: the model "
                     f"draws what cannot be drawn again, or torch {torch.__version__} reads a parameter after "
                     "its update. Leave states=True out."
                 )
+
+    def gradients(self, step: CompiledStep) -> list[torch.Tensor]:
+        """Of the model's parameters on the example, also those that backward uses up; nothing of it stays."""
+        self._whole = whole = {}
+        try:
+            with restored(self._example.model), self.rehearsing():
+                self._example.model.zero_grad(set_to_none=True)
+                return self._example.gradients(step, whole)
+        finally:
+            self._whole = None
 
     def begin(self, step: CompiledStep, room: int) -> int:
         """Update in backward from now on, with the states in so much room; gives what they take."""
@@ -133,6 +151,8 @@ class Updating:
             raise _shared()
         torch.empty(self.states.taken_bytes[parameter], dtype=torch.uint8, device=parameter.device)
         self._rehearsed[parameter] = _sample(gradient)
+        if self._whole is not None:
+            self._whole[parameter] = gradient.detach().clone()
         parameter.detach().neg_()
 
 

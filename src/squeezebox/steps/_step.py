@@ -143,14 +143,18 @@ class TrainingStep:
         by_place, by_name = arguments(self.model, self.sample[0])
         return self.loss_of(call(*by_place, **by_name))
 
-    def gradients(self, call: Callable[..., Any]) -> list[torch.Tensor]:
-        """Of the model's parameters; nothing of it stays."""
+    def gradients(
+        self, call: Callable[..., Any], used: Mapping[torch.nn.Parameter, torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """Of the model's parameters, or from ``used`` where backward put them there; nothing of it stays."""
         with restored(self.model):
             self.model.zero_grad(set_to_none=True)
             loss = self.loss(call)
             with ungraded(loss, self.model):
                 loss.backward()
-            return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+            used = used or {}
+            found = [used.get(parameter, parameter.grad) for parameter in self.model.parameters()]
+            return [gradient for gradient in found if gradient is not None]
 
     def is_random(self) -> bool:
         """Whether forward draws random numbers."""
