@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import squeezebox
 from squeezebox.capture._compiled._saved import Joint, Packed, Part
-from squeezebox.memory import Operator, PeakMeter
+from squeezebox.memory import Operator, PeakMeter, Ran
 from squeezebox.schema import BudgetError, OptionError, UnsupportedModelError
 from squeezebox.steps import held_by
 from tests.compiling.conftest import needs_compiler
@@ -280,9 +280,18 @@ def test_the_search_is_corrected_by_what_was_measured():
     tanhs = frozenset(node for node in forward if "tanh" in str(node.target))
     before = joint_graph.choice(tanhs, 1 << 40)
     shapes = ((256, 64), (64, 64))
-    more = [Operator("aten::mm", shapes, live_bytes=before.peak_bytes + 5000 + n) for n in range(8)]
-    joint_graph.learn(tanhs, more)
+    products = [Operator("aten::mm", shapes, 2 * n, 2 * n) for n in range(8)]
+    live = [before.peak_bytes + 5000 + n for n in range(17)]
+    joint_graph.learn(tanhs, Ran(products, live))
     assert joint_graph.choice(tanhs, 1 << 40).peak_bytes >= before.peak_bytes + 5000
+    live[1::2] = [nbytes + 10**6 for nbytes in live[1::2]]  # between two products
+    joint_graph.learn(tanhs, Ran(products, live))
+    assert joint_graph.choice(tanhs, 1 << 40).peak_bytes == max(live[1:14:2])
+
+
+def test_what_a_product_ends_is_free_behind_it():
+    ran = Ran([Operator("aten::mm", (), 1, 2)], [0, 5, 9, 4, 2, 6])
+    assert ran.most(1, 2) == 9 and ran.freed(2) == 4 and ran.most(ran.freed(2), 5) == 6
 
 
 def test_values_in_fewer_bits_take_their_codes_alone():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from squeezebox.capture import CompiledStep, Saving
 from squeezebox.compiling._states import Updating
-from squeezebox.memory import Operator, PeakMeter, Recording
+from squeezebox.memory import PeakMeter, Ran, Recording
 from squeezebox.planning import size_named
 from squeezebox.reports import human_bytes
 from squeezebox.schema import BudgetError, CaptureError
@@ -108,7 +108,7 @@ class _Search:
         self.limit_bytes = budget_bytes - (updating.states.nbytes if updating is not None else 0)
         self._peaks = dict[frozenset[Any], int]()  # as measured
 
-    def next(self, tried: _Attempt, ran: Iterable[Operator]) -> Saving | None:
+    def next(self, tried: _Attempt, ran: Ran) -> Saving | None:
         """One that was not tried; None where all that are found were, and are above the budget."""
         saved = (tried.saving.choice or self._plain).saved
         self._joint.learn(saved, ran)
@@ -150,7 +150,7 @@ def _attempt(
     return _Attempt(step, saving, own + meter.stop(()).total_bytes)
 
 
-def _ran(example: TrainingStep, step: CompiledStep, updating: Updating | None) -> list[Operator]:
+def _ran(example: TrainingStep, step: CompiledStep, updating: Updating | None) -> Ran:
     recording = Recording(device_of(example.model), operators=True)
     _take(example, step, recording.start, updating)
     return recording.operators()

@@ -102,8 +102,8 @@ def compile_model(
 
     Raises:
         OptionError: an argument is out of range or missing, or more than one of plan, noise, bits and budget,
-            except for noise with a budget. Or states without a budget, or the optimizer's step is not parameter
-            by parameter.
+            except for noise with a budget. Or states without a budget, or the optimizer's step is not
+            parameter by parameter.
         BudgetError: no choice keeps the peak within the budget; it says which operator has the least.
         AttachError: the model is attached; also when called while it is.
         PlanError: the plan was made for another model.
@@ -247,17 +247,17 @@ def _within(
     profile = _bit_profile(example)
     exact = example.gradients(compiled(_all_kept) if example.is_random() else example.model)
 
-    def measured(rule: Callable[..., BitRule]) -> Fitted:
+    def measured(rule: Callable[..., BitRule]) -> tuple[Fitted, float]:
         fitted = make(rule)
         fitted.step.noise = gradient_noise(exact, fitted.gradients())
-        return fitted
+        return fitted, fitted.step.noise
 
     def attempt(limit: float) -> tuple[Fitted, float, float]:
         rule, predicted = _fewest_bits(profile, limit)
-        fitted = measured(lambda args, kwargs: rule)
-        return fitted, predicted, fitted.step.noise
+        fitted, found = measured(lambda args, kwargs: rule)
+        return fitted, predicted, found
 
-    return within(noise, attempt) or measured(_all_kept)
+    return within(noise, attempt) or measured(_all_kept)[0]
 
 
 def _fewest_bits(profile: Profile, allowed: float) -> tuple[BitRule, float]:

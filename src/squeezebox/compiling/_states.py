@@ -119,7 +119,7 @@ class Updating:
 
     def gradients(self, step: CompiledStep) -> list[torch.Tensor]:
         """Of the model's parameters on the example, also those that backward uses up; nothing of it stays."""
-        self._whole = whole = {}
+        whole = self._whole = dict[torch.nn.Parameter, torch.Tensor]()
         try:
             with restored(self._example.model), self.rehearsing():
                 self._example.model.zero_grad(set_to_none=True)

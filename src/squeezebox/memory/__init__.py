@@ -14,7 +14,7 @@ from squeezebox.memory._disk import DiskFile, DiskFolder, disk_folder, usual_fol
 from squeezebox.memory._disk_speed import DiskSpeed, disk_speed
 from squeezebox.memory._elsewhere import Area, Elsewhere, close_at_exit
 from squeezebox.memory._mapped_file import mapped_file, nameless_file
-from squeezebox.memory._peak import Operator, Peak, PeakMeter, Recording
+from squeezebox.memory._peak import Operator, Peak, PeakMeter, Ran, Recording
 from squeezebox.memory._process import Ceiling, ProcessMeter
 from squeezebox.memory._reserve import HEADROOM, Reserve, Room, aligned
 from squeezebox.memory._room import (
@@ -64,6 +64,7 @@ __all__ = [
     "Loans",
     "MovedWeight",
     "Operator",
+    "Ran",
     "Neighbour",
     "Packer",
     "Peak",

@@ -34,11 +34,30 @@ class Peak:
 
 @dataclass(eq=False, slots=True)
 class Operator:
-    """One that ran: the shapes of its tensors, and what lived meanwhile at most, of all that was recorded."""
+    """One that ran: the shapes of its tensors, and how many changes of memory were before and by its end."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
-    live_bytes: int = 0
+    begun: int = 0
+    ended: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """The operators of a recording in order of time, and the bytes that lived after each change of memory."""
+
+    operators: list[Operator]
+    live_bytes: list[int]
+
+    def most(self, first: int, last: int) -> int:
+        """The most bytes that lived from after so many changes to after so many."""
+        return max(self.live_bytes[first : last + 1])
+
+    def freed(self, number: int) -> int:
+        """After so many changes and the frees that follow at once."""
+        while number + 1 < len(self.live_bytes) and self.live_bytes[number + 1] < self.live_bytes[number]:
+            number += 1
+        return number
 
 
 class _Profiler(torch.autograd.profiler.profile):
@@ -141,10 +160,10 @@ class Recording:
         found.sort(key=lambda event: event[0])
         return found
 
-    def operators(self) -> list[Operator]:
-        """End, and give the operators in order of time."""
+    def operators(self) -> Ran:
+        """End, and give the operators that ran."""
         self.close()
-        found, ran = list[tuple[int, int, Any]](), list[Operator]()
+        found = list[tuple[int, int, Any]]()
         if self._history is not None:
             found = [(when, 1, nbytes) for when, _, _, nbytes in self._history.events()]
         stack = list(self._profiler.kineto_results.experimental_event_tree())
@@ -158,25 +177,23 @@ class Recording:
             elif type(fields) is torch._C._profiler._ExtraFields_TorchOp:
                 inputs: Any = fields.inputs
                 shapes = tuple(tuple(each.sizes) for each in inputs if hasattr(each, "sizes"))
-                ran.append(Operator(event.name, shapes))
-                found += [(event.start_time_ns, 0, ran[-1]), (event.end_time_ns, 2, ran[-1])]
-        return _live_in(sorted(found, key=lambda each: each[:2]))
+                ran = Operator(event.name, shapes)
+                found += [(event.start_time_ns, 0, ran), (event.end_time_ns, 2, ran)]
+        return _ran(sorted(found, key=lambda each: each[:2]))
 
 
-def _live_in(changes: Iterable[tuple[int, int, Any]]) -> list[Operator]:
-    """Of each operator the highest sum of bytes between its beginning (0) and end (2), by its changes (1)."""
-    live, now, begun = 0, list[Operator](), list[Operator]()
+def _ran(changes: Iterable[tuple[int, int, Any]]) -> Ran:
+    """By when operators begin (0), bytes change (1), and operators end (2)."""
+    found = Ran([], [0])
     for _, kind, change in changes:
         if kind == 1:
-            live += change
+            found.live_bytes.append(found.live_bytes[-1] + change)
         elif kind == 0:
-            begun.append(change)
-            now.append(change)
-        for each in now:
-            each.live_bytes = max(each.live_bytes, live)
-        if kind == 2:
-            now.remove(change)
-    return begun
+            change.begun = len(found.live_bytes) - 1
+            found.operators.append(change)
+        else:
+            change.ended = len(found.live_bytes) - 1
+    return found
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from squeezebox.capture._compiled._lower import lower_peaks
 from squeezebox.capture._compiled._spending import SPEND, Spending
 from squeezebox.schema import UnsupportedModelError
 
@@ -152,6 +153,8 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Cut the joint graph and let ``rewrite(plain, split)`` change ``split`` in place."""
         results: int = settings["num_fwd_outputs"]
+        if self._save is not None:
+            lower_peaks(gm.graph, results)
         spent = _spent(gm, results, self._places)
         plain = _cut(_copied(gm), joint_inputs, settings)
         with self._choosing(results, spent):

@@ -36,7 +36,7 @@ from squeezebox.capture._compiled._liveness import (
     order_of,
     uses,
 )
-from squeezebox.memory import Operator
+from squeezebox.memory import Operator, Ran
 
 _SMALL_BYTES = 1 << 14  # of values that no choice is about
 _HIGHEST = 0.97  # of the peak: what is above that is looked at where the limit is out of reach
@@ -220,20 +220,31 @@ class Joint:
             owner=f"{module_path(node) or 'the model'}'s {operator_name(node)}",
         )
 
-    def learn(self, saved: frozenset[fx.Node | Packed], ran: Iterable[Operator]) -> None:
-        """By how many bytes the model is too low at each kernel of a step that saved these and ran so."""
+    def learn(self, saved: frozenset[fx.Node | Packed], ran: Ran) -> None:
+        """By how many bytes the model is too low at the kernels of a step that saved these and ran so.
+
+        And by how many between two of them, at all of what Inductor runs there.
+        """
         flags = self._flags(saved)
         order = order_of(self._graph, flags)
-        queues: dict[Any, list[int]] = defaultdict(list)
-        for each in ran:
-            queues[each.name, _matrices(each.shapes)].append(each.live_bytes)
+        queues: dict[Any, list[Operator]] = defaultdict(list)
+        for each in ran.operators:
+            queues[each.name, _matrices(each.shapes)].append(each)
         both = (self._graph.forward, order), uses(self._graph, flags, order), (False, True)
         for errors, places, used, again in zip(self._errors, *both, strict=True):
-            for place, nbytes in zip(places, used, strict=True):
+            before: tuple[int, Operator] | None = None
+            for number, place in enumerate(places):
                 is_kernel = self._graph.kind[place] == KERNEL and not (again and flags[place] == PACKED)
                 queue = queues[_signature(self._nodes[place])] if is_kernel else []
-                if queue:
-                    errors[place] = queue.pop(0) - nbytes
+                if not queue:
+                    continue
+                kernel = queue.pop(0)
+                errors[place] = ran.most(kernel.begun, kernel.ended) - used[number]
+                if before is not None and before[0] + 1 < number and before[1].ended <= kernel.begun:
+                    between = slice(before[0] + 1, number)
+                    most = ran.most(ran.freed(before[1].ended), kernel.begun)
+                    errors[places[between]] = most - used[between].max()
+                before = number, kernel
 
     def _flags(self, saved: Iterable[fx.Node | Packed]) -> Any:
         flags = np.zeros(len(self._nodes), np.int8)
