@@ -124,6 +124,7 @@ def test_plan(models, capfd):
         ("--offload-folder", "missing"),
         ("--offload-folder", ".", "--no-offload"),
         ("--diff", "missing.json"),
+        ("--compiled", "--accumulate", "2"),
         ("--time-limit", "1.3", "--budget", "50%"),
     ),
 )

@@ -116,6 +116,9 @@ def plan(
     diff: Annotated[
         Path | None, typer.Option(help="An earlier plan: print what changes instead of the plan.")
     ] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="Also time squeezebox.compile within the same bytes.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Where the plan goes, as JSON.")] = Path("plan.json"),
     as_json: Json = False,
 ) -> None:
@@ -129,15 +132,21 @@ def plan(
         raise squeezebox.OptionError(
             "--no-offload moves nothing, so --offload-folder is for nothing; give one of them."
         )
+    if compiled and (clip is not None or accumulate != 1):
+        raise squeezebox.OptionError(
+            "--compiled times steps of one backward pass without clipping; leave --clip and --accumulate out."
+        )
     from squeezebox.cli._plan import Step, make
 
     earlier = None if diff is None else squeezebox.load_plan(diff)
+    step = Step(factory, input, batch, sample, loss, optimizer, input_dtype=input_dtype)
+    place = offload if offload_folder is None else str(offload_folder)
     result = make(
-        Step(factory, input, batch, sample, loss, optimizer, input_dtype=input_dtype),
+        step,
         budget=budget,
         noise=noise,
         exact=exact,
-        offload=offload if offload_folder is None else str(offload_folder),
+        offload=place,
         recompute=recompute,
         time_limit=time_limit,
         arena=arena,
@@ -152,6 +161,13 @@ def plan(
     )
     text = str(result) if earlier is None else earlier.diff(result)
     values = result.to_dict() if earlier is None else {"diff": text}
+    from squeezebox.cli._beside import another_way, beside_compiled
+
+    if compiled:
+        beside = beside_compiled(result, step, update_noise=update_noise, offload=place)
+        text, values = f"{text}\n\n{beside}", {**values, "compiled": beside.to_dict()}
+    else:
+        text += another_way(result)
     print(json.dumps(values, indent=1) if as_json else text)
 
 
