@@ -44,9 +44,7 @@ class Shapes:
         self._whole = prepared.rows, prepared.columns
         self._elements = np.array([value.numel() for value in values], float)
         self.itemsize = np.array([value.element_size() for value in values], float)
-        held = [
-            0 if node.target in VIEWS else sum(map(_nbytes, as_tuple(_value(node)))) for node in self.nodes
-        ]
+        held = [0 if node.target in VIEWS else _nbytes(node) for node in self.nodes]
         self._bytes = np.array(held, float)
 
     def share(self, height: float, width: float) -> _Array:

@@ -18,7 +18,7 @@ from squeezebox.streaming._prepared import Prepared
 from squeezebox.streaming._stages import Stage
 from squeezebox.streaming._strip import Pass, as_tuple, pass_to
 
-_TIMES = 2  # strips of each height, of which the quickest counts
+_TIMES = 3  # strips of each height
 _LOW = 1  # rows of the strip that tells what an operator takes for being started
 
 Rate = tuple[float, float]
@@ -43,29 +43,28 @@ class _Seen:
     elements: dict[Node, int] = field(default_factory=dict)
     copying: dict[Node, float] = field(default_factory=dict)
 
-    def least(self, other: _Seen) -> _Seen:
-        """The quicker of two, node by node."""
-        for mine, theirs in (
-            (self.ahead, other.ahead),
-            (self.back, other.back),
-            (self.copying, other.copying),
-        ):
-            mine.update({node: min(mine.get(node, seconds), seconds) for node, seconds in theirs.items()})
-        return self
-
 
 def measured_rates(prepared: Prepared, height: int) -> Rates:
     """Run strips in the middle, of one row and of ``height``, operator by operator, nothing handed on."""
     with freed_kept():
-        low, high = (_strip(prepared, each) for each in (_LOW, height))
-        for _ in range(_TIMES - 1):
-            low, high = low.least(_strip(prepared, _LOW)), high.least(_strip(prepared, height))
+        low, high = (_mean([_strip(prepared, each) for _ in range(_TIMES)]) for each in (_LOW, height))
     largest = max(high.copying, key=high.elements.__getitem__)
     return Rates(
         ahead={node: _rate(low, high, node, low.ahead, high.ahead) for node in high.ahead},
         back={node: _rate(low, high, node, low.back, high.back) for node in high.back},
         copying=high.copying[largest],
     )
+
+
+def _mean(seen: list[_Seen]) -> _Seen:
+    """Of all but the first, which finds libraries unprepared; others share this machine, so not the least."""
+    first, *others = seen
+
+    def mean(name: str) -> dict[Node, float]:
+        each = [getattr(one, name) for one in others]
+        return {node: sum(one[node] for one in each) / len(each) for node in each[0]}
+
+    return _Seen(ahead=mean("ahead"), back=mean("back"), copying=mean("copying"), elements=first.elements)
 
 
 def whole_pass(streamed: Streamed) -> Pass:
