@@ -82,11 +82,9 @@ class StageCost:
         given = np.array([node in work.given for node in shapes.nodes])
         self._held = 1.0 + given  # a gradient goes with what is read
         self._living = _living(work, shapes.nodes)
-        self._start, self._each = 0.0, np.zeros(len(shapes.nodes))
-        for place, node in enumerate(shapes.nodes):
-            start, each = costs.operator(stage, node)
-            self._start += start
-            self._each[place] = each + shapes.itemsize[place] * costs.moving(stage, node, choice)
+        operators = np.array([costs.operator(stage, node) for node in shapes.nodes]).reshape(-1, 2)
+        self._start, self._each = operators[:, 0].sum(), operators[:, 1]
+        self._moving = shapes.itemsize * [costs.moving(stage, node, choice) for node in shapes.nodes]
 
     def nbytes(self, height: float, width: float) -> float:
         """The peak of a strip: all that it makes where it goes back too, else what lives at once."""
@@ -97,8 +95,15 @@ class StageCost:
 
     def seconds(self, height: float, width: float) -> float:
         """Of all strips, ``height`` rows each."""
-        strips = self._prepared.rows / height * self._prepared.columns / width
-        return strips * float(self._start + self._shapes.elements(height, width) @ self._each)
+        operators = self._start + self._shapes.elements(height, width) @ self._each
+        return self._strips(height, width) * float(operators) + self.moving_seconds(height, width)
+
+    def moving_seconds(self, height: float, width: float) -> float:
+        """Of writing and reading what is handed on."""
+        return self._strips(height, width) * float(self._shapes.elements(height, width) @ self._moving)
+
+    def _strips(self, height: float, width: float) -> float:
+        return self._prepared.rows / height * self._prepared.columns / width
 
     def fitting(self, room_bytes: float) -> float:
         """The least seconds of strips or tiles within these bytes; infinite where none fits."""

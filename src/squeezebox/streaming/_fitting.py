@@ -14,6 +14,7 @@ from squeezebox.streaming._band import crosswise
 from squeezebox.streaming._costs import Costs
 from squeezebox.streaming._plan import ENOUGH, StreamPlan, StripPlan, even, fitting_height, require_rowless
 from squeezebox.streaming._prepared import Prepared
+from squeezebox.streaming._rates import now
 from squeezebox.streaming._run import Context
 from squeezebox.streaming._stages import Stage
 from squeezebox.streaming._strip import Pass
@@ -21,6 +22,7 @@ from squeezebox.streaming._strip import Pass
 _OWN_BYTES = 4 << 20  # of the process that are not a strip's: what the system counts late, compiled kernels
 _WASTED = 1.05  # times the image's operations are little enough for strips
 _WORTH = 0.95  # of what strips compute, at most, is worth tiles
+_TIMED = 2  # strips of a pass: the first finds memory returned, as some do in a step
 _SAMPLED = 16  # strips of a pass whose operations are counted
 
 
@@ -97,10 +99,23 @@ class Fitting:
         )
 
     def _seconds(self, stage: Stage, height: int, width: int) -> float | None:
-        """What the stage should take, if operators were timed."""
+        """Of all strips of a stage, by two in the middle, and of what is handed on."""
         if self.costs is None:
             return None
-        return self.costs.stage(stage, self.prepared.layout.choice).seconds(height, width)
+        prepared = self.prepared
+        start, band = (
+            prepared.middle(stage.work, height),
+            prepared.band(stage, width, prepared.columns // width // 2),
+        )
+        run = prepared.run(self.context, prepared.blank)
+        run.pretend(stage, start, start + height, band)
+        begun = now(prepared.device)
+        with freed_kept():
+            for _ in range(_TIMED):
+                run.strip(stage, start, start + height, self.recompute, band)
+        strip = (now(prepared.device) - begun) / _TIMED
+        moving = self.costs.stage(stage, prepared.layout.choice).moving_seconds(height, width)
+        return prepared.tiles(height, width) * strip + moving
 
     def _fitted(self, stage: Stage, held_bytes: int) -> tuple[int, int, int]:
         """Height, width and bytes of strips, or of tiles where these compute less or only they fit."""

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from squeezebox.memory import freed_kept
+from squeezebox.memory import freed_kept, return_all
 from squeezebox.streaming._graph import Streamed
 from squeezebox.streaming._prepared import Prepared
 from squeezebox.streaming._stages import Stage
 from squeezebox.streaming._strip import Pass, as_tuple, pass_to
 
-_TIMES = 3  # strips of each height
+_TIMES = 2  # strips of each height, after a first one
 _LOW = 1  # rows of the strip that tells what an operator takes for being started
 
 Rate = tuple[float, float]
@@ -47,7 +47,7 @@ class _Seen:
 def measured_rates(prepared: Prepared, height: int) -> Rates:
     """Run strips in the middle, of one row and of ``height``, operator by operator, nothing handed on."""
     with freed_kept():
-        low, high = (_mean([_strip(prepared, each) for _ in range(_TIMES)]) for each in (_LOW, height))
+        low, high = (_timed_strips(prepared, each) for each in (_LOW, height))
     largest = max(high.copying, key=high.elements.__getitem__)
     return Rates(
         ahead={node: _rate(low, high, node, low.ahead, high.ahead) for node in high.ahead},
@@ -56,9 +56,11 @@ def measured_rates(prepared: Prepared, height: int) -> Rates:
     )
 
 
-def _mean(seen: list[_Seen]) -> _Seen:
-    """Of all but the first, which finds libraries unprepared; others share this machine, so not the least."""
-    first, *others = seen
+def _timed_strips(prepared: Prepared, height: int) -> _Seen:
+    """The mean of all but the first, which finds libraries unprepared; the next finds memory returned."""
+    first = _strip(prepared, height)
+    return_all()
+    others = [_strip(prepared, height) for _ in range(_TIMES)]
 
     def mean(name: str) -> dict[Node, float]:
         each = [getattr(one, name) for one in others]
@@ -117,12 +119,13 @@ def _back(prepared: Prepared, node: Node, made: list[Any], seen: _Seen) -> None:
 
 
 def _timed(prepared: Prepared, work: Callable[[], Any]) -> tuple[float, Any]:
-    begun = _now(prepared.device)
+    begun = now(prepared.device)
     result = work()
-    return _now(prepared.device) - begun, result
+    return now(prepared.device) - begun, result
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Seconds, once the device has done what it was told to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
