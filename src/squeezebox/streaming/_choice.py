@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,8 +13,9 @@ from torch.fx import Node
 from squeezebox.streaming._costs import Costs
 from squeezebox.streaming._spool import Choice
 
-_WORTH = 0.98  # of the seconds before, at most, is worth another choice: what is measured differs by as much
-_SWEEPS = 3  # over all tensors
+_WORTH = 0.98  # of what recomputing all takes, at most, is worth handing on anything
+_DESCENTS = 3  # begin at choices by level
+_PLACES = range(3)  # recomputed, kept, filed
 _TIME = 0.05  # of the step, and
 _LEAST = 0.3  # seconds, that the search may take
 
@@ -34,19 +36,22 @@ class Search:
     seen: dict[Choice, float] = field(default_factory=dict)
 
     def cheapest(self) -> Choice:
-        """Start from the best of a few choices by level, then move one tensor at a time."""
-        begun, best = time.monotonic(), NOTHING
-        for choice in self._starts():
-            best = self._better(best, choice)
-        for _ in range(_SWEEPS):
+        """Go on from the best of a few choices by level, as long as moving or swapping tensors helps."""
+        begun = time.monotonic()
+        starts = sorted({NOTHING, *self._starts()}, key=self.seconds)[:_DESCENTS]
+        ended = begun + max(_LEAST, _TIME * self.seconds(starts[0]))
+        best = min((self._descent(choice, ended) for choice in starts), key=self.seconds)
+        return best if self.seconds(best) < _WORTH * self.seconds(NOTHING) else NOTHING
+
+    def _descent(self, best: Choice, ended: float) -> Choice:
+        """Take what is better, until nothing is, or the time is over."""
+        nodes, before = sorted(self.nbytes, key=lambda node: -self.nbytes[node]), None
+        while best != before:
             before = best
-            for node in sorted(self.nbytes, key=lambda node: -self.nbytes[node]):
-                for choice in _moves(best, node):
-                    best = self._better(best, choice)
-                if time.monotonic() - begun > max(_LEAST, _TIME * self.seconds(best)):
+            for moved in [*((node,) for node in nodes), *itertools.combinations(nodes, 2)]:
+                best = min([best, *_moves(best, moved)], key=self.seconds)
+                if time.monotonic() > ended:
                     return best
-            if best == before:
-                break
         return best
 
     def seconds(self, choice: Choice) -> float:
@@ -56,10 +61,6 @@ class Search:
             has_room = kept <= self.most_kept and filed <= self.most_filed
             self.seen[choice] = self.costs.seconds(choice, kept) if has_room else math.inf
         return self.seen[choice]
-
-    def _better(self, best: Choice, other: Choice) -> Choice:
-        """The other one, if that is worth it."""
-        return other if self.seconds(other) < _WORTH * self.seconds(best) else best
 
     def _starts(self) -> Iterator[Choice]:
         """All from a level on: kept, filed, or kept as long as there is room and filed then."""
@@ -81,9 +82,23 @@ class Search:
         return frozenset(found)
 
 
-def _moves(choice: Choice, node: Node) -> Iterator[Choice]:
-    """The choice with one tensor elsewhere."""
-    kept, filed = (nodes - {node} for nodes in choice)
-    for other in ((kept | {node}, filed), (kept, filed | {node}), (kept, filed)):
-        if other != choice:
-            yield other
+def _moves(choice: Choice, nodes: tuple[Node, ...]) -> Iterator[Choice]:
+    """The choice with one tensor elsewhere, or two in each other's place."""
+    places = [_place(choice, node) for node in nodes]
+    if len(nodes) == 1:
+        yield from (_moved(choice, {nodes[0]: place}) for place in _PLACES if place != places[0])
+    elif places[0] != places[1]:
+        yield _moved(choice, dict(zip(nodes, reversed(places), strict=True)))
+
+
+def _place(choice: Choice, node: Node) -> int:
+    return 2 if node in choice[1] else int(node in choice[0])
+
+
+def _moved(choice: Choice, places: Mapping[Node, int]) -> Choice:
+    """With these nodes recomputed (0), kept (1) or filed (2)."""
+    kept, filed = (
+        nodes.difference(places).union(node for node, place in places.items() if place == number)
+        for number, nodes in enumerate(choice, 1)
+    )
+    return kept, filed
