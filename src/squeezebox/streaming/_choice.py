@@ -17,7 +17,7 @@ _WORTH = 0.98  # of what recomputing all takes, at most, is worth handing on any
 _DESCENTS = 3  # begin at choices by level
 _PLACES = range(3)  # recomputed, kept, filed
 _TIME = 0.05  # of the step, and
-_LEAST = 0.3  # seconds, that the search may take
+_LEAST = 0.5  # seconds, that the search may take
 
 NOTHING: Choice = (frozenset(), frozenset())
 

@@ -79,12 +79,13 @@ class StageCost:
         self._prepared, work = costs.prepared, stage.work
         self._shapes = shapes = Shapes(costs.prepared, work)
         self._derives = stage.derives
-        given = np.array([node in work.given for node in shapes.nodes])
+        read = work.given
+        given = np.array([node in read for node in shapes.nodes])
         self._held = 1.0 + given  # a gradient goes with what is read
         self._living = _living(work, shapes.nodes)
-        operators = np.array([costs.operator(stage, node) for node in shapes.nodes]).reshape(-1, 2)
+        operators = np.array([costs.operator(stage, node, read) for node in shapes.nodes]).reshape(-1, 2)
         self._start, self._each = operators[:, 0].sum(), operators[:, 1]
-        self._moving = shapes.itemsize * [costs.moving(stage, node, choice) for node in shapes.nodes]
+        self._moving = shapes.itemsize * [costs.moving(stage, node, read, choice) for node in shapes.nodes]
 
     def nbytes(self, height: float, width: float) -> float:
         """The peak of a strip: all that it makes where it goes back too, else what lives at once."""
@@ -187,28 +188,28 @@ class Costs:
             self.known[key] = StageCost(self, stage, choice)
         return self.known[key]
 
-    def operator(self, stage: Stage, node: Node) -> tuple[float, float]:
+    def operator(self, stage: Stage, node: Node, given: frozenset[Node]) -> tuple[float, float]:
         """Seconds of a strip, and for each element, of making a node and of going back through it."""
         work, ahead, back = stage.work, self.rates.ahead, self.rates.back
         nothing = 0.0, 0.0
         convolution = torch.ops.aten.convolution.default
         rates = []
-        if node not in work.given and not (node in work.known and node.target is convolution):
+        if node not in given and not (node in work.known and node.target is convolution):
             rates += [ahead.get(node, nothing)] * (1 + (self.again and stage.derives))
-        if node not in work.given and stage.derives:
+        if node not in given and stage.derives:
             rates.append(back.get(node, nothing))
         reduced = [end for end in work.ended.get(node, ()) if end in work.streamed.reductions]
         rates += [ahead.get(end, nothing) for end in reduced]
         return sum(start for start, _ in rates), sum(each for _, each in rates)
 
-    def moving(self, stage: Stage, node: Node, choice: Choice) -> float:
+    def moving(self, stage: Stage, node: Node, given: frozenset[Node], choice: Choice) -> float:
         """Seconds for each byte of a node: of being handed on, read, and of gradients."""
         work, (kept, filed) = stage.work, choice
         if node not in kept and node not in filed:
             return 0.0
         derives = int(stage.derives and node in work.streamed.differentiable)
         reads, writes, changes = 0, 0, 0
-        if node in work.given:
+        if node in given:
             reads, writes, changes = 1 + derives, derives, derives
         elif node in work.ends:
             reads, writes = derives + (node in work.known), int(stage.reduces)

@@ -54,9 +54,8 @@ class Pass:
     @property
     def given(self) -> frozenset[Node]:
         """The nodes that are read from the store."""
-        return frozenset(
-            each for each in self.order if each in self.streamed.operators.keys() - self.operators.keys()
-        )
+        made = self.streamed.operators
+        return frozenset(each for each in self.order if each in made and each not in self.operators)
 
     def parts(self, start: int, stop: int, whole: int) -> dict[Node, Part]:
         """Which rows of every end a strip owns: the image's ``start`` to ``stop`` of ``whole``.
