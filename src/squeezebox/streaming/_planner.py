@@ -93,7 +93,7 @@ class Planner:
             prepared=prepared,
             rates=measured_rates(prepared, affordable_height(prepared, room)),
             room_bytes=room,
-            disk=disk_speed(self.folder) if self.is_forced and self.folder is not None else None,
+            disk=self._speed() if self.is_forced else None,
             packed=self.context is not None,
             again=self.recompute,
             journalled=self.is_journalled,
@@ -113,12 +113,15 @@ class Planner:
         without, least = search.seconds(search.cheapest()), free.seconds(free.cheapest())
         if least > min(_WORTH * without, without - _WORTH_SECONDS):
             return search
-        assert self.folder is not None
+        speed = self._speed()
+        return search if speed is None else replace(free, costs=replace(costs, disk=speed, known={}), seen={})
+
+    def _speed(self) -> DiskSpeed | None:
+        """The disk's; None where it fails."""
         try:
-            speed = disk_speed(self.folder)
+            return None if self.folder is None else disk_speed(self.folder)
         except (OSError, CaptureError):
-            return search
-        return replace(free, costs=replace(costs, disk=speed, known={}), seen={})
+            return None
 
     def _disk_room(self) -> int:
         """Bytes that nobody has asked for but may be filed: half of what the disk has free."""

@@ -81,13 +81,13 @@ class StreamedStep:
         checkpoint: a file in which an interrupted step is kept; the same call then goes on where it was, and
             the file is removed when the step is complete.
         checkpoint_seconds: how often it is written, at most.
-        spool: where what crosses from one pass to the next, and its gradient, is kept whole. Each pass then
-            begins there and not at the image, so that batch normalisation costs little more than without
-            strips. By default that is in memory, if half of ``memory`` is enough and there is no checkpoint;
-            False keeps nothing. A folder, or True for the system's temporary one, takes it in a nameless
-            file: the folder must be on a disk. Where the temporary one is in memory, as on some systems, True
-            takes another. ``plan`` says how many bytes. With a checkpoint the file has its name and ".spool",
-            True is the checkpoint's folder, and the file stays until the step is complete.
+        spool: whether what crosses from one pass to the next lies in a file, with its gradient. By default
+            the plan says of each tensor whether it is kept in memory, laid in a file, or recomputed: what
+            takes the least time within ``memory``. With True, or a folder, all of it lies in a nameless file;
+            False forbids files. The folder must be on a disk. Where the system's temporary one is in memory,
+            True takes another. With a checkpoint nothing is kept in memory, and the file stays beside it
+            until the step is complete, named like it and ".spool". With ``height`` there is no plan, and all
+            is recomputed by default.
 
     Raises:
         OptionError: neither or both of memory and height are given, one is out of range, or spool names a
@@ -116,7 +116,7 @@ class StreamedStep:
             raise OptionError(f"axis {axis} is neither -2 (rows) nor -1 (columns).")
         self._size = None if height is None else _size_of(height)
         self._memory_bytes = None if memory is None else parse_size("memory", memory)
-        self._folder, self._spool = _folder_of(spool, checkpoint), spool
+        self._folder = _folder_of(spool, checkpoint)
         self._model, self._loss_fn, self._prepare = model, loss_fn, prepare
         self._axis, self._recompute = axis, recompute
         self._context, self._progress = context, progress
