@@ -41,13 +41,14 @@ PROGRAM = """
     folder, memory, kind = sys.argv[1:]
     image = np.memmap(folder + "/image", np.uint8, "r", shape=(2048, 1024, 3)).transpose(2, 0, 1)[None]
     out = np.memmap(folder + "/out", np.float32, "w+", shape=(1, 2, 2048, 1024))
-    model = network(nn.BatchNorm2d(16)) if kind == "norms" else network()
+    model = network(nn.BatchNorm2d(16)) if kind in ("norms", "planned") else network()
     step = StreamedStep(
         model, lambda output, _: output.square().mean(), memory=int(memory), spool=kind == "norms" or None
     )
     work = {
         "plain": lambda: step(image, None),
         "norms": lambda: step(image, None),
+        "planned": lambda: step(image, None),
         "predict": lambda: step.predict(image, out),
     }[kind]
     small = np.zeros((1, 3, 64, 64), np.uint8)
@@ -58,7 +59,7 @@ MEMORY, OWN = 48 << 20, 32 << 20
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux counts the peak")
-@pytest.mark.parametrize("kind", ["plain", "norms", "predict"])
+@pytest.mark.parametrize("kind", ["plain", "norms", "planned", "predict"])
 def test_the_process_grows_by_what_is_said(tmp_path, kind):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     (tmp_path / "image").write_bytes(np.random.default_rng(0).bytes(3 * 2048 * 1024))

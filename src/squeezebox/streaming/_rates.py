@@ -125,7 +125,7 @@ def _timed(prepared: Prepared, work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def now(device: torch.device) -> float:
-    """Seconds, once the device has done what it was told to do."""
+    """Seconds, once the device has done what it was given to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -85,7 +85,7 @@ class StreamedStep:
             the plan says of each tensor whether it is kept in memory, laid in a file, or recomputed: what
             takes the least time within ``memory``. With True, or a folder, all of it lies in a nameless file;
             False forbids files. The folder must be on a disk. Where the system's temporary one is in memory,
-            True takes another. With a checkpoint nothing is kept in memory, and the file stays beside it
+            True takes another. With a checkpoint nothing is kept in memory, and the file stays next to it
             until the step is complete, named like it and ".spool". With ``height`` there is no plan, and all
             is recomputed by default.
 
@@ -405,7 +405,7 @@ class StreamedStep:
 
 
 def _folder_of(spool: bool | str | Path | None, checkpoint: str | Path | None) -> DiskFolder:
-    """Where a file is made, if there is one: as named, beside the checkpoint, or where temporary ones are.
+    """Where a file is made, if there is one: as named, next to the checkpoint, or where temporary ones are.
 
     Raises:
         OptionError: the named one is in memory.
