@@ -230,3 +230,19 @@ def test_what_has_room_is_kept_but_not_beside_a_checkpoint(tmp_path):
     assert plan.kept_bytes >= TENSORS and "kept in memory from one pass to the next: " in str(plan)
     assert streamed(memory="64MiB", checkpoint=tmp_path / "step").plan(IMAGE, CLASSES).kept_bytes == 0
     assert streamed(memory=None, height=8).plan(IMAGE, CLASSES).kept_bytes == 0
+
+
+def test_planning_leaves_random_numbers_as_they_are():
+    class Drawn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x):
+            return self.drop(self.body(x).relu().mean((2, 3)))
+
+    step = streamed(Drawn().double())
+    before = torch.get_rng_state()
+    assert step.plan(IMAGE, torch.tensor([1])).seconds is not None
+    assert torch.equal(torch.get_rng_state(), before)

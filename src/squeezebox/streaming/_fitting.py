@@ -45,10 +45,9 @@ class Fitting:
             OptionError: torch's profiler is active.
         """
         prepared, content = self.prepared, self.prepared.layout
-        with torch.random.fork_rng([prepared.device] if prepared.device.type == "cuda" else []):
-            rowless = None if self.size else self.rehearsed()
-            held = 0 if rowless is None else rowless.left_bytes + content.kept_bytes
-            stages = tuple(self._stage(stage, held) for stage in prepared.stages)
+        rowless = None if self.size else self.rehearsed()
+        held = 0 if rowless is None else rowless.left_bytes + content.kept_bytes
+        stages = tuple(self._stage(stage, held) for stage in prepared.stages)
         return StreamPlan(
             axis=prepared.axis,
             rows=prepared.rows,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
+import torch
 from torch.fx import Node
 
 from squeezebox.memory import DiskFolder, DiskSpeed, disk_speed
@@ -40,16 +41,20 @@ class Planner:
     is_journalled: bool
 
     def plan(self, prepared: Prepared, *, files: bool = True) -> tuple[Ways, StreamPlan]:
-        """Ways and strips; without ``files`` nothing is filed.
+        """Ways and strips; without ``files`` nothing is filed. Random numbers stay as they are.
 
         Raises:
             BudgetError: the smallest strip, or what has no rows, needs more than the memory.
             OptionError: torch's profiler is active.
         """
+        with torch.random.fork_rng([prepared.device] if prepared.device.type == "cuda" else []):
+            return self._plan(prepared, files)
+
+    def _plan(self, prepared: Prepared, files: bool) -> tuple[Ways, StreamPlan]:
         crossing = prepared.streamed.crossing()
-        if self.is_forced and files:
-            return self._fitted(prepared, (frozenset(), crossing), self._costs(prepared, crossing))
         costs = self._costs(prepared, crossing)
+        if self.is_forced:
+            return self._fitted(prepared, (frozenset(), crossing), costs)
         if costs is None:
             return self._fitted(prepared, NOTHING, None)
         for share in _KEPT:
