@@ -255,7 +255,7 @@ class StreamedStep:
             if found is not None:
                 restore(found, run, stages, position)
             if limit is not None:
-                ceiling = Ceiling(limit)
+                ceiling = Ceiling(limit - prepared.layout.kept_bytes)  # which is there already
                 run.room = lambda stage, sizes: ceiling.make_room(
                     strip_bytes[stages.index(stage)], stages.index(stage), sizes
                 )
