@@ -13,10 +13,11 @@ from torch.fx import Node
 from squeezebox.streaming._costs import Costs
 from squeezebox.streaming._spool import Choice
 
-_WORTH = 0.98  # of what recomputing all takes, at most, is worth handing on anything
+_WORTH = 0.95  # of a simpler choice's seconds, at most, is worth another: predictions differ by as much
+_GAIN = 0.98  # of the seconds before is a single move to take, at most
 _DESCENTS = 3  # begin at choices by level
 _PLACES = range(3)  # recomputed, kept, filed
-_TIME = 0.05  # of the step, and
+_TIME = 0.02  # of the step, and
 _LEAST = 0.5  # seconds, that the search may take
 
 NOTHING: Choice = (frozenset(), frozenset())
@@ -26,22 +27,31 @@ NOTHING: Choice = (frozenset(), frozenset())
 class Search:
     """Looks for the cheapest choice; ``nbytes`` are those of every tensor that may be handed on.
 
-    Together ``most_kept`` and ``most_filed`` bytes of them may be in memory and in a file.
+    Together ``most_kept`` and ``most_filed`` bytes of them may be in memory and in a file. ``others`` are
+    choices to begin at, found where costs were others.
     """
 
     costs: Costs
     nbytes: Mapping[Node, int]
     most_kept: int
     most_filed: int
+    others: tuple[Choice, ...] = ()
     seen: dict[Choice, float] = field(default_factory=dict)
 
     def cheapest(self) -> Choice:
-        """Go on from the best of a few choices by level, as long as moving or swapping tensors helps."""
-        begun = time.monotonic()
-        starts = sorted({NOTHING, *self._starts()}, key=self.seconds)[:_DESCENTS]
+        """Go on from the best of a few choices, as long as moving or swapping tensors helps."""
+        begun, every = time.monotonic(), frozenset(self.nbytes)
+        starts = sorted({NOTHING, *self.others, *self._starts()}, key=self.seconds)[:_DESCENTS]
         ended = begun + max(_LEAST, _TIME * self.seconds(starts[0]))
-        best = min((self._descent(choice, ended) for choice in starts), key=self.seconds)
-        return best if self.seconds(best) < _WORTH * self.seconds(NOTHING) else NOTHING
+        found = [self._descent(choice, ended) for choice in starts]
+        best, none = NOTHING, frozenset[Node]()
+        for other in ((every, none), (none, every), min(found, key=self.seconds)):
+            best = self._better(best, other, _WORTH)
+        return best
+
+    def _better(self, best: Choice, other: Choice, worth: float) -> Choice:
+        """The other one, where it takes less than this share of the best one's seconds."""
+        return other if self.seconds(other) < worth * self.seconds(best) else best
 
     def _descent(self, best: Choice, ended: float) -> Choice:
         """Take what is better, until nothing is, or the time is over."""
@@ -49,7 +59,8 @@ class Search:
         while best != before:
             before = best
             for moved in [*((node,) for node in nodes), *itertools.combinations(nodes, 2)]:
-                best = min([best, *_moves(best, moved)], key=self.seconds)
+                other = min(_moves(best, moved), key=self.seconds, default=best)
+                best = self._better(best, other, _GAIN)
                 if time.monotonic() > ended:
                     return best
         return best

@@ -115,11 +115,14 @@ class Planner:
         free = Search(
             costs=replace(costs, disk=_FREE, known={}), nbytes=nbytes, most_kept=most_kept, most_filed=room
         )
-        without, least = search.seconds(search.cheapest()), free.seconds(free.cheapest())
+        found = search.cheapest(), free.cheapest()
+        without, least = search.seconds(found[0]), free.seconds(found[1])
         if least > min(_WORTH * without, without - _WORTH_SECONDS):
             return search
         speed = self._speed()
-        return search if speed is None else replace(free, costs=replace(costs, disk=speed, known={}), seen={})
+        if speed is None:
+            return search
+        return replace(free, costs=replace(costs, disk=speed, known={}), seen={}, others=found)
 
     def _speed(self) -> DiskSpeed | None:
         """The disk's; None where it fails."""
