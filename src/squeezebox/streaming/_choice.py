@@ -13,7 +13,7 @@ from torch.fx import Node
 from squeezebox.streaming._costs import Costs
 from squeezebox.streaming._spool import Choice
 
-_WORTH = 0.95  # of a simpler choice's seconds, at most, is worth another: predictions differ by as much
+_WORTH = 0.9  # of a simpler choice's seconds, at most, is worth another: predictions differ by as much
 _GAIN = 0.98  # of the seconds before is a single move to take, at most
 _DESCENTS = 3  # begin at choices by level
 _PLACES = range(3)  # recomputed, kept, filed

@@ -21,7 +21,7 @@ from squeezebox.streaming._spool import Choice, layout
 
 _FREE = DiskSpeed(writing=0.0, reading=0.0, leaving=0.0, returning=0.0, slowing=0.0, direct=True)
 _WORTH, _WORTH_SECONDS = 0.95, 0.1  # of a step that a disk must save, were it free, before it is measured
-_KEPT = (0.75, 0.25, 0.0)  # of the memory that may be kept; less where strips then found no room
+_KEPT = (0.5, 0.25, 0.0)  # of the memory that may be kept; less where strips then found no room
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
