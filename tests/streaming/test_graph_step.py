@@ -112,13 +112,16 @@ def test_what_needs_the_whole_graph_is_refused():
         ({"targets": torch.zeros(5)}, "targets have 5 rows"),
         ({"nodes": torch.tensor([1, 1])}, "distinct"),
         ({"edges": torch.zeros(3, 4)}, "2 x edges"),
+        ({"nodes": torch.arange(60) > 30}, r"of bool \(60,\); .* such as np.flatnonzero\(nodes\)"),
+        ({"features": torch.randn(60, 5).double()}, "rows of 5 numbers, with features of 60 x 5"),
+        ({"targets": torch.full((60,), 7)}, "Targets go from 7 to 7, and the model gives 4 numbers"),
     ],
 )
 def test_a_graph_that_does_not_fit_together_is_refused(changed, said):
     graph = made()
     parts = {name: getattr(graph, name) for name in Graph.__slots__} | changed
     with pytest.raises(OptionError, match=said):
-        GraphStep([Sage(6, 4).double()], Graph(**parts), "1MiB")
+        GraphStep([Sage(6, 4).double()], Graph(**parts), "1MiB")()
 
 
 def test_a_model_on_a_device_is_refused():

@@ -37,7 +37,10 @@ REFUSED = {
     "drawn": (nn.Dropout(0.5), "random"),
     "across": (nn.Sequential(nn.Flatten(2), nn.Linear(12 * 10, 3)), "streamed axis"),
     "cumulated": (Called(lambda x: x.cumsum(2)), "along the streamed axis"),
-    "attended": (Called(attention), "streamed axis|not known"),
+    "attended": (
+        Called(attention),
+        "every pixel meets every other, as in self-attention.*keys and values of",
+    ),
     "squared": (Called(squared), "more than one of what it multiplies"),
     "gram": (Called(lambda x: functional.linear(x[0, 0], x[0, 0])), "more than one of what it multiplies"),
     "alike": (Called(lambda x: (lambda y: functional.linear(y, y))(x[0, 0])), "what it multiplies"),
@@ -48,7 +51,7 @@ REFUSED = {
     ),
     "asked": (
         Called(lambda x: functional.scaled_dot_product_attention(*3 * [x.flatten(2).mT])),
-        "streamed axis|softmax",
+        "self-attention|softmax",
     ),
     "averaged": (nn.BatchNorm2d(2, momentum=None), "has momentum=None"),
     "wide": (nn.Conv2d(2, 2, 1, padding=2), "as wide as its window"),
@@ -149,3 +152,19 @@ def test_a_height_may_be_any_whole_number():
         for height in (5, np.int64(5), [5, 4])
     ]
     assert all(loss[0] == pytest.approx(losses[0][0]) for loss in losses)
+
+
+def test_pooling_in_three_dimensions_is_refused_with_what_to_write():
+    volume, pooled = torch.rand(1, 3, 4, 12, 10), nn.Sequential(nn.Conv3d(3, 2, 1), nn.MaxPool3d(2))
+    with pytest.raises(UnsupportedModelError, match=r"Write max_pool3d\(x, 2\) as max_pool2d"):
+        StreamedStep(pooled, lambda output, _: output.mean(), height=4)(volume, None)
+
+
+@pytest.mark.parametrize(
+    ("head", "target"),
+    [([], torch.full((1, 12, 10), 7)), ([nn.AdaptiveAvgPool2d(1), nn.Flatten()], torch.tensor([7]))],
+)
+def test_labels_out_of_range_are_named(head, target):
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), *head)
+    with pytest.raises(OptionError, match="labels go from 7 to 7, but the model gives 4 classes, 0 to 3"):
+        StreamedStep(model, functional.cross_entropy, height=4)(torch.rand(1, 3, 12, 10), target)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from squeezebox.memory import DiskFolder, PeakMeter
+from squeezebox.memory import DiskFolder
 from squeezebox.schema import OptionError, OutputError
 from squeezebox.streaming import StreamedStep
 from tests.streaming.test_exact import TOLERANCE, worst
@@ -95,23 +95,6 @@ def test_bytes_and_operators(tmp_path, recompute):
     assert worst(whole, model) < TOLERANCE
     if not recompute:
         assert counted.rows < 3.4 * 60  # each of the three once, and halos of two
-
-
-@pytest.mark.slow
-def test_kept_in_memory_where_half_of_it_is_enough(tmp_path):
-    model, image, classes = residual()
-    options = {"model": model, "loss_fn": nn.CrossEntropyLoss(), "memory": 2 * 188_160}
-    assert StreamedStep(**options, spool=False).plan(image, classes).kept_bytes == 0
-    assert StreamedStep(**options, checkpoint=tmp_path / "step").plan(image, classes).kept_bytes == 0
-    assert StreamedStep(**options | {"memory": 2 * 188_160 - 2}).plan(image, classes).kept_bytes == 0
-    whole = copy.deepcopy(model)
-    nn.functional.cross_entropy(whole(image), classes).backward()
-    step, meter = StreamedStep(**options), PeakMeter(torch.device("cpu"))
-    assert "kept in memory from one pass to the next: 183.75 KiB" in str(step.plan(image, classes))
-    assert meter.start()
-    step(image, classes)
-    assert 188_160 < meter.stop(()).total_bytes < options["memory"]
-    assert worst(whole, model) < TOLERANCE
 
 
 def test_a_full_disk_and_a_missing_folder_are_said_beforehand(tmp_path, monkeypatch):

@@ -50,11 +50,11 @@ class Ran:
     live_bytes: list[int]
 
     def most(self, first: int, last: int) -> int:
-        """The most bytes that lived from after so many changes to after so many."""
+        """The most bytes that lived from after change ``first`` to after change ``last``."""
         return max(self.live_bytes[first : last + 1])
 
     def freed(self, number: int) -> int:
-        """After so many changes and the frees that follow at once."""
+        """The last of the frees that follow a change at once, or that change."""
         while number + 1 < len(self.live_bytes) and self.live_bytes[number + 1] < self.live_bytes[number]:
             number += 1
         return number

@@ -11,8 +11,10 @@ from torch.fx import Node
 from squeezebox.memory import Peak, PeakMeter, ProcessMeter, freed_kept, return_all
 from squeezebox.schema import BudgetError, OptionError
 from squeezebox.streaming._band import crosswise
+from squeezebox.streaming._costs import Costs
 from squeezebox.streaming._plan import ENOUGH, StreamPlan, StripPlan, even, fitting_height, require_rowless
 from squeezebox.streaming._prepared import Prepared
+from squeezebox.streaming._rates import now
 from squeezebox.streaming._run import Context
 from squeezebox.streaming._stages import Stage
 from squeezebox.streaming._strip import Pass
@@ -20,6 +22,7 @@ from squeezebox.streaming._strip import Pass
 _OWN_BYTES = 4 << 20  # of the process that are not a strip's: what the system counts late, compiled kernels
 _WASTED = 1.05  # times the image's operations are little enough for strips
 _WORTH = 0.95  # of what strips compute, at most, is worth tiles
+_TIMED = 2  # strips of a pass: the first finds memory returned, as some do in a step
 _SAMPLED = 16  # strips of a pass whose operations are counted
 
 
@@ -32,7 +35,7 @@ class Fitting:
     memory_bytes: int
     recompute: bool
     context: Context | None
-    on_disk: bool
+    costs: Costs | None = None
 
     def plan(self) -> StreamPlan:
         """The passes, and the strips of each; some are run if their size is not given.
@@ -41,31 +44,34 @@ class Fitting:
             BudgetError: the smallest strip, or what has no rows, needs more than the memory.
             OptionError: torch's profiler is active.
         """
-        prepared, nbytes = self.prepared, self.prepared.layout.nbytes
-        with torch.random.fork_rng([prepared.device] if prepared.device.type == "cuda" else []):
-            rowless = None if self.size else self._rehearsed()
-            held = 0 if rowless is None else rowless.left_bytes + (0 if self.on_disk else nbytes)
-            stages = tuple(self._stage(stage, held) for stage in prepared.stages)
+        prepared, content = self.prepared, self.prepared.layout
+        rowless = None if self.size else self.rehearsed()
+        held = 0 if rowless is None else rowless.left_bytes + content.kept_bytes
+        stages = tuple(self._stage(stage, held) for stage in prepared.stages)
         return StreamPlan(
             axis=prepared.axis,
             rows=prepared.rows,
             columns=prepared.columns,
-            disk_bytes=nbytes if self.on_disk else 0,
-            kept_bytes=0 if self.on_disk else nbytes,
+            disk_bytes=content.disk_bytes,
+            kept_bytes=content.kept_bytes,
             rowless_bytes=None if rowless is None else rowless.total_bytes,
             stages=stages,
         )
 
-    def _rehearsed(self) -> Peak:
-        """What has no rows, at its highest moment and while strips run."""
+    def rehearsed(self) -> Peak:
+        """What has no rows, at its highest moment and while strips run.
+
+        Raises:
+            BudgetError: it needs more than the memory.
+            OptionError: torch's profiler is active.
+        """
         meter = self._meter()
         try:
             run = self.prepared.run(self.context, self.prepared.blank)
             run.values.rehearse(self.prepared.stages)
         finally:
             peak = meter.stop(())
-        kept = 0 if self.on_disk else self.prepared.layout.nbytes
-        require_rowless(peak.total_bytes + kept, self.memory_bytes)
+        require_rowless(peak.total_bytes + self.prepared.layout.kept_bytes, self.memory_bytes)
         return peak
 
     def _stage(self, stage: Stage, held_bytes: int) -> StripPlan:
@@ -74,6 +80,7 @@ class Fitting:
             height, width = self.size
         else:
             height, width, strip_bytes = self._fitted(stage, held_bytes)
+        kept, filed, recomputed = prepared.handed_bytes(stage)
         return StripPlan(
             reduces=stage.reduces,
             derives=stage.derives,
@@ -82,9 +89,32 @@ class Fitting:
             strips=prepared.tiles(height, width),
             halo=prepared.halo(stage.work, height),
             computed=self._computed(stage, height, width),
+            kept_bytes=kept,
+            disk_bytes=filed,
+            recomputed_bytes=recomputed,
+            seconds=self._seconds(stage, height, width),
             strip_bytes=strip_bytes,
             peak_bytes=None if strip_bytes is None else strip_bytes + held_bytes,
         )
+
+    def _seconds(self, stage: Stage, height: int, width: int) -> float | None:
+        """Of all strips of a stage, by two in the middle, and of what is handed on."""
+        if self.costs is None:
+            return None
+        prepared = self.prepared
+        start, band = (
+            prepared.middle(stage.work, height),
+            prepared.band(stage, width, prepared.columns // width // 2),
+        )
+        run = prepared.run(self.context, prepared.blank)
+        run.pretend(stage, start, start + height, band)
+        begun = now(prepared.device)
+        with freed_kept():
+            for _ in range(_TIMED):
+                run.strip(stage, start, start + height, self.recompute, band)
+        strip = (now(prepared.device) - begun) / _TIMED
+        moving = self.costs.stage(stage, prepared.layout.choice).moving_seconds(height, width)
+        return prepared.tiles(height, width) * strip + moving
 
     def _fitted(self, stage: Stage, held_bytes: int) -> tuple[int, int, int]:
         """Height, width and bytes of strips, or of tiles where these compute less or only they fit."""

@@ -40,7 +40,7 @@ _RULES: Mapping[Any, Callable[[Call], Operator]] = {
     _aten.pixel_unshuffle.default: unshuffled,
 }
 _ALONG_ROWS = {_aten.slice.Tensor: sliced, _aten.flip.default: flipped, _aten.cat.default: joined}
-_VIEWS = frozenset(
+VIEWS = frozenset(
     {
         *(_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.expand.default),
         *(_aten.squeeze.dims, _aten.squeeze.dim, _aten.unsqueeze.default, _aten.permute.default),
@@ -131,7 +131,7 @@ class Streamed:
         )
 
     def _viewed(self, node: Node) -> Node:
-        while node.target in _VIEWS:
+        while node.target in VIEWS:
             node = self.source(node)
         return node
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from squeezebox.schema import OptionError, UnsupportedModelError
+from squeezebox.schema import OptionError, SqueezeboxError, UnsupportedModelError
 from squeezebox.streaming._nodes import Edges, Graph, Part, kind_of, sorted_edges
 
 _PROBE_NODES = 12
@@ -79,6 +79,7 @@ def widths_of(stages: list[Stage], graph: Graph, dtype: torch.dtype) -> list[int
 
     Raises:
         UnsupportedModelError: a module's output is another one in parts than whole.
+        OptionError: a module fails on rows as wide as the features, or as what comes before it gives.
     """
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
@@ -87,9 +88,23 @@ def widths_of(stages: list[Stage], graph: Graph, dtype: torch.dtype) -> list[int
         x, widths = few.features, []
         for stage in stages:
             for tried in _apart(stage):
-                x = _require_local(copy.deepcopy(tried), edges, x)
+                try:
+                    x = _require_local(copy.deepcopy(tried), edges, x)
+                except RuntimeError as error:
+                    if isinstance(error, SqueezeboxError):
+                        raise
+                    raise _failing(tried, x, graph, error) from error
             widths.append(x.shape[1])
     return widths
+
+
+def _failing(tried: Stage, x: Tensor, graph: Graph, error: RuntimeError) -> OptionError:
+    module = tried.rowwise[0] if tried.layer is None else tried.layer
+    return OptionError(
+        f"{type(module).__name__} fails on rows of {x.shape[1]:,} numbers, with features of "
+        f"{graph.features.shape[0]:,} x {graph.features.shape[1]:,}. Give it as many inputs. It was tried "
+        f"on {len(x)} rows: {error}"
+    )
 
 
 def _apart(stage: Stage) -> list[Stage]:

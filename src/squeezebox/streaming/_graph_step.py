@@ -263,7 +263,13 @@ class GraphStep:
         counts = self._counts[part.start : part.stop]
         targets = self._targets(part.own[counts])
         output = output[torch.from_numpy(counts)]
-        losses = self._loss_fn(output, targets)
+        try:
+            losses = self._loss_fn(output, targets)
+        except IndexError as error:
+            raise OptionError(
+                f"the loss fails: {error} Targets go from {targets.min()} to {targets.max()}, and the model "
+                f"gives {output.shape[1]} numbers for each node. Correct the targets, or widen the last one."
+            ) from error
         if losses.shape[:1] != output.shape[:1]:
             raise OptionError(
                 f"loss_fn gives the shape {tuple(losses.shape)} for {len(output):,} nodes; give one with a "

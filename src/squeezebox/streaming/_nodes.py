@@ -272,7 +272,8 @@ def distinct_nodes(name: str, values: Any, count: int) -> np.ndarray:
     """
     numbers = _array(values)
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
-        raise OptionError(f"{name} is an array of {numbers.dtype} {numbers.shape}; give node numbers.")
+        hint = f", such as np.flatnonzero({name})" if numbers.dtype.kind == "b" else ""
+        raise OptionError(f"{name} is an array of {numbers.dtype} {numbers.shape}; give node numbers{hint}.")
     _require_nodes(name, numbers, count)
     if np.unique(numbers).size != numbers.size:
         raise OptionError(f"{name} does not have distinct node numbers; give each node at most once.")

@@ -21,9 +21,12 @@ class StripPlan:
 
     ``width`` are a strip's columns; where these are not all, strips are tiles. All of them together take
     ``computed`` times the image's operations, as what lies around a strip is made for it once more.
-    ``reduces`` and ``derives`` say whether it goes forward only, back too, or both at once. ``strip_bytes``
-    is what a strip takes, measured. ``peak_bytes`` includes ``kept_bytes``, gradients and other values
-    without rows too. Both are None where the height was given.
+    ``reduces`` and ``derives`` say whether it goes forward only, back too, or both at once. Of what later
+    passes read of this one, ``kept_bytes`` stay in memory and ``disk_bytes`` in a file, gradients included;
+    tensors of ``recomputed_bytes`` are recomputed. ``seconds`` are predicted of operators and of the disk's
+    speed, both measured; None where these were not. ``strip_bytes`` is what a strip takes, measured.
+    ``peak_bytes`` includes what all passes keep in memory, gradients and other values without rows too. Both
+    are None where the height was given.
     """
 
     reduces: bool
@@ -33,8 +36,19 @@ class StripPlan:
     strips: int
     halo: int
     computed: float
+    kept_bytes: int
+    disk_bytes: int
+    recomputed_bytes: int
+    seconds: float | None
     strip_bytes: int | None
     peak_bytes: int | None
+
+    @property
+    def handed(self) -> str:
+        """What of this pass later ones read, in words."""
+        parts = {"kept": self.kept_bytes, "on disk": self.disk_bytes, "recomputed": self.recomputed_bytes}
+        words = [f"{human_bytes(nbytes)} {how}" for how, nbytes in parts.items() if nbytes]
+        return f"; later passes read {', '.join(words)}" if words else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +68,12 @@ class StreamPlan:
     rowless_bytes: int | None
     stages: tuple[StripPlan, ...]
 
+    @property
+    def seconds(self) -> float | None:
+        """Predicted of all passes; None where operators were not timed."""
+        seconds = [stage.seconds for stage in self.stages if stage.seconds is not None]
+        return sum(seconds) if seconds else None
+
     def __str__(self) -> str:
         lines = [
             f"{self.rows} {'rows' if self.axis == -2 else 'columns'} of the image, {len(self.stages)} passes:"
@@ -64,10 +84,13 @@ class StreamPlan:
             size = f"strips of {stage.height}"
             if stage.width < self.columns:
                 size = f"tiles of {stage.height} x {stage.width}"
+            seconds = "" if stage.seconds is None else f", about {stage.seconds:.2f} s"
             lines.append(
                 f"  {kind}: {stage.strips} {size} and a halo of {stage.halo}, {stage.computed:.2f} times the "
-                f"operations{peak}"
+                f"operations{peak}{seconds}{stage.handed}"
             )
+        if self.seconds is not None:
+            lines.append(f"  predicted: {self.seconds:.2f} s")
         if self.rowless_bytes is not None:
             lines.append(f"  gradients and values without rows: at most {human_bytes(self.rowless_bytes)}")
         if self.disk_bytes:

@@ -15,12 +15,27 @@ from squeezebox.streaming._band import Band, band
 from squeezebox.streaming._graph import Streamed
 from squeezebox.streaming._rows import Part
 from squeezebox.streaming._run import Context, Run
-from squeezebox.streaming._spool import Blank, Layout, Store
-from squeezebox.streaming._stages import Stage
+from squeezebox.streaming._spool import Blank, Layout, Store, layout
+from squeezebox.streaming._stages import Stage, stages_of
 from squeezebox.streaming._strip import Pass
 
 Bands = dict[tuple[Stage, int, int], Band]
 """By stage, width, and place among those of the width."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Ways:
+    """The ways over an image, by what passes hand on."""
+
+    stages: list[Stage]
+    layout: Layout
+    bands: Bands
+
+    @classmethod
+    def of(cls, streamed: Streamed, kept: frozenset[Node], filed: frozenset[Node], packed: bool) -> Ways:
+        """Those that hand on some tensors in memory and in a file; see :func:`stages_of`."""
+        content = layout(streamed, kept, filed)
+        return cls(stages=stages_of(streamed, kept | filed, packed), layout=content, bands={})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -30,11 +45,29 @@ class Prepared:
     key: Any
     axis: int
     streamed: Streamed
-    stages: list[Stage]
-    layout: Layout
-    bands: Bands
+    ways: Ways
     given: dict[Node, Any]
     device: torch.device
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The ways over the image, in order."""
+        return self.ways.stages
+
+    @property
+    def layout(self) -> Layout:
+        """What passes hand on, and where."""
+        return self.ways.layout
+
+    def handed_bytes(self, stage: Stage) -> tuple[int, int, int]:
+        """Of what later passes read of a stage: bytes in memory and in a file, and recomputed tensors'."""
+        streamed, content, bytes_ = self.streamed, self.layout, [0, 0, 0]
+        for node in streamed.crossing() if stage.reduces else ():
+            if streamed.level[node] == stage.number:
+                place = 2 if node not in content.tensors else int(node in content.filed)
+                value = node.meta["val"]
+                bytes_[place] += content.nbytes(node) or value.numel() * value.element_size()
+        return bytes_[0], bytes_[1], bytes_[2]
 
     @property
     def rows(self) -> int:
@@ -61,10 +94,11 @@ class Prepared:
         if width >= self.columns:
             return None
         key = stage, width, place
-        if key not in self.bands:
+        bands = self.ways.bands
+        if key not in bands:
             start = place * width
-            self.bands[key] = band(stage.work, start, min(start + width, self.columns))
-        return self.bands[key]
+            bands[key] = band(stage.work, start, min(start + width, self.columns))
+        return bands[key]
 
     def read(self, node: Node, start: int, stop: int, columns: Part | None = None) -> Tensor:
         """Rows of the image or of a target, of these columns or all."""

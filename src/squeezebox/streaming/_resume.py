@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
 from squeezebox.schema import FormatError, OutputError
 from squeezebox.streaming._graph import Streamed
 from squeezebox.streaming._run import Run
+from squeezebox.streaming._spool import Choice
 from squeezebox.streaming._stages import Stage
 from squeezebox.streaming._strip import Read
 
@@ -34,9 +34,9 @@ class Position:
     sizes: tuple[tuple[int, int], ...]
 
 
-def fingerprint(streamed: Streamed, read: Read, stored: Iterable[Node]) -> str:
-    """Tells a step from others: its graph, what it stores, weights, buffers, some rows of what it reads."""
-    digest = hashlib.sha256(f"{streamed.program.graph} {[*stored]}".encode())
+def fingerprint(streamed: Streamed, read: Read) -> str:
+    """Tells a step from others: its graph, weights, buffers, some rows of what it reads."""
+    digest = hashlib.sha256(str(streamed.program.graph).encode())
     for tensor in _content(streamed, read):
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -112,6 +112,12 @@ def position_of(content: dict[str, Any]) -> Position:
     """Where the step goes on."""
     stage, strip, sizes = content["position"]
     return Position(stage=stage, strip=strip, sizes=tuple((height, width) for height, width in sizes))
+
+
+def filed_in(content: dict[str, Any], streamed: Streamed) -> Choice:
+    """What the step has in its file; it keeps to that, whatever a plan would choose by now."""
+    names = {*content["stored"].get("filed", ())}
+    return frozenset(), frozenset(node for node in streamed.rows if node.name in names)
 
 
 def restore(content: dict[str, Any], run: Run, stages: Sequence[Stage], position: Position) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
-from squeezebox.schema import UnsupportedModelError
+from squeezebox.schema import OptionError, UnsupportedModelError
 
 Part = tuple[int, int]
 """Rows, or columns, from the first up to but not including the last."""
@@ -117,9 +118,24 @@ class Call:
 
 
 def run_node(node: Node, arguments: Any, keywords: Any) -> Any:
-    """A node's operator on these arguments."""
+    """A node's operator on these arguments.
+
+    Raises:
+        OptionError: labels are out of range.
+    """
     target: Any = node.target
-    return target(*arguments, **keywords)
+    try:
+        return target(*arguments, **keywords)
+    except RuntimeError as error:
+        if target is not torch.ops.aten.gather.default or "out of bounds" not in str(error):
+            raise
+        values, dim, index = arguments[:3]
+        count = values.shape[dim]
+        raise OptionError(
+            f"labels go from {int(index.min())} to {int(index.max())}, but the model gives {count} classes, "
+            f"0 to {count - 1}. Correct the target, name what does not count as ignore_index= of the loss, "
+            "or give the model more outputs."
+        ) from error
 
 
 def shape_of(node: Node) -> tuple[int, ...]:
@@ -147,6 +163,12 @@ _CHANGES = {
     "aten.index": "Write x[mask].mean() as (x * mask).sum() / mask.sum(), if that is the index",
     "aten.masked_select": "Write x[mask].mean() as (x * mask).sum() / mask.sum()",
     "aten.nonzero": "Write what is chosen by a mask as (x * mask).sum() / mask.sum()",
+    **dict.fromkeys(
+        ("aten.bmm", "aten.mm"),
+        "Have pixels attend to a few places, with keys and values of adaptive_avg_pool2d(x, 16)",
+    ),
+    "aten.max_pool3d_with_indices": "Write max_pool3d(x, 2) as max_pool2d(x.flatten(1, 2), 2).unflatten(1, "
+    "x.shape[1:3]).unflatten(2, (-1, 2)).amax(3)",
     "aten.topk": "Write x.topk(k).values.sum() as (x * (x > bound)).sum(), with a bound between the k-th "
     "and the next largest of what predict() gives",
     "aten.sort": "Take a loss without order, such as Dice or Jaccard in place of Lovasz",

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from squeezebox.streaming._rows import Call, Operator, Rows, Strip, shape_of
+from squeezebox.streaming._rows import Call, Operator, Rows, Strip, run_node, shape_of
 
 _aten = torch.ops.aten
 Arguments = list[Any]
@@ -172,6 +172,8 @@ def detached(call: Call) -> Operator:
 
 def multiplied(call: Call) -> Operator:
     """Products of matrices: one for every row, or one that is the same for all along another dimension."""
+    if len({*call.inputs.values()}) > 1:
+        raise call.refuse("every pixel meets every other, as in self-attention, where each attends to all")
     rows, biased = _common(call), call.target in (_aten.addmm.default, _aten.baddbmm.default)
     first, second = call.args[biased : biased + 2]
     ndim = first.meta["val"].dim()
@@ -208,7 +210,7 @@ def _same_rows(
     adjust: Adjust | None = None,
     cut: Callable[[Any, int, int], Any] | None = None,
 ) -> Operator:
-    sources, target, positional, named = [*call.inputs], call.target, call.args, call.node.kwargs
+    sources, positional, named = [*call.inputs], call.args, call.node.kwargs
     places = [place for place, argument in enumerate(positional) if _has_nodes(argument)]
     names = [name for name, argument in named.items() if _has_nodes(argument)]
 
@@ -226,7 +228,7 @@ def _same_rows(
         keywords = named | {name: map_arg(named[name], fill) for name in names} if names else named
         if adjust is not None:
             arguments = adjust(arguments, stop - start)
-        return target(*arguments, **keywords)
+        return run_node(call.node, arguments, keywords)
 
     return Operator(rows=rows, needs=lambda start, stop: [(each, start, stop) for each in sources], run=run)
 

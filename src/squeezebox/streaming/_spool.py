@@ -19,6 +19,9 @@ from squeezebox.streaming._graph import Streamed
 from squeezebox.streaming._journal import Journal, boot
 from squeezebox.streaming._rows import Part, Rows
 
+Choice = tuple[frozenset[Node], frozenset[Node]]
+"""What is kept in memory, and what lies in a file."""
+
 _ALIGNMENT = 64
 _PIECE = 1 << 22  # bytes that are brought into the file's order at a time
 
@@ -33,36 +36,51 @@ class _Place:
     offset: int
 
     @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
     def stop(self) -> int:
         """The first byte behind it."""
-        return self.offset + int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return self.offset + self.nbytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """What is kept where: ``tensors``, and ``gradients`` of those that the parameters change."""
+    """What passes hand on, and where: ``tensors``, and ``gradients`` of those that the parameters change.
+
+    Those in ``filed`` lie in a file of ``disk_bytes``, the others in ``kept_bytes`` of memory.
+    """
 
     tensors: Mapping[Node, _Place]
     gradients: Mapping[Node, _Place]
+    filed: frozenset[Node]
+    kept_bytes: int
+    disk_bytes: int
 
     @property
-    def nbytes(self) -> int:
-        """The bytes of all of it."""
-        return max((place.stop for place in [*self.tensors.values(), *self.gradients.values()]), default=0)
+    def choice(self) -> Choice:
+        """What is in memory, and what in a file."""
+        return frozenset(self.tensors.keys() - self.filed), self.filed
+
+    def nbytes(self, node: Node) -> int:
+        """Of a tensor and its gradient."""
+        return sum(each[node].nbytes for each in (self.tensors, self.gradients) if node in each)
 
 
-def layout(streamed: Streamed, nodes: frozenset[Node]) -> Layout:
-    """One tensor behind another, each whole."""
+def layout(streamed: Streamed, kept: frozenset[Node], filed: frozenset[Node]) -> Layout:
+    """One tensor behind another, each whole: some in memory, others in a file."""
     tensors: dict[Node, _Place] = {}
     gradients: dict[Node, _Place] = {}
-    end = 0
-    for node in (each for each in streamed.rows if each in nodes):
-        tensors[node] = place = _place(node, streamed.rows[node], end)
-        end = place.stop
-        if node in streamed.differentiable:
-            gradients[node] = place = _place(node, streamed.rows[node], end)
-            end = place.stop
-    return Layout(tensors=tensors, gradients=gradients)
+    ends = {False: 0, True: 0}
+    for node in (each for each in streamed.rows if each in kept or each in filed):
+        for places in (tensors, gradients)[: 1 + (node in streamed.differentiable)]:
+            places[node] = place = _place(node, streamed.rows[node], ends[node in filed])
+            ends[node in filed] = place.stop
+    return Layout(
+        tensors=tensors, gradients=gradients, filed=filed, kept_bytes=ends[False], disk_bytes=ends[True]
+    )
 
 
 def _place(node: Node, rows: Rows, end: int) -> _Place:
@@ -206,7 +224,7 @@ class _InFile:
 
 
 class Spool:
-    """A store in the device's memory, or in a file, which is closed with the store.
+    """A store in the device's memory and in a file, which is closed with the store.
 
     With a journal the file stays for a checkpoint, once there is one.
     """
@@ -221,16 +239,14 @@ class Spool:
         tiled: bool,
     ) -> None:
         self._rows, self._file, self._journal = streamed.rows, file, journal
-        if file is None:
-            bytes_ = torch.zeros(content.nbytes, dtype=torch.uint8, device=device)
+        self._filed = content.filed
+        bytes_ = torch.zeros(content.kept_bytes, dtype=torch.uint8, device=device)
 
-            def array(node: Node, place: _Place, journal: Journal | None = None) -> _Array:
-                part = bytes_[place.offset : place.stop]
-                return _InMemory(part.view(place.dtype).view(place.shape), node, streamed)
-        else:
-
-            def array(node: Node, place: _Place, journal: Journal | None = None) -> _Array:
+        def array(node: Node, place: _Place, journal: Journal | None = None) -> _Array:
+            if file is not None and node in content.filed:
                 return _InFile(file, place, streamed.apart_dim(node) if tiled else None, device, journal)
+            part = bytes_[place.offset : place.stop]
+            return _InMemory(part.view(place.dtype).view(place.shape), node, streamed)
 
         self._tensors = {node: array(node, place) for node, place in content.tensors.items()}
         self._gradients = {node: array(node, place, journal) for node, place in content.gradients.items()}
@@ -261,6 +277,7 @@ class Spool:
             "number": self._journal.number,
             "boot": boot(),
             "known": [node.name for node in self._known],
+            "filed": [node.name for node in self._filed],
         }
 
     def settle(self) -> None:
@@ -308,6 +325,14 @@ class Blank:
 
     def __init__(self, streamed: Streamed, device: torch.device) -> None:
         self._streamed, self._device = streamed, device
+
+    def __enter__(self) -> Blank:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
 
     def read(self, node: Node, start: int, stop: int, columns: Part | None = None) -> Tensor:
         """Ones."""

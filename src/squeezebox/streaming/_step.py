@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -24,21 +25,21 @@ from squeezebox.memory import (
     within_room,
 )
 from squeezebox.reports import parse_size
-from squeezebox.schema import OptionError, UnsupportedModelError
+from squeezebox.schema import OptionError, OutputError, UnsupportedModelError
+from squeezebox.streaming._choice import NOTHING
 from squeezebox.streaming._files import from_file
-from squeezebox.streaming._fitting import Fitting
 from squeezebox.streaming._given import derivable, require_image, require_modes, scaled
 from squeezebox.streaming._graph import Streamed, analyse, with_across
 from squeezebox.streaming._journal import kept_file
 from squeezebox.streaming._outputs import Onto, Outputs, writable
 from squeezebox.streaming._plan import StreamPlan
-from squeezebox.streaming._prepared import Bands, Prepared, form_of
+from squeezebox.streaming._planner import Planner
+from squeezebox.streaming._prepared import Prepared, Ways, form_of
 from squeezebox.streaming._progress import Clock, Progress
-from squeezebox.streaming._resume import Position, fingerprint, load, position_of, restore, save
+from squeezebox.streaming._resume import Position, filed_in, fingerprint, load, position_of, restore, save
 from squeezebox.streaming._rows import refusal
 from squeezebox.streaming._run import Context, Run
-from squeezebox.streaming._spool import Blank, Layout, Spool, layout
-from squeezebox.streaming._stages import Stage, stages_of
+from squeezebox.streaming._spool import Blank, Spool
 from squeezebox.streaming._trace import Aim, Whole, trace
 
 Metric = Callable[[Any, Any], Any]
@@ -80,13 +81,13 @@ class StreamedStep:
         checkpoint: a file in which an interrupted step is kept; the same call then goes on where it was, and
             the file is removed when the step is complete.
         checkpoint_seconds: how often it is written, at most.
-        spool: where what crosses from one pass to the next, and its gradient, is kept whole. Each pass then
-            begins there and not at the image, so that batch normalisation costs little more than without
-            strips. By default that is in memory, if half of ``memory`` is enough and there is no checkpoint;
-            False keeps nothing. A folder, or True for the system's temporary one, takes it in a nameless
-            file: the folder must be on a disk. Where the temporary one is in memory, as on some systems, True
-            takes another. ``plan`` says how many bytes. With a checkpoint the file has its name and ".spool",
-            True is the checkpoint's folder, and the file stays until the step is complete.
+        spool: whether what crosses from one pass to the next lies in a file, with its gradient. By default
+            the plan says of each tensor whether it is kept in memory, laid in a file, or recomputed: what
+            takes the least time within ``memory``. With True, or a folder, all of it lies in a nameless file;
+            False forbids files. The folder must be on a disk. Where the system's temporary one is in memory,
+            True takes another. With a checkpoint nothing is kept in memory, and the file stays next to it
+            until the step is complete, named like it and ".spool". With ``height`` there is no plan, and all
+            is recomputed by default.
 
     Raises:
         OptionError: neither or both of memory and height are given, one is out of range, or spool names a
@@ -113,24 +114,25 @@ class StreamedStep:
             raise OptionError("give memory= (such as '1GiB') or height= (rows of a strip), one of them.")
         if axis not in (None, -2, -1):
             raise OptionError(f"axis {axis} is neither -2 (rows) nor -1 (columns).")
-        size = None if height is None else _size_of(height)
-        beside = usual_folder().path if checkpoint is None else Path(checkpoint).absolute().parent
-        self._folder = Path(beside if spool is True else spool) if spool else None
-        if self._folder and spool is not True and DiskFolder(str(self._folder), "").is_in_memory:
-            raise OptionError(
-                f"spool={str(spool)!r} is in memory itself, so nothing would be saved. Name one on a disk, "
-                "or give spool=True."
-            )
+        self._size = None if height is None else _size_of(height)
         self._memory_bytes = None if memory is None else parse_size("memory", memory)
-        is_free = spool is None and checkpoint is None
-        self._keepable_bytes = (self._memory_bytes or 0) // 2 if is_free else 0
+        self._folder = _folder_of(spool, checkpoint)
         self._model, self._loss_fn, self._prepare = model, loss_fn, prepare
-        self._axis, self._size, self._recompute = axis, size, recompute
+        self._axis, self._recompute = axis, recompute
         self._context, self._progress = context, progress
         self._checkpoint = None if checkpoint is None else Path(checkpoint)
+        self._planner = Planner(
+            size=self._size,
+            memory_bytes=self._memory_bytes,
+            recompute=recompute,
+            context=context,
+            folder=None if spool is False else self._folder,
+            is_forced=bool(spool),
+            is_journalled=checkpoint is not None,
+        )
         self._checkpoint_seconds = checkpoint_seconds
-        self._known: dict[Any, tuple[Streamed, list[Stage], Layout, Bands]] = {}
-        self._plans: dict[Any, StreamPlan] = {}
+        self._known: dict[Any, Streamed] = {}
+        self._plans: dict[Any, tuple[Ways, StreamPlan]] = {}
 
     @within_room("a step in strips")
     def __call__(self, image: Any, target: Any, *, gradient: Any = None) -> Tensor:
@@ -229,33 +231,31 @@ class StreamedStep:
         files: Sequence[Any],
     ) -> Run:
         """A finished run over an image, whose maps and gradients are in these arrays, given as ``files``."""
-        stages = prepared.stages
         checkpoint = self._checkpoint if prepared.streamed.program.loss is not None else None
         if checkpoint and prepared.streamed.draws:
             raise OptionError(
                 "the model draws dropout behind its pooling, which checkpoint= could not draw again. Put "
                 "that module into eval(), or leave checkpoint= out."
             )
-        stored = prepared.layout.tensors
-        mark = fingerprint(prepared.streamed, prepared.read, stored) if checkpoint else ""
+        mark = fingerprint(prepared.streamed, prepared.read) if checkpoint else ""
         found = load(checkpoint, mark) if checkpoint else None
         if found is None:
-            plan = self._planned(prepared).stages
-            sizes = tuple((stage.height, stage.width) for stage in plan)
-            position = Position(stage=0, strip=0, sizes=sizes)
-            strip_bytes = [stage.strip_bytes or 0 for stage in plan]
+            prepared, position, strip_bytes, store = self._begun(prepared, checkpoint)
         else:
-            position = position_of(found)
-            strip_bytes = [self._memory_bytes or 0] * len(stages)
+            ways = self._planner.ways(prepared, filed_in(found, prepared.streamed))
+            prepared, position = replace(prepared, ways=ways), position_of(found)
+            strip_bytes = [self._memory_bytes or 0] * len(ways.stages)
+            store = self._opened(prepared, position, checkpoint, found)
+        stages = prepared.stages
         limit = self._memory_bytes if self._device.type == "cpu" else None
         keeping = nullcontext() if limit is None else freed_kept()
-        with self._opened(prepared, position, checkpoint, found) as store, keeping:
+        with store, keeping:
             onto = Onto(store, prepared.layout, prepared.streamed, maps, gradients, files)
             run = prepared.run(self._context, onto)
             if found is not None:
                 restore(found, run, stages, position)
             if limit is not None:
-                ceiling = Ceiling(limit)
+                ceiling = Ceiling(limit - prepared.layout.kept_bytes)  # which is there already
                 run.room = lambda stage, sizes: ceiling.make_room(
                     strip_bytes[stages.index(stage)], stages.index(stage), sizes
                 )
@@ -271,17 +271,43 @@ class StreamedStep:
                 store.remove()
         return run
 
+    def _begun(
+        self, prepared: Prepared, checkpoint: Path | None
+    ) -> tuple[Prepared, Position, list[int], Spool | Blank]:
+        """A step's plan, its position, the bytes of its strips, and its store.
+
+        Where the plan wants a file that nobody asked for, and none can be made by now, there is another plan.
+        """
+        try:
+            return self._begin(prepared, checkpoint)
+        except OutputError:
+            if self._planner.is_forced:
+                raise
+            self._plans[prepared.key] = self._planner.plan(prepared, files=False)
+            return self._begin(prepared, checkpoint)
+
+    def _begin(
+        self, prepared: Prepared, checkpoint: Path | None
+    ) -> tuple[Prepared, Position, list[int], Spool | Blank]:
+        ways, plan = self._planned(prepared)
+        prepared = replace(prepared, ways=ways)
+        sizes = tuple((stage.height, stage.width) for stage in plan.stages)
+        position = Position(stage=0, strip=0, sizes=sizes)
+        store = self._opened(prepared, position, checkpoint, None)
+        return prepared, position, [stage.strip_bytes or 0 for stage in plan.stages], store
+
     def _opened(
         self, prepared: Prepared, position: Position, checkpoint: Path | None, found: dict[str, Any] | None
-    ) -> Spool | nullcontext[Blank]:
+    ) -> Spool | Blank:
         content, file, journal = prepared.layout, None, None
-        if not content.nbytes:
-            return nullcontext(prepared.blank)
-        if self._folder is not None and checkpoint is not None:
-            path = self._folder / f"{checkpoint.name}.spool"
-            file, journal = kept_file(path, content.nbytes, found and found["stored"])
-        elif self._folder is not None:
-            file = nameless_file(self._folder, content.nbytes, "what passes hand on", "spool=")
+        if not content.tensors:
+            return prepared.blank
+        if content.filed and checkpoint is not None:
+            path = Path(self._folder.path, f"{checkpoint.name}.spool")
+            file, journal = kept_file(path, content.disk_bytes, found and found["stored"])
+        elif content.filed:
+            folder = Path(self._folder.path)
+            file = nameless_file(folder, content.disk_bytes, "what passes hand on", "spool=")
         is_tiled = any(width < prepared.columns for _, width in position.sizes)
         spool = Spool(content, prepared.streamed, self._device, file, journal, is_tiled)
         if found is not None:
@@ -297,7 +323,7 @@ class StreamedStep:
         Raises:
             As :meth:`__call__`.
         """
-        return self._planned(self._prepared(image, target, Aim(function=self._loss_fn, derives=True)))
+        return self._planned(self._prepared(image, target, Aim(function=self._loss_fn, derives=True)))[1]
 
     @property
     def _device(self) -> torch.device:
@@ -323,14 +349,8 @@ class StreamedStep:
             # A session leaves forwards without gradient alone, and whatever is within them.
             with torch.no_grad(), self._context() if self._context else nullcontext(), torch.enable_grad():
                 program = trace(whole, aim, forms[0], forms[1], self._device)
-            streamed = analyse(program, axis)
-            content = layout(streamed, streamed.crossing())
-            if self._folder is None and content.nbytes > self._keepable_bytes:
-                content = layout(streamed, frozenset())
-            streamed = self._with_across(streamed, axis, content)
-            stages = stages_of(streamed, frozenset(content.tensors), self._context is not None)
-            self._known[key] = streamed, stages, content, {}
-        streamed, stages, content, bands = self._known[key]
+            self._known[key] = self._with_across(analyse(program, axis), axis)
+        streamed = self._known[key]
         leaves = pytree.tree_leaves(target)
         given = {streamed.program.image: image}
         given |= {node: leaves[number] for node, number in streamed.program.targets.items()}
@@ -338,39 +358,26 @@ class StreamedStep:
             key=key,
             axis=axis,
             streamed=streamed,
-            stages=stages,
-            layout=content,
-            bands=bands,
+            ways=Ways.of(streamed, *NOTHING, self._context is not None),
             given=given,
             device=self._device,
         )
 
-    def _with_across(self, streamed: Streamed, axis: int, content: Layout) -> Streamed:
+    def _with_across(self, streamed: Streamed, axis: int) -> Streamed:
         """With the other axis too, where tiles are wanted, or may be of use and are possible."""
         if self._size is not None and self._size[1] is None:
             return streamed
+        filed = streamed.crossing() if self._planner.is_forced else frozenset[Node]()
         try:
-            return with_across(streamed, -3 - axis, frozenset(content.tensors))
+            return with_across(streamed, -3 - axis, filed)
         except UnsupportedModelError:
             if self._size is not None:
                 raise
             return streamed
 
-    def _planned(self, prepared: Prepared) -> StreamPlan:
+    def _planned(self, prepared: Prepared) -> tuple[Ways, StreamPlan]:
         if prepared.key not in self._plans:
-            size = None
-            if self._size is not None:
-                height, width = self._size
-                size = min(height, prepared.rows), min(width or prepared.columns, prepared.columns)
-            fitting = Fitting(
-                prepared=prepared,
-                size=size,
-                memory_bytes=self._memory_bytes or 0,
-                recompute=self._recompute,
-                context=self._context,
-                on_disk=self._folder is not None,
-            )
-            self._plans[prepared.key] = fitting.plan()
+            self._plans[prepared.key] = self._planner.plan(prepared)
         return self._plans[prepared.key]
 
     def _strips(self, run: Run, prepared: Prepared, position: Position) -> Iterator[Position]:
@@ -395,6 +402,23 @@ class StreamedStep:
                     self._progress(clock.tick(number))
                 yield Position(stage=number, strip=strip + 1, sizes=position.sizes)
             run.end(stage, number == last_ahead)
+
+
+def _folder_of(spool: bool | str | Path | None, checkpoint: str | Path | None) -> DiskFolder:
+    """Where a file is made, if there is one: as named, next to the checkpoint, or where temporary ones are.
+
+    Raises:
+        OptionError: the named one is in memory.
+    """
+    if isinstance(spool, str | Path):
+        folder = DiskFolder(str(spool), "")
+        if folder.is_in_memory:
+            raise OptionError(
+                f"spool={str(spool)!r} is in memory itself, so nothing would be saved. Name one on a disk, "
+                "or give spool=True."
+            )
+        return folder
+    return usual_folder() if checkpoint is None else DiskFolder(str(Path(checkpoint).absolute().parent), "")
 
 
 def _state(whole: Whole) -> tuple[object, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from squeezebox.streaming._graph import Streamed
@@ -52,9 +54,8 @@ class Pass:
     @property
     def given(self) -> frozenset[Node]:
         """The nodes that are read from the store."""
-        return frozenset(
-            each for each in self.order if each in self.streamed.operators.keys() - self.operators.keys()
-        )
+        made = self.streamed.operators
+        return frozenset(each for each in self.order if each in made and each not in self.operators)
 
     def parts(self, start: int, stop: int, whole: int) -> dict[Node, Part]:
         """Which rows of every end a strip owns: the image's ``start`` to ``stop`` of ``whole``.
@@ -92,6 +93,17 @@ class Pass:
             for end in self.ended.get(node, ()):
                 if end in owned:
                     sink(end, strip.rows(node, *owned[end]))
+            strip.forget(self.last[node])
+
+    def one_by_one(
+        self, owned: Mapping[Node, Part], read: Read, singles: Mapping[Node, Any]
+    ) -> Iterator[tuple[Node, Callable[[], list[Any]]]]:
+        """Every node that a strip has, with what makes its rows, cut off from the nodes before it."""
+        strip = _Strip(self, self.demands(owned), read, singles)
+        for node in self.order:
+            if node in strip.demanded:
+                strip.cut_off(node)
+                yield node, partial(strip.make, node)
             strip.forget(self.last[node])
 
     def run_again(
@@ -171,12 +183,24 @@ class _Strip:
             return self.singles[argument]
         return map_arg(argument, self.singles.__getitem__)
 
-    def make(self, node: Node) -> None:
+    def make(self, node: Node) -> list[Any]:
         operator = self.work.operators.get(node)
         self.held[node] = [
             self.read(node, *part) if operator is None else operator.run(self, *part)
             for part in self.demanded[node]
         ]
+        return self.held[node]
+
+    def cut_off(self, node: Node) -> None:
+        """Have autograd begin at what the node reads."""
+        for source in node.all_input_nodes:
+            derives = source in self.work.streamed.differentiable
+
+            def cut(x: Tensor, derives: bool = derives) -> Tensor:
+                return x.detach().requires_grad_(derives and x.is_floating_point())
+
+            if source in self.held:
+                self.held[source] = tree_map_only(Tensor, cut, self.held[source])
 
     def forget(self, nodes: tuple[Node, ...]) -> None:
         for node in nodes:
