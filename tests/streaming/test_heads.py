@@ -136,3 +136,27 @@ def test_a_refusal_says_what_works(loss, change):
     step = StreamedStep(nn.Conv2d(3, 2, 3, padding=1).double(), loss, height=7)
     with pytest.raises(UnsupportedModelError, match=change):
         step(IMAGE, MASK)
+
+
+class Pyramid(nn.Module):
+    """A map, and one of a quarter of its rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.small = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        fine = self.body(x)
+        return fine, self.small(functional.max_pool2d(fine, 4))
+
+
+@pytest.mark.parametrize("options", [{"memory": "16MiB"}, {"height": 1}])
+@pytest.mark.parametrize("power", [0.5, 1.0])
+def test_strips_that_have_no_row_of_a_small_map(options, power):
+    torch.manual_seed(0)
+
+    def loss(output, _):
+        fine, small = (each.pow(2).mean() for each in output)
+        return fine.pow(power) + 3 * small.pow(power)
+
+    require_equal(Pyramid().double(), loss, IMAGE, LABEL, **options)

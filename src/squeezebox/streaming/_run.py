@@ -19,7 +19,7 @@ from squeezebox.streaming._rows import Part
 from squeezebox.streaming._spool import Store
 from squeezebox.streaming._stages import Stage
 from squeezebox.streaming._strip import Read
-from squeezebox.streaming._values import Values
+from squeezebox.streaming._values import Seeds, Values
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -41,7 +41,7 @@ class Run:
         self.room: Callable[[Stage, Sequence[int]], None] | None = None  # for a strip of these sizes
         self._given, self._context, self._store = read, context, store
         self._begun: list[tuple[Node, int, Part | None, Tensor]] = []
-        self._sloped: tuple[Stage, dict[Node, State]] | None = None
+        self._sloped: tuple[Stage, Seeds, dict[Node, State | None]] | None = None
 
     def begin(self, stage: Stage) -> None:
         """Before a stage's first strip."""
@@ -144,17 +144,22 @@ class Run:
         """The loss's derivative by an end's own rows, None if there is none."""
         if node not in self.streamed.reductions:
             return self._store.gradient(node, *part)
-        slope = self._slopes(stage).get(node)
+        slope = self._slope(stage, node)
         return None if slope is None else self.streamed.reductions[node].gradient(x, slope)
 
-    def _slopes(self, stage: Stage) -> dict[Node, State]:
-        """What the stage's strips need of the loss's derivatives by what its pass reduces."""
+    def _slope(self, stage: Stage, node: Node) -> State | None:
+        """What the stage's strips need of the loss's derivatives by a value that its pass reduces.
+
+        Found when a strip first has rows of it: of a small map a low strip may have none.
+        """
         if self._sloped is None or self._sloped[0] is not stage:
             with torch.no_grad():
-                slopes = {
-                    node: self.streamed.reductions[node].slope(self.states[node], seeds)
-                    for node, seeds in self.values.seeds(stage).items()
-                    if any(seed is not None for seed in seeds)
-                }
-            self._sloped = stage, slopes
-        return self._sloped[1]
+                self._sloped = stage, self.values.seeds(stage), {}
+        _, seeds, slopes = self._sloped
+        if node not in slopes:
+            own = seeds.get(node, ())
+            is_read = any(seed is not None for seed in own)
+            with torch.no_grad():
+                reduction = self.streamed.reductions[node]
+                slopes[node] = reduction.slope(self.states[node], own) if is_read else None
+        return slopes[node]
