@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from squeezebox.schema import OptionError, UnsupportedModelError
 from squeezebox.streaming import StreamedStep
+from squeezebox.streaming._reductions import Ranked
 from tests.streaming.test_exact import require_equal
 
 IMAGE, LABEL, MASK = torch.rand(1, 3, 48, 20).double(), torch.tensor([1]), torch.randint(3, (1, 48, 20))
@@ -125,9 +126,10 @@ def test_dropout_behind_pooling_draws_what_it_draws_for_the_whole_image(tmp_path
     [
         (lambda x, mask: x[:, 0][mask == 1].mean(), r"Write x\[mask\].mean\(\) as \(x \* mask\).sum\(\)"),
         (
-            lambda x, mask: x.flatten(2).topk(5, 2).values.mean(),
-            r"Write x.topk\(k\).values.sum\(\) as \(x \* \(x > bound\)\).sum\(\)",
+            lambda x, mask: x.flatten(2).gather(2, x.flatten(2).topk(5, 2).indices).mean(),
+            r"write x.gather\(dim, x.topk\(k, dim\).indices\) as x.topk\(k, dim\).values",
         ),
+        (lambda x, mask: x.flatten(2).max(2).values.mean(), r"Write x.max\(dim\).values as x.amax\(dim\)"),
         (lambda x, mask: x.flatten(2).sort(2).values[..., 0].sum(), "Take a loss without order"),
         (lambda x, mask: functional.dropout(x, 0.5).mean(), "Put Dropout behind the pooling"),
     ],
@@ -160,3 +162,35 @@ def test_strips_that_have_no_row_of_a_small_map(options, power):
         return fine.pow(power) + 3 * small.pow(power)
 
     require_equal(Pyramid().double(), loss, IMAGE, LABEL, **options)
+
+
+def ranked(x, largest):
+    return x.flatten(2).topk(5, 2, largest).values
+
+
+RANKED = {
+    "instances": lambda x: x.flatten(2).topk(9, 2).values.mean(2).square().sum(),
+    "both ends": lambda x: torch.cat([ranked(x, True), ranked(x, False)], 2).exp().sum(),
+    "hard pixels": lambda x: x.square().sum(1).flatten().topk(300).values.mean(),
+    "by rank": lambda x: (x.topk(4, 2).values * torch.arange(4.0).view(-1, 1)).sin().sum(),
+}
+
+
+@pytest.mark.parametrize("options", [{"height": 1}, {"height": 7, "axis": -1}, {"memory": "16MiB"}])
+@pytest.mark.parametrize("name", RANKED)
+def test_the_largest(name, options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1), nn.ReLU())
+    require_equal(model, lambda x, _: RANKED[name](x), IMAGE, LABEL, **options)
+
+
+@pytest.mark.parametrize("largest", [True, False])
+def test_equals_of_the_last_share_its_gradient(largest):
+    """Of three that equal the second of two chosen, each gets a third."""
+    best = Ranked(dim=1, count=2, largest=largest)
+    x = torch.tensor([[3.0, 1.0, 1.0, 0.0, 1.0]]) if largest else torch.tensor([[0.0, 1.0, 1.0, 5.0, 1.0]])
+    state = best.merge(best.merge(*map(best.partial, (x[:, :1], x[:, 1:2]))), best.partial(x[:, 2:]))
+    torch.testing.assert_close(state[0], x.topk(2, 1, largest).values)
+    slope = best.slope(state, (torch.tensor([[5.0, 6.0]]), None))
+    wanted = torch.tensor([[5.0, 2.0, 2.0, 0.0, 2.0]])
+    torch.testing.assert_close(best.gradient(x, slope), wanted)

@@ -99,19 +99,6 @@ def test_a_mask_that_chooses_is_refused_with_the_product_that_works(loss_fn):
     torch.testing.assert_close(found, loss_fn(model(image), mask).detach())
 
 
-def test_the_largest_are_refused_with_the_bound_that_works():
-    """The k largest of an image are those above a bound that a prediction gives."""
-    model, image, k = nn.Conv2d(2, 1, 3, padding=1), torch.randn(1, 2, 24, 10), 7
-    with pytest.raises(UnsupportedModelError, match=r"as \(x \* \(x > bound\)\).sum\(\), with a bound"):
-        StreamedStep(model, lambda output, _: output.flatten().topk(k).values.sum(), height=4)(image, None)
-    step = StreamedStep(model, lambda output, bound: (output * (output > bound)).sum(), height=4, axis=-2)
-    bound = step.predict(image).flatten().topk(k + 1).values[-2:].mean()
-    found, expected = step(image, bound), model(image).flatten().topk(k).values.sum()
-    torch.testing.assert_close(found, expected.detach())
-    gradient = torch.autograd.grad(expected, model.weight)[0]
-    torch.testing.assert_close(model.weight.grad, gradient, rtol=1e-5, atol=1e-5)
-
-
 def test_autocast_in_the_model_is_refused_with_the_cast_that_works():
     def cast(x):
         with torch.autocast("cpu", torch.bfloat16):

@@ -193,6 +193,69 @@ class LogSumExp:
         return gradient
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranked:
+    """The ``count`` largest or smallest elements in order, without their places.
+
+    Where more elements than are chosen equal the last of them, they share its gradient evenly.
+    """
+
+    dim: int
+    count: int
+    largest: bool
+
+    def partial(self, x: Tensor) -> State:
+        """The elements, and how many more equal the last."""
+        none = torch.zeros_like(x.narrow(self.dim, 0, 1), dtype=torch.int64)
+        return self._chosen(x, none)
+
+    def merge(self, first: State, second: State) -> State:
+        """Those of both."""
+        both = torch.cat([first[0], second[0]], self.dim)
+        last = self._last(self._of(both))
+        left = sum(more * (self._last(values) == last) for values, more in (first, second))
+        return self._chosen(both, left)
+
+    def finish(self, state: State) -> tuple[Tensor, Tensor]:
+        """The elements; nothing reads the places."""
+        return state[0], torch.zeros_like(state[0], dtype=torch.int64)
+
+    def slope(self, state: State, seeds: tuple[Tensor | None, ...]) -> State:
+        """The elements, the lowest first, and what each element that equals one of them gets."""
+        (values, more), seed = state, seeds[0]
+        assert seed is not None
+        seed = seed.narrow(self.dim, 0, values.shape[self.dim])  # of a strip that is measured alone
+        values, more, seed = (each.movedim(self.dim, -1) for each in (values, more, seed))
+        group = torch.zeros_like(values, dtype=torch.int64)
+        group[..., 1:] = (values[..., 1:] != values[..., :-1]).cumsum(-1)
+        counts = torch.zeros_like(group).scatter_add(-1, group, torch.ones_like(group))
+        counts.scatter_add_(-1, group[..., -1:], more)
+        shares = torch.zeros_like(seed).scatter_add(-1, group, seed) / counts.clamp(min=1)
+        found = values, shares.gather(-1, group)
+        return tuple((each.flip(-1) if self.largest else each).contiguous() for each in found)
+
+    def gradient(self, x: Tensor, slope: State) -> Tensor:
+        """To those who equal one of the elements."""
+        values, shares = slope
+        rows = x.movedim(self.dim, -1).contiguous()
+        place = torch.searchsorted(values, rows).clamp(max=values.shape[-1] - 1)
+        found = torch.where(values.gather(-1, place) == rows, shares.gather(-1, place), 0.0)
+        return found.to(x.dtype).movedim(-1, self.dim)
+
+    def _chosen(self, x: Tensor, left: Tensor) -> State:
+        """Of elements, and of ``left`` others that equal their last."""
+        values = self._of(x)
+        last = self._last(values)
+        equal = (x == last).sum(self.dim, keepdim=True) - (values == last).sum(self.dim, keepdim=True)
+        return values, equal + left
+
+    def _of(self, x: Tensor) -> Tensor:
+        return x.topk(min(self.count, x.shape[self.dim]), self.dim, self.largest).values
+
+    def _last(self, values: Tensor) -> Tensor:
+        return values.narrow(self.dim, values.shape[self.dim] - 1, 1)
+
+
 def _finite(largest: Tensor) -> Tensor:
     """Zero where there is nothing but minus infinity."""
     return largest.masked_fill(largest == -torch.inf, 0.0)
@@ -211,6 +274,8 @@ def reduction(call: Call) -> Reduction | None:
     shape = source.meta["val"].shape
     arguments = call.args[1] if len(call.args) > 1 else None
     named = call.node.kwargs.get("dim", arguments)
+    if call.target is _aten.topk.default:
+        named = call.args[2] if len(call.args) > 2 else -1
     dims = _dims(named if call.target not in _WHOLE else None, len(shape))
     if rows.dim not in dims:
         return None
@@ -248,6 +313,13 @@ def _logsumexp(call: Call, dims: tuple[int, ...], shape: tuple[int, ...]) -> Red
     return LogSumExp(dims=dims, keepdim=_keepdim(call), dtype=call.node.meta["val"].dtype)
 
 
+def _ranked(call: Call, dims: tuple[int, ...], shape: tuple[int, ...]) -> Reduction:
+    if any(user.args[1] == 1 and user.users for user in call.node.users):
+        raise call.refuse("the indices that it gives would be those within a strip")
+    largest = bool(call.args[3]) if len(call.args) > 3 else True
+    return Ranked(dim=dims[0], count=int(call.args[1]), largest=largest)
+
+
 _aten = torch.ops.aten
 _BUILDERS: dict[Any, Callable[[Call, tuple[int, ...], tuple[int, ...]], Reduction]] = {
     _aten.sum.default: _sum,
@@ -260,6 +332,7 @@ _BUILDERS: dict[Any, Callable[[Call, tuple[int, ...], tuple[int, ...]], Reductio
     _aten.amin.default: _smallest,
     _aten.max.default: _largest,
     _aten.min.default: _smallest,
+    _aten.topk.default: _ranked,
 }
 _WHOLE = (_aten.sum.default, _aten.mean.default, _aten.max.default, _aten.min.default)
 

@@ -169,8 +169,9 @@ _CHANGES = {
     ),
     "aten.max_pool3d_with_indices": "Write max_pool3d(x, 2) as max_pool2d(x.flatten(1, 2), 2).unflatten(1, "
     "x.shape[1:3]).unflatten(2, (-1, 2)).amax(3)",
-    "aten.topk": "Write x.topk(k).values.sum() as (x * (x > bound)).sum(), with a bound between the k-th "
-    "and the next largest of what predict() gives",
+    **dict.fromkeys(("aten.max", "aten.min"), "Write x.max(dim).values as x.amax(dim)"),
+    "aten.topk": "Its values stream, and its places do not: write x.gather(dim, x.topk(k, dim).indices) as "
+    "x.topk(k, dim).values",
     "aten.sort": "Take a loss without order, such as Dice or Jaccard in place of Lovasz",
     "aten.native_dropout": "Put Dropout behind the pooling, where there are no rows",
 }

@@ -66,7 +66,9 @@ class Values:
     def set(self, node: Node, value: Any) -> None:
         """Take over what was reduced."""
         trained = node in self._streamed.differentiable
-        leaves = tuple(each.detach().requires_grad_(trained) for each in as_tuple(value))
+        leaves = tuple(
+            each.detach().requires_grad_(trained and each.is_floating_point()) for each in as_tuple(value)
+        )
         self._reduced[node] = leaves
         self.known[node] = leaves[0] if isinstance(value, Tensor) else leaves
 
