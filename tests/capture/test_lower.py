@@ -35,8 +35,9 @@ def test_gradients_of_weights_come_first():
 
 def test_an_input_that_the_weight_s_gradient_is_computed_from_stays_before_it():
     def layer(x, weight, above):
+        out = x @ weight
         below = above @ weight.t()
-        return x @ weight, (x * below).t() @ above, below
+        return out, (x * below).t() @ above, below
 
     tensors = torch.randn(64, 32), torch.randn(32, 16), torch.randn(64, 16)
     _, nodes, plain, found = lowered(layer, tensors, 1)

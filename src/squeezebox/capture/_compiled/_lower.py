@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,12 +39,9 @@ def _weights_first(graph: fx.Graph, results: int) -> None:
             node = node.args[0]
         if isinstance(node, fx.Node) and node.target in _PRODUCTS:
             weights.append(node)
-    forward = _needed(outputs[:results])
-    products = [
-        node
-        for node in graph.nodes
-        if node.target in _PRODUCTS and node not in weights and node not in forward
-    ]
+    begun = max((place[node] for node in outputs[:results] if isinstance(node, fx.Node)), default=-1)
+    backward = [node for node in graph.nodes if place[node] > begun]
+    products = [node for node in backward if node.target in _PRODUCTS and node not in weights]
     for weight in weights:
         last, own = weight, _storages(weight)
         for node in products:
@@ -53,17 +49,6 @@ def _weights_first(graph: fx.Graph, results: int) -> None:
             if place[node] < place[weight] and later and own & _storages(node):
                 last.append(node)
                 last = node
-
-
-def _needed(nodes: Iterable[Any]) -> set[fx.Node]:
-    """These and all that they are computed from."""
-    stack, found = [node for node in nodes if isinstance(node, fx.Node)], set[fx.Node]()
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found
 
 
 def _storages(node: fx.Node) -> set[int]:
