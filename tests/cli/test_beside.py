@@ -28,7 +28,8 @@ def test_both_are_timed(models, own_cache, capfd, states):  # noqa: F811
     code, out, err = run(capfd, *STEP, "--budget", "100%", "--compiled", "--json", *states)
     assert (code, err) == (0, "")
     found = json.loads(out)["compiled"]
-    assert found["compiled_seconds"] > 0 and found["plan_seconds"] > 0 and found["refused"] == ""
+    assert found["plan_seconds"] > 0 and found["plain_seconds"] > 0
+    assert (found["compiled_seconds"] is None) == bool(found["refused"])  # by what this CPU's kernels take
     assert found["budget_bytes"] <= json.loads(out)["predicted_peak_bytes"]
 
 

@@ -8,6 +8,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,10 +76,11 @@ def beside_compiled(
     budget = plan.predicted_peak_bytes
     if not states and plan.peak is not None:
         budget -= plan.peak.parts.state_bytes
-    with progress("compiling within the same budget"), warnings.catch_warnings():
+    with progress("compiling within the same budget"), warnings.catch_warnings(), ExitStack() as ended:
         warnings.simplefilter("ignore", MemoryGrowthWarning)  # what matters here is time
         plain, planned, compiled = (TrainingStep(**step.load()) for _ in range(3))
-        squeezebox.attach(planned.model, optimizer=planned.optimizer, plan=plan)
+        session = squeezebox.attach(planned.model, optimizer=planned.optimizer, plan=plan)
+        ended.callback(session.detach)
         runs = {"plain": _trained(plain, plain.model), "plan": _trained(planned, planned.model)}
         options: dict[str, Any] = {}
         if states:
@@ -97,6 +99,7 @@ def beside_compiled(
         except (SqueezeboxError, torch._dynamo.exc.TorchDynamoException) as error:
             refused = str(error).strip().partition("\n")[0]
         else:
+            ended.callback(made.close)
             refused, runs["compiled"] = "", _trained(compiled, made)
         making = time.perf_counter() - begun
         seconds = _in_turn(runs)
