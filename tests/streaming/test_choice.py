@@ -20,6 +20,7 @@ from squeezebox.streaming._choice import Search
 from squeezebox.streaming._rates import Rates, measured_rates
 from tests.streaming.test_exact import TOLERANCE, worst
 from tests.streaming.test_memory import tensors_alone  # noqa: F401, a fixture
+from tests.streaming.test_spool import Residual
 
 PLANNER, STEP = "squeezebox.streaming._planner", "squeezebox.streaming._step"
 
@@ -36,23 +37,8 @@ def even_rates(monkeypatch):
     monkeypatch.setattr(f"{PLANNER}.measured_rates", even)
 
 
-class Residual(nn.Module):
-    """Two levels of batch normalisation, and a skip connection that crosses both."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, 8, 5, padding=2), nn.Conv2d(8, 8, 3, padding=1)
-        self.norms = nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm2d(8)])
-        self.head = nn.Conv2d(8, 2, 3, padding=1)
-
-    def forward(self, x):
-        x = self.norms[0](self.first(x))
-        y = self.norms[1](self.second(x.relu())).relu()
-        return self.head(torch.where(x > 0, x + y, y))
-
-
 torch.manual_seed(0)
-MODEL = Residual().double()
+MODEL = Residual(width=8).double()
 IMAGE, CLASSES = torch.randn(1, 3, 96, 24, dtype=torch.float64), torch.randint(0, 2, (1, 96, 24))
 TENSORS = 3 * 2 * 8 * 8 * 96 * 24  # bytes of those with gradients; a mask crosses too
 

@@ -21,11 +21,11 @@ from tests.streaming.test_exact import TOLERANCE, worst
 class Residual(nn.Module):
     """Two levels of batch normalisation, a skip connection that crosses both, and a mask of the first."""
 
-    def __init__(self):
+    def __init__(self, width=4):
         super().__init__()
-        self.first, self.second = nn.Conv2d(3, 4, 5, padding=2), nn.Conv2d(4, 4, 3, padding=1)
-        self.norms = nn.ModuleList([nn.BatchNorm2d(4), nn.BatchNorm2d(4)])
-        self.head = nn.Conv2d(4, 2, 3, padding=1)
+        self.first, self.second = nn.Conv2d(3, width, 5, padding=2), nn.Conv2d(width, width, 3, padding=1)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(width), nn.BatchNorm2d(width)])
+        self.head = nn.Conv2d(width, 2, 3, padding=1)
 
     def forward(self, x):
         x = self.norms[0](self.first(x))
