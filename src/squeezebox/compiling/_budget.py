@@ -111,19 +111,22 @@ class _Search:
     def next(self, tried: _Attempt, ran: Ran) -> Saving | None:
         """One that was not tried; None where all that are found were, and are above the budget."""
         saved = (tried.saving.choice or self._plain).saved
+        expected = self._joint.choice(saved, sys.maxsize).peak_bytes
         self._joint.learn(saved, ran)
-        besides = tried.peak_bytes - self._joint.choice(saved, sys.maxsize).peak_bytes
+        found = self._joint.choice(saved, sys.maxsize).peak_bytes
+        besides = tried.peak_bytes - found
         if not self._peaks and self._updating is not None:
             self.limit_bytes = self._budget_bytes - self._room(self._updating, saved, besides)
-        self._peaks[saved] = tried.peak_bytes
         limit = self.limit_bytes - besides
+        aim = limit - max(found - expected, 0) // 2 if self._peaks else limit  # the next may be as wrong
+        self._peaks[saved] = tried.peak_bytes
         while True:
-            choice = self._joint.search([*self._starts, saved], limit)
+            choice = self._joint.search([*self._starts, saved], aim)
             if choice.saved not in self._peaks:
                 return self._saving.chosen(choice)
             if choice.peak_bytes > limit:
                 return None
-            limit -= max(self._peaks[choice.saved] - self.limit_bytes, limit // 32)
+            aim -= max(self._peaks[choice.saved] - self.limit_bytes, aim // 32)
 
     def _room(self, updating: Updating, saved: frozenset[Any], besides: int) -> int:
         """Of the budget for the states: what takes the least time for them and the graph together."""
@@ -178,7 +181,7 @@ def _too_little(budget_bytes: int, least_bytes: int, best: _Attempt) -> BudgetEr
     copied = best.step.report().copied_bytes
     layout = f"call to(memory_format=torch.channels_last), which spares {human_bytes(copied)} of copies, or "
     return BudgetError(
-        f"the compiled step takes at least {human_bytes(least_bytes)}, when {choice.owner} runs, and the "
-        f"budget is {human_bytes(budget_bytes)}. Give that much, or a smaller batch, or "
+        f"the least compiled step that was found takes {human_bytes(least_bytes)}, when {choice.owner} runs, "
+        f"and the budget is {human_bytes(budget_bytes)}. Give that much, or a smaller batch, or "
         f"{layout if copied else ''}squeezebox.attach(budget=) the eager model: its plans move tensors away."
     )

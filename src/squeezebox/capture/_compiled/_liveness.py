@@ -59,9 +59,8 @@ class Errors(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def _reads(nodes, node, unpacked):
-    """What a node reads; where it is unpacked, none of it."""
-    first = nodes.starts[node]
-    return nodes.sources[first : first if unpacked else nodes.starts[node + 1]]
+    """Where in ``sources`` what a node reads is; where it is unpacked, none of it."""
+    return range(nodes.starts[node], nodes.starts[node if unpacked else node + 1])
 
 
 @njit(cache=True, nogil=True)
@@ -83,11 +82,13 @@ def order_of(nodes, saved):
             node = stack[top]
             order[length] = node
             length += 1
-            for source in _reads(nodes, node, saved[node] == PACKED):
+            for read in _reads(nodes, node, saved[node] == PACKED):
+                source = nodes.sources[read]
                 if not done[source] and not queued[source]:
                     queued[source], stack[top] = True, source
                     top += 1
-        order[first:length] = np.sort(order[first:length])
+        if length > first + 1:
+            order[first:length] = np.sort(order[first:length])
     return order[:length]
 
 
@@ -99,7 +100,8 @@ def _written(nodes, order, kept, packed, unpacked):
     for number in range(len(order) - 1, -1, -1):
         node = order[number]
         is_view, is_kernel = nodes.kind[node] == VIEW, nodes.kind[node] == KERNEL
-        for source in _reads(nodes, node, unpacked[node]):
+        for read in _reads(nodes, node, unpacked[node]):
+            source = nodes.sources[read]
             readers[source] = min(_MANY, readers[source] + (readers[node] if is_view else 1))
             outside[source] |= outside[node] if is_view else is_kernel
     written, reads = np.zeros(count, np.bool_), np.ones(count, np.int64)
@@ -108,8 +110,8 @@ def _written(nodes, order, kept, packed, unpacked):
             continue
         if nodes.kind[node] == FUSED or unpacked[node]:
             total = 0
-            for source in _reads(nodes, node, unpacked[node]):
-                total += reads[source]
+            for read in _reads(nodes, node, unpacked[node]):
+                total += reads[nodes.sources[read]]
             reads[node] = min(total, _MANY)
             several = readers[node] > 1 and (total > _READS or nodes.heavy[node])
             if not (several or outside[node] or kept[nodes.root[node]] or nodes.spent[node]):
@@ -138,7 +140,8 @@ def _use(nodes, order, there, kept, packed, unpacked):
         if unpacked[node]:
             changes[0] += nodes.packed[node]
             changes[max(until, number) + 1] -= nodes.packed[node]
-        for source in _reads(nodes, node, unpacked[node]):
+        for read in _reads(nodes, node, unpacked[node]):
+            source = nodes.sources[read]
             if within[source] and not written[source]:
                 reached[source] = max(reached[source], until)
             else:

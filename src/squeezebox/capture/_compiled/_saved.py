@@ -247,9 +247,12 @@ class Joint:
                 before = number, kernel
 
     def _flags(self, saved: Iterable[fx.Node | Packed]) -> Any:
-        flags = np.zeros(len(self._nodes), np.int8)
+        places: dict[bool, list[int]] = {False: [], True: []}
         for each in saved:
-            flags[self._places[_node_of(each)]] = PACKED if isinstance(each, Packed) else KEPT
+            places[isinstance(each, Packed)] += self._places[_node_of(each)]
+        flags = np.zeros(len(self._nodes), np.int8)
+        flags[np.array(places[False], np.int64)] = KEPT
+        flags[np.array(places[True], np.int64)] = PACKED
         return flags
 
     def _lowered(self, best: Choice, limit_bytes: int) -> Choice:
