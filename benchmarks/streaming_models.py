@@ -92,6 +92,7 @@ def losses() -> Iterator[Case]:
         "smp TverskyLoss": smp.TverskyLoss("multiclass"),
         "smp FocalLoss": smp.FocalLoss("multiclass"),
         "smp LovaszLoss": lambda found, mask: smp.LovaszLoss("multiclass")(found.float(), mask),
+        "smp LovaszLoss, binary": binary(smp.LovaszLoss("binary")),
         "smp SoftCrossEntropyLoss": smp.SoftCrossEntropyLoss(smooth_factor=0.1),
         "smp MCCLoss": binary(lambda found, mask: smp.MCCLoss()(found.sigmoid(), mask)),
         "smp SoftBCEWithLogitsLoss": binary(smp.SoftBCEWithLogitsLoss()),

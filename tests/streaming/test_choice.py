@@ -158,10 +158,11 @@ def test_a_disk_that_fails_or_fills_up_leads_to_recomputing():
 def test_a_checkpoint_in_memory_has_no_file_beside_it(tmp_path):
     with at_speed(1e-15):
         plan = streamed(checkpoint=tmp_path / "step").plan(IMAGE, CLASSES)
-        assert plan.disk_bytes > 0 == plan.kept_bytes
+        assert plan.disk_bytes > 0 == plan.kept_bytes and not plan.note
         if DiskFolder("/dev/shm", "").is_in_memory:
             plan = streamed(checkpoint=Path("/dev/shm/step")).plan(IMAGE, CLASSES)
             assert plan.disk_bytes == plan.kept_bytes == 0
+            assert "/dev/shm is in memory, so no file is made there" in str(plan)
 
 
 @pytest.mark.parametrize("seconds", [(1e-15, 1.0), (1.0, 1e-15)])

@@ -135,7 +135,7 @@ def test_dropout_behind_pooling_draws_what_it_draws_for_the_whole_image(tmp_path
     ],
 )
 def test_a_refusal_says_what_works(loss, change):
-    step = StreamedStep(nn.Conv2d(3, 2, 3, padding=1).double(), loss, height=7)
+    step = StreamedStep(nn.Conv2d(3, 2, 3, padding=1).double(), loss, memory="1KiB")
     with pytest.raises(UnsupportedModelError, match=change):
         step(IMAGE, MASK)
 
@@ -189,8 +189,9 @@ def test_equals_of_the_last_share_its_gradient(largest):
     """Of three that equal the second of two chosen, each gets a third."""
     best = Ranked(dim=1, count=2, largest=largest)
     x = torch.tensor([[3.0, 1.0, 1.0, 0.0, 1.0]]) if largest else torch.tensor([[0.0, 1.0, 1.0, 5.0, 1.0]])
-    state = best.merge(best.merge(*map(best.partial, (x[:, :1], x[:, 1:2]))), best.partial(x[:, 2:]))
+    state = best.partial(x[:, :1], 0)
+    state = best.merge(best.merge(state, best.partial(x[:, 1:2], 1)), best.partial(x[:, 2:], 2))
     torch.testing.assert_close(state[0], x.topk(2, 1, largest).values)
     slope = best.slope(state, (torch.tensor([[5.0, 6.0]]), None))
     wanted = torch.tensor([[5.0, 2.0, 2.0, 0.0, 2.0]])
-    torch.testing.assert_close(best.gradient(x, slope), wanted)
+    torch.testing.assert_close(best.gradient(x, slope, 0), wanted)

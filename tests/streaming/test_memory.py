@@ -167,8 +167,8 @@ def test_what_has_no_rows_counts(network, memory):
 
 
 def test_too_little_memory_for_what_has_no_rows_is_said_with_numbers():
-    step = StreamedStep(has_a_large_head(), lambda output, _: output.square().mean(), memory="7.5MiB")
-    with pytest.raises(BudgetError, match=r"values without rows .* need 8.00 MiB, more than the 7.50 MiB"):
+    step = StreamedStep(has_a_large_head(), lambda output, _: output.square().mean(), memory="6.5MiB")
+    with pytest.raises(BudgetError, match=r"values without rows .* need 7.00 MiB, more than the 6.50 MiB"):
         step(torch.randn(1, 3, 1024, 64), None)
 
 

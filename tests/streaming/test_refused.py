@@ -65,7 +65,7 @@ def test_refused(name):
     model = nn.Sequential()
     model.add_module("before", nn.Conv2d(2, 2, 1))
     model.add_module(name, module)
-    step = StreamedStep(model, lambda output, _: output.mean(), height=4, axis=-2)
+    step = StreamedStep(model, lambda output, _: output.mean(), memory="1KiB", axis=-2)
     with pytest.raises(UnsupportedModelError, match=f"module '{name}.*{why}"):
         step(torch.randn(1, 2, 12, 10), None)
     assert model.before.weight.grad is None
@@ -90,7 +90,7 @@ def test_a_model_that_cannot_be_traced():
 def test_a_mask_that_chooses_is_refused_with_the_product_that_works(loss_fn):
     model, image, mask = nn.Conv2d(2, 1, 1), torch.randn(1, 2, 12, 10), torch.rand(1, 1, 12, 10) > 0.5
     with pytest.raises(UnsupportedModelError, match=r"Write x\[mask\].mean\(\) as \(x \* mask\).sum\(\)"):
-        StreamedStep(model, loss_fn, height=4, axis=-2)(image, mask)
+        StreamedStep(model, loss_fn, memory="512B", axis=-2)(image, mask)
 
     def rewritten(output, mask):
         return (output * mask).sum() / mask.sum()
@@ -144,7 +144,7 @@ def test_a_height_may_be_any_whole_number():
 def test_pooling_in_three_dimensions_is_refused_with_what_to_write():
     volume, pooled = torch.rand(1, 3, 4, 12, 10), nn.Sequential(nn.Conv3d(3, 2, 1), nn.MaxPool3d(2))
     with pytest.raises(UnsupportedModelError, match=r"Write max_pool3d\(x, 2\) as max_pool2d"):
-        StreamedStep(pooled, lambda output, _: output.mean(), height=4)(volume, None)
+        StreamedStep(pooled, lambda output, _: output.mean(), memory="1KiB")(volume, None)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ class Fitting:
             kept_bytes=content.kept_bytes,
             rowless_bytes=None if rowless is None else rowless.total_bytes,
             stages=stages,
+            gathered=prepared.streamed.gathered_bytes,
         )
 
     def rehearsed(self) -> Peak:

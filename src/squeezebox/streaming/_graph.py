@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from squeezebox.streaming._reductions import Reduction, Sum, reduction
+from squeezebox.reports import human_bytes
+from squeezebox.schema import UnsupportedModelError
+from squeezebox.streaming._reductions import Gathered, Reduction, Sum, reduction
 from squeezebox.streaming._resampling import RESAMPLED
-from squeezebox.streaming._rows import Call, Operator, Part, Rows, refusal
+from squeezebox.streaming._rows import Call, Operator, Part, Rows, place_of, refusal
 from squeezebox.streaming._rowwise import ROWWISE, elementwise, named_dims
 from squeezebox.streaming._trace import DETACHED, Program
 from squeezebox.streaming._windows import (
@@ -26,7 +28,7 @@ from squeezebox.streaming._windows import (
     sliced,
     unshuffled,
 )
-from squeezebox.streaming._written import written
+from squeezebox.streaming._written import gather, written
 
 _aten = torch.ops.aten
 _RULES: Mapping[Any, Callable[[Call], Operator]] = {
@@ -135,6 +137,21 @@ class Streamed:
             node = self.source(node)
         return node
 
+    @property
+    def gathered(self) -> list[Node]:
+        """The reductions that are all rows, which some operator needs at once."""
+        return [node for node, each in self.reductions.items() if isinstance(each, Gathered)]
+
+    @property
+    def gathered_bytes(self) -> dict[str, int]:
+        """Bytes of these, by operator and module."""
+        found = dict[str, int]()
+        for node in self.gathered:
+            user = next(iter(node.users))
+            name = f"{user.target} of {place_of(user)}"
+            found[name] = found.get(name, 0) + nbytes_of(node)
+        return found
+
     def reduced_in(self, number: int) -> list[Node]:
         """The reductions of a pass."""
         return [node for node in self.reductions if self.pass_of(node) == number]
@@ -180,7 +197,8 @@ def parts(
 ) -> tuple[dict[Node, Operator], dict[Node, Reduction]] | None:
     """Operators and reductions of nodes; adds to ``rows`` what the operators make.
 
-    None where an operator has been written as others, so that the nodes are not what they were.
+    None where an operator has been written as others, or gets all rows at once, so that the nodes are not
+    what they were.
     """
     operators: dict[Node, Operator] = {}
     reductions: dict[Node, Reduction] = {}
@@ -193,12 +211,17 @@ def parts(
             continue
         if write and written(call):
             return None
-        found = reduction(call) if len(call.inputs) == 1 else None
-        if found is not None:
-            reductions[node] = found
+        try:
+            found = (reduction(call) if len(call.inputs) == 1 else None) or _operator(call, nodes)
+        except UnsupportedModelError as error:
+            if not write:
+                raise
+            gather(call, error)
+            return None
+        if isinstance(found, Operator):
+            operators[node], rows[node] = found, found.rows
         else:
-            operators[node] = operator = _operator(call, nodes)
-            rows[node] = operator.rows
+            reductions[node] = found
     return operators, reductions
 
 
@@ -209,6 +232,8 @@ def with_across(streamed: Streamed, axis: int, kept: frozenset[Node]) -> Streame
         UnsupportedModelError: an operator cannot be streamed along it, or only one of the axes is left
             somewhere, or both are merged into one where ``kept`` or given.
     """
+    for node in streamed.gathered:
+        raise refusal(next(iter(node.users)), "it needs all rows at once, and tiles have parts of them")
     across = analyse(streamed.program, axis, write=False)
     for node in streamed.program.graph.nodes:
         both = [each.rows[node] for each in (streamed, across) if node in each.rows]
@@ -217,6 +242,28 @@ def with_across(streamed: Streamed, axis: int, kept: frozenset[Node]) -> Streame
         if (node in kept or node in streamed.maps) and any(rows.merged for rows in both):
             raise refusal(node, "it merges the image's two axes, and tiles need them apart")
     return replace(streamed, across=across)
+
+
+def require_gathered(streamed: Streamed, most_bytes: int, of: str) -> None:
+    """Raise UnsupportedModelError where what is needed at once takes more than these bytes ``of`` something.
+
+    That is all that is gathered, and the largest value that is computed of it.
+    """
+    gathered = streamed.gathered
+    nbytes = sum(map(nbytes_of, gathered)) + max(map(nbytes_of, streamed.single), default=0)
+    if gathered and nbytes > most_bytes:
+        raise UnsupportedModelError(
+            f"{max(gathered, key=nbytes_of).meta['why']} With all rows at once it would take "
+            f"{human_bytes(nbytes)}, more than {human_bytes(most_bytes)}, half of {of}."
+        )
+
+
+def nbytes_of(node: Node) -> int:
+    """Of the node's tensors whose size is known."""
+    value = node.meta.get("val")
+    tensors = value if isinstance(value, tuple | list) else [value]
+    sizes = [each.numel() * each.element_size() for each in tensors if isinstance(each, Tensor)]
+    return sum(size for size in sizes if isinstance(size, int))
 
 
 def is_linear(streamed: Streamed, last: int) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from squeezebox.reports import human_bytes
 from squeezebox.schema import BudgetError
@@ -57,7 +57,8 @@ class StreamPlan:
 
     ``disk_bytes`` and ``kept_bytes`` are what passes hand on, on disk or in memory. ``rowless_bytes`` is what
     has no rows at its highest moment, between passes: gradients, and what is computed of whole images, such
-    as a classifier's head. It is measured, and None where the height was given.
+    as a classifier's head. It is measured, and None where the height was given. ``gathered`` are bytes of
+    what has all rows there, by the operator that needs them at once. ``note`` says why no file is made.
     """
 
     axis: int
@@ -67,6 +68,8 @@ class StreamPlan:
     kept_bytes: int
     rowless_bytes: int | None
     stages: tuple[StripPlan, ...]
+    gathered: Mapping[str, int] = field(default_factory=dict)
+    note: str = ""
 
     @property
     def seconds(self) -> float | None:
@@ -93,11 +96,15 @@ class StreamPlan:
             lines.append(f"  predicted: {self.seconds:.2f} s")
         if self.rowless_bytes is not None:
             lines.append(f"  gradients and values without rows: at most {human_bytes(self.rowless_bytes)}")
+        if self.gathered:
+            most = max(self.gathered, key=self.gathered.__getitem__)
+            total = human_bytes(sum(self.gathered.values()))
+            lines.append(f"  of these, with all rows at once: {total}, most for {most}")
         if self.disk_bytes:
             lines.append(f"  stored on disk: {human_bytes(self.disk_bytes)}")
         if self.kept_bytes:
             lines.append(f"  kept in memory from one pass to the next: {human_bytes(self.kept_bytes)}")
-        return "\n".join(lines)
+        return "\n".join([*lines, f"  {self.note}"] if self.note else lines)
 
 
 def fitting_height(
@@ -140,7 +147,7 @@ def _predicted(best: tuple[int, int], other: tuple[int, int], room: int) -> int:
     """The height that should fit, by the straight line through two peaks, or twice a safe one."""
     slope = max((best[1] - other[1]) / (best[0] - other[0]), 1.0)
     aim = room * (_SHARE if best[1] > room / 4 else _FIRST)
-    safe = best[0] * max(2.0, aim / best[1])
+    safe = best[0] * max(2.0, aim / max(best[1], 1))
     return max(math.floor(min(best[0] + (aim - best[1]) / slope, safe)), 1)
 
 

@@ -48,7 +48,17 @@ class Planner:
             OptionError: torch's profiler is active.
         """
         with torch.random.fork_rng([prepared.device] if prepared.device.type == "cuda" else []):
-            return self._plan(prepared, files)
+            ways, plan = self._plan(prepared, files)
+        return ways, replace(plan, note=self._note(plan))
+
+    def _note(self, plan: StreamPlan) -> str:
+        """Why nothing is in a file that might be."""
+        folder = self.folder
+        recomputes = any(stage.recomputed_bytes for stage in plan.stages)
+        if folder is None or self.memory_bytes is None or not (recomputes and folder.is_in_memory):
+            return ""
+        change = "lay checkpoint= on a disk" if self.is_journalled else "name a folder on a disk by spool="
+        return f"{folder.path} is in memory, so no file is made there and more is recomputed; {change}"
 
     def _plan(self, prepared: Prepared, files: bool) -> tuple[Ways, StreamPlan]:
         crossing = prepared.streamed.crossing()

@@ -104,7 +104,9 @@ def _strip(prepared: Prepared, height: int) -> _Seen:
                 seconds, _ = _timed(prepared, x.clone)
                 seen.copying[node] = seconds / max(x.numel() * x.element_size(), 1)
             for end in streamed.reductions.keys() & owned.keys() & {*work.ended.get(node, ())}:
-                seen.ahead[end], _ = _timed(prepared, partial(streamed.reductions[end].partial, x))
+                seen.ahead[end], _ = _timed(
+                    prepared, partial(streamed.reductions[end].partial, x, owned[end][0])
+                )
                 seen.elements[end] = x.numel()
     return seen
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from squeezebox.streaming._rows import Call
+from squeezebox.streaming._rows import Call, Rows
 
 State = tuple[Any, ...]
 """Tensors, and counts."""
@@ -23,8 +23,8 @@ State = tuple[Any, ...]
 class Reduction(Protocol):
     """A reduction over the streamed axis, and maybe others."""
 
-    def partial(self, x: Tensor) -> State:
-        """The state of one strip."""
+    def partial(self, x: Tensor, start: int) -> State:
+        """The state of one strip, whose first row is ``start``."""
 
     def merge(self, first: State, second: State) -> State:
         """The state of both."""
@@ -35,8 +35,8 @@ class Reduction(Protocol):
     def slope(self, state: State, seeds: tuple[Tensor | None, ...]) -> State:
         """What ``gradient`` needs of the loss's derivatives by the values, of which one at least is known."""
 
-    def gradient(self, x: Tensor, slope: State) -> Tensor:
-        """The loss's derivative by a strip ``x``."""
+    def gradient(self, x: Tensor, slope: State, start: int) -> Tensor:
+        """The loss's derivative by a strip ``x``, whose first row is ``start``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class Sum:
     scale: float
     dtype: torch.dtype
 
-    def partial(self, x: Tensor) -> State:
+    def partial(self, x: Tensor, start: int) -> State:
         """The sum, in double precision across strips."""
         total = x.sum(self.dims, keepdim=self.keepdim)
         return (total.double() if total.is_floating_point() else total,)
@@ -68,7 +68,7 @@ class Sum:
         assert seed is not None
         return (_kept(seed * self.scale, self.dims, self.keepdim),)
 
-    def gradient(self, x: Tensor, slope: State) -> Tensor:
+    def gradient(self, x: Tensor, slope: State, start: int) -> Tensor:
         """The slope."""
         gradient: Tensor = slope[0].to(x.dtype).expand_as(x)
         return gradient
@@ -83,7 +83,7 @@ class Moments:
     correction: float
     dtype: torch.dtype
 
-    def partial(self, x: Tensor) -> State:
+    def partial(self, x: Tensor, start: int) -> State:
         """Count, mean, and sum of squared deviations."""
         variance, mean = torch.var_mean(x, self.dims, correction=0, keepdim=True)
         count = x.numel() // variance.numel()
@@ -113,7 +113,7 @@ class Moments:
         found = mean, 2.0 * by_variance / (count - self.correction), by_mean / count
         return tuple(each.to(self.dtype) for each in found)
 
-    def gradient(self, x: Tensor, slope: State) -> Tensor:
+    def gradient(self, x: Tensor, slope: State, start: int) -> Tensor:
         """2 (x - mean) / (n - correction) of the variance's derivative, 1 / n of the mean's."""
         mean, by_square, by_mean = slope
         return torch.addcmul(by_mean, x - mean, by_square)
@@ -127,7 +127,7 @@ class Extreme:
     keepdim: bool
     largest: bool
 
-    def partial(self, x: Tensor) -> State:
+    def partial(self, x: Tensor, start: int) -> State:
         """The element, and how many equal it."""
         value = x.amax(self.dims, keepdim=True) if self.largest else x.amin(self.dims, keepdim=True)
         return value, (x == value).sum(self.dims, keepdim=True)
@@ -148,7 +148,7 @@ class Extreme:
         assert seed is not None
         return state[0], _kept(seed, self.dims, self.keepdim) / state[1]
 
-    def gradient(self, x: Tensor, slope: State) -> Tensor:
+    def gradient(self, x: Tensor, slope: State, start: int) -> Tensor:
         """To those who equal it."""
         value, share = slope
         gradient: Tensor = (x == value) * share
@@ -163,7 +163,7 @@ class LogSumExp:
     keepdim: bool
     dtype: torch.dtype
 
-    def partial(self, x: Tensor) -> State:
+    def partial(self, x: Tensor, start: int) -> State:
         """The largest element, and the sum of exponentials of what others are below it."""
         largest = x.amax(self.dims, keepdim=True).double()
         return largest, (x - _finite(largest).to(x.dtype)).exp().sum(self.dims, keepdim=True).double()
@@ -186,7 +186,7 @@ class LogSumExp:
         whole = _finite(state[0]) + state[1].log()
         return whole.to(self.dtype), _kept(seed, self.dims, self.keepdim)
 
-    def gradient(self, x: Tensor, slope: State) -> Tensor:
+    def gradient(self, x: Tensor, slope: State, start: int) -> Tensor:
         """The seed times softmax."""
         whole, seed = slope
         gradient: Tensor = (x - whole).exp() * seed
@@ -204,7 +204,7 @@ class Ranked:
     count: int
     largest: bool
 
-    def partial(self, x: Tensor) -> State:
+    def partial(self, x: Tensor, start: int) -> State:
         """The elements, and how many more equal the last."""
         none = torch.zeros_like(x.narrow(self.dim, 0, 1), dtype=torch.int64)
         return self._chosen(x, none)
@@ -234,7 +234,7 @@ class Ranked:
         found = values, shares.gather(-1, group)
         return tuple((each.flip(-1) if self.largest else each).contiguous() for each in found)
 
-    def gradient(self, x: Tensor, slope: State) -> Tensor:
+    def gradient(self, x: Tensor, slope: State, start: int) -> Tensor:
         """To those who equal one of the elements."""
         values, shares = slope
         rows = x.movedim(self.dim, -1).contiguous()
@@ -256,6 +256,49 @@ class Ranked:
         return values.narrow(self.dim, values.shape[self.dim] - 1, 1)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gathered:
+    """All rows as they are, for what needs them at once."""
+
+    rows: Rows
+    shape: tuple[int, ...]
+
+    def partial(self, x: Tensor, start: int) -> State:
+        """The rows, and where they begin."""
+        return x, start
+
+    def merge(self, first: State, second: State) -> State:
+        """All rows so far, in a tensor of the whole shape."""
+        whole: Tensor = first[0]
+        if whole.shape != self.shape:
+            whole = whole.new_empty(self.shape)
+            self._part(whole, *first).copy_(self.rows.apart(first[0]))
+        self._part(whole, *second).copy_(self.rows.apart(second[0]))
+        return whole, 0
+
+    def finish(self, state: State) -> Tensor:
+        """The tensor."""
+        whole: Tensor = state[0]
+        return whole
+
+    def slope(self, state: State, seeds: tuple[Tensor | None, ...]) -> State:
+        """The loss's derivative by all rows."""
+        return seeds
+
+    def gradient(self, x: Tensor, slope: State, start: int) -> Tensor:
+        """That by a strip's own."""
+        return self._part(slope[0], x, start).reshape(x.shape)
+
+    def _part(self, whole: Tensor, x: Tensor, start: int) -> Tensor:
+        apart = self.rows.apart(whole)
+        return apart.narrow(self.rows.dim + 1, start, self.rows.apart(x).shape[self.rows.dim + 1])
+
+
+def gathered(x: Tensor) -> Tensor:
+    """The operator in a graph that :class:`Gathered` is."""
+    return x
+
+
 def _finite(largest: Tensor) -> Tensor:
     """Zero where there is nothing but minus infinity."""
     return largest.masked_fill(largest == -torch.inf, 0.0)
@@ -268,10 +311,12 @@ def reduction(call: Call) -> Reduction | None:
         UnsupportedModelError: it takes only a part of a merged axis away (never so for what views make).
     """
     build = _BUILDERS.get(call.target)
-    if build is None:
+    if build is None and call.target is not gathered:
         return None
     ((source, rows),) = call.inputs.items()
     shape = source.meta["val"].shape
+    if build is None:
+        return Gathered(rows=rows, shape=tuple(shape))
     arguments = call.args[1] if len(call.args) > 1 else None
     named = call.node.kwargs.get("dim", arguments)
     if call.target is _aten.topk.default:

@@ -146,16 +146,20 @@ def shape_of(node: Node) -> tuple[int, ...]:
 
 def refusal(node: Node, why: str) -> UnsupportedModelError:
     """The error that names operator, module and reason."""
+    change = _CHANGES.get(str(getattr(node.target, "overloadpacket", "")), "Change it")
+    return UnsupportedModelError(
+        f"{place_of(node)} cannot be streamed exactly: {node.target} ({why}). {change}, or train on smaller "
+        "images without StreamedStep."
+    )
+
+
+def place_of(node: Node) -> str:
+    """The module that a node is of, or the loss, in words."""
     stack = [*(node.meta.get("nn_module_stack") or {}).values()]
     path = str(stack[-1][0]) if stack else ""
     path = path.removeprefix("model.") if path not in ("", "model") else path
     kind = str(stack[-1][1]).rpartition(".")[2] if stack else ""
-    where = f"module '{path}' ({kind})" if path else "the loss"
-    change = _CHANGES.get(str(getattr(node.target, "overloadpacket", "")), "Change it")
-    return UnsupportedModelError(
-        f"{where} cannot be streamed exactly: {node.target} ({why}). {change}, or train on smaller images "
-        "without StreamedStep."
-    )
+    return f"module '{path}' ({kind})" if path else "the loss"
 
 
 _CHANGES = {

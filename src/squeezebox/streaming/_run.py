@@ -75,7 +75,7 @@ class Run:
         if stage.reduces:
             with torch.no_grad():
                 for node, x in made.items():
-                    self._add(node, x)
+                    self._add(node, owned[node][0], x)
         self._derive(stage, made, {node: (*part, columns.get(node)) for node, part in owned.items()})
 
     def end(self, stage: Stage, is_last_ahead: bool) -> None:
@@ -111,13 +111,13 @@ class Run:
 
     def _keep(self, node: Node, start: int, columns: Part | None, x: Tensor) -> None:
         if node in self.streamed.reductions:
-            self._add(node, x)
+            self._add(node, start, x)
         else:
             self._store.write(node, start, x, columns)
 
-    def _add(self, node: Node, x: Tensor) -> None:
+    def _add(self, node: Node, start: int, x: Tensor) -> None:
         reduction = self.streamed.reductions[node]
-        partial = reduction.partial(x.detach())
+        partial = reduction.partial(x.detach(), start)
         self.states[node] = reduction.merge(self.states[node], partial) if node in self.states else partial
 
     def _derive(
@@ -145,7 +145,7 @@ class Run:
         if node not in self.streamed.reductions:
             return self._store.gradient(node, *part)
         slope = self._slope(stage, node)
-        return None if slope is None else self.streamed.reductions[node].gradient(x, slope)
+        return None if slope is None else self.streamed.reductions[node].gradient(x, slope, part[0])
 
     def _slope(self, stage: Stage, node: Node) -> State | None:
         """What the stage's strips need of the loss's derivatives by a value that its pass reduces.

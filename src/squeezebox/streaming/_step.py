@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from squeezebox.memory import (
     Ceiling,
     DiskFolder,
+    free_bytes,
     freed_kept,
     nameless_file,
     require_imports,
@@ -29,7 +30,7 @@ from squeezebox.schema import OptionError, OutputError, UnsupportedModelError
 from squeezebox.streaming._choice import NOTHING
 from squeezebox.streaming._files import from_file
 from squeezebox.streaming._given import derivable, require_image, require_modes, scaled
-from squeezebox.streaming._graph import Streamed, analyse, with_across
+from squeezebox.streaming._graph import Streamed, analyse, require_gathered, with_across
 from squeezebox.streaming._journal import kept_file
 from squeezebox.streaming._outputs import Onto, Outputs, writable
 from squeezebox.streaming._plan import StreamPlan
@@ -53,7 +54,8 @@ class StreamedStep:
     loss, and updates batch normalisation's running values once. Model and loss are traced once for each
     shape, as one graph; every strip reads the rows around that the graph makes it depend on. Sums, means,
     moments and extremes over the image, in the model or in the loss, take a pass over the image first
-    wherever later operators need them.
+    wherever later operators need them. What needs all pixels at once, such as self-attention or sorting, gets
+    the whole map that it reads, if that takes at most half of ``memory``.
 
     Gradients are added when the step is complete: an exception leaves parameters and buffers as they were.
     Hooks on parameters are not called, and those on modules only while they are traced. The gradient by the
@@ -349,7 +351,9 @@ class StreamedStep:
             # A session leaves forwards without gradient alone, and whatever is within them.
             with torch.no_grad(), self._context() if self._context else nullcontext(), torch.enable_grad():
                 program = trace(whole, aim, forms[0], forms[1], self._device)
-            self._known[key] = self._with_across(analyse(program, axis), axis)
+            streamed = analyse(program, axis)
+            self._require_gathered(streamed)
+            self._known[key] = self._with_across(streamed, axis)
         streamed = self._known[key]
         leaves = pytree.tree_leaves(target)
         given = {streamed.program.image: image}
@@ -362,6 +366,12 @@ class StreamedStep:
             given=given,
             device=self._device,
         )
+
+    def _require_gathered(self, streamed: Streamed) -> None:
+        if self._memory_bytes is not None:
+            require_gathered(streamed, self._memory_bytes // 2, "memory=")
+        else:
+            require_gathered(streamed, free_bytes(self._device) // 2, "the memory that is free")
 
     def _with_across(self, streamed: Streamed, axis: int) -> Streamed:
         """With the other axis too, where tiles are wanted, or may be of use and are possible."""

@@ -5,9 +5,11 @@ The moments are reductions like any other then, and so are their gradients.
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -247,9 +249,23 @@ def trace(whole: Whole, aim: Aim, image: Tensor, target: Any, device: torch.devi
     except Exception as error:  # noqa: BLE001  whatever the model's own code raises while it is traced
         raise UnsupportedModelError(
             f"torch.export cannot trace {type(whole.model).__name__}{' and its loss' * aim.derives} for an "
-            f"image of {tuple(image.shape)}, so it cannot be streamed: {type(error).__name__}: {error}"
+            f"image of {tuple(image.shape)}, so it cannot be streamed: {_said(error)}"
         ) from error
     return _program(exported, whole, aim)
+
+
+def _said(error: Exception) -> str:
+    """What torch.export says; in fewer words where the model's code decides by values that are not known."""
+    if type(error).__name__ != "GuardOnDataDependentSymNode":
+        return f"{type(error).__name__}: {error}"
+    libraries = str(Path(torch.__file__).parent), str(Path(__file__).parent)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(libraries)]
+    where = f"{Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name}," if own else "it"
+    return (
+        f"{where} decides by values of the image or the target. Write `if` as torch.where, and make each "
+        "mask once: inside = mask > 0, then output[inside] and mask[inside]."
+    )
 
 
 class _KnownNumbers(TorchFunctionMode):

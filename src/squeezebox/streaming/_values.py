@@ -37,6 +37,7 @@ class Values:
         self.known: dict[Node, Any] = {**self._leaves, **targets}
         self._reduced: dict[Node, tuple[Tensor, ...]] = {}
         self._read_by: tuple[Stage, dict[Node, Any]] | None = None
+        self._single, self._forgotten = {*streamed.single}, set[Node]()
         self.compute()
 
     @property
@@ -73,8 +74,12 @@ class Values:
         self.known[node] = leaves[0] if isinstance(value, Tensor) else leaves
 
     def compute(self) -> None:
-        """Compute whatever can be computed by now."""
-        self._fill(self.known)
+        """Compute whatever can be computed by now, and forget what nothing reads any more."""
+        for node in self._fill(self.known):
+            for source in self._single.intersection(node.all_input_nodes):
+                if not self._is_read(source):
+                    self._forgotten.add(source)
+                    self.known.pop(source, None)
 
     def for_strips(self, stage: Stage) -> dict[Node, Any]:
         """What the stage's strips read that has no rows."""
@@ -156,19 +161,30 @@ class Values:
             values[node] = torch.zeros(
                 val.shape, dtype=val.dtype, device=val.device, requires_grad=val.is_floating_point()
             )
-        self._fill(values)
+        for _ in self._fill(values):
+            pass
         return values
 
-    def _fill(self, values: dict[Node, Any]) -> None:
-        """Compute whatever has no rows and can be computed."""
-        with torch.enable_grad():
-            for node in self._streamed.single:
-                if node not in values and all(each in values for each in node.all_input_nodes):
-                    arguments, keywords = (
-                        map_arg(each, lambda inner: values[inner]) for each in (node.args, node.kwargs)
-                    )
+    def _fill(self, values: dict[Node, Any]) -> Iterator[Node]:
+        """Compute whatever has no rows and can be computed; gives each node that was."""
+        for node in self._streamed.single:
+            new = node not in values and node not in self._forgotten
+            if new and all(each in values for each in node.all_input_nodes):
+                arguments, keywords = (
+                    map_arg(each, lambda inner: values[inner]) for each in (node.args, node.kwargs)
+                )
+                with torch.enable_grad():
                     value = run_node(node, arguments, keywords)
-                    values[node] = value.detach() if node.target is DETACHED else value
+                values[node] = value.detach() if node.target is DETACHED else value
+                yield node
+
+    def _is_read(self, node: Node) -> bool:
+        """Whether something needs the value later: an output, or what has not been computed yet."""
+        program = self._streamed.program
+        if node in program.outputs or node in program.mutations:
+            return True
+        users = [user for user in node.users if user in self._streamed.level]
+        return not all(user in self.known or user in self._forgotten for user in users)
 
     def _for_strip(self, node: Node) -> Any:
         value = self.known[node]

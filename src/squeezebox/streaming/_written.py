@@ -2,6 +2,7 @@
 
 It is done in the traced graph, where the streamed axis is known: softmax as exp(x - logsumexp), products that
 sum over pixels, norms, adaptive pooling to a few bins, pooling over all there is, and windows over channels.
+What cannot be written so gets all rows at once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from squeezebox.schema import UnsupportedModelError
+from squeezebox.streaming._reductions import gathered
 from squeezebox.streaming._rows import Call, Rows
 
 _aten = torch.ops.aten
@@ -24,6 +27,15 @@ def written(call: Call) -> bool:
     """Whether the node has become others, of which every one can be streamed."""
     write = _WRITERS.get(call.target)
     return write is not None and write(call)
+
+
+def gather(call: Call, why: UnsupportedModelError) -> None:
+    """Give the node all rows at once of what it reads; ``why`` is what to say where they are too many."""
+    for source in call.inputs:
+        known = next((each for each in source.users if each.target is gathered), None)
+        whole = known or _add(call.node, gathered, source)
+        whole.meta.setdefault("why", why)
+        call.node.replace_input_with(source, whole)
 
 
 def _add(place: Node, target: Any, *arguments: Any, **keywords: Any) -> Node:
