@@ -9,6 +9,7 @@ import squeezebox
 from squeezebox.schema import UnsupportedModelError
 from squeezebox.streaming import BagStep, StreamedStep
 from tests.streaming.test_exact import require_equal
+from tests.streaming.test_memory import peak_of, tensors_alone  # noqa: F401, a fixture
 
 IMAGE, MASK = torch.rand(2, 3, 48, 20).double(), torch.randint(2, (2, 1, 48, 20)).double()
 
@@ -127,6 +128,22 @@ def test_the_plan_says_what_is_there_at_once_and_memory_holds():
     assert "with all rows at once: 30.00 KiB, most for aten.sort" in str(plan)
     assert max(plan.rowless_bytes, *(stage.peak_bytes for stage in plan.stages)) < 160 * 1024
     assert any(stage.strips > 1 for stage in plan.stages)
+
+
+@pytest.mark.parametrize("side", [-1, 1])
+def test_the_plan_counts_a_mask_that_chooses_everything(side):
+    def outside(output, mask):
+        return output[side * mask < 0.5].square().mean() + functional.cross_entropy(
+            output, mask[:, 0].long() * 0
+        )
+
+    mask = torch.zeros_like(MASK) if side > 0 else MASK
+    step = StreamedStep(network(), outside, memory="256KiB", axis=-2)
+    plan = step.plan(IMAGE, mask)
+    assert plan.rowless_bytes > 4 * MASK.numel() * 8  # both maps, what is chosen, and its square or gradient
+    assert peak_of(lambda: step(IMAGE, mask)) < 1.01 * max(
+        plan.rowless_bytes, *(stage.peak_bytes for stage in plan.stages)
+    )
 
 
 def test_too_much_at_once_is_refused_with_the_bytes():

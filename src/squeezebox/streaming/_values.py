@@ -9,12 +9,17 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 
 from squeezebox.streaming._graph import Streamed
+from squeezebox.streaming._reductions import gathered
 from squeezebox.streaming._rows import run_node
 from squeezebox.streaming._stages import Stage
 from squeezebox.streaming._strip import as_tuple, inputs_of
 from squeezebox.streaming._trace import DETACHED
+
+_aten = torch.ops.aten
+_CHOOSING = (_aten.index.Tensor, _aten.masked_select.default, _aten.nonzero.default)
 
 Seeds = dict[Node, tuple[Tensor | None, ...]]  # the loss's derivatives by what is reduced
 
@@ -38,6 +43,7 @@ class Values:
         self._reduced: dict[Node, tuple[Tensor, ...]] = {}
         self._read_by: tuple[Stage, dict[Node, Any]] | None = None
         self._single, self._forgotten = {*streamed.single}, set[Node]()
+        self._is_made_up = False
         self.compute()
 
     @property
@@ -141,10 +147,11 @@ class Values:
 
     def _make_up(self, reduced: Iterable[Node]) -> None:
         """Make up what would be reduced, and what follows from it."""
+        self._is_made_up = True
         for node in reduced:
             value = node.meta["val"]
-            ones = [torch.ones(each.shape, dtype=each.dtype, device=each.device) for each in as_tuple(value)]
-            self.set(node, ones[0] if isinstance(value, Tensor) else tuple(ones))
+            made = tuple(_made_up(each, node.target is gathered) for each in as_tuple(value))
+            self.set(node, made[0] if isinstance(value, Tensor) else made)
             self.compute()
 
     def _make_gradients(self) -> None:
@@ -173,6 +180,8 @@ class Values:
                 arguments, keywords = (
                     map_arg(each, lambda inner: values[inner]) for each in (node.args, node.kwargs)
                 )
+                if self._is_made_up and node.target in _CHOOSING:
+                    arguments = pytree.tree_map_only(Tensor, _all_chosen, arguments)
                 with torch.enable_grad():
                     value = run_node(node, arguments, keywords)
                 values[node] = value.detach() if node.target is DETACHED else value
@@ -191,3 +200,14 @@ class Values:
         if isinstance(value, Tensor) and not value.is_leaf:
             value = self._copies.setdefault(node, value.detach().requires_grad_())
         return value
+
+
+def _made_up(value: Tensor, is_gathered: bool) -> Tensor:
+    """Ones; but zeros of what may be labels or places, which are in range then."""
+    is_place = is_gathered and not (value.is_floating_point() or value.dtype == torch.bool)
+    return torch.full(value.shape, 0 if is_place else 1, dtype=value.dtype, device=value.device)
+
+
+def _all_chosen(mask: Tensor) -> Tensor:
+    """A mask that chooses all there is, which takes the most memory; of other tensors themselves."""
+    return torch.ones_like(mask) if mask.dtype == torch.bool else mask
