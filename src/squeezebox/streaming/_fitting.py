@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.fx import Node
@@ -18,6 +20,9 @@ from squeezebox.streaming._rates import now
 from squeezebox.streaming._run import Context
 from squeezebox.streaming._stages import Stage
 from squeezebox.streaming._strip import Pass
+
+Place = tuple[int, int]
+"""The band and the first row of a strip or tile."""
 
 _OWN_BYTES = 4 << 20  # of the process that are not a strip's: what the system counts late, compiled kernels
 _WASTED = 1.05  # times the image's operations are little enough for strips
@@ -144,15 +149,39 @@ class Fitting:
         return (height, other, nbytes) if is_worth else strips
 
     def _fitting_height(self, stage: Stage, width: int, held_bytes: int) -> tuple[int, int]:
-        self._measured(stage, width, 1)  # what libraries take once is not a strip's
-        room = self.memory_bytes - held_bytes
+        """By strips in the middle; by those at the borders too, if one of these then takes too much."""
+        room, rows, unit = self.memory_bytes - held_bytes, self.prepared.rows, self.prepared.streamed.unit
 
-        def measure(height: int) -> int:
-            found = self._measured(stage, width, height)
-            return found if found <= ENOUGH * room else min(found, self._measured(stage, width, height))
+        def measured(height: int, places: Callable[[Stage, int, int], set[Place]]) -> int:
+            found = peak(height, places)
+            return found if found <= ENOUGH * room else min(found, peak(height, places))
 
-        rows, unit = self.prepared.rows, self.prepared.streamed.unit
-        return fitting_height(measure, rows, unit, self.memory_bytes, held_bytes)
+        def peak(height: int, places: Callable[[Stage, int, int], set[Place]]) -> int:
+            found = (self._peak(stage, width, *place, height) for place in places(stage, width, height))
+            return max(found, default=0)
+
+        peak(1, self._middle)  # what libraries take once is not a strip's
+        height, nbytes = fitting_height(
+            partial(measured, places=self._middle), rows, unit, self.memory_bytes, held_bytes
+        )
+        nbytes = max(nbytes, measured(height, self._borders))
+        if nbytes <= ENOUGH * room:
+            return height, nbytes
+        return fitting_height(
+            partial(measured, places=self._everywhere), rows, unit, self.memory_bytes, held_bytes
+        )
+
+    def _middle(self, stage: Stage, width: int, height: int) -> set[Place]:
+        """A strip in the image's middle."""
+        return {(-(-self.prepared.columns // width) // 2, self.prepared.middle(stage.work, height))}
+
+    def _borders(self, stage: Stage, width: int, height: int) -> set[Place]:
+        """The first strip, which is copied where it is padded; of tiles, also one in the first band."""
+        ((band, start),) = self._middle(stage, width, height)
+        return {(band, 0), (0, start)} - {(band, start)}
+
+    def _everywhere(self, stage: Stage, width: int, height: int) -> set[Place]:
+        return self._middle(stage, width, height) | self._borders(stage, width, height)
 
     def _computed(self, stage: Stage, height: int, width: int) -> float:
         """The operations of all tiles, in multiples of the image's."""
@@ -164,15 +193,6 @@ class Fitting:
         costs = {node: _cost(node) for node in ahead}
         total = sum(cost * ahead[node] * across[node] for node, cost in costs.items())
         return total / sum(costs.values()) if costs else 1.0
-
-    def _measured(self, stage: Stage, width: int, height: int) -> int:
-        """The peak of a strip in the image's middle, or of the first, which is copied where it is padded.
-
-        Of tiles, also of one in the first band.
-        """
-        middle, band = self.prepared.middle(stage.work, height), -(-self.prepared.columns // width) // 2
-        places = {(band, middle), (band, 0), (0, middle)}
-        return max(self._peak(stage, width, place, start, height) for place, start in places)
 
     def _peak(self, stage: Stage, width: int, place: int, start: int, height: int) -> int:
         """The peak of one tile, with values made up where they are not known yet.
