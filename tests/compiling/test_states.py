@@ -158,8 +158,10 @@ def test_noise_goes_with_states():
 @pytest.mark.slow
 def test_what_cannot_be_is_refused():
     model = Net()
-    with pytest.raises(BudgetError, match=r"least .* takes .* and the budget is 300\.00 KiB"):
+    with pytest.raises(BudgetError, match=r"buffers and the sample alone take .* is 300\.00 KiB"):
         compiled(model, adamw(model), "300KiB")
+    with pytest.raises(BudgetError, match=r"least .* takes .* and the budget is 1\.00 MiB"):
+        compiled(model, adamw(model), "1MiB")
 
     calls = []
 

@@ -54,6 +54,7 @@ class _Attempt:
     step: CompiledStep
     saving: Saving
     peak_bytes: int  # without the optimizer's states
+    least_bytes: int  # of what the step begins with, and of gradients at its end
 
 
 def within_budget(
@@ -78,6 +79,8 @@ def within_budget(
         plain_bytes, compiled = updating.plain_peak(plain_bytes), updating.spending(compiled)
         tried = _attempt(Saving(), example, compiled, updating)
     budget_bytes = int(size * plain_bytes) if is_share else int(size)
+    if budget_bytes < tried.least_bytes:
+        raise _none_possible(budget_bytes, tried.least_bytes, updating is not None)
     search, best = _Search(tried.saving, budget_bytes, updating), tried
     for _ in range(_ATTEMPTS):
         if tried.peak_bytes <= search.limit_bytes:
@@ -148,9 +151,9 @@ def _attempt(
 ) -> _Attempt:
     step, meter = compiled(saving), PeakMeter(device_of(example.model))
     _take(example, step, lambda: True, updating)  # compiles
-    _take(example, step, meter.start, updating)
+    gradients = _take(example, step, meter.start, updating)
     own = nbytes_of([*held_by(example.model), *tensors_in(example.sample)])
-    return _Attempt(step, saving, own + meter.stop(()).total_bytes)
+    return _Attempt(step, saving, own + meter.stop(()).total_bytes, own + gradients)
 
 
 def _ran(example: TrainingStep, step: CompiledStep, updating: Updating | None) -> Ran:
@@ -164,8 +167,8 @@ def _take(
     step: CompiledStep,
     start: Callable[[], bool],
     updating: Updating | None,
-) -> None:
-    """A step from no gradients on, of which what was started sees all."""
+) -> int:
+    """A step from no gradients on, of which what was started sees all; bytes of gradients at its end."""
     rehearsing = contextlib.nullcontext() if updating is None else updating.rehearsing()
     with restored(example.model), rehearsing:
         example.model.zero_grad(set_to_none=True)
@@ -174,6 +177,16 @@ def _take(
         loss = example.loss(step)
         with ungraded(loss, example.model):
             loss.backward()
+        return nbytes_of(each.grad for each in example.model.parameters() if each.grad is not None)
+
+
+def _none_possible(budget_bytes: int, least_bytes: int, is_updating: bool) -> BudgetError:
+    change = "" if is_updating else "optimizer= and states=True, which leave no gradients, or "
+    return BudgetError(
+        f"parameters, {'' if is_updating else 'gradients at the end, '}buffers and the sample alone take "
+        f"{human_bytes(least_bytes)}, and the budget is {human_bytes(budget_bytes)}. Give more, or {change}"
+        "squeezebox.attach(budget=) the eager model: its plans move tensors away."
+    )
 
 
 def _too_little(budget_bytes: int, least_bytes: int, best: _Attempt) -> BudgetError:
