@@ -47,7 +47,32 @@ def middle(output, mask):
     return (output - output.flatten(1).median(1).values[:, None, None, None]).abs().mean()
 
 
-LOSSES = {each.__name__: each for each in (lovasz, chosen, hardest, running, middle)}
+def spectrum(output, mask):
+    return (torch.fft.rfft2(output) * (1 + mask.mean())).abs().mean()
+
+
+def waves(output, mask):
+    wave = torch.complex(output, mask * output) ** 2
+    return (wave / (1 + wave.abs().mean())).abs().mean() + torch.view_as_real(wave.sum()).square().sum()
+
+
+def nearest(output, mask):
+    pixels = torch.stack([output.flatten(), mask.flatten()], 1)
+    return torch.cdist(pixels, PROTOTYPES).amin(1).mean() + torch.cdist(pixels[::40], pixels[1::40]).amin()
+
+
+def white(output, mask):
+    joined = torch.stack([output.flatten(1), mask.flatten(1)], 1)
+    spread = joined @ joined.mT + torch.eye(2).double()
+    whole = torch.linalg.cholesky(spread).sum() + torch.linalg.solve(spread, joined).square().mean()
+    return whole + torch.linalg.inv(spread).sum() + output.std() + (0 * output).std()
+
+
+PROTOTYPES = torch.rand(30, 2).double()
+LOSSES = {
+    each.__name__: each
+    for each in (lovasz, chosen, hardest, running, middle, spectrum, waves, nearest, white)
+}
 
 
 class Attending(nn.Module):
@@ -148,10 +173,8 @@ def test_the_plan_counts_a_mask_that_chooses_everything(side):
 
 def test_too_much_at_once_is_refused_with_the_bytes():
     step = StreamedStep(network(), lovasz, memory="64KiB")
-    said = (
-        r"the loss .* aten.sort.* Take a loss without order.* it would take 60\.00 KiB, more than 32\.00 KiB"
-    )
-    with pytest.raises(UnsupportedModelError, match=f"{said}, half of memory="):
+    said = r"the loss .* aten.sort.* Take a loss without order.* it would take up to 60\.00 KiB, of which .*"
+    with pytest.raises(UnsupportedModelError, match=rf"{said}, and 32\.00 KiB, half of memory="):
         step(IMAGE, MASK)
 
 
@@ -163,15 +186,13 @@ def test_what_is_decided_by_values_is_refused_with_its_place():
         return output.mean() if mask.sum() == 0 else (output * mask).mean()
 
     for loss_fn in (twice, empty):
-        step, said = StreamedStep(network(), loss_fn, height=7), f"in {loss_fn.__name__}, decides by values"
-        with pytest.raises(
-            UnsupportedModelError, match=f"streamed: test_gathered.py, line .* {said}.* make each"
-        ):
-            step(IMAGE, MASK)
+        place = rf"test_gathered.py, line \d+, in {loss_fn.__name__}"
+        with pytest.raises(UnsupportedModelError, match=f"depends on values .*{place}.* make each mask once"):
+            StreamedStep(network(), loss_fn, height=7)(IMAGE, MASK)
 
 
 def test_tiles_are_refused_and_little_memory_takes_strips():
-    with pytest.raises(UnsupportedModelError, match=r"aten.sort.* needs all rows at once, and tiles"):
+    with pytest.raises(UnsupportedModelError, match=r"aten.sort.* needs all rows at once, so give"):
         StreamedStep(network(), lovasz, height=(8, 8))(IMAGE, MASK)
     plan = StreamedStep(network(), lovasz, memory="128KiB", axis=-2).plan(IMAGE, MASK)
     assert all(stage.width == IMAGE.shape[-1] for stage in plan.stages)
@@ -193,6 +214,39 @@ def test_a_stopped_step_goes_on(strips, tmp_path):
     assert options["checkpoint"].exists()
     require_equal(network(), lovasz, IMAGE, MASK, **options)
     assert not options["checkpoint"].exists()
+
+
+def test_pairs_of_what_is_chosen_are_refused_before_they_are_made():
+    def pairs(output, mask):
+        scores = output[mask > 0]
+        return (scores[None] - scores[:, None]).relu().mean()
+
+    step = StreamedStep(network(), pairs, memory="1MiB")
+
+    def refused():
+        with pytest.raises(
+            UnsupportedModelError, match=r"up to 28\.\d+ MiB, of which aten.sub.* makes 28\.12 MiB"
+        ):
+            step(IMAGE, MASK)
+
+    assert peak_of(refused) < 1 << 20
+
+
+def test_random_choices_are_refused_with_what_to_do():
+    def drawn(output, mask):
+        return output.flatten()[torch.randperm(10)].mean()
+
+    with pytest.raises(UnsupportedModelError, match="draw them before, and give them with the target"):
+        StreamedStep(network(), drawn, height=7)(IMAGE, MASK)
+
+
+def test_metrics_may_be_plain_numbers():
+    def metric(output, mask):
+        return {"median": output[mask == 1].median(), "values": torch.unique(mask).numel(), "one": 1}
+
+    ((found),) = StreamedStep(network(), lovasz, height=7, axis=-2).evaluate([(IMAGE, MASK)], metric)
+    torch.testing.assert_close(found["median"], metric(network()(IMAGE), MASK)["median"].detach())
+    assert (found["values"], found["one"]) == (2, 1)
 
 
 def test_metrics_that_sort():

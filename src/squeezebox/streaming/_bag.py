@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from squeezebox.schema import OptionError
+from squeezebox.streaming._rows import is_continuous
 from squeezebox.streaming._step import StreamedStep
 
 
@@ -126,11 +127,11 @@ def _product(output: Any, gradients: list[Tensor]) -> Any:
 
 def _floating(output: Any) -> list[Tensor]:
     leaves = pytree.tree_leaves(output)
-    return [each for each in leaves if isinstance(each, Tensor) and each.is_floating_point()]
+    return [each for each in leaves if isinstance(each, Tensor) and is_continuous(each)]
 
 
 def _leaf(value: Tensor) -> Tensor:
-    return value.detach().clone().requires_grad_(value.is_floating_point())
+    return value.detach().clone().requires_grad_(is_continuous(value))
 
 
 def _derived(encoded: Any) -> list[Any]:

@@ -77,7 +77,8 @@ class Fitting:
             run.values.rehearse(self.prepared.stages)
         finally:
             peak = meter.stop(())
-        require_rowless(peak.total_bytes + self.prepared.layout.kept_bytes, self.memory_bytes)
+        nbytes = peak.total_bytes + self.prepared.layout.kept_bytes
+        require_rowless(nbytes, self.memory_bytes, self.prepared.streamed.gathered_bytes)
         return peak
 
     def _stage(self, stage: Stage, held_bytes: int) -> StripPlan:

@@ -14,7 +14,7 @@ from squeezebox.reports import human_bytes
 from squeezebox.schema import UnsupportedModelError
 from squeezebox.streaming._reductions import Gathered, Reduction, Sum, reduction
 from squeezebox.streaming._resampling import RESAMPLED
-from squeezebox.streaming._rows import Call, Operator, Part, Rows, place_of, refusal
+from squeezebox.streaming._rows import Call, Operator, Part, Rows, is_continuous, place_of, refusal
 from squeezebox.streaming._rowwise import ROWWISE, elementwise, named_dims
 from squeezebox.streaming._trace import DETACHED, Program
 from squeezebox.streaming._windows import (
@@ -233,7 +233,9 @@ def with_across(streamed: Streamed, axis: int, kept: frozenset[Node]) -> Streame
             somewhere, or both are merged into one where ``kept`` or given.
     """
     for node in streamed.gathered:
-        raise refusal(next(iter(node.users)), "it needs all rows at once, and tiles have parts of them")
+        raise refusal(
+            next(iter(node.users)), "it needs all rows at once, so give height= one number, for strips"
+        )
     across = analyse(streamed.program, axis, write=False)
     for node in streamed.program.graph.nodes:
         both = [each.rows[node] for each in (streamed, across) if node in each.rows]
@@ -250,20 +252,33 @@ def require_gathered(streamed: Streamed, most_bytes: int, of: str) -> None:
     That is all that is gathered, and the largest value that is computed of it.
     """
     gathered = streamed.gathered
-    nbytes = sum(map(nbytes_of, gathered)) + max(map(nbytes_of, streamed.single), default=0)
-    if gathered and nbytes > most_bytes:
+    if not gathered:
+        return
+    largest = max(streamed.single, key=nbytes_of)
+    nbytes = sum(map(nbytes_of, gathered)) + nbytes_of(largest)
+    if nbytes > most_bytes:
         raise UnsupportedModelError(
-            f"{max(gathered, key=nbytes_of).meta['why']} With all rows at once it would take "
-            f"{human_bytes(nbytes)}, more than {human_bytes(most_bytes)}, half of {of}."
+            f"{max(gathered, key=nbytes_of).meta['why']} With all rows at once it would take up to "
+            f"{human_bytes(nbytes)}, of which {largest.target} of {place_of(largest)} makes "
+            f"{human_bytes(nbytes_of(largest))}, and {human_bytes(most_bytes)}, half of {of}, are allowed."
         )
 
 
 def nbytes_of(node: Node) -> int:
-    """Of the node's tensors whose size is known."""
+    """Of the node's tensors; where the size depends on values, what it is at most."""
     value = node.meta.get("val")
     tensors = value if isinstance(value, tuple | list) else [value]
-    sizes = [each.numel() * each.element_size() for each in tensors if isinstance(each, Tensor)]
-    return sum(size for size in sizes if isinstance(size, int))
+    return sum(_most(each.numel()) * each.element_size() for each in tensors if isinstance(each, Tensor))
+
+
+def _most(size: Any) -> int:
+    if isinstance(size, int):
+        return size
+
+    from torch.utils._sympy.value_ranges import bound_sympy  # slow to import
+
+    upper = bound_sympy(size.node.expr, size.node.shape_env.var_to_range).upper
+    return int(upper) if upper.is_finite else 0
 
 
 def is_linear(streamed: Streamed, last: int) -> bool:
@@ -321,6 +336,9 @@ def _refuse_random(call: Call) -> None:
         raise call.refuse(
             "it draws random numbers, others for strips than for the whole image, and others again when a "
             "strip is computed a second time; set its probability to 0 or put the module into eval()"
+            if call.inputs
+            else "it draws random numbers, others each time that it is computed; draw them before, and give "
+            "them with the target"
         )
 
 
@@ -353,8 +371,8 @@ def _differentiable(program: Program, nodes: list[Node]) -> frozenset[Node]:
     for node in nodes:
         value = node.meta.get("val")
         first = value[0] if isinstance(value, tuple | list) else value
-        floating = isinstance(first, Tensor) and first.is_floating_point()
-        if floating and node.target is not DETACHED and not found.isdisjoint(node.all_input_nodes):
+        continuous = isinstance(first, Tensor) and is_continuous(first)
+        if continuous and node.target is not DETACHED and not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return frozenset(found)
 

@@ -63,7 +63,8 @@ class Outputs:
         """All of them, of which those without rows are ``known``."""
         found = []
         for node, given, array in zip(self._nodes, self.given, self._arrays, strict=True):
-            value = known[node].detach() if node in known else node if array is None else array
+            value = known[node] if node in known else node if array is None else array
+            value = value.detach() if isinstance(value, Tensor) else value
             if array is not None and node in known:
                 array.copy_(value)
             found.append(value if given is None else given)

@@ -165,13 +165,16 @@ def _rounded(height: int, unit: int) -> int:
     return height // unit * unit if height >= unit else height
 
 
-def require_rowless(nbytes: int, memory_bytes: int) -> None:
+def require_rowless(nbytes: int, memory_bytes: int, gathered: Mapping[str, int]) -> None:
     """Raise BudgetError where what has no rows needs more than the memory, whatever the strips' height."""
     if nbytes > memory_bytes:
+        what = "such as a classifier's head"
+        if gathered:
+            what = f"such as all that {max(gathered, key=gathered.__getitem__)} needs at once"
         raise BudgetError(
-            "gradients, what passes hand on, and values without rows (such as a classifier's head), need "
-            f"{human_bytes(nbytes)}, more than the {human_bytes(memory_bytes)} of memory=. Give at least "
-            "that and what a strip needs."
+            f"gradients, what passes hand on, and values without rows ({what}), need {human_bytes(nbytes)}, "
+            f"more than the {human_bytes(memory_bytes)} of memory=. Give at least that, and what a strip "
+            "needs."
         )
 
 

@@ -138,6 +138,11 @@ def run_node(node: Node, arguments: Any, keywords: Any) -> Any:
         ) from error
 
 
+def is_continuous(x: Tensor) -> bool:
+    """Whether it can have a gradient: of floating point or complex numbers."""
+    return x.is_floating_point() or x.is_complex()
+
+
 def shape_of(node: Node) -> tuple[int, ...]:
     """The whole shape of a node's tensor, or of the first of its tensors."""
     value = node.meta["val"]

@@ -196,6 +196,14 @@ def _require_one_factor(call: Call, rows: Rows, summed: dict[Node, int]) -> None
         raise call.refuse("it multiplies along the streamed axis")
 
 
+def distances(call: Call) -> Operator:
+    """Between every pixel and what is the same for all."""
+    rows, (first, second, *_) = _common(call), call.args
+    if first not in call.inputs or second in call.inputs or rows.dim != len(call.shape) - 2:
+        raise call.refuse("every pixel meets every other")
+    return _same_rows(call, rows)
+
+
 def embedded(call: Call) -> Operator:
     """A row of a table for every element."""
     if call.args[0] in call.inputs:
@@ -271,7 +279,7 @@ def named_dims(call: Call) -> tuple[int, ...]:
 ROWWISE: dict[Any, Callable[[Call], Operator]] = {
     **dict.fromkeys((_aten.clone.default, _aten._to_copy.default, _aten.alias.default), elementwise),
     **dict.fromkeys((_aten.where.self, _aten.lift_fresh_copy.default, _aten.addcmul.default), elementwise),
-    _aten.log_sigmoid_forward.default: elementwise,
+    **dict.fromkeys((_aten.log_sigmoid_forward.default, _aten.complex.default), elementwise),
     **dict.fromkeys((_aten._softmax.default, _aten._log_softmax.default, _aten.flip.default), along),
     **dict.fromkeys((_aten.scatter.value, _aten.scatter.src, _aten.cat.default), along),
     **dict.fromkeys((_aten.cumsum.default, _aten.sort.default, _aten.topk.default), along),
@@ -288,6 +296,7 @@ ROWWISE: dict[Any, Callable[[Call], Operator]] = {
     **dict.fromkeys((_aten.addmm.default, _aten.baddbmm.default), multiplied),
     **dict.fromkeys((_aten.full_like.default, _aten.zeros_like.default, _aten.ones_like.default), made_like),
     **dict.fromkeys((_aten.linalg_vector_norm.default, _aten.logsumexp.default), without),
+    **dict.fromkeys((_aten._euclidean_dist.default, _aten._cdist_forward.default), distances),
     _aten.gather.default: gathered,
     _aten.detach_copy.default: detached,
     _aten.unsqueeze.default: unsqueezed,

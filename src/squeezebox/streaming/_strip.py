@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from squeezebox.streaming._graph import Streamed
-from squeezebox.streaming._rows import Operator, Part
+from squeezebox.streaming._rows import Operator, Part, is_continuous
 
 Sink = Callable[[Node, Tensor], None]
 
@@ -197,7 +197,7 @@ class _Strip:
             derives = source in self.work.streamed.differentiable
 
             def cut(x: Tensor, derives: bool = derives) -> Tensor:
-                return x.detach().requires_grad_(derives and x.is_floating_point())
+                return x.detach().requires_grad_(derives and is_continuous(x))
 
             if source in self.held:
                 self.held[source] = tree_map_only(Tensor, cut, self.held[source])

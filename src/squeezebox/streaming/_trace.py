@@ -5,9 +5,12 @@ The moments are reductions like any other then, and so are their gradients.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,6 +126,13 @@ def _variance(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bo
     return torch.var_mean(x, dim, correction=1 if correction is None else correction, keepdim=keepdim)[0]
 
 
+def _deviation(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
+    """Of what is constant it has no gradient, as in torch."""
+    variance = _variance(x, dim, correction=correction, keepdim=keepdim)
+    is_zero = variance == 0
+    return variance.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
+
+
 def _circular(x: Tensor, pad: Sequence[int]) -> Tensor:
     """Pads of each axis before and after, the last axis first; a negative one crops, before others wrap."""
     for number, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True), start=1):
@@ -156,6 +166,7 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
     _aten.native_group_norm.default: _group_norm,
     _aten.native_layer_norm.default: _layer_norm,
     _aten.var.correction: _variance,
+    _aten.std.correction: _deviation,
     _aten._pad_circular.default: _circular,
     _aten.roll.default: _roll,
 }
@@ -169,6 +180,9 @@ _KEPT = (
     _aten.pixel_unshuffle.default,
     _aten.log_sigmoid_forward.default,
     _aten.logsumexp.default,
+    *(_aten._euclidean_dist.default, _aten.inverse.default, _aten.linalg_inv.default),
+    *(_aten.linalg_solve.default, _aten.linalg_cholesky.default),
+    *(_aten.linalg_lu_factor.default, _aten.linalg_ldl_factor.default),
     *(_aten.upsample_nearest2d.vec, _aten.upsample_nearest2d.default),
     *(_aten._upsample_nearest_exact2d.vec, _aten._upsample_nearest_exact2d.default),
     *(_aten.upsample_bilinear2d.vec, _aten.upsample_bilinear2d.default),
@@ -242,7 +256,7 @@ def trace(whole: Whole, aim: Aim, image: Tensor, target: Any, device: torch.devi
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch's own tracing, about itself
             table = _decompositions()
-            with _KnownNumbers():
+            with _KnownNumbers(), _quiet():
                 exported = torch.export.export(whole, fakes, strict=False)
             _keep_detached(exported.graph)
             exported = exported.run_decompositions(table)
@@ -254,17 +268,34 @@ def trace(whole: Whole, aim: Aim, image: Tensor, target: Any, device: torch.devi
     return _program(exported, whole, aim)
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the graph that torch.export prints before it fails, and its warnings about that."""
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
 def _said(error: Exception) -> str:
-    """What torch.export says; in fewer words where the model's code decides by values that are not known."""
-    if type(error).__name__ != "GuardOnDataDependentSymNode":
+    """What torch.export says; in fewer words where the model's code needs values that are not known."""
+    if type(error).__name__ not in ("GuardOnDataDependentSymNode", "DataDependentOutputException"):
         return f"{type(error).__name__}: {error}"
     libraries = str(Path(torch.__file__).parent), str(Path(__file__).parent)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(libraries)]
-    where = f"{Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name}," if own else "it"
+    last = own[-1] if own else traceback.FrameSummary("", 0, "the model or the loss", line="")
+    where = (
+        f"{Path(last.filename).name}, line {last.lineno}, in {last.name}: {last.line}" if own else last.name
+    )
     return (
-        f"{where} decides by values of the image or the target. Write `if` as torch.where, and make each "
-        "mask once: inside = mask > 0, then output[inside] and mask[inside]."
+        f"how it goes on depends on values of the image or the target ({where}). Write `if` as torch.where, "
+        "make each mask once (inside = mask > 0, then output[inside] and mask[inside]), and take a fixed "
+        "number of steps, not one for each value that is found."
     )
 
 
@@ -326,6 +357,11 @@ def _program(exported: Any, whole: nn.Module, aim: Aim) -> Program:
             held[node] = parameter = whole.get_parameter(spec.target)
             if parameter.requires_grad and aim.derives:
                 trained[node] = parameter
+        elif spec.kind is InputKind.TOKEN:
+            raise UnsupportedModelError(
+                "an operator of the model or the loss has effects besides its result, such as a check of what "
+                "it computes, and cannot be streamed. Leave it out."
+            )
         elif spec.kind is InputKind.BUFFER and spec.persistent:
             held[node] = whole.get_buffer(spec.target)
         else:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from squeezebox.streaming._graph import Streamed
 from squeezebox.streaming._reductions import gathered
-from squeezebox.streaming._rows import run_node
+from squeezebox.streaming._rows import is_continuous, run_node
 from squeezebox.streaming._stages import Stage
 from squeezebox.streaming._strip import as_tuple, inputs_of
 from squeezebox.streaming._trace import DETACHED
@@ -74,7 +74,7 @@ class Values:
         """Take over what was reduced."""
         trained = node in self._streamed.differentiable
         leaves = tuple(
-            each.detach().requires_grad_(trained and each.is_floating_point()) for each in as_tuple(value)
+            each.detach().requires_grad_(trained and is_continuous(each)) for each in as_tuple(value)
         )
         self._reduced[node] = leaves
         self.known[node] = leaves[0] if isinstance(value, Tensor) else leaves
@@ -166,7 +166,7 @@ class Values:
         for node in stage.work.reduced:
             val = node.meta["val"]
             values[node] = torch.zeros(
-                val.shape, dtype=val.dtype, device=val.device, requires_grad=val.is_floating_point()
+                val.shape, dtype=val.dtype, device=val.device, requires_grad=is_continuous(val)
             )
         for _ in self._fill(values):
             pass
@@ -204,7 +204,7 @@ class Values:
 
 def _made_up(value: Tensor, is_gathered: bool) -> Tensor:
     """Ones; but zeros of what may be labels or places, which are in range then."""
-    is_place = is_gathered and not (value.is_floating_point() or value.dtype == torch.bool)
+    is_place = is_gathered and not (is_continuous(value) or value.dtype == torch.bool)
     return torch.full(value.shape, 0 if is_place else 1, dtype=value.dtype, device=value.device)
 
 
