@@ -23,7 +23,7 @@ def lovasz(output, mask):
     """The hinge of Berman, Triki and Blaschko (2018), equations 7 to 9, over all pixels."""
     scores, labels = output.flatten(), mask.flatten()
     errors, order = torch.sort(1 - scores * (2 * labels - 1), descending=True)
-    labels = labels[order]
+    labels = labels[order.data]
     union = labels.sum() + (1 - labels).cumsum(0)
     jaccard = 1 - (labels.sum() - labels.cumsum(0)) / union
     return torch.dot(errors.relu(), torch.cat([jaccard[:1], jaccard.diff()]))

@@ -41,6 +41,7 @@ _RULES: Mapping[Any, Callable[[Call], Operator]] = {
     _aten.pixel_shuffle.default: shuffled,
     _aten.pixel_unshuffle.default: unshuffled,
 }
+_DROPOUT = (_aten.native_dropout.default, _aten.scaled_dot_product_attention.default)
 _ALONG_ROWS = {_aten.slice.Tensor: sliced, _aten.flip.default: flipped, _aten.cat.default: joined}
 VIEWS = frozenset(
     {
@@ -95,7 +96,7 @@ class Streamed:
     @property
     def draws(self) -> bool:
         """Whether values without rows are drawn at random."""
-        return any(node.target is _aten.native_dropout.default for node in self.single)
+        return any(map(_draws, self.single))
 
     def pass_of(self, reduced: Node) -> int:
         """The pass in which a reduction is made."""
@@ -329,10 +330,17 @@ def _inputs(program: Program, axis: int) -> dict[Node, Rows]:
     return found
 
 
+def _draws(node: Node) -> bool:
+    """Whether it draws random numbers: attention only where it has dropout."""
+    if node.target is _aten.scaled_dot_product_attention.default:
+        return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p"))
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
 def _refuse_random(call: Call) -> None:
-    if call.target is _aten.native_dropout.default and not call.inputs:
+    if call.target in _DROPOUT and not call.inputs:
         return  # of what is computed once
-    if torch.Tag.nondeterministic_seeded in getattr(call.target, "tags", ()):
+    if _draws(call.node):
         raise call.refuse(
             "it draws random numbers, others for strips than for the whole image, and others again when a "
             "strip is computed a second time; set its probability to 0 or put the module into eval()"

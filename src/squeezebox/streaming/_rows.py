@@ -118,12 +118,14 @@ class Call:
 
 
 def run_node(node: Node, arguments: Any, keywords: Any) -> Any:
-    """A node's operator on these arguments.
+    """A node's operator on these arguments, which may be laid out otherwise than when it was traced.
 
     Raises:
         OptionError: labels are out of range.
     """
     target: Any = node.target
+    if target is torch.ops.aten.view.default:
+        target = torch.ops.aten.reshape.default
     try:
         return target(*arguments, **keywords)
     except RuntimeError as error:
@@ -173,7 +175,7 @@ _CHANGES = {
     "aten.masked_select": "Write x[mask].mean() as (x * mask).sum() / mask.sum()",
     "aten.nonzero": "Write what is chosen by a mask as (x * mask).sum() / mask.sum()",
     **dict.fromkeys(
-        ("aten.bmm", "aten.mm"),
+        ("aten.bmm", "aten.mm", "aten.scaled_dot_product_attention"),
         "Have pixels attend to a few places, with keys and values of adaptive_avg_pool2d(x, 16)",
     ),
     "aten.max_pool3d_with_indices": "Write max_pool3d(x, 2) as max_pool2d(x.flatten(1, 2), 2).unflatten(1, "

@@ -196,6 +196,11 @@ def _require_one_factor(call: Call, rows: Rows, summed: dict[Node, int]) -> None
         raise call.refuse("it multiplies along the streamed axis")
 
 
+def attended(call: Call) -> Operator:
+    """Attention that cannot be written as softmax and products."""
+    raise call.refuse("every pixel meets every other, as in self-attention, where each attends to all")
+
+
 def distances(call: Call) -> Operator:
     """Between every pixel and what is the same for all."""
     rows, (first, second, *_) = _common(call), call.args
@@ -296,6 +301,7 @@ ROWWISE: dict[Any, Callable[[Call], Operator]] = {
     **dict.fromkeys((_aten.addmm.default, _aten.baddbmm.default), multiplied),
     **dict.fromkeys((_aten.full_like.default, _aten.zeros_like.default, _aten.ones_like.default), made_like),
     **dict.fromkeys((_aten.linalg_vector_norm.default, _aten.logsumexp.default), without),
+    _aten.scaled_dot_product_attention.default: attended,
     **dict.fromkeys((_aten._euclidean_dist.default, _aten._cdist_forward.default), distances),
     _aten.gather.default: gathered,
     _aten.detach_copy.default: detached,

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from squeezebox.schema import OptionError, UnsupportedModelError
 
 _aten = torch.ops.aten
+_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 Maybe = Tensor | None
 
 
@@ -180,6 +181,7 @@ _KEPT = (
     _aten.pixel_unshuffle.default,
     _aten.log_sigmoid_forward.default,
     _aten.logsumexp.default,
+    _aten.scaled_dot_product_attention.default,
     *(_aten._euclidean_dist.default, _aten.inverse.default, _aten.linalg_inv.default),
     *(_aten.linalg_solve.default, _aten.linalg_cholesky.default),
     *(_aten.linalg_lu_factor.default, _aten.linalg_ldl_factor.default),
@@ -256,7 +258,7 @@ def trace(whole: Whole, aim: Aim, image: Tensor, target: Any, device: torch.devi
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch's own tracing, about itself
             table = _decompositions()
-            with _KnownNumbers(), _quiet():
+            with _Known(), _quiet():
                 exported = torch.export.export(whole, fakes, strict=False)
             _keep_detached(exported.graph)
             exported = exported.run_decompositions(table)
@@ -299,11 +301,16 @@ def _said(error: Exception) -> str:
     )
 
 
-class _KnownNumbers(TorchFunctionMode):
-    """Lists of ``arange``, which MONAI's losses name dimensions by: torch.export takes them for unknown."""
+class _Known(TorchFunctionMode):
+    """What torch.export takes for unknown.
+
+    Lists of ``arange``, which MONAI's losses name dimensions by, and ``.data``, which is ``detach()``.
+    """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call it."""
+        if function == _DATA:
+            return args[0].detach()
         made = function(*args, **(kwargs or {}))
         if function is torch.arange and all(type(each) is int for each in args):
             made.tolist = lambda: [*range(*args)]
@@ -359,8 +366,8 @@ def _program(exported: Any, whole: nn.Module, aim: Aim) -> Program:
                 trained[node] = parameter
         elif spec.kind is InputKind.TOKEN:
             raise UnsupportedModelError(
-                "an operator of the model or the loss has effects besides its result, such as a check of what "
-                "it computes, and cannot be streamed. Leave it out."
+                "an operator of the model or the loss has effects besides its result, such as a check of "
+                "what it computes, and cannot be streamed. Leave it out."
             )
         elif spec.kind is InputKind.BUFFER and spec.persistent:
             held[node] = whole.get_buffer(spec.target)
@@ -392,7 +399,13 @@ def _program(exported: Any, whole: nn.Module, aim: Aim) -> Program:
 
 def _constant(exported: Any, whole: nn.Module, target: str) -> Tensor:
     found = exported.constants.get(target)
-    return found if found is not None else whole.get_buffer(target)
+    value: Tensor = found if found is not None else whole.get_buffer(target)
+    if isinstance(value, FakeTensor):
+        raise UnsupportedModelError(
+            "a value of the image or the target is taken out of the graph of the model or the loss, "
+            "such as by numpy or torch.tensor(), and cannot be streamed. Compute it by torch's operators."
+        )
+    return value
 
 
 def _require_scalar(outputs: list[Any]) -> None:

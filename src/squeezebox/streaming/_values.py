@@ -198,7 +198,9 @@ class Values:
     def _for_strip(self, node: Node) -> Any:
         value = self.known[node]
         if isinstance(value, Tensor) and not value.is_leaf:
-            value = self._copies.setdefault(node, value.detach().requires_grad_())
+            if node not in self._copies:
+                self._copies[node] = value.detach().contiguous().requires_grad_()
+            value = self._copies[node]
         return value
 
 

@@ -94,6 +94,37 @@ def _product_added(call: Call) -> bool:
     return _become(call.node, _aten.add.Tensor, _add(call.node, alone, first, second), added)
 
 
+def _attention(call: Call) -> bool:
+    """Softmax and two products, where queries or keys depend on the image; both get all rows at once.
+
+    Torch's own operator then holds no weight for every pair.
+    """
+    node, (query, key, value), options = call.node, call.args[:3], call.node.kwargs
+    names = [each.name for each in call.target._schema.arguments]
+    given = dict(zip(names, call.args, strict=False)) | options
+    shapes = [each.meta["val"].shape for each in (query, key, value)]
+    is_plain = not any(given.get(name) for name in ("dropout_p", "is_causal", "enable_gqa"))
+    if not is_plain or (query in call.inputs and key in call.inputs) or len({s[:-2] for s in shapes}) > 1:
+        return False
+    scale, mask = given.get("scale"), given.get("attn_mask")
+    scaled = _add(node, _aten.mul.Scalar, query, shapes[0][-1] ** -0.5 if scale is None else scale)
+    first, second, third = (
+        _add(node, _aten.reshape.default, each, [-1, *shape[-2:]])
+        for each, shape in zip((scaled, key, value), shapes, strict=True)
+    )
+    scores = _add(node, _aten.bmm.default, first, _add(node, _aten.transpose.int, second, 1, 2))
+    scores = _add(node, _aten.reshape.default, scores, [*shapes[0][:-1], shapes[1][-2]])
+    if mask is not None and _value(mask).dtype == torch.bool:
+        outside = _add(node, _aten.logical_not.default, mask)
+        scores = _add(node, _aten.masked_fill.Scalar, scores, outside, -inf)
+    elif mask is not None:
+        scores = _add(node, _aten.add.Tensor, scores, mask)
+    weights = _add(node, _aten._softmax.default, scores, -1, False)
+    weights = _add(node, _aten.reshape.default, weights, [-1, *weights.meta["val"].shape[-2:]])
+    product = _add(node, _aten.bmm.default, weights, third)
+    return _become(node, _aten.reshape.default, product, [*_value(node).shape])
+
+
 def _norm(call: Call) -> bool:
     """Of order 2, 1, infinity or another one; that of zeros has no gradient, as in torch."""
     node, ((x, rows),) = call.node, call.inputs.items()
@@ -209,6 +240,7 @@ def _channel_windows(call: Call) -> bool:
 _WRITERS: Mapping[Any, Callable[[Call], bool]] = {
     **dict.fromkeys((_aten._softmax.default, _aten._log_softmax.default), _softmaxed),
     **dict.fromkeys((_aten.mm.default, _aten.bmm.default), _product),
+    _aten.scaled_dot_product_attention.default: _attention,
     **dict.fromkeys((_aten.addmm.default, _aten.baddbmm.default), _product_added),
     **dict.fromkeys((_aten._adaptive_avg_pool2d.default, _aten.adaptive_max_pool2d.default), _adaptive),
     **dict.fromkeys((_aten.avg_pool2d.default, _aten.max_pool2d_with_indices.default), _pooled_whole),
