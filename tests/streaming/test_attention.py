@@ -36,6 +36,20 @@ class Between(nn.Module):
         return self.last(small + seen.transpose(1, 2).flatten(2).mT.reshape(small.shape))
 
 
+class Within(nn.Module):
+    """Pixels attend to those of their row, or of their column."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.body, self.values, self.dim = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 24), dim
+
+    def forward(self, x):
+        pixels = self.values(self.body(x).tanh().movedim(1, -1))
+        if self.dim == -2:
+            pixels = pixels.transpose(1, 2)
+        return functional.scaled_dot_product_attention(*pixels.flatten(0, 1).chunk(3, -1)).cumsum(-1)
+
+
 class Queries(nn.Module):
     """A few trained queries attend to all pixels, or to those that a mask of the image chooses or weighs."""
 
@@ -49,6 +63,21 @@ class Queries(nn.Module):
         mask = None if self.mask is None else self.mask(x[:, :1].flatten(2))
         queries = self.queries.expand(len(x), -1, -1)
         return self.last(functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask))
+
+
+class Padded(Queries):
+    """As :class:`Queries`, of which the last may see nothing, and nobody anything of the second image."""
+
+    def __init__(self):
+        super().__init__(None)
+
+    def forward(self, x):
+        keys, values = self.values(self.body(x).tanh().flatten(2).mT).chunk(2, -1)
+        seen = torch.tensor([[True, True, False], [False] * 3])[..., None] & (x[:, :1].flatten(2) > 0.2)
+        queries = self.queries.expand(len(x), -1, -1)
+        found = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=seen)
+        back = torch.where(x[:, :1].flatten(2).mT > 0.5, 0.0, -torch.inf)  # which pixels see the queries
+        return self.last(functional.scaled_dot_product_attention(values, found, found, attn_mask=back))
 
 
 class Places(nn.Module):
@@ -71,8 +100,11 @@ MODULES = {
     "before": lambda: Between(is_causal=True),
     "scaled": lambda: Between(scale=0.3),
     "masked": lambda: Between(attn_mask=torch.rand(120, 120) > 0.3),
+    "rows": lambda: Within(-1),
+    "columns": lambda: Within(-2),
     "queries": lambda: Queries(None),
     "chosen": lambda: Queries(lambda x: x > 0.2),
+    "padded": lambda: Padded(),
     "weighed": lambda: Queries(lambda x: x),
     "places": lambda: Places(),
 }
@@ -91,7 +123,7 @@ def test_only_what_meets_every_other_is_there_at_once():
     pairs = 2 * (80 * 48) ** 2 * 4
     assert list(between.gathered.values()) == [3 * 8 * 80 * 48 * 4]
     assert between.rowless_bytes < pairs / 40
-    for model in (Places(), Queries(None)):
+    for model in (Places(), Queries(None), Within(-1)):
         assert not StreamedStep(model, squares, memory="8MiB").plan(image, None).gathered
 
 

@@ -192,7 +192,9 @@ def test_what_is_decided_by_values_is_refused_with_its_place():
 
 
 def test_tiles_are_refused_and_little_memory_takes_strips():
-    with pytest.raises(UnsupportedModelError, match=r"aten.sort.* needs all rows at once, so give"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"aten.sort.* needs all rows at once. Give height= one number"
+    ):
         StreamedStep(network(), lovasz, height=(8, 8))(IMAGE, MASK)
     plan = StreamedStep(network(), lovasz, memory="128KiB", axis=-2).plan(IMAGE, MASK)
     assert all(stage.width == IMAGE.shape[-1] for stage in plan.stages)

@@ -234,17 +234,22 @@ def with_across(streamed: Streamed, axis: int, kept: frozenset[Node]) -> Streame
             somewhere, or both are merged into one where ``kept`` or given.
     """
     for node in streamed.gathered:
-        raise refusal(
-            next(iter(node.users)), "it needs all rows at once, so give height= one number, for strips"
-        )
+        raise _no_tiles(next(iter(node.users)), "needs all rows at once")
     across = analyse(streamed.program, axis, write=False)
     for node in streamed.program.graph.nodes:
         both = [each.rows[node] for each in (streamed, across) if node in each.rows]
         if len(both) == 1:
-            raise refusal(node, "it leaves one of the image's two axes, and tiles need both")
+            raise _no_tiles(node, "leaves one of the image's two axes, and tiles need both")
         if (node in kept or node in streamed.maps) and any(rows.merged for rows in both):
-            raise refusal(node, "it merges the image's two axes, and tiles need them apart")
+            raise _no_tiles(node, "merges the image's two axes, and what is filed or given has them apart")
     return replace(streamed, across=across)
+
+
+def _no_tiles(node: Node, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{place_of(node)} cannot be taken in tiles: {node.target} {why}. Give height= one number, for "
+        "strips, or memory=."
+    )
 
 
 def require_gathered(streamed: Streamed, most_bytes: int, of: str) -> None:

@@ -183,7 +183,7 @@ class LogSumExp:
         """The logarithm, and the loss's derivative by it."""
         (seed,) = seeds
         assert seed is not None
-        whole = _finite(state[0]) + state[1].log()
+        whole = _finite(_finite(state[0]) + state[1].log())
         return whole.to(self.dtype), _kept(seed, self.dims, self.keepdim)
 
     def gradient(self, x: Tensor, slope: State, start: int) -> Tensor:

@@ -197,8 +197,12 @@ def _require_one_factor(call: Call, rows: Rows, summed: dict[Node, int]) -> None
 
 
 def attended(call: Call) -> Operator:
-    """Attention that cannot be written as softmax and products."""
-    raise call.refuse("every pixel meets every other, as in self-attention, where each attends to all")
+    """Attention within each row, such as along the image's other axis."""
+    parts, mask = {*call.args[:3]}, call.args[3] if len(call.args) > 3 else call.node.kwargs.get("attn_mask")
+    rows, *others = {*call.inputs.values()}
+    if {*call.inputs} != parts or others or rows.dim >= len(call.shape) - 2 or mask is not None:
+        raise call.refuse("every pixel meets every other, as in self-attention, where each attends to all")
+    return _same_rows(call, rows)
 
 
 def distances(call: Call) -> Operator:

@@ -119,10 +119,24 @@ def _attention(call: Call) -> bool:
         scores = _add(node, _aten.masked_fill.Scalar, scores, outside, -inf)
     elif mask is not None:
         scores = _add(node, _aten.add.Tensor, scores, mask)
-    weights = _add(node, _aten._softmax.default, scores, -1, False)
+    weights = _weights(node, scores, mask is not None, key in call.inputs)
     weights = _add(node, _aten.reshape.default, weights, [-1, *weights.meta["val"].shape[-2:]])
     product = _add(node, _aten.bmm.default, weights, third)
     return _become(node, _aten.reshape.default, product, [*_value(node).shape])
+
+
+def _weights(place: Node, scores: Node, masked: bool, along: bool) -> Node:
+    """Softmax, along the streamed axis or not; of what is all masked it is 0, as in torch's attention."""
+    if not masked:
+        return _add(place, _aten._softmax.default, scores, -1, False)
+    fill = _aten.masked_fill.Scalar
+    if along:
+        whole = _add(place, _aten.logsumexp.default, scores, [-1], True)
+        whole = _add(place, fill, whole, _add(place, _aten.eq.Scalar, whole, -inf), 0.0)
+        return _add(place, _aten.exp.default, _add(place, _aten.sub.Tensor, scores, whole))
+    none = _add(place, _aten.eq.Scalar, _add(place, _aten.amax.default, scores, [-1], True), -inf)
+    weights = _add(place, _aten._softmax.default, _add(place, fill, scores, none, 0.0), -1, False)
+    return _add(place, fill, weights, none, 0.0)
 
 
 def _norm(call: Call) -> bool:
