@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from squeezebox.memory import DiskSpeed
-from squeezebox.streaming._graph import VIEWS
+from squeezebox.streaming._graph import VIEWS, nbytes_of
 from squeezebox.streaming._prepared import Prepared
 from squeezebox.streaming._rates import Rates, whole_pass
 from squeezebox.streaming._spool import Choice
@@ -44,7 +44,7 @@ class Shapes:
         self._whole = prepared.rows, prepared.columns
         self._elements = np.array([value.numel() for value in values], float)
         self.itemsize = np.array([value.element_size() for value in values], float)
-        held = [0 if node.target in VIEWS else _nbytes(node) for node in self.nodes]
+        held = [0 if node.target in VIEWS else nbytes_of(node) for node in self.nodes]
         self._bytes = np.array(held, float)
 
     def share(self, height: float, width: float) -> _Array:
@@ -66,10 +66,6 @@ class Shapes:
 
 def _value(node: Node) -> Any:
     return node.meta["val"]
-
-
-def _nbytes(node: Node) -> int:
-    return sum(value.numel() * value.element_size() for value in as_tuple(_value(node)))
 
 
 class StageCost:
