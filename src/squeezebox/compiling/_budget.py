@@ -121,15 +121,19 @@ class _Search:
         if not self._peaks and self._updating is not None:
             self.limit_bytes = self._budget_bytes - self._room(self._updating, saved, besides)
         limit = self.limit_bytes - besides
-        aim = limit - max(found - expected, 0) // 2 if self._peaks else limit  # the next may be as wrong
+        below = limit - max(found - expected, 0) // 2 if self._peaks else limit  # the next may be as wrong
         self._peaks[saved] = tried.peak_bytes
+        return self._untried(saved, below) or self._untried(saved, limit)
+
+    def _untried(self, saved: frozenset[Any], limit: int) -> Saving | None:
+        """What is found for this limit, or for less where that was tried; None where all is above it."""
         while True:
-            choice = self._joint.search([*self._starts, saved], aim)
+            choice = self._joint.search([*self._starts, saved], limit)
             if choice.saved not in self._peaks:
                 return self._saving.chosen(choice)
             if choice.peak_bytes > limit:
                 return None
-            aim -= max(self._peaks[choice.saved] - self.limit_bytes, aim // 32)
+            limit -= max(self._peaks[choice.saved] - self.limit_bytes, limit // 32)
 
     def _room(self, updating: Updating, saved: frozenset[Any], besides: int) -> int:
         """Of the budget for the states: what takes the least time for them and the graph together."""
