@@ -145,7 +145,8 @@ def test_peaks_that_do_not_grow_evenly(network, memory):
     plan = step.plan(image, None)
     peak = peak_of(lambda: step(image, None))
     assert 0.5 * memory < peak < memory
-    assert all(0.75 * memory < stage.peak_bytes < memory for stage in plan.stages if stage.strips > 1)
+    for stage in plan.stages:  # of two strips, one less would be half of them
+        assert min(0.75, 1 - 1 / stage.strips) * memory < stage.peak_bytes < memory
 
 
 def has_weights_that_are_computed():
