@@ -129,6 +129,14 @@ def test_a_model_on_a_device_is_refused():
         GraphStep([Sage(6, 4).to("meta")], made(), "1MiB")
 
 
+def test_few_bits_and_autocast_are_refused():
+    with pytest.raises(UnsupportedModelError, match=r"of torch.bfloat16; call model.float\(\)"):
+        GraphStep([Sage(6, 4).bfloat16()], made(), "1MiB")
+    step = GraphStep([Sage(6, 4).float()], made(), "1MiB")
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedModelError, match="Leave torch.aut"):
+        step()
+
+
 def test_too_little_memory_and_a_bad_loss_are_refused(tmp_path):
     model = [Sage(6, 4).double(), Sage(4, 4).double()]
     with pytest.raises(BudgetError, match="node 7"):

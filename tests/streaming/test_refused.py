@@ -99,21 +99,6 @@ def test_a_mask_that_chooses_is_refused_with_the_product_that_works(loss_fn):
     torch.testing.assert_close(found, loss_fn(model(image), mask).detach())
 
 
-def test_autocast_in_the_model_is_refused_with_the_cast_that_works():
-    def cast(x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return functional.conv2d(x, torch.ones(2, 2, 3, 3))
-
-    image = torch.randn(1, 2, 12, 10)
-    with pytest.raises(UnsupportedModelError, match=r"Leave torch.autocast out, .* model.bfloat16\(\)"):
-        StreamedStep(Called(cast), lambda output, _: output.float().mean(), height=4)(image, None)
-    model = nn.Conv2d(2, 2, 3).bfloat16()
-    step = StreamedStep(
-        model, lambda output, _: output.float().mean(), height=4, prepare=lambda x: x.bfloat16()
-    )
-    torch.testing.assert_close(step(image, None), model(image.bfloat16()).float().mean().detach())
-
-
 @pytest.mark.parametrize("options", [{}, {"memory": "1GiB", "height": 3}, {"height": 0}, {"memory": "much"}])
 def test_options(options):
     with pytest.raises(OptionError):

@@ -11,17 +11,17 @@ from squeezebox.schema import OptionError, UnsupportedModelError
 from squeezebox.streaming._prepared import Scaled, form_of
 
 
-def require_modes(device: torch.device) -> None:
-    """Raise an error under autocast, inference mode or torch.func, whose gradients would be others."""
-    if torch.is_autocast_enabled(device.type):
-        raise OptionError(
-            "a streamed step runs in the model's own precision; leave torch.autocast out, or give "
-            "model.bfloat16()."
-        )
+def require_modes() -> None:
+    """Raise an error under inference mode or torch.func, whose gradients would be others."""
     if torch.is_inference_mode_enabled():
         raise OptionError("a streamed step computes gradients; leave torch.inference_mode out.")
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise UnsupportedModelError("a streamed step computes gradients; call it outside torch.func.")
+
+
+def uncast(device: torch.device) -> torch.autocast:
+    """Without torch.autocast, for a graph that has its casts."""
+    return torch.autocast(device.type, enabled=False)
 
 
 def require_image(image: Any) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from squeezebox.schema import OptionError, SqueezeboxError, UnsupportedModelError
 from squeezebox.streaming._nodes import Edges, Graph, Part, kind_of, sorted_edges
+from squeezebox.streaming._rows import is_narrow
 
 _PROBE_NODES = 12
 
@@ -24,11 +25,17 @@ class Stage:
     rowwise: tuple[nn.Module, ...]
 
     def __call__(self, part: Part, x: Tensor) -> Tensor:
+        dtype = x.dtype
         if self.layer is not None:
             weights = {"edge_weight": part.weights} if self.takes_weights else {}
             x = self.layer(x, part.edges, **weights)[: part.stop - part.start]
         for module in self.rowwise:
             x = module(x)
+        if getattr(x, "dtype", dtype) != dtype:
+            raise UnsupportedModelError(
+                f"layers give {x.dtype} for rows of {dtype}, and what they hand on is kept in one precision. "
+                "Leave torch.autocast out."
+            )
         return x
 
     def reads(self, part: Part) -> np.ndarray:
@@ -69,6 +76,11 @@ def require_trained(stages: list[Stage], graph: Graph) -> None:
     if devices != {"cpu"}:
         raise UnsupportedModelError(
             f"the model is on {max(devices)}, and a graph's parts are computed on the CPU; call model.cpu()."
+        )
+    narrow = [p.dtype for stage in stages for p in stage.parameters if is_narrow(p)]
+    if narrow:
+        raise UnsupportedModelError(
+            f"the model has parameters of {narrow[0]}; call model.float(), which adds parts up more exactly."
         )
     if graph.weights is not None and not any(stage.takes_weights for stage in stages):
         raise OptionError("the graph has weights, but no layer takes edge_weight; leave weights= out.")

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from squeezebox.streaming._rows import Call, Rows
+from squeezebox.streaming._rows import Call, Rows, is_narrow, widened
 
 State = tuple[Any, ...]
 """Tensors, and counts."""
@@ -50,7 +50,7 @@ class Sum:
 
     def partial(self, x: Tensor, start: int) -> State:
         """The sum, in double precision across strips."""
-        total = x.sum(self.dims, keepdim=self.keepdim)
+        total = x.sum(self.dims, keepdim=self.keepdim, dtype=torch.float32 if is_narrow(x) else None)
         return (total.double() if total.is_floating_point() else total,)
 
     def merge(self, first: State, second: State) -> State:
@@ -85,7 +85,7 @@ class Moments:
 
     def partial(self, x: Tensor, start: int) -> State:
         """Count, mean, and sum of squared deviations."""
-        variance, mean = torch.var_mean(x, self.dims, correction=0, keepdim=True)
+        variance, mean = torch.var_mean(widened(x), self.dims, correction=0, keepdim=True)
         count = x.numel() // variance.numel()
         return count, mean.double(), variance.double() * count
 
@@ -165,6 +165,7 @@ class LogSumExp:
 
     def partial(self, x: Tensor, start: int) -> State:
         """The largest element, and the sum of exponentials of what others are below it."""
+        x = widened(x)
         largest = x.amax(self.dims, keepdim=True).double()
         return largest, (x - _finite(largest).to(x.dtype)).exp().sum(self.dims, keepdim=True).double()
 

@@ -145,6 +145,16 @@ def is_continuous(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
+def is_narrow(x: Tensor) -> bool:
+    """Whether it is of floating point numbers in fewer bits than float32 has."""
+    return x.is_floating_point() and x.element_size() < 4
+
+
+def widened(x: Tensor) -> Tensor:
+    """In float32 where it is narrow: what torch computes moments and sums in."""
+    return x.float() if is_narrow(x) else x
+
+
 def shape_of(node: Node) -> tuple[int, ...]:
     """The whole shape of a node's tensor, or of the first of its tensors."""
     value = node.meta["val"]

@@ -29,7 +29,7 @@ from squeezebox.reports import parse_size
 from squeezebox.schema import OptionError, OutputError, UnsupportedModelError
 from squeezebox.streaming._choice import NOTHING
 from squeezebox.streaming._files import from_file
-from squeezebox.streaming._given import derivable, require_image, require_modes, scaled
+from squeezebox.streaming._given import derivable, require_image, require_modes, scaled, uncast
 from squeezebox.streaming._graph import Streamed, analyse, require_gathered, with_across
 from squeezebox.streaming._journal import kept_file
 from squeezebox.streaming._outputs import Onto, Outputs, writable
@@ -41,7 +41,7 @@ from squeezebox.streaming._resume import Position, filed_in, fingerprint, load, 
 from squeezebox.streaming._rows import refusal
 from squeezebox.streaming._run import Context, Run
 from squeezebox.streaming._spool import Blank, Spool
-from squeezebox.streaming._trace import Aim, Whole, trace
+from squeezebox.streaming._trace import Aim, Whole, autocast_on, trace
 
 Metric = Callable[[Any, Any], Any]
 
@@ -55,7 +55,8 @@ class StreamedStep:
     shape, as one graph; every strip reads the rows around that the graph makes it depend on. Sums, means,
     moments and extremes over the image, in the model or in the loss, take a pass over the image first
     wherever later operators need them. What needs all pixels at once, such as self-attention or sorting, gets
-    the whole map that it reads, if that takes at most half of ``memory``.
+    the whole map that it reads, if that takes at most half of ``memory``. Under ``torch.autocast``
+    casts are as in plain PyTorch.
 
     Gradients are added when the step is complete: an exception leaves parameters and buffers as they were.
     Hooks on parameters are not called, and those on modules only while they are traced. The gradient by the
@@ -251,7 +252,7 @@ class StreamedStep:
         stages = prepared.stages
         limit = self._memory_bytes if self._device.type == "cpu" else None
         keeping = nullcontext() if limit is None else freed_kept()
-        with store, keeping:
+        with store, keeping, uncast(self._device):
             onto = Onto(store, prepared.layout, prepared.streamed, maps, gradients, files)
             run = prepared.run(self._context, onto)
             if found is not None:
@@ -285,7 +286,8 @@ class StreamedStep:
         except OutputError:
             if self._planner.is_forced:
                 raise
-            self._plans[prepared.key] = self._planner.plan(prepared, files=False)
+            with uncast(self._device):
+                self._plans[prepared.key] = self._planner.plan(prepared, files=False)
             return self._begin(prepared, checkpoint)
 
     def _begin(
@@ -337,7 +339,7 @@ class StreamedStep:
         return Whole(self._model, aim.function, prepare)
 
     def _prepared(self, image: Any, target: Any, aim: Aim) -> Prepared:
-        require_modes(self._device)
+        require_modes()
         require_image(image)
         image, target = pytree.tree_map(from_file, (image, target))
         forms = pytree.tree_map(form_of, (image, target))
@@ -345,7 +347,7 @@ class StreamedStep:
         axis = longer if self._axis is None else self._axis
         key = pytree.tree_map_only(Tensor, lambda form: (tuple(form.shape), form.dtype), forms)
         whole = self._whole(aim)
-        key = aim, repr((repr(key), axis, *_state(whole)))
+        key = aim, repr((repr(key), axis, autocast_on(self._device), *_state(whole)))
         if key not in self._known:
             require_imports("torch._dynamo")
             # A session leaves forwards without gradient alone, and whatever is within them.
@@ -387,7 +389,8 @@ class StreamedStep:
 
     def _planned(self, prepared: Prepared) -> tuple[Ways, StreamPlan]:
         if prepared.key not in self._plans:
-            self._plans[prepared.key] = self._planner.plan(prepared)
+            with uncast(self._device):
+                self._plans[prepared.key] = self._planner.plan(prepared)
         return self._plans[prepared.key]
 
     def _strips(self, run: Run, prepared: Prepared, position: Position) -> Iterator[Position]:

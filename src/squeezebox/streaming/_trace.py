@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from squeezebox.schema import OptionError, UnsupportedModelError
+from squeezebox.streaming._rows import widened
 
-_aten = torch.ops.aten
+_aten, _higher = torch.ops.aten, torch.ops.higher_order
 _DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 Maybe = Tensor | None
 
@@ -58,9 +59,10 @@ def _channels(x: Tensor, value: Maybe) -> Maybe:
 def _trained_batch_norm(
     x: Tensor, weight: Maybe, bias: Maybe, mean: Maybe, variance: Maybe, momentum: float, eps: float
 ) -> tuple[Tensor, ...]:
-    dims = [dim for dim in range(x.dim()) if dim != 1]
+    dims, dtype, x = [dim for dim in range(x.dim()) if dim != 1], x.dtype, widened(x)
     own_variance, own_mean = torch.var_mean(x, dims, correction=0, keepdim=True)
     y = _normalised_by_whole(x, own_variance, own_mean, eps, _channels(x, weight), _channels(x, bias))
+    y = y.to(dtype)
     flat_mean, flat_variance = own_mean.reshape(-1).detach(), own_variance.reshape(-1).detach()
     saved = flat_mean, torch.rsqrt(flat_variance + eps)
     if mean is None or variance is None:
@@ -100,27 +102,30 @@ def _fixed_batch_norm(
     x: Tensor, weight: Maybe, bias: Maybe, mean: Tensor, variance: Tensor, momentum: float, eps: float
 ) -> tuple[Tensor, ...]:
     at_mean, at_variance = (value.view([1, -1] + [1] * (x.dim() - 2)) for value in (mean, variance))
-    y = _normalised(x, at_variance, at_mean, eps, _channels(x, weight), _channels(x, bias))
-    return y, x.new_empty((0,)), x.new_empty((0,))
+    y = _normalised(widened(x), at_variance, at_mean, eps, _channels(x, weight), _channels(x, bias))
+    return y.to(x.dtype), x.new_empty((0,)), x.new_empty((0,))
 
 
 def _group_norm(
     x: Tensor, weight: Maybe, bias: Maybe, batch: int, channels: int, pixels: int, groups: int, eps: float
 ) -> tuple[Tensor, ...]:
-    grouped = x.reshape([batch, groups, channels // groups, *x.shape[2:]])
+    grouped = widened(x).reshape([batch, groups, channels // groups, *x.shape[2:]])
     variance, mean = torch.var_mean(grouped, [*range(2, grouped.dim())], correction=0, keepdim=True)
     y = _normalised_by_whole(grouped, variance, mean, eps, None, None).reshape(x.shape)
     by_channel, added = _channels(x, weight), _channels(x, bias)
     y = y if by_channel is None else y * by_channel
     y = y if added is None else y + added
+    y = y.to(x.dtype)
     return y, mean.reshape(batch, groups), torch.rsqrt(variance + eps).reshape(batch, groups)
 
 
 def _layer_norm(
     x: Tensor, shape: Sequence[int], weight: Maybe, bias: Maybe, eps: float
 ) -> tuple[Tensor, ...]:
-    variance, mean = torch.var_mean(x, [*range(x.dim() - len(shape), x.dim())], correction=0, keepdim=True)
-    return _normalised(x, variance, mean, eps, weight, bias), mean, torch.rsqrt(variance + eps)
+    wide, dims = widened(x), [*range(x.dim() - len(shape), x.dim())]
+    variance, mean = torch.var_mean(wide, dims, correction=0, keepdim=True)
+    y = _normalised(wide, variance, mean, eps, weight, bias).to(x.dtype)
+    return y, mean, torch.rsqrt(variance + eps)
 
 
 def _variance(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
@@ -254,20 +259,35 @@ def trace(whole: Whole, aim: Aim, image: Tensor, target: Any, device: torch.devi
         fakes = pytree.tree_map_only(
             Tensor, lambda form: torch.empty(form.shape, dtype=form.dtype, device=device), (image, target)
         )
+        fakes[0].requires_grad_(aim.by_image)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch's own tracing, about itself
             table = _decompositions()
-            with _Known(), _quiet():
-                exported = torch.export.export(whole, fakes, strict=False)
-            _keep_detached(exported.graph)
-            exported = exported.run_decompositions(table)
+            with _uncached(device):
+                with _Known(), _quiet():
+                    exported = torch.export.export(whole, fakes, strict=False)
+                _keep_detached(exported.graph_module)
+                exported = exported.run_decompositions(table)  # with autocast's casts
     except Exception as error:  # noqa: BLE001  whatever the model's own code raises while it is traced
         raise UnsupportedModelError(
             f"torch.export cannot trace {type(whole.model).__name__}{' and its loss' * aim.derives} for an "
             f"image of {tuple(image.shape)}, so it cannot be streamed: {_said(error)}"
         ) from error
     return _program(exported, whole, aim)
+
+
+def autocast_on(device: torch.device) -> torch.dtype | None:
+    """The precision that torch.autocast casts to at present; None where it does not."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def _uncached(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Autocast as it is, without the casts that it keeps."""
+    dtype = autocast_on(device)
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype, cache_enabled=False)
 
 
 @contextlib.contextmanager
@@ -302,19 +322,45 @@ def _said(error: Exception) -> str:
 
 
 class _Known(TorchFunctionMode):
-    """What torch.export takes for unknown.
+    """What torch.export takes for unknown, or loses.
 
-    Lists of ``arange``, which MONAI's losses name dimensions by, and ``.data``, which is ``detach()``.
+    Lists of ``arange``, which MONAI's losses name dimensions by; ``.data``, which is ``detach()``; and
+    ``torch.no_grad()`` within ``torch.autocast()``.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._nesting = _nesting()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call it."""
         if function == _DATA:
             return args[0].detach()
+        if not torch.is_grad_enabled() and _nesting() > self._nesting:
+            return _without_gradient(function, args, kwargs or {})
         made = function(*args, **(kwargs or {}))
         if function is torch.arange and all(type(each) is int for each in args):
             made.tolist = lambda: [*range(*args)]
         return made
+
+
+def _nesting() -> int:
+    """How many contexts of autocast there are."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _without_gradient(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    leaves = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    versions = [(each, each._version) for each in leaves if each.requires_grad]
+    cut = pytree.tree_map_only(Tensor, lambda x: x.detach() if x.requires_grad else x, (args, kwargs))
+    made = function(*cut[0], **cut[1])
+    if any(each._version != version for each, version in versions):
+        raise NotImplementedError(
+            "a tensor that has a gradient is changed in place under torch.no_grad() within torch.autocast(); "
+            "put torch.no_grad() around torch.autocast()"
+        )
+    return made
 
 
 def _decompositions() -> dict[Any, Any]:
@@ -328,26 +374,28 @@ def _decompositions() -> dict[Any, Any]:
     return found | _COMPOSED
 
 
-_CHANGES = {
-    "wrap_with_autocast": ". Leave torch.autocast out, and cast: give model.bfloat16(), and cast the "
-    "image by prepare=",
-}
-
-
-def _keep_detached(graph: Graph) -> None:
+def _keep_detached(module: nn.Module) -> None:
     """Put copies without gradient in place of ``detach()`` and ``torch.no_grad()``, which would be lost."""
-    for node in [*graph.nodes]:
-        if node.target in (_aten.detach.default, _aten.detach_.default):
-            node.target = DETACHED
-        elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:
-            for item in [*node.users]:
-                with graph.inserting_after(item):
-                    copy = graph.call_function(DETACHED, (item,))
-                item.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
-                copy.meta = {**item.meta}
-        elif isinstance(node.target, torch._ops.HigherOrderOperator):
-            change = _CHANGES.get(str(node.target), "")
-            raise NotImplementedError(f"{node.target} in the model's forward{change}")
+    for part in module.modules():  # a context's operators are a module of their own
+        if not isinstance(part, GraphModule):
+            continue
+        for node in [*part.graph.nodes]:
+            if node.target in (_aten.detach.default, _aten.detach_.default):
+                node.target = DETACHED
+            elif node.target is _higher.wrap_with_set_grad_enabled and not node.args[0]:
+                for item in [*node.users]:
+                    _detach(item)
+            elif isinstance(node.target, torch._ops.HigherOrderOperator):
+                if node.target is not _higher.wrap_with_autocast:
+                    raise NotImplementedError(f"{node.target} in the model's forward")
+        part.recompile()
+
+
+def _detach(node: Node) -> None:
+    with node.graph.inserting_after(node):
+        copy = node.graph.call_function(DETACHED, (node,))
+    node.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+    copy.meta = {**node.meta}
 
 
 def _program(exported: Any, whole: nn.Module, aim: Aim) -> Program:

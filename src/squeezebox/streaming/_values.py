@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from squeezebox.streaming._graph import Streamed
 from squeezebox.streaming._reductions import gathered
-from squeezebox.streaming._rows import is_continuous, run_node
+from squeezebox.streaming._rows import is_continuous, is_narrow, run_node
 from squeezebox.streaming._stages import Stage
 from squeezebox.streaming._strip import as_tuple, inputs_of
 from squeezebox.streaming._trace import DETACHED
@@ -99,7 +99,8 @@ class Values:
         for node in sorted(ready, key=lambda node: -self._streamed.level[node]):
             copy = self._copies[node]
             if copy.grad is not None:
-                torch.autograd.backward([self.known[node]], [copy.grad], retain_graph=True)
+                value = self.known[node]
+                torch.autograd.backward([value], [copy.grad.to(value.dtype)], retain_graph=True)
                 copy.grad = None
 
     def seeds(self, stage: Stage) -> Seeds:
@@ -197,11 +198,28 @@ class Values:
 
     def _for_strip(self, node: Node) -> Any:
         value = self.known[node]
-        if isinstance(value, Tensor) and not value.is_leaf:
-            if node not in self._copies:
-                self._copies[node] = value.detach().contiguous().requires_grad_()
-            value = self._copies[node]
-        return value
+        if not isinstance(value, Tensor) or (
+            value.is_leaf and not (value.requires_grad and is_narrow(value))
+        ):
+            return value
+        own = value.detach().contiguous()
+        if node not in self._copies:
+            wide = torch.zeros((), device=value.device).expand(value.shape)
+            self._copies[node] = (wide if is_narrow(value) else own).requires_grad_()
+        copy = self._copies[node]
+        return _Narrow.apply(copy, own) if is_narrow(value) else copy  # type: ignore[no-untyped-call]
+
+
+class _Narrow(torch.autograd.Function):
+    """A value in few bits, whose gradients by all strips add up in float32, at a leaf of its shape."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.float(), None
 
 
 def _made_up(value: Tensor, is_gathered: bool) -> Tensor:
