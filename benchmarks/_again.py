@@ -90,6 +90,7 @@ COMMANDS = {  # what follows `python -m benchmarks.`, by the report's name
     "step_time_fast": "step_time --speed fast --train-steps 20 --apart 2",
     "streaming": "streaming",
     "streaming_choice": "streaming_choice --side 256 --memory 12 24 48",
+    "streaming_autocast": "streaming_models --autocast --name streaming_autocast",
     "streaming_models": "streaming_models",
     "streaming_rival": "streaming_rival",
     "streaming_tiles": "streaming_tiles --side 1024 --memory 24 48 --repeats 2",

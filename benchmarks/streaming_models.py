@@ -5,7 +5,8 @@ Goes in: nothing; a random image in float64. Needs timm, segmentation_models_pyt
 benchmarks/reports/streaming_models-<date>.json and .md.
 
 Every network takes one step whole and one in strips of a quarter of the image, with dropout set to 0: the
-errors are those of loss and gradients, each by its largest.
+errors are those of loss and gradients, each by its largest. With --autocast both are under autocast, from
+float32 to bfloat16; the errors are those of gradients against the step in float64, by the norm of its own.
 """
 
 from __future__ import annotations
@@ -41,11 +42,14 @@ Case = tuple[str, nn.Module, Callable[[Any, Any], Tensor], Tensor]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--name", default="streaming_models", help="of the report")
+    parser.add_argument("--autocast", action="store_true", help="to bfloat16")
     arguments = parser.parse_args()
     _timm.declare_torchvision()
     torch.set_num_threads(1)
-    rows = [measure(*case) for cases in (encoders, segmenters, losses) for case in cases()]
-    print(*_report.write(arguments.name, {"rows": rows}, render(rows)), file=sys.stderr)
+    take = under_autocast if arguments.autocast else measure
+    rows = [take(*case) for cases in (encoders, segmenters, losses) for case in cases()]
+    table = render_errors(rows) if arguments.autocast else render(rows)
+    print(*_report.write(arguments.name, {"rows": rows}, table), file=sys.stderr)
 
 
 def encoders() -> Iterator[Case]:
@@ -113,12 +117,7 @@ def measure(
     name: str, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], target: Tensor
 ) -> dict[str, Any]:
     """One case."""
-    torch.manual_seed(0)
-    image = torch.rand(1, 3, HEIGHT, WIDTH, dtype=torch.float64)
-    model = model.double()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout | nn.Dropout2d):
-            module.p = 0.0
+    image, model = made(model)
     streamed, row = copy.deepcopy(model), {"case": name}
     whole = loss_fn(model(image), target)
     whole.backward()
@@ -136,6 +135,56 @@ def measure(
         row["passes"] = len(step.plan(image, target).stages)
     print(*row.values(), file=sys.stderr, flush=True)
     return row
+
+
+def made(model: nn.Module) -> tuple[Tensor, nn.Module]:
+    """A random image, and the model without dropout, in float64."""
+    torch.manual_seed(0)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout | nn.Dropout2d):
+            module.p = 0.0
+    return torch.rand(1, 3, HEIGHT, WIDTH, dtype=torch.float64), model.double()
+
+
+def under_autocast(
+    name: str, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], target: Tensor
+) -> dict[str, Any]:
+    """One case, under autocast."""
+    image, model = made(model)
+    plain, streamed = copy.deepcopy(model).float(), copy.deepcopy(model).float()
+    loss_fn(model(image), target).backward()
+    row: dict[str, Any] = {"case": name}
+    with torch.autocast("cpu", torch.bfloat16):
+        loss_fn(plain(image.float()), target).backward()
+        try:
+            StreamedStep(streamed, loss_fn, height=HEIGHT // 4)(image.float(), target)
+        except SqueezeboxError as error:
+            row["refused"] = str(error).splitlines()[0]
+            return row
+    row["plain_error"], row["error"] = (error_of(each, model) for each in (plain, streamed))
+    print(*row.values(), file=sys.stderr, flush=True)
+    return row
+
+
+def error_of(model: nn.Module, exact: nn.Module) -> float:
+    """The norm of the gradients' error, by that of the exact gradients."""
+    pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), exact.parameters(), strict=True)]
+    known = [(mine.double(), theirs) for mine, theirs in pairs if mine is not None and theirs is not None]
+    squares = [(float((mine - right).square().sum()), float(right.square().sum())) for mine, right in known]
+    errors, wholes = zip(*squares, strict=True)
+    return float((sum(errors) / sum(wholes)) ** 0.5)
+
+
+def render_errors(rows: list[dict[str, Any]]) -> str:
+    """The table of steps under autocast in Markdown."""
+    lines = ["| case | plain | in strips | ratio |", "| --- | --- | --- | --- |"]
+    run = [row for row in rows if "refused" not in row]
+    ratios = [row["error"] / row["plain_error"] for row in run]
+    for row, ratio in zip(run, ratios, strict=True):
+        lines.append(f"| {row['case']} | {row['plain_error']:.4f} | {row['error']:.4f} | {ratio:.2f} |")
+    lines += [f"| {row['case']} | refused: {row['refused']} | | |" for row in rows if "refused" in row]
+    said = f"{len(run)} of {len(rows)} run; ratios are {min(ratios):.2f} to {max(ratios):.2f}."
+    return "\n".join([*lines, "", said])
 
 
 def render(rows: list[dict[str, Any]]) -> str:
