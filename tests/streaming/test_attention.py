@@ -129,5 +129,5 @@ def test_only_what_meets_every_other_is_there_at_once():
 
 def test_attention_with_dropout_between_pixels_is_refused():
     step = StreamedStep(Between(dropout_p=0.5), squares, height=5)
-    with pytest.raises(UnsupportedModelError, match="random numbers, .* set its probability to 0"):
+    with pytest.raises(UnsupportedModelError, match="random numbers, .* Set its probability to 0"):
         step(IMAGE.float(), None)

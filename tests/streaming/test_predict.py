@@ -113,7 +113,7 @@ def test_the_gradient_by_bytes_is_that_by_what_they_are_scaled_to():
     [
         (np.zeros(3), r"out is \(3,\) of torch.float64; it must be \(1, 2, 48, 20\) of torch.float64"),
         (torch.zeros(1, 2, 48, 20), "out is .* of torch.float32; it must be"),
-        ([torch.zeros(1), None], "out is a list of 2 parts, and the model gives 1"),
+        ([torch.zeros(1), None], "out is a list of 2 parts, and the model gives 1; give one array"),
         (np.broadcast_to(0.0, (1, 2, 48, 20)), "out is read-only"),
         ("out.npy", "out is a str; give a tensor or a numpy array"),
     ],

@@ -345,14 +345,19 @@ def _draws(node: Node) -> bool:
 def _refuse_random(call: Call) -> None:
     if call.target in _DROPOUT and not call.inputs:
         return  # of what is computed once
-    if _draws(call.node):
+    if not _draws(call.node):
+        return
+    if not call.inputs:
         raise call.refuse(
-            "it draws random numbers, others for strips than for the whole image, and others again when a "
-            "strip is computed a second time; set its probability to 0 or put the module into eval()"
-            if call.inputs
-            else "it draws random numbers, others each time that it is computed; draw them before, and give "
-            "them with the target"
+            "it draws random numbers, others each time that it is computed; draw them before, and give them "
+            "with the target"
         )
+    raise refusal(
+        call.node,
+        "it draws random numbers, others for strips than for the whole image, and others again when a strip "
+        "is computed a second time",
+        "" if call.target is _aten.native_dropout.default else "Set its probability to 0, or call eval()",
+    )
 
 
 def _operator(call: Call, needed: list[Node]) -> Operator:

@@ -37,9 +37,10 @@ class Outputs:
         if out is None:
             given = [None] * len(self._nodes)
         elif form != self._form:
+            names = pytree.tree_unflatten(["array"] * len(self._nodes), self._form)
             raise OptionError(
                 f"out is a {type(out).__name__} of {len(given)} parts, and the model gives "
-                f"{len(self._nodes)} as {pytree.treespec_pprint(self._form)}; give arrays in that form."
+                f"{len(self._nodes)}; give {'one array' if names == 'array' else names}."
             )
         self.given = given
         self._arrays = [

@@ -161,9 +161,9 @@ def shape_of(node: Node) -> tuple[int, ...]:
     return tuple((value[0] if isinstance(value, tuple | list) else value).shape)
 
 
-def refusal(node: Node, why: str) -> UnsupportedModelError:
-    """The error that names operator, module and reason."""
-    change = _CHANGES.get(str(getattr(node.target, "overloadpacket", "")), "Change it")
+def refusal(node: Node, why: str, change: str = "") -> UnsupportedModelError:
+    """The error that names operator, module and reason, and what to change."""
+    change = change or _CHANGES.get(str(getattr(node.target, "overloadpacket", "")), "Change it")
     return UnsupportedModelError(
         f"{place_of(node)} cannot be streamed exactly: {node.target} ({why}). {change}, or train on smaller "
         "images without StreamedStep."
@@ -194,5 +194,5 @@ _CHANGES = {
     "aten.topk": "Its values stream, and its places do not: write x.gather(dim, x.topk(k, dim).indices) as "
     "x.topk(k, dim).values",
     "aten.sort": "Take a loss without order, such as Dice or Jaccard in place of Lovasz",
-    "aten.native_dropout": "Put Dropout behind the pooling, where there are no rows",
+    "aten.native_dropout": "Set its probability to 0, put it into eval(), or behind the pooling",
 }
