@@ -102,8 +102,6 @@ COMMANDS = {  # what follows `python -m benchmarks.`, by the report's name
     "'compiled, memory budget 0.5' 'torchao 8 bit' 'checkpointing, torchao 8 bit' 'states, 40%' "
     "'states, 45%' 'states, 55%' 'compiled, states, 40%' 'compiled, states, 45%' 'compiled, states, 55%'",
     "whole_step": "whole_step --repeats 5",
-    "whole_step_compiled": "whole_step gpt --repeats 5 --name whole_step_compiled --ways compiled "
-    "'states, 40%' 'compiled, states, 40%'",
     "whole_step_jemalloc": "whole_step resnet50 --repeats 5 --name whole_step_jemalloc",
     "whole_step_torchao": "whole_step gpt vit --repeats 5 --name whole_step_torchao --ways plain "
     "checkpointing 'torchao 8 bit' 'checkpointing, torchao 8 bit' 'states, 40%' 'states, 45%'",
