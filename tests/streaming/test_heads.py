@@ -131,7 +131,7 @@ def test_dropout_behind_pooling_draws_what_it_draws_for_the_whole_image(tmp_path
         ),
         (lambda x, mask: x.flatten(2).max(2).values.mean(), r"Write x.max\(dim\).values as x.amax\(dim\)"),
         (lambda x, mask: x.flatten(2).sort(2).values[..., 0].sum(), "Take a loss without order"),
-        (lambda x, mask: functional.dropout(x, 0.5).mean(), "Put Dropout behind the pooling"),
+        (lambda x, mask: functional.dropout(x, 0.5).mean(), r"put it into eval\(\), or behind the pooling"),
     ],
 )
 def test_a_refusal_says_what_works(loss, change):

@@ -22,8 +22,8 @@ from squeezebox.capture._stand_in import METADATA, Deferred, Pending, StandIn, e
 from squeezebox.schema import Region
 
 _BATCH_NORM = inspect.signature(functional.batch_norm)
-_CONVOLUTIONS = {torch.conv1d: 3, torch.conv2d: 4, torch.conv3d: 5}  # and their input's dims
-_POOLINGS = frozenset(
+CONVOLUTIONS = {torch.conv1d: 3, torch.conv2d: 4, torch.conv3d: 5}  # and their input's dims
+POOLINGS = frozenset(
     getattr(functional, f"{name}_pool{dims}d")
     for name in ("max", "avg", "adaptive_max", "adaptive_avg")
     for dims in (1, 2, 3)
@@ -36,7 +36,7 @@ _POINTWISE = frozenset(
         *(getattr(torch.Tensor, name) for name in ("relu", "relu_", "sigmoid", "tanh")),
     }
 )
-_CHAINED = frozenset({functional.batch_norm, *_CONVOLUTIONS, *_POOLINGS, *_POINTWISE})
+CHAINED = frozenset({functional.batch_norm, *CONVOLUTIONS, *POOLINGS, *_POINTWISE})
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
@@ -82,7 +82,7 @@ class Slicer:
         """What to call instead of ``func``."""
         if self._is_next(func, args, kwargs):
             pending = self._pending or Pending(args[0], args[0], self._forward.replay)
-            call = _deferred(func, args, kwargs, self._forward.module)
+            call = deferred(func, args, kwargs, self._forward.module)
             if pending.add(call, is_pointwise=func in _POINTWISE):
                 self._pending = pending
                 return self._answer(pending), (), {}
@@ -93,7 +93,7 @@ class Slicer:
     def _is_next(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether this is the region's next call."""
         number = 0 if self._pending is None else len(self._pending.calls)
-        if number == len(self.region.functions) or func not in _CHAINED:
+        if number == len(self.region.functions) or func not in CHAINED:
             return False
         planned = (self.region.functions[number], self.region.modules[number])
         if (func.__name__, self._forward.module) != planned or not self._forward.catches:
@@ -161,12 +161,12 @@ class Tracer:
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         read = [number for tensor in tensors if (number := self._number(tensor))]
         if self._extends(func, args, kwargs, out, read, forward):
-            self._calls.append(Traced(func.__name__, forward.module, out.nbytes, keys, func in _POOLINGS))
+            self._calls.append(Traced(func.__name__, forward.module, out.nbytes, keys, func in POOLINGS))
             self._results.append(weakref.ref(out))
             self._batch = len(out)
             if self._holding:
                 self.sources = self.sources or [args[0]]
-                self.deferred.append(_deferred(func, args, kwargs, forward.module))
+                self.deferred.append(deferred(func, args, kwargs, forward.module))
         elif read:
             self._limit = min(self._limit, *read)
 
@@ -191,7 +191,7 @@ class Tracer:
     def _extends(
         self, func: Any, args: Any, kwargs: Any, out: Any, read: list[int], forward: Running
     ) -> bool:
-        if func not in _CHAINED or not isinstance(out, torch.Tensor) or not forward.catches:
+        if func not in CHAINED or not isinstance(out, torch.Tensor) or not forward.catches:
             return False
         if not self._calls:
             return _starts(func, args, kwargs)
@@ -210,7 +210,7 @@ def _starts(func: Any, args: Any, kwargs: Any) -> bool:
     x = args[0] if args else None
     if not isinstance(x, torch.Tensor) or not is_plain(x) or x.requires_grad:
         return False
-    if func not in _CONVOLUTIONS or x.dim() != _CONVOLUTIONS[func]:
+    if func not in CONVOLUTIONS or x.dim() != CONVOLUTIONS[func]:
         return False
     trained = any(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_leaves((args[1:], kwargs)))
     return trained and len(x) > 0 and x.dtype in (torch.float32, torch.float64) and _continues(args, kwargs)
@@ -222,7 +222,7 @@ def _continues(args: Any, kwargs: Any) -> bool:
     return "out" not in kwargs and not any(isinstance(value, StandIn) for value in rest)
 
 
-def _deferred(func: Any, args: Any, kwargs: Any, module: str) -> Deferred:
+def deferred(func: Any, args: Any, kwargs: Any, module: str) -> Deferred:
     if func is not functional.batch_norm:
         return Deferred(func, args[1:], kwargs, module)
     bound = _BATCH_NORM.bind(*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from squeezebox.schema import BudgetError, CaptureError
 from squeezebox.steps import TrainingStep, device_of, held_by, nbytes_of, restored, tensors_in, ungraded
 
 _ATTEMPTS = 8
+_SLICES = 8  # of the batch, for the first layers where nothing else is within the budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,28 @@ def within_budget(
     budget_bytes = int(size * plain_bytes) if is_share else int(size)
     if budget_bytes < tried.least_bytes:
         raise _none_possible(budget_bytes, tried.least_bytes, updating is not None)
+    best = _searched(tried, budget_bytes, example, compiled, updating)
+    least_bytes = updating.states.least_bytes if updating is not None else 0
+    if best.peak_bytes + least_bytes > budget_bytes:
+        compiled = functools.partial(compiled, slices=_SLICES)
+        tried = _attempt(Saving(), example, compiled, updating)
+        if tried.step.slices > 1:
+            sliced = _searched(tried, budget_bytes, example, compiled, updating)
+            best = min(best, sliced, key=lambda each: each.peak_bytes)
+    if best.peak_bytes + least_bytes > budget_bytes:
+        raise _too_little(budget_bytes, best.peak_bytes + least_bytes, best)
+    best.saving.peak_bytes = best.step.peak_bytes = best.peak_bytes
+    return Fitted(best.step, example, updating, budget_bytes - best.peak_bytes)
+
+
+def _searched(
+    tried: _Attempt,
+    budget_bytes: int,
+    example: TrainingStep,
+    compiled: Callable[..., CompiledStep],
+    updating: Updating | None,
+) -> _Attempt:
+    """The first attempt that is within the budget, from one on; or the lowest."""
     search, best = _Search(tried.saving, budget_bytes, updating), tried
     for _ in range(_ATTEMPTS):
         if tried.peak_bytes <= search.limit_bytes:
@@ -90,11 +114,7 @@ def within_budget(
             break
         tried = _attempt(saving, example, compiled, updating)
         best = min(best, tried, key=lambda each: each.peak_bytes)
-    least_bytes = best.peak_bytes + (updating.states.least_bytes if updating is not None else 0)
-    if least_bytes > budget_bytes:
-        raise _too_little(budget_bytes, least_bytes, best)
-    best.saving.peak_bytes = best.step.peak_bytes = best.peak_bytes
-    return Fitted(best.step, example, updating, budget_bytes - best.peak_bytes)
+    return best
 
 
 class _Search:

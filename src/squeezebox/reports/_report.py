@@ -219,7 +219,8 @@ class CompiledReport(Saved):
     those held now: the stock compiler may save others in their place. ``noise`` is the relative gradient
     noise measured when the step was made for a noise, else None. ``copied_bytes`` are of weights and images
     of convolutions that the compiler holds once more, in channels_last. ``optimizer`` says what becomes of
-    gradients and optimizer state, where the step was made with ``states=True``.
+    gradients and optimizer state, where the step was made with ``states=True``. ``slices`` of the batch are
+    what the first layers, up to a pooling, are worked in; 1 where they are compiled like the others.
     """
 
     KIND, AGAIN = "compiled report", "step.report().save(path)"
@@ -230,6 +231,7 @@ class CompiledReport(Saved):
     noise: float | None = None
     copied_bytes: int = 0
     optimizer: OptimizerPlan | None = None
+    slices: int = 1
 
     def __str__(self) -> str:
         ratio = self.saved_bytes / max(self.packed_bytes, 1)
@@ -241,6 +243,8 @@ class CompiledReport(Saved):
                 f"and {human_bytes(self.copied_bytes)} of copies in channels_last; call "
                 "to(memory_format=torch.channels_last) on the model and the images, and there are none"
             )
+        if self.slices > 1:
+            head.append(f"the first layers, up to a pooling, in {self.slices} slices of the batch")
         head += updates(self.optimizer) if self.optimizer is not None else ()
         rows = [_line(tensor) for tensor in self.tensors[:_ROWS]]
         hidden = len(self.tensors) - len(rows)

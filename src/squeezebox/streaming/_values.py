@@ -202,12 +202,11 @@ class Values:
             value.is_leaf and not (value.requires_grad and is_narrow(value))
         ):
             return value
-        own = value.detach().contiguous()
         if node not in self._copies:
             wide = torch.zeros((), device=value.device).expand(value.shape)
-            self._copies[node] = (wide if is_narrow(value) else own).requires_grad_()
+            self._copies[node] = (wide if is_narrow(value) else value.detach().contiguous()).requires_grad_()
         copy = self._copies[node]
-        return _Narrow.apply(copy, own) if is_narrow(value) else copy  # type: ignore[no-untyped-call]
+        return _Narrow.apply(copy, value.detach()) if is_narrow(value) else copy  # type: ignore[no-untyped-call]
 
 
 class _Narrow(torch.autograd.Function):

@@ -32,6 +32,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from squeezebox.capture._compiled._first import first_layers
 from squeezebox.capture._compiled._lower import lower_peaks
 from squeezebox.capture._compiled._spending import SPEND, Spending
 from squeezebox.schema import UnsupportedModelError
@@ -94,11 +95,11 @@ class Backend:
     """``torch.compile(backend=...)``: Inductor as it is, with ``rewrite`` between cut and compilation.
 
     ``saving`` says what forward saves, and gets each compiled graph to follow; without it that is a min-cut
-    where recomputation is cheap. ``spending``
-    takes gradients as soon as they are there; those of parameters that it does not name are results. The
-    settings are in force while this callable is compiled and at no other time. ``fingerprint`` is part of the
-    key under which Inductor caches code. AOTAutograd's own cache is left out, since a hit would skip the
-    cut, and with it the record of what is saved.
+    where recomputation is cheap. ``spending`` takes gradients as soon as they are there; those of parameters
+    that it does not name are results. With ``slices`` the first layers are not compiled, but worked in so
+    many of the batch. The settings are in force while this callable is compiled and at no other time.
+    ``fingerprint`` is part of the key under which Inductor caches code. AOTAutograd's own cache is left out,
+    since a hit would skip the cut, and with it the record of what is saved.
     """
 
     def __init__(
@@ -108,8 +109,10 @@ class Backend:
         options: Mapping[str, Any] | None = None,
         saving: tuple[Save, Callable[[Any], Callable[..., Any]]] | None = None,
         spending: Spending | None = None,
+        slices: int = 1,
     ) -> None:
         save = None if saving is None else saving[0]
+        self._slices, self.sliced = slices, False
         self._follow = None if saving is None else saving[1]
         self.partitioner = Partitioner(rewrite, fingerprint, save, spending)
         kept = _AT_ONCE if save is not None else {}
@@ -118,6 +121,13 @@ class Backend:
             self._patches["post_grad_custom_post_pass"] = Spender(spending.number)
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        first = first_layers(graph) if self._slices > 1 and torch.is_grad_enabled() else None
+        if first is None:
+            return self._compiled(graph, inputs)
+        self.sliced = True
+        return first.before(self._compiled(first.rest, first.inputs(inputs)), self._slices)
+
+    def _compiled(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         self.partitioner.take_inputs(inputs)
         with functorch_config.patch(enable_autograd_cache=False):
             compiled = compile_fx(graph, inputs, config_patches=self._patches)

@@ -181,11 +181,13 @@ class CompiledStep:
         options: Mapping[str, Any] | None = None,
         save: Saving | None = None,
         spending: Spending | None = None,
+        slices: int = 1,
     ) -> None:
         self.module = model
         self.noise: float | None = None
         self.peak_bytes: int | None = None
-        self._save, self._spending = save, spending
+        self._save, self._spending, self._slices = save, spending, slices
+        self._backend: Any = None
         self._choose, self._check = choose, check
         self._fullgraph, self._options = fullgraph, options
         self._compiled: Callable[..., Any] | None = None
@@ -245,7 +247,12 @@ class CompiledStep:
             )
         ran = self._save.ran if self._save is not None else self._reports
         whole = _joined([self._reports[number] for number in ran])
-        return dataclasses.replace(whole, noise=self.noise, optimizer=self._plan)
+        return dataclasses.replace(whole, noise=self.noise, optimizer=self._plan, slices=self.slices)
+
+    @property
+    def slices(self) -> int:
+        """Of the batch, in which the first layers are worked; 1 where they are compiled like the others."""
+        return self._slices if self._backend is not None and self._backend.sliced else 1
 
     def _compile(self, rule: BitRule) -> Callable[..., Any]:
         from squeezebox.capture._compiled import _adapter, _rewrite  # slow to import, and not always needed
@@ -269,7 +276,8 @@ class CompiledStep:
 
         fingerprint = json.dumps(dataclasses.asdict(rule), sort_keys=True)
         saving = (save, self._save.followed) if self._save is not None else None
-        backend = _adapter.Backend(rewrite, fingerprint, self._options, saving, self._spending)
+        backend = _adapter.Backend(rewrite, fingerprint, self._options, saving, self._spending, self._slices)
+        self._backend = backend
         compiled: Callable[..., Any] = torch.compile(
             self.module, backend=backend, fullgraph=self._fullgraph, dynamic=False, **_adapter.ISOLATED
         )
