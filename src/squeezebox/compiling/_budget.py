@@ -69,6 +69,7 @@ def within_budget(
 
     Each is planned with what was measured at the kernels of those before it. With ``updates``, which gets
     torch.compile's own step, the optimizer's states count as well, and gradients are used up in backward.
+    Where none is within the budget, first layers are tried in slices of the batch.
 
     Raises:
         BudgetError: none of them is.

@@ -80,10 +80,11 @@ def compile_model(
             buffers, the sample, and all that lives in addition in forward, loss and backward, with no
             gradients before. The step saves what keeps the peak under the budget in the least time, and
             computes the rest again. Nothing is lost, but with noise, which also allows values in 8 or 4
-            bits. Up to 9 steps are compiled, and their peaks measured on ``sample``, until one is within
-            the budget; with noise up to four times that. All graphs of the model share the budget. Training
-            inputs of other shapes save the same; those that would take more than the sample are refused,
-            and so are branches that the sample does not take.
+            bits. Where none of that fits, the first layers are worked in slices of the batch. Up to 9 steps
+            are compiled, and their peaks measured on ``sample``, until one is within the budget; up to twice
+            that with slices, and four times that with noise. All graphs of the model share the budget.
+            Training inputs of other shapes save the same; those that would take more than the sample are
+            refused, and so are branches that the sample does not take.
         sample: goes with noise or budget: inputs and target, as :func:`plan` takes them.
         loss_fn: goes with noise or budget: see :func:`plan`.
         optimizer: goes with states: of this model's parameters; call its own ``step()`` as usual.
