@@ -223,6 +223,7 @@ def _continues(args: Any, kwargs: Any) -> bool:
 
 
 def deferred(func: Any, args: Any, kwargs: Any, module: str) -> Deferred:
+    """The call, of which the first argument is left out."""
     if func is not functional.batch_norm:
         return Deferred(func, args[1:], kwargs, module)
     bound = _BATCH_NORM.bind(*args, **kwargs)

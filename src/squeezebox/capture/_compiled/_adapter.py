@@ -96,8 +96,8 @@ class Backend:
 
     ``saving`` says what forward saves, and gets each compiled graph to follow; without it that is a min-cut
     where recomputation is cheap. ``spending`` takes gradients as soon as they are there; those of parameters
-    that it does not name are results. With ``slices`` the first layers are not compiled, but worked in so
-    many of the batch. The settings are in force while this callable is compiled and at no other time.
+    that it does not name are results. With ``slices`` of the batch the first layers are worked in these, and
+    not compiled. The settings are in force while this callable is compiled and at no other time.
     ``fingerprint`` is part of the key under which Inductor caches code. AOTAutograd's own cache is left out,
     since a hit would skip the cut, and with it the record of what is saved.
     """
