@@ -45,6 +45,30 @@ class Casting(Net):
             return super().forward(x)
 
 
+class Centred(Net):
+    """Changes its image in place."""
+
+    def forward(self, x):
+        x -= 0.5
+        return super().forward(x)
+
+
+class Clamped(Net):
+    """Changes a weight in place."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.stem[3].weight.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+def normalised():
+    """A weight that is computed."""
+    model = Net()
+    nn.utils.parametrizations.weight_norm(model.stem[3])
+    return model
+
+
 def found(model, x=X, *, compiled=lambda rest: rest):
     """The first layers of a model's graph, and the result of the graph cut behind them."""
     cuts = []
@@ -89,10 +113,16 @@ def test_layouts_of_the_rest_are_those_that_it_is_compiled_for():
 
 
 @pytest.mark.parametrize(
-    "model", [Skipping(), Casting(), nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten())]
+    "make",
+    [
+        *(Skipping, Casting, Centred, Clamped, normalised),
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten()),
+        lambda: Net().bfloat16(),
+    ],
 )
-def test_what_slices_could_not_reach_is_left_alone(model):
-    assert found(model)[0] is None
+def test_what_slices_could_not_reach_is_left_alone(make):
+    model = make()
+    assert found(model, X.to(next(model.parameters()).dtype).clone())[0] is None
 
 
 def test_layers_without_gradients_are_left_alone():

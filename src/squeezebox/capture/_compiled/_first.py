@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, cast
 
 import torch
@@ -64,21 +64,19 @@ class FirstLayers:
 
 def first_layers(graph: fx.GraphModule) -> FirstLayers | None:
     """The graph cut behind the first pooling of a batch; None where there is none that slices could reach."""
-    layers = list[fx.Node]()
-    for node in _chain(graph.graph):
-        layers.append(node)
-        if node.target in POOLINGS:
-            return FirstLayers(graph, layers)
+    read, layers = set[fx.Node](), list[fx.Node]()
+    for node in graph.graph.nodes:  # what others have read before might have been changed in place
+        if node.op == "call_function" and (_continues(node, layers[-1]) if layers else _begins(node)):
+            if not _is_given(node, read, is_first=not layers):
+                return None
+            layers.append(node)
+            if node.target in POOLINGS:
+                return FirstLayers(graph, layers)
+        elif layers and layers[-1] in node.all_input_nodes:
+            return None
+        else:
+            read.update(node.all_input_nodes)
     return None
-
-
-def _chain(graph: fx.Graph) -> Iterator[fx.Node]:
-    """From a convolution of an input without gradient, the calls that each alone read the one before."""
-    node = next((node for node in graph.nodes if _begins(node)), None)
-    while node is not None:
-        yield node
-        follows = list(node.users) if len(node.users) == 1 else []
-        node = next((user for user in follows if _continues(user, node)), None)
 
 
 def _begins(node: fx.Node) -> bool:
@@ -86,17 +84,22 @@ def _begins(node: fx.Node) -> bool:
     if not isinstance(image, fx.Node) or image.op != "placeholder":
         return False
     x: Any = image.meta["example_value"]
-    dims = CONVOLUTIONS[cast(Any, node.target)]
-    return x.dim() == dims and not x.requires_grad and _derives(node, x.dtype)
+    is_batch = x.dim() == CONVOLUTIONS[cast(Any, node.target)] and x.dtype in (torch.float32, torch.float64)
+    return is_batch and not x.requires_grad and _derives(node, x.dtype)
 
 
 def _continues(node: fx.Node, before: fx.Node) -> bool:
-    values = [each for each in tree_leaves((node.args, node.kwargs)) if each is before]
-    follows = node.target in CHAINED and node.args[0] is before and len(values) == 1
-    return follows and _derives(node, before.meta["example_value"].dtype)
+    is_next = node.target in CHAINED and bool(node.args) and node.args[0] is before
+    return is_next and len(before.users) == 1 and _derives(node, before.meta["example_value"].dtype)
 
 
 def _derives(node: fx.Node, dtype: torch.dtype) -> bool:
     """Whether its result is a tensor of this type, with a gradient; autocast would change the type."""
     value = node.meta.get("example_value")
     return isinstance(value, torch.Tensor) and value.dtype == dtype and value.requires_grad
+
+
+def _is_given(node: fx.Node, read: Container[fx.Node], *, is_first: bool) -> bool:
+    """Whether all that it reads, but the layer before, are inputs of the graph that nobody has read yet."""
+    others = tree_leaves((node.args[1 - is_first :], node.kwargs))
+    return all(each.op == "placeholder" and each not in read for each in others if isinstance(each, fx.Node))
