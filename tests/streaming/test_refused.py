@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from squeezebox.schema import OptionError, UnsupportedModelError
 from squeezebox.streaming import StreamedStep
@@ -97,6 +98,50 @@ def test_a_mask_that_chooses_is_refused_with_the_product_that_works(loss_fn):
 
     found = StreamedStep(model, rewritten, height=4, axis=-2)(image, mask)
     torch.testing.assert_close(found, loss_fn(model(image), mask).detach())
+
+
+class Sign(torch.autograd.Function):
+    """A straight-through estimator."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def halved(x):
+    with torch.no_grad():
+        x.mul_(0.5)
+    return x
+
+
+@pytest.mark.parametrize("casts", [False, True])
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (Sign.apply, r"straight-through estimator"),
+        (lambda x: checkpoint(torch.exp, x, use_reentrant=True), r"checkpoint\(use_reentrant=False\)"),
+        (halved, r"changed in place under torch.no_grad\(\)"),
+    ],
+)
+def test_gradients_that_the_graph_would_lose_are_refused(function, why, casts):
+    class Net(nn.Conv2d):
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+                return function(super().forward(x))
+
+    image, model = torch.randn(1, 2, 12, 10), Net(2, 2, 3)
+    step = StreamedStep(model, lambda output, _: output.float().mean(), height=4)
+    with pytest.raises(UnsupportedModelError, match=why):
+        step(image, None)
+
+
+def test_predictions_need_no_gradient():
+    image, model = torch.randn(1, 2, 12, 10), nn.Sequential(nn.Conv2d(2, 2, 3), Called(Sign.apply))
+    assert torch.equal(StreamedStep(model, None, height=4).predict(image), model(image))
 
 
 @pytest.mark.parametrize("options", [{}, {"memory": "1GiB", "height": 3}, {"height": 0}, {"memory": "much"}])

@@ -265,7 +265,7 @@ def trace(whole: Whole, aim: Aim, image: Tensor, target: Any, device: torch.devi
             warnings.simplefilter("ignore")  # of torch's own tracing, about itself
             table = _decompositions()
             with _uncached(device):
-                with _Known(), _quiet():
+                with _Known(aim.derives), _quiet():
                     exported = torch.export.export(whole, fakes, strict=False)
                 _keep_detached(exported.graph_module)
                 exported = exported.run_decompositions(table)  # with autocast's casts
@@ -328,19 +328,43 @@ class _Known(TorchFunctionMode):
     ``torch.no_grad()`` within ``torch.autocast()``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, derives: bool) -> None:
         super().__init__()
-        self._nesting = _nesting()
+        self._derives, self._nesting = derives, _nesting()
+        self._is_wanted = True  # by the model, which torch.no_grad() ends, and a Function's forward does not
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call it."""
+        if function is torch._C._set_grad_enabled and torch.is_grad_enabled() == self._is_wanted:
+            self._is_wanted = bool(args[0])
         if function == _DATA:
             return args[0].detach()
-        if not torch.is_grad_enabled() and _nesting() > self._nesting:
-            return _without_gradient(function, args, kwargs or {})
+        if self._derives and not torch.is_grad_enabled():
+            return self._without_gradient(function, args, kwargs or {})
         made = function(*args, **(kwargs or {}))
         if function is torch.arange and all(type(each) is int for each in args):
             made.tolist = lambda: [*range(*args)]
+        return made
+
+    def _without_gradient(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        leaves = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        versions = [(each, each._version) for each in leaves if each.requires_grad]
+        if versions and self._is_wanted:
+            raise NotImplementedError(
+                "a torch.autograd.Function has a backward of its own, which the graph would lose. Write it "
+                "by torch's operators: nn.SiLU for a Swish that saves memory, x + (f(x) - x).detach() for a "
+                "straight-through estimator, checkpoint(use_reentrant=False)"
+            )
+        if _nesting() > self._nesting:
+            args, kwargs = pytree.tree_map_only(
+                Tensor, lambda x: x.detach() if x.requires_grad else x, (args, kwargs)
+            )
+        made = function(*args, **kwargs)
+        if any(each._version != version for each, version in versions):
+            raise NotImplementedError(
+                "a tensor that has a gradient is changed in place under torch.no_grad(). Make a new one: "
+                "x + (f(x) - x).detach() for x.copy_(f(x))"
+            )
         return made
 
 
@@ -348,19 +372,6 @@ def _nesting() -> int:
     """How many contexts of autocast there are."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
-
-
-def _without_gradient(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    leaves = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-    versions = [(each, each._version) for each in leaves if each.requires_grad]
-    cut = pytree.tree_map_only(Tensor, lambda x: x.detach() if x.requires_grad else x, (args, kwargs))
-    made = function(*cut[0], **cut[1])
-    if any(each._version != version for each, version in versions):
-        raise NotImplementedError(
-            "a tensor that has a gradient is changed in place under torch.no_grad() within torch.autocast(); "
-            "put torch.no_grad() around torch.autocast()"
-        )
-    return made
 
 
 def _decompositions() -> dict[Any, Any]:

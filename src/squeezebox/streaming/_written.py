@@ -18,9 +18,10 @@ from torch.fx.node import map_arg
 
 from squeezebox.schema import UnsupportedModelError
 from squeezebox.streaming._reductions import gathered
-from squeezebox.streaming._rows import Call, Rows
+from squeezebox.streaming._rows import Call, Rows, is_narrow
 
 _aten = torch.ops.aten
+_TO = _aten._to_copy.default
 
 
 def written(call: Call) -> bool:
@@ -50,8 +51,18 @@ def _add(place: Node, target: Any, *arguments: Any, **keywords: Any) -> Node:
 
 
 def _become(node: Node, target: Any, *arguments: Any) -> bool:
-    node.target, node.args, node.kwargs = target, arguments, {}
+    """The node is this operator from now on, in its own precision."""
+    made, keywords = _add(node, target, *arguments), {}
+    if _value(made).dtype != _value(node).dtype:
+        target, arguments, keywords = _TO, (made,), {"dtype": _value(node).dtype}
+    else:
+        node.graph.erase_node(made)
+    node.target, node.args, node.kwargs = target, arguments, keywords
     return True
+
+
+def _wide(place: Node, x: Node) -> Node:
+    return _add(place, _TO, x, dtype=torch.float32) if is_narrow(_value(x)) else x
 
 
 def _value(node: Node) -> Any:
@@ -66,6 +77,7 @@ def _softmaxed(call: Call) -> bool:
     dim = call.args[1] % len(shape)
     if dim != rows.dim or _value(call.node).dtype != x.meta["val"].dtype:
         return False
+    x = _wide(call.node, x)
     whole = _add(call.node, _aten.logsumexp.default, x, [dim], True)
     if call.target is _aten._log_softmax.default:
         return _become(call.node, _aten.sub.Tensor, x, whole)
@@ -78,7 +90,7 @@ def _product(call: Call) -> bool:
     summed = first.meta["val"].dim() - 1
     if len(call.inputs) < 2 or call.inputs[first].dim != summed or call.inputs[second].dim != summed - 1:
         return False
-    factors = _add(call.node, _aten.unsqueeze.default, first, summed + 1), second
+    factors = _add(call.node, _aten.unsqueeze.default, _wide(call.node, first), summed + 1), second
     both = _add(call.node, _aten.unsqueeze.default, factors[1], summed - 1)
     return _become(
         call.node, _aten.sum.dim_IntList, _add(call.node, _aten.mul.Tensor, factors[0], both), [summed]
@@ -119,7 +131,9 @@ def _attention(call: Call) -> bool:
         scores = _add(node, _aten.masked_fill.Scalar, scores, outside, -inf)
     elif mask is not None:
         scores = _add(node, _aten.add.Tensor, scores, mask)
-    weights = _weights(node, scores, mask is not None, key in call.inputs)
+    weights = _weights(node, _wide(node, scores), mask is not None, key in call.inputs)
+    if _value(weights).dtype != _value(value).dtype:
+        weights = _add(node, _TO, weights, dtype=_value(value).dtype)
     weights = _add(node, _aten.reshape.default, weights, [-1, *weights.meta["val"].shape[-2:]])
     product = _add(node, _aten.bmm.default, weights, third)
     return _become(node, _aten.reshape.default, product, [*_value(node).shape])
@@ -147,7 +161,7 @@ def _norm(call: Call) -> bool:
     dims = sorted(dim % ndim for dim in (given[1] if len(given) > 1 else None) or range(ndim))
     if rows.dim not in dims or node.kwargs or len(given) > 3 or order in (0, -inf):
         return False
-    size = _add(node, _aten.abs.default, x)
+    size = _add(node, _aten.abs.default, _wide(node, x))
     if order == inf:
         return _become(node, _aten.amax.default, size, dims, keepdim)
     if order == 1:

@@ -127,9 +127,10 @@ class Saving:
         if more_bytes > 0:
             more = human_bytes(peak_bytes + more_bytes)
             raise OptionError(
-                f"the step's peak with its sample is {human_bytes(peak_bytes)}, and this training input, of "
-                f"another shape or dtype, would take about {more}. Make a step with your largest batch as "
-                "its sample, or one for this input."
+                f"the step's peak with its sample is {human_bytes(peak_bytes)}, and this training input "
+                f"would take about {more}: it is of another shape or dtype, has a gradient, comes under "
+                "autocast, or other parameters are trained. Make a step with your largest batch as its "
+                "sample, or one for this input."
             )
 
 
@@ -202,11 +203,24 @@ class CompiledStep:
             self._updates.check_forward()
         if self._compiled is None:
             self._compiled = self._compile(self._choose(args, kwargs))
-        if self._save is not None:
-            self._save.begin()
+        with contextlib.ExitStack() as around:
+            if self._save is not None:
+                self._save.begin()
+                around.enter_context(torch._dynamo.config.patch(fail_on_recompile_limit_hit=True))
+            if self._updates is not None:
+                around.enter_context(self._updates.unseen())
+            return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._compiled is not None
         try:
-            with self._updates.unseen() if self._updates is not None else contextlib.nullcontext():
-                return self._compiled(*args, **kwargs)
+            return self._compiled(*args, **kwargs)
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            raise OptionError(
+                f"the step was compiled for {torch._dynamo.config.recompile_limit} forms of input, and torch "
+                "would run others uncompiled, beyond the budget. Pad inputs to fewer shapes, or raise "
+                "torch._dynamo.config.recompile_limit."
+            ) from error
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, SqueezeboxError):
                 raise error.inner_exception from error
