@@ -85,12 +85,12 @@ def test_every_budget_holds_and_nothing_is_lost():
 
 
 @pytest.mark.slow
-def test_what_torch_would_run_uncompiled_is_refused(monkeypatch):
+def test_what_torch_would_run_uncompiled_is_refused():
     step = step_of(Net(), "88%")
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
-    assert step(X[:64]).shape == (64, 10)
-    with pytest.raises(OptionError, match="compiled for 2 forms of input"):
-        step(X[:32])
+    with torch._dynamo.config.patch(recompile_limit=2):
+        assert step(X[:64]).shape == (64, 10)
+        with pytest.raises(OptionError, match="compiled for 2 forms of input"):
+            step(X[:32])
     assert not torch._dynamo.config.fail_on_recompile_limit_hit
 
 
