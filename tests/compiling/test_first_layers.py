@@ -98,6 +98,14 @@ def test_a_graph_cut_in_two_computes_the_same():
         torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.parametrize("count", [3, 1, 0])
+def test_a_batch_may_be_smaller_than_slices_or_empty(count):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+    cut, output = found(model, X[:count])
+    torch.testing.assert_close(output, model(X[:count]))
+    assert (cut is None) == (count == 0)
+
+
 def test_layouts_of_the_rest_are_those_that_it_is_compiled_for():
     strides = []
 

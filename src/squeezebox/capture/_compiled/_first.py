@@ -50,7 +50,7 @@ class FirstLayers:
             chain, tensors = chain_of(calls)
             image: Any = self._layers[0].args[0]
             x = values[image]
-            result: torch.Tensor = Sliced.apply(chain, min(slices, len(x)) or 1, x, *tensors)  # type: ignore[no-untyped-call]
+            result: torch.Tensor = Sliced.apply(chain, min(slices, len(x)), x, *tensors)  # type: ignore[no-untyped-call]
             if result.stride() != self._result.stride():  # which the rest is compiled for
                 result = result.new_empty_strided(result.shape, self._result.stride()).copy_(result)
             return compiled(*(values[node] for node in self._read), result)
@@ -85,7 +85,7 @@ def _begins(node: fx.Node) -> bool:
         return False
     x: Any = image.meta["example_value"]
     is_batch = x.dim() == CONVOLUTIONS[cast(Any, node.target)] and x.dtype in (torch.float32, torch.float64)
-    return is_batch and not x.requires_grad and _derives(node, x.dtype)
+    return is_batch and len(x) > 0 and not x.requires_grad and _derives(node, x.dtype)
 
 
 def _continues(node: fx.Node, before: fx.Node) -> bool:
