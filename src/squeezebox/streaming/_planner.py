@@ -13,6 +13,7 @@ from squeezebox.schema import BudgetError, CaptureError
 from squeezebox.streaming._choice import NOTHING, Search
 from squeezebox.streaming._costs import Costs, affordable_height
 from squeezebox.streaming._fitting import Fitting
+from squeezebox.streaming._given import uncast
 from squeezebox.streaming._plan import StreamPlan
 from squeezebox.streaming._prepared import Prepared, Ways
 from squeezebox.streaming._rates import measured_rates
@@ -47,7 +48,8 @@ class Planner:
             BudgetError: the smallest strip, or what has no rows, needs more than the memory.
             OptionError: torch's profiler is active.
         """
-        with torch.random.fork_rng([prepared.device] if prepared.device.type == "cuda" else []):
+        device = prepared.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), uncast(device):
             ways, plan = self._plan(prepared, files)
         return ways, replace(plan, note=self._note(plan))
 

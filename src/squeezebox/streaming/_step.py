@@ -286,8 +286,7 @@ class StreamedStep:
         except OutputError:
             if self._planner.is_forced:
                 raise
-            with uncast(self._device):
-                self._plans[prepared.key] = self._planner.plan(prepared, files=False)
+            self._plans[prepared.key] = self._planner.plan(prepared, files=False)
             return self._begin(prepared, checkpoint)
 
     def _begin(
@@ -389,8 +388,7 @@ class StreamedStep:
 
     def _planned(self, prepared: Prepared) -> tuple[Ways, StreamPlan]:
         if prepared.key not in self._plans:
-            with uncast(self._device):
-                self._plans[prepared.key] = self._planner.plan(prepared)
+            self._plans[prepared.key] = self._planner.plan(prepared)
         return self._plans[prepared.key]
 
     def _strips(self, run: Run, prepared: Prepared, position: Position) -> Iterator[Position]:
