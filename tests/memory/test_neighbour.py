@@ -23,7 +23,7 @@ LENT = 64 * MIB
 
 def network(width=48):
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width)) for _ in range(4)]
+    layers = [nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width)) for _ in range(8)]
     return nn.Sequential(*layers)
 
 
