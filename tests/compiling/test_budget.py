@@ -8,6 +8,7 @@ from torch._functorch import partitioners
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import squeezebox
+from squeezebox.capture import Saving
 from squeezebox.capture._compiled._saved import Joint, Packed, Part
 from squeezebox.memory import Operator, PeakMeter, Ran
 from squeezebox.schema import BudgetError, OptionError, UnsupportedModelError
@@ -262,6 +263,40 @@ def test_the_search_saves_less_for_more_time():
     assert everything.excess == between.excess == 0.0
     assert least.peak_bytes < 0.65 * everything.peak_bytes and between.peak_bytes <= limit
     assert everything.seconds < between.seconds < least.seconds
+
+
+def test_what_is_written_anew_costs_more_than_what_is_fused():
+    def function(x, above, weight):
+        product = x @ weight
+        scaled = product * 2.0 - 1.0
+        total = scaled.cumsum(0)
+        return total, above * scaled + above * total.relu()
+
+    graph, forward = traced(function, [torch.empty(256, 64), torch.empty(256, 64), torch.empty(64, 64)])
+    [product] = (node for node in forward if "mm" in node.name)
+    [scaled] = (node for node in forward if node.name.startswith("sub"))
+    [total] = (node for node in forward if "cumsum" in node.name)
+    joint_graph = Joint([Part(graph, forward, 1)])
+    seconds = {
+        saved: joint_graph.choice(frozenset(saved), 1 << 40).seconds
+        for saved in ((product, scaled, total), (product, total), (product, scaled))
+    }
+    everything, fused, summed = seconds.values()
+    assert 0.0 < 4 * (fused - everything) < summed - everything
+
+
+@pytest.mark.slow
+def test_a_budget_of_torchs_own_peak_takes_no_more_time_than_torchs_own_way(monkeypatch):
+    seen, starts = [], Saving.starts
+    monkeypatch.setattr(Saving, "starts", lambda self: seen.append((self, starts(self))) or seen[-1][1])
+    squeezebox.compile(Net(), budget="80%", sample=(X, Y), loss_fn=F.cross_entropy)
+    saving, ways = seen[-1]
+    joint_graph, _ = saving.known()
+    found = [joint_graph.choice(frozenset(way), 1 << 40) for way in ways]
+    assert len({each.saved for each in found}) > 2
+    for each in found:
+        best = joint_graph.search(ways, each.peak_bytes)
+        assert best.peak_bytes <= each.peak_bytes and best.seconds <= each.seconds
 
 
 def test_the_search_gives_up_all_parts_of_a_storage():

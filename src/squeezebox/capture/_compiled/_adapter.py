@@ -83,9 +83,10 @@ class Split:
     replaced: list[Handed] = dataclasses.field(default_factory=list)
 
 
-# Gets a joint graph, and what Inductor would save of it, as it is and where recomputation is cheap.
-Save = Callable[["Part", Sequence[Sequence[fx.Node]]], Container[fx.Node]]
+# Gets a joint graph, and what Inductor would save of it: as it is, and in ways that hold less.
+Save = Callable[["Part", Iterator[Sequence[fx.Node]]], Container[fx.Node]]
 
+_BUDGETS = 0.75, 0.5, 0.25  # shares of what it would save, as torch's activation_memory_budget takes them
 _SPENT = "squeezebox_spent"  # in the meta of backward's output: (number, name of the parameter, place)
 _CONVOLUTION = torch.ops.aten.convolution.default
 _OBJECTS = (torch.Tensor, torch.ScriptObject, FakeScriptObject)
@@ -186,13 +187,17 @@ class Partitioner(CustomPartitionerFn):
         from squeezebox.capture._compiled._saved import Part  # slow to import, and not always needed
 
         def choose(graph: fx.Graph, info: Any, memory_budget: float = 1) -> list[fx.Node]:
-            cuts = [own(graph, info, memory_budget=1)]
-            with functorch_config.patch(_CHEAP_RECOMPUTE):
-                cuts.append(own(graph, info, memory_budget=1))
+            def cuts() -> Iterator[list[fx.Node]]:
+                for share in (1.0, *_BUDGETS):
+                    yield own(graph, info, memory_budget=share)
+                with functorch_config.patch(_CHEAP_RECOMPUTE):
+                    cheap = own(graph, info, memory_budget=1)
+                yield cheap
+
             gradients: Any = graph.output_node().args[0]
             taken = self._spending.taken_bytes if self._spending is not None else ()
             used = {gradients[results + at]: taken[place] for at, place in spent.items()}
-            saved = save(Part(graph, info.required_fw_nodes, results, used), cuts)
+            saved = save(Part(graph, info.required_fw_nodes, results, used), cuts())
             given = {*map(_storage, info.inputs)} - {None}  # views of these are built again
             return [
                 *info.inputs,

@@ -40,7 +40,8 @@ class Nodes(NamedTuple):
     heavy: Flags  # Inductor writes it to memory if several read it
     item: Flags  # one of several results, which were written when the node before was
     drawn: Flags  # computed again, it would have another value
-    seconds: NDArray[np.float64]
+    seconds: NDArray[np.float64]  # of computing it again,
+    writing: NDArray[np.float64]  # more where Inductor writes it to memory then,
     unpacking: NDArray[np.float64]  # seconds of packing and unpacking
     result: Flags  # of forward
     gradient: Flags  # given back by backward
@@ -123,7 +124,7 @@ def _written(nodes, order, kept, packed, unpacked):
 
 @njit(cache=True, nogil=True)
 def _use(nodes, order, there, kept, packed, unpacked):
-    """Bytes that live while each operator runs.
+    """Bytes that live while each operator runs, and the nodes that are written to memory.
 
     Of the nodes of ``order``, those ``packed`` are held in fewer bits from when they are written, and those
     ``unpacked`` were until they are read.
@@ -156,7 +157,7 @@ def _use(nodes, order, there, kept, packed, unpacked):
         if born[root] >= 0:
             changes[born[root]] += nodes.nbytes[root]
             changes[length if kept[root] else max(last[root], born[root]) + 1] -= nodes.nbytes[root]
-    return np.cumsum(changes[:length])
+    return np.cumsum(changes[:length]), written
 
 
 @njit(cache=True, nogil=True)
@@ -170,7 +171,7 @@ def _pack(nodes, order, packed, changes):
 
 @njit(cache=True, nogil=True)
 def uses(nodes, saved, order):
-    """Of each operator of forward, and of each of backward's ``order``."""
+    """Of each operator of forward, and of each of backward's ``order``; which of these are written."""
     count = len(nodes.root)
     held, back = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
     for node in range(count):
@@ -183,8 +184,9 @@ def uses(nodes, saved, order):
         if nodes.result[node]:
             ahead[nodes.root[node]] = True
     none, packed = np.zeros(count, np.bool_), saved == PACKED
-    first = _use(nodes, nodes.forward, none, ahead, packed, none)
-    return first, _use(nodes, order, held, back, none, packed)
+    first, _ = _use(nodes, nodes.forward, none, ahead, packed, none)
+    second, written = _use(nodes, order, held, back, none, packed)
+    return first, second, written
 
 
 @njit(cache=True, nogil=True)
@@ -206,7 +208,7 @@ def _corrected(used, order, errors):
 def evaluate(nodes, saved, errors, limit):
     """(peak, the node at whose time it is, seconds of what is computed again, excess over the limit)."""
     order = order_of(nodes, saved)
-    ahead, back = uses(nodes, saved, order)
+    ahead, back, written = uses(nodes, saved, order)
     ahead, back = _corrected(ahead, nodes.forward, errors.ahead), _corrected(back, order, errors.back)
     runs_ahead = np.zeros(len(nodes.root), np.bool_)
     runs_ahead[nodes.forward] = True
@@ -225,7 +227,7 @@ def evaluate(nodes, saved, errors, limit):
         if saved[node] == PACKED:
             seconds += nodes.unpacking[node]
         elif runs_ahead[node]:
-            seconds += nodes.seconds[node]
+            seconds += nodes.seconds[node] + (nodes.writing[node] if written[node] else 0.0)
             if nodes.drawn[node]:
                 excess = math.inf
     return peak, at, seconds, excess

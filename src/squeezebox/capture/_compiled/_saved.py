@@ -42,7 +42,7 @@ _SMALL_BYTES = 1 << 14  # of values that no choice is about
 _HIGHEST = 0.97  # of the peak: what is above that is looked at where the limit is out of reach
 _WINDOWS = (10, 20, 60)  # nodes before a value whose saved ones it may take the place of
 _FLOPS, _BYTES = 5e10, 5e9  # a second, of a core: they say which of two choices is faster
-_FUSED_BYTES = 3e10  # of values that are computed again within another operator
+_FUSED_BYTES, _HEAVY_BYTES = 2e11, 3e10  # of values that are computed again within another operator
 _PACKED_BYTES = 2e9  # of values that are packed and unpacked
 _HEAVY = frozenset({"exp", "tanh", "erf", "erfc", "sigmoid", "log", "sin", "cos", "pow", "log1p"})
 _MADE = frozenset(
@@ -169,6 +169,7 @@ class Joint:
             item=np.array([node.target is operator.getitem for node in nodes]),
             drawn=np.array([_is_drawn(node) for node in nodes]),
             seconds=np.array([self._seconds(node, kinds[node]) if node in wanted else 0.0 for node in nodes]),
+            writing=np.array([self._bytes[node] / _BYTES if kinds[node] == FUSED else 0.0 for node in nodes]),
             unpacking=np.array([self._bytes[node] / _PACKED_BYTES for node in nodes]),
             result=np.array([node in made for node in nodes]),
             gradient=np.array([node in given_back and node not in spent for node in nodes]),
@@ -230,7 +231,7 @@ class Joint:
         queues: dict[Any, list[Operator]] = defaultdict(list)
         for each in ran.operators:
             queues[each.name, _matrices(each.shapes)].append(each)
-        both = (self._graph.forward, order), uses(self._graph, flags, order), (False, True)
+        both = (self._graph.forward, order), uses(self._graph, flags, order)[:2], (False, True)
         for errors, places, used, again in zip(self._errors, *both, strict=True):
             before: tuple[int, Operator] | None = None
             for number, place in enumerate(places):
@@ -318,10 +319,13 @@ class Joint:
         return SUM if torch.Tag.reduction in tags else KERNEL
 
     def _seconds(self, node: fx.Node, kind: int) -> float:
+        """Of computing it again; what is fused with its readers is not written, and read where it is."""
         if kind == VIEW:
             return 0.0
+        if kind == FUSED:
+            return self._bytes[node] / (_HEAVY_BYTES if operator_name(node) in _HEAVY else _FUSED_BYTES)
         flops = _flops(node) if kind == KERNEL else 0.0
-        return flops / _FLOPS + self._bytes[node] / (_FUSED_BYTES if kind == FUSED else _BYTES)
+        return flops / _FLOPS + sum(self._bytes[each] for each in (node, *node.all_input_nodes)) / _BYTES
 
 
 def _node_of(saved: fx.Node | Packed) -> fx.Node:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -63,7 +63,7 @@ class Saving:
         return joint, self.choice or joint.choice(self.starts()[0], sys.maxsize)
 
     def starts(self) -> list[frozenset[Any]]:
-        """What Inductor would save of the graphs that ran, as it is and where recomputation is cheap."""
+        """What Inductor would save of the graphs that ran: as it is, and in ways that hold less."""
         ways = zip(*(self._cuts[number] for number in {*self.ran}), strict=True)
         return [frozenset(node for cut in way for node in cut) for way in ways]
 
@@ -71,7 +71,7 @@ class Saving:
         """For the same graphs, compiled again: each compilation has nodes of its own."""
         return Saving(choice, [part.names(choice.saved) for part in self._parts])
 
-    def __call__(self, part: Part, cuts: Sequence[Sequence[Any]]) -> tuple[int, set[Any], set[Any]]:
+    def __call__(self, part: Part, cuts: Iterator[Sequence[Any]]) -> tuple[int, set[Any], set[Any]]:
         """The number of a joint graph, which Inductor would cut so; what forward saves, and what it packs.
 
         Raises:
@@ -81,12 +81,13 @@ class Saving:
         from squeezebox.capture._compiled._saved import Joint, Packed
 
         number = len(self._parts) if self.peak_bytes is None else self._same(part)
-        names = self._names[number] if number < len(self._names) else part.names(cuts[0])
-        saved = part.saved(names)
+        is_chosen = number < len(self._names)
+        own = [] if is_chosen else [next(cuts)]
+        saved = part.saved(self._names[number] if is_chosen else part.names(own[0]))
         planned = Joint([part]).choice(saved, sys.maxsize).peak_bytes
         if self.peak_bytes is None:
             self._parts.append(part)
-            self._cuts.append(cuts)
+            self._cuts.append([] if is_chosen else [*own, *cuts])
             self._planned_bytes.append(planned)
         else:
             self._check_fits(self.peak_bytes, planned - self._planned_bytes[number])
@@ -274,7 +275,7 @@ class CompiledStep:
         matcher = Matcher(rule)
         number, packed = 0, set[str]()
 
-        def save(part: Part, cuts: Sequence[Sequence[Any]]) -> Container[Any]:
+        def save(part: Part, cuts: Iterator[Sequence[Any]]) -> Container[Any]:
             nonlocal number, packed
             assert self._save is not None
             known = dataclasses.replace(part, codes=_rewrite.codes(part.graph, part.forward, matcher))
