@@ -56,20 +56,24 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64  # every arm is the same code
     results: dict[str, Any] = dict(_report.today(arguments.name))
     for name in arguments.networks:
-        layout = torch.contiguous_format if name == "gpt" else torch.channels_last
-        setup = replace(tasks.SETUPS[name], train_steps=5, layout=layout, **SIZES[name])
+        setup = replace(tasks.SETUPS[name], train_steps=5, layout=layout_of(name), **SIZES[name])
         results[name] = measure(tasks.build(name, setup), arguments.repeats)
         paths = _report.write(arguments.name, results, table(results))
         print(*paths, table(results), sep="\n", file=sys.stderr, flush=True)
 
 
+def layout_of(name: str) -> torch.memory_format:
+    """Of its batches."""
+    return torch.contiguous_format if name == "gpt" else torch.channels_last
+
+
 def measure(task: tasks.Task, repeats: int) -> dict[str, Any]:
     """Peaks and times of all arms, and what was refused."""
     torch._dynamo.reset()
-    plain = Arm(task, _inductor(1.0))
+    plain = Arm(task, inductor(1.0))
     arms, refused = {"torch.compile": plain}, dict[str, str]()
     for setting in SETTINGS:
-        arms[f"activation_memory_budget {setting}"] = Arm(task, _inductor(setting))
+        arms[f"activation_memory_budget {setting}"] = Arm(task, inductor(setting))
     peaks = {name: arm.peak_bytes for name, arm in arms.items() if arm is not plain}
     budgets = {f"as much as {name}": peak for name, peak in peaks.items() if peak < plain.peak_bytes}
     budgets |= {f"{share:.0%}": int(share * plain.peak_bytes) for share in SHARES}
@@ -78,7 +82,7 @@ def measure(task: tasks.Task, repeats: int) -> dict[str, Any]:
     wanted += [(f"half of torch's least, noise {NOISE}", min(peaks.values()) // 2, NOISE)]
     for name, budget, noise in wanted:
         try:
-            arms[f"squeezebox, {name}"] = Arm(task, partial(_within, task, budget, noise), budget)
+            arms[f"squeezebox, {name}"] = Arm(task, partial(within, task, budget, noise), budget)
         except BudgetError as error:
             refused[name] = str(error)
     timing = _report.interleaved({name: arm.run for name, arm in arms.items()}, repeats)
@@ -93,7 +97,7 @@ def _spread(found: _report.Spread | None) -> tuple[float, float, float]:
     return (1.0, 1.0, 1.0) if found is None else (found.median, found.minimum, found.maximum)
 
 
-def _inductor(setting: float) -> Callable[[torch.nn.Module], Any]:
+def inductor(setting: float) -> Callable[[torch.nn.Module], Any]:
     """torch.compile with this setting; a backend of its own keeps it from another arm's code."""
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -103,7 +107,8 @@ def _inductor(setting: float) -> Callable[[torch.nn.Module], Any]:
     return partial(torch.compile, backend=backend, dynamic=False)
 
 
-def _within(task: tasks.Task, budget: int, noise: float | None, model: torch.nn.Module) -> Callable[..., Any]:
+def within(task: tasks.Task, budget: int, noise: float | None, model: torch.nn.Module) -> Callable[..., Any]:
+    """A step of squeezebox.compile."""
     sample = (task.inputs, task.target)
     return squeezebox.compile(model, budget=budget, noise=noise, sample=sample, loss_fn=task.loss_fn)
 
