@@ -9,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import squeezebox
 from squeezebox.capture import Saving
+from squeezebox.capture._compiled import _adapter
 from squeezebox.capture._compiled._saved import Joint, Packed, Part
 from squeezebox.memory import Operator, PeakMeter, Ran
 from squeezebox.schema import BudgetError, OptionError, UnsupportedModelError
@@ -297,6 +298,31 @@ def test_a_budget_of_torchs_own_peak_takes_no_more_time_than_torchs_own_way(monk
     for each in found:
         best = joint_graph.search(ways, each.peak_bytes)
         assert best.peak_bytes <= each.peak_bytes and best.seconds <= each.seconds
+
+
+@pytest.mark.slow
+def test_freed_memory_is_held_for_the_sample_alone_whose_peak_is_measured(monkeypatch):
+    compiled, reuses = _adapter.compile_fx, []
+
+    def seen(graph, inputs, config_patches):
+        reuses.append(config_patches.get("allow_buffer_reuse", True))
+        return compiled(graph, inputs, config_patches=config_patches)
+
+    monkeypatch.setattr(_adapter, "compile_fx", seen)
+    step = step_of(Net(), "100%")
+    assert reuses[0] is False and reuses[-1] is True
+    made = len(reuses)
+    step(X[:100]).sum().backward()
+    assert reuses[made:] == [False]
+
+
+@pytest.mark.slow
+def test_a_budget_out_of_reach_is_given_up_soon(monkeypatch):
+    compiled, made = _adapter.Backend._compiled, []
+    monkeypatch.setattr(_adapter.Backend, "_compiled", lambda *given: made.append(0) or compiled(*given))
+    with pytest.raises(BudgetError, match="the least compiled step that was found takes"):
+        step_of(Net(), "40%")
+    assert 2 <= len(made) <= 6
 
 
 def test_the_search_gives_up_all_parts_of_a_storage():

@@ -20,6 +20,7 @@ from squeezebox.schema import BudgetError, CaptureError
 from squeezebox.steps import TrainingStep, device_of, held_by, nbytes_of, restored, tensors_in, ungraded
 
 _ATTEMPTS = 8
+_MISSES = 3  # attempts in a row for which the model finds nothing within the budget
 _SLICES = 8  # of the batch, for the first layers where nothing else is within the budget
 
 
@@ -69,7 +70,8 @@ def within_budget(
 
     Each is planned with what was measured at the kernels of those before it. With ``updates``, which gets
     torch.compile's own step, the optimizer's states count as well, and gradients are used up in backward.
-    Where none is within the budget, first layers are tried in slices of the batch.
+    Where none is within the budget, first layers are tried in slices of the batch. At last, the step holds
+    freed memory for later tensors, if its peak is within the budget then too: new pages take time.
 
     Raises:
         BudgetError: none of them is.
@@ -87,13 +89,17 @@ def within_budget(
     best = _searched(tried, budget_bytes, example, compiled, updating)
     least_bytes = updating.states.least_bytes if updating is not None else 0
     if best.peak_bytes + least_bytes > budget_bytes:
-        compiled = functools.partial(compiled, slices=_SLICES)
-        tried = _attempt(Saving(), example, compiled, updating)
+        slicing = functools.partial(compiled, slices=_SLICES)
+        tried = _attempt(Saving(), example, slicing, updating)
         if tried.step.slices > 1:
-            sliced = _searched(tried, budget_bytes, example, compiled, updating)
+            sliced = _searched(tried, budget_bytes, example, slicing, updating)
             best = min(best, sliced, key=lambda each: each.peak_bytes)
     if best.peak_bytes + least_bytes > budget_bytes:
         raise _too_little(budget_bytes, best.peak_bytes + least_bytes, best)
+    reusing = functools.partial(compiled, slices=best.step.slices, reuse=True)
+    tried = _attempt(best.saving.again(), example, reusing, updating)
+    if tried.peak_bytes <= (budget_bytes if updating is None else best.peak_bytes):  # the rest is for states
+        best = tried
     best.saving.peak_bytes = best.step.peak_bytes = best.peak_bytes
     return Fitted(best.step, example, updating, budget_bytes - best.peak_bytes)
 
@@ -131,9 +137,10 @@ class _Search:
         self._budget_bytes, self._updating = budget_bytes, updating
         self.limit_bytes = budget_bytes - (updating.states.nbytes if updating is not None else 0)
         self._peaks = dict[frozenset[Any], int]()  # as measured
+        self._misses = 0
 
     def next(self, tried: _Attempt, ran: Ran) -> Saving | None:
-        """One that was not tried; None where all that are found were, and are above the budget."""
+        """One that was not tried; None where those that are found were, or are above the budget each time."""
         saved = (tried.saving.choice or self._plain).saved
         expected = self._joint.choice(saved, sys.maxsize).peak_bytes
         self._joint.learn(saved, ran)
@@ -144,7 +151,12 @@ class _Search:
         limit = self.limit_bytes - besides
         below = limit - max(found - expected, 0) // 2 if self._peaks else limit  # the next may be as wrong
         self._peaks[saved] = tried.peak_bytes
-        return self._untried(saved, below) or self._untried(saved, limit)
+        untried = self._untried(saved, below) or self._untried(saved, limit)
+        if untried is None:
+            return None
+        assert untried.choice is not None
+        self._misses = self._misses + 1 if untried.choice.peak_bytes > limit else 0
+        return None if self._misses > _MISSES else untried
 
     def _untried(self, saved: frozenset[Any], limit: int) -> Saving | None:
         """What is found for this limit, or for less where that was tried; None where all is above it."""

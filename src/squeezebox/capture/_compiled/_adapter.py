@@ -53,7 +53,7 @@ _CHEAP_RECOMPUTE = {
 }
 
 # Freed memory is given back. Inductor would hold it for later tensors wherever its own estimate of the peak
-# allows, which nothing here could foresee.
+# allows, which nothing here can foresee.
 _AT_ONCE = {"allow_buffer_reuse": False}
 
 
@@ -98,9 +98,10 @@ class Backend:
     ``saving`` says what forward saves, and gets each compiled graph to follow; without it that is a min-cut
     where recomputation is cheap. ``spending`` takes gradients as soon as they are there; those of parameters
     that it does not name are results. With ``slices`` of the batch the first layers are worked in these, and
-    not compiled. The settings are in force while this callable is compiled and at no other time.
-    ``fingerprint`` is part of the key under which Inductor caches code. AOTAutograd's own cache is left out,
-    since a hit would skip the cut, and with it the record of what is saved.
+    not compiled. Where ``reuses`` says so, freed memory is held for later tensors. The settings are in force
+    while this callable is compiled and at no other time. ``fingerprint`` is part of the key under which
+    Inductor caches code. AOTAutograd's own cache is left out, since a hit would skip the cut, and with it the
+    record of what is saved.
     """
 
     def __init__(
@@ -111,13 +112,13 @@ class Backend:
         saving: tuple[Save, Callable[[Any], Callable[..., Any]]] | None = None,
         spending: Spending | None = None,
         slices: int = 1,
+        reuses: Callable[[], bool] = lambda: True,
     ) -> None:
         save = None if saving is None else saving[0]
-        self._slices, self.sliced = slices, False
+        self._slices, self.sliced, self._reuses = slices, False, reuses
         self._follow = None if saving is None else saving[1]
         self.partitioner = Partitioner(rewrite, fingerprint, save, spending)
-        kept = _AT_ONCE if save is not None else {}
-        self._patches = {**kept, **(options or {}), "custom_partitioner_fn": self.partitioner}
+        self._patches = {**(options or {}), "custom_partitioner_fn": self.partitioner}
         if spending is not None:
             self._patches["post_grad_custom_post_pass"] = Spender(spending.number)
 
@@ -130,8 +131,9 @@ class Backend:
 
     def _compiled(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         self.partitioner.take_inputs(inputs)
+        patches = self._patches if self._reuses() else {**_AT_ONCE, **self._patches}
         with functorch_config.patch(enable_autograd_cache=False):
-            compiled = compile_fx(graph, inputs, config_patches=self._patches)
+            compiled = compile_fx(graph, inputs, config_patches=patches)
         return compiled if self._follow is None else self._follow(compiled)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:

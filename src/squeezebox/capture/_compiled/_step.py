@@ -71,6 +71,10 @@ class Saving:
         """For the same graphs, compiled again: each compilation has nodes of its own."""
         return Saving(choice, [part.names(choice.saved) for part in self._parts])
 
+    def again(self) -> Saving:
+        """What was chosen, for the same graphs, compiled again."""
+        return Saving(self.choice, self._names)
+
     def __call__(self, part: Part, cuts: Iterator[Sequence[Any]]) -> tuple[int, set[Any], set[Any]]:
         """The number of a joint graph, which Inductor would cut so; what forward saves, and what it packs.
 
@@ -184,11 +188,12 @@ class CompiledStep:
         save: Saving | None = None,
         spending: Spending | None = None,
         slices: int = 1,
+        reuse: bool = False,
     ) -> None:
         self.module = model
         self.noise: float | None = None
         self.peak_bytes: int | None = None
-        self._save, self._spending, self._slices = save, spending, slices
+        self._save, self._spending, self._slices, self._reuse = save, spending, slices, reuse
         self._backend: Any = None
         self._choose, self._check = choose, check
         self._fullgraph, self._options = fullgraph, options
@@ -269,6 +274,10 @@ class CompiledStep:
         """Of the batch, in which the first layers are worked; 1 where they are compiled like the others."""
         return self._slices if self._backend is not None and self._backend.sliced else 1
 
+    def _reuses(self) -> bool:
+        """Whether freed memory is held for later tensors: within a budget for the sample, as measured."""
+        return self._save is None or (self._reuse and self._save.peak_bytes is None)
+
     def _compile(self, rule: BitRule) -> Callable[..., Any]:
         from squeezebox.capture._compiled import _adapter, _rewrite  # slow to import, and not always needed
 
@@ -291,8 +300,8 @@ class CompiledStep:
 
         fingerprint = json.dumps(dataclasses.asdict(rule), sort_keys=True)
         saving = (save, self._save.followed) if self._save is not None else None
-        backend = _adapter.Backend(rewrite, fingerprint, self._options, saving, self._spending, self._slices)
-        self._backend = backend
+        own = fingerprint, self._options, saving, self._spending, self._slices, self._reuses
+        self._backend = backend = _adapter.Backend(rewrite, *own)
         compiled: Callable[..., Any] = torch.compile(
             self.module, backend=backend, fullgraph=self._fullgraph, dynamic=False, **_adapter.ISOLATED
         )
