@@ -4,8 +4,8 @@ Goes in: nothing; the networks and batches of benchmarks.compiled_budget. Comes 
 benchmarks/reports/compiled_equal-<date>.json and .md, written anew after every network.
 
 For every setting with a peak below torch.compile's own, squeezebox.compile gets that peak as its budget. The
-two steps run in turns, one first and then the other, for 40 seconds. Times are medians of the
-ratios of a turn, with the middle half of these.
+two steps run in turns, one first and then the other, for 40 seconds. Times are medians of the ratios of a
+turn, with the middle half of these.
 """
 
 from __future__ import annotations
