@@ -14,10 +14,12 @@ import numpy as np
 import torch
 from numba import njit
 
-from squeezebox.memory import RowFile
+from squeezebox.codecs import in_threads, spans
+from squeezebox.layers._table_log import RowLog
 from squeezebox.schema import TableShard
 
 KNOWN_BYTES = 12  # of each row, to know where it is and how often it was looked up
+_PIECE_ROWS = 512  # of a thread, at least
 _CHUNK_ROWS = 16 * 1024  # 16 divides it: torch draws normal numbers in groups of 16
 _MOST_COUNTED = 1 << 16
 _Array = np.ndarray[Any, Any]
@@ -48,11 +50,11 @@ class TableRows:
     def __init__(self, shard: TableShard, states: int, dtype: torch.dtype, folder: Path) -> None:
         kind, rows = torch.empty(0, dtype=dtype).numpy().dtype, shard.rows
         self._rows, self._width = rows, shard.dim * (1 + states)
-        self._file = RowFile(folder, rows, self._width, kind, "tables")
+        self._file = RowLog(folder, rows, self._width, kind)
         self._room = min(rows, shard.memory_bytes // (self._width * kind.itemsize))
         self._held = np.empty((self._room, self._width), kind)
         self._owners = np.empty(self._room, np.int64)
-        self._slots, self._place = np.full(rows, -1, np.int32), np.full(rows, -1, np.int32)
+        self._slots, self._place = self._file.where, np.full(rows, -1, np.int32)
         self._counts = np.zeros(rows, np.uint32)
         self._lookups = self._settled = 0
         self.held = self.writes = 0
@@ -69,10 +71,16 @@ class TableRows:
 
     def read(self, ids: _Array) -> _Array:
         """A copy of these records; ids are distinct."""
-        found, far = np.empty((len(ids), self._width), self._held.dtype), np.empty(len(ids), np.int64)
-        far = far[: _take(ids, self._slots, self._held, found, far)]
-        if far.size:
-            found[far] = self._file.read(ids[far])
+        found = np.empty((len(ids), self._width), self._held.dtype)
+        pieces = spans(len(ids), _PIECE_ROWS)
+
+        def take(piece: int) -> None:
+            here = slice(*pieces[piece])
+            far = np.empty(len(ids[here]), np.int64)
+            far = far[: _take(ids[here], self._slots, self._held, found[here], far)]
+            found[here][far] = self._file.read(ids[here][far])
+
+        in_threads(take, len(pieces))
         return found
 
     def write(self, ids: _Array, records: _Array) -> None:
@@ -82,10 +90,15 @@ class TableRows:
             far = ids[self._slots[ids] < 0][: self._room - self.held]
             self._own(far, np.arange(self.held, self.held + far.size))
             self.held += int(far.size)
-        left = np.empty(len(ids), np.int64)
-        left = left[: _put(ids, self._slots, self._held, records, left)]
-        if left.size:
-            self._file.put(ids[left], records[left])
+        far = np.flatnonzero(self._slots[ids] < 0)
+
+        def put(piece: int) -> None:
+            if piece:
+                _put(ids, self._slots, self._held, records)
+            elif far.size:
+                self._file.write(ids[far], records[far])
+
+        in_threads(put, 2)
         # Each time after twice the lookups, for it reads the counts of all rows.
         if 0 < self.held == self._room < self._rows and self._lookups >= 2 * self._settled:
             self._settle()
@@ -107,7 +120,7 @@ class TableRows:
 
     def count(self, ids: _Array) -> None:
         """Note that these were looked up."""
-        self._counts[ids] += 1
+        _count(ids, self._counts)
         self._lookups += len(ids)
 
     def _own(self, ids: _Array, slots: _Array) -> None:
@@ -122,8 +135,8 @@ class TableRows:
         leave = np.concatenate([np.flatnonzero(held < least), np.flatnonzero(held == least)])[: len(come)]
         for start in range(0, len(come), _CHUNK_ROWS):
             ids, slots = come[start : start + _CHUNK_ROWS], leave[start : start + _CHUNK_ROWS]
-            self._file.put(self._owners[slots], self._held[slots])
-            self._slots[self._owners[slots]] = -1
+            slots = slots[np.argsort(self._owners[slots])]
+            self._file.write(self._owners[slots], self._held[slots])
             self._held[slots] = self._file.read(ids)
             self._own(ids, slots)
 
@@ -178,12 +191,13 @@ def _take(ids, slots, held, found, far):
 
 
 @njit(cache=True, nogil=True)
-def _put(ids, slots, held, records, far):
-    count = 0
+def _put(ids, slots, held, records):
     for at, each in enumerate(ids):
         if slots[each] >= 0:
             held[slots[each]] = records[at]
-        else:
-            far[count] = at
-            count += 1
-    return count
+
+
+@njit(cache=True, nogil=True)
+def _count(ids, counts):
+    for each in ids:
+        counts[each] += 1

@@ -344,7 +344,7 @@ class ShardedEmbeddingBag(nn.Module):
             begin += len(each.ids)
         with _checks_as_set():
             parameter.grad = torch.sparse_coo_tensor(
-                torch.cat(where)[None], torch.cat(values), tuple(parameter.shape), check_invariants=False
+                _joined(where)[None], _joined(values), tuple(parameter.shape), check_invariants=False
             )
         state = self.optimizer.state[parameter]
         if state:
@@ -379,6 +379,10 @@ def row_state(factory: Factory, dtype: torch.dtype) -> dict[str, float]:
             "be read in every step. Give SGD without momentum, Adagrad without lr_decay, or SparseAdam."
         )
     return {name: begun.get(name, 0.0) for name in rows[0] if name != "weight"}
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _is_number(value: Any) -> bool:

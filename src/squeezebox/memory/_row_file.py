@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import weakref
 from pathlib import Path
 from typing import IO, Any
@@ -20,7 +21,6 @@ from squeezebox.schema import OutputError
 _CALL = types.int64(types.int32, types.uintp, types.uint64, types.int64)
 _pread, _pwrite = types.ExternalFunction("pread", _CALL), types.ExternalFunction("pwrite", _CALL)
 _PIECE = 1 << 20  # bytes of a piece that are moved at a time
-_MAPPED_ROWS = 128  # the system may bring in much more than a page for each
 _Array = np.ndarray[Any, Any]
 
 
@@ -56,7 +56,6 @@ class RowFile:
         self.count, self.width, self.dtype, self._what = count, width, dtype, what
         self._row_bytes = width * dtype.itemsize
         self._file: IO[bytes] | None = None
-        self._map: mmap.mmap | None = None
         if count * self._row_bytes:
             self._file = nameless_file(folder, count * self._row_bytes, what)
             weakref.finalize(self, self._file.close)
@@ -73,18 +72,6 @@ class RowFile:
         if values.size:
             held = _bytes_of(np.ascontiguousarray(values, self.dtype))
             self._check(_write(self._number, self._row_bytes, rows, held), "written")
-
-    def put(self, rows: _Array, values: _Array) -> None:
-        """Change single rows, which lie apart: through a map whose pages leave the process again.
-
-        A page that is written to through the map took a third of the time of a call to write a row.
-        """
-        if values.size:
-            self._map = self._map or mmap.mmap(self._number, self.count * self._row_bytes)
-            mapped = np.frombuffer(self._map, self.dtype).reshape(self.count, self.width)
-            for at in range(0, len(rows), _MAPPED_ROWS):
-                mapped[rows[at : at + _MAPPED_ROWS]] = values[at : at + _MAPPED_ROWS]
-                self._map.madvise(mmap.MADV_DONTNEED)
 
     def mapped(self) -> _Array:
         """All rows, as an array whose pages the system brings in when they are read; it outlives this one."""
@@ -141,14 +128,46 @@ def _moved(call, number, address, nbytes, offset):
     return True
 
 
+if hasattr(os, "RWF_NOWAIT"):
+    _preadv2: Any = types.ExternalFunction(
+        "preadv2", types.int64(types.int32, types.uintp, types.int32, types.int64, types.int32)
+    )
+    _fadvise: Any = types.ExternalFunction(
+        "posix_fadvise", types.int32(types.int32, types.int64, types.int64, types.int32)
+    )
+    _NOWAIT, _WILLNEED = os.RWF_NOWAIT, os.POSIX_FADV_WILLNEED
+
+    @njit(cache=True, nogil=True)
+    def _cached(part, number, address, nbytes, offset):
+        """Whether these bytes were in memory, and were read; if not, the disk begins to read them."""
+        part[0], part[1] = address, nbytes
+        if _preadv2(number, part.ctypes.data, 1, offset, _NOWAIT) == nbytes:
+            return True
+        _fadvise(number, offset, nbytes, _WILLNEED)
+        return False
+
+else:
+
+    @njit(cache=True, nogil=True)
+    def _cached(part, number, address, nbytes, offset):
+        return False
+
+
 @njit(cache=True, nogil=True)
 def _read(number, begin, stride, rows, found):
+    """First what the system has in memory; the disk reads the rest together meanwhile."""
     width, address, at = found.shape[1], found.ctypes.data, 0
+    part, left, count = np.empty(2, np.uint64), np.empty(rows.shape[0], np.int64), 0
     while at < rows.shape[0]:
+        last = _run(rows, at) if stride == width else at + 1
+        if not _cached(part, number, address + at * width, (last - at) * width, begin + rows[at] * stride):
+            left[count] = at
+            count += 1
+        at = last
+    for at in left[:count]:
         last = _run(rows, at) if stride == width else at + 1
         if not _moved(_pread, number, address + at * width, (last - at) * width, begin + rows[at] * stride):
             return rows[at]
-        at = last
     return -1
 
 
