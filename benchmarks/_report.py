@@ -54,13 +54,19 @@ def timed(fn: Callable[[], object], repeats: int, warmup: int = 1) -> Spread:
     return interleaved({"fn": fn}, repeats, warmup).seconds["fn"]
 
 
-def interleaved(fns: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 1) -> Comparison:
+def interleaved(
+    fns: Mapping[str, Callable[[], object]],
+    repeats: int,
+    warmup: int = 1,
+    before: Callable[[], object] | None = None,
+) -> Comparison:
     """Time several arms in alternation, each round starting with the next arm.
 
     Args:
         fns: what to call, by the arm's name.
         repeats: measured rounds, at least 1; each calls every arm once.
         warmup: unmeasured rounds before them.
+        before: called before each call of an arm, and not timed.
 
     Returns:
         Seconds per arm, and the per-round ratio of every ordered pair of arms.
@@ -75,6 +81,8 @@ def interleaved(fns: Mapping[str, Callable[[], object]], repeats: int, warmup: i
     for round_index in range(-warmup, repeats):
         first = round_index % len(arms)
         for arm in arms[first:] + arms[:first]:
+            if before is not None:
+                before()
             elapsed = _seconds(fns[arm])
             if round_index >= 0:
                 seconds[arm].append(elapsed)
