@@ -24,7 +24,6 @@ from benchmarks import _report
 from squeezebox.layers import ShardedEmbeddingBag
 from squeezebox.streaming import Graph, GraphStep
 
-
 _CACHE = Path("/proc/sys/vm/drop_caches")
 WAYS = (False, True) if os.access(_CACHE, os.W_OK) else (False,)
 
@@ -157,8 +156,8 @@ def _each(pool, drawn, step) -> None:
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "A step of ours next to plain torch's with all in memory, side by side; median (lowest to highest). "
-        "Where files are in the system's cache, this is the cost of the way. Where it was emptied before each "
-        "step, all that a step reads comes from the disk.",
+        "Where files are in the system's cache, this is the cost of the way. Where it was emptied before "
+        "each step, all that a step reads comes from the disk.",
         "",
         "| what | times the memory | files are in | ours / plain, time | ours, s | plain, s |",
         "|---|---|---|---|---|---|",

@@ -9,7 +9,7 @@ import numpy as np
 
 from squeezebox.memory import RowFile
 
-_ZONES = 16  # a step's rows are at most so many writes
+_ZONES = 16  # at most as many writes as these hold a step's rows
 _LEAST_ROWS = 1024  # of a zone
 _CHUNK_ROWS = 8 * 1024
 _Array = np.ndarray[Any, Any]
