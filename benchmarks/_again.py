@@ -57,7 +57,7 @@ COMMANDS = {  # what follows `python -m benchmarks.`, by the report's name
     "embeddings": "embeddings",
     "graph_overlap": "graph_overlap",
     "graph_ranks": "graph_ranks",
-    "larger_than_memory": "larger_than_memory --repeats 5",
+    "larger_than_memory": "larger_than_memory --repeats 9",
     "made_again": "made_again --repeats 9",
     "neighbour": "neighbour",
     "offload": "offload --steps 5 --rounds 3 --mib 128 --threads 1",
