@@ -9,7 +9,7 @@ from squeezebox.layers._table_log import RowLog
 from squeezebox.schema import OutputError
 
 
-@pytest.mark.parametrize("count", [1, 700, 50_000])
+@pytest.mark.parametrize("count", [1, 700, 150_000])
 def test_rows_are_those_written_last_however_often_a_zone_is_full(tmp_path, count):
     generator = np.random.default_rng(count)
     log, expected = RowLog(tmp_path, count, 3, np.dtype(np.float32)), np.zeros((count, 3), np.float32)
@@ -35,7 +35,7 @@ def test_the_file_has_room_for_half_as_many_rows_again_and_never_grows(tmp_path,
         ids = np.arange(number % 7, 40_000, 7)
         log.write(ids, np.ones((len(ids), 4), np.float32))
     ((number, nbytes),) = made
-    assert 40_000 * 16 < nbytes <= 1.5 * 40_000 * 16 + 1024
+    assert 40_000 * 16 < nbytes <= 1.5 * 40_000 * 16
     assert os.fstat(number).st_size <= nbytes
 
 

@@ -1,5 +1,6 @@
 """Tables with rows in a file give and learn what nn.EmbeddingBag does, to the bit."""
 
+import copy
 import json
 import os
 import subprocess
@@ -84,6 +85,45 @@ def test_gradients_of_two_forwards_add_up_and_forgotten_ones_do_not():
     torch.testing.assert_close(layer.weight(1), before - 0.1 * counts, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_gradients_of_several_forwards_are_added_as_torch_adds_them(optimizer, at_once):
+    layer = made("10KiB", optimizer)
+    torch.manual_seed(0)
+    plain = nn.EmbeddingBag(*TABLES[0], mode="sum", sparse=True)
+    other = OPTIMIZERS[optimizer]([plain.weight])
+    none = torch.zeros(40, 1, dtype=torch.int64)
+    for _ in range(4):
+        indices = [torch.rand(40, 5).pow(3).mul(400).long() for _ in range(3)]
+        factors = [torch.randn(40, 8) for _ in range(3)]
+        for forward, change in ((lambda rows: layer([rows, none])[0], layer), (plain, other)):
+            losses = [(forward(rows) * each).sum() for rows, each in zip(indices, factors, strict=True)]
+            for loss in [sum(losses)] if at_once else losses:
+                loss.backward()
+            change.step()
+            change.zero_grad()
+    assert torch.equal(layer.weight(0), plain.weight)
+
+
+def test_rows_looked_up_more_often_than_is_counted_stay_right():
+    layer = made("8KiB")
+    layer._rows[0]._counts[:] = 70_000
+    before, rows = layer.weight(0), torch.arange(400)[:, None]
+    for _ in range(6):
+        layer([rows, torch.zeros(400, 1, dtype=torch.int64)])[0].sum().backward()
+        layer.step()
+    torch.testing.assert_close(layer.weight(0), before - 6 * 0.1)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 5])
+def test_tables_are_drawn_as_torch_draws_them(dim):
+    torch.manual_seed(3)
+    layer = ShardedEmbeddingBag([(16_385, dim), (7, dim)], "4MiB", optimizer=OPTIMIZERS["sgd"])
+    torch.manual_seed(3)
+    plain = [nn.EmbeddingBag(16_385, dim), nn.EmbeddingBag(7, dim)]
+    assert all(torch.equal(layer.weight(table), bag.weight) for table, bag in enumerate(plain))
+
+
 def test_bad_input_is_refused_and_nothing_changes(tmp_path):
     layer = made("10KiB")
     before = layer.weight(0)
@@ -93,6 +133,16 @@ def test_bad_input_is_refused_and_nothing_changes(tmp_path):
         layer([torch.zeros(1, 2, dtype=torch.int64, device="meta"), torch.tensor([[0]])])
     with pytest.raises(OptionError, match="1 tensors of indices came for 2 tables"):
         layer([torch.tensor([[3]])])
+    with pytest.raises(OptionError, match=r"indices of table 0 are torch.float32; give torch.int64"):
+        layer([torch.ones(1, 1), torch.tensor([[0]])])
+    with pytest.raises(OptionError, match=r"offsets of table 0 have the shape \(1, 1\)"):
+        layer([torch.tensor([3]), torch.tensor([0])], [torch.tensor([[0]]), torch.tensor([0])])
+    with pytest.raises(OptionError, match="table 0 has rows 0 to 399, and not 0 to 401"):
+        layer.weight(0, 0, 401)
+    with pytest.raises(OptionError, match=r"not copied, as its rows lie in a file"):
+        copy.deepcopy(layer)
+    with pytest.raises(OptionError, match="tables of torch.bfloat16 are not supported"):
+        made("10KiB", dtype=torch.bfloat16)
     assert torch.equal(layer.weight(0), before)
     with pytest.raises(
         BudgetError, match="memory= is 2,048 bytes, and to know where each row is takes 5,160"
@@ -174,6 +224,7 @@ def test_another_optimizers_state_is_refused_and_a_fresh_one_begins_anew():
             sum(output.square().sum() for output in layer(indices, offsets)).backward()
             layer.step()
     assert torch.equal(layers[0].weight(0), layers[1].weight(0))
+    assert made("10KiB").optimizer_state_dict() == given["sgd"]
 
 
 PROGRAM = """

@@ -9,8 +9,8 @@ import numpy as np
 
 from squeezebox.memory import RowFile
 
-_ZONES = 16  # at most as many writes as these hold a step's rows
-_LEAST_ROWS = 1024  # of a zone
+_MOST_ZONES = 64  # a step's rows take a write in each
+_ZONE_ROWS = 1 << 16  # at least, where there are as many
 _CHUNK_ROWS = 8 * 1024
 _Array = np.ndarray[Any, Any]
 
@@ -37,14 +37,16 @@ class RowLog:
     """
 
     def __init__(self, folder: Path, count: int, width: int, dtype: np.dtype[Any]) -> None:
-        self._zone = max(-(-count // _ZONES), _LEAST_ROWS)
+        self._zone = min(max(-(-count // _MOST_ZONES), _ZONE_ROWS), count)
         self._length = self._zone + self._zone // 2
         begins = np.arange(0, count, self._zone)
         self._ends = np.minimum(count - begins, self._zone)
-        self.where = np.arange(count, dtype=np.int32)
-        self.where %= self._zone
-        np.invert(self.where, out=self.where)  # -1 - place
-        self._file = RowFile(folder, len(begins) * self._length, width, dtype, "tables")
+        self._lengths = self._ends + self._ends // 2
+        self.where = np.empty(count, np.int32)
+        for begin, rows in zip(begins, self._ends, strict=True):
+            self.where[begin : begin + rows] = ~np.arange(rows)
+        length = (len(begins) - 1) * self._length + int(self._lengths[-1])
+        self._file = RowFile(folder, length, width, dtype, "tables")
 
     def read(self, ids: _Array) -> _Array:
         """A copy of these rows, which are in the file."""
@@ -55,7 +57,7 @@ class RowLog:
         zones = ids // self._zone
         counts = np.bincount(zones, minlength=len(self._ends))
         begins = counts.cumsum() - counts
-        for zone in np.flatnonzero(self._ends + counts > self._length):
+        for zone in np.flatnonzero(self._ends + counts > self._lengths):
             self._pack(int(zone), ids[begins[zone] : begins[zone] + counts[zone]])
         places = np.arange(len(ids)) + (self._ends - begins)[zones]
         self._file.write(zones * self._length + places, rows)
@@ -64,19 +66,19 @@ class RowLog:
 
     def _pack(self, zone: int, leaving: _Array) -> None:
         """Move a zone's rows together, in the order that they have, but for those that are leaving."""
-        first, base, end = zone * self._zone, zone * self._length, int(self._ends[zone])
+        first, base, end, done = zone * self._zone, zone * self._length, int(self._ends[zone]), 0
         places = ~self.where[first : first + self._zone]
         places[leaving - first] = -1
         owners = np.full(end, -1, np.int32)
         here = np.flatnonzero(places >= 0)
         owners[places[here]] = here
-        self._ends[zone] = 0
         for start in range(0, end, _CHUNK_ROWS):
             part = owners[start : start + _CHUNK_ROWS]
             picks = np.flatnonzero(part >= 0)
             if len(picks):
                 rows = self._file.read(base + start + np.arange(picks[-1] + 1))[picks]
-                moved = self._ends[zone] + np.arange(len(picks))
+                moved = done + np.arange(len(picks))
                 self._file.write(base + moved, rows)
                 self.where[first + part[picks]] = ~moved
-                self._ends[zone] += len(picks)
+                done += len(picks)
+        self._ends[zone] = done

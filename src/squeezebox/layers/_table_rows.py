@@ -25,9 +25,10 @@ _MOST_COUNTED = 1 << 16
 _Array = np.ndarray[Any, Any]
 
 
-def chunks(start: int, stop: int) -> Iterator[_Array]:
-    """Rows from start to stop, some at a time."""
-    return (np.arange(at, min(at + _CHUNK_ROWS, stop)) for at in range(start, stop, _CHUNK_ROWS))
+def chunks(start: int, stop: int, least: int = 1) -> Iterator[_Array]:
+    """Rows from start to stop, some at a time; the last are not fewer than ``least``, but for the first."""
+    ends = [*range(start + _CHUNK_ROWS, stop - least + 1, _CHUNK_ROWS), stop]
+    return (np.arange(begin, end) for begin, end in zip([start, *ends], ends, strict=False) if begin < end)
 
 
 class TableRows:
@@ -129,6 +130,8 @@ class TableRows:
     def _settle(self) -> None:
         """Exchange records, so that memory has those looked up most often."""
         self._settled = self._lookups
+        while int(self._counts.max()) >= _MOST_COUNTED:
+            self._counts //= 2
         least = _least(self._counts, self._room)
         come = np.flatnonzero((self._counts > least) & (self._slots < 0))
         held = self._counts[self._owners]
@@ -151,7 +154,7 @@ def _least(counts: _Array, room: int) -> int:
 @njit(cache=True, nogil=True)
 def _histogram(counts, numbers):
     for count in counts:
-        numbers[min(count, len(numbers) - 1)] += 1
+        numbers[count] += 1
     return numbers
 
 

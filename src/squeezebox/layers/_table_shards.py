@@ -19,6 +19,11 @@ def problem_of(table: int, rows: int, indices: Tensor, offsets: Tensor | None) -
             f"indices of table {table} are on {indices.device}, and tables lie in the host's memory or a "
             "file; give indices.cpu(), and move the sums to the device."
         )
+    for what, given in (("indices", indices), ("offsets", offsets)):
+        if given is not None and given.dtype not in (torch.int32, torch.int64):
+            return f"{what} of table {table} are {given.dtype}; give torch.int64."
+    if offsets is not None and offsets.dim() != 1:
+        return f"offsets of table {table} have the shape {tuple(offsets.shape)}; give a number for each bag."
     if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= rows):
         return (
             f"indices of table {table} go from {int(indices.min()):,} to {int(indices.max()):,}, but "

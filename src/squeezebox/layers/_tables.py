@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from squeezebox.layers._table_shards import planned, problem_of
 from squeezebox.memory import RowFile, usual_folder
 from squeezebox.schema import EmbeddingPlan, OptionError, TableShard
 
+_DRAWN = 16  # torch draws fewer normal numbers in another way
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -58,14 +60,14 @@ class ShardedEmbeddingBag(nn.Module):
         group: the ranks of the plan; all of them if not given.
         draw: False leaves weights zero, where a state is loaded next.
         folder: where the file is; by default a temporary folder on a disk.
-        dtype: of the weights; torch's default type if not given.
+        dtype: of the weights, float32 or float64; torch's default type if not given.
 
     Attributes:
         optimizer: the optimizer that was made: change its learning rate as usual, but call :meth:`step` here.
 
     Raises:
-        OptionError: a table has no rows or columns, the mode is another one, the optimizer changes rows that
-            were not looked up, or the plan is for another number of ranks.
+        OptionError: a table has no rows or columns, the mode or type is another one, the optimizer changes
+            rows that were not looked up, or the plan is for another number of ranks.
         BudgetError: memory is too little to know where each row is.
         OutputError: the folder cannot be written to, or its disk has not enough room.
     """
@@ -87,6 +89,8 @@ class ShardedEmbeddingBag(nn.Module):
             raise OptionError(f'mode is {mode!r}; give "sum" or "mean".')
         plan = planned(tables, memory)
         dtype = dtype or torch.get_default_dtype()
+        if dtype not in (torch.float32, torch.float64):
+            raise OptionError(f"tables of {dtype} are not supported; give dtype=torch.float32 or float64.")
         self._states = row_state(optimizer, dtype)
         self._tables, self._mode, self._dtype = list(plan.tables), mode, dtype
         self._ranks = None if plan.ranks == 1 and group is None else TableRanks(plan, group)
@@ -134,25 +138,32 @@ class ShardedEmbeddingBag(nn.Module):
         changed = []
         for shard, parameter in enumerate(self._weights):
             parameter.grad = None
-            waiting = [each for each in self._waiting[shard] if each.weight.grad is not None]
-            if waiting:
-                changed.append((shard, self._load(shard, waiting)))
+            if self._waiting[shard]:
+                changed.append((shard, self._load(shard, self._waiting[shard])))
         with _checks_as_set():
             self.optimizer.step()
         for shard, ids in changed:
             parameter = self._weights[shard]
-            state = self.optimizer.state[parameter]
+            state = self.optimizer.state.get(parameter, {})
             values = [parameter.detach(), *(state[name] for name in self._states)]
             self._rows[shard].write(ids, (torch.cat(values, 1) if self._states else values[0]).numpy())
         self.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget what was looked up since the last step."""
+        """Forget the gradients that came since the last step."""
         self._waiting = [[] for _ in self._shards]
 
     def weight(self, table: int, start: int = 0, stop: int | None = None) -> Tensor:
-        """A copy of a table's rows from start to stop."""
-        return self._part(table, 0, start, self._tables[table][0] if stop is None else stop)
+        """A copy of a table's rows from start to stop.
+
+        Raises:
+            OptionError: the table has no such rows.
+        """
+        rows = self._tables[table][0]
+        stop = rows if stop is None else stop
+        if not 0 <= start <= stop <= rows:
+            raise OptionError(f"table {table} has rows 0 to {rows - 1:,}, and not {start:,} to {stop:,}.")
+        return self._part(table, 0, start, stop)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """What the optimizer's ``state_dict()`` would be for plain tables, parameter 0 being the first."""
@@ -192,11 +203,17 @@ class ShardedEmbeddingBag(nn.Module):
             groups = [groups[0] | {"params": list(range(max(len(self._shards), 1)))}]
         self.optimizer.load_state_dict(state_dict | {"state": one, "param_groups": groups})
 
+    def __getstate__(self) -> Any:
+        raise OptionError(
+            "a ShardedEmbeddingBag is not copied, as its rows lie in a file; make another one, and load this "
+            "one's state_dict() into it."
+        )
+
     def _draw(self) -> None:
         """Normal numbers for all weights, table by table, as nn.EmbeddingBag draws them."""
         generator = None if self._ranks is None else self._ranks.generator()
         for table, (rows, dim) in enumerate(self._tables):
-            for ids in chunks(0, rows):
+            for ids in chunks(0, rows, least=-(-_DRAWN // dim)):
                 drawn = torch.empty(len(ids), dim, dtype=self._dtype).normal_(generator=generator).numpy()
                 for number, shard in self._held(table):
                     here = slice(max(shard.first_row - ids[0], 0), max(shard.end_row - ids[0], 0))
@@ -318,7 +335,8 @@ class ShardedEmbeddingBag(nn.Module):
         weight = nn.Parameter(found, requires_grad=torch.is_grad_enabled())
         if weight.requires_grad:
             self._rows[shard].count(ids)
-            self._waiting[shard].append(_Looked(ids, weight, records, self._rows[shard].writes))
+            note = partial(self._note, shard, ids, records, self._rows[shard].writes)
+            weight.register_post_accumulate_grad_hook(note)
         local = torch.from_numpy(inverse.reshape(tuple(indices.shape)))
         return F.embedding_bag(
             local, weight, None if offsets is None else offsets.long(), mode=mode, sparse=True
@@ -332,26 +350,30 @@ class ShardedEmbeddingBag(nn.Module):
         else:
             ids, places = rows.distinct(np.concatenate([each.ids for each in waiting]))
             records = torch.from_numpy(rows.read(ids))
-        parameter, begin = self._weights[shard], 0
+        parameter, begin, total = self._weights[shard], 0, None
         parts = records.split(self._shards[shard].dim, 1)
         parameter.data = parts[0].contiguous()
-        where, values = [], []
         for each in waiting:
-            gradient: Any = each.weight.grad
-            here = torch.from_numpy(places[begin : begin + len(each.ids)])
-            where.append(here[gradient._indices()[0]])
-            values.append(gradient._values())
+            given: Any = each.weight.grad
+            here = torch.from_numpy(places[begin : begin + len(each.ids)])[given._indices()[0]]
             begin += len(each.ids)
-        with _checks_as_set():
-            parameter.grad = torch.sparse_coo_tensor(
-                _joined(where)[None], _joined(values), tuple(parameter.shape), check_invariants=False
-            )
-        state = self.optimizer.state[parameter]
+            with _checks_as_set():
+                gradient = torch.sparse_coo_tensor(
+                    here[None], given._values(), tuple(parameter.shape), check_invariants=False
+                )
+                total = gradient if total is None else total + gradient  # as torch adds those of one table
+        parameter.grad = total
+        state = self.optimizer.state.get(parameter)
         if state:
             state.update(
                 {name: part.contiguous() for name, part in zip(self._states, parts[1:], strict=True)}
             )
         return ids
+
+    def _note(self, shard: int, ids: np.ndarray, records: Tensor, writes: int, weight: nn.Parameter) -> None:
+        """Have the next step use a gradient, in the order in which they come."""
+        if all(each.weight is not weight for each in self._waiting[shard]):
+            self._waiting[shard].append(_Looked(ids, weight, records, writes))
 
 
 def row_state(factory: Factory, dtype: torch.dtype) -> dict[str, float]:
@@ -379,10 +401,6 @@ def row_state(factory: Factory, dtype: torch.dtype) -> dict[str, float]:
             "be read in every step. Give SGD without momentum, Adagrad without lr_decay, or SparseAdam."
         )
     return {name: begun.get(name, 0.0) for name in rows[0] if name != "weight"}
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _is_number(value: Any) -> bool:
