@@ -151,7 +151,8 @@ class ShardedEmbeddingBag(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that came since the last step."""
-        self._waiting = [[] for _ in self._shards]
+        for waiting in self._waiting:
+            waiting.clear()
 
     def weight(self, table: int, start: int = 0, stop: int | None = None) -> Tensor:
         """A copy of a table's rows from start to stop.
@@ -335,7 +336,7 @@ class ShardedEmbeddingBag(nn.Module):
         weight = nn.Parameter(found, requires_grad=torch.is_grad_enabled())
         if weight.requires_grad:
             self._rows[shard].count(ids)
-            note = partial(self._note, shard, ids, records, self._rows[shard].writes)
+            note = partial(_note, self._waiting[shard], ids, records, self._rows[shard].writes)
             weight.register_post_accumulate_grad_hook(note)
         local = torch.from_numpy(inverse.reshape(tuple(indices.shape)))
         return F.embedding_bag(
@@ -370,10 +371,13 @@ class ShardedEmbeddingBag(nn.Module):
             )
         return ids
 
-    def _note(self, shard: int, ids: np.ndarray, records: Tensor, writes: int, weight: nn.Parameter) -> None:
-        """Have the next step use a gradient, in the order in which they come."""
-        if all(each.weight is not weight for each in self._waiting[shard]):
-            self._waiting[shard].append(_Looked(ids, weight, records, writes))
+
+def _note(
+    waiting: list[_Looked], ids: np.ndarray, records: Tensor, writes: int, weight: nn.Parameter
+) -> None:
+    """Have the next step use a gradient, in the order in which they come."""
+    if all(each.weight is not weight for each in waiting):
+        waiting.append(_Looked(ids, weight, records, writes))
 
 
 def row_state(factory: Factory, dtype: torch.dtype) -> dict[str, float]:
