@@ -8,6 +8,7 @@ made again, so what was interrupted or failed is all that a second call does. Al
 May touch: what the benchmarks touch, and `git`.
 """
 
+import os
 import shlex
 import subprocess
 import sys
@@ -109,6 +110,11 @@ COMMANDS = {  # what follows `python -m benchmarks.`, by the report's name
     "checkpointing 'torchao 8 bit' 'checkpointing, torchao 8 bit' 'states, 40%' 'states, 45%'",
 }
 
+ONE_THREAD = (  # made with one thread, whatever the machine has
+    "arena balance bayesian calibrate calibrate-longer calibrate_text doctor experts experts_ranks "
+    "made_again pipeline_devices pipeline_start rewrites speeds"
+).split()
+
 
 def main(names: Sequence[str]) -> int:
     """Make them; how many failed, at most 1."""
@@ -123,9 +129,8 @@ def main(names: Sequence[str]) -> int:
     for number, name in enumerate(left, 1):
         print(f"{number} of {len(left)}: {name}: {COMMANDS[name]}", flush=True)
         begun = time.monotonic()
-        made = subprocess.run(
-            [sys.executable, "-m", *shlex.split(f"benchmarks.{COMMANDS[name]}")], check=False
-        )
+        command = [sys.executable, "-m", *shlex.split(f"benchmarks.{COMMANDS[name]}")]
+        made = subprocess.run(command, env=os.environ | _threads(name), check=False)
         print(
             f"{name}: {'failed' if made.returncode else 'made'} in {_shown(time.monotonic() - begun)}",
             flush=True,
@@ -145,6 +150,11 @@ def _possible() -> Iterator[str]:
             print("gpu is left out: torch sees no CUDA device.", flush=True)
         else:
             yield name
+
+
+def _threads(name: str) -> dict[str, str]:
+    """What has a benchmark and its processes compute with as many threads as it is made with."""
+    return {"OMP_NUM_THREADS": "1"} if name in ONE_THREAD else {}
 
 
 def _is_current(header: Mapping[str, object]) -> bool:

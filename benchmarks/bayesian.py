@@ -13,10 +13,10 @@ import types
 
 import torch
 import torch.nn.functional as F
-from _report import interleaved, write
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from benchmarks._report import interleaved, write
 from squeezebox import layers, memory
 
 SAMPLES = 8

@@ -10,11 +10,11 @@ import copy
 import dataclasses
 
 import torch
-from _report import interleaved, write
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.models.mixtral import modeling_mixtral
 
+from benchmarks._report import interleaved, write
 from squeezebox import layers, memory
 
 TOKENS, DIM, HIDDEN, EXPERTS, CHOICES = 2048, 256, 512, 16, 2

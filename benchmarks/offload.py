@@ -32,7 +32,7 @@ from torch.nn import functional
 
 import squeezebox
 from benchmarks import _report, models
-from squeezebox.memory import BUFFER_BYTES, DiskFile, Spill, disk_folder, disk_speed
+from squeezebox.memory import BUFFER_BYTES, DiskFile, Slot, Spill, disk_folder, disk_speed
 from squeezebox.reports import StepPlan
 from squeezebox.schema import Action, Option
 
@@ -319,14 +319,14 @@ class Ordinary:
         self._file = tempfile.TemporaryFile(dir=disk_folder().path, buffering=0)
         self._end, self.fileno = 0, self._file.fileno
 
-    def write(self, flat: Tensor) -> tuple[int, int]:
+    def write(self, flat: Tensor) -> Slot:
         offset, self._end = self._end, self._end + flat.nbytes
         os.pwritev(self._file.fileno(), [flat.view(torch.uint8).numpy()], offset)
-        return offset, flat.nbytes
+        return Slot(offset, flat.nbytes, 0)
 
-    def read(self, slot: tuple[int, int], out: Tensor) -> None:
-        os.preadv(self._file.fileno(), [out.view(torch.uint8).numpy()], slot[0])
-        if slot[0] == 0:
+    def read(self, slot: Slot, out: Tensor) -> None:
+        os.preadv(self._file.fileno(), [out.view(torch.uint8).numpy()], slot.offset)
+        if slot.offset == 0:
             self._end = 0  # backward has asked for the first
 
 

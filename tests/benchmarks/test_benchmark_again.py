@@ -1,5 +1,6 @@
 """All reports are made again by one command, which goes on from where it ended."""
 
+import importlib
 import json
 import subprocess
 
@@ -10,10 +11,20 @@ from benchmarks import _again, _figures
 
 def test_it_knows_how_to_make_every_report():
     assert _again.COMMANDS.keys() >= _figures.newest().keys()
+    assert _again.COMMANDS.keys() >= set(_again.ONE_THREAD)
     for name, command in _again.COMMANDS.items():
         module, *options = command.split()
         assert (_figures.ROOT / "benchmarks" / f"{module}.py").is_file()
         assert "--name" not in options or options[options.index("--name") + 1] == name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({command.split()[0] for command in _again.COMMANDS.values()}))
+def test_every_benchmark_finds_its_own_parts(name):
+    try:
+        importlib.import_module(f"benchmarks.{name}")
+    except ModuleNotFoundError as error:  # of another project that is not installed
+        assert not (_figures.ROOT / "benchmarks" / f"{error.name}.py").exists()
 
 
 @pytest.fixture
