@@ -153,7 +153,7 @@ def _possible() -> Iterator[str]:
 
 
 def _threads(name: str) -> dict[str, str]:
-    """What has a benchmark and its processes compute with as many threads as it is made with."""
+    """The variable that sets a benchmark's threads and those of its processes, if it is made with one."""
     return {"OMP_NUM_THREADS": "1"} if name in ONE_THREAD else {}
 
 

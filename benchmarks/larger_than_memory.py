@@ -68,7 +68,8 @@ def main() -> None:
 def graph(nodes: int, far: float, mixed: bool, repeats: int, cold: bool) -> dict[str, Any]:
     """Two layers of GraphSAGE; ``far`` of the edges begin anywhere, the others within 500 nodes.
 
-    Where ``mixed``, nodes are numbered at random then.
+    Where ``mixed``, nodes are numbered at random then. Where ``cold``, the system's cache is emptied before
+    each step.
     """
     torch.manual_seed(0)
     targets = torch.arange(nodes).repeat_interleave(8)
@@ -100,7 +101,8 @@ def graph(nodes: int, far: float, mixed: bool, repeats: int, cold: bool) -> dict
 def tables(rows: int, name: str, dense: bool, repeats: int, cold: bool) -> dict[str, Any]:
     """A table of 32 columns: 2048 bags of 20 rows a step, after 50 steps to learn which are looked up.
 
-    With ``dense``, the bags go through a perceptron of 512 and 256 units, as recommenders have one.
+    With ``dense``, the bags go through a perceptron of 512 and 256 units, as recommenders have one. Where
+    ``cold``, the system's cache is emptied before each step.
     """
     dim, factory = 32, lambda tables: getattr(torch.optim, name)(tables, lr=0.01)
     records = {"SGD": 1, "Adagrad": 2, "SparseAdam": 3}[name]

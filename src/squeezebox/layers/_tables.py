@@ -119,7 +119,8 @@ class ShardedEmbeddingBag(nn.Module):
             offsets: for each table where each bag begins, in the latter case.
 
         Raises:
-            OptionError: an index is out of range, or there are not as many tensors as tables.
+            OptionError: an index is out of range, indices or offsets are not integers or have another shape,
+                or there are not as many tensors as tables.
         """
         problem = self._problem(indices, offsets)
         if self._ranks is not None:
