@@ -11,7 +11,7 @@ from typing import Any
 
 Results = Mapping[str, Any]
 PEAK_SLACK = 1.001  # of a rival's peak: as good as equal
-KINDS = ("checkpointing", "offload", "compiled")
+KINDS = ("checkpointing", "offload")
 
 
 def render(networks: Mapping[str, Results]) -> str:

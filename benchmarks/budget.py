@@ -8,10 +8,10 @@ A step is zero_grad, forward, loss, backward and the optimizer's step. Its peak 
 gradients, optimizer state, inputs, saved tensors, operators' own memory. Budgets are evenly spaced between
 the plain peak and the least one found. All plans of a network are made from one profiled step.
 
-Rivals are gradient checkpointing of each block and of the square root of all blocks together, every
-saved tensor moved to a file, and with --compiled Inductor under activation_memory_budget. Each is met by
-a plan whose budget is the rival's measured peak and a thousandth. Ours, the rival and a plain step are timed
-in alternation; seconds are ratios within a round, medians over the rounds.
+Rivals are gradient checkpointing of each block and of the square root of all blocks together, and every
+saved tensor moved to a file. Each is met by a plan whose budget is the rival's measured peak and a
+thousandth. Ours, the rival and a plain step are timed in alternation; seconds are ratios within a round,
+medians over the rounds.
 
 A plan predicts forward and backward. The optimizer's share of the plain step, measured, is added to what it
 predicts before it is compared with the step that was timed.
@@ -33,14 +33,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch import config as functorch_config
 
 import squeezebox
 from benchmarks import _budget_tables, _deeper, _report, checkpointing, packed, tasks
 from benchmarks.tasks import SETUPS, Setup, Task
 from squeezebox import planner
 from squeezebox.planning import _plans, _slicing
-from squeezebox.planning._profiles import without
 from squeezebox.reports import StepPlan
 from squeezebox.schema import Action, Budget, BudgetError, Option, OptionError, Profile, Region, StepProfile
 from squeezebox.session import Session
@@ -57,7 +55,6 @@ QUICK = {
     "milp_seconds": 15.0,
     "name": "budget-quick",
 }
-COMPILED_BUDGETS = (1.0, 0.75, 0.5, 0.25)
 PACKED_STEPS = 8  # in which the bounds settle,
 CALIBRATIONS = 4  # then steps after which they are corrected by the whole noise,
 NOISE_STEPS = 5  # and those of which the figures are medians
@@ -90,8 +87,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="rounds of a timing, at least")
     parser.add_argument("--seconds", type=float, default=5.0, help="and as many as plain steps take so long")
     parser.add_argument("--milp-seconds", type=float, default=60.0, help="for all its budgets together")
-    parser.add_argument("--stay", action="store_true", help="plans move nothing to a file; they only pack")
-    parser.add_argument("--compiled", action="store_true", help="Inductor's rivals too: minutes a network")
     parser.add_argument("--quick", action="store_true", help="two small networks, three budgets, once")
     parser.add_argument("--name", default="budget", help="of the report")
     if "--quick" in sys.argv[1:]:
@@ -142,7 +137,7 @@ def measure(name: str, setup: Setup, arguments: argparse.Namespace) -> dict[str,
         noise=arguments.noise,
         repeats=repeats,
     )
-    with _shared_profiles(arguments.stay) as profiles:
+    with _shared_profiles() as profiles:
         least = planned(bench, None)
         low, high = least["predicted_peak_bytes"], max(total, least["plain_predicted_peak_bytes"])
         shares = [number / arguments.budgets for number in range(arguments.budgets, 0, -1)]
@@ -154,7 +149,7 @@ def measure(name: str, setup: Setup, arguments: argparse.Namespace) -> dict[str,
             "profile_seconds": profiles[arguments.noise, None].seconds,
             "budgets": [*rows, least],
             "all_packed": all_packed(bench),
-            "rivals": rivals(bench, arguments.compiled),
+            "rivals": rivals(bench),
             "exact": exact(bench, int(EXACT_SHARE * total)),
             "planner": optimality(profiles[arguments.noise, None], high, bench.noise, arguments.milp_seconds),
             "deep": deep(profiles[arguments.noise, None].step.profile, bench.noise),
@@ -167,8 +162,8 @@ def _update_share(task: Task, repeats: int) -> float:
 
 
 @contextlib.contextmanager
-def _shared_profiles(stay: bool) -> Iterator[dict[tuple[float, Region | None], Profiled]]:
-    """Plans made within it share profiled steps, by noise and layers in slices; ``stay``: none moves."""
+def _shared_profiles() -> Iterator[dict[tuple[float, Region | None], Profiled]]:
+    """Plans made within it share profiled steps, by noise and layers in slices."""
     own, made = _plans.profile_step, {}
 
     def once(step: TrainingStep, *others: Any, region: Region | None = None, **named: Any) -> StepProfile:
@@ -176,7 +171,6 @@ def _shared_profiles(stay: bool) -> Iterator[dict[tuple[float, Region | None], P
         if kind not in made:
             begun = time.perf_counter()
             seen = own(step, *others, region=region, **named)
-            seen = without(seen, [Action.OFFLOAD]) if stay else seen
             made[kind] = Profiled(seen, time.perf_counter() - begun)
         return made[kind].step
 
@@ -278,31 +272,25 @@ def _by_action(plan: StepPlan) -> dict[str, dict[str, int]]:
     return {action: dict(total) for action, total in totals.items()}
 
 
-def rivals(bench: Bench, with_compiled: bool) -> dict[str, Any]:
+def rivals(bench: Bench) -> dict[str, Any]:
     """Every other way to save memory, each met by a plan for the peak that it has."""
     task = bench.theirs
     together = checkpointing.groups(task.model)
-    results = {
+    return {
         "checkpointing 1": _against(bench, checkpointing.checkpointed(task.model)),
         f"checkpointing {together}": _against(bench, checkpointing.checkpointed(task.model, together)),
         "offload all": _against(bench, _offloaded(task)),
     }
-    for share in COMPILED_BUDGETS if with_compiled else ():
-        results[f"compiled {share}"] = _against(bench, _compiled(task, share))
-    return results
 
 
 def _against(bench: Bench, rival: AbstractContextManager[object]) -> dict[str, Any]:
     """The rival's peak, and our plan for it."""
     with rival:
-        begun = time.perf_counter()
-        bench.theirs.step()  # compiles, where there is something to compile
-        first = time.perf_counter() - begun
+        bench.theirs.step()
         peak, activations = bench.theirs.peak()
         return {
             "peak_bytes": peak,
             "activation_peak_bytes": activations,
-            "first_step_seconds": first,
             "ours": met(bench, int(_budget_tables.PEAK_SLACK * peak), "theirs"),
         }
 
@@ -318,18 +306,6 @@ def _offloaded(task: Task) -> Iterator[None]:
             task.step()
         session.report()  # ends the session's own measurement, of these steps
         yield
-
-
-@contextlib.contextmanager
-def _compiled(task: Task, budget: float) -> Iterator[None]:
-    torch._dynamo.reset()
-    with functorch_config.patch(activation_memory_budget=budget):
-        task.forward = torch.compile(task.model)
-        try:
-            yield
-        finally:
-            task.forward = task.model
-            torch._dynamo.reset()
 
 
 def exact(bench: Bench, budget: int) -> dict[str, Any]:
