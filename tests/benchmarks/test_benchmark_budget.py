@@ -36,7 +36,9 @@ def test_networks_run_one_by_one_share_a_report(tmp_path: Path, monkeypatch: pyt
     pytest.importorskip("skimage", reason='needs pip install "squeezebox[bench]"')
     monkeypatch.setattr(_report.write, "__defaults__", (tmp_path,))
     monkeypatch.setattr(_report.today, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(budget, "DEEP_TENSORS", 100)
     small = ["--quick", "--batch", "2", "--size", "32", "--train-steps", "2", "--budgets", "1"]
+    small += ["--milp-seconds", "3"]
     for name in ("gpt", "unet"):
         monkeypatch.setattr(sys, "argv", ["budget", name, *small])
         budget.main()

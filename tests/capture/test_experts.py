@@ -210,7 +210,9 @@ def test_aggregation_holds_no_values(aggregate):
 def of_transformers(family, experts):
     """A small network, and its loss."""
     transformers = pytest.importorskip("transformers")
-    number = "num_local_experts" if family == "Mixtral" else "num_experts"
+    sizes = {"num_local_experts": 4}
+    if family == "Qwen2Moe":
+        sizes = {"num_experts": 4, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96}
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(
         vocab_size=64,
@@ -221,7 +223,7 @@ def of_transformers(family, experts):
         num_key_value_heads=2,
         num_experts_per_tok=2,
         use_cache=False,
-        **{number: 4},
+        **sizes,
     )
     config._experts_implementation = experts
     network = getattr(transformers, f"{family}ForCausalLM")(config).train()

@@ -23,9 +23,8 @@ def own_cache(tmp_path, monkeypatch):
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("states", [(), ("--states",)])
-def test_both_are_timed(models, own_cache, capfd, states):  # noqa: F811
-    code, out, err = run(capfd, *STEP, "--budget", "100%", "--compiled", "--json", *states)
+def test_both_are_timed(models, own_cache, capfd):  # noqa: F811
+    code, out, err = run(capfd, *STEP, "--budget", "100%", "--compiled", "--json", "--states")
     assert (code, err) == (0, "")
     found = json.loads(out)["compiled"]
     assert found["plan_seconds"] > 0 and found["plain_seconds"] > 0

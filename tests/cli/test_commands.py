@@ -467,13 +467,13 @@ def test_refusals_name_the_commands_own_options(users, capfd, arguments, message
 
 
 @pytest.mark.parametrize(
-    "command",
-    (
-        ("plan", "--no-cache"),
-        pytest.param(("max-batch", "--budget", "1GiB"), marks=pytest.mark.slow),
-    ),
+    ("command", "dtype"),
+    [
+        (("plan", "--no-cache"), ()),
+        (("plan", "--no-cache"), ("--input-dtype", "int64")),
+        pytest.param(("max-batch", "--budget", "1GiB"), ("--input-dtype", "int64"), marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("dtype", ((), ("--input-dtype", "int64")))
 def test_token_inputs(users, capfd, command, dtype):
     code, out, error = run(
         capfd, *command, "my_models:tokens", "--input", "12", "--batch", "2", "--exact", "--json", *dtype

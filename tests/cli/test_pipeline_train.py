@@ -149,12 +149,6 @@ def test_training_by_a_plan_and_going_on(folder):
         pytest.param(
             ("--data", "mine:none", "--loss", "mine:loss"), 2, "has no 'none'", marks=pytest.mark.slow
         ),
-        pytest.param(
-            ("--data", "mine:batches", "--loss", "mine:loss", "--lr", "-1"),
-            2,
-            "give a learning rate above 0",
-            marks=pytest.mark.slow,
-        ),
     ],
 )
 def test_bad_arguments(folder, arguments, ranks, message):

@@ -116,8 +116,8 @@ class Wide(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.ups = nn.ModuleList(nn.Linear(128, 256) for _ in range(4))
-        self.downs = nn.ModuleList(nn.Linear(256, 128) for _ in range(4))
+        self.ups = nn.ModuleList(nn.Linear(128, 256) for _ in range(3))
+        self.downs = nn.ModuleList(nn.Linear(256, 128) for _ in range(3))
 
     def forward(self, x):
         for up, down in zip(self.ups, self.downs, strict=True):

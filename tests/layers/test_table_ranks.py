@@ -94,9 +94,13 @@ def whole(optimizer, mode, steps, world=2):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sum", "mean"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("shards", ["whole", "columns", "rows"])
+@pytest.mark.parametrize(
+    ("shards", "optimizer", "mode"),
+    [
+        *(("whole", "sgd", "sum"), ("whole", "adam", "mean"), ("columns", "adagrad", "sum")),
+        *(("columns", "sgd", "mean"), ("rows", "adam", "sum"), ("rows", "adagrad", "mean")),
+    ],
+)
 def test_training_is_one_process_with_all_bags(shards, optimizer, mode):
     """To the bit where one rank sums a bag whole; where rows are split, up to rounding."""
     given = {"whole": WHOLE, "columns": COLUMNS, "rows": ROWS}[shards]

@@ -162,7 +162,7 @@ def test_of_many_buffers_the_largest_are_searched():
         Buffer(name=f"small {number}", lower=number * step, upper=(number + 3) * step, nbytes=number % 5)
         for number in range(2000)
     ]
-    found = memory.layout([*hard, *crowd], alignment=1, seconds=20.0)
+    found = memory.layout([*hard, *crowd], alignment=1, seconds=8.0)
     quick = memory.layout([*hard, *crowd], alignment=1, packer=memory.somas)
     assert found.nbytes <= 1.01 * found.lower_bound_bytes < quick.nbytes
 

@@ -20,7 +20,7 @@ import squeezebox
 torch.manual_seed(0)
 block = lambda: (nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256), nn.Tanh())
 layers = [each for _ in range(8) for each in block()]
-model, x = nn.Sequential(*layers), torch.randn(2048, 256)
+model, x = nn.Sequential(*layers), torch.randn(1024, 256)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
 
@@ -37,7 +37,7 @@ used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.s
 room = float(sys.argv[1]) * plan.predicted_peak_bytes
 resource.setrlimit(resource.RLIMIT_DATA, (int(used + room), resource.RLIM_INFINITY))
 session = squeezebox.attach(model, optimizer=optimizer, plan=plan)
-for _ in range(12):
+for _ in range(6):
     optimizer.zero_grad()
     loss_fn(model(x), x).backward()
     optimizer.step()
