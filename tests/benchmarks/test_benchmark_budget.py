@@ -23,7 +23,7 @@ def test_a_point_is_below_only_with_no_more_bytes_and_no_more_seconds() -> None:
         "offload all": _rival(101, 0.5),
     }
     below = [_budget_tables._below(rivals, kind) for kind in _budget_tables.KINDS]
-    assert below == ["1 of 2", "0 of 1", ""]
+    assert below == ["1 of 2", "0 of 1"]
 
 
 def test_whatever_is_above_one_is_counted_however_little() -> None:

@@ -19,7 +19,8 @@ UNARY = [torch.relu, torch.tanh, torch.sigmoid, torch.exp, F.gelu, F.silu, torch
     lambda x: x.sum(1, keepdim=True), lambda x: x.mean(0, keepdim=True), lambda x: x.amax(1, keepdim=True),
     lambda x: x.softmax(1), lambda x: x.log_softmax(1), lambda x: F.layer_norm(x, (6,)), lambda x: 3 - x,
     lambda x: x / (x.abs() + 1), lambda x: x.where(x > 0, -0.5 * x), lambda x: x.masked_fill(x > 1, 7.0),
-    lambda x: F.pad(x[:, :5], (1, 0)), lambda x: x[:, [5, 4, 3, 2, 1, 0]], lambda x: x.div(0.25)]  # fmt: skip
+    lambda x: F.pad(x[:, :5], (1, 0)), lambda x: x[:, [5, 4, 3, 2, 1, 0]], lambda x: x.div(0.25),
+    lambda x: F.gelu(x, approximate="tanh")]  # fmt: skip
 BINARY = [
     torch.add,
     torch.sub,
@@ -80,6 +81,18 @@ def test_random_programs_stay_within_what_is_proven(program, one, other, seed):
     proven = ranges(drawn(0), drawn(0))
     for kind in range(4):
         assert not outside(proven, ranges(drawn(kind % 2), drawn(kind // 2)))
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_what_kernels_lose_near_zero_is_within_too(approximate):
+    for low in torch.arange(-10.0, 3.0, 0.125).tolist():
+        x = torch.linspace(low, low + 0.125, 1000)
+        with Ranges() as found:
+            found.assume(x, Interval(low, low + 0.125))
+            seen = F.gelu(x, approximate=approximate)
+        [proven] = found.reached[-1].proven
+        assert proven.low <= float(seen.min()) and float(seen.max()) <= proven.high
+        assert proven.high - proven.low < 0.2
 
 
 def network():

@@ -196,7 +196,7 @@ def test_weights_that_others_refer_to_weakly_stay_in_float32():
     class Recurrent(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layer, self.last = nn.LSTM(64, 160, batch_first=True), nn.Linear(160, 160)
+            self.layer, self.last = nn.GRU(64, 160, batch_first=True), nn.Linear(160, 160)
 
         def forward(self, x):
             return self.last(self.layer(x)[0][:, -1])

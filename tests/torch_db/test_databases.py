@@ -73,7 +73,7 @@ def test_modules(databases, dtype, options):
 @pytest.mark.slow
 def test_gradients_are_those_of_finite_differences_wherever_they_are_in_plain_pytorch(databases):
     failures, passed = [], 0
-    for operator in databases.operators(torch.float64)[::9]:  # all of them equal plain PyTorch's above
+    for operator in databases.operators(torch.float64)[1::3]:  # without CTC, a minute; all are equal above
         for sample in databases.operator_samples(operator, torch.float64, DIFFERENTIATED):
             if _passes_gradcheck(sample):
                 passed += 1
@@ -81,7 +81,7 @@ def test_gradients_are_those_of_finite_differences_wherever_they_are_in_plain_py
                 session.engine.store.small_bytes = 0
                 failures += [] if _passes_gradcheck(sample) else [operator.formatted_name]
                 session.detach()
-    assert passed > 20 and not failures
+    assert passed > 60 and not failures
 
 
 def _passes_gradcheck(sample):

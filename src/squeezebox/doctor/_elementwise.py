@@ -49,8 +49,21 @@ def _silu(x: float) -> float:
     return x * _sigmoid(x) if math.isfinite(x) else max(x, 0.0)
 
 
-def _gelu(x: float) -> float:
+def _gelu_erf(x: float) -> float:
     return 0.5 * x * math.erfc(-x / math.sqrt(2.0)) if math.isfinite(x) else max(x, 0.0)
+
+
+def _gelu_tanh(x: float) -> float:
+    inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * min(max(x, -99.0), 99.0) ** 3)
+    return 0.5 * x * (1.0 + math.tanh(inner)) if math.isfinite(x) else max(x, 0.0)
+
+
+def _gelu(a: Arguments) -> Interval:
+    """Of x < 0, kernels round 1 + erf or 1 + tanh, near 0: that is a share of x, not of the result."""
+    by_tanh = a.given(1, "approximate", "none") == "tanh"
+    found = (_dipping(_gelu_tanh, -0.752461) if by_tanh else _dipping(_gelu_erf, -0.751792))(a)
+    lost = 5.0 * torch.finfo(torch.float32).eps * min(max(-a[0].low, 0.0), 9.0)  # below -9, all is 0
+    return Interval(found.low - lost, found.high if found.high >= 0.0 else min(found.high + lost, 0.0))
 
 
 def _add(a: Arguments) -> Interval:
@@ -205,7 +218,7 @@ ELEMENTWISE: Mapping[Any, Rule] = {
     aten.ceil: _monotone(_ceil),
     aten.round: _monotone(lambda x: float(round(x)) if math.isfinite(x) else x),
     aten.sign: _monotone(lambda x: float((x > 0.0) - (x < 0.0))),
-    aten.gelu: _dipping(_gelu, -0.7517915),
+    aten.gelu: _gelu,
     aten.silu: _dipping(_silu, -1.2784645),
     aten.abs: _absolute,
     aten.neg: lambda a: a[0].scaled(-1.0),
