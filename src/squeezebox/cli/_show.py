@@ -14,7 +14,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from squeezebox.reports import human_bytes
+from squeezebox.schema import human_bytes
 
 _WIDTH = 100  # where standard output is no terminal
 
