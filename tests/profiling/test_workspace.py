@@ -32,6 +32,26 @@ class Folding(nn.Module):
         return functional.fold(blocks, x.shape[-2:], self.kernel, **self.options)
 
 
+class Scattering(nn.Module):
+    """Rows that are gathered from a wide one, and scattered into a wider one."""
+
+    def __init__(self, reduce, dtype, rows=False):
+        super().__init__()
+        self.wide = nn.Parameter(torch.randn(96, 2000).to(dtype))
+        self.reduce, self.rows = reduce, rows
+
+    def forward(self, index):
+        into = 0 if self.rows else 1
+        index = index[:, :1].expand(-1, 2000) if self.rows else index
+        found = self.wide.gather(into, index % self.wide.shape[into])
+        wider = torch.zeros(300, 2000 if self.rows else 300, dtype=found.dtype)[
+            : 300 if self.rows else len(found)
+        ]
+        if self.reduce is None:
+            return wider.scatter(into, index, found).float()
+        return wider.scatter_reduce(into, index, found, self.reduce).float()
+
+
 def tokens(*shape, most=300):
     return torch.randint(0, most, shape)
 
@@ -49,6 +69,11 @@ CASES = {
     "bags": (nn.EmbeddingBag(300, 64), tokens(256, 20)),
     "bags added": (nn.EmbeddingBag(300, 8, mode="sum"), tokens(10, 700)),
     "largest of bags": (nn.EmbeddingBag(300, 64, mode="max"), tokens(256, 20)),
+    "scattered in 16 bits": (Scattering(None, torch.bfloat16), tokens(96, 500)),
+    "scattered sums in 16 bits": (Scattering("sum", torch.float16), tokens(96, 500)),
+    "scattered rows in 16 bits": (Scattering("sum", torch.bfloat16, rows=True), tokens(96, 500)),
+    "scattered means in 16 bits": (Scattering("mean", torch.bfloat16), tokens(96, 500)),
+    "scattered means": (Scattering("mean", torch.float32), tokens(96, 500)),
     "bags with padding": (nn.EmbeddingBag(300, 8, mode="sum", padding_idx=3), tokens(20, 700)),
 }
 

@@ -18,7 +18,7 @@ def _monotone(function: Callable[[float], float]) -> Rule:
     return lambda a: Interval(function(a[0].low), function(a[0].high))
 
 
-def _dipping(function: Callable[[float], float], at: float) -> Rule:
+def _dipping(function: Callable[[float], float], at: float) -> Callable[[Arguments], Interval]:
     """Of a function that falls up to ``at`` and rises from there on."""
 
     def rule(a: Arguments) -> Interval:

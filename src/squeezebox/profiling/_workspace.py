@@ -125,6 +125,19 @@ def _embedding_bag_backward(workspace: Workspace) -> int:
     return (3 if known else 4) * dense(indices) + sum(map(dense, weights))
 
 
+def _scattering(workspace: Workspace) -> int:
+    """Of 16 bits, all results in float32, or a row a thread where rows have one index; a mean counts too."""
+    own, index, *source = workspace.operands
+    elements = dense(own) // own.dtype.itemsize
+    wide = 4 * elements if own.dtype in (torch.bfloat16, torch.float16) else 0
+    is_of_rows = len(index.shape) > 1 and index.stride[0] == 1 and not any(index.stride[1:])
+    if source and is_of_rows and workspace.arguments[1] == 0:
+        return wide // own.shape[0] * torch.get_num_threads()
+    if "mean" in workspace.arguments:
+        return sum(map(dense, (own, *source))) + (wide or elements)
+    return wide
+
+
 _BAG_SUM, _BAG_MAXIMUM, _BAG_MODE = 0, 2, 8  # modes of embedding_bag, an argument of its backward
 _BAG_DEFAULTS = (None, None, None, False, _BAG_SUM, False, None, False, -1)
 
@@ -158,6 +171,11 @@ _RNN_BACKWARD = Batched(
 )
 
 
+_SCATTERING = [
+    getattr(getattr(aten, name), form)
+    for name in ("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_")
+    for form in getattr(aten, name).overloads()
+]
 RULES: MappingProxyType[Any, Batched | Callable[[Workspace], int]] = MappingProxyType(
     {
         aten.convolution.default: Batched({0: 0}),
@@ -173,6 +191,7 @@ RULES: MappingProxyType[Any, Batched | Callable[[Workspace], int]] = MappingProx
         aten._embedding_bag_backward.default: _embedding_bag_backward,
         aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+        **dict.fromkeys(_SCATTERING, _scattering),
         aten.mm.default: _copied,
         aten.bmm.default: _copied,
         aten.addmm.default: _copied,
