@@ -87,7 +87,6 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1])
     parser.add_argument("--batches", type=int, default=Setup().batches)
     parser.add_argument("--quick", action="store_true", help="a tiny model, few batches, one rate and seed")
-    parser.add_argument("--name", default="pipeline_training", help="of the report")
     arguments = parser.parse_args()
     setup = Setup(batches=arguments.batches)
     if arguments.quick:
@@ -101,7 +100,7 @@ def main() -> None:
     for run in runs:
         run["batches_to_target"] = batches_to(target, run["validation"])
     payload = {"settings": asdict(setup), "target": target, "trials": trials, "runs": runs}
-    for path in _report.write(arguments.name, payload, table(setup, target, trials, runs)):
+    for path in _report.write("pipeline_training", payload, table(setup, target, trials, runs)):
         print(path)
 
 
