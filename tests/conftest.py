@@ -1,7 +1,9 @@
 """Settings for every test: examples of a property, kernels without a device, no word from torch."""
 
 import gc
+import math
 import os
+import time
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command line does; read once, by torch
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the cores to the other tests
@@ -48,6 +50,20 @@ def collecting_quickly() -> None:
     """Collecting skips what is there before a file's tests: modules and tests take half a second."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--until``, for a machine that may be slow."""
+    parser.addoption(
+        "--until", type=float, default=math.inf, help="seconds since 1970; tests that begin later are skipped"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before the test's fixtures are made."""
+    if time.time() > item.config.getoption("--until"):
+        pytest.skip("no time was left")
 
 
 @pytest.hookimpl(tryfirst=True)
