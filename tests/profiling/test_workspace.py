@@ -44,9 +44,7 @@ class Scattering(nn.Module):
         into = 0 if self.rows else 1
         index = index[:, :1].expand(-1, 2000) if self.rows else index
         found = self.wide.gather(into, index % self.wide.shape[into])
-        wider = torch.zeros(300, 2000 if self.rows else 300, dtype=found.dtype)[
-            : 300 if self.rows else len(found)
-        ]
+        wider = torch.zeros((300, 2000) if self.rows else (96, 300), dtype=found.dtype)
         if self.reduce is None:
             return wider.scatter(into, index, found).float()
         return wider.scatter_reduce(into, index, found, self.reduce).float()

@@ -126,13 +126,13 @@ def _embedding_bag_backward(workspace: Workspace) -> int:
 
 
 def _scattering(workspace: Workspace) -> int:
-    """Of 16 bits, all results in float32, or a row a thread where rows have one index; a mean counts too."""
+    """In 16 bits, results in float32, or a row of them a thread where rows have one index; means: counts."""
     own, index, *source = workspace.operands
     elements = dense(own) // own.dtype.itemsize
     wide = 4 * elements if own.dtype in (torch.bfloat16, torch.float16) else 0
     is_of_rows = len(index.shape) > 1 and index.stride[0] == 1 and not any(index.stride[1:])
     if source and is_of_rows and workspace.arguments[1] == 0:
-        return wide // own.shape[0] * torch.get_num_threads()
+        return wide // max(own.shape[0], 1) * torch.get_num_threads()
     if "mean" in workspace.arguments:
         return sum(map(dense, (own, *source))) + (wide or elements)
     return wide
