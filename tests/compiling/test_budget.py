@@ -96,7 +96,8 @@ def test_what_torch_would_run_uncompiled_is_refused():
 @pytest.mark.slow
 def test_lightning_may_be_imported():
     pytest.importorskip("lightning.fabric")  # which wraps torch.compile, for the whole process
-    assert step_of(Net(), "100%").peak_bytes > 0
+    step = step_of(Net(), "88%")
+    assert step.peak_bytes <= 0.88 * step_of(Net(), "100%").peak_bytes
 
 
 class Broken(Net):
