@@ -138,7 +138,7 @@ def test_a_missing_rank_is_named(trouble):
         found.append(message)
         assert kind == "RankError", message
         assert message.startswith("rank 1 did not come to the exchange of gradients"), message
-        assert seconds < PATIENCE + 8.0
+        assert seconds < PATIENCE + 30.0
     assert len(found) == 2
     for process in processes:
         process.kill()

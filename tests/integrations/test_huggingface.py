@@ -224,6 +224,7 @@ def test_a_plan_with_states_trains_the_same_to_the_bit_and_clips_as_trainer_does
     plain, other = gpt2(), gpt2()
     wanted = trainer_of(plain, tmp_path, **options)
     wanted.train()
+    other.config.use_cache = False  # as a Trainer sets it
     words = torch.stack([each["input_ids"] for each in passages()[:8]])
     given, names = {"input_ids": words, "labels": words}, list(inspect.signature(other.forward).parameters)
     plan = squeezebox.plan(

@@ -217,7 +217,7 @@ def test_a_neighbour_that_dies_or_hangs_is_named_and_costs_the_step_alone(number
     assert said in text
     assert "bytes offloaded to the memory of rank 1 do not come back" in text
     assert "Parameters and optimizer are as before this step" in text
-    assert seconds < 4.0
+    assert seconds < 30.0
     plain_losses, plain_weights = plain(4)
     assert losses == plain_losses
     assert torch.equal(weights, plain_weights)

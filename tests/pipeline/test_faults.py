@@ -80,7 +80,7 @@ def test_others_stop_and_name_it(schedule, trouble):
             assert {"dies": "is gone", "raises": "raised ValueError: the input looks bad", "hangs": "hangs"}[
                 trouble
             ] in message
-        assert seconds < PATIENCE + 8.0
+        assert seconds < PATIENCE + 30.0
         assert "has failed and cannot go on" in second
     for process in processes:  # the one that hangs ends itself
         process.join(3 * PATIENCE + 10.0)

@@ -301,7 +301,7 @@ def test_others_name_a_replica_that_is_killed(schedule, microbatches):
         assert isinstance(result, tuple), result
         message, seconds = result
         assert message.startswith("rank 1 (stage 0, replica 1) "), message
-        assert seconds < 8.0
+        assert seconds < 30.0
     for process in processes:
         process.join(30.0)
 

@@ -201,7 +201,7 @@ def test_others_name_a_rank_that_is_killed():
         assert isinstance(result, tuple), result
         message, seconds = result
         assert message.startswith("rank 3 (stages 1, 3 of replica 1) "), message
-        assert seconds < 8.0
+        assert seconds < 30.0
     for process in processes:
         process.join(30.0)
 

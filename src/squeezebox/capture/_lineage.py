@@ -277,7 +277,8 @@ class Recipe:
             elif here.call is None:
                 raise PlanError(
                     f"the plan recomputes '{origin.row.key}', and this forward pass made it in another way "
-                    "than the one that was planned. Make a new plan with squeezebox.plan()."
+                    "than the one that was planned. Make a new plan with squeezebox.plan(), with inputs and "
+                    "settings as in training: Hugging Face's Trainer sets model.config.use_cache = False."
                 )
             else:
                 self._makers[id(here)] = id(here.call)

@@ -37,7 +37,8 @@ class SqueezeboxCallback(TrainerCallback, ExportableState):
     on from it, whether or not ``restore_callback_states_from_checkpoint`` is set.
 
     Args:
-        options: of :func:`squeezebox.attach`, but for the optimizer, which is the Trainer's.
+        options: of :func:`squeezebox.attach`, but for the optimizer, which is the Trainer's. A plan is to be
+            made with ``model.config.use_cache = False``, which a Trainer sets.
     """
 
     def __init__(self, **options: Any) -> None:
