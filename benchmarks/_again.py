@@ -58,7 +58,6 @@ COMMANDS = {  # what follows `python -m benchmarks.`, by the report's name
     "made_again": "made_again --repeats 9",
     "neighbour": "neighbour",
     "offload": "offload --steps 5 --rounds 3 --mib 128 --threads 1",
-    "packed": "packed resnet50 --batches 8 16 --settling 3 --calibrations 2 --measured 2",
     "packed_state": "packed_state",
     "pagerank": "pagerank",
     "parity": "parity",
