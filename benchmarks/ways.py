@@ -1,10 +1,10 @@
-"""Five ways to hold a training step in memory, on four networks, each network in one run.
+"""Five ways to hold a training step in memory, each network in one run.
 
-Goes in: nothing; networks of benchmarks/tasks.py, briefly trained on photographs or text. Comes out:
+Goes in: names of networks, or none for the one that is drawn; they are of benchmarks/tasks.py, briefly trained on photographs or text. Comes out:
 benchmarks/reports/ways-<date>.json and .md, with the step that docs/step.svg draws for the README.
 
 The ways are plain PyTorch, gradient checkpointing of every block, torch's save_on_cpu, Inductor under
-activation_memory_budget, and Squeezebox's plan without a budget. A step is zero_grad, forward, loss,
+activation_memory_budget, and Squeezebox's exact plan without a budget. A step is zero_grad, forward, loss,
 backward and the optimizer's step; its peak is everything. All ways are timed in alternation. Noise is the
 squared difference of all gradients from plain PyTorch's, over the squared norm of those.
 """
@@ -31,9 +31,7 @@ from squeezebox.profiling import record_closure
 from squeezebox.schema import Kind, LiveSample
 from squeezebox.session import Session, _timeline
 
-NETWORKS = ("gpt", "vit", "unet", "resnet50")
 DRAWN = "gpt"
-NOISE = 1e-2
 COMPILED_BUDGET = 0.5
 PARTS = {
     "there throughout": (Kind.PARAMETER, Kind.BUFFER, Kind.STATE, Kind.INPUT),
@@ -45,7 +43,7 @@ PARTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("networks", nargs="*", default=list(NETWORKS), metavar="network")
+    parser.add_argument("networks", nargs="*", default=[DRAWN], metavar="network")
     parser.add_argument("--rounds", type=int, default=7, help="of the timing")
     arguments = parser.parse_args()
     results: dict[str, Any] = {"networks": {}}
@@ -132,7 +130,7 @@ def _squeezed(task: Task) -> Iterator[Session]:
         sample=(task.inputs, task.target),
         loss_fn=task.loss_fn,
         optimizer=task.optimizer,
-        noise=NOISE,
+        exact=True,
     )
     session = squeezebox.attach(task.model, optimizer=task.optimizer, plan=plan)
     try:
@@ -181,8 +179,8 @@ def _rows(samples: Sequence[LiveSample], seconds: float) -> list[str]:
 
 _NOTE = f"""Checkpointing repeats every block. save_on_cpu moves nothing, as the step is on the CPU: how
 far its time is from 1 tells how far other work on the machine bent all times.
-Inductor's activation_memory_budget is {COMPILED_BUDGET}. Squeezebox's plan has no budget of bytes and allows
-a noise of {NOISE}; its first step includes planning. Ratios are medians (and ranges) over the rounds.
+Inductor's activation_memory_budget is {COMPILED_BUDGET}. Squeezebox's plan is exact and has no budget of
+bytes; its first step includes planning. Ratios are medians (and ranges) over the rounds.
 
 | network | way | peak MiB | plain / peak | time / plain | noise | first step s |
 |---|---|---|---|---|---|---|"""
