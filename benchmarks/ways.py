@@ -1,8 +1,8 @@
 """Five ways to hold a training step in memory, each network in one run.
 
-Goes in: names of networks of benchmarks/tasks.py, which are briefly trained on photographs or text; none for
-the one that is drawn. Comes out: benchmarks/reports/ways-<date>.json and .md, with the step that docs/step.svg
-draws for the README.
+Goes in: names of networks of benchmarks/tasks.py, which are briefly trained on photographs or text, or none
+for the one that is drawn. Comes out: benchmarks/reports/ways-<date>.json and .md, with the step that
+docs/step.svg draws for the README.
 
 The ways are plain PyTorch, gradient checkpointing of every block, torch's save_on_cpu, Inductor under
 activation_memory_budget, and Squeezebox's exact plan without a budget. A step is zero_grad, forward, loss,
