@@ -65,6 +65,34 @@ def test_the_process_grows_by_what_is_said(tmp_path, kind):
     assert first < memory + OWN and memory // 2 < later < memory + OWN
 
 
+STRIPS = """
+    import numpy as np
+    from torch import nn
+    from squeezebox.memory import _process
+    from squeezebox.streaming import StreamedStep
+
+    returned, return_all = [], _process.return_all
+    _process.return_all = lambda: returned.append(return_all())
+    layers = nn.Conv2d(3, 16, 5, stride=2, padding=2), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()
+    image = np.zeros((1, 3, 8192, 128), np.uint8)
+    step = StreamedStep(nn.Sequential(*layers), lambda output, _: output.square().mean(), memory=6 << 20)
+    step(image, None)
+    returned.clear()
+    step(image, None)
+    print(step.plan(image, None).stages[0].strips, len(returned))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux counts the peak")
+def test_strips_that_are_alike_take_the_memory_that_the_ones_before_freed():
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(STRIPS)], capture_output=True, text=True, check=True
+    )
+    strips, returned = map(int, ended.stdout.split())
+    assert strips > 12 and returned < strips // 2
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
 @pytest.mark.parametrize("mode", ["r", "r+"])
 def test_parts_are_read_from_the_file_as_they_are(tmp_path, order, mode):

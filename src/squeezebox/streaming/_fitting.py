@@ -21,10 +21,12 @@ from squeezebox.streaming._run import Context
 from squeezebox.streaming._stages import Stage
 from squeezebox.streaming._strip import Pass
 
+OWN_BYTES = 4 << 20
+"""Of what the process grows by, not a strip's: what the system counts late, compiled kernels."""
+
 Place = tuple[int, int]
 """The band and the first row of a strip or tile."""
 
-_OWN_BYTES = 4 << 20  # of the process that are not a strip's: what the system counts late, compiled kernels
 _WASTED = 1.05  # times the image's operations are little enough for strips
 _WORTH = 0.95  # of what strips compute, at most, is worth tiles
 _TIMED = 2  # strips of a pass: the first finds memory returned, as some do in a step
@@ -213,7 +215,7 @@ class Fitting:
         finally:
             grown, peak = process.stop(), meter.stop(())
         is_elsewhere = self.prepared.device.type != "cpu"
-        return max(peak.total_bytes, 0 if is_elsewhere else (grown or 0) - _OWN_BYTES)
+        return max(peak.total_bytes, 0 if is_elsewhere else (grown or 0) - OWN_BYTES)
 
     def _meter(self) -> PeakMeter:
         """A running one."""

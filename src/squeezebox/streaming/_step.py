@@ -29,6 +29,7 @@ from squeezebox.reports import parse_size
 from squeezebox.schema import OptionError, OutputError, UnsupportedModelError
 from squeezebox.streaming._choice import NOTHING
 from squeezebox.streaming._files import from_file
+from squeezebox.streaming._fitting import OWN_BYTES
 from squeezebox.streaming._given import derivable, require_image, require_modes, scaled, uncast
 from squeezebox.streaming._graph import Streamed, analyse, require_gathered, with_across
 from squeezebox.streaming._journal import kept_file
@@ -258,9 +259,9 @@ class StreamedStep:
             if found is not None:
                 restore(found, run, stages, position)
             if limit is not None:
-                ceiling = Ceiling(limit - prepared.layout.kept_bytes)  # which is there already
+                ceiling = Ceiling(limit - prepared.layout.kept_bytes + OWN_BYTES)  # kept ones are there
                 run.room = lambda stage, sizes: ceiling.make_room(
-                    strip_bytes[stages.index(stage)], stages.index(stage), sizes
+                    strip_bytes[stages.index(stage)] + OWN_BYTES, stages.index(stage), sizes
                 )
             written = time.monotonic()
             for done in self._strips(run, prepared, position):
