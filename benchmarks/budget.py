@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 import squeezebox
-from benchmarks import _budget_tables, _deeper, _report, checkpointing, packed, tasks
+from benchmarks import _budget_tables, _deeper, _report, checkpointing, tasks
 from benchmarks.tasks import SETUPS, Setup, Task
 from squeezebox import planner
 from squeezebox.planning import _plans, _slicing
@@ -57,7 +57,8 @@ QUICK = {
 }
 PACKED_STEPS = 8  # in which the bounds settle,
 CALIBRATIONS = 4  # then steps after which they are corrected by the whole noise,
-NOISE_STEPS = 5  # and those of which the figures are medians
+NOISE_STEPS = 5  # and those of which the figures are medians,
+CHECKS = 12  # with so many checks at each refresh
 EXACT_SHARE = 0.8  # of the plain peak
 MILP_SHARES = (0.75, 0.5, 0.25)  # of the way from the least budget to the plain peak
 DEEP_TENSORS = 1000
@@ -233,8 +234,21 @@ def all_packed(bench: Bench) -> dict[str, Any]:
     Bounds settle, then are corrected by the noise of a few whole steps. Noise differs from step to step by a
     factor of two or so, so the figures are medians.
     """
-    counts = (PACKED_STEPS, CALIBRATIONS, NOISE_STEPS)
-    records = packed.records(bench.ours, bench.ours.step, bench.noise, *counts)
+    task, records = bench.ours, []
+    options = {"optimizer": task.optimizer, "noise": bench.noise, "checks_per_refresh": CHECKS}
+    session = squeezebox.attach(task.model, **options)
+    try:
+        for _ in range(PACKED_STEPS):
+            task.step()
+        for _ in range(CALIBRATIONS):
+            task.step()
+            session.calibrate(task.backward)
+        for _ in range(NOISE_STEPS):
+            task.step()
+            session.measure_noise(task.backward)
+            records.append(session.report().record)
+    finally:
+        session.detach()
     return {
         "saved_bytes": records[0].saved_bytes,
         "packed_bytes": statistics.median(record.packed_bytes for record in records),
