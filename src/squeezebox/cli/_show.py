@@ -34,6 +34,9 @@ def show_demo(result: Mapping[str, Any], out: Path) -> None:
     console = _console()
     console.print(table)
     console.print(
+        "One seed of a short training says little about accuracy: --seed takes others, squeezebox.audit many."
+    )
+    console.print(
         f"At the {human_bytes(story['limit_bytes'])} where plain training holds batch "
         f"{story['plain_batch']}, squeezed training holds batch {story['squeezed_batch']} "
         f"({human_bytes(story['peak_bytes'])} measured, BatchNorm over the whole batch)."
