@@ -259,7 +259,8 @@ class StreamedStep:
             if found is not None:
                 restore(found, run, stages, position)
             if limit is not None:
-                ceiling = Ceiling(limit - prepared.layout.kept_bytes + OWN_BYTES)  # kept ones are there
+                # What is kept is there already. Strips were measured less OWN_BYTES, which stay when they end.
+                ceiling = Ceiling(limit - prepared.layout.kept_bytes + OWN_BYTES)
                 run.room = lambda stage, sizes: ceiling.make_room(
                     strip_bytes[stages.index(stage)] + OWN_BYTES, stages.index(stage), sizes
                 )
