@@ -259,7 +259,7 @@ class StreamedStep:
             if found is not None:
                 restore(found, run, stages, position)
             if limit is not None:
-                # What is kept is there already. Strips were measured less OWN_BYTES, which stay when they end.
+                # What is kept is there already. Strips were measured less OWN_BYTES, which stay after them.
                 ceiling = Ceiling(limit - prepared.layout.kept_bytes + OWN_BYTES)
                 run.room = lambda stage, sizes: ceiling.make_room(
                     strip_bytes[stages.index(stage)] + OWN_BYTES, stages.index(stage), sizes
