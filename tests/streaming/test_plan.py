@@ -1,5 +1,7 @@
 """Heights that use the memory and never more, for peaks that bend and jump."""
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,3 +40,16 @@ def test_what_is_taken_was_measured_and_fits(lines, jump, rows, unit, memory, he
         # What is aimed at, rounded down to the unit, spread evenly, and not improved by less than a tenth.
         most = max(each for each in range(1, rows + 1) if peak(each) <= 0.9 * (memory - held) or each == 1)
         assert height >= most // 2
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_peaks_that_are_measured_inexactly_lead_to_no_height_far_beyond_the_memory(seed):
+    draw, tried = random.Random(seed), []
+
+    def peak(height):
+        tried.append(40 * height)
+        return round(40 * height * draw.uniform(0.7, 1.1))
+
+    for _ in range(100):
+        fitting_height(peak, 2048, 4, 48_000, 0)
+    assert max(tried) < 1.3 * 48_000

@@ -11,6 +11,7 @@ from squeezebox.memory._room import live_bytes, return_all
 
 _CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 _FORGET_HIGHEST = "5"  # of proc(5)
+_AMID_BYTES = 4 << 20  # above a ceiling are let pass amid work, whose pages would be wanted again soon
 
 
 class ProcessMeter:
@@ -63,3 +64,14 @@ class Ceiling:
         is_alike = is_alike and all(abs(a - b) <= 2 for a, b in zip(sizes, before[1], strict=True))
         if held is not None and held + (0 if is_alike else nbytes) > self._most:
             return_all()
+
+    def keep(self) -> bool:
+        """Amid work, which may leave gaps where work before it did not. False if it holds too much itself."""
+        if self._is_kept():
+            return True
+        return_all()
+        return self._is_kept()
+
+    def _is_kept(self) -> bool:
+        held = live_bytes(torch.device("cpu"))
+        return held is None or held <= self._most + _AMID_BYTES

@@ -103,7 +103,8 @@ def live_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            pages = int(file.read(128).split()[1])
     except OSError:
         return None
     return pages * os.sysconf("SC_PAGESIZE")

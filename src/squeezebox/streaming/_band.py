@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from squeezebox.streaming._graph import Streamed, ancestors, parts
 from squeezebox.streaming._rows import Part, run_node
-from squeezebox.streaming._strip import Pass, Read, Sink, inputs_of, pass_to
+from squeezebox.streaming._strip import After, Pass, Read, Sink, inputs_of, pass_to
 from squeezebox.streaming._trace import DETACHED
 
 _aten = torch.ops.aten
@@ -51,15 +51,27 @@ class Band:
         columns = (stop - start for _, (start, stop) in self.reads.values())
         return [*columns, *self.work.sizes(owned)]
 
-    def run(self, owned: Mapping[Node, Part], read: Read, singles: Mapping[Node, Any], sink: Sink) -> None:
+    def run(
+        self,
+        owned: Mapping[Node, Part],
+        read: Read,
+        singles: Mapping[Node, Any],
+        sink: Sink,
+        after: After | None = None,
+    ) -> None:
         """Make a tile, as :meth:`Pass.run` a strip."""
-        self.work.run(owned, self._part(read), self._values(singles), sink)
+        self.work.run(owned, self._part(read), self._values(singles), sink, after)
 
     def run_again(
-        self, owned: Mapping[Node, Part], read: Read, singles: Mapping[Node, Any], sink: Sink
+        self,
+        owned: Mapping[Node, Part],
+        read: Read,
+        singles: Mapping[Node, Any],
+        sink: Sink,
+        after: After | None = None,
     ) -> None:
         """Make a tile, as :meth:`Pass.run_again` a strip."""
-        self.work.run_again(owned, self._part(read), self._values(singles), sink)
+        self.work.run_again(owned, self._part(read), self._values(singles), sink, after)
 
     def _part(self, read: Read) -> Read:
         def part(node: Node, start: int, stop: int, columns: Part | None = None) -> Tensor:

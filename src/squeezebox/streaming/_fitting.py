@@ -10,19 +10,24 @@ from functools import partial
 import torch
 from torch.fx import Node
 
-from squeezebox.memory import Peak, PeakMeter, ProcessMeter, freed_kept, return_all
+from squeezebox.memory import Ceiling, Peak, PeakMeter, ProcessMeter, freed_kept, return_all
 from squeezebox.schema import BudgetError, OptionError
 from squeezebox.streaming._band import crosswise
 from squeezebox.streaming._costs import Costs
 from squeezebox.streaming._plan import ENOUGH, StreamPlan, StripPlan, even, fitting_height, require_rowless
 from squeezebox.streaming._prepared import Prepared
 from squeezebox.streaming._rates import now
-from squeezebox.streaming._run import Context
+from squeezebox.streaming._run import Context, Run
 from squeezebox.streaming._stages import Stage
 from squeezebox.streaming._strip import Pass
 
 OWN_BYTES = 4 << 20
 """Of what the process grows by, not a strip's: what the system counts late, compiled kernels."""
+
+
+class _TooHighError(Exception):
+    """A strip holds more than the memory."""
+
 
 Place = tuple[int, int]
 """The band and the first row of a strip or tile."""
@@ -117,6 +122,7 @@ class Fitting:
         )
         run = prepared.run(self.context, prepared.blank)
         run.pretend(stage, start, start + height, band)
+        self._bound(run, is_trial=False)
         begun = now(prepared.device)
         with freed_kept():
             for _ in range(_TIMED):
@@ -207,15 +213,31 @@ class Fitting:
         return_all()
         run = self.prepared.run(self.context, self.prepared.blank)
         run.pretend(stage, start, start + height, band)
+        self._bound(run, is_trial=True)
         process, meter = ProcessMeter(), self._meter()
         process.start()
+        least_bytes = 0
         try:
             with freed_kept():
                 run.strip(stage, start, start + height, self.recompute, band)
+        except _TooHighError:
+            least_bytes = self.memory_bytes + 1
         finally:
             grown, peak = process.stop(), meter.stop(())
         is_elsewhere = self.prepared.device.type != "cpu"
-        return max(peak.total_bytes, 0 if is_elsewhere else (grown or 0) - OWN_BYTES)
+        return max(least_bytes, peak.total_bytes, 0 if is_elsewhere else (grown or 0) - OWN_BYTES)
+
+    def _bound(self, run: Run, is_trial: bool) -> None:
+        """Have freed memory returned amid strips, as in a step on a CPU. A trial that holds too much ends."""
+        if self.prepared.device.type != "cpu":
+            return
+        ceiling = Ceiling(self.memory_bytes + OWN_BYTES)
+
+        def keep() -> None:
+            if not ceiling.keep() and is_trial:
+                raise _TooHighError
+
+        run.keep_room = keep
 
     def _meter(self) -> PeakMeter:
         """A running one."""

@@ -114,7 +114,8 @@ def fitting_height(
 
     Peaks do not grow evenly: what needs most in a low strip, with many rows around, may be another operator
     than in a high one. So every height is measured before it is taken, and predicted from the two before it.
-    As no operator needs less than nothing, a strip ``k`` times as high needs at most ``k`` times as much.
+    As no operator needs less than nothing, a strip ``k`` times as high needs at most ``k`` times as much. As
+    the peak is that of the operator that needs most, it grows by no less per row than it did so far.
 
     Args:
         measure: the peak, in bytes, of a strip of this height.
@@ -127,7 +128,7 @@ def fitting_height(
         BudgetError: a strip of a single row needs more.
     """
     unit, room = min(unit, _COARSEST), memory_bytes - held_bytes
-    best = (1, measure(1))
+    first = best = (1, measure(1))
     if best[1] > room:
         raise _too_little(best[1], held_bytes, memory_bytes)
     height, ceiling = min(max(2 * unit, 16), rows), rows
@@ -137,18 +138,22 @@ def fitting_height(
             best, other = found, best
         else:
             other, ceiling = found, height - 1
-        height = even(min(_predicted(best, other, room), ceiling), rows, unit)
+        height = even(min(_predicted(first, best, other, room), ceiling), rows, unit)
         if height < min(1.1 * best[0], rows):
             break
     return best
 
 
-def _predicted(best: tuple[int, int], other: tuple[int, int], room: int) -> int:
-    """The height that should fit, by the straight line through two peaks, or twice a safe one."""
-    slope = max((best[1] - other[1]) / (best[0] - other[0]), 1.0)
+def _predicted(first: tuple[int, int], best: tuple[int, int], other: tuple[int, int], room: int) -> int:
+    """The height that should fit, by the steeper line to the best peak of two, or twice a safe one."""
+    slope = max(_slope(best, other), _slope(best, first), 1.0)
     aim = room * (_SHARE if best[1] > room / 4 else _FIRST)
     safe = best[0] * max(2.0, aim / max(best[1], 1))
     return max(math.floor(min(best[0] + (aim - best[1]) / slope, safe)), 1)
+
+
+def _slope(one: tuple[int, int], other: tuple[int, int]) -> float:
+    return (one[1] - other[1]) / (one[0] - other[0]) if one[0] != other[0] else 0.0
 
 
 def even(height: int, rows: int, unit: int) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from squeezebox.streaming._band import Band
 from squeezebox.streaming._graph import Streamed
@@ -39,6 +40,7 @@ class Run:
         self.states: dict[Node, State] = {}
         self.values = Values(streamed, targets)
         self.room: Callable[[Stage, Sequence[int]], None] | None = None  # for a strip of these sizes
+        self.keep_room: Callable[[], object] | None = None  # amid a strip
         self._given, self._context, self._store = read, context, store
         self._begun: list[tuple[Node, int, Part | None, Tensor]] = []
         self._sloped: tuple[Stage, Seeds, dict[Node, State | None]] | None = None
@@ -66,12 +68,13 @@ class Run:
                     self._read,
                     self.values.known,
                     lambda node, x: self._keep(node, owned[node][0], columns.get(node), x),
+                    self._after,
                 )
             return
         made: dict[Node, Tensor] = {}
         with torch.enable_grad(), self._context() if self._context else contextlib.nullcontext():
             run = work.run_again if again else work.run
-            run(owned, self._read, self.values.for_strips(stage), made.__setitem__)
+            run(owned, self._read, self.values.for_strips(stage), made.__setitem__, self._after)
         if stage.reduces:
             with torch.no_grad():
                 for node, x in made.items():
@@ -100,6 +103,20 @@ class Run:
         self.values.pretend(stage, [node for node in self.streamed.reductions if node not in own])
         if not stage.reduces:
             self.strip(replace(stage, reduces=True, derives=False), start, stop, band=band)
+
+    def _after(self, made: list[Any]) -> None:
+        """Keep room after an operator, and when backward comes to what it made."""
+        keep = self.keep_room
+        if keep is None:
+            return
+        keep()
+
+        def before_backward(_: Tensor) -> None:
+            keep()
+
+        for x in pytree.tree_leaves(made):
+            if isinstance(x, Tensor) and x.requires_grad:
+                x.register_hook(before_backward)
 
     def _read(self, node: Node, start: int, stop: int, columns: Part | None = None) -> Tensor:
         """A part of the image, of a target, or of what is stored, at which autograd begins then."""

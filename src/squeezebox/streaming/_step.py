@@ -264,6 +264,7 @@ class StreamedStep:
                 run.room = lambda stage, sizes: ceiling.make_room(
                     strip_bytes[stages.index(stage)] + OWN_BYTES, stages.index(stage), sizes
                 )
+                run.keep_room = ceiling.keep
             written = time.monotonic()
             for done in self._strips(run, prepared, position):
                 if checkpoint and time.monotonic() - written >= self._checkpoint_seconds:

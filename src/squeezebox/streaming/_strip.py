@@ -19,6 +19,7 @@ from squeezebox.streaming._graph import Streamed
 from squeezebox.streaming._rows import Operator, Part, is_continuous
 
 Sink = Callable[[Node, Tensor], None]
+After = Callable[[list[Any]], None]
 
 
 class Read(Protocol):
@@ -84,9 +85,16 @@ class Pass:
         parts = chain.from_iterable(self.demands(owned).values())
         return [stop - start for start, stop in parts]
 
-    def run(self, owned: Mapping[Node, Part], read: Read, singles: Mapping[Node, Any], sink: Sink) -> None:
-        """Make a strip; ``sink`` gets every end and the rows of it that the strip owns."""
-        strip = _Strip(self, self.demands(owned), read, singles)
+    def run(
+        self,
+        owned: Mapping[Node, Part],
+        read: Read,
+        singles: Mapping[Node, Any],
+        sink: Sink,
+        after: After | None = None,
+    ) -> None:
+        """Make a strip; ``sink`` gets the strip's own rows of every end, and ``after`` all that is made."""
+        strip = _Strip(self, self.demands(owned), read, singles, after)
         for node in self.order:
             if node in strip.demanded:
                 strip.make(node)
@@ -107,13 +115,18 @@ class Pass:
             strip.forget(self.last[node])
 
     def run_again(
-        self, owned: Mapping[Node, Part], read: Read, singles: Mapping[Node, Any], sink: Sink
+        self,
+        owned: Mapping[Node, Part],
+        read: Read,
+        singles: Mapping[Node, Any],
+        sink: Sink,
+        after: After | None = None,
     ) -> None:
         """As :meth:`run`, keeping only what crosses from one group of operators to the next.
 
         There are about as many groups as operators in each; backward makes a group's inner values again.
         """
-        strip = _Strip(self, self.demands(owned), read, singles)
+        strip = _Strip(self, self.demands(owned), read, singles, after)
         order = [node for node in self.order if node in strip.demanded]
         length = max(round(len(order) ** 0.5), 1)
         for first in range(0, len(order), length):
@@ -142,7 +155,7 @@ class Pass:
         flat = {node: strip.held[node] for node in held}
 
         def make(*values: Any) -> tuple[Any, ...]:
-            inner = _Strip(self, strip.demanded, strip.read, strip.singles)
+            inner = _Strip(self, strip.demanded, strip.read, strip.singles, strip.after)
             inner.held.update(zip(flat, values, strict=True))
             for node in group:
                 inner.make(node)
@@ -156,9 +169,15 @@ class _Strip:
     """The rows that are there while a strip is made."""
 
     def __init__(
-        self, work: Pass, demanded: dict[Node, list[Part]], read: Read, singles: Mapping[Node, Any]
+        self,
+        work: Pass,
+        demanded: dict[Node, list[Part]],
+        read: Read,
+        singles: Mapping[Node, Any],
+        after: After | None = None,
     ) -> None:
         self.work, self.demanded, self.read, self.singles = work, demanded, read, singles
+        self.after = after
         self.held: dict[Node, list[Any]] = {}  # what is made of each part
 
     def rows(self, node: Node, start: int, stop: int) -> Any:
@@ -189,6 +208,8 @@ class _Strip:
             self.read(node, *part) if operator is None else operator.run(self, *part)
             for part in self.demanded[node]
         ]
+        if self.after is not None:
+            self.after(self.held[node])
         return self.held[node]
 
     def cut_off(self, node: Node) -> None:
