@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from squeezebox.streaming._graph import Streamed, ancestors, parts
 from squeezebox.streaming._rows import Part, run_node
-from squeezebox.streaming._strip import After, Pass, Read, Sink, inputs_of, pass_to
+from squeezebox.streaming._strip import Hands, Pass, Read, inputs_of, pass_to
 from squeezebox.streaming._trace import DETACHED
 
 _aten = torch.ops.aten
@@ -51,27 +51,13 @@ class Band:
         columns = (stop - start for _, (start, stop) in self.reads.values())
         return [*columns, *self.work.sizes(owned)]
 
-    def run(
-        self,
-        owned: Mapping[Node, Part],
-        read: Read,
-        singles: Mapping[Node, Any],
-        sink: Sink,
-        after: After | None = None,
-    ) -> None:
+    def run(self, owned: Mapping[Node, Part], singles: Mapping[Node, Any], hands: Hands) -> None:
         """Make a tile, as :meth:`Pass.run` a strip."""
-        self.work.run(owned, self._part(read), self._values(singles), sink, after)
+        self.work.run(owned, self._values(singles), hands._replace(read=self._part(hands.read)))
 
-    def run_again(
-        self,
-        owned: Mapping[Node, Part],
-        read: Read,
-        singles: Mapping[Node, Any],
-        sink: Sink,
-        after: After | None = None,
-    ) -> None:
+    def run_again(self, owned: Mapping[Node, Part], singles: Mapping[Node, Any], hands: Hands) -> None:
         """Make a tile, as :meth:`Pass.run_again` a strip."""
-        self.work.run_again(owned, self._part(read), self._values(singles), sink, after)
+        self.work.run_again(owned, self._values(singles), hands._replace(read=self._part(hands.read)))
 
     def _part(self, read: Read) -> Read:
         def part(node: Node, start: int, stop: int, columns: Part | None = None) -> Tensor:
@@ -103,7 +89,7 @@ def band(work: Pass, start: int, stop: int) -> Band:
 
     def record(parts: list[Tensor], values: list[Any]) -> list[Any]:
         given, known = dict(zip(read, parts, strict=True)), dict(zip(singles, values, strict=True))
-        sideways.run(owned, lambda node, *part: given[node, part], known, made.__setitem__)
+        sideways.run(owned, known, Hands(lambda node, *part: given[node, part], made.__setitem__))
         return [made[end] for end in owned]
 
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():

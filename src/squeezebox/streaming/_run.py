@@ -19,7 +19,7 @@ from squeezebox.streaming._reductions import State
 from squeezebox.streaming._rows import Part
 from squeezebox.streaming._spool import Store
 from squeezebox.streaming._stages import Stage
-from squeezebox.streaming._strip import Read
+from squeezebox.streaming._strip import Hands, Read
 from squeezebox.streaming._values import Seeds, Values
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -63,18 +63,16 @@ class Run:
             self.room(stage, work.sizes(owned))
         if not stage.derives:
             with torch.no_grad():
-                work.run(
-                    owned,
-                    self._read,
-                    self.values.known,
-                    lambda node, x: self._keep(node, owned[node][0], columns.get(node), x),
-                    self._after,
-                )
+
+                def keep(node: Node, x: Tensor) -> None:
+                    self._keep(node, owned[node][0], columns.get(node), x)
+
+                work.run(owned, self.values.known, Hands(self._read, keep, self._after))
             return
         made: dict[Node, Tensor] = {}
         with torch.enable_grad(), self._context() if self._context else contextlib.nullcontext():
             run = work.run_again if again else work.run
-            run(owned, self._read, self.values.for_strips(stage), made.__setitem__, self._after)
+            run(owned, self.values.for_strips(stage), Hands(self._read, made.__setitem__, self._after))
         if stage.reduces:
             with torch.no_grad():
                 for node, x in made.items():

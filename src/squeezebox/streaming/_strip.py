@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,14 @@ class Read(Protocol):
 
     def __call__(self, node: Node, start: int, stop: int, columns: Part | None = None, /) -> Tensor:
         """A tensor that nothing else holds, or the caller's own."""
+
+
+class Hands(NamedTuple):
+    """Where a strip's rows come from and go: every end's own to ``sink``, all that is made to ``after``."""
+
+    read: Read
+    sink: Sink
+    after: After | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -85,22 +93,15 @@ class Pass:
         parts = chain.from_iterable(self.demands(owned).values())
         return [stop - start for start, stop in parts]
 
-    def run(
-        self,
-        owned: Mapping[Node, Part],
-        read: Read,
-        singles: Mapping[Node, Any],
-        sink: Sink,
-        after: After | None = None,
-    ) -> None:
-        """Make a strip; ``sink`` gets the strip's own rows of every end, and ``after`` all that is made."""
-        strip = _Strip(self, self.demands(owned), read, singles, after)
+    def run(self, owned: Mapping[Node, Part], singles: Mapping[Node, Any], hands: Hands) -> None:
+        """Make a strip."""
+        strip = _Strip(self, self.demands(owned), hands.read, singles, hands.after)
         for node in self.order:
             if node in strip.demanded:
                 strip.make(node)
             for end in self.ended.get(node, ()):
                 if end in owned:
-                    sink(end, strip.rows(node, *owned[end]))
+                    hands.sink(end, strip.rows(node, *owned[end]))
             strip.forget(self.last[node])
 
     def one_by_one(
@@ -114,19 +115,12 @@ class Pass:
                 yield node, partial(strip.make, node)
             strip.forget(self.last[node])
 
-    def run_again(
-        self,
-        owned: Mapping[Node, Part],
-        read: Read,
-        singles: Mapping[Node, Any],
-        sink: Sink,
-        after: After | None = None,
-    ) -> None:
+    def run_again(self, owned: Mapping[Node, Part], singles: Mapping[Node, Any], hands: Hands) -> None:
         """As :meth:`run`, keeping only what crosses from one group of operators to the next.
 
         There are about as many groups as operators in each; backward makes a group's inner values again.
         """
-        strip = _Strip(self, self.demands(owned), read, singles, after)
+        strip = _Strip(self, self.demands(owned), hands.read, singles, hands.after)
         order = [node for node in self.order if node in strip.demanded]
         length = max(round(len(order) ** 0.5), 1)
         for first in range(0, len(order), length):
@@ -134,7 +128,7 @@ class Pass:
             self._run_group(group, strip, set(order[first + length :]), owned)
             for end in owned:
                 if self.ends[end] in group:
-                    sink(end, strip.rows(self.ends[end], *owned[end]))
+                    hands.sink(end, strip.rows(self.ends[end], *owned[end]))
             for node in group:
                 strip.forget(self.last[node])
 
