@@ -16,7 +16,11 @@ import squeezebox
 from benchmarks import _report, models
 
 BUDGETS = ("90%", "70%", "50%", "30%", None, "5%")
-LIMITS = "At most 5 s or 20 plain steps, whichever is more, are allowed."
+SECONDS, STEPS = 5.0, 20.0
+LIMITS = (
+    "At most 5 s or 20 plain steps, whichever is more, are wanted; of a refusal, which looks for rewrites too, "
+    "twice that."
+)
 
 
 class Mixture(nn.Module):
@@ -127,7 +131,11 @@ def planned(name, repeats):
 
 def within(row):
     """Whether the median run stays within what is allowed."""
-    return statistics.median(row["seconds"]) <= 5.0 or statistics.median(row["steps"]) <= 20.0
+    allowed = 2 if row["outcome"] == "refused" else 1
+    return (
+        statistics.median(row["seconds"]) <= allowed * SECONDS
+        or statistics.median(row["steps"]) <= allowed * STEPS
+    )
 
 
 def main():

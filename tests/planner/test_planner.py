@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from squeezebox.planner import floor, optimum, peak, smallest, solve
+from squeezebox.planner import _greedy, floor, optimum, peak, smallest, solve
 from squeezebox.schema import Action, Budget, BudgetError, Option, OptionError, Profile, TensorProfile
 
 KEEP = Option(action=Action.KEEP, held_bytes=100, serves=True)
@@ -201,6 +201,16 @@ def test_choices_are_those_of_a_slower_search(name, share):
         plan = solve(profile, Budget(peak_bytes=int(share * kept), noise=1e-2))
     places = [tensor.options.index(plan.choices[tensor.key]) for tensor in profile.tensors]
     assert "".join("abcdefgh"[place] for place in places) == CHOSEN[name, share]
+
+
+def test_a_hopeless_search_ends(monkeypatch):
+    """A hair above what no plan can go below, choices are repaired until their moves are used up."""
+    profile, moves, made = network(4), _greedy._moves, []
+    monkeypatch.setattr(_greedy, "_MOVES", 2)
+    monkeypatch.setattr(_greedy, "_moves", lambda *given: made.append(1) or moves(*given))
+    with pytest.raises(BudgetError, match="no plan keeps"):
+        solve(profile, Budget(peak_bytes=floor(profile, 1e-2) + 1, noise=1e-2))
+    assert len(made) == 2 * len(profile.tensors)
 
 
 def test_the_error_says_what_would_be_enough():

@@ -11,6 +11,8 @@ from torch.nn import functional
 import squeezebox
 from benchmarks import models
 from squeezebox.profiling import PeakMeter
+from squeezebox.rewriting import proposed
+from squeezebox.steps import TrainingStep
 
 WORDS = 5003
 
@@ -51,6 +53,13 @@ def peak(model, sample):
 def found():
     model, sample = gpt()
     return squeezebox.rewrite(model, sample=sample, loss_fn=loss_fn).rewrites
+
+
+def test_a_refusal_proposes_what_it_has_time_for(found):
+    model, sample = gpt()
+    whole = TrainingStep(model=model, sample=sample, loss_fn=loss_fn)
+    assert [row.rule for row in proposed(whole, 600.0).rows] == [row.rule for row in found.rows]
+    assert proposed(whole, 0.0) is None
 
 
 def applied(found, loss=loss_fn):

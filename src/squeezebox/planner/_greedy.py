@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,8 @@ _PATIENCE = 50  # of them without a better one end it
 _KEPT = 24  # rounds that are repaired,
 _POLISHED = 12  # of those, the fastest:
 _MANY = 300  # tensors, from which on there are fewer of both, and more moves at a time
-_EXCHANGES = 100_000  # tried, times positions
+_MOVES = 25  # times tensors: of all repairs together
+_EXCHANGES = 25_000  # tried, times positions
 _WORTHWHILE = 1e-3  # of the time, to go on from there
 _LAST = 4  # moves that may be the last, tried each time
 _TINY = 1e-12  # seconds: so that free moves rank by their bytes
@@ -120,7 +121,8 @@ def _tried(table: Table, limits: _Limits) -> Iterator[Integers]:
 
 
 def _all_repaired(table: Table, limits: _Limits, tried: Iterable[Integers]) -> Iterator[Integers | None]:
-    return (repaired for choice in tried for repaired in _repaired(table, limits, choice))
+    turns = iter(range(_MOVES * len(table.valid)))
+    return (repaired for choice in tried for repaired in _repaired(table, limits, choice, turns=turns))
 
 
 def _worst(table: Table, limits: _Limits, choice: Integers) -> float:
@@ -248,8 +250,9 @@ def _repaired(
     *,
     fixed: int | None = None,
     ways: tuple[bool, ...] = (True, False),
+    turns: Iterator[int] | None = None,
 ) -> Iterator[Integers | None]:
-    """The choice made to fit by a few moves, none of the fixed row; or None.
+    """The choice made to fit by a few moves, one each turn and none of the fixed row; or None.
 
     Moves are made by what they free for their cost; the ``ways`` to count that are tried in turn, and once
     where they come to the same. Where a single move would be the last, the cheapest such is remembered.
@@ -258,9 +261,10 @@ def _repaired(
     if fixed is not None:
         fresh[fixed] = False
     waiting = [_Repair(_quieted(table, limits, choice), fresh, [], ways)]
+    turns = count() if turns is None else turns
     while waiting:
         repair = waiting.pop()
-        while moves := _moves(table, limits, repair):
+        while next(turns, None) is not None and (moves := _moves(table, limits, repair)):
             waiting += [repair.parted(move) for move in moves[1:]]
             repair.take(moves[0])
         yield min(repair.found, key=lambda choice: table.total(table.seconds, choice), default=None)

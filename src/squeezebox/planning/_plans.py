@@ -65,6 +65,8 @@ from squeezebox.schema import (
 from squeezebox.session import profile_with_places
 from squeezebox.steps import LossFunction, Progress, TrainingStep, batch_of, check_sample, device_of
 
+_REWRITES_SECONDS, _REWRITES_STEPS = 5.0, 20  # for a refusal to look for them: the longer of these
+
 
 def named_place(offload: bool | str | os.PathLike[str] | Elsewhere, model: torch.nn.Module) -> Elsewhere:
     """That of squeezebox.plan()'s argument.
@@ -250,13 +252,13 @@ def make_plan(
     try:
         found = at_worst(step, plan_below, limit) if load == "worst" else plan_below(limit)
     except BudgetError as error:
-        raise _with_rewrites(error, step) from error.__cause__
+        raise _with_rewrites(error, step, seen.plain_seconds) from error.__cause__
     return dataclasses.replace(found, assumed_load=load or "")
 
 
-def _with_rewrites(error: BudgetError, step: TrainingStep) -> BudgetError:
+def _with_rewrites(error: BudgetError, step: TrainingStep, plain_seconds: float) -> BudgetError:
     """The refusal, and what rewrites of the model would do."""
-    found = proposed(step)
+    found = proposed(step, max(_REWRITES_SECONDS, _REWRITES_STEPS * plain_seconds))
     return error if found is None else BudgetError(f"{error} {found.proposal}")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -97,13 +99,19 @@ def rewrite(
     return Rewritten(model, checked)
 
 
-def proposed(step: TrainingStep) -> Rewrites | None:
-    """What would lower a planned step's peak by estimate, none of it checked; None where nothing does."""
+def proposed(step: TrainingStep, seconds: float) -> Rewrites | None:
+    """What would lower a planned step's peak by estimate, none of it checked; None where nothing does.
+
+    Of a long search, what was found when the ``seconds`` were over.
+    """
     if program_of(step.model) is not None:
         return None
     try:
         check_supported(step.model)
-        found = _searched(step, step.optimizer or "sgd", [name for name in _RULES if name not in PLAIN_ONLY])
+        names = [name for name in _RULES if name not in PLAIN_ONLY]
+        found = _searched(step, step.optimizer or "sgd", names, seconds)
+    except TimeoutError:
+        return None
     except (SqueezeboxError, RuntimeError, ValueError, TypeError, IndexError):  # of the model on fake tensors
         return None
     return found if found.peak_bytes < found.plain_bytes else None
@@ -119,20 +127,35 @@ def _places(rows: Iterable[Rewrite]) -> set[Place]:
     return {(row.rule, where) for row in rows for where in row.where}
 
 
-def _searched(step: TrainingStep, optimizer: str | torch.optim.Optimizer, names: Collection[str]) -> Rewrites:
-    """Rows that lower the peak, or what is saved; none of them checked yet."""
+def _searched(
+    step: TrainingStep,
+    optimizer: str | torch.optim.Optimizer,
+    names: Collection[str],
+    seconds: float = math.inf,
+) -> Rewrites:
+    """Rows that lower the peak, or what is saved; none of them checked yet.
+
+    No estimate is begun that would end, as long as the first took, after the ``seconds``; TimeoutError where
+    there is none of the model as it is.
+    """
     rules = [_RULES[name] for name in names]
+    begun = time.perf_counter()
 
     def cost_of(program: Program | None) -> Cost:
         return _under(step.model, program, lambda: _estimated(step, optimizer))
 
     scout = Program(rules, None)
-    cost_of(scout)
+    together = cost_of(scout)
+    took = time.perf_counter() - begun
     places: dict[str, list[str]] = {}
     for name, where in sorted(scout.happened("fused")):
         places.setdefault(name, []).append(where)
 
     def cost(members: frozenset[str]) -> Cost:
+        if members == frozenset(places):
+            return together
+        if time.perf_counter() - begun + took > seconds:
+            raise TimeoutError
         wanted = {(name, where) for name in members for where in places[name]}
         return cost_of(Program(rules, wanted) if wanted else None)
 

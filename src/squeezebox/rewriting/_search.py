@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -33,6 +34,7 @@ def best(candidates: Iterable[str], cost: Callable[[frozenset[str]], Cost]) -> F
     member that pays less than :data:`PAYS` is left out in the end. (Tolerance for a temporary loss is
     what He et al., "X-RLflow: graph reinforcement learning for neural network subgraphs transformation",
     2023, found missing in greedy searches; they learn a policy where this keeps a beam.)
+    A TimeoutError of ``cost`` ends the search with the best so far, and is raised where there is none.
     """
     names, known = list(candidates), dict[frozenset[str], Cost]()
 
@@ -42,22 +44,28 @@ def best(candidates: Iterable[str], cost: Callable[[frozenset[str]], Cost]) -> F
             known[key] = cost(key)
         return known[key]
 
+    def joined(members: tuple[str, ...]) -> Found:
+        return Found(members, tuple(priced(members[:count]) for count in range(len(members) + 1)))
+
     beam: list[tuple[str, ...]] = [()]
     winner: tuple[str, ...] = ()
     idle = 0
-    while beam and idle < 2:
-        longer = [(*each, name) for each in beam for name in names if name not in each]
-        steps = {frozenset(each): each for each in longer}
-        ranked = sorted(steps.values(), key=priced)
-        idle = 0 if ranked and priced(ranked[0]) < priced(winner) else idle + 1
-        winner = min([winner, *ranked[:1]], key=priced)
-        limit = (1 + SLACK) * priced(winner)[0]
-        beam = [each for each in ranked[:WIDTH] if priced(each)[0] <= limit]
-    for name in winner:
-        others = tuple(each for each in winner if each != name)
-        if not _pays(priced(others), priced(winner)):
-            winner = others
-    return Found(winner, tuple(priced(winner[:count]) for count in range(len(winner) + 1)))
+    with contextlib.suppress(TimeoutError):
+        while beam and idle < 2:
+            longer = [(*each, name) for each in beam for name in names if name not in each]
+            steps = {frozenset(each): each for each in longer}
+            ranked = sorted(steps.values(), key=priced)
+            idle = 0 if ranked and priced(ranked[0]) < priced(winner) else idle + 1
+            winner = min([winner, *ranked[:1]], key=priced)
+            limit = (1 + SLACK) * priced(winner)[0]
+            beam = [each for each in ranked[:WIDTH] if priced(each)[0] <= limit]
+        kept = winner
+        for name in winner:
+            others = tuple(each for each in kept if each != name)
+            if not _pays(priced(others), priced(kept)):
+                kept = others
+        return joined(kept)
+    return joined(winner)
 
 
 def _pays(before: Cost, after: Cost) -> bool:
