@@ -18,7 +18,7 @@ from benchmarks import _report, models
 BUDGETS = ("90%", "70%", "50%", "30%", None, "5%")
 SECONDS, STEPS = 5.0, 20.0
 LIMITS = (
-    "At most 5 s or 20 plain steps, whichever is more, are wanted; of a refusal, which looks for rewrites too, "
+    "At most 5 s or 20 plain steps, whichever is more, are wanted; of a refusal, which looks for rewrites, "
     "twice that."
 )
 
