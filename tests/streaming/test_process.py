@@ -50,11 +50,14 @@ PROGRAM = """
     folder, memory, kind = sys.argv[1:]
     if kind == "trials":
         _plan._predicted = lambda *_: 1024
-    image = np.memmap(folder + "/image", np.uint8, "r", shape=(2048, 1024, 3)).transpose(2, 0, 1)[None]
-    out = np.memmap(folder + "/out", np.float32, "w+", shape=(1, 2, 2048, 1024))
+    sides = (4096, 4096) if kind == "large" else (2048, 1024)
+    image = np.memmap(folder + "/image", np.uint8, "w+", shape=(*sides, 3))
+    image[:] = np.random.default_rng(0).integers(0, 256, image.shape, np.uint8)
+    image = np.memmap(folder + "/image", np.uint8, "r", shape=image.shape).transpose(2, 0, 1)[None]
+    out = np.memmap(folder + "/out", np.float32, "w+", shape=(1, 2, *sides))
     added = {"plain": (), "predict": (), "trials": [nn.Tanh() for _ in range(8)]}
     model = network(*added.get(kind, [nn.BatchNorm2d(16)]))
-    spool = {"norms": True, "kept": False}.get(kind)
+    spool = {"norms": True, "large": True, "kept": False}.get(kind)
     step = StreamedStep(model, lambda output, _: output.square().mean(), memory=int(memory), spool=spool)
     work = (lambda: step.predict(image, out)) if kind == "predict" else (lambda: step(image, None))
     small = np.zeros((1, 3, 64, 64), np.uint8)
@@ -66,11 +69,10 @@ MEMORY, OWN = 48 << 20, 32 << 20
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux counts the peak")
-@pytest.mark.parametrize("kind", ["plain", "norms", "planned", "kept", "predict", "trials"])
+@pytest.mark.parametrize("kind", ["plain", "norms", "planned", "kept", "predict", "trials", "large"])
 def test_the_process_grows_by_what_is_said(tmp_path, kind):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    (tmp_path / "image").write_bytes(np.random.default_rng(0).bytes(3 * 2048 * 1024))
-    memory = 3 * MEMORY if kind == "kept" else MEMORY
+    memory = {"kept": 3, "large": 6}.get(kind, 1) * MEMORY
     run = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path), str(memory), kind]
     ended = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
     imports, first, later, trial = json.loads(ended.stdout)

@@ -18,28 +18,50 @@ class ProcessMeter:
     """What the process holds at its highest beyond what it held at :meth:`start`, freed memory left out.
 
     That is more than its tensors: the C library keeps freed blocks, and operators have memory of their own.
+    ``jump_bytes`` are the most that it grew by from one :meth:`mark` to a moment before the next.
     It sets back what the system shows as the process's highest (VmHWM).
     """
 
     def __init__(self) -> None:
         self._before: int | None = None
+        self._highest = self._held = self.jump_bytes = 0
 
     def start(self) -> None:
         """Begin: freed memory is returned first."""
         return_all()
-        self._before = live_bytes(torch.device("cpu"))
-        try:
-            _CLEAR.write_text(_FORGET_HIGHEST)
-        except OSError:
-            self._before = None
+        self._before = self._begun()
+        self._highest = self._held
+
+    def mark(self) -> None:
+        """Between two pieces of work."""
+        highest = None if self._before is None else _highest()
+        if highest is not None:
+            self._highest = max(self._highest, highest)
+            self.jump_bytes = max(self.jump_bytes, highest - self._held)
+            self._before = self._begun() and self._before
 
     def stop(self) -> int | None:
         """Bytes; None where the system does not say."""
         if self._before is None:
             return None
-        lines = _STATUS.read_text().splitlines()
-        highest = next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
-        return None if highest is None else max(highest - self._before, 0)
+        highest = _highest()
+        return None if highest is None else max(highest, self._highest) - self._before
+
+    def _begun(self) -> int | None:
+        """What is held, from where on the highest counts again; None where the system does not let it."""
+        held = live_bytes(torch.device("cpu"))
+        self._held = held or 0
+        try:
+            _CLEAR.write_text(_FORGET_HIGHEST)
+        except OSError:
+            return None
+        return held
+
+
+def _highest() -> int | None:
+    """The process's highest, by the system."""
+    lines = _STATUS.read_text().splitlines()
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
 
 
 class Ceiling:

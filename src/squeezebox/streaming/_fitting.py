@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch.fx import Node
@@ -17,12 +19,36 @@ from squeezebox.streaming._costs import Costs
 from squeezebox.streaming._plan import ENOUGH, StreamPlan, StripPlan, even, fitting_height, require_rowless
 from squeezebox.streaming._prepared import Prepared
 from squeezebox.streaming._rates import now
-from squeezebox.streaming._run import Context, Run
+from squeezebox.streaming._run import Context
 from squeezebox.streaming._stages import Stage
 from squeezebox.streaming._strip import Pass
 
 OWN_BYTES = 4 << 20
 """Of what the process grows by, not a strip's: what the system counts late, compiled kernels."""
+
+
+_JUMP_BYTES = 24 << 20
+"""By which one operator may pass the memory: freed memory is returned between operators, not amid one."""
+
+
+class Need(NamedTuple):
+    """What a strip takes, and the most that one of its operators adds at once."""
+
+    strip_bytes: int
+    jump_bytes: int
+
+    @property
+    def spare_bytes(self) -> int:
+        """Of the memory, to stay free between operators."""
+        return max(self.jump_bytes - _JUMP_BYTES, 0)
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the memory."""
+        return self.strip_bytes + self.spare_bytes
+
+
+_total = attrgetter("total_bytes")
 
 
 class _TooHighError(Exception):
@@ -89,11 +115,11 @@ class Fitting:
         return peak
 
     def _stage(self, stage: Stage, held_bytes: int) -> StripPlan:
-        prepared, strip_bytes = self.prepared, None
+        prepared, need = self.prepared, None
         if self.size is not None:
             height, width = self.size
         else:
-            height, width, strip_bytes = self._fitted(stage, held_bytes)
+            height, width, need = self._fitted(stage, held_bytes)
         kept, filed, recomputed = prepared.handed_bytes(stage)
         return StripPlan(
             reduces=stage.reduces,
@@ -107,8 +133,9 @@ class Fitting:
             disk_bytes=filed,
             recomputed_bytes=recomputed,
             seconds=self._seconds(stage, height, width),
-            strip_bytes=strip_bytes,
-            peak_bytes=None if strip_bytes is None else strip_bytes + held_bytes,
+            strip_bytes=None if need is None else need.strip_bytes,
+            spare_bytes=0 if need is None else need.spare_bytes,
+            peak_bytes=None if need is None else need.strip_bytes + held_bytes,
         )
 
     def _seconds(self, stage: Stage, height: int, width: int) -> float | None:
@@ -122,7 +149,8 @@ class Fitting:
         )
         run = prepared.run(self.context, prepared.blank)
         run.pretend(stage, start, start + height, band)
-        self._bound(run, is_trial=False)
+        ceiling = self._ceiling(Need(0, 0))
+        run.keep_room = None if ceiling is None else ceiling.keep
         begun = now(prepared.device)
         with freed_kept():
             for _ in range(_TIMED):
@@ -131,20 +159,20 @@ class Fitting:
         moving = self.costs.stage(stage, prepared.layout.choice).moving_seconds(height, width)
         return prepared.tiles(height, width) * strip + moving
 
-    def _fitted(self, stage: Stage, held_bytes: int) -> tuple[int, int, int]:
-        """Height, width and bytes of strips, or of tiles where these compute less or only they fit."""
+    def _fitted(self, stage: Stage, held_bytes: int) -> tuple[int, int, Need]:
+        """Height, width and need of strips, or of tiles where these compute less or only they fit."""
         prepared, width = self.prepared, self.prepared.columns
         across = prepared.streamed.across
         least = width if across is None else min(across.unit, width)
         while True:
             try:
-                height, nbytes = self._fitting_height(stage, width, held_bytes)
+                height, need = self._fitting_height(stage, width, held_bytes)
                 break
             except BudgetError:
                 if width <= least:
                     raise
                 width = even(width // 2, prepared.columns, least)
-        strips = height, width, nbytes
+        strips = height, width, need
         computed = self._computed(stage, height, width)
         if width <= least or computed <= _WASTED:
             return strips
@@ -153,32 +181,46 @@ class Fitting:
         other = even(max(side, least), prepared.columns, least)
         if other >= width:
             return strips
-        height, nbytes = self._fitting_height(stage, other, held_bytes)
+        height, need = self._fitting_height(stage, other, held_bytes)
         is_worth = self._computed(stage, height, other) <= _WORTH * computed
-        return (height, other, nbytes) if is_worth else strips
+        return (height, other, need) if is_worth else strips
 
-    def _fitting_height(self, stage: Stage, width: int, held_bytes: int) -> tuple[int, int]:
+    def _fitting_height(self, stage: Stage, width: int, held_bytes: int) -> tuple[int, Need]:
         """By strips in the middle; by those at the borders too, if one of these then takes too much."""
         room, rows, unit = self.memory_bytes - held_bytes, self.prepared.rows, self.prepared.streamed.unit
+        needs: dict[int, Need] = {}
 
         def measured(height: int, places: Callable[[Stage, int, int], set[Place]]) -> int:
             found = peak(height, places)
-            return found if found <= ENOUGH * room else min(found, peak(height, places))
+            if found.total_bytes > ENOUGH * room:
+                found = min(found, peak(height, places), key=_total)
+            needs[height] = max(found, needs.get(height, found), key=_total)
+            return found.total_bytes
 
-        def peak(height: int, places: Callable[[Stage, int, int], set[Place]]) -> int:
-            found = (self._peak(stage, width, *place, height) for place in places(stage, width, height))
-            return max(found, default=0)
+        def peak(height: int, places: Callable[[Stage, int, int], set[Place]]) -> Need:
+            foreseen = self._foreseen(stage, needs, height)
+            found = (
+                self._need(stage, width, *place, height, foreseen) for place in places(stage, width, height)
+            )
+            return max(found, default=foreseen, key=_total)
 
         peak(1, self._middle)  # what libraries take once is not a strip's
-        height, nbytes = fitting_height(
-            partial(measured, places=self._middle), rows, unit, self.memory_bytes, held_bytes
+        find = partial(
+            fitting_height, rows=rows, unit=unit, memory_bytes=self.memory_bytes, held_bytes=held_bytes
         )
-        nbytes = max(nbytes, measured(height, self._borders))
-        if nbytes <= ENOUGH * room:
-            return height, nbytes
-        return fitting_height(
-            partial(measured, places=self._everywhere), rows, unit, self.memory_bytes, held_bytes
-        )
+        height, nbytes = find(partial(measured, places=self._middle))
+        if max(nbytes, measured(height, self._borders)) > ENOUGH * room:
+            needs.clear()
+            height, _ = find(partial(measured, places=self._everywhere))
+        return height, needs[height]
+
+    def _foreseen(self, stage: Stage, needs: Mapping[int, Need], height: int) -> Need:
+        """That of the highest strip so far, in proportion to all rows that it reads, for the jump."""
+        if not needs:
+            return Need(0, 0)
+        last, work = max(needs), stage.work
+        rows = height + self.prepared.halo(work, height), last + self.prepared.halo(work, last)
+        return Need(0, needs[last].jump_bytes * rows[0] // rows[1])
 
     def _middle(self, stage: Stage, width: int, height: int) -> set[Place]:
         """A strip in the image's middle."""
@@ -203,18 +245,24 @@ class Fitting:
         total = sum(cost * ahead[node] * across[node] for node, cost in costs.items())
         return total / sum(costs.values()) if costs else 1.0
 
-    def _peak(self, stage: Stage, width: int, place: int, start: int, height: int) -> int:
-        """The peak of one tile, with values made up where they are not known yet.
+    def _need(self, stage: Stage, width: int, place: int, start: int, height: int, foreseen: Need) -> Need:
+        """That of one tile, with values made up where they are not known yet.
 
-        It is that of its tensors, or what the process grows by, where that is more: the C library keeps what
-        is freed in between, and operators have memory that torch does not see.
+        It takes what its tensors do, or what the process grows by, where that is more: the C library keeps
+        what is freed in between, and operators have memory that torch does not see.
         """
         band = self.prepared.band(stage, width, place)
         return_all()
         run = self.prepared.run(self.context, self.prepared.blank)
         run.pretend(stage, start, start + height, band)
-        self._bound(run, is_trial=True)
-        process, meter = ProcessMeter(), self._meter()
+        process, meter, ceiling = ProcessMeter(), self._meter(), self._ceiling(foreseen)
+
+        def keep() -> None:
+            if ceiling is not None and not ceiling.keep():
+                raise _TooHighError
+            process.mark()
+
+        run.keep_room = keep
         process.start()
         least_bytes = 0
         try:
@@ -224,20 +272,15 @@ class Fitting:
             least_bytes = self.memory_bytes + 1
         finally:
             grown, peak = process.stop(), meter.stop(())
-        is_elsewhere = self.prepared.device.type != "cpu"
-        return max(least_bytes, peak.total_bytes, 0 if is_elsewhere else (grown or 0) - OWN_BYTES)
+        if self.prepared.device.type != "cpu" or grown is None:
+            return Need(max(least_bytes, peak.total_bytes), 0)
+        return Need(max(least_bytes, peak.total_bytes, grown - OWN_BYTES), process.jump_bytes)
 
-    def _bound(self, run: Run, is_trial: bool) -> None:
-        """Have freed memory returned amid strips, as in a step on a CPU. A trial that holds too much ends."""
+    def _ceiling(self, need: Need) -> Ceiling | None:
+        """Has freed memory returned amid strips, as in a step; None on a device that is not the CPU."""
         if self.prepared.device.type != "cpu":
-            return
-        ceiling = Ceiling(self.memory_bytes + OWN_BYTES)
-
-        def keep() -> None:
-            if not ceiling.keep() and is_trial:
-                raise _TooHighError
-
-        run.keep_room = keep
+            return None
+        return Ceiling(self.memory_bytes + OWN_BYTES - need.spare_bytes)
 
     def _meter(self) -> PeakMeter:
         """A running one."""

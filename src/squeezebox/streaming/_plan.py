@@ -26,7 +26,8 @@ class StripPlan:
     tensors of ``recomputed_bytes`` are recomputed. ``seconds`` are predicted of operators and of the disk's
     speed, both measured; None where these were not. ``strip_bytes`` is what a strip takes, measured.
     ``peak_bytes`` includes what all passes keep in memory, gradients and other values without rows too. Both
-    are None where the height was given.
+    are None where the height was given. ``spare_bytes`` of the memory stay free between operators, for what
+    one of them takes at once.
     """
 
     reduces: bool
@@ -42,6 +43,7 @@ class StripPlan:
     seconds: float | None
     strip_bytes: int | None
     peak_bytes: int | None
+    spare_bytes: int = 0
 
     @property
     def handed(self) -> str:

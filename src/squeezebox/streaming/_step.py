@@ -244,11 +244,12 @@ class StreamedStep:
         mark = fingerprint(prepared.streamed, prepared.read) if checkpoint else ""
         found = load(checkpoint, mark) if checkpoint else None
         if found is None:
-            prepared, position, strip_bytes, store = self._begun(prepared, checkpoint)
+            prepared, position, needs, store = self._begun(prepared, checkpoint)
         else:
             ways = self._planner.ways(prepared, filed_in(found, prepared.streamed))
             prepared, position = replace(prepared, ways=ways), position_of(found)
-            strip_bytes = [self._memory_bytes or 0] * len(ways.stages)
+            memory_bytes = self._memory_bytes or 0
+            needs = [(memory_bytes, memory_bytes // 4)] * len(ways.stages)
             store = self._opened(prepared, position, checkpoint, found)
         stages = prepared.stages
         limit = self._memory_bytes if self._device.type == "cpu" else None
@@ -260,9 +261,10 @@ class StreamedStep:
                 restore(found, run, stages, position)
             if limit is not None:
                 # What is kept is there already. Strips were measured less OWN_BYTES, which stay after them.
-                ceiling = Ceiling(limit - prepared.layout.kept_bytes + OWN_BYTES)
+                spare_bytes = max(spare for _, spare in needs)
+                ceiling = Ceiling(limit - prepared.layout.kept_bytes + OWN_BYTES - spare_bytes)
                 run.room = lambda stage, sizes: ceiling.make_room(
-                    strip_bytes[stages.index(stage)] + OWN_BYTES, stages.index(stage), sizes
+                    needs[stages.index(stage)][0] + OWN_BYTES, stages.index(stage), sizes
                 )
                 run.keep_room = ceiling.keep
             written = time.monotonic()
@@ -279,8 +281,8 @@ class StreamedStep:
 
     def _begun(
         self, prepared: Prepared, checkpoint: Path | None
-    ) -> tuple[Prepared, Position, list[int], Spool | Blank]:
-        """A step's plan, its position, the bytes of its strips, and its store.
+    ) -> tuple[Prepared, Position, list[tuple[int, int]], Spool | Blank]:
+        """A step's plan, its position, the bytes of its strips and those to stay free, and its store.
 
         Where the plan wants a file that nobody asked for, and none can be made by now, there is another plan.
         """
@@ -294,13 +296,14 @@ class StreamedStep:
 
     def _begin(
         self, prepared: Prepared, checkpoint: Path | None
-    ) -> tuple[Prepared, Position, list[int], Spool | Blank]:
+    ) -> tuple[Prepared, Position, list[tuple[int, int]], Spool | Blank]:
         ways, plan = self._planned(prepared)
         prepared = replace(prepared, ways=ways)
         sizes = tuple((stage.height, stage.width) for stage in plan.stages)
         position = Position(stage=0, strip=0, sizes=sizes)
         store = self._opened(prepared, position, checkpoint, None)
-        return prepared, position, [stage.strip_bytes or 0 for stage in plan.stages], store
+        needs = [(stage.strip_bytes or 0, stage.spare_bytes) for stage in plan.stages]
+        return prepared, position, needs, store
 
     def _opened(
         self, prepared: Prepared, position: Position, checkpoint: Path | None, found: dict[str, Any] | None
