@@ -23,45 +23,43 @@ class ProcessMeter:
     """
 
     def __init__(self) -> None:
-        self._before: int | None = None
-        self._highest = self._held = self.jump_bytes = 0
+        self._is_shown = False
+        self._before = self._held = self._highest = self.jump_bytes = 0
 
     def start(self) -> None:
         """Begin: freed memory is returned first."""
         return_all()
-        self._before = self._begun()
-        self._highest = self._held
+        self._is_shown = _highest() > 0
+        self._hold()
+        self._before = self._highest = self._held
 
     def mark(self) -> None:
         """Between two pieces of work."""
-        highest = None if self._before is None else _highest()
-        if highest is not None:
-            self._highest = max(self._highest, highest)
-            self.jump_bytes = max(self.jump_bytes, highest - self._held)
-            self._before = self._begun() and self._before
+        highest = _highest()
+        self._highest = max(self._highest, highest)
+        self.jump_bytes = max(self.jump_bytes, highest - self._held)
+        self._hold()
 
     def stop(self) -> int | None:
         """Bytes; None where the system does not say."""
-        if self._before is None:
-            return None
-        highest = _highest()
-        return None if highest is None else max(highest, self._highest) - self._before
+        return max(_highest(), self._highest) - self._before if self._is_shown else None
 
-    def _begun(self) -> int | None:
-        """What is held, from where on the highest counts again; None where the system does not let it."""
-        held = live_bytes(torch.device("cpu"))
-        self._held = held or 0
+    def _hold(self) -> None:
+        """What is held now; the highest counts from here on, where the system lets it."""
+        self._held = live_bytes(torch.device("cpu")) or 0
         try:
             _CLEAR.write_text(_FORGET_HIGHEST)
         except OSError:
-            return None
-        return held
+            self._is_shown = False
 
 
-def _highest() -> int | None:
-    """The process's highest, by the system."""
-    lines = _STATUS.read_text().splitlines()
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
+def _highest() -> int:
+    """The process's highest, by the system; 0 where it does not say."""
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
 
 
 class Ceiling:

@@ -262,7 +262,7 @@ class Fitting:
                 raise _TooHighError
             process.mark()
 
-        run.keep_room = keep
+        run.keep_room = None if ceiling is None else keep
         process.start()
         least_bytes = 0
         try:
