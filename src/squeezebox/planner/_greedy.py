@@ -264,7 +264,7 @@ def _repaired(
     turns = count() if turns is None else turns
     while waiting:
         repair = waiting.pop()
-        while next(turns, None) is not None and (moves := _moves(table, limits, repair)):
+        while (moves := _moves(table, limits, repair)) and next(turns, None) is not None:
             waiting += [repair.parted(move) for move in moves[1:]]
             repair.take(moves[0])
         yield min(repair.found, key=lambda choice: table.total(table.seconds, choice), default=None)
