@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -261,7 +261,7 @@ def _repaired(
     if fixed is not None:
         fresh[fixed] = False
     waiting = [_Repair(_quieted(table, limits, choice), fresh, [], ways)]
-    turns = count() if turns is None else turns
+    turns = itertools.count() if turns is None else turns
     while waiting:
         repair = waiting.pop()
         while (moves := _moves(table, limits, repair)) and next(turns, None) is not None:
@@ -428,7 +428,7 @@ def _room(table: Table, limits: _Limits, choice: Integers) -> NDArray[np.bool_]:
         edges += [start, end]
     edges = list(np.sort(np.stack(np.broadcast_arrays(*edges)), axis=0))
     free, fits = _Lowest(limits.bytes_ - table.usage(choice)), table.valid.copy()
-    for start, end in pairwise(edges):
+    for start, end in itertools.pairwise(edges):
         more = sum(np.where((first <= start) & (start < last), bytes_, 0) for first, last, bytes_ in changes)
         fits &= free.between(start, end) >= more
     return fits

@@ -249,7 +249,7 @@ class StreamedStep:
             ways = self._planner.ways(prepared, filed_in(found, prepared.streamed))
             prepared, position = replace(prepared, ways=ways), position_of(found)
             memory_bytes = self._memory_bytes or 0
-            needs = [(memory_bytes, memory_bytes // 4)] * len(ways.stages)
+            needs = [(memory_bytes, memory_bytes // 4)] * len(ways.stages)  # nothing is measured again
             store = self._opened(prepared, position, checkpoint, found)
         stages = prepared.stages
         limit = self._memory_bytes if self._device.type == "cpu" else None
