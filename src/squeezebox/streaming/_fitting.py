@@ -132,13 +132,13 @@ class Fitting:
             kept_bytes=kept,
             disk_bytes=filed,
             recomputed_bytes=recomputed,
-            seconds=self._seconds(stage, height, width),
+            seconds=self._seconds(stage, height, width, need or Need(0, 0)),
             strip_bytes=None if need is None else need.strip_bytes,
             spare_bytes=0 if need is None else need.spare_bytes,
             peak_bytes=None if need is None else need.strip_bytes + held_bytes,
         )
 
-    def _seconds(self, stage: Stage, height: int, width: int) -> float | None:
+    def _seconds(self, stage: Stage, height: int, width: int, need: Need) -> float | None:
         """Of all strips of a stage, by two in the middle, and of what is handed on."""
         if self.costs is None:
             return None
@@ -149,7 +149,7 @@ class Fitting:
         )
         run = prepared.run(self.context, prepared.blank)
         run.pretend(stage, start, start + height, band)
-        ceiling = self._ceiling(Need(0, 0))
+        ceiling = self._ceiling(need)
         run.keep_room = None if ceiling is None else ceiling.keep
         begun = now(prepared.device)
         with freed_kept():
@@ -215,7 +215,7 @@ class Fitting:
         return height, needs[height]
 
     def _foreseen(self, stage: Stage, needs: Mapping[int, Need], height: int) -> Need:
-        """That of the highest strip so far, in proportion to all rows that it reads, for the jump."""
+        """A jump alone, by that of the highest strip so far and the rows that both read."""
         if not needs:
             return Need(0, 0)
         last, work = max(needs), stage.work
@@ -256,13 +256,7 @@ class Fitting:
         run = self.prepared.run(self.context, self.prepared.blank)
         run.pretend(stage, start, start + height, band)
         process, meter, ceiling = ProcessMeter(), self._meter(), self._ceiling(foreseen)
-
-        def keep() -> None:
-            if ceiling is not None and not ceiling.keep():
-                raise _TooHighError
-            process.mark()
-
-        run.keep_room = None if ceiling is None else keep
+        run.keep_room = None if ceiling is None else partial(_watch, ceiling, process)
         process.start()
         least_bytes = 0
         try:
@@ -290,6 +284,13 @@ class Fitting:
                 "torch's profiler is active, so strips cannot be measured; give height= instead of memory=."
             )
         return meter
+
+
+def _watch(ceiling: Ceiling, process: ProcessMeter) -> None:
+    """Between operators of a trial, which ends where it holds too much."""
+    if not ceiling.keep():
+        raise _TooHighError
+    process.mark()
 
 
 def _shares(work: Pass, count: int, height: int) -> dict[Node, float]:
