@@ -5,7 +5,7 @@
 
 Goes in: names of reports, or none for all. Comes out: those reports. A report of the code as it is now is not
 made again, so what was interrupted or failed is all that a second call does. All of them take a day or two.
-May touch: what the benchmarks touch, and `git`.
+May touch: what the benchmarks touch, `git`, and a file in .partial for each that has not ended well.
 """
 
 import os
@@ -13,11 +13,11 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from benchmarks import _figures
 
-CODE = ("src", "demo", "benchmarks", ":(exclude)benchmarks/reports")
 COMMANDS = {  # what follows `python -m benchmarks.`, by the report's name
     "accuracy": "accuracy --workers 1",
     "architectures": "architectures",
@@ -117,19 +117,28 @@ def main(names: Sequence[str]) -> int:
         print(f"no report {', '.join(unknown)}; there are {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
     wanted, known = list(names or _possible()), _figures.newest()
-    left = [name for name in wanted if not (name in known and _is_current(known[name].header))]
+    left = [
+        name
+        for name in wanted
+        if name not in known or _unfinished(name).exists() or not _figures.is_current(known[name].header)
+    ]
     print(f"{len(wanted) - len(left)} of {len(wanted)} reports are of this code already.", flush=True)
     failed = []
     for number, name in enumerate(left, 1):
         print(f"{number} of {len(left)}: {name}: {COMMANDS[name]}", flush=True)
         begun = time.monotonic()
+        _unfinished(name).parent.mkdir(parents=True, exist_ok=True)
+        _unfinished(name).touch()
         command = [sys.executable, "-m", *shlex.split(f"benchmarks.{COMMANDS[name]}")]
         made = subprocess.run(command, env=os.environ | _threads(name), check=False)
         print(
             f"{name}: {'failed' if made.returncode else 'made'} in {_shown(time.monotonic() - begun)}",
             flush=True,
         )
-        failed += [name] * bool(made.returncode)
+        if made.returncode:
+            failed.append(name)
+        else:
+            _unfinished(name).unlink()
     if failed:
         print(f"failed: make bench BENCHMARKS={shlex.quote(' '.join(failed))}", file=sys.stderr)
     return int(bool(failed))
@@ -151,12 +160,9 @@ def _threads(name: str) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1"} if name in ONE_THREAD else {}
 
 
-def _is_current(header: Mapping[str, object]) -> bool:
-    """Whether a report tells of the code that is here."""
-    if header.get("dirty") is not False:
-        return False
-    same = ["git", "diff", "--quiet", str(header["commit"]), "--", *CODE]
-    return subprocess.run(same, cwd=_figures.ROOT, capture_output=True, check=False).returncode == 0
+def _unfinished(name: str) -> Path:
+    """A file that is there until a report is whole: some are written network by network."""
+    return _figures.PARTIAL / f"{name}.unfinished"
 
 
 def _shown(seconds: float) -> str:

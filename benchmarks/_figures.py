@@ -1,12 +1,13 @@
 """Dated reports as a page shows them: the newest of each, what their tables say, and drawings of that.
 
 Goes in: benchmarks/reports, the scripts' first lines, the pages that quote reports. Comes out: rows and SVG.
-May touch: these files, to read them.
+May touch: these files, to read them, and `git`.
 """
 
 import ast
 import json
 import re
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -14,6 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "benchmarks" / "reports"
+PARTIAL = REPORTS / ".partial"  # of benchmarks that have not ended; git ignores it
+CODE = ("src", "demo", "benchmarks", ":(exclude)benchmarks/reports")
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")  # Paul Tol's bright scheme
 
 _NUMBER = r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?"
@@ -57,6 +60,14 @@ class Figure:
 
 
 Rows = list[tuple[str, list[Figure | None]]]
+
+
+def is_current(header: Mapping[str, object]) -> bool:
+    """Whether a report, or one of its rows, tells of the code that is here."""
+    if header.get("dirty", False):
+        return False
+    same = ["git", "diff", "--quiet", str(header["commit"]), "--", *CODE]
+    return subprocess.run(same, cwd=ROOT, capture_output=True, check=False).returncode == 0
 
 
 def newest(folder: Path = REPORTS) -> dict[str, Report]:

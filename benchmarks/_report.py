@@ -2,7 +2,7 @@
 
 Goes in: a benchmark's numbers and its table. Comes out: one JSON and one Markdown file
 under benchmarks/reports/, each headed by what is needed to repeat the run.
-May touch: that folder, `git`, and what the system tells of its processor and memory.
+May touch: that folder, .partial within it, `git`, and what the system tells of its processor and memory.
 """
 
 import json
@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import platform
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -20,8 +21,11 @@ from dataclasses import dataclass
 from datetime import date
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from benchmarks import _figures
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "benchmarks" / "reports"
@@ -142,6 +146,25 @@ def today(name: str, directory: Path = REPORTS) -> Mapping[str, object]:
     written = json.loads(path.read_text(encoding="utf-8"))
     payload: Mapping[str, object] = written["results"]
     return payload if written["header"] | {"command": facts["command"]} == facts else {}
+
+
+def newest_rows(name: str) -> list[dict[str, Any]]:
+    """Of a benchmark's newest report, the rows that tell of the code that is here; none if there is none."""
+    paths = sorted(REPORTS.glob(f"{name}-*-*-*.json"))
+    rows = json.loads(paths[-1].read_text(encoding="utf-8"))["results"]["rows"] if paths else []
+    current = {row["commit"]: _figures.is_current(row) for row in rows}
+    return [row for row in rows if current[row["commit"]]]
+
+
+def partial(name: str) -> Path:
+    """The folder of what a benchmark finished before it was interrupted; empty where the code is another."""
+    folder, facts = _figures.PARTIAL / name, header()
+    mark = folder.with_suffix(".commit")
+    if not (mark.exists() and _figures.is_current({"commit": mark.read_text(encoding="utf-8")})):
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    mark.write_text(str(facts["commit"]) if _figures.is_current(facts) else "", encoding="utf-8")
+    return folder
 
 
 def header() -> dict[str, object]:

@@ -1,7 +1,8 @@
 """Does training with noise, and with optimizer state in 8 bits, get as far? An equivalence test over seeds.
 
 Goes in: the trainings of benchmarks/_tasks.py. Comes out: benchmarks/reports/accuracy-<date>.json and .md,
-written after every training; a report holds its trainings' rows, and the next run goes on from the newest.
+written after every training; a report holds its trainings' rows, and the next run goes on from those of the
+newest that are of the same code.
 
 Every seed trains each arm from the same initial weights on the same batches in the same order. The
 question is put as two one-sided t tests (Schuirmann 1987) on the paired differences, arm minus plain:
@@ -14,7 +15,6 @@ and the margin that the data would pass.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import sys
@@ -49,7 +49,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.seeds < 2:
         parser.error("--seeds must be at least 2: one training has no spread")
-    rows = newest_rows()
+    rows = _report.newest_rows("accuracy")
     known = {(row["task"], row["seed"], row["arm"]) for row in rows}
     wanted = [
         (task, seed, arm)
@@ -69,20 +69,12 @@ def main() -> None:
     write(rows)
 
 
-def newest_rows() -> list[Row]:
-    """Of the newest report's trainings of these tasks and arms; none if there is none."""
-    for path in sorted(_report.REPORTS.glob("accuracy-*.json"), reverse=True):
-        found = json.loads(path.read_text())["results"].get("rows", [])
-        return [row for row in found if row.get("task") in TASKS and row["arm"] in ARMS]
-    return []
-
-
 def write(rows: Sequence[Row]) -> None:
     """The report, of the seeds that have all arms."""
     ordered = sorted(rows, key=lambda row: (row["task"], row["seed"], list(ARMS).index(row["arm"])))
     results = {name: summarised(own) for name in TASKS if len(own := complete(ordered, name)) > len(ARMS)}
     shown = "\n\n".join(table(results))
-    _report.write("accuracy", {"tasks": results, "rows": ordered}, shown, _report.REPORTS)
+    _report.write("accuracy", {"tasks": results, "rows": ordered}, shown)
 
 
 def complete(rows: Sequence[Row], task: str) -> list[Row]:

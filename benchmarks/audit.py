@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,6 @@ from benchmarks import _report
 from examples.audit_digits import EPOCHS, train
 from squeezebox.reports import LEVEL, Audit, AuditRecord, deviation_uncertainty, equivalence
 
-PARTIAL = _report.REPORTS / ".partial" / "audit"
 ARMS = {"plain": None, "noise 1e-3": {"noise": 1e-3}, "noise 1e-2": {"noise": 1e-2}}
 SPLITS = 1000
 
@@ -33,18 +33,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--alike", type=int, default=60, help="plain trainings for the rate of false alarms")
     arguments = parser.parse_args()
-    PARTIAL.mkdir(parents=True, exist_ok=True)
-    (PARTIAL.parent / ".gitignore").write_text("*\n", encoding="utf-8")
+    folder = _report.partial("audit")
     found = squeezebox.audit(
         train,
-        out=PARTIAL,
+        out=folder,
         arms=ARMS,
         seeds=arguments.seeds,
         margin=arguments.margin,
         threads=arguments.threads,
         on_progress=say,
     )
-    alarms = false_alarms(arguments.alike, arguments.seeds, arguments.threads)
+    alarms = false_alarms(arguments.alike, arguments.seeds, arguments.threads, folder)
     passes = [margin_passes(count, drift) for count in (5, 10, 20) for drift in (0.3, 1.4)]
     results = {
         "settings": vars(arguments),
@@ -57,11 +56,11 @@ def main() -> None:
         print(path)
 
 
-def false_alarms(alike: int, seeds: int, threads: int) -> dict[str, Any]:
+def false_alarms(alike: int, seeds: int, threads: int, folder: Path) -> dict[str, Any]:
     """How often the difference test calls two arms different that are both plain."""
     options: dict[str, Any] = {"arms": {"plain": None}, "factors": (), "threads": threads, "steps": 0}
-    squeezebox.audit(train, out=PARTIAL, seeds=alike, on_progress=say, **options)
-    paths = sorted(PARTIAL.glob("plain-*-everything-*.npz"))
+    squeezebox.audit(train, out=folder, seeds=alike, on_progress=say, **options)
+    paths = sorted(folder.glob("plain-*-everything-*.npz"))
     scores = np.array([AuditRecord.load(path).score for path in paths])
     generator = np.random.default_rng(0)
     different = 0

@@ -11,6 +11,7 @@ import argparse
 import functools
 import sys
 from itertools import islice
+from pathlib import Path
 
 import squeezebox
 from benchmarks import _report
@@ -18,7 +19,6 @@ from benchmarks._tasks import TASKS, loss_fn
 from squeezebox.auditing import AuditRun, Outcome
 from squeezebox.reports import AuditRecord, equivalence
 
-PARTIAL = _report.REPORTS / ".partial" / "calibrate_text"
 SHOWN = 64  # passages whose predicted characters are kept
 CALIBRATED = 7  # seeds that a calibration of 14 trainings may use, from 1 on
 
@@ -49,16 +49,15 @@ def main() -> None:
     parser.add_argument("--margin", type=float, default=0.02, help="nats a character")
     parser.add_argument("--others", type=int, default=4, help="other seeds that check the level")
     arguments = parser.parse_args()
-    PARTIAL.mkdir(parents=True, exist_ok=True)
-    (PARTIAL.parent / ".gitignore").write_text("*\n", encoding="utf-8")
+    folder = _report.partial("calibrate_text")
     call = functools.partial(train, steps=arguments.steps)
     found = squeezebox.calibrate(
-        call, metric="score", margin=arguments.margin, out=PARTIAL, threads=1, on_progress=say
+        call, metric="score", margin=arguments.margin, out=folder, threads=1, on_progress=say
     )
     text = f"```text\n{found}\n```"
     results: dict[str, object] = {"settings": vars(arguments), "calibration": found.to_dict()}
     if found.options is not None and arguments.others > 1:
-        losses = other_losses(call, found.options, arguments.others)
+        losses = other_losses(call, found.options, arguments.others, folder)
         test = equivalence(losses, arguments.margin)
         results["others"] = losses
         text += (
@@ -70,14 +69,14 @@ def main() -> None:
         print(path)
 
 
-def other_losses(call: functools.partial[Outcome], options: object, others: int) -> list[float]:
+def other_losses(call: functools.partial[Outcome], options: object, others: int, folder: Path) -> list[float]:
     """Plain's score less the level's, of seeds after the calibration's."""
     seeds = CALIBRATED + 1 + others
     arms = {"plain": None, "level": options}
     squeezebox.audit(
-        call, out=PARTIAL, arms=arms, seeds=seeds, factors=(), threads=1, steps=0, on_progress=say
+        call, out=folder, arms=arms, seeds=seeds, factors=(), threads=1, steps=0, on_progress=say
     )
-    records = [AuditRecord.load(path) for path in PARTIAL.glob("*-everything-*.npz")]
+    records = [AuditRecord.load(path) for path in folder.glob("*-everything-*.npz")]
     scores = {(record.arm, record.seed): record.score for record in records}
     return [scores["plain", seed] - scores["level", seed] for seed in range(CALIBRATED + 1, seeds)]
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -63,19 +62,11 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
 
 def accuracy(seeds: int, tasks: Sequence[str]) -> None:
     """All trainings that the newest report does not have."""
-    rows = newest_rows()
+    rows = _report.newest_rows("gradients_accuracy")
     known = {(row["task"], row["seed"], row["arm"]) for row in rows}
     every = ((task, seed, arm) for seed in range(seeds) for task in tasks for arm in ARMS)
     squeezebox.compile_kernels()
     _ranks.run(train_all, RANKS, [each for each in every if each not in known], rows)
-
-
-def newest_rows() -> list[Row]:
-    """Of the newest report's trainings of these lengths and arms; none if there is none."""
-    for path in sorted(_report.REPORTS.glob("gradients_accuracy-*.json"), reverse=True):
-        found = json.loads(path.read_text())["results"]["rows"]
-        return [row for row in found if row["arm"] in ARMS and row["steps"] == STEPS.get(row["task"])]
-    return []
 
 
 def train_all(rank: int, wanted: Sequence[tuple[str, int, str]], rows: list[Row]) -> None:

@@ -1,25 +1,18 @@
-from pathlib import Path
-
 import pytest
 
-from benchmarks import _report, accuracy
+from benchmarks import accuracy
 
 
 def row(seed: int, arm: str, result: float) -> dict[str, object]:
     return {"task": "text", "seed": seed, "arm": arm, "result": result, "seconds": 1.0}
 
 
-def test_only_seeds_with_all_arms_are_compared_and_a_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_report, "REPORTS", tmp_path)
+def test_only_seeds_with_all_arms_are_compared() -> None:
     rows = [
         row(seed, arm, seed + 0.01 * seed * (arm != "plain")) for seed in range(3) for arm in accuracy.ARMS
     ]
     half = [row(3, "plain", 1.0)]
     assert accuracy.complete(rows + half, "text") == rows
-    accuracy.write([*half, *rows])
-    assert accuracy.newest_rows() == rows + half
     found = accuracy.summarised(rows)
     assert found["tests"]["noise 1e-2"]["mean"] == pytest.approx(0.01)
     assert "3 seeds" in "".join(accuracy.table({"text": found}))

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from benchmarks import _again, _figures
+from benchmarks import _again, _figures, _report
 
 
 def test_it_knows_how_to_make_every_report():
@@ -50,6 +50,9 @@ def code(tmp_path, monkeypatch):
     git("add", ".")
     git("commit", "-qm", "one")
     monkeypatch.setattr(_figures, "ROOT", tmp_path)
+    monkeypatch.setattr(_figures, "PARTIAL", tmp_path / "benchmarks" / "reports" / ".partial")
+    monkeypatch.setattr(_report, "ROOT", tmp_path)
+    monkeypatch.setattr(_report, "REPORTS", tmp_path / "benchmarks" / "reports")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(_figures, "newest", lambda: reports)
     monkeypatch.setattr(_again, "COMMANDS", {"two": "two", "other": "two --name other"})
@@ -72,15 +75,34 @@ def test_what_is_of_this_code_is_not_made_again(code, capfd):
     said = capfd.readouterr()
     assert "1 of 2 reports" in said.out and "1 of 1: other" in said.out
     assert "make bench BENCHMARKS=other" in said.err
+    write("other")
+    assert _again.main(["other"]) == 1  # a report of this code, of a benchmark that ended amid it
     (folder / "well").write_text("")
     assert _again.main(["other"]) == 0
-    (folder / "benchmarks" / "reports").mkdir()
+    assert "1 of 1 reports" in (_again.main(["other"]), capfd.readouterr().out)[1]
     (folder / "benchmarks" / "reports" / "two.json").write_text(json.dumps({}))
     git("add", "benchmarks/reports")
     git("commit", "-qm", "a report changes no code")
-    assert "1 of 2 reports" in (_again.main([]), capfd.readouterr().out)[1]
+    assert "2 of 2 reports" in (_again.main([]), capfd.readouterr().out)[1]
     (folder / "src" / "one.py").write_text("changed = True")
     assert "0 of 2 reports" in (_again.main([]), capfd.readouterr().out)[1]
+
+
+def test_a_benchmark_goes_on_from_what_is_of_this_code(code):
+    folder, git, _ = code
+    git("commit", "--allow-empty", "-qm", "the same code")
+    first, second = git("log", "--format=%H").stdout.split()
+    rows = [{"commit": first, "seed": 0}, {"commit": second, "seed": 1}]
+    _report.write("two", {"rows": rows}, "", _report.REPORTS)
+    (_report.partial("two") / "made").touch()
+    assert _report.newest_rows("two") == rows
+    assert (_report.partial("two") / "made").exists()
+    (folder / "src" / "one.py").write_text("changed = True")
+    assert _report.newest_rows("two") == []
+    assert not (_report.partial("two") / "made").exists()
+    (_report.partial("two") / "made").touch()
+    git("commit", "-qam", "what was changed")
+    assert not (_report.partial("two") / "made").exists()  # it was made of code of no commit
 
 
 def test_a_name_of_no_report_is_refused(capsys):
