@@ -13,7 +13,8 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from ctypes.util import find_library
 from pathlib import Path
 
 from benchmarks import _figures
@@ -67,9 +68,7 @@ COMMANDS = {  # what follows `python -m benchmarks.`, by the report's name
     "pipeline_memory": "pipeline_memory",
     "pipeline_paper": "pipeline_paper",
     "pipeline_replicas": "pipeline_replicas --rounds 2",
-    "pipeline_schedules": "pipeline_schedules --microbatches 16 --rounds 1 --batches 4",
-    "pipeline_schedules-longer": "pipeline_schedules --ranks 8 --microbatches 16 --forward 0.06 --rounds 1 "
-    "--batches 5 --name pipeline_schedules-longer",
+    "pipeline_schedules": "pipeline_schedules --microbatches 16 --forward 0.06 --rounds 1 --batches 5",
     "pipeline_start": "pipeline_start",
     "pipeline_torch": "pipeline_torch",
     "pipeline_training": "pipeline_training",
@@ -99,15 +98,13 @@ COMMANDS = {  # what follows `python -m benchmarks.`, by the report's name
     "'compiled, memory budget 0.5' 'torchao 8 bit' 'checkpointing, torchao 8 bit' 'states, 40%' "
     "'states, 45%' 'states, 55%' 'compiled, states, 40%' 'compiled, states, 45%' 'compiled, states, 55%'",
     "whole_step": "whole_step --repeats 5",
-    "whole_step_jemalloc": "whole_step resnet50 --repeats 5 --name whole_step_jemalloc",
-    "whole_step_torchao": "whole_step gpt vit --repeats 5 --name whole_step_torchao --ways plain "
-    "checkpointing 'torchao 8 bit' 'checkpointing, torchao 8 bit' 'states, 40%' 'states, 45%'",
 }
 
 ONE_THREAD = (  # made with one thread, whatever the machine has
     "arena balance bayesian calibrate calibrate-longer calibrate_text doctor experts experts_ranks "
     "made_again pipeline_devices pipeline_start rewrites speeds"
 ).split()
+JEMALLOC = ["ways_whole"]  # made with jemalloc in place of the C library's allocator
 
 
 def main(names: Sequence[str]) -> int:
@@ -116,7 +113,7 @@ def main(names: Sequence[str]) -> int:
     if unknown:
         print(f"no report {', '.join(unknown)}; there are {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
-    wanted, known = list(names or _possible()), _figures.newest()
+    wanted, known = [name for name in names or COMMANDS if _is_possible(name)], _figures.newest()
     left = [
         name
         for name in wanted
@@ -130,7 +127,7 @@ def main(names: Sequence[str]) -> int:
         _unfinished(name).parent.mkdir(parents=True, exist_ok=True)
         _unfinished(name).touch()
         command = [sys.executable, "-m", *shlex.split(f"benchmarks.{COMMANDS[name]}")]
-        made = subprocess.run(command, env=os.environ | _threads(name), check=False)
+        made = subprocess.run(command, env=os.environ | _variables(name), check=False)
         print(
             f"{name}: {'failed' if made.returncode else 'made'} in {_shown(time.monotonic() - begun)}",
             flush=True,
@@ -144,19 +141,23 @@ def main(names: Sequence[str]) -> int:
     return int(bool(failed))
 
 
-def _possible() -> Iterator[str]:
-    """All reports but those of a device that is not here."""
+def _is_possible(name: str) -> bool:
+    """Whether what a report is made with is here; says so if not."""
     import torch
 
-    for name in COMMANDS:
-        if name == "gpu" and not torch.cuda.is_available():
-            print("gpu is left out: torch sees no CUDA device.", flush=True)
-        else:
-            yield name
+    if name == "gpu" and not torch.cuda.is_available():
+        print("gpu is left out: torch sees no CUDA device.", flush=True)
+    elif name in JEMALLOC and find_library("jemalloc") is None:
+        print(f"{name} is left out: jemalloc (Debian's libjemalloc2) is not installed.", flush=True)
+    else:
+        return True
+    return False
 
 
-def _threads(name: str) -> dict[str, str]:
-    """The variable that sets a benchmark's threads and those of its processes, if it is made with one."""
+def _variables(name: str) -> dict[str, str]:
+    """What gives a benchmark and its processes one thread, or another allocator."""
+    if name in JEMALLOC:
+        return {"LD_PRELOAD": str(find_library("jemalloc"))}
     return {"OMP_NUM_THREADS": "1"} if name in ONE_THREAD else {}
 
 

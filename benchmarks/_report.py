@@ -183,7 +183,7 @@ def header() -> dict[str, object]:
         # earlier reports do not change what the code computes
         "dirty": bool(_git("status", "--porcelain", "--", ".", ":(exclude)benchmarks/reports")),
     }
-    if "LD_PRELOAD" in os.environ:
+    if os.environ.get("LD_PRELOAD"):
         facts["preloaded"] = Path(os.environ["LD_PRELOAD"]).name  # an allocator, say
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()

@@ -158,7 +158,6 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=5, help="of a round, the first and last not counted")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="4 ranks, 8 microbatches, one round")
-    parser.add_argument("--name", default="pipeline_schedules", help="of the report")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.ranks, arguments.microbatches, arguments.rounds = [4], [8], 1
@@ -172,7 +171,7 @@ def main() -> None:
             print(row(case, found[-1:], blocks), file=sys.stderr, flush=True)
     rows = [row(case, found, blocks) for case, found in traces.items()]
     payload = {"settings": vars(arguments), "rows": rows, "goals": goals(rows)}
-    for path in _report.write(arguments.name, payload, table(rows)):
+    for path in _report.write("pipeline_schedules", payload, table(rows)):
         print(path)
 
 

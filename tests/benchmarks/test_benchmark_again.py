@@ -105,6 +105,12 @@ def test_a_benchmark_goes_on_from_what_is_of_this_code(code):
     assert not (_report.partial("two") / "made").exists()  # it was made of code of no commit
 
 
+def test_a_report_of_an_allocator_that_is_not_here_is_left_out(monkeypatch, capsys):
+    monkeypatch.setattr(_again, "find_library", lambda name: None)
+    assert _again.main(["ways_whole"]) == 0
+    assert "ways_whole is left out: jemalloc" in capsys.readouterr().out
+
+
 def test_a_name_of_no_report_is_refused(capsys):
     assert _again.main(["codec"]) == 2
     assert "no report codec; there are accuracy," in capsys.readouterr().err
