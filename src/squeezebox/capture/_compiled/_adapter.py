@@ -26,6 +26,7 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTInput,
     SavedForBackwardsAOTOutput,
 )
+from torch._inductor import custom_graph_pass
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
@@ -118,7 +119,8 @@ class Backend:
         self._slices, self.sliced, self._reuses = slices, False, reuses
         self._follow = None if saving is None else saving[1]
         self.partitioner = Partitioner(rewrite, fingerprint, save, spending)
-        self._patches = {**(options or {}), "custom_partitioner_fn": self.partitioner}
+        ours = {"custom_partitioner_fn": self.partitioner, "_pre_fusion_custom_pass": _Renames()}
+        self._patches = {**(options or {}), **ours}
         if spending is not None:
             self._patches["post_grad_custom_post_pass"] = Spender(spending.number)
 
@@ -139,6 +141,30 @@ class Backend:
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
         """Itself: Lightning, once imported, copies what torch.compile is given."""
         return self
+
+
+class _Renames(getattr(custom_graph_pass, "CustomSchedulerPass", object)):  # type: ignore[misc]
+    """Has what reads a buffer stay behind what changes it in place, also where kernels are fused.
+
+    Torch 2.13 forgets that when it looks at an operator again to fuse it (its issue 185509). A gradient of a
+    max pooling was then read before it was there.
+    """
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        """Change the scheduler's nodes, each for itself."""
+        for node in nodes:
+            if getattr(node, "mutation_renames", None) and hasattr(node, "recompute_size_and_body"):
+                node.recompute_size_and_body = functools.partial(_look_again, node)
+        return nodes
+
+    def uuid(self) -> str:
+        """This source."""
+        return _source_hash()
+
+
+def _look_again(node: Any, *args: Any, **kwargs: Any) -> None:
+    type(node).recompute_size_and_body(node, *args, **kwargs)
+    node.set_read_writes(node.read_writes.rename(node.mutation_renames))
 
 
 class Partitioner(CustomPartitionerFn):

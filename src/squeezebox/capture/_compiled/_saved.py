@@ -99,6 +99,22 @@ class Part:
     spent: Mapping[fx.Node, int] = field(default_factory=dict)
     codes: Mapping[fx.Node, tuple[int, int]] = field(default_factory=dict)
 
+    def with_draws(self, cut: Iterable[fx.Node]) -> list[fx.Node]:
+        """A cut of torch's, and what backward would draw again, such as the seeds of a dropout's mask."""
+        saved, ahead = dict.fromkeys(cut), {*self.forward}
+        left = [node for node in self.graph.nodes if node not in ahead]
+        while left:
+            for node in left.pop().all_input_nodes:
+                if node not in ahead or node.op != "call_function" or node in saved:
+                    continue
+                ahead.remove(node)  # seen
+                made_by = node.args[0] if node.target is operator.getitem else node
+                if isinstance(made_by, fx.Node) and _is_drawn(made_by):
+                    saved[node] = None
+                else:
+                    left.append(node)
+        return list(saved)
+
     def names(self, saved: Iterable[fx.Node | Packed]) -> dict[str, bool]:
         """Of those saved here, and whether in fewer bits."""
         found = ((_node_of(each), isinstance(each, Packed)) for each in saved)

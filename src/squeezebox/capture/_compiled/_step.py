@@ -86,6 +86,7 @@ class Saving:
 
         number = len(self._parts) if self.peak_bytes is None else self._same(part)
         is_chosen = number < len(self._names)
+        cuts = map(part.with_draws, cuts)
         own = [] if is_chosen else [next(cuts)]
         saved = part.saved(self._names[number] if is_chosen else part.names(own[0]))
         planned = Joint([part]).choice(saved, sys.maxsize).peak_bytes
