@@ -143,7 +143,7 @@ class Backend:
         return self
 
 
-class _Renames(getattr(custom_graph_pass, "CustomSchedulerPass", object)):  # type: ignore[misc]
+class _Renames(getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)):  # type: ignore[misc]
     """Has what reads a buffer stay behind what changes it in place, also where kernels are fused.
 
     Torch 2.13 forgets that when it looks at an operator again to fuse it (its issue 185509). A gradient of a
