@@ -21,11 +21,9 @@ def test_nothing_that_is_quoted_is_stale():
 
 
 def test_a_change_makes_the_reports_of_its_room_stale_and_no_others(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(
-        "[codecs](../benchmarks/reports/codecs-2026-11-26.md)\n\n```{bars} pipeline_schedules\n```\n"
-    )
-    newest = _figures.newest()
+    page, newest = tmp_path / "page.md", _figures.newest()
+    link = f"[codecs](../benchmarks/reports/{newest['codecs'].path.name})"
+    page.write_text(link + "\n\n```{bars} pipeline_schedules\n```\n")
     day = date.fromisoformat(newest["codecs"].header["date"])
     after = day.replace(year=day.year + 1)
     for room, names in (
@@ -84,12 +82,13 @@ def test_the_last_change_of_a_room_counts():
 def test_it_says_what_to_run(capsys, monkeypatch, tmp_path):
     for name in ("docs", "benchmarks"):
         (tmp_path / name).mkdir()
-    (tmp_path / "README.md").write_text("[codecs](benchmarks/reports/codecs-2026-11-26.md)")
+    report = _figures.newest()["codecs"].path.name
+    (tmp_path / "README.md").write_text(f"[codecs](benchmarks/reports/{report})")
     (tmp_path / "CHANGELOG.md").write_text("<!-- measure again: 2099-01-01 codecs -->")
     monkeypatch.setattr(_fresh, "ROOT", tmp_path)
     assert _fresh.main() == 1
     said = capsys.readouterr().out
-    assert "codecs-2026-11-26.md is older than a change of codecs (2099-01-01)" in said
+    assert f"{report} is older than a change of codecs (2099-01-01)" in said
     assert 'make bench BENCHMARKS="codecs"' in said
     (tmp_path / "CHANGELOG.md").write_text("")
     assert _fresh.main() == 0 and not capsys.readouterr().out
