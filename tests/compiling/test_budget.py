@@ -73,6 +73,36 @@ def test_no_cut_draws_a_mask_again(monkeypatch):
     assert all(ours >= torchs for torchs, ours in names)
 
 
+class Attention(nn.Module):
+    """Of four heads, with a residual."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.all, self.out, self.dropout = nn.Linear(64, 192), nn.Linear(64, 64), dropout
+
+    def forward(self, x):
+        query, key, value = self.all(x).view(*x.shape[:2], 3, 4, 16).permute(2, 0, 3, 1, 4)
+        found = F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout)
+        return x + self.out(found.transpose(1, 2).reshape(x.shape))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_attention_is_as_without_a_budget(dropout):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Attention(dropout) for _ in range(3)), nn.Flatten(), nn.Linear(4096, 10))
+    x, y, found = torch.randn(16, 64, 64), torch.randint(10, (16,)), []
+    for options in {}, {"budget": "75%", "sample": (x, y), "loss_fn": F.cross_entropy}:
+        torch._dynamo.reset()
+        call = squeezebox.compile(model, **options) if options else torch.compile(model)
+        model.zero_grad()
+        torch.manual_seed(3)
+        F.cross_entropy(call(x), y).backward()
+        found.append([each.grad.clone() for each in model.parameters()])
+    for expected, gradient in zip(*found, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_gradients_of_a_max_pooling_are_the_eager_ones():
     """Torch 2.13's own compiled step has zeros for those of the convolution."""

@@ -102,16 +102,16 @@ class Part:
     def with_draws(self, cut: Iterable[fx.Node]) -> list[fx.Node]:
         """A cut of torch's, and what backward would draw again, such as the seeds of a dropout's mask."""
         saved, ahead = dict.fromkeys(cut), {*self.forward}
-        left = [node for node in self.graph.nodes if node not in ahead]
+        left = [node for node in self.graph.nodes if node not in ahead and node not in saved]
         while left:
-            for node in left.pop().all_input_nodes:
-                if node not in ahead or node.op != "call_function" or node in saved:
+            reader = left.pop()
+            for node in reader.all_input_nodes:
+                if node.op != "call_function" or node not in ahead or node in saved:
                     continue
-                ahead.remove(node)  # seen
-                made_by = node.args[0] if node.target is operator.getitem else node
-                if isinstance(made_by, fx.Node) and _is_drawn(made_by):
-                    saved[node] = None
+                if _is_drawn(node):
+                    saved[reader if reader.target is operator.getitem else node] = None
                 else:
+                    ahead.remove(node)
                     left.append(node)
         return list(saved)
 
