@@ -151,8 +151,11 @@ def today(name: str, directory: Path = REPORTS) -> Mapping[str, object]:
 def newest_rows(name: str) -> list[dict[str, Any]]:
     """Of a benchmark's newest report, the rows that tell of the code that is here; none if there is none."""
     paths = sorted(REPORTS.glob(f"{name}-*-*-*.json"))
-    rows = json.loads(paths[-1].read_text(encoding="utf-8"))["results"]["rows"] if paths else []
-    current = {row["commit"]: _figures.is_current(row) for row in rows}
+    if not paths:
+        return []
+    report = json.loads(paths[-1].read_text(encoding="utf-8"))
+    rows = report["results"]["rows"]
+    current = {row["commit"]: _figures.is_current(report["header"] | row) for row in rows}
     return [row for row in rows if current[row["commit"]]]
 
 
