@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from benchmarks import _reach
+
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "benchmarks" / "reports"
 PARTIAL = REPORTS / ".partial"  # of benchmarks that have not ended; git ignores it
-CODE = ("src", "demo", "benchmarks", ":(exclude)benchmarks/reports")
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")  # Paul Tol's bright scheme
 
+# what writes and reads reports changes no figure
+_WRITERS = {ROOT / "benchmarks" / f"{name}.py" for name in ("_figures", "_reach", "_report")}
 _NUMBER = r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?"
 _DATED = re.compile(r"(.+)-(\d{4}-\d{2}-\d{2})")
 _SPREAD = re.compile(rf"\(({_NUMBER}) ?(?:to|\.\.) ?({_NUMBER})")
@@ -40,8 +43,7 @@ class Report:
     @property
     def script(self) -> Path:
         """What wrote it."""
-        named = re.search(r"benchmarks[./](\w+)", str(self.header["command"]))
-        return ROOT / "benchmarks" / f"{named.group(1) if named else self.name}.py"
+        return _script(self.header)
 
     @property
     def measures(self) -> str:
@@ -63,11 +65,19 @@ Rows = list[tuple[str, list[Figure | None]]]
 
 
 def is_current(header: Mapping[str, object]) -> bool:
-    """Whether a report, or one of its rows, tells of the code that is here."""
+    """Whether a report, or one of its rows, tells of the files that its script reaches, as they are here."""
     if header.get("dirty", False):
         return False
-    same = ["git", "diff", "--quiet", str(header["commit"]), "--", *CODE]
-    return subprocess.run(same, cwd=ROOT, capture_output=True, check=False).returncode == 0
+    command = ["git", "diff", "--name-only", str(header["commit"]), "--"]
+    compared = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    changed = {ROOT / name for name in compared.stdout.splitlines()} - _WRITERS
+    return compared.returncode == 0 and changed.isdisjoint(_reach.files_of(_script(header)))
+
+
+def _script(header: Mapping[str, object]) -> Path:
+    """The benchmark that wrote a report."""
+    name = re.findall(r"benchmarks[./](\w+)", str(header["command"]))[0]
+    return ROOT / "benchmarks" / f"{name}.py"
 
 
 def newest(folder: Path = REPORTS) -> dict[str, Report]:

@@ -5,19 +5,16 @@ ends with `<!-- measure again: 2026-11-26 planner capture -->`. Comes out: what 
 May touch: these files, to read them.
 """
 
-import ast
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from functools import cache
 from pathlib import Path
 
-from benchmarks import _figures
+from benchmarks import _figures, _reach
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = {"squeezebox": ROOT / "src", "benchmarks": ROOT, "tests": ROOT}
 ROOMS = {door.parent.name for door in (ROOT / "src" / "squeezebox").glob("*/__init__.py")}
 _MARK = re.compile(r"<!-- measure again: (.*?) -->", re.S)
 _DRAWN = re.compile(r"^```\{bars\} (\S+)", re.M)
@@ -65,69 +62,12 @@ def stale(pages: Sequence[Path], changelog: str) -> list[Stale]:
     days, found = changed(changelog), []
     for report in quoted(pages) if days else ():
         measured = date.fromisoformat(str(report.header["date"]))
-        rooms = {room: days[room] for room in rooms_of(report.script) & days.keys() if days[room] > measured}
+        rooms = {
+            room: days[room] for room in _reach.rooms_of(report.script) & days.keys() if days[room] > measured
+        }
         if rooms:
             found.append(Stale(report=report, rooms=rooms))
     return found
-
-
-def rooms_of(script: Path) -> set[str]:
-    """Rooms whose files a script reaches by imports, name by name, its own and those of what it imports."""
-    seen, waiting = {script}, [script]
-    while waiting:
-        for module, name in _imports(waiting.pop()):
-            new = set(_files(module, name)) - seen
-            seen |= new
-            waiting += new
-    house = SOURCES["squeezebox"] / "squeezebox"
-    inside = (path.relative_to(house).parts for path in seen if path.is_relative_to(house))
-    return {parts[0] for parts in inside if len(parts) > 1}
-
-
-@cache
-def _imports(path: Path) -> list[tuple[str, str]]:
-    """Modules and the names taken of them; of a benchmark also by programs that are in it as text."""
-    found = []
-    for node in ast.walk(_tree(path)):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            found += [(node.module, alias.name) for alias in node.names]
-        elif isinstance(node, ast.Import):
-            found += [(alias.name, "") for alias in node.names if "." in alias.name]
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            found.append((node.value.id, node.attr))  # squeezebox.attach
-        elif (
-            isinstance(node, ast.Constant)
-            and isinstance(node.value, str)
-            and path.parent.name == "benchmarks"
-        ):
-            found += [("squeezebox", name) for name in re.findall(r"\bsqueezebox\.(\w+)", node.value)]
-            imported = re.findall(r"from (squeezebox[.\w]*) import (\w+(?:, \w+)*)", node.value)
-            found += [(module, name) for module, names in imported for name in names.split(", ")]
-    return found
-
-
-@cache
-def _tree(path: Path) -> ast.AST:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@cache
-def _files(module: str, name: str) -> frozenset[Path]:
-    """Where a name of ours is defined: behind a room's door, or all that the door opens on."""
-    top, *rest = module.split(".")
-    place = SOURCES.get(top, Path()).joinpath(top, *rest)
-    within, door = place / name, place / "__init__.py"
-    if top not in SOURCES:
-        return frozenset()
-    if not door.is_file():
-        path = (within if place.is_dir() else place).with_suffix(".py")
-        return frozenset([path] if path.is_file() else [])
-    if name and (within.with_suffix(".py").is_file() or (within / "__init__.py").is_file()):
-        return _files(f"{module}.{name}", "")
-    froms = [node for node in ast.walk(_tree(door)) if isinstance(node, ast.ImportFrom) and node.module]
-    names = [(str(node.module), alias) for node in froms for alias in node.names]
-    behind = [(origin, each.name) for origin, each in names if name in ("", each.asname or each.name)]
-    return frozenset().union(*(_files(origin, each) for origin, each in behind))
 
 
 def main() -> int:

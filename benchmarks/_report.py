@@ -163,7 +163,8 @@ def partial(name: str) -> Path:
     """The folder of what a benchmark finished before it was interrupted; empty where the code is another."""
     folder, facts = _figures.PARTIAL / name, header()
     mark = folder.with_suffix(".commit")
-    if not (mark.exists() and _figures.is_current({"commit": mark.read_text(encoding="utf-8")})):
+    made = {"command": facts["command"], "commit": mark.read_text(encoding="utf-8") if mark.exists() else ""}
+    if not _figures.is_current(made):
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     mark.write_text(str(facts["commit"]) if _figures.is_current(facts) else "", encoding="utf-8")

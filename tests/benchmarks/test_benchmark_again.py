@@ -52,6 +52,7 @@ def code(tmp_path, monkeypatch):
     monkeypatch.setattr(_figures, "ROOT", tmp_path)
     monkeypatch.setattr(_figures, "PARTIAL", tmp_path / "benchmarks" / "reports" / ".partial")
     monkeypatch.setattr(_report, "ROOT", tmp_path)
+    monkeypatch.setattr(_report, "_command", lambda: "python -m benchmarks.two")
     monkeypatch.setattr(_report, "REPORTS", tmp_path / "benchmarks" / "reports")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(_figures, "newest", lambda: reports)
@@ -61,7 +62,7 @@ def code(tmp_path, monkeypatch):
     def write(name, **header):
         commit = git("rev-parse", "HEAD").stdout.strip()
         reports[name] = _figures.Report(
-            name=name, path=tmp_path, header={"commit": commit, "dirty": False} | header
+            name=name, path=tmp_path, header={"command": "benchmarks.two", "commit": commit} | header
         )
 
     return tmp_path, git, write
@@ -84,7 +85,9 @@ def test_what_is_of_this_code_is_not_made_again(code, capfd):
     git("add", "benchmarks/reports")
     git("commit", "-qm", "a report changes no code")
     assert "2 of 2 reports" in (_again.main([]), capfd.readouterr().out)[1]
-    (folder / "src" / "one.py").write_text("changed = True")
+    (folder / "src" / "one.py").write_text("changed = 'and not imported'")
+    assert "2 of 2 reports" in (_again.main([]), capfd.readouterr().out)[1]
+    (folder / "benchmarks" / "two.py").write_text("changed = True")
     assert "0 of 2 reports" in (_again.main([]), capfd.readouterr().out)[1]
 
 
@@ -97,7 +100,7 @@ def test_a_benchmark_goes_on_from_what_is_of_this_code(code):
     (_report.partial("two") / "made").touch()
     assert _report.newest_rows("two") == rows
     assert (_report.partial("two") / "made").exists()
-    (folder / "src" / "one.py").write_text("changed = True")
+    (folder / "benchmarks" / "two.py").write_text("changed = True")
     assert _report.newest_rows("two") == []
     assert not (_report.partial("two") / "made").exists()
     (_report.partial("two") / "made").touch()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _figures, _fresh
+from benchmarks import _figures, _fresh, _reach
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -40,7 +40,7 @@ def test_a_change_makes_the_reports_of_its_room_stale_and_no_others(tmp_path):
 
 def test_every_quoted_report_measures_something():
     quoted = _fresh.quoted(PAGES)
-    assert len(quoted) > 50 and all(_fresh.rooms_of(each.script) for each in quoted)
+    assert len(quoted) > 50 and all(_reach.rooms_of(each.script) for each in quoted)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_every_quoted_report_measures_something():
     ],
 )
 def test_rooms_are_those_whose_files_are_reached(name, rooms):
-    assert _fresh.rooms_of(script(name)) == rooms
+    assert _reach.rooms_of(script(name)) == rooms
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_rooms_are_those_whose_files_are_reached(name, rooms):
     ],
 )
 def test_rooms_behind_lazy_doors_and_in_programs_are_found(name, some, none):
-    found = _fresh.rooms_of(script(name))
+    found = _reach.rooms_of(script(name))
     assert some <= found and not none & found
 
 
