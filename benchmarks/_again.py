@@ -29,8 +29,7 @@ COMMANDS = {  # what follows `python -m benchmarks.`, by the report's name
     "balance_exchange": "balance_exchange --steps 30",
     "bayesian": "bayesian",
     "budget": "budget --budgets 6 --milp-seconds 30 --seconds 2",
-    "calibrate": "calibrate --worlds 40",
-    "calibrate-longer": "calibrate --worlds 200",
+    "calibrate": "calibrate --worlds 200",
     "calibrate_text": "calibrate_text --steps 300 --others 0",
     "codecs": "codecs",
     "comet_table": "comet_table vgg16 resnet18 alexnet efficientnet_b0 resnet50 --checks 12 --refreshes 8",
@@ -101,7 +100,7 @@ COMMANDS = {  # what follows `python -m benchmarks.`, by the report's name
 }
 
 ONE_THREAD = (  # made with one thread, whatever the machine has
-    "arena balance bayesian calibrate calibrate-longer calibrate_text doctor experts experts_ranks "
+    "arena balance bayesian calibrate calibrate_text doctor experts experts_ranks "
     "made_again pipeline_devices pipeline_start rewrites speeds"
 ).split()
 JEMALLOC = ["ways_whole"]  # made with jemalloc in place of the C library's allocator
