@@ -3,8 +3,8 @@
     make bench
     make bench BENCHMARKS="codecs step_time"
 
-Goes in: names of reports, or none for all. Comes out: those reports. One is made again if a file changed that its
-benchmark reaches by imports, so a second call does only what was interrupted or failed. All take a day or two.
+Goes in: names of reports, or none for all. Comes out: those reports. One is made again if a file changed that
+its benchmark reaches by imports, so a second call does what was interrupted or failed. All take half a day.
 May touch: what the benchmarks touch, `git`, and a file in .partial for each that has not ended well.
 """
 
