@@ -20,7 +20,7 @@ REPORTS = ROOT / "benchmarks" / "reports"
 PARTIAL = REPORTS / ".partial"  # of benchmarks that have not ended; git ignores it
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")  # Paul Tol's bright scheme
 
-# what writes and reads reports changes no figure
+# these write and read reports; the clocks among them have tests of their own
 _WRITERS = {ROOT / "benchmarks" / f"{name}.py" for name in ("_figures", "_reach", "_report")}
 _NUMBER = r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?"
 _DATED = re.compile(r"(.+)-(\d{4}-\d{2}-\d{2})")
