@@ -230,7 +230,7 @@ def uniform(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], codec: s
     images, labels = next(batches)
     gradients = []
     store = Store(_Uniform(codec))
-    for recorder in (None, Recorder(store)):
+    for recorder in (None, Recorder(store, model)):
         torch.manual_seed(1)
         model.zero_grad()
         with recorder or contextlib.nullcontext():
