@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 import squeezebox
 from benchmarks import _report, models, photos, training
-from benchmarks.comet_table import _checkpointed
+from benchmarks.checkpointing import checkpointed
 from squeezebox.bounds import Controller, ControllerState, NoiseBudget
 from squeezebox.profiling import PeakMeter
 from squeezebox.schema import Role, StepStatistics
@@ -163,7 +163,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     apart = first + 2 + arguments.repeats
     schedule = _Schedule(budget, arguments.refreshes, apart)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_checkpointed(recomputing.model))
+        stack.enter_context(checkpointed(recomputing.model))
         session = squeezebox.attach(
             squeezed.model, optimizer=squeezed.optimizer, controller=schedule, speed=arguments.speed
         )
