@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from ctypes.util import find_library
 from pathlib import Path
 
+import squeezebox
 from benchmarks import _figures
 
 COMMANDS = {  # what follows `python -m benchmarks.`, by the report's name
@@ -119,6 +120,8 @@ def main(names: Sequence[str]) -> int:
         if name not in known or _unfinished(name).exists() or not _figures.is_current(known[name].header)
     ]
     print(f"{len(wanted) - len(left)} of {len(wanted)} reports are of this code already.", flush=True)
+    if left:
+        squeezebox.compile_kernels()  # until then sessions would hold tensors exactly
     failed = []
     for number, name in enumerate(left, 1):
         print(f"{number} of {len(left)}: {name}: {COMMANDS[name]}", flush=True)
