@@ -22,6 +22,7 @@ COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")  # Paul Tol's bright sche
 
 # these write and read reports; the clocks among them have tests of their own
 _WRITERS = {ROOT / "benchmarks" / f"{name}.py" for name in ("_figures", "_reach", "_report")}
+_UNCHANGED = "^Figures: unchanged$"  # a line of a commit's message
 _NUMBER = r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?"
 _DATED = re.compile(r"(.+)-(\d{4}-\d{2}-\d{2})")
 _SPREAD = re.compile(rf"\(({_NUMBER}) ?(?:to|\.\.) ?({_NUMBER})")
@@ -68,10 +69,22 @@ def is_current(header: Mapping[str, object]) -> bool:
     """Whether a report, or one of its rows, tells of the files that its script reaches, as they are here."""
     if header.get("dirty", False):
         return False
-    command = ["git", "diff", "--name-only", str(header["commit"]), "--"]
-    compared = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    changed = {ROOT / name for name in compared.stdout.splitlines()} - _WRITERS
-    return compared.returncode == 0 and changed.isdisjoint(_reach.files_of(_script(header)))
+    commit, reached = str(header["commit"]), _reach.files_of(_script(header)) - _WRITERS
+    try:
+        changed = _named_by("diff", commit) & reached
+        if changed:  # it may be by commits that say of themselves that they alter no figure
+            others = "log", "--format=", "--invert-grep", f"--grep={_UNCHANGED}", f"{commit}..HEAD"
+            changed &= _named_by(*others) | _named_by("diff", "HEAD")
+    except subprocess.CalledProcessError:
+        return False  # no such commit here
+    return not changed
+
+
+def _named_by(verb: str, *arguments: str) -> set[Path]:
+    """Files that a command of git names."""
+    command = ["git", verb, "--name-only", *arguments, "--"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return {ROOT / name for name in said.stdout.splitlines() if name}
 
 
 def _script(header: Mapping[str, object]) -> Path:

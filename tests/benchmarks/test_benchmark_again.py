@@ -91,6 +91,26 @@ def test_what_is_of_this_code_is_not_made_again(code, capfd):
     assert "0 of 2 reports" in (_again.main([]), capfd.readouterr().out)[1]
 
 
+def test_a_commit_may_say_that_it_alters_no_figure(code, capfd):
+    folder, git, write = code
+    write("two")
+
+    def made_again(text, message):
+        (folder / "benchmarks" / "two.py").write_text(text)
+        git("commit", "-qam", message)
+        _again.main(["two"])
+        return "1 of 1 reports" not in capfd.readouterr().out
+
+    assert not made_again("first = 1", "Names\n\nFigures: unchanged")
+    (folder / "benchmarks" / "two.py").write_text("second = 2")
+    _again.main(["two"])
+    assert "0 of 1 reports" in capfd.readouterr().out  # no commit says so yet
+    assert not made_again("third = 3", "More names\n\nFigures: unchanged")
+    assert made_again("fourth = 4", "Faster\n\nBefore, Figures: unchanged was said of others.")
+    write("other", commit="0" * 40)
+    assert "0 of 1 reports" in (_again.main(["other"]), capfd.readouterr().out)[1]
+
+
 def test_a_benchmark_goes_on_from_what_is_of_this_code(code):
     folder, git, _ = code
     git("commit", "--allow-empty", "-qm", "the same code")

@@ -83,7 +83,7 @@ class Controller(Protocol):
 
 
 def refresh_due(step: int, interval: int) -> bool:
-    """The first 16 steps, 20, 24, 28, 32, 40, 48, ... up to ``interval``, then every ``interval``.
+    """The first 17 steps, 20, 24, 28, 32, 40, 48, ... up to ``interval``, then every ``interval``.
 
     Training moves fastest at its start.
     """

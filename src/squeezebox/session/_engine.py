@@ -192,7 +192,8 @@ class Engine:
         collector = self.refreshes.end(self.recorder)
         if self._meter.running:
             peak = self._meter.stop(persistent(self.model, self.optimizer))
-            self.records.note_peak(peak, self._baseline_bytes, of_refresh=collector is not None)
+            usual = collector is None and not self.store.unready
+            self.records.note_peak(peak, self._baseline_bytes, usual=usual)
             if self.plan is not None:
                 reached = self._baseline_bytes + peak.total_bytes
                 note_excess(self.plan, reached, self._gradient_bytes, self.notes)
@@ -335,6 +336,7 @@ class Engine:
             self.step += 1
             # Tensors held exactly until kernels are compiled are no growth, nor are the kernels.
             self._growth.observe(None if waited else live_bytes(device_of(self.model)))
+            self.refreshes.postpone(self.store, self.model, self.step, waited=waited)
         due = self.refreshes.due
         measured = self._replaying or due(self.step) or due(self.step - 1)
         guessed = self.step <= 1 and due(0)  # the first step's bounds
@@ -344,7 +346,8 @@ class Engine:
         self.refreshes.begin(self.recorder, self.model, self.step)
         refreshed = due(self.step - 1) and not due(self.step)
         has_state = self.plan is not None or self.optimizer is not None  # made by the first step
-        if (self.step == 0 or refreshed or (self.step == 1 and has_state)) and self.measures_peaks:
+        first = self.step in (0, self.refreshes.first)
+        if (first or refreshed or (self.step == 1 and has_state)) and self.measures_peaks:
             self._gradient_bytes = nbytes_of(persistent(self.model, None))
             self._meter.start(persistent(self.model, self.optimizer))
 

@@ -44,17 +44,17 @@ class Records:
     update_noise: Callable[[], float | None] = lambda: None
     checks: list[Check] = field(default_factory=list)
     history: deque[BoundRecord] = field(default_factory=lambda: deque(maxlen=_HISTORY))
-    _peak_bytes: int | None = None  # of a step without statistics, all that lived before it included,
+    _peak_bytes: int | None = None  # of a usual step, all that lived before it included,
     _peak: Peak | None = None  # of what it allocated,
-    _refresh_peak_bytes: int | None = None  # and of one with statistics
+    _refresh_peak_bytes: int | None = None  # and of one with statistics, or before there were kernels
     _floor_bytes: int | None = None
 
-    def note_peak(self, peak: Peak, baseline_bytes: int, *, of_refresh: bool) -> None:
-        """A step was measured; the baseline is what lived before it."""
-        if of_refresh:
-            self._refresh_peak_bytes = baseline_bytes + peak.total_bytes
-        else:
+    def note_peak(self, peak: Peak, baseline_bytes: int, *, usual: bool) -> None:
+        """A step was measured, a usual one or a refresh; the baseline is what lived before it."""
+        if usual:
             self._peak, self._peak_bytes = peak, baseline_bytes + peak.total_bytes
+        else:
+            self._refresh_peak_bytes = baseline_bytes + peak.total_bytes
 
     def note_statistics(self, step: int, collector: Collector, checks: tuple[Check, ...]) -> None:
         """A refresh has ended, and bounds are learned."""
@@ -203,19 +203,28 @@ class Refreshes:
     """Of one session.
 
     ``counts`` are a step's lossy tensors: True for those of weighted layers, False for others. Where
-    ``sums_errors``, a refresh also measures the error of all tensors together.
+    ``sums_errors``, a refresh also measures the error of all tensors together. ``first`` is the step that
+    the schedule begins with, which is the first whose tensors can be packed.
     """
 
     def __init__(self, policy: BoundPolicy, checks_per_refresh: int) -> None:
         self.counts = {True: _UNKNOWN_COUNT, False: _UNKNOWN_COUNT}
         self.collector: Collector | None = None  # of the running step, if that is a refresh
         self.sums_errors = True
+        self.first = 0
         self._policy, self._checks_per_refresh = policy, checks_per_refresh
 
     def due(self, step: int) -> bool:
         """Whether this step gathers statistics."""
         controller = self._policy.controller
-        return step >= 0 and controller is not None and controller.due(step)
+        return step >= self.first and controller is not None and controller.due(step - self.first)
+
+    def postpone(self, store: Store, model: torch.nn.Module, step: int, *, waited: bool) -> None:
+        """Begin with this step if the one before ``waited`` for kernels, or later if this one has none."""
+        if waited:
+            self.first = step
+        if step == self.first and store.ready is not None:
+            self.first += not all(map(store.ready, {each.dtype for each in model.parameters()}))
 
     def begin(self, recorder: Recorder, model: torch.nn.Module, step: int) -> None:
         """Gather them from now on, if they are due."""
@@ -246,7 +255,8 @@ STATE_VERSION = 2
 class State:
     """Where a session was. ``counts`` are its lossy tensors, weighted ones or not.
 
-    ``regions`` counts what the model's own checkpointing saves in a step.
+    ``regions`` counts what the model's own checkpointing saves in a step; statistics are gathered from the
+    step ``first`` on.
     """
 
     controller: ControllerState
@@ -254,6 +264,7 @@ class State:
     late_values: dict[str, Role]
     counts: dict[bool, int]
     regions: int
+    first: int
 
 
 def read_state(state: Mapping[str, Any]) -> State:
@@ -272,6 +283,7 @@ def read_state(state: Mapping[str, Any]) -> State:
             late_values={str(key): Role(role) for key, role in state["late_values"].items()},
             counts={True: weighted, False: others},
             regions=int(state.get("regions", 0)),
+            first=int(state.get("first", 0)),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise FormatError(

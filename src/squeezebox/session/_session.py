@@ -227,6 +227,7 @@ class Session:
             "counts": [counts[True], counts[False]],
             "controller": engine.policy.state.to_dict(),
             "regions": engine.recorder.regions.latest,
+            "first": engine.refreshes.first,
             "late_values": {key: role.value for key, role in engine.store.late_values.items()},
         }
 
@@ -242,4 +243,5 @@ class Session:
             read.step,
             read.late_values,
         )
-        engine.refreshes.counts, engine.recorder.regions.known = read.counts, read.regions
+        engine.refreshes.counts, engine.refreshes.first = read.counts, read.first
+        engine.recorder.regions.known = read.regions
