@@ -4,8 +4,8 @@ Goes in: a network of benchmarks/models.py. Comes out: the same network, which k
 backward only what passes from one segment of blocks to the next, and runs each segment again in backward.
 
 A block is what its author repeats: a residual block, an inverted residual, a transformer's layer, a level
-of the U-Net's way down or up, VGG's convolutions from pooling to pooling (in-place ReLUs forbid other
-cuts). Stems, and EfficientNet's head, are blocks of their own.
+of the U-Net's way down or up, VGG's and AlexNet's convolutions from pooling to pooling (in-place
+ReLUs forbid other cuts). Stems, and EfficientNet's head, are blocks of their own.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _trunks(model: nn.Module) -> list[tuple[Any, list[Block]]]:
     """The modules whose forward is a row of blocks, and these."""
     if isinstance(model, models.UNet):
         return [(model, _levels(model))]
-    if isinstance(model, models.VGG16):
+    if isinstance(model, models.VGG16 | models.AlexNet):
         return [(model.features, _pooled(model.features))]
     trunk = model.stages if isinstance(model, models.ResNet) else model.blocks
     ends = [getattr(model, name) for name in ("stem", "head") if hasattr(model, name)]

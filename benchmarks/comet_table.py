@@ -31,10 +31,10 @@ import torch
 import zfpy
 from pysz import sz, szConfig, szErrorBoundMode
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import squeezebox
 from benchmarks import _report, models, photos, training
+from benchmarks.checkpointing import checkpointed
 from squeezebox.bounds import Comet, Controller, ControllerState, NoiseBudget
 from squeezebox.capture import Choice, Recorder, Rule, Store
 from squeezebox.profiling import PeakMeter
@@ -280,31 +280,8 @@ def rivals(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]]) -> dict[s
 
 def checkpointing(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]]) -> dict[str, int]:
     """Peak with every block (or a fifth of the plain stacks) recomputed in backward."""
-    with _checkpointed(model):
+    with checkpointed(model):
         return {"peak_bytes": peak(model, functools.partial(train_step, model, batches))}
-
-
-@contextlib.contextmanager
-def _checkpointed(model: nn.Module) -> Iterator[None]:
-    blocks = [m for m in model.modules() if type(m).__name__ in ("Residual", "InvertedResidual")]
-    features = None if blocks else model.get_submodule("features")
-    for module in blocks:
-        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
-    if features is not None:
-        features.forward = functools.partial(_by_segments, list(features.children()))
-    try:
-        yield
-    finally:
-        for module in blocks or [features]:
-            del module.forward
-
-
-def _by_segments(layers: list[nn.Module], x: Tensor) -> Tensor:
-    """A plain stack, checkpointed from pooling to pooling (in-place ReLUs forbid other cuts)."""
-    ends = [number + 1 for number, layer in enumerate(layers) if isinstance(layer, nn.MaxPool2d)]
-    for start, end in zip([0, *ends], ends, strict=False):
-        x = checkpoint(nn.Sequential(*layers[start:end]), x, use_reentrant=False)
-    return x
 
 
 def table(results: dict[str, Any]) -> str:

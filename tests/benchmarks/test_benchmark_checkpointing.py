@@ -11,7 +11,7 @@ SIZES: dict[str, dict[str, int]] = {
     "gpt": {"width": 16, "depth": 3, "heads": 2, "context": 8},
 }
 NETWORKS = ("resnet18", *SIZES)
-LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("vgg16", "efficientnet_b0")]
+LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("vgg16", "alexnet", "efficientnet_b0")]
 
 
 def _gradients(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
@@ -26,7 +26,8 @@ def _gradients(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> 
 def test_every_part_is_run_again_and_gradients_stay_the_same(name: str, together: int) -> None:
     torch.manual_seed(0)
     model = models.build(name, 5, **SIZES.get(name, {}))
-    inputs, labels = torch.randn(2, 3, 32, 32), torch.tensor([0, 4])
+    side = 64 if name == "alexnet" else 32
+    inputs, labels = torch.randn(2, 3, side, side), torch.tensor([0, 4])
     if name == "gpt":
         inputs, labels = torch.randint(5, (2, 8)), torch.randint(5, (2, 8))
     plain = _gradients(model, inputs, labels)
