@@ -105,7 +105,8 @@ def main() -> None:
     arguments = parser.parse_args()
     height, width = map(int, arguments.size.split("x"))
     if arguments.child:
-        print(json.dumps(stepped(*arguments.child, height, width, arguments.memory)))
+        case, folder = arguments.child
+        print(json.dumps(stepped(case, folder, height, width, arguments.memory)))
         return
     results = {}
     with tempfile.TemporaryDirectory() as folder:

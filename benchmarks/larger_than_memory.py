@@ -51,9 +51,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     rows = [
-        graph(arguments.nodes, *kind, arguments.repeats, cold)
+        graph(arguments.nodes, far, mixed, arguments.repeats, cold)
         for cold in WAYS
-        for kind in ((0.0, False), (1 / 3, False), (0, True))
+        for far, mixed in ((0.0, False), (1 / 3, False), (0, True))
     ]
     rows += [
         tables(arguments.rows, name, dense, arguments.repeats, cold)
