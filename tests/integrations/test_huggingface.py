@@ -160,6 +160,25 @@ def test_the_context_ends_what_an_exception_interrupts(tmp_path):
     squeezebox.attach(model).detach()
 
 
+@pytest.mark.slow
+def test_the_context_ends_a_training_whose_callback_the_checkpoint_made_anew(tmp_path):
+    trainer_of(
+        gpt2(), tmp_path, SqueezeboxCallback(noise=1e-2), save_strategy="steps", save_steps=1, steps=1
+    ).train()
+    model, more = gpt2(), {"steps": 3, "restore_callback_states_from_checkpoint": True}
+    broken = [{"input_ids": torch.full((LENGTH,), 256), "labels": row["labels"]} for row in passages()]
+    with pytest.raises(IndexError), SqueezeboxCallback(noise=1e-2) as callback:
+        trainer_of(model, tmp_path, callback, dataset=broken, **more).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-1")
+        )
+    squeezebox.attach(model).detach()
+    with SqueezeboxCallback(noise=1e-2) as callback:
+        trainer_of(model, tmp_path, callback, **more).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-1")
+        )
+    assert callback.report.record.step == 2
+
+
 def network():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256))

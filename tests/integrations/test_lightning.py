@@ -87,6 +87,22 @@ def test_exact_training_is_plain_training_and_covers_the_loss(manual):
     assert_bare(squeezed)
 
 
+class Decaying(Classifier):
+    """Keeps a share of the last gradient."""
+
+    def optimizer_zero_grad(self, epoch, index, optimizer):
+        for each in self.parameters():
+            if each.grad is not None:
+                each.grad.mul_(0.5)
+
+
+def test_gradients_that_a_module_keeps_stay():
+    plain, other = Decaying(), Decaying()
+    fit(plain)
+    fit(other, SqueezeboxCallback(exact=True))
+    assert all(map(torch.equal, plain.parameters(), other.parameters()))
+
+
 def test_a_training_that_goes_on_from_a_checkpoint_equals_one_without_a_break(tmp_path):
     whole, first, second = Classifier(), Classifier(), Classifier()
     uninterrupted, begun, resumed = (SqueezeboxCallback(noise=1e-2) for _ in range(3))

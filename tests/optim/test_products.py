@@ -209,3 +209,14 @@ def test_clipping_gets_whole_gradients():
     plain = network()
     nn.functional.mse_loss(plain(x), torch.zeros(4, 3)).backward()
     assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
+
+
+def test_copies_have_nothing_of_it(tmp_path):
+    model, x = network(), inputs()
+    updates = sliced(model, torch.optim.SGD(model.parameters(), lr=0.1), ["first.weight"])
+    torch.save(model, tmp_path / "model.pt")
+    for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        other(x).square().mean().backward()
+        assert type(other.first.weight.grad) is torch.Tensor
+        torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+    updates.close()

@@ -446,3 +446,52 @@ def test_memory_that_is_not_there_is_refused(ask, tmp_path):
         ask(model.back.weight.grad)
     assert not model.back.weight.grad.numpy().flags.writeable
     updates.close()
+
+
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 70), nn.GELU(), nn.Linear(70, 200), nn.GELU(), nn.Linear(200, 5))
+
+
+def test_a_second_gradient_of_small_parameters_is_refused_too(tmp_path):
+    model, x = small(), torch.randn(8, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    updates = held(model, optimizer, tmp_path, in_backward=True)
+    model(x).square().sum().backward()
+    with pytest.raises(AttachError, match="a second gradient of '4.bias'"):
+        model(x).square().sum().backward()
+    updates.close()
+
+
+class Again(nn.Module):
+    """A layer within two checkpoints, each of which runs a backward of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared, self.others = nn.Linear(126, 126), nn.ModuleList(nn.Linear(126, 126) for _ in range(2))
+
+    def forward(self, x):
+        for other in self.others:
+            x = other(torch.utils.checkpoint.checkpoint(self.shared, x, use_reentrant=True))
+        return x
+
+
+def test_a_backward_within_backward_updates_nothing_twice(tmp_path):
+    model = Again()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    updates = held(model, optimizer, tmp_path, in_backward=True)
+    with pytest.raises(AttachError, match="a second gradient of 'shared"):
+        model(torch.randn(4, 126, requires_grad=True)).square().sum().backward()
+    updates.close()
+
+
+def test_an_optimizer_has_its_updates_made_once(tmp_path):
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    updates = held(model, optimizer, tmp_path, in_backward=False)
+    with pytest.raises(AttachError, match="updates of this SGD already"):
+        held(model, optimizer, tmp_path, in_backward=False)
+    updates.close()
+    held(model, optimizer, tmp_path, in_backward=False).close()
+    assert len(optimizer.param_groups[0]["params"]) == 6

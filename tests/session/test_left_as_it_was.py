@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import squeezebox
-from squeezebox.schema import OptionError
+from squeezebox.schema import OptionError, PlanError
 from tests.planning.test_max_batch import batch, network
 
 
@@ -86,3 +86,41 @@ def test_samples_that_do_not_match(sample, message):
     with pytest.raises(OptionError, match=message):
         squeezebox.plan(model, sample=sample, loss_fn=F.cross_entropy)
     squeezebox.attach(model).detach()
+
+
+def test_measuring_noise_leaves_the_optimizer_s_other_gradients():
+    model, head, (x, y) = network(), nn.Linear(10, 10), batch(8)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    session = squeezebox.attach(model, optimizer=optimizer, noise=1e-2)
+
+    def step():
+        F.cross_entropy(head(model(x)), y).backward()
+
+    session.measure_noise(step)
+    assert head.weight.grad is None
+    step()
+    before, values = head.weight.grad, head.weight.grad.clone()
+    assert session.measure_noise(step) > 0.0
+    assert head.weight.grad is before and torch.equal(before, values)
+    session.detach()
+
+
+def test_a_refused_plan_leaves_the_optimizer_to_itself():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sample = torch.randn(64, 256), torch.randint(8, (64,))
+    options = {"noise": 1e-2, "weight_noise": 0.02, "update_noise": 0.02, "offload": False}
+    plan = squeezebox.plan(
+        model, optimizer=optimizer, states=True, sample=sample, loss_fn=F.cross_entropy, **options
+    )
+    assert plan.weights is not None and plan.weights.packed
+    model[0].requires_grad_(True)
+    with pytest.raises(PlanError, match="frozen"):
+        squeezebox.attach(model, optimizer=optimizer, plan=plan)
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+    F.cross_entropy(model(sample[0]), sample[1]).backward()
+    assert type(model[2].weight.grad) is torch.Tensor
+    model[0].requires_grad_(False)
+    squeezebox.attach(model, optimizer=optimizer, plan=plan).detach()

@@ -191,6 +191,16 @@ def test_refusing_is_the_default_and_other_words_are_refused():
         squeezebox.attach(model, on_mismatch="replan")
 
 
+def test_plans_with_states_are_not_made_anew():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {"sample": (torch.randn(8, 16), torch.randint(8, (8,))), "loss_fn": F.cross_entropy}
+    plan = squeezebox.plan(model, optimizer=optimizer, states=True, exact=True, offload=False, **given)
+    with pytest.raises(OptionError, match="without states=True"):
+        squeezebox.attach(model, optimizer=optimizer, plan=plan, on_mismatch="replan", **given)
+
+
 @pytest.mark.parametrize("framed", (True, False))
 def test_a_loss_outside_the_model_is_known_to_the_plan(framed):
     torch.manual_seed(1)

@@ -65,6 +65,24 @@ def test_a_resumed_run_equals_an_uninterrupted_one(options, through):
     second.detach()
 
 
+@pytest.mark.parametrize("more", [1, 2, 18])
+def test_a_session_that_has_run_goes_back(more):
+    model = NETS["activations"][0]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    session = squeezebox.attach(model, optimizer=optimizer, noise=1e-2)
+    steps(model, optimizer, 0, 3)
+    weights, state = copy.deepcopy(model.state_dict()), session.state_dict()
+    losses, after = steps(model, optimizer, 3, 8), session.state_dict()
+    steps(model, optimizer, 50, 50 + more)
+    model.load_state_dict(weights)
+    session.load_state_dict(state)
+    assert session.state_dict() == state
+    assert steps(model, optimizer, 3, 8) == losses and session.state_dict() == after
+    model(images())  # without a backward
+    session.load_state_dict(state)
+    assert session.state_dict() == state
+
+
 def damaged(**changes):
     def damage(state):
         return {key: value for key, value in {**state, **changes}.items() if value is not ...}
@@ -89,6 +107,8 @@ def damaged(**changes):
         damaged(controller={"bounds": {"a": "wide"}, "sensitivities": {}, "corrections": {}, "updates": 1}),
         damaged(late_values=...),
         damaged(late_values=1),
+        lambda _: None,
+        lambda _: [1],
     ],
 )
 def test_a_newer_or_damaged_state_is_refused_whole(damage):

@@ -256,3 +256,23 @@ def test_parameters_that_were_computed_are_no_cause_for_warnings():
 
 def named(model):
     return [(m, name, value) for m in model.modules() for name, value in m._parameters.items()]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")  # deprecated
+def test_a_model_that_torch_jit_has_compiled_is_refused():
+    for made in (torch.jit.script(nn.Linear(4, 4)), torch.jit.trace(nn.Linear(4, 4), torch.ones(1, 4))):
+        with pytest.raises(squeezebox.UnsupportedModelError, match="compiled by torch.jit"):
+            squeezebox.attach(made, exact=True)
+
+
+class Named(nn.Module):
+    def forward(self, module):
+        return module.exp()
+
+
+def test_an_input_may_have_any_name():
+    model, x = Named(), torch.randn(64, 64, requires_grad=True)
+    session = squeezebox.attach(model, exact=True)
+    model(module=x).sum().backward()
+    assert session.report().saved_bytes == x.nbytes
+    session.detach()

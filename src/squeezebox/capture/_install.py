@@ -165,7 +165,7 @@ class Installation:
         """The model's forward between start and finish; that of a copy of the model runs bare."""
 
         @functools.wraps(type(model).forward)
-        def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def forward(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             bare = functools.partial(self._own.forward, module)
             if module is not self._of():
                 return bare(*args, **kwargs)
@@ -233,8 +233,13 @@ def check_supported(model: torch.nn.Module) -> None:
     """Refuse models whose capture would do harm.
 
     Raises:
-        UnsupportedModelError: parameters on two devices, or a part compiled by torch.compile.
+        UnsupportedModelError: parameters on two devices, or a part compiled by torch.compile or torch.jit.
     """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UnsupportedModelError(
+            "the model is compiled by torch.jit, and runs without Python's operators, which a session "
+            "watches. Attach to the module that it was made of."
+        )
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1:
         raise UnsupportedModelError(

@@ -24,6 +24,11 @@ class Training:
         self._pending: Mapping[str, Any] | None = None
 
     @property
+    def is_planned(self) -> bool:
+        """Whether steps are counted in bytes."""
+        return not {"budget", "plan"}.isdisjoint(self._options)
+
+    @property
     def session(self) -> Session:
         """The session of this training, or of the last one.
 

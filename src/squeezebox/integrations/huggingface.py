@@ -15,6 +15,8 @@ from squeezebox.reports import Report
 from squeezebox.schema import AttachError, OptionError
 from squeezebox.session import Session
 
+_entered: list[SqueezeboxCallback] = []  # those within their `with`, the innermost last
+
 
 class SqueezeboxCallback(TrainerCallback, ExportableState):
     """Squeeze what a model saves in its forward while a Trainer trains it.
@@ -45,6 +47,7 @@ class SqueezeboxCallback(TrainerCallback, ExportableState):
         self._training = Training(options)
         self._options = options
         self._model: torch.nn.Module | None = None
+        self._is_restored = False
         self.left_out: list[str] = []
 
     @property
@@ -95,8 +98,14 @@ class SqueezeboxCallback(TrainerCallback, ExportableState):
         optimizer = kwargs["optimizer"]
         optimizers = [getattr(optimizer, "optimizer", optimizer)]  # accelerate wraps it
         self._model = kwargs["model"]
+        if self._is_restored and _entered:  # the Trainer has put this one in the place of that one
+            _entered[-1].follow(self._training, self._model)
         every = args.gradient_accumulation_steps
         self._training.begin(self._model, optimizers, ranks=args.world_size, accumulate=every)
+
+    def follow(self, training: Training, model: torch.nn.Module) -> None:
+        """Report, and end, the training of the callback that a checkpoint made in the place of this one."""
+        self._training, self._model = training, model
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -119,13 +128,16 @@ class SqueezeboxCallback(TrainerCallback, ExportableState):
     @session_state.setter
     def session_state(self, state: dict[str, Any]) -> None:
         self._training.load(state)
+        self._is_restored = True
 
     def __enter__(self) -> SqueezeboxCallback:
+        _entered.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        _entered.remove(self)
         model = self._model
         if model is None or error is None:
             self._training.end()

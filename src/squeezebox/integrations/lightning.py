@@ -57,9 +57,12 @@ class SqueezeboxCallback(Callback):
     ) -> None:
         """Begin to squeeze: ``training_step`` follows.
 
-        Lightning lets go of gradients only before the next backward, and a plan counts none in forward.
+        Lightning lets go of gradients only before the next backward, and a plan counts none in forward. A
+        module that does this in its own way goes on to.
         """
-        if pl_module.automatic_optimization and batch_idx % trainer.accumulate_grad_batches == 0:
+        own = type(pl_module).optimizer_zero_grad is not LightningModule.optimizer_zero_grad
+        first = batch_idx % trainer.accumulate_grad_batches == 0
+        if self._training.is_planned and first and pl_module.automatic_optimization and not own:
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad()
         self._open()

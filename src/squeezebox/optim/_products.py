@@ -89,7 +89,7 @@ class Products:
         self, model: nn.Module, names: Collection[str], is_wanted: Callable[[], bool] = lambda: True
     ) -> None:
         layers = _layers(model)
-        self._hooks = [layers[name].register_forward_hook(_hook(is_wanted)) for name in names]
+        self._hooks = [layers[name].register_forward_hook(_Hook(is_wanted)) for name in names]
 
     def close(self) -> None:
         """Gradients are plain tensors again."""
@@ -132,13 +132,27 @@ def _layers(model: nn.Module) -> Mapping[str, nn.Linear]:
     return {name: owners[id(each)] for name, each in model.named_parameters() if id(each) in owners}
 
 
-def _hook(is_wanted: Callable[[], bool]) -> Callable[..., None]:
-    def after(module: nn.Linear, inputs: object, output: object) -> None:
+class _Hook:
+    """After a layer's forward; in a copy of the layer, and in its pickle, nothing."""
+
+    def __init__(self, is_wanted: Callable[[], bool]) -> None:
+        self._is_wanted = is_wanted
+
+    def __call__(self, module: nn.Linear, inputs: object, output: object) -> None:
         weight = module.weight
         if isinstance(output, torch.Tensor) and output.requires_grad and weight.requires_grad:
-            output.register_hook(lambda gradient: _of_output(gradient, weight) if is_wanted() else None)
+            output.register_hook(lambda gradient: _of_output(gradient, weight) if self._is_wanted() else None)
 
-    return after
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _without, ()
+
+
+def _without() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(module: nn.Module, inputs: object, output: object) -> None:
+    pass
 
 
 def _of_output(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -18,6 +19,8 @@ from squeezebox.schema import AttachError, UnsupportedModelError
 
 SMALL_BYTES = 1 << 16  # of a parameter that is updated together with others,
 WAITING_BYTES = 1 << 18  # as soon as these are so large
+
+_updated: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that have an Updates
 
 
 class Updates:
@@ -40,6 +43,7 @@ class Updates:
 
     Raises:
         OptionError: the optimizer's step is not parameter by parameter.
+        AttachError: the optimizer's updates are made by another one.
     """
 
     def __init__(
@@ -56,6 +60,11 @@ class Updates:
         split: Collection[str] = (),
     ) -> None:
         refuse_unknown(optimizer)
+        if optimizer in _updated:
+            raise AttachError(
+                f"another session or compiled step makes the updates of this {type(optimizer).__name__} "
+                "already. Detach that one first; or give each model an optimizer of its own."
+            )
         self._optimizer, self._in_backward = optimizer, in_backward
         named = dict(model.named_parameters())
         self._groups = Groups(model, optimizer)
@@ -67,7 +76,8 @@ class Updates:
         self._weights = SplitWeights({name: named[name] for name in split}, self._file, in_file)
         self._updated: set[int] = set()  # parameters, since the last step();
         self._used: dict[int, dict[str, Any]] = {}  # group -> the settings with which
-        self._waiting: list[torch.nn.Parameter] = []  # small ones, to be updated together
+        # small ones, to be updated together, and what tells their gradients from later ones
+        self._waiting: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}
         self._known = 0  # states, when they were last put in order
         self._is_paused = False
         self._hooks = [
@@ -81,7 +91,11 @@ class Updates:
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_load_state_dict_post_hook(lambda _: self._move_all()),
         ]
-        self._move_all()
+        _updated.add(optimizer)
+        with contextlib.ExitStack() as undone:  # by a full disk, say
+            undone.callback(self.close)
+            self._move_all()
+            undone.pop_all()
 
     def noise(self) -> float | None:
         """Squared error of the last updates over their squared norm; None where no state is packed."""
@@ -127,6 +141,7 @@ class Updates:
 
     def close(self) -> None:
         """Leave the optimizer as it would be without: states in memory, gradients too."""
+        _updated.discard(self._optimizer)
         for hook in (*self._hooks, self._last):
             hook.remove()
         self._products.close()
@@ -157,7 +172,9 @@ class Updates:
                 "or leave states=True out."
             )
         elif self._is_small(parameter):
-            self._waiting.append(parameter)
+            known, version = self._waiting.setdefault(parameter, (parameter.grad, parameter.grad._version))
+            if known is not parameter.grad or version != known._version:  # it was added to
+                raise _second(self._groups.name(parameter))
             if sum(each.nbytes for each in self._waiting) >= WAITING_BYTES:
                 self._update_waiting()
         else:
@@ -185,12 +202,7 @@ class Updates:
 
     def _check_first(self, parameter: torch.nn.Parameter) -> None:
         if id(parameter) in self._updated:
-            raise AttachError(
-                f"backward has a second gradient of '{self._groups.name(parameter)}' and no optimizer.step() "
-                "came after the first, which has updated it. Call optimizer.step() after each backward, also "
-                "after one that failed; or make the plan with accumulate= (several add up to one step; a "
-                "discriminator has gradients of two losses), or without states=True."
-            )
+            raise _second(self._groups.name(parameter))
 
     def _update_now(self, parameter: torch.nn.Parameter) -> None:
         self._check_first(parameter)
@@ -302,6 +314,15 @@ class Updates:
                     "at optimizer.step(): under this plan backward updates. Set it before backward, or make "
                     "an eager plan with clip=True, which updates in optimizer.step()."
                 )
+
+
+def _second(name: str) -> AttachError:
+    return AttachError(
+        f"backward has a second gradient of '{name}' and no optimizer.step() came after the first, which "
+        "updates it. Call optimizer.step() after each backward, also after one that failed; or make the plan "
+        "with accumulate= (several add up to one step; a discriminator has gradients of two losses), or "
+        "without states=True."
+    )
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

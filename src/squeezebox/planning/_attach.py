@@ -315,6 +315,11 @@ def _replanning(
     """Holds the sample's shapes and target, not its inputs; cannot plan without sample and loss."""
     if sample is None or loss_fn is None:
         return Replanning(plans={})
+    if plan.optimizer is not None:
+        raise OptionError(
+            "on_mismatch='replan' makes plans without states=True, and this one has it; make the plan for "
+            "the largest inputs, or without states=True."
+        )
     exact = plan.noise == 0.0
     make = functools.partial(
         make_plan,

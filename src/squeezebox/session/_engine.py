@@ -94,15 +94,19 @@ class Engine:
         self._growth = Growth(notes=self.notes)
         self.updates: Updates | None = None
         self.weights: Weights | None = None
-        self._returning = contextlib.ExitStack()
+        self._returning = contextlib.ExitStack()  # of what is elsewhere under a plan
         if plan is not None:
-            self._use(plan)
-            self.update_by(updates_of(plan, model, optimizer))
-            self.weights = weights_of(plan, model)
-            self.store.loans = None if self.weights is None else self.weights.loans
-            if is_scarce(plan.predicted_peak_bytes, device_of(model)):
-                self._returning.enter_context(freed_returned(small=True))
-                self.notes[_SCARCE] = None
+            with self._returning:  # should something fail
+                self._use(plan)
+                self.update_by(updates_of(plan, model, optimizer))
+                self.weights = weights_of(plan, model)
+                if self.weights is not None:
+                    self._returning.callback(self.weights.close)
+                    self.store.loans = self.weights.loans
+                if is_scarce(plan.predicted_peak_bytes, device_of(model)):
+                    self._returning.enter_context(freed_returned(small=True))
+                    self.notes[_SCARCE] = None
+                self._returning = self._returning.pop_all()
         elif policy.controller is not None:
             self.store.spares = self.recorder.regions.spares
         self._meter = PeakMeter(device_of(model))
@@ -115,6 +119,7 @@ class Engine:
         """Have the optimizer's updates made so; None leaves them to it."""
         self.updates = updates
         if updates is not None:
+            self._returning.callback(updates.close)
             self.records.update_noise = updates.noise
 
     def require_attached(self) -> None:
@@ -131,10 +136,6 @@ class Engine:
         self.installation.remove()
         self.installation = None
         self.store.close()
-        if self.updates is not None:
-            self.updates.close()
-        if self.weights is not None:
-            self.weights.close()
         self._returning.close()
         attached.discard(self.model)
 
@@ -237,13 +238,15 @@ class Engine:
         self.require_attached()
         self.close_step()
         self.store.ready = None  # a measured step is packed, and waits for its kernels
-        with restored(self.model):
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        leaves = [parameter for group in groups for parameter in group["params"]]
+        with restored(self.model, leaves=leaves):
             self.slice(None)
             try:
                 exact = self.replay(closure, bypass=True)
             finally:
                 self.slice(self.plan.region if self.plan else None)
-        with restored(self.model):
+        with restored(self.model, leaves=leaves):
             return gradient_noise(exact, self.replay(closure, bypass=False))
 
     def slice(self, region: Region | None) -> None:
@@ -262,7 +265,8 @@ class Engine:
             self.installation.remove()
         attached.discard(self.model)
         try:
-            yield
+            with contextlib.nullcontext() if self.updates is None else self.updates.paused():
+                yield
         finally:
             attached.add(self.model)
             self.installation = Installation(self.model, self.start, self.finish)

@@ -269,7 +269,7 @@ class State:
 
 def read_state(state: Mapping[str, Any]) -> State:
     """From plain values; FormatError if they are damaged or of a newer version."""
-    version = state.get("version")
+    version = state.get("version") if isinstance(state, Mapping) else None
     if version != STATE_VERSION:
         raise FormatError(
             f"session state has version {version}; this Squeezebox reads version {STATE_VERSION}. "

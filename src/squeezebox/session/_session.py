@@ -146,8 +146,9 @@ class Session:
             closure: runs forward, loss and backward on one batch, without the optimizer's step.
 
         Returns:
-            Squared error of all parameter gradients over their squared norm. Gradients, buffers and
-            random states are as before; the figure is also the report's ``noise``.
+            Squared error of all parameter gradients over their squared norm. The gradients of model and
+            optimizer, buffers and random states are as before; those of other tensors, such as an input's,
+            grow by two backward passes. The figure is also the report's ``noise``.
 
         Raises:
             AttachError: detached, or the closure left no gradients, or such as are not finite.
@@ -238,6 +239,8 @@ class Session:
             FormatError: the state is damaged or of a newer version.
         """
         read, engine = read_state(state), self.engine
+        engine.close_step()  # of before, and no part of what is loaded
+        engine.abandon()
         engine.policy.state, engine.step, engine.store.late_values = (
             read.controller,
             read.step,

@@ -16,9 +16,17 @@ from squeezebox.memory import parts_of
 
 
 @contextlib.contextmanager
-def restored(model: torch.nn.Module, *others: torch.nn.Module) -> Iterator[None]:
-    """Put gradients of the model, and buffers of all modules and random states back afterwards."""
-    gradients = [(each, gradient_of(each)) for each in model.parameters()]
+def restored(
+    model: torch.nn.Module, *others: torch.nn.Module, leaves: Iterable[torch.Tensor] = ()
+) -> Iterator[None]:
+    """Put gradients of the model, and buffers of all modules and random states back afterwards.
+
+    Those of ``leaves`` too, which have none meanwhile.
+    """
+    own = [*leaves]
+    gradients = [(each, gradient_of(each)) for each in (*model.parameters(), *own)]
+    for each in own:
+        each.grad = None
     buffers = [
         (module, name, buffer, buffer.clone())
         for each in (model, *others)
