@@ -1,5 +1,7 @@
 """Ways to use DistributedDataParallel: accumulation, unused parameters, uneven inputs, dtypes."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -189,3 +191,50 @@ def test_noise_and_ratio_are_kept_to():
 def test_a_ratio_is_of_bytes_that_go_among_more_ranks(world):
     for (found,) in ranks.run(_steered, world, {"ratio": 5.0}):
         assert 4.4 < sum(each.ratio for each in found[8:]) / 8 < 5.6
+
+
+class _Scaled(nn.Module):
+    """Two layers, and parameters of one element and of few, all of one gradient's size."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+        self.scale, self.shift = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return self.scale * self.layers(x) + self.shift
+
+
+def _steep(rank, method, ratio):
+    """Losses, what was warned of, and how far the small parameters moved."""
+    net = _Scaled()
+    ddp = nn.parallel.DistributedDataParallel(net)
+    squeezed = squeezebox.compress_gradients(ddp, method, ratio=ratio)
+    optimizer, losses = torch.optim.SGD(ddp.parameters(), lr=0.05), []
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for step in range(60):
+            x, _ = ranks.batch(rank, step, width=64, samples=32)
+            optimizer.zero_grad()
+            loss = (ddp(x) - x[:, :4] - 1.0).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    said = [str(each.message) for each in warned if "ratio" in str(each.message)]
+    return _finished(squeezed, losses, said, net.scale.item(), net.shift.tolist(), squeezed.level)
+
+
+@pytest.mark.parametrize("method", ["entropy", "planes"])
+def test_small_parameters_are_sent_at_any_ratio(method):
+    for losses, _, scale, shift, level in ranks.run(_steep, 2, method, 20.0):
+        assert level > 1.0 and scale != 1.0
+        assert all(abs(each) > 0.1 for each in shift)
+        assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+
+
+def test_a_ratio_that_cannot_be_reached_is_said_once_and_training_goes_on():
+    for losses, said, scale, _, level in ranks.run(_steep, 2, "entropy", 1000.0):
+        assert len(said) == 1 and "ratio=1000 cannot be reached" in said[0]
+        assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
+        assert scale != 1.0 and level == 64 * 64 + 64 + 64 * 4 + 4 + 1 + 4

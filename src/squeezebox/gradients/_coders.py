@@ -17,6 +17,8 @@ from torch import Tensor
 from squeezebox import codecs
 from squeezebox.gradients._wanted import PIECE, Sizes, Wanted, parts_of, pieces_of
 
+_SENT = 0.75  # a bound's share of a parameter's largest element, at the most
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coder(ABC):
@@ -54,11 +56,12 @@ class Bounded(Coder):
     """Every element within ``level`` times the root mean square of its parameter's gradient.
 
     Parameters differ in scale, so each is measured by its own: a message begins with those (float32). Pieces
-    that stay in a processor's cache follow.
+    that stay in a processor's cache follow. Of each parameter the largest element comes at any level, with
+    smaller bounds where need be: else one of few elements, such as a scale, would never be sent.
     """
 
     def encode(self, wanted: Wanted, level: float, step: int) -> Tensor:
-        units = _units(wanted)
+        units = _units(wanted, level)
         scales = units.to(wanted.dtype).unbind()
         codec, begun, bodies = codecs.get(self.name), 0, [_aligned(units.view(torch.uint8))]
         for piece, own in wanted.pieces():
@@ -172,10 +175,12 @@ CODERS = {
 }
 
 
-def _units(wanted: Wanted) -> Tensor:
-    """Each parameter's root mean square in float32; 1 for one of zeros, or beyond float32."""
+def _units(wanted: Wanted, level: float) -> Tensor:
+    """Each parameter's root mean square in float32, or less; 1 for one of zeros, or beyond float32."""
     counts = torch.tensor(wanted.sizes, dtype=torch.float64, device="cpu").clamp(min=1)
     units = (wanted.squares / counts).sqrt().float()
+    if level > _SENT:  # below it, the bound is less than the largest element anyway
+        units = torch.minimum(units, (wanted.peaks * (_SENT / level)).float())
     return torch.where((units > 1e-30) & (units < 1e30), units, 1.0)
 
 

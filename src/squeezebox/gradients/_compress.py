@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import numbers
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -322,16 +323,25 @@ class CompressedGradients:
             whole=self.total.whole + self.last.whole,
         )
         if self._is_steered and self._passes > 1 and self.last.noise and not self.last.whole:
-            self._level *= self._steered()
+            self._level = self._steered()
 
     def _steered(self) -> float:
-        """The factor by which the level meets the noise or the ratio that was asked for."""
+        """The level that meets the noise or the ratio asked for; at the highest, one element goes."""
         if self._noise is not None:
             factor = math.sqrt(self._noise / max(self.last.noise, 1e-12))
         else:
             sent, plain = self.last.sent_bytes, self.last.plain_bytes
             factor = (self._ratio or 1.0) * sent / plain if plain else 1.0
-        return min(max(factor, 1.0 / _FASTEST), _FASTEST)
+        highest = float(sum(self._sizes.values()))
+        level = self._level * min(max(factor, 1.0 / _FASTEST), _FASTEST)
+        if self._ratio is not None and level > highest > self._level:
+            warnings.warn(
+                f"ratio={self._ratio:g} cannot be reached: with next to nothing of the gradients, the last "
+                f"backward's messages are still {self.last.sent_bytes} bytes for {self.last.plain_bytes}, a "
+                f"ratio of {self.last.ratio:.1f}. Training goes on so; ask for a lower ratio.",
+                stacklevel=2,
+            )
+        return min(level, highest)
 
 
 def compress_gradients(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
@@ -30,6 +31,16 @@ class Wanted:
         for piece, own in self.pieces():
             norms = torch.stack(torch._foreach_norm(parts_of(own, piece), 2.0)).double()
             found[piece[0][0] : piece[-1][0] + 1] += norms.square()
+        return found
+
+    @cached_property
+    def peaks(self) -> Tensor:
+        """The largest magnitude of each parameter's, in float64; read before the gradient changes."""
+        found = torch.zeros(len(self.sizes), dtype=torch.float64, device="cpu")
+        for piece, own in self.pieces():
+            highest = torch.stack(torch._foreach_norm(parts_of(own, piece), math.inf)).double()
+            places = torch.tensor([place for place, _ in piece], device="cpu")
+            found[places] = torch.maximum(found[places], highest)
         return found
 
     def read(self, begin: int, out: Tensor) -> Tensor:
