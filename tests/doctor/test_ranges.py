@@ -83,6 +83,89 @@ def test_random_programs_stay_within_what_is_proven(program, one, other, seed):
         assert not outside(proven, ranges(drawn(kind % 2), drawn(kind // 2)))
 
 
+TENS = torch.full((1, 1, 8, 8), 10.0)
+
+
+def written(write):
+    def program():
+        base = torch.zeros(8, 8)
+        write(base)
+        return base * 1e3
+
+    return program
+
+
+def copied_in_backward():
+    x = TENS.clone().requires_grad_()
+    (F.avg_pool2d(x, 3, divisor_override=-1).sum() + torch.zeros(8, 8).copy_(x[0, 0]).sum() * 5).backward()
+
+
+def moved_moments():
+    norm = nn.BatchNorm2d(1)
+    norm(TENS * torch.linspace(100, 101, 64).view(8, 8))
+    return norm.eval()(TENS * 0)
+
+
+def scaled_weight():
+    weight = nn.Parameter(torch.ones(4, 4))
+    before = TENS.view(16, 4) @ weight
+    with torch.no_grad():
+        torch._foreach_mul_([weight], 1e4)
+    return before + TENS.view(16, 4) @ weight
+
+
+PLACED = {
+    "copy": written(lambda base: base.copy_(TENS[0, 0])),
+    "copy to integers": lambda: torch.zeros(4, dtype=torch.int32).copy_(torch.full((4,), 9.7)) * 3,
+    "one row": written(lambda base: base.__setitem__(2, TENS[0, 0, 0])),
+    "rows": written(lambda base: base.__setitem__(slice(4), TENS[0, 0, :4])),
+    "masked": written(lambda base: base.__setitem__(base == 0, 7.0)),
+    "masked fill": written(lambda base: base.masked_fill_(base == 0, 7.0)),
+    "index": written(lambda base: base.index_add_(0, torch.zeros(8, dtype=torch.long), TENS[0, 0])),
+    "scatter": written(lambda base: base.scatter_(1, torch.ones(8, 1, dtype=torch.long), TENS[0, 0])),
+    "fill": written(lambda base: base[1].fill_(5.0)),
+    "diagonal": written(lambda base: base.fill_diagonal_(5.0)),
+    "several": written(lambda base: torch._foreach_add_([base], 1e4)),
+    "slice scatter": lambda: torch.slice_scatter(torch.zeros(4, 4), torch.ones(2, 4), 0, 0, 2) * 2,
+    "pad": lambda: F.pad(TENS, (1, 1), value=77.0) * 2,
+    "sum of a window": lambda: F.avg_pool2d(TENS, 3, divisor_override=1),
+    "sum of less": lambda: F.avg_pool2d(TENS, 3, ceil_mode=True, divisor_override=9),
+    "zeros in a window": lambda: 1 / F.avg_pool2d(TENS, 3, padding=1),
+    "zeros of one dimension": lambda: 1 / F.avg_pool1d(TENS[0], 3, padding=1),
+    "rounded mean": lambda: F.avg_pool2d(torch.full((1, 1, 256, 256), 0.1), 256),
+    "rounded adaptive mean": lambda: F.adaptive_avg_pool2d(torch.full((1, 1, 256, 256), 0.1), 2),
+    "decimals": lambda: torch.full((3,), 0.26).round(decimals=1),
+    "booleans": lambda: (TENS * 0.05).bool().float() * 3 + 1 / TENS.bool().float(),
+    "nothing": lambda: TENS.flatten()[:0].sum() * 2,
+    "infinite": lambda: torch.tensor([1.0, torch.inf]).nan_to_num(posinf=-5.0) * 2,
+    "bits": lambda: TENS.view(torch.int32) + 0,
+    "complex": lambda: torch.complex(TENS, TENS).abs() + torch.fft.rfft2(TENS).real.sum(),
+    "conjugate": lambda: torch.complex(TENS, TENS).conj().imag * 2 + (torch.complex(TENS, TENS) * 1j).real,
+    "scalar": lambda: torch.tensor(3.0).log_softmax(0) + torch.tensor(3.0).softmax(0),
+    "moments": moved_moments,
+    "weight": scaled_weight,
+    "backward": copied_in_backward,
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_what_is_written_in_place_padded_or_cast_is_within(name):
+    with Ranges() as found:
+        PLACED[name]()
+    full = [each for each in found.reached if "empty" not in each.operator and each.operator != "slice"]
+    assert not outside(full, full)
+
+
+def test_a_copy_reaches_as_far_as_what_is_copied():
+    def step():
+        buffer = torch.zeros(8, 8)
+        buffer[:4] = TENS[0, 0, :4] * 100
+        return buffer * 1e3
+
+    [fp16, *_] = squeezebox.check_ranges(step, margin=1.0).figures.overflows
+    assert fp16.operator == "mul" and fp16.reach == pytest.approx(1e6, rel=1e-3)
+
+
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_what_kernels_lose_near_zero_is_within_too(approximate):
     for low in torch.arange(-10.0, 3.0, 0.125).tolist():

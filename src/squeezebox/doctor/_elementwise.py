@@ -125,8 +125,20 @@ def _greater(a: Arguments) -> Interval:
 
 def _known_numbers(a: Arguments) -> Interval:
     """What is not a number becomes 0, and infinities what is given or the largest."""
-    nan = a.given(1, "nan", None) or 0.0
-    return a[0].with_(Interval(nan, nan))
+    found = a[0].with_(a.of(a.given(1, "nan", None) or 0.0))
+    for place, name in ((2, "posinf"), (3, "neginf")) if math.isinf(a[0].reach) else ():
+        value = a.given(place, name, None)
+        found = found if value is None else found.with_(a.of(value))
+    return found
+
+
+def _rounded(a: Arguments) -> Interval:
+    """To integers, or to a number of decimals: a tie may go either way, as rounding moved it."""
+    decimals = a.given(1, "decimals", 0)
+    if not decimals:
+        return Interval(*(float(round(x)) if math.isfinite(x) else x for x in a[0]))
+    half = 0.5 * 10.0**-decimals
+    return added(a[0], Interval(-half, half))
 
 
 def _absolute(a: Arguments) -> Interval:
@@ -165,7 +177,7 @@ def count(tensor: Tensor, dims: Any) -> int:
 
 
 def _sum(a: Arguments) -> Interval:
-    terms = count(a.args[0], a.given(1, "dim", None))
+    terms = count(a.args[0], a.given(1, "dim", None)) if a.args[0].numel() else 0
     return a[0].scaled(float(terms))
 
 
@@ -201,7 +213,7 @@ _SAME = """
     view reshape _unsafe_view t transpose permute expand slice select unsqueeze squeeze clone detach alias
     contiguous _to_copy flip repeat roll index index_select gather embedding diagonal as_strided amax amin
     mean unfold unbind split split_with_sizes chunk _reshape_alias narrow masked_select max_pool2d
-    avg_pool2d _adaptive_avg_pool2d upsample_nearest2d lift_fresh movedim swapaxes view_as copy
+    _adaptive_avg_pool2d upsample_nearest2d lift_fresh movedim swapaxes view_as
 """
 _FLAGS = """
     eq ne lt le gt ge logical_and logical_or logical_not isnan isinf isfinite any all signbit is_nonzero
@@ -216,7 +228,7 @@ ELEMENTWISE: Mapping[Any, Rule] = {
     aten.sqrt: _monotone(lambda x: math.sqrt(max(x, 0.0))),
     aten.floor: _monotone(_floor),
     aten.ceil: _monotone(_ceil),
-    aten.round: _monotone(lambda x: float(round(x)) if math.isfinite(x) else x),
+    aten.round: _rounded,
     aten.sign: _monotone(lambda x: float((x > 0.0) - (x < 0.0))),
     aten.gelu: _gelu,
     aten.silu: _dipping(_silu, -1.2784645),
@@ -236,6 +248,7 @@ ELEMENTWISE: Mapping[Any, Rule] = {
     aten.nan_to_num: _known_numbers,
     aten.where: _chosen,
     aten.masked_fill: _filled,
+    aten.copy: lambda a: a[1],
     aten.cat: _joined,
     aten.stack: _joined,
     aten.constant_pad_nd: lambda a: a[0].with_(a.of(a.given(2, "value", 0))),

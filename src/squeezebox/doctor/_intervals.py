@@ -49,7 +49,10 @@ def widened(found: Interval, terms: int, dtype: torch.dtype) -> Interval:
     """The interval with what rounding of as many terms may add; a cast to integers drops fractions.
 
     One rounding moves each end by its own share, a sum by a share of what it adds up. None changes a sign.
+    A cast to booleans makes 0 or 1 of any number.
     """
+    if dtype == torch.bool:
+        return Interval(0.0, 1.0)
     if not dtype.is_floating_point:
         return Interval(_truncated(found.low), _truncated(found.high))
     type_ = torch.finfo(dtype)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from squeezebox.doctor._intervals import Arguments, Interval, widened
-from squeezebox.doctor._rules import CONSTANTS, EMPTY, RULES, rounded_terms, terms_of
+from squeezebox.doctor._rules import CONSTANTS, EMPTY, RULES, rounded_terms, running_moments, terms_of
 from squeezebox.doctor._step import arguments
 from squeezebox.profiling import Modules
 from squeezebox.reports import RangeCheck
@@ -82,9 +82,10 @@ class Ranges(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        packet = func.overloadpacket
-        rule = None if func is aten.view.dtype else RULES.get(_functional(packet))
-        before = {id(each): self.of(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        packet, inputs = func.overloadpacket, tree_leaves((args, kwargs))
+        has_rule = func is not aten.view.dtype and not any(map(_is_complex, inputs))
+        rule = RULES.get(_functional(packet)) if has_rule else None
+        before = {id(each): self.of(each) for each in inputs if isinstance(each, Tensor)}
         told = Arguments(args, kwargs, lambda v: before.get(id(v)) or self.of(v), self._sums)
         found: Any = None if rule is None else rule(told)
         out = func(*args, **kwargs)
@@ -98,9 +99,24 @@ class Ranges(TorchDispatchMode):
             found = tuple(
                 each for each, leaf in itertools.zip_longest(found, leaves) if isinstance(leaf, Tensor)
             )
-        if results:
-            self._note(func, results, found, terms_of(packet, args), rounded_terms(packet, args))
+        written = _written(func, args, kwargs)
+        if results or written:
+            terms, rounded = terms_of(packet, args), rounded_terms(packet, args)
+            self._note(func, results or written, found, terms, rounded)
+        for each in written if results and rule is None else ():
+            self._join(each, self._seen(each))
+        if packet is aten.native_batch_norm and args[5]:
+            for each, moment in zip(args[3:5], running_moments(told), strict=True):
+                if each is not None:
+                    self._join(each, widened(moment, args[0].numel(), each.dtype))
         return out
+
+    def _join(self, tensor: Tensor, interval: Interval) -> None:
+        """What was written to some of a storage's elements, in addition to what was there before."""
+        storage = tensor.untyped_storage()
+        known = self._known.get(storage)
+        self._known[storage] = interval if known is None else known.with_(interval)
+        self._weights.pop(storage, None)
 
     def _note(self, func: Any, results: Sequence[Tensor], found: Any, terms: int, rounded: int) -> None:
         listed = found if type(found) is tuple else [found] * len(results)
@@ -110,13 +126,9 @@ class Ranges(TorchDispatchMode):
         ]
         is_view, module = func.is_view, self._modules.current()
         for result, each in zip(results, proven, strict=True):
-            storage = result.untyped_storage()
-            if is_view and storage in self._known:
+            if is_view and each is not None and result.untyped_storage() in self._known:
                 continue
-            reached = self._seen(result) if each is None else each
-            known = self._known.get(storage)
-            self._known[storage] = reached if known is None else known.with_(reached)
-            self._weights.pop(storage, None)
+            self._join(result, self._seen(result) if each is None else each)
         self.reached.append(
             Reached(
                 operator=func.overloadpacket.__name__,
@@ -139,7 +151,8 @@ class Ranges(TorchDispatchMode):
         if tensor.dtype == torch.bool:
             return Interval(0.0, 1.0)
         low, high = torch.aminmax(tensor.detach())
-        grown = Interval(float(low), float(high))
+        sign = -1.0 if tensor.is_neg() else 1.0  # of a view that negates, which is not read as such here
+        grown = Interval(float(low), float(high)).scaled(sign)
         return grown.with_(grown.scaled(margin or self._margin)) if tensor.is_floating_point() else grown
 
     def _sums(self, tensor: Tensor, dims: Sequence[int]) -> float:
@@ -154,6 +167,21 @@ def _functional(packet: Any) -> Any:
     if packet in RULES or name.startswith("__") or not name.endswith("_"):
         return packet
     return getattr(aten, name.removesuffix("_"), packet)
+
+
+def _is_complex(value: Any) -> bool:
+    """An interval has no room for it."""
+    return value.is_complex() if isinstance(value, Tensor) else isinstance(value, complex)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Any) -> list[Tensor]:
+    """Arguments that the operator changes, by its schema."""
+    values = [
+        args[place] if place < len(args) else kwargs.get(each.name)
+        for place, each in enumerate(func._schema.arguments)
+        if each.is_write
+    ]
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
 
 
 def check_ranges(

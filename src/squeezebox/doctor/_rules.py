@@ -69,6 +69,12 @@ def _batch_norm(a: Arguments) -> tuple[Interval | None, ...]:
     return _affine(a, math.sqrt(max(count - 1, 0)), 1), a[0], Interval(0.0, 1.0 / math.sqrt(epsilon))
 
 
+def running_moments(a: Arguments) -> tuple[Interval, Interval]:
+    """What batch normalisation writes to its running mean and variance: shares of a batch's."""
+    count = a.args[0].numel() // a.args[0].shape[1]
+    return a[0], Interval(0.0, a[0].reach * a[0].reach * count / max(count - 1, 1))
+
+
 def _group_norm(a: Arguments) -> tuple[Interval | None, ...]:
     count = a.args[0].numel() // (a.args[3] * a.args[6])
     return _affine(a, math.sqrt(max(count - 1, 0)), 1), a[0], Interval(0.0, 1.0 / math.sqrt(a.args[7]))
@@ -127,10 +133,25 @@ def _attention_backward(a: Arguments) -> tuple[Interval | None, ...]:
     )
 
 
+def _averaged(a: Arguments) -> Interval:
+    """Of a window's places, or their sum over what is given; zeros of padding may be among them."""
+    divisor = a.given(6, "divisor_override", None)
+    padding: Any = a.given(3, "padding", 0)
+    if divisor is not None:
+        return or_zero(a).scaled(_places(a.args[1]) / divisor)
+    return or_zero(a) if padding and any([padding] if isinstance(padding, int) else padding) else a[0]
+
+
+def _places(kernel: Sequence[int]) -> int:
+    """Of a window whose sizes may be one number for both."""
+    return int(math.prod([*kernel, *kernel][:2]))
+
+
 def _averaged_backward(a: Arguments) -> Interval:
     """A place is in no more windows than one has places, and gets at most each one's gradient."""
     kernel, stride = ([*each, *each][:2] for each in (a.args[2], a.args[3] or a.args[2]))
-    return or_zero(a).scaled(float(math.prod(-(-k // s) for k, s in zip(kernel, stride, strict=True))))
+    windows = math.prod(-(-k // s) for k, s in zip(kernel, stride, strict=True))
+    return or_zero(a).scaled(windows / (a.args[7] or 1))
 
 
 def _rows_backward(a: Arguments) -> Interval:
@@ -143,8 +164,7 @@ def _shares(a: Arguments) -> Interval:
 
 
 def _log_shares(a: Arguments) -> Interval:
-    count = a.args[0].shape[a.args[1]]
-    return Interval(a[0].low - a[0].high - math.log(count), 0.0)
+    return Interval(a[0].low - a[0].high - math.log(count(a.args[0], a.args[1])), 0.0)
 
 
 def _shares_backward(a: Arguments) -> Interval:
@@ -193,7 +213,7 @@ def _picked_backward(a: Arguments) -> Interval:
 
 def _log_shares_backward(a: Arguments) -> Interval:
     """G - softmax * sum(g)."""
-    return around(a[0].reach * (1 + a.args[0].shape[a.args[2]]))
+    return around(a[0].reach * (1 + count(a.args[0], a.args[2])))
 
 
 def _pooled_backward(a: Arguments) -> Interval:
@@ -258,6 +278,7 @@ RULES: Mapping[Any, Rule] = {
     aten._log_softmax_backward_data: _log_shares_backward,
     aten.max_pool2d_with_indices_backward: _pooled_backward,
     aten.convolution_backward: _convolution_backward,
+    aten.avg_pool2d: _averaged,
     aten.avg_pool2d_backward: _averaged_backward,
     aten.embedding_dense_backward: _rows_backward,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
@@ -317,7 +338,11 @@ def rounded_terms(packet: Any, args: Sequence[Any]) -> int:
     if packet in (aten.sum, aten.mean):
         return count(args[0], args[1] if len(args) > 1 else None)
     if packet in (aten._log_softmax_backward_data, aten._softmax_backward_data):
-        return int(args[0].shape[args[2]])
+        return count(args[0], args[2])
+    if packet is aten.avg_pool2d:
+        return _places(args[1])
+    if packet is aten._adaptive_avg_pool2d:
+        return count(args[0], (-2, -1))
     if packet in _SUMS:
         return int(args[0].numel())
     return terms_of(packet, args)
