@@ -199,6 +199,16 @@ def test_a_session_holds_less_from_then_on():
     assert all(optimizer.state[each]["momentum_buffer"].shape == each.shape for each in net.parameters())
 
 
+def test_a_depthwise_convolution_that_would_keep_one_channel_is_given_back():
+    layers = [nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3, groups=4), nn.ReLU(), nn.AdaptiveAvgPool2d(1)]
+    net, optimizer = made(lambda: nn.Sequential(*layers, nn.Flatten(), nn.Linear(4, 5)))
+    before, expected = str(net), net(X)
+    pruning = squeezebox.prune(net, optimizer, inputs=X, channels=0.75, end=1)
+    assert str(net) == before and torch.equal(net(X), expected)
+    steps(net, optimizer, 2)
+    assert pruning.done and net[1].out_channels == net[1].groups == 1
+
+
 def test_cancelled_nothing_goes():
     net, optimizer = made(Residual)
     pruning = squeezebox.prune(net, optimizer, inputs=X, end=1)

@@ -65,6 +65,7 @@ class Narrowing:
     def apply(self) -> Callable[[], None]:
         """Narrow parameters and buffers in place; returns what gives them back."""
         before = [(tensor, tensor.detach(), tensor.grad) for tensor in self.tensors.values()]
+        sizes = _sizes(self._model)
         for name, tensor in self.tensors.items():
             put(tensor, self.narrowed(name, tensor.detach()))
         set_sizes(self._model, self.tensors.values())
@@ -73,7 +74,8 @@ class Narrowing:
             for tensor, values, gradient in before:
                 put(tensor, values)
                 tensor.grad = gradient
-            set_sizes(self._model, self.tensors.values())
+            for module, name, size in sizes:
+                setattr(module, name, size)
 
         return undo
 
@@ -96,6 +98,13 @@ def put(tensor: Tensor, values: Tensor) -> None:
     if tensor.requires_grad:
         tensor.data = values.new_empty(0, dtype=_OTHER.get(values.dtype, torch.float32))
     tensor.data = values
+
+
+def _sizes(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """What :func:`set_sizes` may change."""
+    names = {"groups", *(name for sizes in _SIZES.values() for name, _ in sizes)}
+    layers = [module for module in model.modules() if isinstance(module, tuple(_SIZES))]
+    return [(layer, name, vars(layer)[name]) for layer in layers for name in names & vars(layer).keys()]
 
 
 def set_sizes(model: nn.Module, narrowed: Iterable[Tensor]) -> None:
