@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import squeezebox
+from squeezebox.pruning._prune import _difference
 from squeezebox.reports import PruningReport
 from squeezebox.schema import OptionError, UnsupportedModelError
 
@@ -281,11 +282,119 @@ def test_the_optimizer_of_another_model_is_refused():
         squeezebox.prune(net, made(Residual)[1], inputs=X, end=2)
 
 
-def test_state_of_other_shapes_is_refused():
+@pytest.mark.parametrize("before", [0, 1])
+def test_state_of_other_shapes_is_refused(before):
     net, optimizer = made(Residual, torch.optim.Adafactor)
-    steps(net, optimizer, 1)
+    if before:
+        steps(net, optimizer, 1)
     with pytest.raises(UnsupportedModelError, match="'row_var' of .* has shape"):
         squeezebox.prune(net, optimizer, inputs=X, end=1)
+    assert len(optimizer.state) == before * len(list(net.parameters()))
+
+
+def test_two_optimizers_are_refused():
+    net, _ = made(flattened)
+    optimizers = [torch.optim.Adam(part.parameters()) for part in (net[:6], net[6:])]
+    with pytest.raises(OptionError, match=r"7.weight is trained and .* not in the optimizer \(1 such"):
+        squeezebox.prune(net, optimizers[0], inputs=X, end=2)
+    net[6:].requires_grad_(False)
+    squeezebox.prune(net, optimizers[0], inputs=X, end=2)
+
+
+def test_channels_of_frozen_weights_alone_stay():
+    net, _ = made(flattened)
+    net[:6].requires_grad_(False)
+    optimizer = torch.optim.AdamW(net[7].parameters())
+    pruning = squeezebox.prune(net, optimizer, inputs=X, end=1)
+    steps(net, optimizer, 1)
+    (group,) = pruning.report().figures.groups
+    assert group.channels == 20 and "7.weight" in group.places and net[0].out_channels == 10
+    net, _ = made(lambda: nn.Sequential(flattened(), nn.Tanh(), nn.LayerNorm(5)))
+    net[0].requires_grad_(False)
+    with pytest.raises(UnsupportedModelError, match="all weights of 2 sets of channels are frozen"):
+        squeezebox.prune(net, torch.optim.SGD(net[2].parameters()), inputs=X, end=1)
+
+
+def test_channels_without_a_gradient_until_the_end_stay():
+    net, optimizer = made(flattened)
+    pruning = squeezebox.prune(net, optimizer, inputs=X, end=1)
+    net[:6].requires_grad_(False)
+    steps(net, optimizer, 1)
+    assert [each.channels for each in pruning.report().figures.groups] == [20]
+    squeezebox.prune(net, optimizer, inputs=X, end=1)
+    net.requires_grad_(False)
+    with pytest.raises(UnsupportedModelError, match="no weight had a gradient up to step 1"):
+        optimizer.step()
+
+
+class Shares(nn.Module):
+    """Divides by sums, which are zero of a channel that is gone."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 5, 1)
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        return self.last(x / x.sum((2, 3), keepdim=True)).mean((2, 3))
+
+
+class Powers(nn.Module):
+    """A number to the power of channels, and channels to the power of a weight's."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 100, 8), nn.Linear(100, 5)
+        self.exponent = nn.Parameter(torch.linspace(1, 2, 100))
+
+    def forward(self, x):
+        return self.last((2.0 ** torch.tanh(self.first(x).flatten(1))) ** self.exponent)
+
+
+def test_a_difference_that_is_no_number_is_refused():
+    net, optimizer = made(Shares)
+    with torch.no_grad():
+        net.first.bias.fill_(9.0)
+    with pytest.raises(UnsupportedModelError, match="its output is off by nan"):
+        squeezebox.prune(net, optimizer, inputs=X, end=1)
+    assert net.first.out_channels == 8
+
+
+def test_infinities_that_both_outputs_have_are_no_difference():
+    masked = torch.tensor([1.0, -torch.inf])
+    assert _difference([masked], [masked]) == 0.0
+    assert _difference([masked], [torch.tensor([2.0, -torch.inf])]) == 1.0
+    assert _difference([masked], [torch.tensor([1.0, torch.inf])]) == torch.inf
+
+
+def test_powers_are_followed_and_a_share_is_rounded_as_it_is_written():
+    net, optimizer = made(Powers)
+    squeezebox.prune(net, optimizer, inputs=X, channels=0.29, end=1)
+    steps(net, optimizer, 2)
+    assert net.first.out_channels == len(net.exponent) == 71
+
+
+class Scaled(nn.Module):
+    """Has a buffer of channels that checkpoints leave out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 8), nn.Linear(8, 5)
+        self.register_buffer("scale", torch.linspace(1, 2, 8), persistent=False)
+        self.register_buffer("other", torch.ones(8), persistent=False)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x).flatten(1)) * self.scale)
+
+
+def test_a_buffer_that_checkpoints_leave_out_is_loaded_narrow():
+    net, optimizer = made(Scaled)
+    squeezebox.prune(net, optimizer, inputs=X, channels=0.5, end=1)
+    steps(net, optimizer, 1)
+    fresh, _ = made(Scaled)
+    squeezebox.load_pruned(fresh, net.state_dict())
+    assert torch.equal(fresh(X), net(X)) and fresh.scale.shape == (4,) and fresh.other.shape == (8,)
+    assert fresh.state_dict().keys() == net.state_dict().keys() and "other" not in fresh.state_dict()
 
 
 def test_reports_come_back_from_their_file(tmp_path):

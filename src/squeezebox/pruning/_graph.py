@@ -100,12 +100,14 @@ def _shape(node: Node) -> tuple[int, ...]:
 
 
 def _same(graph: Dependencies, node: Node) -> Axes:
-    return graph.axes(_node(node.args[0]))
+    """Elementwise, of the one tensor that is given, wherever it stands."""
+    inputs = node.all_input_nodes
+    return graph.axes(inputs[0]) if len(inputs) == 1 else _pair(graph, node)
 
 
 def _pair(graph: Dependencies, node: Node) -> Axes:
     """Elementwise, with broadcasting: dimensions of the same size have to stay alike."""
-    tensors = [each for each in node.args[:2] if isinstance(each, Node)]
+    tensors = node.all_input_nodes
     shape = _shape(node)
     found: Axes = [None] * len(shape)
     for dim, size in enumerate(shape):

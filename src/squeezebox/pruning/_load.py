@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from squeezebox.pruning._narrow import put, set_sizes
+from squeezebox.pruning._narrow import put, save_with, set_sizes
 from squeezebox.schema import OptionError
 
 
@@ -31,7 +31,10 @@ def load_pruned(model: torch.nn.Module, state_dict: Mapping[str, Any]) -> None:
         for name, tensor in model.state_dict(keep_vars=True).items()
         if isinstance(tensor, Tensor)
     }
+    left_out = {name: each for name, each in model.named_buffers() if name in state_dict and name not in mine}
+    mine |= left_out  # narrow ones, which pruning saves
     _check(mine, state_dict)
+    save_with(model, left_out)
     narrowed = []
     for name, tensor in mine.items():
         shape = state_dict[name].shape

@@ -88,6 +88,13 @@ class Narrowing:
                     state[key] = self.narrowed(name, value)
 
 
+def save_with(model: nn.Module, names: Iterable[str]) -> None:
+    """Buffers that are left out of checkpoints belong there once they are narrow: nothing else has them."""
+    for name in names:
+        owner, _, own = name.rpartition(".")
+        model.get_submodule(owner)._non_persistent_buffers_set.discard(own)
+
+
 def put(tensor: Tensor, values: Tensor) -> None:
     """Other values of another shape in a tensor that others refer to.
 

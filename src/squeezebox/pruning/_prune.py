@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from squeezebox.pruning._narrow import Narrowing
+from squeezebox.pruning._channels import Channels
+from squeezebox.pruning._narrow import Narrowing, save_with
 from squeezebox.pruning._trace import free_channels, traced
 from squeezebox.reports import PruningReport
 from squeezebox.schema import OptionError, PrunedChannels, PruningFigures, UnsupportedModelError
 
 _AGREEMENT = 1e-4
 """Above it, the narrowed model computes something else than the masked one; below it is rounding."""
+Free = Mapping[Channels, list[tuple[str, int]]]
+"""Sets of channels that may go, with the dimensions that they are along."""
 _TINY = torch.finfo(torch.float64).tiny
 
 
@@ -41,7 +46,8 @@ def prune(
 
     Args:
         model: an eager module that torch.export can follow, in training.
-        optimizer: has its parameters, and state of their shapes or of none.
+        optimizer: has all parameters that are trained, and state of their shapes or of none. Channels that
+            only frozen weights have are not judged, and stay.
         inputs: what the model is called with, a tensor or a tuple, of a batch as in training. By it channels
             are followed now, and the narrowed model is checked: now with any channels, and at ``end``.
         channels: the share of each set of channels that goes, rounded down; at least one channel stays.
@@ -52,7 +58,7 @@ def prune(
         What waits for these steps: ``done``, ``report()`` and ``cancel()``.
 
     Raises:
-        OptionError: an argument is out of range, or the optimizer has no parameter of the model.
+        OptionError: an argument is out of range, or the optimizer lacks parameters that are trained.
         UnsupportedModelError: the model is compiled, wrapped for several ranks or cannot be exported, no
             channel of it can go, without some it computes something else, or its optimizer state does not
             have the parameters' shapes. Nothing is changed then.
@@ -85,9 +91,11 @@ class Pruning:
         self._steps = 0
         self._figures: PruningFigures | None = None
         self._placements = traced(model, inputs)
-        self._free = free_channels(self._placements)
+        self._free = _judged(model, free_channels(self._placements))
         self._importance = {root: torch.zeros(root.count, dtype=torch.float64) for root in self._free}
+        _check_optimizer(model, optimizer, {name for places in self._free.values() for name, _ in places})
         _check_state(model, optimizer)
+        _check_new_state(model, optimizer)
         self._narrowed()[1]()  # tried with any channels: what cannot be done is refused now
         hooks = optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)
         self._hooks = [hook.remove for hook in hooks]
@@ -145,9 +153,13 @@ class Pruning:
 
     def _narrow(self) -> None:
         _check_state(self._model, self._optimizer)
+        self._importance = {root: sums for root, sums in self._importance.items() if sums.any()}
+        if not self._importance:
+            raise UnsupportedModelError(_unjudged(f"no weight had a gradient up to step {self._end}"))
         before = sum(parameter.numel() for parameter in self._model.parameters())
         narrowing, _, difference = self._narrowed()
         narrowing.narrow_state(self._optimizer)
+        save_with(self._model, narrowing.indices)
         self._figures = PruningFigures(
             step=self._end,
             groups=tuple(
@@ -182,7 +194,7 @@ class Pruning:
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             undo()
             raise UnsupportedModelError(_unlike(str(error).splitlines()[0].rstrip("."))) from error
-        if difference > _AGREEMENT:
+        if not difference <= _AGREEMENT:  # which is so of NaN, too
             undo()
             raise UnsupportedModelError(_unlike(f"its output is off by {difference:.1e}"))
         return narrowing, undo, difference
@@ -204,16 +216,24 @@ class Pruning:
 def _kept(importance: Tensor, share: float) -> Tensor:
     """Numbers of the most important channels, in order."""
     count = len(importance)
-    stay = max(1, count - math.floor(share * count))
+    stay = max(1, count - math.floor(share * count + 1e-9))  # 0.29 of 100 is 29
     return importance.argsort(descending=True, stable=True)[:stay].sort().values
 
 
 def _difference(expected: list[Tensor], found: list[Tensor]) -> float:
-    """The largest max |a - b| / max |a| of a tensor; infinite where shapes are unlike."""
+    """The largest max |a - b| / max |a| of a tensor; infinite where shapes are unlike.
+
+    It is NaN where one tensor has some. Infinities that both have do not count.
+    """
     if [each.shape for each in expected] != [each.shape for each in found]:
         return math.inf
-    pairs = [(a.double(), b.double()) for a, b in zip(expected, found, strict=True) if a.numel()]
-    return max((float((a - b).abs().max() / a.abs().max().clamp_min(_TINY)) for a, b in pairs), default=0.0)
+    shares = [torch.zeros((), dtype=torch.float64)]
+    for a, b in zip(expected, found, strict=True):
+        if a.numel():
+            one, other = a.cpu().double(), b.cpu().double()
+            most = one.masked_fill(one.isinf(), 0.0).abs().max().clamp_min(_TINY)
+            shares.append((one - other).masked_fill(one == other, 0.0).abs().max() / most)
+    return float(torch.stack(shares).max())
 
 
 def _unlike(why: str) -> str:
@@ -223,11 +243,68 @@ def _unlike(why: str) -> str:
     )
 
 
-def _check_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer of another model, and state that nobody knows how to narrow."""
+def _unjudged(why: str) -> str:
+    return f"{why}, so that no channel is less important than others; prune while these weights are trained."
+
+
+def _judged(model: torch.nn.Module, free: Free) -> Free:
+    """Sets with a weight that is trained: nothing tells which channels of the others matter least.
+
+    Raises:
+        UnsupportedModelError: there are none.
+    """
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found = {root: places for root, places in free.items() if any(name in trained for name, _ in places)}
+    if not found:
+        raise UnsupportedModelError(_unjudged(f"all weights of {len(free)} sets of channels are frozen"))
+    return found
+
+
+def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, narrowed: set[str]) -> None:
+    """Refuse an optimizer of another model, or of a part of what gets narrower."""
     held = {id(each) for group in optimizer.param_groups for each in group["params"]}
     if held.isdisjoint(map(id, model.parameters())):
         raise OptionError("the optimizer has no parameter of this model; give the one that trains it.")
+    missing = [
+        name
+        for name, parameter in model.named_parameters()
+        if name in narrowed and parameter.requires_grad and id(parameter) not in held
+    ]
+    if missing:
+        raise OptionError(
+            f"{missing[0]} is trained and would get narrower, but is not in the optimizer ({len(missing)} "
+            "such parameters), so its state cannot follow; give one optimizer of all, or freeze the others."
+        )
+
+
+def _check_new_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that will make state nobody knows how to narrow: a step apart shows it."""
+    mine = set(map(id, model.parameters()))
+    kind: Any = type(optimizer)
+    for group in optimizer.param_groups:
+        held = [each for each in group["params"] if id(each) in mine]
+        if not held:
+            continue
+        like = max(held, key=Tensor.dim)
+        weight = torch.nn.Parameter(like.detach().new_ones([*range(2, 2 + like.dim())]))
+        weight.grad = torch.ones_like(weight)
+        apart = kind.__new__(kind)
+        with contextlib.suppress(Exception), torch.random.fork_rng(), torch.no_grad():
+            # not every optimizer can be made so; then its state tells at the end
+            apart.__setstate__(
+                {
+                    "defaults": dict(optimizer.defaults),
+                    "state": collections.defaultdict(dict),
+                    "param_groups": [{**group, "params": [weight]}],
+                }
+            )
+            apart.step()
+        for key, value in vars(apart).get("state", {}).get(weight, {}).items():
+            _check_shape(key, value, weight, "a parameter")
+
+
+def _check_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse state that nobody knows how to narrow."""
     for name, parameter in model.named_parameters():
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise UnsupportedModelError(
@@ -235,9 +312,13 @@ def _check_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> No
                 "elsewhere; attach that plan once pruning.done."
             )
         for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameter.shape:
-                raise UnsupportedModelError(
-                    f"the optimizer's '{key}' of {name} has shape {list(value.shape)} and the parameter "
-                    f"{list(parameter.shape)}, so what of it belongs to a channel is not known; use an "
-                    "optimizer such as SGD or AdamW."
-                )
+            _check_shape(key, value, parameter, name)
+
+
+def _check_shape(key: str, value: Any, parameter: Tensor, name: str) -> None:
+    if isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameter.shape:
+        raise UnsupportedModelError(
+            f"the optimizer's '{key}' of {name} has shape {list(value.shape)} and the parameter "
+            f"{list(parameter.shape)}, so what of it belongs to a channel is not known; use an "
+            "optimizer such as SGD or AdamW."
+        )
