@@ -139,6 +139,15 @@ def test_own_experts_and_their_gradients(recompute):
     assert torch.autograd.gradcheck(lambda x, gates, *_: module(x, ids, gates), (x, gates, *parameters))
 
 
+def test_gates_and_tokens_in_another_order_of_memory():
+    module = layers.ExpertMLP(3, 4, 5)
+    given = x, ids, gates = routed(6, 4, 3)
+    turned = [each.detach().t().contiguous().t() for each in given]
+    turned = turned[0].requires_grad_(), turned[1], turned[2].requires_grad_()
+    for one, other in zip(results(module, *turned)[1], results(module, x, ids, gates)[1], strict=True):
+        assert torch.equal(one, other)
+
+
 def test_another_activation():
     module = layers.ExpertMLP(3, 4, 5, act=F.gelu, width=5)
     x, ids, gates = routed(6, 4, 3)

@@ -24,6 +24,8 @@ def routed(rank, kind, tokens=(40, 300, 7, 0)):
     gates, ids = torch.randn(tokens[rank], EXPERTS, generator=generator).softmax(-1).topk(2, -1)
     if kind == "one":
         ids = torch.zeros_like(ids)
+    if kind == "columns":  # as of topk(2, dim=0), transposed
+        gates, ids = (each.t().contiguous().t() for each in (gates, ids))
     return x, ids, gates.detach().requires_grad_()
 
 
@@ -191,10 +193,11 @@ def test_chunks_grow_until_the_budget_holds():
         dispatch(counts, SIZES, "tokens", 1000)
 
 
-def test_a_group_of_one(tmp_path):
+@pytest.mark.parametrize("kind", ["usual", "columns"])
+def test_a_group_of_one(tmp_path, kind):
     store = f"file://{tmp_path / 'store'}"
     torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     try:
-        check([on_rank(0, 1, "usual", "auto")], 1, "usual")
+        check([on_rank(0, 1, kind, "auto")], 1, kind)
     finally:
         torch.distributed.destroy_process_group()

@@ -119,7 +119,8 @@ class Lean(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of x, of the gates and of both weights."""
         x, gates, ids, first, second, *kept = ctx.saved_tensors
-        of_x, of_gates = torch.zeros_like(x), torch.zeros_like(gates)
+        of_x = torch.zeros_like(x)
+        of_gates = torch.zeros_like(gates, memory_format=torch.contiguous_format)  # a view is written to
         of_first, of_second = torch.zeros_like(first), torch.zeros_like(second)
         find = _by_choice if ctx.by_choice else rows_by_expert
         for expert, rows in enumerate(find(ids, first.shape[0])):

@@ -89,7 +89,7 @@ class Experts(nn.Module):
         self.last = dispatch(counts, sizes, self.mode, self.budget_bytes)
         place = _Place(self.last, dist.get_rank(self.group), self.group)
         found: Tensor = _Sharded.apply(  # type: ignore[no-untyped-call]
-            x, gates.to(x.dtype), ids, self.first, self.second, place
+            x, gates.to(x.dtype).contiguous(), ids, self.first, self.second, place
         )
         return found
 
