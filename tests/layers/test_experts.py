@@ -9,6 +9,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from squeezebox import OptionError, UnsupportedModelError, layers
+from squeezebox.layers._experts import run
+from squeezebox.layers._lean import batched
 
 FORMS = ["eager", "batched_mm", "grouped_mm"]
 WITHIN = 4e-7
@@ -154,6 +156,23 @@ def test_another_activation():
     torch.testing.assert_close(module(x, ids, gates), reference(module, x, ids, gates))
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_an_activation_that_drops_out_drops_the_same_in_backward(recompute):
+    act = nn.Sequential(nn.GELU(), nn.Dropout(0.5))
+    module = layers.ExpertMLP(3, 4, 5, act=act, width=5, recompute=recompute, dtype=torch.float64)
+    x, ids, gates = routed(6, 4, 3, dtype=torch.float64)
+
+    def call(x, gates, *_):
+        torch.manual_seed(7)
+        return module(x, ids, gates)
+
+    assert torch.autograd.gradcheck(call, (x, gates, *module.parameters()))
+    out = call(x, gates)
+    state = torch.get_rng_state()
+    out.sum().backward()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_a_gate_that_is_no_number_stays_with_its_token():
     module = layers.ExpertMLP(3, 4, 5)
     x, ids, gates = routed(6, 4, 3)
@@ -202,6 +221,8 @@ def test_what_cannot_be_lean_is_refused():
         layers.lean_experts_(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(OptionError, match="0 experts of 4 by 5"):
         layers.ExpertMLP(0, 4, 5)
+    with pytest.raises(OptionError, match="act=PReLU has parameters"):
+        layers.ExpertMLP(3, 4, 5, act=nn.PReLU(), width=5)
     with pytest.raises(UnsupportedModelError, match="autocast"), torch.autocast("cpu", torch.bfloat16):
         layers.ExpertMLP(3, 4, 5)(*routed(16, 4, 3))
     biased = mixtral("eager")
@@ -211,6 +232,14 @@ def test_what_cannot_be_lean_is_refused():
     biased[0].has_bias, biased[0].config._experts_implementation = False, "sonicmoe"
     with pytest.raises(OptionError, match="no form 'sonicmoe'"):
         layers.lean_experts_(biased)
+
+
+def test_random_activations_are_refused_where_experts_are_called_at_once():
+    module = layers.ExpertMLP(3, 4, 5)
+    x, ids, gates = routed(6, 4, 3)
+    weights = module.first, module.second
+    with pytest.raises(UnsupportedModelError, match="draws random numbers"):
+        run(x, gates, ids, *weights, lambda each: F.dropout(each[:, :5]), batched, False)
 
 
 def test_experts_that_compute_something_else_are_refused():

@@ -40,7 +40,8 @@ class ExpertMLP(nn.Module):
         experts: E, how many there are.
         dim: D, of a token.
         hidden: H, what ``act`` gives.
-        act: maps (n, ``width``) to (n, hidden), without parameters.
+        act: maps (n, ``width``) to (n, hidden), without parameters. Backward calls it again, and draws what
+            forward drew, as of dropout.
         width: rows of W1; 2 H if not given.
         recompute: keep the input alone; backward computes the first product again.
     """
@@ -60,6 +61,11 @@ class ExpertMLP(nn.Module):
         super().__init__()
         if min(experts, dim, hidden) < 1:
             raise OptionError(f"{experts} experts of {dim} by {hidden} hold nothing; pick sizes above 0.")
+        if _trains(act):
+            raise OptionError(
+                f"act={type(act).__name__} has parameters, whose gradients experts do not compute; give one "
+                "without, such as torch.nn.functional.gelu."
+            )
         made: Callable[..., Tensor] = torch.empty
         shapes = (experts, 2 * hidden if width is None else width, dim), (experts, dim, hidden)
         self.first, self.second = (nn.Parameter(made(shape, device=device, dtype=dtype)) for shape in shapes)

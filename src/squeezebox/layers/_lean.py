@@ -8,13 +8,16 @@ arXiv:2211.15841).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from squeezebox.schema import UnsupportedModelError
 
 Activation = Callable[[Tensor], Tensor]
 Form = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Activation], tuple[Tensor, list[Tensor]]]
@@ -109,8 +112,15 @@ class Lean(torch.autograd.Function):
         recompute: bool,
     ) -> Tensor:
         """Keep the input, the router's choice, and the first products unless they are recomputed."""
+        before = _random_states(x.device)
         out, kept = form(x, gates, ids, first, second, act)
-        ctx.act, ctx.by_choice = act, form is loop
+        drew = any(map(_differ, before, _random_states(x.device)))
+        if drew and form is not loop:
+            raise UnsupportedModelError(
+                "The experts' activation draws random numbers, which backward draws again expert by expert; "
+                "pick the eager form, or leave dropout out of the activation."
+            )
+        ctx.act, ctx.by_choice, ctx.states = act, form is loop, before if drew else []
         ctx.save_for_backward(x, gates, ids, first, second, *([] if recompute else kept))
         return out
 
@@ -123,20 +133,46 @@ class Lean(torch.autograd.Function):
         of_gates = torch.zeros_like(gates, memory_format=torch.contiguous_format)  # a view is written to
         of_first, of_second = torch.zeros_like(first), torch.zeros_like(second)
         find = _by_choice if ctx.by_choice else rows_by_expert
-        for expert, rows in enumerate(find(ids, first.shape[0])):
-            if not len(rows):
-                continue
-            token = rows // ids.shape[1]
-            here, above = x[token], grad[token]
-            gate = gates.flatten()[rows, None]
-            product = kept[expert] if kept else F.linear(here, first[expert])
-            with torch.enable_grad():
-                leaf = product.detach().requires_grad_()
-                hidden = ctx.act(leaf)
-            of_hidden = above @ second[expert]
-            of_gates.view(-1)[rows] = (of_hidden.to(gates.dtype) * hidden.detach()).sum(-1).to(gates.dtype)
-            of_second[expert] = (above * gate).to(x.dtype).t() @ hidden.detach()
-            (of_product,) = torch.autograd.grad(hidden, leaf, (of_hidden * gate).to(x.dtype))
-            of_first[expert] = of_product.t() @ here
-            of_x.index_add_(0, token, of_product @ first[expert])
+        with _drawing_from(ctx.states, x.device):
+            for expert, rows in enumerate(find(ids, first.shape[0])):
+                if not len(rows):
+                    continue
+                token = rows // ids.shape[1]
+                here, above = x[token], grad[token]
+                gate = gates.flatten()[rows, None]
+                product = kept[expert] if kept else F.linear(here, first[expert])
+                with torch.enable_grad():
+                    leaf = product.detach().requires_grad_()
+                    hidden = ctx.act(leaf)
+                of_hidden = above @ second[expert]
+                of_gates.view(-1)[rows] = (
+                    (of_hidden.to(gates.dtype) * hidden.detach()).sum(-1).to(gates.dtype)
+                )
+                of_second[expert] = (above * gate).to(x.dtype).t() @ hidden.detach()
+                (of_product,) = torch.autograd.grad(hidden, leaf, (of_hidden * gate).to(x.dtype))
+                of_first[expert] = of_product.t() @ here
+                of_x.index_add_(0, token, of_product @ first[expert])
         return of_x, of_gates, None, of_first, of_second, None, None, None
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    """Of the generators that an activation may draw from."""
+    own = [torch.get_rng_state()]
+    return [*own, torch.cuda.get_rng_state(device)] if device.type == "cuda" else own
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    return one.numpy().tobytes() != other.numpy().tobytes()  # no operator, which modes would see
+
+
+@contextmanager
+def _drawing_from(states: list[Tensor], device: torch.device) -> Iterator[None]:
+    """What is drawn is what was drawn from these states; without any, nothing changes."""
+    if not states:
+        yield
+        return
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.set_rng_state(states[0])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(states[1], device)
+        yield
