@@ -313,3 +313,41 @@ def test_layers_that_would_lose_something_are_refused():
     tied[1].weight = tied[0].weight
     with pytest.raises(OptionError, match="1 shares its weight with 0"):
         layers.bayesian_(tied)
+
+
+def encoder(**options):
+    return nn.Sequential(nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, **options))
+
+
+def test_a_layer_of_which_torch_reads_weights_itself_is_refused():
+    with pytest.raises(OptionError, match=r"0\.linear1 is read .*set_fastpath_enabled\(False\)"):
+        layers.bayesian_(encoder())
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        model = layers.bayesian_(encoder()).eval()
+        with torch.no_grad():
+            assert model(torch.randn(2, 5, 8)).shape == (2, 5, 8)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("options", [{"batch_first": False}, {"bias": False}, {"activation": torch.tanh}])
+def test_a_layer_that_torch_always_calls_is_converted(options):
+    layer = nn.TransformerEncoderLayer(8, 2, 12, **({"batch_first": True} | options))
+    model = layers.bayesian_(nn.TransformerEncoder(layer, 1)).eval()
+    assert type(model.layers[0].linear2) is layers.BayesLinear
+    with torch.no_grad():
+        assert model(torch.randn(2, 5, 8)).shape == (2, 5, 8)
+
+
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
+def test_an_image_without_a_batch(kind):
+    layer = type_of(kind(3, 4, 3)).of(kind(3, 4, 3, padding=1, padding_mode="circular"))
+    x = torch.randn(3, *[5] * (layer.mu.dim() - 2))
+    state = layer.get_extra_state()
+    out = layer(x)
+    layer.set_extra_state(state)
+    assert torch.equal(out, layer(x[None])[0])
+    with pytest.raises(OptionError, match="2 equal parts"):
+        type_of(kind(2, 2, 3)).of(kind(2, 2, 3), samples=2)(x[:2])

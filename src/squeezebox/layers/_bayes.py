@@ -154,6 +154,10 @@ class _BayesConv(BayesLayer):
             stride=tuple(plain.stride), padding=padding, dilation=tuple(plain.dilation), groups=plain.groups
         )
 
+    def forward(self, x: Tensor) -> Tensor:
+        """As of :class:`BayesLayer`; like the plain layer, it takes one input without a batch too."""
+        return super().forward(x) if x.dim() != self.mu.dim() - 1 else super().forward(x[None])[0]
+
     def _padded(self, x: Tensor) -> Tensor:
         return F.pad(x, self._pads, mode=self._padding_mode) if any(self._pads) else x
 

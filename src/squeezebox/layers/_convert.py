@@ -57,8 +57,8 @@ def bayesian_(
         The model.
 
     Raises:
-        OptionError: nothing can be converted, or a layer has hooks or a weight that another module shares, or
-            ``prior`` or ``samples`` is out of range.
+        OptionError: nothing can be converted, or a layer has hooks, a weight that another module shares, or
+            one that torch reads itself, or ``prior`` or ``samples`` is out of range.
     """
     check_prior(prior)
     check_samples(samples)
@@ -106,6 +106,22 @@ def _check(model: nn.Module, places: list[tuple[nn.Module, str, nn.Module]]) -> 
             )
         if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:
             raise OptionError(f"{names[layer]} has hooks, which would be lost; put them on afterwards.")
+    for parent, _, layer in places:
+        if _reads_weights(parent):
+            raise OptionError(
+                f"{names[layer]} is read by torch's fast {type(parent).__name__} in evaluation, where a "
+                "Bayesian layer has no weight; call torch.backends.mha.set_fastpath_enabled(False) first, "
+                "and leave it so."
+            )
+
+
+def _reads_weights(module: Any) -> bool:
+    """Whether torch may take the weights of the module's layers in evaluation, and not call them."""
+    if not (isinstance(module, nn.TransformerEncoderLayer) and torch.backends.mha.get_fastpath_enabled()):
+        return False
+    attention: Any = module.self_attn
+    fast = attention.batch_first and attention.in_proj_bias is not None and attention.num_heads % 2 == 0
+    return bool(fast and module.activation_relu_or_gelu)
 
 
 @dataclass(frozen=True)
