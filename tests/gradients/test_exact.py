@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import squeezebox
+from squeezebox.gradients._wanted import Wanted
 from tests.gradients import ranks
 
 
@@ -112,3 +113,9 @@ def test_low_rank_is_torchs_to_the_bit(columns):
         assert torch.equal(owed.sort().values, torch.cat(list(mine.values())).sort().values)
         assert torch.equal(several, results[0][0][2])
         assert not torch.equal(several, ours)  # other factors to begin with
+
+
+def test_a_parameter_without_elements_has_no_squares():
+    values = torch.arange(8.0)
+    squares = Wanted(values, None, (0, 3, 0, 0, 5, 0)).squares.tolist()
+    assert squares == pytest.approx([0, 5, 0, 0, 135, 0])

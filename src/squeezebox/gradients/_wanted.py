@@ -30,7 +30,7 @@ class Wanted:
         found = torch.zeros(len(self.sizes), dtype=torch.float64, device="cpu")
         for piece, own in self.pieces():
             norms = torch.stack(torch._foreach_norm(parts_of(own, piece), 2.0)).double()
-            found[piece[0][0] : piece[-1][0] + 1] += norms.square()
+            found.index_add_(0, torch.tensor([place for place, _ in piece]), norms.square())
         return found
 
     @cached_property
