@@ -247,6 +247,23 @@ def test_wrong_arguments_are_refused(tmp_path, options, words):
     assert not list(tmp_path.glob("*.npz"))
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"noise": -1}, "arm 'odd': noise=-1"),
+        ({"noise": float("nan"), "budget": "50%"}, "arm 'odd': noise=nan"),
+        ({"noise": "abc"}, "arm 'odd': noise 'abc' is no number"),
+        ({"noise": 1e-3, "exact": True}, "arm 'odd': .*exclude each other"),
+        ({"codec": "zip"}, "arm 'odd': .*zip"),
+    ],
+)
+def test_wrong_options_of_an_arm_are_refused_before_any_training(tmp_path, options, words):
+    made = []
+    with pytest.raises(squeezebox.OptionError, match=words):
+        squeezebox.audit(made.append, out=tmp_path, arms={"plain": None, "odd": options}, threads=1)
+    assert not made and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("held_out", [audited.drawn, audited.as_many_as_the_seed])
 def test_trainings_that_hold_out_other_samples_are_refused_at_once(tmp_path, held_out):
     train = functools.partial(audited.quick, held_out=held_out)

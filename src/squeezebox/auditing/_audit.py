@@ -28,6 +28,7 @@ from squeezebox.auditing._run import (
     TrainFunction,
     train_some,
 )
+from squeezebox.planning import attach
 from squeezebox.reports import (
     CONTROL,
     EVERYTHING,
@@ -40,6 +41,14 @@ from squeezebox.schema import OptionError
 from squeezebox.steps import Progress
 
 FACTORS = tuple(each.value for each in Factor)
+_OF_ANY_MODEL = (
+    "noise",
+    "controller",
+    "exact",
+    "codec",
+    "speed",
+    "checks_per_refresh",
+)  # of attach's options
 _ROUNDS = 3  # of timed steps, deterministic and not in turn
 
 
@@ -85,13 +94,14 @@ def audit(
         The findings; ``str()`` is a page, ``to_dict()`` has everything.
 
     Raises:
-        OptionError: an argument is out of range; ``out`` holds trainings of another request, and in what
-            it differs; ``train`` returns something else than ``run.finish(...)``, or two trainings held out
-            different samples; a process was killed.
+        OptionError: an argument or an arm's option is out of range; ``out`` holds trainings of another
+            request, and in what it differs; ``train`` returns something else than ``run.finish(...)``, or
+            two trainings held out different samples; a process was killed.
         OutputError: ``out`` cannot be written.
     """
     chosen: Arms = {"plain": None, "squeezed": {"noise": 1e-3}} if arms is None else arms
     _check(chosen, seeds, factors, margin, workers, threads, steps)
+    _check_arms(chosen)
     for dtype in (torch.float32, torch.bfloat16):  # every training packs from its first step on
         codecs.require(dtype)
     folder = Path(out)
@@ -138,6 +148,17 @@ def _check(
     for wrong, message in checks:
         if wrong:
             raise OptionError(message)
+
+
+def _check_arms(arms: Arms) -> None:
+    """Refuse at once what a later arm's first training would end in, as far as options alone tell."""
+    for arm, options in arms.items():
+        given = {name: value for name, value in (options or {}).items() if name in _OF_ANY_MODEL}
+        model = torch.nn.Linear(1, 1)
+        try:
+            attach(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **given).detach()
+        except OptionError as error:
+            raise OptionError(f"arm '{arm}': {error}") from error
 
 
 def _keys(arms: Sequence[str], seeds: int, factors: Sequence[str], threads: int) -> list[RunKey]:
