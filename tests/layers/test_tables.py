@@ -185,6 +185,19 @@ def test_state_goes_to_plain_tables_and_back_to_the_bit(tmp_path, optimizer):
         assert torch.equal(layer.weight(table), bag.weight) and torch.equal(again.weight(table), bag.weight)
 
 
+def test_weights_and_state_in_sixteen_bits_are_converted():
+    layer, plain = made("10KiB", "adagrad"), [nn.Parameter(torch.randn(table)) for table in TABLES]
+    state = OPTIMIZERS["adagrad"](plain).state_dict()
+    for each in state["state"].values():
+        each["sum"] = each["sum"].bfloat16()
+    layer.load_state_dict({f"{table}.weight": each.bfloat16() for table, each in enumerate(plain)})
+    layer.load_optimizer_state_dict(state)
+    for table, each in enumerate(plain):
+        assert torch.equal(layer.weight(table), each.detach().bfloat16().float())
+        found = layer.optimizer_state_dict()["state"][table]["sum"]
+        assert torch.equal(found, state["state"][table]["sum"].float())
+
+
 def test_state_of_other_tables_is_refused_and_nothing_changes():
     layer = made("10KiB", "adagrad")
     before = layer.weight(0)

@@ -192,9 +192,8 @@ class ShardedEmbeddingBag(nn.Module):
         for number, shard in enumerate(self._shards):
             state = state_dict["state"].get(shard.table)
             for place, (name, value) in enumerate(self._states.items()):
-                size = shard.rows, shard.dim
-                values = np.broadcast_to(value, size) if state is None else state[name].numpy()[shard.place]
-                self._rows[number].fill(1 + place, values)
+                begun = torch.tensor(value, dtype=self._dtype).expand(self._tables[shard.table])
+                self._fill(number, 1 + place, begun if state is None else state[name])
             if state is not None:
                 one[number] = {
                     name: value[:1, : shard.dim] if name in self._states else value
@@ -279,7 +278,13 @@ class ShardedEmbeddingBag(nn.Module):
             self.zero_grad()
             for number, shard in enumerate(self._shards):
                 if shard.table in given:
-                    self._rows[number].fill(0, given[shard.table].detach().numpy()[shard.place])
+                    self._fill(number, 0, given[shard.table])
+
+    def _fill(self, number: int, place: int, values: Tensor) -> None:
+        """One part of a shard's records, from a whole table's; of another dtype, some rows at a time."""
+        here = values.detach()[self._shards[number].place]
+        for ids in chunks(0, len(here)):
+            self._rows[number].fill(place, here[ids[0] : ids[-1] + 1].to(self._dtype).numpy(), int(ids[0]))
 
     @property
     def rows_in_memory(self) -> list[int]:
