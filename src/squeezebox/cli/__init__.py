@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from squeezebox.cli._interface import name_interface
+from squeezebox.cli._output import open_streams, written
 from squeezebox.schema import OptionError, SqueezeboxError
 
 
@@ -28,11 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name_interface()
     from squeezebox.cli._app import app
 
-    try:
-        app(args=None if arguments is None else list(arguments), prog_name="squeezebox")
-    except SqueezeboxError as error:
-        print(f"squeezebox: {_as_options(str(error))}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, OptionError) else 1)
+    with open_streams():
+        try:
+            with written():
+                app(args=None if arguments is None else list(arguments), prog_name="squeezebox")
+        except SqueezeboxError as error:
+            print(f"squeezebox: {_as_options(str(error))}", file=sys.stderr)
+            sys.exit(2 if isinstance(error, OptionError) else 1)
 
 
 # What the functions of Python call what these options give; the commands' names for them.

@@ -12,7 +12,7 @@ import typer
 import squeezebox
 from squeezebox.cli._devices import devices
 from squeezebox.cli._embeddings_command import embeddings
-from squeezebox.cli._estimate import require_step
+from squeezebox.cli._estimate import refuse_useless, require_step
 from squeezebox.cli._estimate_command import estimate
 from squeezebox.cli._gradients import gradients
 from squeezebox.cli._memory import memory
@@ -417,8 +417,9 @@ def doctor(
     """
     from squeezebox.cli._doctor import examine_environment, examine_step, show
 
-    if ranges and step is None:
-        raise squeezebox.OptionError("--ranges is of a step; name one, as in my_script:step.")
+    given = {"--ranges": ranges, "--batch": batch is not None, "--as-device": as_device}
+    if step is None:
+        refuse_useless(given, "of a step; name one, as in my_script:step, or leave it out")
     found = None if step is None else examine_step(step, batch, as_device, ranges=ranges)
     wanted = step is None or packages is not None
     show(found, examine_environment(packages) if wanted else None, as_json)

@@ -9,7 +9,7 @@ import squeezebox
 from squeezebox.cli._estimate import call_factory, load_factory
 from squeezebox.cli._show import progress
 from squeezebox.reports import EnvironmentCheck, RangeCheck, StepCheck
-from squeezebox.schema import SqueezeboxError
+from squeezebox.schema import OptionError, SqueezeboxError
 
 _ANY = 64  # arguments that a step may need, if a batch gives them
 
@@ -38,9 +38,13 @@ def examine_environment(packages: str | None) -> EnvironmentCheck:
     """Check packages joined by commas, or those for models that are installed.
 
     Raises:
-        OptionError: a named package is not installed.
+        OptionError: no package is named, or one that is not installed.
     """
-    names = None if packages is None else [name.strip() for name in packages.split(",")]
+    names = None if packages is None else [name.strip() for name in packages.split(",") if name.strip()]
+    if names == []:
+        raise OptionError(
+            f"--packages {packages!r} names no package; write --packages timm,transformers, or leave it out."
+        )
     with progress("checking") as on_progress:
         return squeezebox.check_environment(names, on_progress=on_progress)
 

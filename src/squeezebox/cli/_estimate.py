@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from squeezebox.schema import OptionError, SqueezeboxError
@@ -64,13 +65,26 @@ def call_factory(name: str, factory: Callable[[], Any]) -> Any:
     try:
         return factory()
     except Exception as error:
-        if isinstance(error, SqueezeboxError) or "meta" in str(error).lower():
+        if isinstance(error, SqueezeboxError) or _is_of_meta(error):
             raise
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        raise SqueezeboxError(
-            f"'{name}' raised {type(error).__name__}: {error} ({place.filename}, line {place.lineno}). Mend "
-            "it, or name another."
-        ) from None
+        raise _explained(name, error) from None
+
+
+def _is_of_meta(error: Exception) -> bool:
+    """Whether torch says that a tensor has no values, where an estimate makes models without them first."""
+    import torch
+
+    without = torch.get_default_device().type == "meta"
+    said = isinstance(error, RuntimeError | TypeError) and re.search(r"\bmeta\b", str(error), re.IGNORECASE)
+    return without and bool(said)
+
+
+def _explained(name: str, error: Exception, when: str = "") -> SqueezeboxError:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return SqueezeboxError(
+        f"'{name}' raised {type(error).__name__}{when}: {error} ({place.filename}, line {place.lineno}). "
+        "Mend it, or name another."
+    )
 
 
 def require_step(input: str | None, batch: int | None) -> None:
@@ -83,6 +97,13 @@ def require_step(input: str | None, batch: int | None) -> None:
         parse_shape(input)
     if batch is not None and batch < 1:
         raise OptionError(f"--batch {batch} is below 1: a step needs at least one sample.")
+
+
+def refuse_useless(given: Mapping[str, bool], why: str) -> None:
+    """OptionError for the first of these options that is given."""
+    for option, is_there in given.items():
+        if is_there:
+            raise OptionError(f"{option} is {why}.")
 
 
 def load_loss(name: str) -> Callable[[Any, Any], torch.Tensor]:
@@ -141,6 +162,10 @@ def _import(name: str) -> Any:
             f"no module '{name}' in {here} or among the installed packages; change to the directory that "
             f"holds it, or check the name."
         ) from error
+    except Exception as error:
+        if isinstance(error, SqueezeboxError):
+            raise
+        raise _explained(name, error, " as it was imported") from None
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import squeezebox
-from squeezebox.cli._estimate import require_step
+from squeezebox.cli._estimate import refuse_useless, require_step
 from squeezebox.cli._options import Input, InputDtype, Json, Load, Loss, Optimizer, Sample
 
 
@@ -56,6 +56,30 @@ def estimate(
     require_step(input, batch)
     if (factory is None) == (jobs is None):
         raise squeezebox.OptionError("name a model, as in my_models:resnet, or give --jobs; one of the two.")
+    of_devices = {
+        "--steps": steps != 0,
+        "--noise": noise is not None,
+        "--exact": exact,
+        "--no-plans": not plans,
+        "--reserve": reserve is not None,
+    }
+    if devices is None and jobs is None:
+        refuse_useless(of_devices, "of --devices; give that too, such as --devices all, or leave it out")
+    if devices is not None:
+        of_none = {"--dtype": dtype is not None, "--load": load is not None}
+        refuse_useless(of_none, "of an estimate without --devices; leave one of the two out")
+    if jobs is not None:
+        of_models = {
+            "--input": input,
+            "--batch": batch,
+            "--sample": sample,
+            "--loss": loss,
+            "--dtype": dtype,
+            "--input-dtype": input_dtype,
+            "--load": load,
+        }
+        given = {name: each is not None for name, each in of_models.items()} | of_devices
+        refuse_useless(given, "of a model, and --jobs names a file that says all of its jobs; leave it out")
     from squeezebox.cli._feasibility import described, estimated, on_devices, on_shared_devices
 
     if jobs is not None:

@@ -12,11 +12,11 @@ from squeezebox import compile_kernels
 from squeezebox.cli._plan import Step
 from squeezebox.cli._processes import Place, on_ranks
 from squeezebox.cli._show import progress
-from squeezebox.cli._values import require_delay
+from squeezebox.cli._values import link_of
 from squeezebox.gradients import ExchangedStep, joined, measure_exchange
 from squeezebox.profiling import optimizer_named
-from squeezebox.reports import MeasuredExchange, parse_size, require_writable
-from squeezebox.schema import Link, OptionError
+from squeezebox.reports import MeasuredExchange, require_writable
+from squeezebox.schema import OptionError
 from squeezebox.steps import TrainingStep, check_loss, check_sample, explained
 
 
@@ -65,15 +65,7 @@ def _check(request: Request, ranks: int) -> None:
         raise OptionError(f"--noise {request.noise:g}: give a share of the squared gradient between 0 and 1.")
     if not request.ratio > 1.0:
         raise OptionError(f"--ratio {request.ratio:g}: give how many times fewer bytes go, above 1.")
-    require_delay("--latency", request.latency)
-    _link(request)
-
-
-def _link(request: Request) -> Link | None:
-    if request.bandwidth is None:
-        return None
-    speed = parse_size("--bandwidth", request.bandwidth)
-    return Link(bytes_per_second=speed, latency_seconds=request.latency)
+    link_of(request.bandwidth, request.latency)
 
 
 def _rank(place: Place | None, request: Request) -> MeasuredExchange | None:
@@ -84,7 +76,7 @@ def _rank(place: Place | None, request: Request) -> MeasuredExchange | None:
             noise=request.noise,
             ratio=request.ratio,
             rounds=request.rounds,
-            link=_link(request),
+            link=link_of(request.bandwidth, request.latency),
         )
     return found if rank == 0 else None
 

@@ -33,6 +33,8 @@ def run(ranks: int, memory: str | None, out: Path, *, rates: bool) -> Devices | 
     if ranks < 1:
         raise OptionError(f"--ranks {ranks}: give 1 or more.")
     nbytes = None if memory is None else parse_size("--memory", memory)
+    if nbytes == 0:
+        raise OptionError(f"--memory {memory}: give more than 0, such as 2GiB, or leave it out.")
     require_writable(out)
     with progress("measuring devices"):
         found = on_ranks(_rank, ranks, (nbytes, rates), lost="each trains a network of 8 MiB.")
@@ -49,7 +51,7 @@ def _rank(place: Place | None, request: tuple[int | None, bool]) -> Devices | No
         mates = hosts.count(socket.gethostname()) if device.type == "cpu" else 1
         own = Device(
             name=socket.gethostname(),
-            memory_bytes=nbytes or profiling.free_bytes(device) // mates,
+            memory_bytes=profiling.free_bytes(device) // mates if nbytes is None else nbytes,
             speed=profiling.measure_speed(device),  # all at once, as in training
             type=device.type,
         )

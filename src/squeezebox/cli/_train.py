@@ -21,10 +21,11 @@ from squeezebox import pipeline
 from squeezebox.cli._estimate import load_factory, load_loss, needed_arguments, parse_shape, require_step
 from squeezebox.cli._plan import load_model, load_sample
 from squeezebox.cli._show import progress
+from squeezebox.cli._values import link_of
 from squeezebox.planning import attach_stages, peak_meter, plan_pipeline
 from squeezebox.profiling import optimizer_named
 from squeezebox.reports import human_bytes, load_pipeline_plan, parse_size, require_writable
-from squeezebox.schema import Devices, Link, OptionError, PipelinePlan
+from squeezebox.schema import Devices, OptionError, PipelinePlan
 from squeezebox.steps import random_inputs, stand_in
 
 
@@ -67,6 +68,7 @@ def make(request: PlanRequest, out: Path) -> list[PipelinePlan]:
         raise OptionError("give --ranks and --memory, or --devices for devices that are not alike.")
     if request.devices is not None and request.bandwidth is not None:
         raise OptionError("--devices has the links, so --bandwidth is for nothing; give one of them.")
+    link = link_of(request.bandwidth, request.latency)
     devices = None if request.devices is None else Devices.load(request.devices)
     require_writable(out)
     torch.set_num_threads(max(request.threads, 1))
@@ -92,7 +94,7 @@ def make(request: PlanRequest, out: Path) -> list[PipelinePlan]:
             policies=request.policies.split(","),
             noise=request.noise,
             depths=None if request.depth is None else [request.depth],
-            link=_link(request),
+            link=link,
             construction=construction,
             on_progress=on_progress,
         )
@@ -121,14 +123,6 @@ def _integers(text: str) -> list[int]:
         return [int(each) for each in text.split(",")]
     except ValueError as error:
         raise OptionError(f"--microbatches {text}: write sizes such as 1,2,4.") from error
-
-
-def _link(request: PlanRequest) -> Link | None:
-    if request.bandwidth is None:
-        return None
-    return Link(
-        bytes_per_second=parse_size("--bandwidth", request.bandwidth), latency_seconds=request.latency
-    )
 
 
 _MEASURED = 3  # batches in which memory is measured; the ones after it are timed

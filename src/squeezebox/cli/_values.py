@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
-from squeezebox.schema import OptionError
+from squeezebox.schema import Link, OptionError, parse_size
 
 Number = TypeVar("Number", int, float)
 
@@ -43,6 +43,20 @@ def parse_seconds(option: str, text: str) -> float:
             f"{option} 1.5, or one for every stage: {option} 1,1.5,1,1."
         )
     return value
+
+
+def link_of(bandwidth: str | None, latency: float) -> Link | None:
+    """The link of --bandwidth and --latency, if it is given.
+
+    Raises:
+        OptionError: one is out of range, or there is a latency alone.
+    """
+    require_delay("--latency", latency)
+    if bandwidth is not None:
+        return Link(bytes_per_second=parse_size("--bandwidth", bandwidth), latency_seconds=latency)
+    if latency:
+        raise OptionError(f"--latency {latency:g} goes with --bandwidth; give that too, or leave it out.")
+    return None
 
 
 def require_delay(option: str, seconds: float) -> float:

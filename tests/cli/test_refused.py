@@ -1,0 +1,134 @@
+"""What goes wrong is one sentence and an exit status; options that would do nothing are refused."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import squeezebox
+from tests.cli.test_commands import models, run  # noqa: F401 - a fixture
+
+STEP = ("my_models:small", "--input", "3x16x16", "--batch", "2")
+MODULES = {
+    "valued": "x = 1\nraise ValueError('bad config')",
+    "filed": "open('no_such_file.csv')",
+    "named": "from json import no_such_name",
+    "refusing": "import squeezebox\nraise squeezebox.OptionError('give less.')",
+}
+FAILING = """
+
+def data():
+    raise FileNotFoundError("no file data/metadata.csv")
+
+def text():
+    raise RuntimeError("the meta file is empty")
+
+def values():
+    return torch.nn.Linear(8, int(torch.ones(()).sum()))
+"""
+
+
+def refused(capfd, *arguments):
+    """Exit status, and what is said."""
+    code, out, err = run(capfd, *arguments)
+    assert out == "" and "Traceback" not in err, err
+    return code, err
+
+
+@pytest.mark.parametrize(
+    ("module", "code", "words"),
+    [
+        ("valued", 1, "'valued' raised ValueError as it was imported: bad config ("),
+        ("filed", 1, "raised FileNotFoundError as it was imported: [Errno 2]"),
+        ("named", 1, "raised ImportError as it was imported: cannot import name 'no_such_name'"),
+        ("refusing", 2, "squeezebox: give less."),
+    ],
+)
+def test_a_module_that_fails_as_it_is_imported(models, capfd, module, code, words):  # noqa: F811
+    Path(f"{module}.py").write_text(MODULES[module])
+    found, err = refused(capfd, "estimate", f"{module}:net")
+    assert found == code and words in err
+    assert code == 2 or f"{module}.py, line {1 + MODULES[module].count(chr(10))})" in err
+
+
+@pytest.mark.parametrize("command", ["estimate", "plan"])
+@pytest.mark.parametrize("name", ["data", "text"])
+def test_a_users_own_error_that_says_meta(models, capfd, command, name):  # noqa: F811
+    with (models / "my_models.py").open("a") as file:
+        file.write(FAILING)
+    code, err = refused(capfd, command, f"my_models:{name}")
+    assert code == 1 and f"'my_models:{name}' raised " in err and "my_models.py, line " in err
+
+
+def test_a_model_that_reads_values_while_it_is_built_is_estimated(models, capfd):  # noqa: F811
+    with (models / "my_models.py").open("a") as file:
+        file.write(FAILING)
+    assert run(capfd, "estimate", "my_models:values", "--input", "8", "--batch", "2")[0] == 0
+
+
+@pytest.mark.parametrize("packages", ["", ",", " , "])
+def test_no_package_is_refused(capfd, packages):
+    code, err = refused(capfd, "doctor", "--packages", packages)
+    assert code == 2 and f"--packages {packages!r} names no package" in err
+
+
+def test_a_comma_at_the_end_names_no_package(capfd):
+    code, out, _ = run(capfd, "doctor", "--packages", "typer,")
+    assert code in (0, 1) and "typer" in out
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_commands_run_with_a_closed_stream(models, capfd, monkeypatch, closed):  # noqa: F811
+    monkeypatch.setattr(sys, closed, None)
+    code, out, err = run(capfd, "estimate", *STEP)
+    assert code == 0 and err == "" and ("peak of the step" in out) == (closed == "stderr")
+    code, out, err = run(capfd, "estimate", "my_models:large")
+    assert code == 2 and out == "" and ("has no 'large'" in err) == (closed == "stdout")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_under_standard_output_is_one_sentence(unbuffered):
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "squeezebox", "--version"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(Path(squeezebox.__file__).parents[1]),
+                "PYTHONUNBUFFERED": unbuffered,
+            },
+        )
+    assert done.returncode == 1
+    (said,) = done.stderr.splitlines()
+    assert said.startswith("squeezebox: cannot write: [Errno 28]")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("doctor", "--batch", "no_such:thing"), "--batch is of a step; name one"),
+        (("doctor", "--as-device"), "--as-device is of a step; name one"),
+        (("doctor", "--ranges"), "--ranges is of a step; name one"),
+        (("estimate", *STEP, "--steps", "100"), "--steps is of --devices; give that too"),
+        (("estimate", *STEP, "--noise", "-7"), "--noise is of --devices"),
+        (("estimate", *STEP, "--exact"), "--exact is of --devices"),
+        (("estimate", *STEP, "--no-plans"), "--no-plans is of --devices"),
+        (("estimate", *STEP, "--reserve", "banana"), "--reserve is of --devices"),
+        (("estimate", *STEP, "--devices", "all", "--dtype", "bfloat16"), "--dtype is of an estimate without"),
+        (("estimate", *STEP, "--devices", "all", "--load", "worst"), "--load is of an estimate without"),
+        (("gradients", "measure", *STEP, "--latency", "0.1"), "--latency 0.1 goes with --bandwidth"),
+        (
+            ("pipeline", "plan", *STEP, "--ranks", "2", "--memory", "1GiB", "--latency", "0.1"),
+            "--latency 0.1 goes with --bandwidth",
+        ),
+        (("devices", "measure", "--memory", "0"), "--memory 0: give more than 0"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(models, capfd, arguments, words):  # noqa: F811
+    code, err = refused(capfd, *arguments)
+    assert code == 2 and words in err
