@@ -156,7 +156,9 @@ class _BayesConv(BayesLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """As of :class:`BayesLayer`; like the plain layer, it takes one input without a batch too."""
-        return super().forward(x) if x.dim() != self.mu.dim() - 1 else super().forward(x[None])[0]
+        alone = x.dim() == self.mu.dim() - 1
+        out: Tensor = super().forward(x[None] if alone else x)
+        return out[0] if alone else out
 
     def _padded(self, x: Tensor) -> Tensor:
         return F.pad(x, self._pads, mode=self._padding_mode) if any(self._pads) else x

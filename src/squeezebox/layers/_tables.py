@@ -192,8 +192,9 @@ class ShardedEmbeddingBag(nn.Module):
         for number, shard in enumerate(self._shards):
             state = state_dict["state"].get(shard.table)
             for place, (name, value) in enumerate(self._states.items()):
-                begun = torch.tensor(value, dtype=self._dtype).expand(self._tables[shard.table])
-                self._fill(number, 1 + place, begun if state is None else state[name])
+                begun = torch.tensor(value, dtype=self._dtype).expand(shard.rows, shard.dim)
+                values = begun if state is None else state[name][shard.place]
+                _fill(self._rows[number], 1 + place, values, self._dtype)
             if state is not None:
                 one[number] = {
                     name: value[:1, : shard.dim] if name in self._states else value
@@ -278,13 +279,7 @@ class ShardedEmbeddingBag(nn.Module):
             self.zero_grad()
             for number, shard in enumerate(self._shards):
                 if shard.table in given:
-                    self._fill(number, 0, given[shard.table])
-
-    def _fill(self, number: int, place: int, values: Tensor) -> None:
-        """One part of a shard's records, from a whole table's; of another dtype, some rows at a time."""
-        here = values.detach()[self._shards[number].place]
-        for ids in chunks(0, len(here)):
-            self._rows[number].fill(place, here[ids[0] : ids[-1] + 1].to(self._dtype).numpy(), int(ids[0]))
+                    _fill(self._rows[number], 0, given[shard.table].detach()[shard.place], self._dtype)
 
     @property
     def rows_in_memory(self) -> list[int]:
@@ -384,6 +379,12 @@ def _note(
     """Have the next step use a gradient, in the order in which they come."""
     if all(each.weight is not weight for each in waiting):
         waiting.append(_Looked(ids, weight, records, writes))
+
+
+def _fill(rows: TableRows, place: int, values: Tensor, dtype: torch.dtype) -> None:
+    """One part of all records; of another dtype, some at a time."""
+    for ids in chunks(0, len(values)):
+        rows.fill(place, values[ids[0] : ids[-1] + 1].to(dtype).numpy(), int(ids[0]))
 
 
 def row_state(factory: Factory, dtype: torch.dtype) -> dict[str, float]:
