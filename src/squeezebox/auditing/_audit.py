@@ -154,7 +154,7 @@ def _check_arms(arms: Arms) -> None:
     """Refuse at once what a later arm's first training would end in, as far as options alone tell."""
     for arm, options in arms.items():
         given = {name: value for name, value in (options or {}).items() if name in _OF_ANY_MODEL}
-        model = torch.nn.Linear(1, 1)
+        model = torch.nn.utils.skip_init(torch.nn.Linear, 1, 1)  # draws nothing
         try:
             attach(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **given).detach()
         except OptionError as error:

@@ -63,7 +63,7 @@ class Updates:
         if optimizer in _updated:
             raise AttachError(
                 f"another session or compiled step makes the updates of this {type(optimizer).__name__} "
-                "already. Detach that one first; or give each model an optimizer of its own."
+                "already. Call its detach() or close() first, or give each model an optimizer of its own."
             )
         self._optimizer, self._in_backward = optimizer, in_backward
         named = dict(model.named_parameters())
