@@ -41,14 +41,8 @@ from squeezebox.schema import OptionError
 from squeezebox.steps import Progress
 
 FACTORS = tuple(each.value for each in Factor)
-_OF_ANY_MODEL = (
-    "noise",
-    "controller",
-    "exact",
-    "codec",
-    "speed",
-    "checks_per_refresh",
-)  # of attach's options
+# of attach's options, those that can be tried on another model
+_OF_ANY_MODEL = ("noise", "controller", "exact", "codec", "speed", "checks_per_refresh")
 _ROUNDS = 3  # of timed steps, deterministic and not in turn
 
 
