@@ -374,7 +374,7 @@ def compress_gradients(
         noise: squared error over squared gradient that packing may cause in each backward, such as 0.1; the
             bound follows what was measured. 0 sends gradients as they are. For "auto" 0.01 unless given.
         ratio: how many times fewer bytes to send, such as 50, instead of noise; 1 sends gradients as they
-            are.
+            are. A warning says once if messages cannot become as small.
         rank: of "powersgd", the columns of the two matrices that stand for a gradient, usually 1 to 4
             (default: 1). Gradients of fewer than two dimensions go as they are.
         patience: seconds after which a rank that is waited for counts as failed.

@@ -114,7 +114,7 @@ def attach(
             repeated to their sizes; plans are kept, and a forward takes the first that covers it. Where none
             can be made (no sample and loss_fn, inputs by place and by keyword, an earlier forward waiting for
             its backward, a loss that the target does not fit), tensors that the plan does not know are held
-            exactly, and the report's notes say so.
+            exactly, and the report's notes say so. A plan with ``states=True`` is refused.
         checks_per_refresh: how many weighted layers, and how many other tensors, are compared with their
             exact values at each refresh; each holds its exact tensor and a second gradient for that step.
         arena: packed tensors whose size varies have places that are as large in every step, so that all
