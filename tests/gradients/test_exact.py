@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import squeezebox
+from squeezebox.gradients._coders import CODERS
 from squeezebox.gradients._wanted import Wanted
 from tests.gradients import ranks
 
@@ -119,3 +120,22 @@ def test_a_parameter_without_elements_has_no_squares():
     values = torch.arange(8.0)
     squares = Wanted(values, None, (0, 3, 0, 0, 5, 0)).squares.tolist()
     assert squares == pytest.approx([0, 5, 0, 0, 135, 0])
+
+
+@pytest.mark.parametrize("method", ["entropy", "planes"])
+@pytest.mark.parametrize("level", [3.0, 200.0])
+def test_messages_at_a_high_level_stay_small_and_send_small_parameters(method, level):
+    torch.manual_seed(0)
+    sizes, coder = (96 * 384, 96, 1, 0), CODERS[method]
+    owed, drift = torch.zeros(sum(sizes)), torch.randn(sum(sizes))
+    lengths = []
+    for step in range(80):
+        gradient = drift + torch.randn(sum(sizes))
+        message = coder.encode(Wanted(gradient, owed, sizes), level, step)
+        came = torch.cat([each.clone() for each in coder.decode(message, sizes, torch.float32)])
+        lengths.append(message.numel())
+        owed += gradient - came
+    few, one = owed[sizes[0] :].split([96, 1])
+    assert max(lengths) < sum(sizes) * 4 / 20
+    assert one == 0.0  # it is sent whole in every pass
+    assert few.abs().max() < 40 * drift[-97:-1].abs().max()

@@ -17,8 +17,6 @@ from torch import Tensor
 from squeezebox import codecs
 from squeezebox.gradients._wanted import PIECE, Sizes, Wanted, parts_of, pieces_of
 
-_SENT = 0.75  # a bound's share of a parameter's largest element, at the most
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coder(ABC):
@@ -50,20 +48,25 @@ class Coder(ABC):
     def start(self, noise: float | None, ratio: float | None) -> float:
         """The level to begin with, for noise that is allowed or a ratio of bytes that is wanted."""
 
+    def highest(self, sizes: Sizes) -> float:
+        """The level above which no fewer bytes go, of parameters of these sizes: one element is left."""
+        return float(sum(sizes))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounded(Coder):
     """Every element within ``level`` times the root mean square of its parameter's gradient.
 
-    Parameters differ in scale, so each is measured by its own: a message begins with those (float32). Pieces
-    that stay in a processor's cache follow. Of each parameter the largest element comes at any level, with
-    smaller bounds where need be: else one of few elements, such as a scale, would never be sent.
+    Parameters differ in scale, so each is measured by its own: a message has those (float32). Pieces that
+    stay in a processor's cache follow. Of a parameter whose elements are all within the bound, the largest
+    goes as it is, or one of few elements, such as a scale, would never be sent: a message begins with how
+    many these are (int64), their places in the group (int64) and their values (float64).
     """
 
     def encode(self, wanted: Wanted, level: float, step: int) -> Tensor:
-        units = _units(wanted, level)
+        units = _units(wanted)
         scales = units.to(wanted.dtype).unbind()
-        codec, begun, bodies = codecs.get(self.name), 0, [_aligned(units.view(torch.uint8))]
+        codec, begun, bodies = codecs.get(self.name), 0, _head(wanted, units, level)
         for piece, own in wanted.pieces():
             torch._foreach_div_(parts_of(own, piece), [scales[place] for place, _ in piece])
             data = codecs.dumps(codec.pack(own, level, codecs.Hints(lag=0)))
@@ -75,22 +78,32 @@ class Bounded(Coder):
         return torch.cat(bodies)
 
     def decode(self, message: Tensor, sizes: Sizes, dtype: torch.dtype) -> Iterator[Tensor]:
-        scales = message[: 4 * len(sizes)].clone().view(torch.float32).to(dtype).unbind()
         message = message.clone()
-        at = -(-4 * len(sizes) // 8) * 8
-        room = torch.empty(min(PIECE, sum(sizes)), dtype=dtype, device="cpu")
+        count = int(message[:8].view(torch.int64))
+        places, values, units = message[8:].split([8 * count, 8 * count, message.numel() - 8 - 16 * count])
+        places, values = places.view(torch.int64), values.view(torch.float64)
+        scales = units[: 4 * len(sizes)].view(torch.float32).to(dtype).unbind()
+        at = 8 + 16 * count + -(-4 * len(sizes) // 8) * 8
+        room, begun = torch.empty(min(PIECE, sum(sizes)), dtype=dtype, device="cpu"), 0
         for piece in pieces_of(sizes):
             out = room[: sum(count for _, count in piece)]
             nbytes = int(message[at : at + 8].view(torch.int64))
             codecs.from_message(message[at:], out)
             if nbytes:  # or they came as they are
                 torch._foreach_mul_(parts_of(out, piece), [scales[place] for place, _ in piece])
+            here = (places >= begun) & (places < begun + out.numel())
+            out[places[here] - begun] = values[here].to(dtype)
+            begun += out.numel()
             at += -(-(8 + (nbytes or out.nbytes)) // 8) * 8
             yield out
 
     def start(self, noise: float | None, ratio: float | None) -> float:
         """Errors spread evenly over a step have a third of the bound's square (docs/theory.md)."""
         return math.sqrt(3.0 * noise) if noise is not None else min(max((ratio or 1.0) / 25.0, 0.05), 2.5)
+
+    def highest(self, sizes: Sizes) -> float:
+        """No element is more root mean squares than the square root of their number."""
+        return math.sqrt(max(sizes))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,13 +188,20 @@ CODERS = {
 }
 
 
-def _units(wanted: Wanted, level: float) -> Tensor:
-    """Each parameter's root mean square in float32, or less; 1 for one of zeros, or beyond float32."""
+def _units(wanted: Wanted) -> Tensor:
+    """Each parameter's root mean square in float32; 1 for one of zeros, or beyond float32."""
     counts = torch.tensor(wanted.sizes, dtype=torch.float64, device="cpu").clamp(min=1)
     units = (wanted.squares / counts).sqrt().float()
-    if level > _SENT:  # below it, the bound is less than the largest element anyway
-        units = torch.minimum(units, (wanted.peaks * (_SENT / level)).float())
     return torch.where((units > 1e-30) & (units < 1e30), units, 1.0)
+
+
+def _head(wanted: Wanted, units: Tensor, level: float) -> list[Tensor]:
+    """What a message begins with; below a level of 1 no parameter is all within the bound."""
+    peaks = zip(wanted.peaks(), units.tolist(), strict=True) if level >= 1.0 else ()
+    alone = [(place, value) for (place, value), unit in peaks if 0.0 < abs(value) <= level * unit]
+    places = torch.tensor([len(alone), *(place for place, _ in alone)], device="cpu")
+    values = torch.tensor([value for _, value in alone], dtype=torch.float64, device="cpu")
+    return [_aligned(each.view(torch.uint8)) for each in (places, values, units)]
 
 
 def _aligned(data: Tensor) -> Tensor:

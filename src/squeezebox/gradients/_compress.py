@@ -30,7 +30,7 @@ from squeezebox.gradients._ranks import Worker, own_store
 from squeezebox.gradients._residuals import Names, Residuals
 from squeezebox.gradients._turn import Turn
 from squeezebox.memory import close_at_exit
-from squeezebox.schema import FormatError, OptionError, RankError
+from squeezebox.schema import FormatError, OptionError, RankError, in_one_line
 
 POWER = "powersgd"
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -85,6 +85,8 @@ class CompressedGradients:
         owes = coder is not None or self._low_rank is not None
         self._buckets = Buckets({id(each): name for name, each in named}, owes=owes)
         self._level = 1.0 if coder is None else coder.start(noise, ratio)
+        self._highest = math.inf if coder is None else coder.highest(list(self._sizes.values()))
+        self._has_warned = False  # that the ratio is out of reach
         self._is_steered = coder.steered if coder is not None else method == AUTO
         self._plan: ExchangePlan | None = None
         self._chooser = Chooser(self._sizes, noise or _USUAL_NOISE) if method == AUTO else None
@@ -332,16 +334,16 @@ class CompressedGradients:
         else:
             sent, plain = self.last.sent_bytes, self.last.plain_bytes
             factor = (self._ratio or 1.0) * sent / plain if plain else 1.0
-        highest = float(sum(self._sizes.values()))
         level = self._level * min(max(factor, 1.0 / _FASTEST), _FASTEST)
-        if self._ratio is not None and level > highest > self._level:
+        if self._ratio is not None and level > self._highest and not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 f"ratio={self._ratio:g} cannot be reached: with next to nothing of the gradients, the last "
                 f"backward's messages are still {self.last.sent_bytes} bytes for {self.last.plain_bytes}, a "
                 f"ratio of {self.last.ratio:.1f}. Training goes on so; ask for a lower ratio.",
                 stacklevel=2,
             )
-        return min(level, highest)
+        return min(level, self._highest)
 
 
 def compress_gradients(
@@ -401,7 +403,7 @@ def compress_gradients(
     except RuntimeError as error:
         made.close()
         raise OptionError(
-            f"this model has a communication hook already ({str(error).splitlines()[0]}); DDP takes one. "
+            f"this model has a communication hook already ({in_one_line(error)}); DDP takes one. "
             "Wrap the model again, and register no other."
         ) from error
     return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
@@ -33,14 +32,17 @@ class Wanted:
             found.index_add_(0, torch.tensor([place for place, _ in piece]), norms.square())
         return found
 
-    @cached_property
-    def peaks(self) -> Tensor:
-        """The largest magnitude of each parameter's, in float64; read before the gradient changes."""
-        found = torch.zeros(len(self.sizes), dtype=torch.float64, device="cpu")
+    def peaks(self) -> list[tuple[int, float]]:
+        """Each parameter's element of the largest magnitude: its place among all, and its value."""
+        found = [(0, 0.0)] * len(self.sizes)
+        begin = 0
         for piece, own in self.pieces():
-            highest = torch.stack(torch._foreach_norm(parts_of(own, piece), math.inf)).double()
-            places = torch.tensor([place for place, _ in piece], device="cpu")
-            found[places] = torch.maximum(found[places], highest)
+            for (number, count), part in zip(piece, parts_of(own, piece), strict=True):
+                place = int(part.abs().argmax())
+                value = float(part[place])
+                if abs(value) > abs(found[number][1]):
+                    found[number] = begin + place, value
+                begin += count
         return found
 
     def read(self, begin: int, out: Tensor) -> Tensor:
