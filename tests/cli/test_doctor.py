@@ -62,6 +62,8 @@ def test_the_ranges_of_a_step(steps, capfd):
     assert code == 0 and json.loads(out)["operators"] > 0
     code, _, err = run(capfd, "--ranges")
     assert code == 2 and "--ranges is of a step; name one" in err
+    code, _, err = run(capfd, "my_steps:fixed", "--ranges", "--as-device")
+    assert code == 2 and "--as-device is of a check without --ranges" in err
 
 
 def test_a_tampered_package_is_named_beside_a_step_with_status_1(steps, planted, capfd):

@@ -40,9 +40,9 @@ def refused(capfd, *arguments):
 @pytest.mark.parametrize(
     ("module", "code", "words"),
     [
-        ("valued", 1, "'valued' raised ValueError as it was imported: bad config ("),
-        ("filed", 1, "raised FileNotFoundError as it was imported: [Errno 2]"),
-        ("named", 1, "raised ImportError as it was imported: cannot import name 'no_such_name'"),
+        ("valued", 1, "'valued', as it was imported, raised ValueError: bad config ("),
+        ("filed", 1, "as it was imported, raised FileNotFoundError: [Errno 2]"),
+        ("named", 1, "as it was imported, raised ImportError: cannot import name 'no_such_name'"),
         ("refusing", 2, "squeezebox: give less."),
     ],
 )

@@ -326,3 +326,32 @@ def test_reports_come_back_from_their_file(net, tmp_path):
 def test_bad_input_is_refused_in_a_sentence(net, given, message):
     with pytest.raises(OptionError, match=message):
         squeezebox.parity(**{"a": net, "b": net, "batches": IMAGES, **given})
+
+
+class Mean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(20, 8, sparse=True), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.words(x).mean(1))
+
+
+def test_sparse_gradients_are_compared():
+    torch.manual_seed(0)
+    words = [torch.randint(0, 20, (4, 5))]
+    a = Mean()
+    b = copy.deepcopy(a)
+    assert "to the bit" in str(squeezebox.parity(a, b, words))
+    with torch.no_grad():
+        b.head.weight.add_(0.1)
+    assert squeezebox.parity(a, b, words).first.layer == "head"
+
+
+def test_a_long_error_is_quoted_by_its_first_line(net):
+    def fails(x):
+        raise RuntimeError("wrong:\nfirst " + "x" * 400 + ".\nsecond")
+
+    with pytest.raises(OptionError, match=r"RuntimeError: wrong: first x{200,300} \.\.\.\. Give") as raised:
+        squeezebox.parity(fails, net, IMAGES)
+    assert "second" not in str(raised.value)

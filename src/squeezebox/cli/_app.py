@@ -420,6 +420,8 @@ def doctor(
     given = {"--ranges": ranges, "--batch": batch is not None, "--as-device": as_device}
     if step is None:
         refuse_useless(given, "of a step; name one, as in my_script:step, or leave it out")
+    if ranges:
+        refuse_useless({"--as-device": as_device}, "of a check without --ranges; leave one of the two out")
     found = None if step is None else examine_step(step, batch, as_device, ranges=ranges)
     wanted = step is None or packages is not None
     show(found, examine_environment(packages) if wanted else None, as_json)

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from squeezebox.schema import OptionError, SqueezeboxError
+from squeezebox.schema import OptionError, SqueezeboxError, in_one_line
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +82,7 @@ def _is_of_meta(error: Exception) -> bool:
 def _explained(name: str, error: Exception, when: str = "") -> SqueezeboxError:
     place = traceback.extract_tb(error.__traceback__)[-1]
     return SqueezeboxError(
-        f"'{name}' raised {type(error).__name__}{when}: {error} ({place.filename}, line {place.lineno}). "
+        f"'{name}'{when} raised {in_one_line(error)} ({place.filename}, line {place.lineno}). "
         "Mend it, or name another."
     )
 
@@ -165,7 +165,7 @@ def _import(name: str) -> Any:
     except Exception as error:
         if isinstance(error, SqueezeboxError):
             raise
-        raise _explained(name, error, " as it was imported") from None
+        raise _explained(name, error, ", as it was imported,") from None
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

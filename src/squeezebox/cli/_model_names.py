@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from squeezebox.cli._estimate import call_factory, load_factory
-from squeezebox.schema import OptionError
+from squeezebox.schema import OptionError, in_one_line
 
 
 def load_model_factory(name: str) -> Callable[[], Any]:
@@ -30,8 +30,9 @@ def _of_transformers(name: str) -> Callable[[], Any]:
     try:
         config = transformers.AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        said = str(error).strip().splitlines()[0]
-        raise OptionError(f"'hf:{name}' names no configuration that transformers can read: {said}") from error
+        raise OptionError(
+            f"'hf:{name}' names no configuration that transformers can read: {in_one_line(error)}."
+        ) from error
     config.use_cache = False
     made = getattr(transformers, next(iter(config.architectures or ()), ""), None)
     return _called(name, lambda: made(config) if made else transformers.AutoModel.from_config(config))
@@ -66,4 +67,6 @@ def _package(package: str, name: str) -> Any:
             "module:callable."
         ) from error
     except (ImportError, RuntimeError, OSError) as error:
-        raise OptionError(f"'{name}' needs {package}, which fails as it is imported: {error}") from error
+        raise OptionError(
+            f"'{name}' needs {package}, which fails as it is imported: {in_one_line(error)}."
+        ) from error

@@ -21,7 +21,7 @@ from squeezebox.comparing._tape import Call, Kind, Maker, Place, Tape
 from squeezebox.comparing._values import Difference, as_tensor, difference, energy_between
 from squeezebox.memory import lacks_memory
 from squeezebox.reports import wilson
-from squeezebox.schema import OptionError, ParityFigures, PlaceParity, SqueezeboxError
+from squeezebox.schema import OptionError, ParityFigures, PlaceParity, SqueezeboxError, in_one_line
 from squeezebox.steps import batch_of, described, restored
 
 _ROUNDINGS = 4
@@ -148,10 +148,9 @@ class Comparison:
             except _MISTAKES as error:
                 if isinstance(error, SqueezeboxError) or lacks_memory(error):
                     raise
-                why = f"{type(error).__name__}: {str(error).rstrip('.')}"
                 raise OptionError(
-                    f"{side} fails on a batch of {described(batch)}: {why}. Give what its first stage is "
-                    "called with; several arguments are a tuple."
+                    f"{side} fails on a batch of {described(batch)}: {in_one_line(error)}. Give "
+                    "what its first stage is called with; several arguments are a tuple."
                 ) from error
 
     def _free(self, batch: Any, kept: Tape) -> Tape:
@@ -164,7 +163,7 @@ class Comparison:
                 if isinstance(error, SqueezeboxError) or lacks_memory(error):
                     raise
                 self.failed = True
-                self.notes[f"b fails by itself: {type(error).__name__}: {str(error).rstrip('.')}"] = None
+                self.notes[f"b fails by itself: {in_one_line(error)}"] = None
         if self.names is None:
             self.names = self._matched(kept, run.tape)
             if self.names:

@@ -64,9 +64,10 @@ def _between(one: torch.Tensor | None, other: torch.Tensor | None) -> Difference
     eps, other_eps = (torch.finfo(t.dtype).eps if t.is_floating_point() else 0.0 for t in (one, other))
     if one.shape != other.shape:
         return Difference(math.inf, eps, other_eps, f"shapes {list(one.shape)} and {list(other.shape)}")
-    if one.dtype == other.dtype and one.device == other.device and torch.equal(one, other):
+    a, b = _dense(one), _dense(other)
+    if a.dtype == b.dtype and a.device == b.device and torch.equal(a, b):
         return Difference(0.0, eps, other_eps)
-    a, b = _wide(one), _wide(other).to(one.device)
+    a, b = _wide(a), _wide(b).to(a.device)
     unlike = (a != b) & ~(a.isnan() & b.isnan())
     if not unlike.any():
         return Difference(0.0, eps, other_eps)
@@ -78,8 +79,13 @@ def _between(one: torch.Tensor | None, other: torch.Tensor | None) -> Difference
     return Difference(size, eps, other_eps, "" if math.isfinite(size) else "zeros in one alone")
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """In float64, complex numbers as pairs, and whatever layout a sparse or quantised one has as dense."""
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Strided, whatever layout a sparse or quantised one has."""
     dense = tensor.dequantize() if tensor.is_quantized else tensor
-    dense = dense.to_dense() if dense.layout is not torch.strided else dense
+    return dense.to_dense() if dense.layout is not torch.strided else dense
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """In float64, complex numbers as pairs, and dense."""
+    dense = _dense(tensor)
     return torch.view_as_real(dense).double() if dense.is_complex() else dense.double()

@@ -24,6 +24,7 @@ from squeezebox.schema import (
     EnvironmentFault,
     Fault,
     OptionError,
+    in_one_line,
 )
 from squeezebox.steps import Progress
 
@@ -136,7 +137,7 @@ def _import_here(name: str) -> str:
     try:
         importlib.import_module(name)
     except _IMPORT_ERRORS as error:
-        return f"{type(error).__name__}: {error}"
+        return in_one_line(error)
     return ""
 
 

@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from squeezebox.memory._elsewhere import Area, Elsewhere, close_at_exit
 from squeezebox.memory._room import free_bytes, keep_freed, return_freed
-from squeezebox.schema import OptionError, RankError, human_bytes, parse_size
+from squeezebox.schema import OptionError, RankError, human_bytes, in_one_line, parse_size
 
 _LEAST = 1 << 25  # bytes: measuring its price moves some
 _PAUSE = 0.02  # seconds between two looks at the store
@@ -271,7 +271,7 @@ def _taken(store: Store, nbytes: int, rank: int, patience: float) -> Any:
         return _group(store, number, _LENDER, timedelta(seconds=patience))
     except RuntimeError as error:  # dist.DistError is one
         raise RankError(
-            f"rank {rank} and this one have not connected ({str(error).splitlines()[0]}; {patience:g} s are "
+            f"rank {rank} and this one have not connected ({in_one_line(error)}; {patience:g} s are "
             "allowed). Look at what that rank printed, then start both again."
         ) from error
 

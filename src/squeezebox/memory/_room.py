@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from squeezebox.schema import BudgetError, OptionError, SqueezeboxError
+from squeezebox.schema import BudgetError, OptionError, SqueezeboxError, in_one_line
 
 _CGROUP = Path("/sys/fs/cgroup")  # and files of a group: its limit, what it uses, and caches in that
 _OLDER = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -158,10 +158,9 @@ def within_room(what: str) -> Iterator[None]:
             raise
         asked = asked_bytes(error)
         wanted = "More was" if asked is None else f"{asked:,} bytes were"
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BudgetError(
             f"there is too little memory for {what}. {wanted} asked for{_left(error)}. Give a smaller "
-            f"sample, or leave the process more. ({said})"
+            f"sample, or leave the process more. ({in_one_line(error)})"
         ) from error
 
 

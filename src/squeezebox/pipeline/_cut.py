@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from squeezebox.schema import UnsupportedModelError
+from squeezebox.schema import UnsupportedModelError, in_one_line
 
 _MOST_CROSSING = 8  # tensors that a cut may part, at most
 _LARGEST = 0.25  # share of the operators in one piece, above which more tensors may cross
@@ -63,7 +63,7 @@ def cut(model: nn.Module, inputs: tuple[Any, ...], keywords: Sequence[str] = ())
     except Exception as error:  # noqa: BLE001  whatever the model's own code raises while it is traced
         raise UnsupportedModelError(
             f"torch.export cannot trace {type(model).__name__}, so there is no telling where to cut it: "
-            f"{type(error).__name__}: {error}. Change what it names, or make the model an nn.Sequential."
+            f"{in_one_line(error)}. Change what it names, or make the model an nn.Sequential."
         ) from error
     traced = program.module()
     assert isinstance(traced, GraphModule)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from squeezebox.schema import PipelineError
+from squeezebox.schema import PipelineError, in_one_line
 
 T = TypeVar("T")
 R_co = TypeVar("R_co", covariant=True)
@@ -157,7 +157,7 @@ class Health:
             peer = self._doing[1]
             waits = peer is not None or _TRANSPORT in str(error)  # a send may fail as soon as it begins
             lost = waits and isinstance(error, RuntimeError | TimeoutError)
-            failure = self._why(error) if lost else self._report(self._rank, f"raised {_short(error)}")
+            failure = self._why(error) if lost else self._report(self._rank, f"raised {in_one_line(error)}")
             self.works(_IDLE)
             self._stopped.set()
             for group in self._groups:
@@ -276,11 +276,6 @@ class Health:
             return bool(self._store.check([_FAILURE]))
         except (RuntimeError, dist.DistError):
             return True
-
-
-def _short(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _close(group: dist.ProcessGroup) -> None:

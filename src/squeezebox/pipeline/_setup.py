@@ -29,7 +29,7 @@ from squeezebox.pipeline._cut import Piece, fingerprint
 from squeezebox.pipeline._packing import Wire
 from squeezebox.pipeline._updates import Tie
 from squeezebox.schedules import Schedule, line_name
-from squeezebox.schema import OptionError, PipelineError, PipelinePlan
+from squeezebox.schema import OptionError, PipelineError, PipelinePlan, in_one_line
 
 T = TypeVar("T")
 
@@ -188,7 +188,7 @@ def join() -> None:
         dist.init_process_group(backend)
     except RuntimeError as error:
         raise PipelineError(
-            f"this rank does not reach the others over {backend}: {str(error).splitlines()[0]}. Between "
+            f"this rank does not reach the others over {backend}: {in_one_line(error)}. Between "
             f"machines, name the network that joins them, on each: {backend.upper()}_SOCKET_IFNAME=eth0 "
             "torchrun ..."
         ) from error

@@ -142,19 +142,17 @@ def max_batch(
         OptionError: as :func:`make_plan`, or the sample has no batch.
     """
     sample, loss_fn = check_sample(sample, loss_fn)
-    allowed = plannable(model, noise, exact)
     batch, (factor, share) = batch_of(sample), size_named(budget)
     if batch < 1:
         raise OptionError(
             f"the sample has {described(sample[0])} as inputs, which is no batch to make larger."
         )
-
     step = TrainingStep(
         model=model,
         sample=sample,
         loss_fn=loss_fn,
         optimizer=optimizer,
-        noise=allowed,
+        noise=plannable(model, noise, exact),
         on_progress=on_progress,
     )
     first = profile_step(step)

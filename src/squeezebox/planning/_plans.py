@@ -188,9 +188,9 @@ def make_plan(
         OutputError: the cache's folder cannot be written.
     """
     sample, loss_fn = check_sample(sample, loss_fn)
-    allowed = plannable(model, noise, exact)
     _check_time_limit(time_limit, budget)
     factor, share = (0.0, False) if budget is None else size_named(budget)
+    allowed = plannable(model, noise, exact)
     budget_bytes = factor if factor and not share else None
     folder = named_place(offload, model)
     step = TrainingStep(

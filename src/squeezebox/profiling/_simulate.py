@@ -21,7 +21,7 @@ from squeezebox.profiling._load import Followed, loads_named, remembered
 from squeezebox.profiling._optimizer import MakeOptimizer, optimizer_named
 from squeezebox.profiling._record import record_step, step_counts
 from squeezebox.profiling._work import WorkCount
-from squeezebox.schema import OptionError, StepTrace, Work
+from squeezebox.schema import OptionError, StepTrace, Work, in_one_line
 
 Watch = Callable[[torch.nn.Module, list[torch.Tensor]], AbstractContextManager[Any]]
 
@@ -286,7 +286,7 @@ def _make_state(optimizer: torch.optim.Optimizer, *, fake: bool) -> None:
     except (RuntimeError, TypeError, ValueError, ArithmeticError) as error:
         raise OptionError(
             f"{type(optimizer).__name__} cannot step gradients of zeros without a closure, which an "
-            f"estimate needs: {str(error).rstrip('.')}. Leave it out, or name one of as much state, "
+            f"estimate needs: {in_one_line(error)}. Leave it out, or name one of as much state, "
             "such as 'adam'."
         ) from error
     for parameter in parameters:
@@ -301,7 +301,7 @@ def _explained(inputs: Any, fake: bool) -> Iterator[None]:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         found = [f"shape {tuple(tensor.shape)} and dtype {tensor.dtype}" for tensor in _tensors(inputs)]
-        what = f"the model's forward fails on an input of {', '.join(found)}: {str(error).rstrip('.')}."
+        what = f"the model's forward fails on an input of {', '.join(found)}: {in_one_line(error)}."
         if not fake:
             raise OptionError(f"{what} Check the input's shape and dtype.") from error
         raise _NotOnFakes(

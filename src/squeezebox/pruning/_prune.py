@@ -17,7 +17,7 @@ from squeezebox.pruning._channels import Channels
 from squeezebox.pruning._narrow import Narrowing, save_with
 from squeezebox.pruning._trace import free_channels, traced
 from squeezebox.reports import PruningReport
-from squeezebox.schema import OptionError, PrunedChannels, PruningFigures, UnsupportedModelError
+from squeezebox.schema import OptionError, PrunedChannels, PruningFigures, UnsupportedModelError, in_one_line
 
 _AGREEMENT = 1e-4
 """Above it, the narrowed model computes something else than the masked one; below it is rounding."""
@@ -193,7 +193,7 @@ class Pruning:
             difference = _difference(expected, self._outputs())
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             undo()
-            raise UnsupportedModelError(_unlike(str(error).splitlines()[0].rstrip("."))) from error
+            raise UnsupportedModelError(_unlike(in_one_line(error))) from error
         if not difference <= _AGREEMENT:  # which is so of NaN, too
             undo()
             raise UnsupportedModelError(_unlike(f"its output is off by {difference:.1e}"))

@@ -11,7 +11,7 @@ import torch
 from squeezebox.capture import compiled_part
 from squeezebox.pruning._channels import Channels, Placements
 from squeezebox.pruning._graph import Dependencies
-from squeezebox.schema import UnsupportedModelError
+from squeezebox.schema import UnsupportedModelError, in_one_line
 from squeezebox.steps import restored
 
 
@@ -37,8 +37,8 @@ def traced(model: torch.nn.Module, inputs: tuple[Any, ...]) -> Placements:
             program = torch.export.export(model, inputs, strict=False)
     except Exception as error:  # noqa: BLE001 - whatever the exporter meets in the model's code
         raise UnsupportedModelError(
-            f"the model's channels cannot be followed, as torch.export fails on it: {type(error).__name__}: "
-            f"{str(error).splitlines()[0].rstrip('.')}. Prune the part of it that exports."
+            f"the model's channels cannot be followed, as torch.export fails on it: "
+            f"{in_one_line(error)}. Prune the part of it that exports."
         ) from error
     signature = program.graph_signature
     first = dict[int, str]()  # tied parameters have several names

@@ -26,6 +26,7 @@ from squeezebox.schema._errors import (
     RankError,
     SqueezeboxError,
     UnsupportedModelError,
+    in_one_line,
 )
 from squeezebox.schema._files import (
     checked,
@@ -220,6 +221,7 @@ __all__ = [
     "decoded",
     "door",
     "human_bytes",
+    "in_one_line",
     "load_json",
     "parse_size",
     "plain",

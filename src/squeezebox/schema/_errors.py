@@ -67,3 +67,14 @@ class PipelineWarning(UserWarning):
 
 class CaptureWarning(UserWarning):
     """A session captures nothing; the message says why."""
+
+
+_LONGEST = 300  # characters of somebody else's error in a sentence of ours
+
+
+def in_one_line(error: BaseException) -> str:
+    """``ValueError: what it says first``, without a full stop: for a sentence of another error."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]).rstrip(".")
+    first = first if len(first) <= _LONGEST else f"{first[:_LONGEST]} ..."
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from squeezebox.memory import Elsewhere, lacks_memory
-from squeezebox.schema import OptionError, SqueezeboxError, arguments
+from squeezebox.schema import OptionError, SqueezeboxError, arguments, in_one_line
 from squeezebox.steps._models import random_states, restored, tensors_in, ungraded
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -82,10 +82,9 @@ def explained(inputs: Any, target: Any) -> Iterator[None]:
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         if lacks_memory(error):
             raise
-        why = str(error).rstrip(".")
         raise OptionError(
             f"the model or the loss fails on the sample with inputs {described(inputs)} and target "
-            f"{described(target)}: {type(error).__name__}: {why}. Give sample=(inputs, target) as a "
+            f"{described(target)}: {in_one_line(error)}. Give sample=(inputs, target) as a "
             "training step gets them; several inputs are a tuple, or a dict by the model's keywords."
         ) from error
 

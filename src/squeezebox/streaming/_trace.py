@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from squeezebox.schema import OptionError, UnsupportedModelError
+from squeezebox.schema import OptionError, UnsupportedModelError, in_one_line
 from squeezebox.streaming._rows import widened
 
 _aten, _higher = torch.ops.aten, torch.ops.higher_order
@@ -306,7 +306,7 @@ def _quiet() -> Iterator[None]:
 def _said(error: Exception) -> str:
     """What torch.export says; in fewer words where the model's code needs values that are not known."""
     if type(error).__name__ not in ("GuardOnDataDependentSymNode", "DataDependentOutputException"):
-        return f"{type(error).__name__}: {error}"
+        return in_one_line(error)
     libraries = str(Path(torch.__file__).parent), str(Path(__file__).parent)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(libraries)]
