@@ -13,7 +13,7 @@ import squeezebox
 from squeezebox.schema import SqueezeboxError
 from tests.gradients import ranks
 
-PATIENCE = 5.0
+PATIENCE = 20.0
 
 
 def _said(call):
