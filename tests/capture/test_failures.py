@@ -1,12 +1,17 @@
 """An exception anywhere leaves the model and autograd as they were."""
 
+import contextlib
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import squeezebox
+from squeezebox import codecs
+from squeezebox.schema import PlanError
 from tests.capture.conftest import assert_nothing_left
 from tests.capture.nets import assert_equal, images, loss_of, plain_step, resnet, train
 
@@ -173,3 +178,56 @@ def test_hooks_of_others_stay():
     session.detach()
     model(images())
     assert called == ["conv", "model"]
+
+
+@contextlib.contextmanager
+def interrupting(name):
+    """A codec's method raises as Ctrl-C does."""
+
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(codecs.get("entropy")), name, stop)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
+def test_a_backward_after_an_interrupted_one_reads_what_was_saved():
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(64, 64), nn.Sigmoid()), torch.randn(64, 64)
+    session = squeezebox.attach(net, noise=1e-6)
+    loss = net(x).sum()
+    with interrupting("unpack"):
+        loss.backward(retain_graph=True)
+    net.zero_grad()
+    loss.backward()
+    session.detach()
+    wanted = torch.autograd.grad(net(x).sum(), net[0].weight)[0]
+    assert (net[0].weight.grad - wanted).norm() < 0.01 * wanted.norm()
+
+
+def test_an_interrupted_forward_keeps_nothing():
+    net, x = nn.Sequential(nn.Linear(64, 64), nn.Sigmoid(), nn.Linear(64, 8)), torch.randn(64, 64)
+    outputs = []
+    net[0].register_forward_hook(lambda module, inputs, output: outputs.append(weakref.ref(output)))
+    session = squeezebox.attach(net, noise=1e-3)
+    with interrupting("pack"):
+        net(x)
+    gc.collect()
+    assert outputs[0]() is None and not session.engine.store.in_use
+    session.detach()
+
+
+def test_a_refused_batch_is_no_earlier_forward_of_the_next():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+    x, y, loss_fn = torch.randn(512, 64), torch.randint(8, (512,)), nn.functional.cross_entropy
+    plan = squeezebox.plan(net, sample=(x, y), loss_fn=loss_fn, noise=1e-2)
+    session = squeezebox.attach(net, plan=plan)
+    with pytest.raises(PlanError), session.step():
+        loss_fn(net(x), nn.functional.one_hot(y, 8).float())
+    with session.step():
+        loss = loss_fn(net(x), y)
+    loss.backward()
+    session.detach()

@@ -189,3 +189,58 @@ def test_a_resnet_has_the_gradients_of_its_tensors_and_no_others(seed):
     model = NETS["resnet"][0]()
     reference = train(model, images, steps=1)
     assert noise_of(train(model, images, steps=1, noise=1e-7), reference) < 1e-6
+
+
+class Masked(nn.Module):
+    """Reads a part of a large mask that is neither parameter nor buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.mask = nn.Linear(64, 64), torch.rand(1024, 1024) < 0.5
+
+    def forward(self, x):
+        return self.layer(x).masked_fill(self.mask[: len(x), : x.shape[1]], 0.0)
+
+
+def test_a_part_of_what_is_there_anyway_is_left_to_its_owner():
+    net, x, labels = Masked(), torch.randn(256, 64), torch.randint(64, (1 << 16,))
+    session = squeezebox.attach(net, exact=True)
+    with session.step():
+        loss = nn.functional.cross_entropy(net(x), labels[256:512])
+    loss.backward()
+    report = session.report()
+    assert report.saved_bytes < 1 << 18 and not any("mask" in each.key for each in report.tensors)
+    session.detach()
+
+
+class Chosen(nn.Module):
+    """Makes more indices than it reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x):
+        x = self.layer(x)
+        return x.gather(1, torch.rand(len(x), 4096).argsort(1)[:, :8] % 64)
+
+
+def test_a_part_of_what_forward_has_made_is_held():
+    net = Chosen()
+    session = squeezebox.attach(net, exact=True)
+    net(torch.randn(256, 64)).sum().backward()
+    assert any("Gather.index" in each.key for each in session.report().tensors), str(session.report())
+    session.detach()
+
+
+def test_a_plan_from_a_part_of_the_data_holds_for_batches_of_their_own():
+    torch.manual_seed(0)
+    net, x, y = nn.Linear(64, 10), torch.randn(1 << 14, 64), torch.randint(10, (1 << 14,))
+    loss_fn = nn.functional.cross_entropy
+    plan = squeezebox.plan(net, sample=(x[:1024], y[:1024]), loss_fn=loss_fn)
+    session = squeezebox.attach(net, plan=plan)
+    for target in (y[:1024], y[:1024].clone()):
+        with session.step():
+            loss = loss_fn(net(x[:1024]), target)
+        loss.backward()
+    session.detach()

@@ -121,3 +121,26 @@ def test_what_cublas_keeps_of_a_device_belongs_to_the_step(capturing, monkeypatc
     meter.start()
     allocator.take(2 * MIB)
     assert meter.stop([]).total_bytes == (2 if capturing else 10) * MIB  # a graph must keep what it uses
+
+
+THREADS = """
+import threading, torch, squeezebox
+from torch import nn
+
+def train():
+    net, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)), torch.randn(256, 64)
+    session = squeezebox.attach(net, exact=True)
+    for _ in range(50):
+        net(x).square().sum().backward()
+    session.detach()
+
+threads = [threading.Thread(target=train) for _ in range(3)]
+for each in threads: each.start()
+for each in threads: each.join()
+print("trained")
+"""
+
+
+def test_threads_may_train_at_once():
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "trained\n", done.stderr

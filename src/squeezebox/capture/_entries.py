@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -149,7 +149,7 @@ def geometry_of(tensor: torch.Tensor) -> Geometry:
 
 
 class Owned:
-    """Parameters, buffers, the caller's inputs, by storage.
+    """Parameters, buffers, the caller's inputs, by storage; and small parts of what is there before forward.
 
     Args:
         has_storage: whether a tensor is its storage seen through strides. All others count as owned.
@@ -158,6 +158,7 @@ class Owned:
     def __init__(self, has_storage: Callable[[torch.Tensor], bool] = is_plain) -> None:
         self._has_storage = has_storage
         self._storages: dict[int, StorageWeakRef] = {}
+        self._made: set[int] = set()  # storages that forward has made, of tensors without a gradient
 
     def add(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Name more of them; those are returned that have a storage."""
@@ -178,8 +179,29 @@ class Owned:
         if not self._has_storage(tensor) or isinstance(tensor._base, torch.nn.Parameter):
             return True
         owner = self._storages.get(tensor.untyped_storage()._cdata)
-        return owner is not None and not owner.expired()
+        return (owner is not None and not owner.expired()) or self._is_part(tensor)
+
+    def _is_part(self, tensor: torch.Tensor) -> bool:
+        """Whether it is at most half of something larger: a batch's labels of a data set's, say."""
+        base = tensor._base
+        if base is None or base.requires_grad or tensor.requires_grad:
+            return False
+        storage = tensor.untyped_storage()
+        return (
+            2 * tensor.numel() * tensor.element_size() <= storage.nbytes()
+            and storage._cdata not in self._made
+        )
+
+    def note_made(self, out: Any) -> None:
+        """Forward's operator has returned this."""
+        if type(out) is torch.Tensor:
+            if not out.requires_grad and out._base is None and self._has_storage(out):
+                self._made.add(out.untyped_storage()._cdata)
+        elif isinstance(out, (tuple, list)) and not isinstance(out, torch.Size):
+            for each in out:
+                self.note_made(each)
 
     def clear(self) -> None:
         """Forget all."""
         self._storages.clear()
+        self._made.clear()

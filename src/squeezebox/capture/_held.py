@@ -126,10 +126,11 @@ class Recomputed(Held):
 
     def fetch(self, means: Means, arena: Arena) -> torch.Tensor:
         arena.trim()
-        self.ready = self.recipe.follow(lambda source: source.values.lasting(means), self.dtype)
+        made = self.recipe.follow(lambda source: source.values.lasting(means), self.dtype)
         if self.sign is not None:
-            give_sign(self.ready, self.sign)
-        return self.ready
+            give_sign(made, self.sign)
+        self.ready = made  # not before: it may be interrupted
+        return made
 
 
 def _lent(handle: Handle, lender: Lender, means: Means) -> torch.Tensor:

@@ -124,7 +124,9 @@ class Hooks:
         return [(attribute, handle) for attribute in attributes for handle in self._read(node, attribute)]
 
     def clear(self) -> None:
-        """Forget the handles that wait."""
+        """Forget the handles that wait: a tensor with its graph would hold itself by them."""
+        for each in self.pending:
+            each.tensor = None if each.tensor is None else each.tensor.detach()
         self.pending.clear()
         self.small.clear()
 

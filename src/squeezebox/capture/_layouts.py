@@ -16,12 +16,16 @@ from squeezebox import codecs
 @dataclass(slots=True, eq=False)
 class _Buffer:
     data: torch.Tensor
-    owner: weakref.ref[object]
+    owner: Callable[[], object | None]
 
     def is_idle(self) -> bool:
         storage = self.data.untyped_storage()
         # One use is the buffer's own tensor, one the storage object made on the line above.
         return torch._C._storage_Use_Count(storage._cdata) <= 2
+
+
+def _nobody() -> None:
+    """The owner of a buffer that has none."""
 
 
 class Arena:
@@ -42,22 +46,23 @@ class Arena:
             if found.owner() is owner:
                 self._buffers = [each for each in self._buffers if each is found or not each.is_idle()]
                 return found.data.view(dtype)
-        flat = self._take(numel * dtype.itemsize, owner).view(dtype)
+        buffer = self._take(numel * dtype.itemsize)
+        flat = buffer.data.view(dtype)
         fill(flat)
+        buffer.owner = weakref.ref(owner)  # not before: it may be interrupted
         return flat
 
-    def _take(self, nbytes: int, owner: object) -> torch.Tensor:
-        """A uint8 buffer of ``nbytes``, from now on labelled with ``owner``."""
+    def _take(self, nbytes: int) -> _Buffer:
+        """A uint8 buffer of ``nbytes``, of no owner."""
         idle = [buffer for buffer in self._buffers if buffer.is_idle()]
         chosen = next((b for b in idle if b.data.numel() == nbytes), None)
         self._buffers = [b for b in self._buffers if b is chosen or b not in idle]
         idle.clear()
         if chosen is None:
-            chosen = _Buffer(torch.empty(0, dtype=torch.uint8, device="cpu"), weakref.ref(owner))
-            chosen.data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            chosen = _Buffer(torch.empty(nbytes, dtype=torch.uint8, device="cpu"), _nobody)
             self._buffers.append(chosen)
-        chosen.owner = weakref.ref(owner)
-        return chosen.data
+        chosen.owner = _nobody
+        return chosen
 
     def owners(self) -> Iterator[object]:
         """Those whose bytes some buffer holds."""

@@ -101,9 +101,9 @@ class Recorder(TorchFunctionMode):
             self.store.forget_calls()
             if self.store.lineage is not None:
                 self.store.lineage.clear()
-            self.hooks.clear()
             self._stack.close()
             super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+            self.hooks.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -131,6 +131,7 @@ class Recorder(TorchFunctionMode):
         for each in onlookers:
             each.held()
         out, call = self._called(func, args, kwargs)
+        self._owned.note_made(out)
         self.store.follows_values |= reads_values(func, args)
         for each in onlookers:
             each.holding()
@@ -232,10 +233,10 @@ class Recorder(TorchFunctionMode):
 
     def _settle(self, reading: Reading, options: dict[str, Any], operator: str) -> None:
         handle = reading.handle
-        self.hooks.pending.remove(handle)
         exact = self.collector.exact_copy(handle) if self.collector is not None else None
         tensor = handle.tensor if self.collector is not None else None
         self.store.settle(handle, reading.rule, lambda: self._key(operator, reading.attribute), options)
+        self.hooks.pending.remove(handle)
         if self.collector is not None and tensor is not None:
             self.collector.total.keep(handle, tensor)
         handle.exact = exact

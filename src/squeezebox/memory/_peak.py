@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator
@@ -79,6 +80,18 @@ class _Profiler(torch.autograd.profiler.profile):
         profiler._enable_profiler(config, self.kineto_activities, {self._scope})
 
 
+_switching = threading.RLock()  # a recording may be collected while another one begins
+
+
+def _end(profiler: _Profiler) -> None:
+    with _switching:
+        profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+def _is_profiled() -> bool:
+    return torch.autograd.profiler._is_profiler_enabled
+
+
 class Recording:
     """Allocations and frees on one device from :meth:`start` to :meth:`close`, and marks between them.
 
@@ -103,7 +116,7 @@ class Recording:
 
     def start(self) -> bool:
         """Begin; False if another profiler is active, or a device's history is recorded already."""
-        if torch.autograd.profiler._is_profiler_enabled:
+        if _is_profiled():
             return False
         if self._history is not None:
             if not self._operators:
@@ -114,10 +127,14 @@ class Recording:
                 _take_workspaces(self._device)
                 return True
         os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # there is no other switch
-        self._profiler = _Profiler(self._scope, record_shapes=self._operators)
-        self._profiler.__enter__()
+        profiler = _Profiler(self._scope, record_shapes=self._operators)
+        with _switching:
+            if _is_profiled():  # another thread was first
+                return False
+            profiler.__enter__()  # type: ignore[no-untyped-call]
+        self._profiler = profiler
         # A profiler still on when the interpreter ends would crash it.
-        self._end = weakref.finalize(self, self._profiler.__exit__, None, None, None)
+        self._end = weakref.finalize(self, _end, profiler)
         return True
 
     def mark(self, name: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from squeezebox.capture import is_plain
 from squeezebox.memory import Elsewhere, lacks_memory
 from squeezebox.schema import OptionError, SqueezeboxError, arguments, in_one_line
 from squeezebox.steps._models import random_states, restored, tensors_in, ungraded
@@ -18,10 +19,20 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
 def check_sample(sample: Any, loss_fn: LossFunction | None) -> tuple[tuple[Any, Any], LossFunction]:
-    """Both as they are."""
+    """Both as they are, but a part of something larger is copied: batches will be tensors of their own."""
     if not isinstance(sample, (tuple, list)) or len(sample) != 2 or loss_fn is None:
         raise OptionError("a training step is known by sample=(inputs, target) and loss_fn=; give both.")
+    if any(map(_is_part, tensors_in(sample))):
+        sample = mapped(lambda tensor: _apart(tensor) if _is_part(tensor) else tensor, tuple(sample))
     return (sample[0], sample[1]), loss_fn
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    return is_plain(tensor) and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def batch_of(sample: tuple[Any, Any]) -> int:
