@@ -194,7 +194,7 @@ class Owned:
 
     def note_made(self, out: Any) -> None:
         """Forward's operator has returned this."""
-        if type(out) is torch.Tensor:
+        if isinstance(out, torch.Tensor):
             if not out.requires_grad and out._base is None and self._has_storage(out):
                 self._made.add(out.untyped_storage()._cdata)
         elif isinstance(out, (tuple, list)) and not isinstance(out, torch.Size):
