@@ -71,7 +71,8 @@ class Waiting:
         self.made: torch.Tensor | None = None
         self._made_version = 0
         self._given_versions = [each._version for each in self.inputs]
-        self._grad, kind = torch.is_grad_enabled(), self.device.type
+        self._grad, self._hooks = torch.is_grad_enabled(), saving_hooks()
+        kind = self.device.type
         self.autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     @property
@@ -91,9 +92,9 @@ class Waiting:
             each.require_unchanged()
         if [each._version for each in self.inputs] != self._given_versions:
             raise CaptureError(
-                f"an input of {self.function.__name__} was changed in place before a rewrite made the call, "
-                "which would give another result than the model does. Leave this rewrite out: "
-                "squeezebox.rewrite(..., without=[...])."
+                f"the result of {self.function.__name__} is read after an input of it was changed in place, "
+                "so a rewrite can no longer make it as the model would have. Read it before "
+                "optimizer.step(), or leave the rewrite out: squeezebox.rewrite(..., without=[...])."
             )
 
     def become(self, result: torch.Tensor) -> None:
@@ -106,19 +107,46 @@ class Waiting:
             return self.made
         self.require_unchanged()
         self.note("made")
-        with torch.set_grad_enabled(self._grad), self.within_autocast():
+        with self._as_begun(), self.within_autocast():
             found: torch.Tensor = self.function(*made(self.args), **made(self.kwargs))
         self.become(found)
         return found
 
     def read(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What the first reader gives that gives any, if the call still waits."""
-        for each in self.readers if self.waits else ():
+        for each in self.readers if self.waits and self._fits_here() else ():
             self.reader, self.note, self.state = each
             found = self.reader.read(self, func, args, kwargs)
             if found is not NotImplemented:
                 return found
         return NotImplemented
+
+    def _fits_here(self) -> bool:
+        """Whether autograd takes a reader's call and this one for the same: one gradient, the same hooks.
+
+        Under others' hooks, such as a checkpoint's, it would save here what a recomputation does not.
+        """
+        learns_more = torch.is_grad_enabled() and not self._grad
+        return (
+            not learns_more
+            and not torch.is_inference_mode_enabled()
+            and saving_hooks() in (None, self._hooks)
+        )
+
+    @contextlib.contextmanager
+    def _as_begun(self) -> Iterator[None]:
+        """With gradients, and hooks of saved tensors, as where the call began, if those are still there."""
+        taken: list[Any] = []
+        autograd = torch._C._autograd
+        try:
+            while (top := saving_hooks()) not in (None, self._hooks):
+                taken.append(top)
+                autograd._pop_saved_tensors_default_hooks()
+            with torch.inference_mode(False), torch.set_grad_enabled(self._grad):
+                yield
+        finally:
+            for pack, unpack in reversed(taken):
+                autograd._push_saved_tensors_default_hooks(pack, unpack)
 
     @contextlib.contextmanager
     def within_autocast(self) -> Iterator[None]:
@@ -162,8 +190,6 @@ class Deferred(Absent):
         found.call = call
         return found
 
-    data = property(lambda self: self)
-
     def parts(self) -> tuple[torch.Tensor, ...]:
         """Nothing of it is in memory, or what was made."""
         found = self.call.made if hasattr(self, "call") else None
@@ -197,6 +223,11 @@ class Deferred(Absent):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.call.make().__reduce_ex__(protocol)
+
+
+def saving_hooks() -> Any:
+    """Who gets what autograd saves now: the innermost pair of hooks, None without any."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def is_deferred(value: Any) -> bool:
