@@ -107,6 +107,13 @@ def test_losses_in_other_words_never_have_the_whole_output_either(found, loss):
     assert output.call.made is None
 
 
+def before(read, out):
+    """What was read of an output that is changed in place afterwards."""
+    found = read()
+    out.div_(3.0)
+    return found
+
+
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -123,6 +130,10 @@ class Doubled(torch.autograd.Function):
         lambda out, target: loss_fn(out * 0.5, target),
         lambda out, target: loss_fn(out, target) + out.square().mean(),
         lambda out, target: loss_fn(out.div_(3.0), target),
+        lambda out, target: loss_fn(before(lambda: functional.log_softmax(out, -1), out).exp(), target),
+        lambda out, target: loss_fn(before(lambda: out.double(), out), target),
+        lambda out, target: loss_fn(before(lambda: out.data, out) + out, target),
+        lambda out, target: loss_fn(out, target) + (out.data.softmax(-1) * out.sin()).mean(),
         lambda out, target: loss_fn(Doubled.apply(out), target),  # no function mode sees it read them
         lambda out, target: functional.cross_entropy(
             out.flatten(0, 1), functional.one_hot(target.flatten(), WORDS).float()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -28,12 +29,22 @@ METADATA: frozenset[Any] = frozenset(
     }
 )
 
+_OWN = "squeezebox."
+
 
 class Reader(Protocol):
     """What a rule does with a call that waits: ``read`` gives NotImplemented where its result is needed."""
 
     def read(self, call: Waiting, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of ``func``, which reads the call's, by another way."""
+
+
+class _Unread:
+    """The reader of a call whose result is always needed itself."""
+
+    def read(self, call: Waiting, func: Any, args: Any, kwargs: Any) -> Any:
+        """No other way."""
+        return NotImplemented
 
 
 class Waiting:
@@ -67,6 +78,9 @@ class Waiting:
         self.shape, self.dtype = tuple(shape), dtype
         self.inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         self.parents = [each.call for each in self.inputs if isinstance(each, Deferred)]
+        self.children: weakref.WeakSet[Waiting] = weakref.WeakSet()
+        for parent in self.parents:
+            parent.children.add(self)
         self.device = self.inputs[0].device
         self.made: torch.Tensor | None = None
         self._made_version = 0
@@ -110,6 +124,8 @@ class Waiting:
         with self._as_begun(), self.within_autocast():
             found: torch.Tensor = self.function(*made(self.args), **made(self.kwargs))
         self.become(found)
+        for child in [*self.children]:  # before anybody changes in place what they read
+            child.make()
         return found
 
     def read(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -190,6 +206,22 @@ class Deferred(Absent):
         found.call = call
         return found
 
+    def _data(self) -> torch.Tensor:
+        """The same without its gradient, which waits as well."""
+        if not hasattr(self, "call"):
+            return self
+        if self.call.made is not None:
+            return self.call.made.data
+        shape, dtype = self.call.shape, self.call.dtype
+        with torch.no_grad():
+            call = Waiting(_Unread(), torch.Tensor.detach, (self,), {}, shape, dtype, lambda _: None)
+            return Deferred.of(call)
+
+    def _set_data(self, value: torch.Tensor) -> None:
+        self.call.make().data = value
+
+    data = property(_data, _set_data)
+
     def parts(self) -> tuple[torch.Tensor, ...]:
         """Nothing of it is in memory, or what was made."""
         found = self.call.made if hasattr(self, "call") else None
@@ -226,8 +258,13 @@ class Deferred(Absent):
 
 
 def saving_hooks() -> Any:
-    """Who gets what autograd saves now: the innermost pair of hooks, None without any."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+    """Who gets what autograd saves now: the innermost pair of hooks; None for nobody, and for Squeezebox.
+
+    A session takes whatever is saved; others, such as a checkpoint, may count on a certain order.
+    """
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    is_other = top is not None and not getattr(top[0], "__module__", "").startswith(_OWN)
+    return top if is_other else None
 
 
 def is_deferred(value: Any) -> bool:
