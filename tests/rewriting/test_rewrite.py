@@ -234,6 +234,20 @@ def test_an_output_is_read_before_the_optimizers_step_and_without_gradients_at_a
         output.argmax(-1)
 
 
+def test_what_else_a_model_returns_stays_the_object_that_it_is(found):
+    class Outputs(models.GPT):
+        def forward(self, tokens):
+            return {"logits": super().forward(tokens), "cache": cache}
+
+    cache = [torch.zeros(1)]
+    model, sample = gpt()
+    model.__class__ = Outputs
+    squeezebox.rewrite(model, rewrites=found)
+    with torch.no_grad():
+        output = model(sample[0])
+    assert type(output["logits"]) is torch.Tensor and output["cache"] is cache
+
+
 def test_an_output_with_gradients_can_be_read_in_inference_mode(found):
     rewritten, sample, _ = applied(found)
     output = rewritten.model(sample[0])

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from squeezebox.capture import ModulePath
-from squeezebox.rewriting._deferred import METADATA, Deferred, Waiting, fused, made, saving_hooks
+from squeezebox.rewriting._deferred import METADATA, Deferred, Waiting, fused, is_deferred, made, saving_hooks
 
 Place = tuple[str, str]  # a rule's name, and the path of the module whose forward makes the call
 
@@ -106,7 +106,14 @@ class Rewriting(TorchFunctionMode):
         waiting = [] if self._grad else [each for each in self._waiting if each.made is None]
         for call in waiting:
             call.make()
-        return made(output) if waiting else output
+        if not waiting:
+            return output
+
+        def is_whole(values: Any) -> bool:
+            """Whether nothing within it was put off, so that it stays the object that it is."""
+            return not any(map(is_deferred, tree_leaves(values)))
+
+        return tree_map(lambda each: made(each) if is_deferred(each) else each, output, is_leaf=is_whole)
 
     def _begun(self, func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
         """The call put off, by each rule that wants to read its result."""
