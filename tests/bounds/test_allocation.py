@@ -102,3 +102,12 @@ def test_shares_of_the_noise_go_by_nonzero_elements():
 def test_a_flat_rate_gets_less():
     assert rate_slope(0.0) == 1.0
     assert rate_slope(0.1) > rate_slope(0.5) > rate_slope(2.0) > 0.0
+
+
+def test_a_tensor_of_zeros_gets_no_noise():
+    zeros, other = tensor("zeros", nonzero=0.0), tensor("other")
+    assert allocate(0.5, [zeros], {"zeros": 1.0}, highest_share=1.0) == {"zeros": 0.0}
+    assert allocate(1e3, [zeros, other], {"zeros": 1.0, "other": 1.0}, highest_share=1.0) == {
+        "zeros": 0.0,
+        "other": 1.0,
+    }

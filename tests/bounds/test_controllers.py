@@ -177,18 +177,36 @@ def test_refreshes_come_often_at_first():
     assert [step for step in range(12) if refresh_due(step, 4)] == [0, 1, 2, 3, 4, 8]
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, NAN, INF])
+@pytest.mark.parametrize("value", [0.0, -1.0, NAN, INF, "x"])
 @pytest.mark.parametrize(
     "make",
     [
         lambda value: Fixed(value=value),
         lambda value: NoiseBudget(noise=value),
+        lambda value: NoiseBudget(noise=1e-3, first_share=value),
+        lambda value: NoiseBudget(noise=1e-3, highest_share=value),
         lambda value: Comet(acceptance=value),
+        lambda value: Comet(first_share=value),
         lambda value: Comet(coefficient=value),
     ],
 )
 def test_values_out_of_range_are_refused(make, value):
     with pytest.raises(OptionError, match="not a positive finite number"):
+        make(value)
+
+
+@pytest.mark.parametrize("value", [-3, 0, 2.5, NAN, "x"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda value: Fixed(value=1.0, interval=value),
+        lambda value: NoiseBudget(noise=1e-3, interval=value),
+        lambda value: Comet(interval=value),
+        lambda value: WarmUp(controller=Comet(), updates=value - 1 if value == 0 else value),
+    ],
+)
+def test_intervals_are_whole_numbers_from_one(make, value):
+    with pytest.raises(OptionError, match="not a whole number from"):
         make(value)
 
 

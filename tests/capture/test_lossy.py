@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import squeezebox
 from squeezebox.bounds import Fixed
@@ -187,3 +188,35 @@ def test_narrow_rows_of_a_norm_are_bounded_by_their_own_width(norm):
     noise = session.measure_noise(lambda: model(x).square().mean().backward())
     session.detach()
     assert 0.0 < noise < 0.05
+
+
+class Jagged(nn.Module):
+    """Rows of unlike lengths between two layers of plain tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner, self.last = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        rows = self.first(functional.gelu(x * 1.0))
+        jagged = torch.nested.nested_tensor_from_jagged(rows, torch.tensor([0, 10, 40, len(x)]))
+        return self.last(functional.gelu(self.inner(jagged.relu()).values()))
+
+
+def test_jagged_tensors_are_held_as_they_are():
+    torch.manual_seed(0)
+    model, x = Jagged(), torch.randn(512, 64)
+
+    def gradients():
+        model.zero_grad()
+        model(x).square().sum().backward()
+        return torch.cat([each.grad.flatten() for each in model.parameters()])
+
+    plain = gradients()
+    session = squeezebox.attach(model, noise=1e-3)
+    for _ in range(3):
+        lossy = gradients()
+    held = {each.key: each.codec for each in session.report().record.tensors}
+    session.detach()
+    assert 0.0 < (lossy - plain).square().sum() < 4e-3 * plain.square().sum()
+    assert {"first:Addmm.mat1", "last:Addmm.mat1"} <= held.keys()

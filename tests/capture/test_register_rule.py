@@ -186,3 +186,27 @@ def test_a_rule_registered_twice_is_refused():
     with register_rule("MishBackward", "self", VALUES), pytest.raises(OptionError, match="already"):
         register_rule("MishBackward", "self", VALUES)
     register_rule("MishBackward", "self", VALUES).remove()
+
+
+class Scattered(nn.Module):
+    """The largest of the rows of each group, of a copy that nobody else holds."""
+
+    def forward(self, x):
+        index = (torch.arange(ROWS)[:, None] % 7).expand(ROWS, WIDTH)
+        return torch.zeros(7, WIDTH).scatter_reduce(0, index, x * 1.0, "amax", include_self=False)
+
+
+def test_a_rule_of_a_reduction_is_for_those_without_a_row():
+    model, x = Scattered(), torch.randn(ROWS, WIDTH, requires_grad=True)
+
+    def roles():
+        session = squeezebox.attach(model, exact=True)
+        try:
+            model(x).sum().backward()
+            return {each.key: each.role for each in session.report().record.tensors if "src" in each.key}
+        finally:
+            session.detach()
+
+    with register_rule("ScatterReduceBackward0", "src", Rule(role=Role.ACTIVATION, reads=Reads.EXACT)):
+        assert [*roles().values()] == [Role.ACTIVATION]
+    assert Role.ACTIVATION not in roles().values()

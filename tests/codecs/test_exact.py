@@ -77,6 +77,14 @@ def test_narrow_is_exact(values: list[int], divisor: int) -> None:
     assert torch.equal(round_trip("narrow", x), x)
 
 
+@pytest.mark.parametrize("span", [0, 200, 60_000, 2**32 - 1])
+def test_narrow_comes_back_from_bytes_at_the_ends_of_its_dtype(span: int) -> None:
+    for low in (-(2**63), 2**63 - 1 - span):
+        x = torch.tensor([low, low + span])
+        found = codecs.loads(codecs.dumps(codecs.get("narrow").pack(x)))
+        assert torch.equal(codecs.get("narrow").unpack(found), x)
+
+
 def test_narrow_takes_the_smallest_width() -> None:
     for span, width in ((255, 1), (256, 2), (65535, 2), (65536, 4), (2**32 - 1, 4), (2**32, 8)):
         x = torch.tensor([7_000_000, 7_000_000 + span])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import squeezebox
 from squeezebox.rewriting._pairs import Silu
@@ -253,3 +254,116 @@ def test_an_input_that_is_changed_in_place_is_read_before():
     found = squeezebox.rewrite(Skip(), sample=(inputs, None), loss_fn=loss_fn).rewrites
     squeezebox.rewrite(model, rewrites=found)
     torch.testing.assert_close(gradients(model, inputs), plain)
+
+
+class Blocks(nn.Module):
+    """Gates, each of which a checkpoint may repeat in backward."""
+
+    def __init__(self, is_reentrant=None):
+        super().__init__()
+        self.linear, self.is_reentrant = nn.Linear(64, 64), is_reentrant
+
+    def gate(self, x):
+        x = self.linear(x)
+        return x * torch.sigmoid(x)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.gate(x) if self.is_reentrant is None else self.repeated(x)
+        return x
+
+    def repeated(self, x):
+        return checkpoint(self.gate, x, use_reentrant=self.is_reentrant)
+
+
+class Inner(Blocks):
+    """What waits goes into a checkpoint, by its arguments and past them."""
+
+    def repeated(self, x):
+        given, past = torch.sigmoid(x), torch.sigmoid(self.linear(x))
+        return checkpoint(lambda x, given: x * given + x * past, x, given, use_reentrant=False)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")  # of a checkpoint in another one's first run
+@pytest.mark.parametrize("make", [Blocks, Inner])
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_what_a_checkpoint_repeats_is_not_rewritten(make, is_whole, is_reentrant):
+    rewritten, inputs = make(), sample_of(Gate())[0].requires_grad_()
+    rows = squeezebox.rewrite(rewritten, sample=(inputs, None), loss_fn=loss_fn).rewrites
+    assert [row.rule for row in rows.applied] == ["silu"]
+    plain = make()
+    plain.load_state_dict(rewritten.state_dict())
+    for model in (plain, rewritten):
+        model.is_reentrant = is_reentrant
+    runs = [functools.partial(checkpoint, each, use_reentrant=is_reentrant) for each in (plain, rewritten)]
+    for model, run in zip((plain, rewritten), runs, strict=True):
+        loss_fn(run(inputs) if is_whole else model(inputs), None).backward()
+    for ours, theirs in zip(rewritten.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-7)
+
+
+class Constant(nn.Module):
+    """A gate of which the model says that it is a constant for autograd."""
+
+    def __init__(self, is_held=None):
+        super().__init__()
+        self.linear, self.is_held = nn.Linear(64, 64), is_held
+
+    def forward(self, x):
+        x = self.linear(x)
+        if self.is_held is None:
+            return x * torch.sigmoid(x)
+        with torch.set_grad_enabled(self.is_held):
+            gate = torch.sigmoid(x)
+        return x * (gate.data if self.is_held else gate)
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_gate_without_a_gradient_has_none(is_held):
+    model, sample = Constant(), (sample_of(Gate())[0], None)
+    found = squeezebox.rewrite(model, sample=sample, loss_fn=loss_fn)
+    assert [row.rule for row in found.rewrites.applied] == ["silu"]
+    found.undo()
+    model.is_held = is_held
+    plain = gradients(model, sample[0])
+    squeezebox.rewrite(model, rewrites=found.rewrites)
+    torch.testing.assert_close(gradients(model, sample[0]), plain)
+
+
+def test_under_inference_mode_a_rewritten_model_predicts():
+    model, inputs = Gate(), sample_of(Gate())[0]
+    plain = model(inputs).detach()
+    squeezebox.rewrite(model, sample=(inputs, None), loss_fn=loss_fn)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(inputs), plain)
+        strange = inputs.clone()
+    with torch.no_grad():
+        torch.testing.assert_close(model(strange), plain)
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 1, 1), (0, 8, 4, 4)])
+def test_a_norm_of_one_value_a_channel_is_refused_by_torch(shape):
+    places = squeezebox.rewrite(Leaky(), sample=sample_of(Leaky()), loss_fn=loss_fn).rewrites
+    model = Leaky()
+    model.convolutions = nn.ModuleList([nn.Identity()])
+    squeezebox.rewrite(model, rewrites=places)
+    if shape[0]:
+        with pytest.raises(ValueError, match="more than 1 value"):
+            model(torch.randn(shape))
+    else:
+        assert model(torch.randn(shape)).shape == shape
+
+
+def test_a_part_without_channels_is_convolved_with_the_others():
+    model, inputs = Skip(), sample_of(Skip())[0]
+    places = squeezebox.rewrite(model, sample=(inputs, None), loss_fn=loss_fn).rewrites
+
+    class Empty(Skip):
+        def forward(self, x):
+            return self.third(torch.cat((x[:, :0], self.first(x), self.second(self.first(x))), dim=1))
+
+    plain = Empty()
+    expected = plain(inputs)
+    squeezebox.rewrite(plain, rewrites=places)
+    torch.testing.assert_close(plain(inputs), expected)

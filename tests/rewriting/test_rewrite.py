@@ -1,6 +1,7 @@
 """A rewritten model trains as it did before, in less memory, and is itself again afterwards."""
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -106,6 +107,13 @@ def test_losses_in_other_words_never_have_the_whole_output_either(found, loss):
     assert output.call.made is None
 
 
+def before(read, out):
+    """What was read of an output that is changed in place afterwards."""
+    found = read()
+    out.div_(3.0)
+    return found
+
+
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -122,6 +130,10 @@ class Doubled(torch.autograd.Function):
         lambda out, target: loss_fn(out * 0.5, target),
         lambda out, target: loss_fn(out, target) + out.square().mean(),
         lambda out, target: loss_fn(out.div_(3.0), target),
+        lambda out, target: loss_fn(before(lambda: functional.log_softmax(out, -1), out).exp(), target),
+        lambda out, target: loss_fn(before(lambda: out.double(), out), target),
+        lambda out, target: loss_fn(before(lambda: out.data, out) + out, target),
+        lambda out, target: loss_fn(out, target) + (out.data.softmax(-1) * out.sin()).mean(),
         lambda out, target: loss_fn(Doubled.apply(out), target),  # no function mode sees it read them
         lambda out, target: functional.cross_entropy(
             out.flatten(0, 1), functional.one_hot(target.flatten(), WORDS).float()
@@ -190,6 +202,59 @@ def test_bad_arguments_are_named():
     model.forward = model.forward
     with pytest.raises(squeezebox.UnsupportedModelError, match="replaced"):
         squeezebox.rewrite(model, sample=sample, loss_fn=loss_fn)
+
+
+def test_rewrites_of_a_file_are_for_its_model_and_less_what_is_left_out(found):
+    model, sample = gpt()
+    with pytest.raises(squeezebox.OptionError, match="no module 'x'"):
+        other = dataclasses.replace(found.rows[0], where=("", "x"))
+        squeezebox.rewrite(model, rewrites=dataclasses.replace(found, rows=(other,)))
+    with pytest.raises(squeezebox.OptionError, match="loss_fn= is given without sample="):
+        squeezebox.rewrite(model, rewrites=found, loss_fn=loss_fn)
+    rewritten = squeezebox.rewrite(model, rewrites=found, without=[row.rule for row in found.rows])
+    assert not rewritten.rewrites.applied and "left out by without=" in str(rewritten)
+    assert rewritten.rewrites.peak_bytes == found.plain_bytes and type(model(sample[0])) is torch.Tensor
+
+
+def test_an_output_is_read_before_the_optimizers_step_and_without_gradients_at_any_time(found):
+    rewritten, sample, _ = applied(found)
+    with torch.no_grad():
+        kept = rewritten.model(sample[0])
+    expected = kept.clone()
+    optimizer = torch.optim.SGD(rewritten.model.parameters(), lr=1.0)
+    output = rewritten.model(sample[0])
+    loss_fn(output, sample[1]).backward()
+    constant = rewritten.model(sample[0]).data
+    with torch.inference_mode():
+        early = rewritten.model(sample[0]).float().argmax(-1)
+    optimizer.step()
+    assert not constant.requires_grad and early.shape == sample[1].shape
+    assert type(kept) is torch.Tensor and torch.equal(kept, expected)
+    with pytest.raises(squeezebox.CaptureError, match="Read it before optimizer.step"):
+        output.argmax(-1)
+
+
+def test_what_else_a_model_returns_stays_the_object_that_it_is(found):
+    class Outputs(models.GPT):
+        def forward(self, tokens):
+            return {"logits": super().forward(tokens), "cache": cache}
+
+    cache = [torch.zeros(1)]
+    model, sample = gpt()
+    model.__class__ = Outputs
+    squeezebox.rewrite(model, rewrites=found)
+    with torch.no_grad():
+        output = model(sample[0])
+    assert type(output["logits"]) is torch.Tensor and output["cache"] is cache
+
+
+def test_an_output_with_gradients_can_be_read_in_inference_mode(found):
+    rewritten, sample, _ = applied(found)
+    output = rewritten.model(sample[0])
+    with torch.inference_mode():
+        seen = output[:, :-1].float().argmax(-1)
+    loss_fn(output, sample[1]).backward()
+    assert seen.shape == sample[1][:, :-1].shape and rewritten.model.tokens.weight.grad is not None
 
 
 def test_under_autocast_losses_are_as_they_were(found):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from typing import Protocol, TypeGuard
 
 from squeezebox.bounds.law import allocate, corrected, propagate
@@ -103,6 +104,7 @@ class Fixed:
 
     def __post_init__(self) -> None:
         _require_positive("bound", self.value)
+        _require_count("interval", self.interval, least=1)
 
     def due(self, step: int) -> bool:
         """Statistics only feed the report here."""
@@ -133,6 +135,9 @@ class NoiseBudget:
 
     def __post_init__(self) -> None:
         _require_positive("noise", self.noise)
+        _require_count("interval", self.interval, least=1)
+        _require_positive("first_share", self.first_share)
+        _require_positive("highest_share", self.highest_share)
 
     def due(self, step: int) -> bool:
         """Often at first, then every ``interval`` steps."""
@@ -198,6 +203,8 @@ class Comet:
         _require_positive("acceptance", self.acceptance)
         if self.coefficient is not None:
             _require_positive("coefficient", self.coefficient)
+        _require_count("interval", self.interval, least=1)
+        _require_positive("first_share", self.first_share)
 
     def due(self, step: int) -> bool:
         """At the start, then at the paper's interval."""
@@ -230,6 +237,9 @@ class WarmUp:
 
     controller: Controller
     updates: int
+
+    def __post_init__(self) -> None:
+        _require_count("updates", self.updates, least=0)
 
     def due(self, step: int) -> bool:
         """As the wrapped controller."""
@@ -327,9 +337,14 @@ def _mix(known: float | None, newest: float) -> float:
     return math.exp((1 - _SMOOTHING) * math.log(known) + _SMOOTHING * math.log(newest))
 
 
-def _require_positive(name: str, value: float) -> None:
-    if not value > 0.0 or math.isinf(value):
+def _require_positive(name: str, value: object) -> None:
+    if not isinstance(value, Real) or not 0.0 < float(value) < math.inf:
         raise OptionError(
             f"{name}={value} is not a positive finite number. Give a value such as 1e-3, "
             "or exact=True to allow no loss at all."
         )
+
+
+def _require_count(name: str, value: object, *, least: int) -> None:
+    if not isinstance(value, Integral) or int(value) < least:
+        raise OptionError(f"{name}={value} is not a whole number from {least}; give one.")

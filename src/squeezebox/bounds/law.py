@@ -195,6 +195,9 @@ def _fill(
     left = noise
     while free:
         total = sum(weights[key] for key in free)
+        if not total:  # all zeros: no bit is to be saved, and what is not zero later costs noise
+            bounds.update(dict.fromkeys(free, 0.0))
+            break
         wanted = {key: math.sqrt(left * weights[key] / total / sensitivities[key]) for key in free}
         capped = {key for key in free if wanted[key] >= caps[key]}
         if not capped:

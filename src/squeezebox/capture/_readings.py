@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 
 from squeezebox import codecs
 from squeezebox.capture._entries import Handle
-from squeezebox.capture._rules import OTHER, Rule, rule_for
+from squeezebox.capture._rules import OTHER, Rule, row, rule_for
 from squeezebox.schema import Role
 
 # Leaf nodes (AccumulateGrad) carry the largest 64-bit number instead of a sequence number.
@@ -121,17 +121,17 @@ def readings_of(
 ) -> list[Reading]:
     """What the backward of the node reads of each handle; ``function`` is torch's that was called."""
     handles = dict(readers)
-    if operator.endswith("ReduceBackward"):
-        operator = f"{operator}:{getattr(node, '_saved_reduce', '')}"
+    reduction = f"{operator}:{getattr(node, '_saved_reduce', '')}"
     found = []
     for attribute, handle in readers:
-        rule = _rule(operator, attribute, function, handle)
+        has_own = operator.endswith("ReduceBackward") and row(reduction, attribute) is not None
+        rule = _rule(reduction if has_own else operator, attribute, function, handle)
         found.append(Reading(attribute, handle, OTHER if _is_lone(rule, node, handles) else rule))
     return found
 
 
 def _rule(operator: str, attribute: str, function: str, handle: Handle) -> Rule:
-    if handle.tensor is None:
+    if handle.tensor is None or handle.tensor.is_nested:  # whose rows' lengths no codec knows
         return OTHER
     return rule_for(operator, attribute, function, kind=codecs.kind_of(handle.tensor.dtype))
 

@@ -56,7 +56,8 @@ def register_rule(operator: str, attribute: str, rule: Rule, *, replace: bool = 
 
     Args:
         operator: the autograd node's name, such as "SoftplusBackward"; ``y.grad_fn.name()`` shows it. All
-            overloads share a row, so a number at its end is left out.
+            overloads share a row, so a number at its end is left out. A row of "ScatterReduceBackward" or
+            "SegmentReduceBackward" is for reductions that the table does not know, such as "amax".
         attribute: a tensor that the node saves: "self" for ``_saved_self``.
         rule: what backward reads of it.
         replace: whether it may take the place of a rule that is there already.

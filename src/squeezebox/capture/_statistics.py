@@ -130,7 +130,7 @@ class Collector:
                 for each in lossy
                 if each.handle.tensor is not None
             },
-            repeatable=repeatable,
+            repeatable=repeatable and all(map(_is_plain, node._input_metadata)),
             custom=is_custom(node),
         )
         self._watched.add(watched.number)
@@ -397,7 +397,14 @@ def _working_set(node: Any, saved_bytes: int) -> int:
 
 
 def _metadata_bytes(metadata: Any) -> int:
+    if not _is_plain(metadata):
+        return 0
     return int(torch.Size(metadata.shape).numel()) * int(metadata.dtype.itemsize)
+
+
+def _is_plain(metadata: Any) -> bool:
+    """Whether all sizes are numbers; a jagged nested tensor has one that is none."""
+    return all(isinstance(size, int) for size in metadata.shape)
 
 
 def _target(node: Node | None, index: int) -> Target:

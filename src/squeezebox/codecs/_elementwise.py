@@ -60,7 +60,7 @@ class Narrow(Codec):
             limits = torch.iinfo(dtype)
             if high - low <= limits.max - limits.min:
                 break
-        offset = 0 if dtype == torch.int64 else low - limits.min
+        offset = 0 if dtype == torch.int64 else min(low - limits.min, torch.iinfo(torch.int64).max)
         codes = flat.clone() if offset == 0 else flat.long() - offset
         return make_packed(self, tensor, 0.0, (codes.to(dtype),), {"offset": offset})
 

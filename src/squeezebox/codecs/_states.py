@@ -18,7 +18,7 @@ class StateCodes:
     """Codes of a flat tensor, rounded stochastically; pieces of it are packed and unpacked by themselves.
 
     In 16 bits (bfloat16) an element is wrong by less than 2^-7 of itself. In 8 bits a square is wrong by less
-    than an eighth of itself, or of the block's largest less 2^-32 where that is more; another value by less
+    than an eighth of itself, or of the block's largest less 2^-31 where that is more; another value by less
     than a 127th of its block's largest, both in units of the root of ``squares`` where there are some.
     A block is 256 elements. Zeros stay zero. Where one element is infinite or NaN, its block may be.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -28,12 +29,22 @@ METADATA: frozenset[Any] = frozenset(
     }
 )
 
+_OWN = "squeezebox."
+
 
 class Reader(Protocol):
     """What a rule does with a call that waits: ``read`` gives NotImplemented where its result is needed."""
 
     def read(self, call: Waiting, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of ``func``, which reads the call's, by another way."""
+
+
+class _Unread:
+    """The reader of a call whose result is always needed itself."""
+
+    def read(self, call: Waiting, func: Any, args: Any, kwargs: Any) -> Any:
+        """No other way."""
+        return NotImplemented
 
 
 class Waiting:
@@ -67,11 +78,15 @@ class Waiting:
         self.shape, self.dtype = tuple(shape), dtype
         self.inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         self.parents = [each.call for each in self.inputs if isinstance(each, Deferred)]
+        self.children: weakref.WeakSet[Waiting] = weakref.WeakSet()
+        for parent in self.parents:
+            parent.children.add(self)
         self.device = self.inputs[0].device
         self.made: torch.Tensor | None = None
         self._made_version = 0
         self._given_versions = [each._version for each in self.inputs]
-        self._grad, kind = torch.is_grad_enabled(), self.device.type
+        self._grad, self._hooks = torch.is_grad_enabled(), saving_hooks()
+        kind = self.device.type
         self.autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     @property
@@ -91,9 +106,9 @@ class Waiting:
             each.require_unchanged()
         if [each._version for each in self.inputs] != self._given_versions:
             raise CaptureError(
-                f"an input of {self.function.__name__} was changed in place before a rewrite made the call, "
-                "which would give another result than the model does. Leave this rewrite out: "
-                "squeezebox.rewrite(..., without=[...])."
+                f"the result of {self.function.__name__} is read after an input of it was changed in place, "
+                "so a rewrite can no longer make it as the model would have. Read it before "
+                "optimizer.step(), or leave the rewrite out: squeezebox.rewrite(..., without=[...])."
             )
 
     def become(self, result: torch.Tensor) -> None:
@@ -106,19 +121,48 @@ class Waiting:
             return self.made
         self.require_unchanged()
         self.note("made")
-        with torch.set_grad_enabled(self._grad), self.within_autocast():
+        with self._as_begun(), self.within_autocast():
             found: torch.Tensor = self.function(*made(self.args), **made(self.kwargs))
         self.become(found)
+        for child in [*self.children]:  # before anybody changes in place what they read
+            child.make()
         return found
 
     def read(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What the first reader gives that gives any, if the call still waits."""
-        for each in self.readers if self.waits else ():
+        for each in self.readers if self.waits and self._fits_here() else ():
             self.reader, self.note, self.state = each
             found = self.reader.read(self, func, args, kwargs)
             if found is not NotImplemented:
                 return found
         return NotImplemented
+
+    def _fits_here(self) -> bool:
+        """Whether autograd takes a reader's call and this one for the same: one gradient, the same hooks.
+
+        Under others' hooks, such as a checkpoint's, it would save here what a recomputation does not.
+        """
+        learns_more = torch.is_grad_enabled() and not self._grad
+        return (
+            not learns_more
+            and not torch.is_inference_mode_enabled()
+            and saving_hooks() in (None, self._hooks)
+        )
+
+    @contextlib.contextmanager
+    def _as_begun(self) -> Iterator[None]:
+        """With gradients, and hooks of saved tensors, as where the call began, if those are still there."""
+        taken: list[Any] = []
+        autograd = torch._C._autograd
+        try:
+            while (top := saving_hooks()) not in (None, self._hooks):
+                taken.append(top)
+                autograd._pop_saved_tensors_default_hooks()
+            with torch.inference_mode(False), torch.set_grad_enabled(self._grad):
+                yield
+        finally:
+            for pack, unpack in reversed(taken):
+                autograd._push_saved_tensors_default_hooks(pack, unpack)
 
     @contextlib.contextmanager
     def within_autocast(self) -> Iterator[None]:
@@ -162,7 +206,21 @@ class Deferred(Absent):
         found.call = call
         return found
 
-    data = property(lambda self: self)
+    def _data(self) -> torch.Tensor:
+        """The same without its gradient, which waits as well."""
+        if not hasattr(self, "call"):
+            return self
+        if self.call.made is not None:
+            return self.call.made.data
+        shape, dtype = self.call.shape, self.call.dtype
+        with torch.no_grad():
+            call = Waiting(_Unread(), torch.Tensor.detach, (self,), {}, shape, dtype, lambda _: None)
+            return Deferred.of(call)
+
+    def _set_data(self, value: torch.Tensor) -> None:
+        self.call.make().data = value
+
+    data = property(_data, _set_data)
 
     def parts(self) -> tuple[torch.Tensor, ...]:
         """Nothing of it is in memory, or what was made."""
@@ -197,6 +255,16 @@ class Deferred(Absent):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.call.make().__reduce_ex__(protocol)
+
+
+def saving_hooks() -> Any:
+    """Who gets what autograd saves now: the innermost pair of hooks; None for nobody, and for Squeezebox.
+
+    A session takes whatever is saved; others, such as a checkpoint, may count on a certain order.
+    """
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    is_other = top is not None and not getattr(top[0], "__module__", "").startswith(_OWN)
+    return top if is_other else None
 
 
 def is_deferred(value: Any) -> bool:

@@ -172,7 +172,8 @@ def _as_log(head: _Head, dim: int, _stacklevel: int = 3, dtype: Any = None) -> _
     if head.is_log or not -rank <= dim < rank or dim % rank != head.class_dim or dtype is not None:
         return None
     casts = torch.is_autocast_enabled(head.x.device.type)
-    return replace(head, is_log=True, dtype=torch.float32 if casts else head.dtype)
+    wide = torch.promote_types(head.dtype, torch.float32)
+    return replace(head, is_log=True, dtype=wide if casts else head.dtype)
 
 
 def _indexed(head: _Head, index: Any) -> _Head | None:

@@ -7,7 +7,9 @@ import functools
 from typing import Any
 
 import torch
+from torch.utils import checkpoint
 
+from squeezebox.rewriting._deferred import saving_hooks
 from squeezebox.rewriting._program import Program, Rewriting
 from squeezebox.schema import AttachError, UnsupportedModelError
 
@@ -72,8 +74,10 @@ def _methods(own: type[torch.nn.Module]) -> dict[str, Any]:
         if _is_left_alone():
             return own.forward(module, *args, **kwargs)
         path = module.program.path(module)
-        with path, Rewriting(module.program, path):
-            return own.forward(module, *args, **kwargs)
+        mode = Rewriting(module.program, path)
+        with path, mode:
+            output = own.forward(module, *args, **kwargs)
+        return mode.ended(output)
 
     def deep_copy(module: Any, memo: dict[int, Any]) -> Any:
         derived = type(module)
@@ -108,7 +112,13 @@ def _without(module: torch.nn.Module, own: type[torch.nn.Module], do: Any) -> An
 
 
 def _is_left_alone() -> bool:
-    """Whether the forward is transformed, traced or compiled, for which the model is to be as it was."""
+    """Whether the forward is transformed, traced, compiled or checkpointed: the model is to be as it was.
+
+    torch.utils.checkpoint pairs what a forward saves with what its repetition saves, in order.
+    """
+    hooks = saving_hooks()
+    if hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__name__:
+        return True
     modes = torch._C._TorchDispatchModeKey
     traced = torch._C._is_tracing() or torch._C._get_dispatch_mode(modes.PROXY) is not None
     transformed = torch._C._functorch.peek_interpreter_stack() is not None

@@ -59,7 +59,12 @@ class InvertibleActivation:
             return NotImplemented
         given, slope, in_place = _leaky(*args, **kwargs)
         fits = isinstance(given, Deferred) and given.call is call and _LEAST_SLOPE <= slope <= 1.0
-        if not fits or call.state.has_counted or not call.state.is_invertible():
+        if (
+            not fits
+            or not torch.is_grad_enabled()
+            or call.state.has_counted
+            or not call.state.is_invertible()
+        ):
             return NotImplemented
         call.require_unchanged()
         call.note("fused")
@@ -97,6 +102,8 @@ class _Norm:
         tensors = (input, weight, bias)
         plain = all(isinstance(each, torch.Tensor) and not isinstance(each, Deferred) for each in tensors)
         if not training or not plain or not torch.is_grad_enabled():
+            return None
+        if input.dim() < 2 or input.numel() <= input.shape[1]:  # torch refuses one value a channel
             return None
         alike = {each.dtype for each in tensors} <= {input.dtype} and input.dtype in _WIDE
         if not alike or torch.is_autocast_enabled(input.device.type):

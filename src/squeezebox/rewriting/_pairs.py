@@ -138,6 +138,8 @@ def _concatenated(tensors: Sequence[Any], dim: int = 0) -> list[torch.Tensor] | 
     plain = all(isinstance(each, torch.Tensor) and not isinstance(each, Deferred) for each in tensors)
     if not plain or not all(3 <= each.dim() <= 5 and each.is_floating_point() for each in tensors):
         return None
+    if not all(each.shape[_CHANNELS] for each in tensors):  # no convolution has a part without channels
+        return None
     others = {(*each.shape[:1], *each.shape[2:]) for each in tensors}
     kinds = {(each.dtype, each.device) for each in tensors}
     return list(tensors) if len(others) == 1 and len(kinds) == 1 else None

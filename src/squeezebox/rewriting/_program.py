@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from squeezebox.capture import ModulePath
-from squeezebox.rewriting._deferred import METADATA, Deferred, Waiting, fused, made
+from squeezebox.rewriting._deferred import METADATA, Deferred, Waiting, fused, is_deferred, made, saving_hooks
 
 Place = tuple[str, str]  # a rule's name, and the path of the module whose forward makes the call
 
@@ -73,11 +73,16 @@ class Program:
 
 
 class Rewriting(TorchFunctionMode):
-    """Carries a program out in a forward."""
+    """Carries a program out in a forward.
+
+    Not where a checkpoint runs a part of it, which backward runs again outside: that shows by its hooks of
+    saved tensors, or by gradients that it turns off.
+    """
 
     def __init__(self, program: Program, path: ModulePath) -> None:
         super().__init__()
         self._program, self._path = program, path
+        self._grad, self._hooks = torch.is_grad_enabled(), saving_hooks()
         self._waiting: weakref.WeakSet[Waiting] = weakref.WeakSet()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -96,14 +101,36 @@ class Rewriting(TorchFunctionMode):
             begun[0].call.readers += other.call.readers
         return self._noted(begun[0]) if begun else func(*args, **kwargs)
 
+    def ended(self, output: Any) -> Any:
+        """The forward's output; without gradients nothing waits longer: inputs may change then."""
+        waiting = [] if self._grad else [each for each in self._waiting if each.made is None]
+        for call in waiting:
+            call.make()
+        if not waiting:
+            return output
+
+        def is_whole(values: Any) -> bool:
+            """Whether nothing within it was put off, so that it stays the object that it is."""
+            return not any(map(is_deferred, tree_leaves(values)))
+
+        return tree_map(lambda each: made(each) if is_deferred(each) else each, output, is_leaf=is_whole)
+
     def _begun(self, func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
         """The call put off, by each rule that wants to read its result."""
-        for rule in self._program.rules.get(func, ()):
+        rules = self._program.rules.get(func, ())
+        for rule in rules if rules and self._may_begin(args, kwargs) else ():
             place = (rule.name, self._path.current)
             if self._program.places is None or place in self._program.places:
                 found = rule.begin(func, args, kwargs, self._program.note(place))
                 if found is not NotImplemented:
                     yield found
+
+    def _may_begin(self, args: Any, kwargs: Any) -> bool:
+        """Whether this is the forward itself, and it can be seen whether the call's tensors are changed."""
+        if torch.is_grad_enabled() is not self._grad or saving_hooks() != self._hooks:
+            return False
+        tensors = (each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor))
+        return not (torch.is_inference_mode_enabled() or any(each.is_inference() for each in tensors))
 
     def _noted(self, result: Any) -> Any:
         if isinstance(result, Deferred):

@@ -69,13 +69,14 @@ def rewrite(
         sample: (inputs, target) as a training step gets them; several inputs are a tuple or a dict.
         loss_fn: ``loss_fn(output, target)`` is what backward starts from.
         optimizer: for the estimates, as in :func:`squeezebox.estimate`.
-        without: names of rewrites that are not to be tried.
+        without: names of rewrites that are not to be tried, or not to be applied of those in ``rewrites``.
         rewrites: what was found before, from :func:`squeezebox.load_rewrites`; nothing is searched then. With
             ``sample`` and ``loss_fn`` they are checked again.
 
     Raises:
         AttachError: the model is rewritten already, or has a session; a session comes afterwards.
-        OptionError: an argument is out of range, or the model fails on the sample.
+        OptionError: an argument is out of range, ``rewrites`` are of another model, or the model fails on
+            the sample.
         UnsupportedModelError: the model is compiled, on several devices, or its forward is replaced.
     """
     refuse_transforms()
@@ -85,7 +86,13 @@ def rewrite(
     unknown = sorted({*without, *((row.rule for row in rewrites.rows) if rewrites else ())} - {*_RULES})
     if unknown:
         raise OptionError(f"there is no rewrite '{unknown[0]}'; there are {', '.join(_RULES)}.")
+    if rewrites is not None:
+        rewrites = _fitting(model, rewrites, without)
     if rewrites is not None and sample is None:
+        if loss_fn is not None:
+            raise OptionError(
+                "loss_fn= is given without sample=; give both to check the rewrites, or neither."
+            )
         install(model, Program(RULES, _places(rewrites.applied)))
         return Rewritten(model, rewrites)
     given, loss = check_sample(sample, loss_fn)
@@ -115,6 +122,29 @@ def proposed(step: TrainingStep, seconds: float) -> Rewrites | None:
     except (SqueezeboxError, RuntimeError, ValueError, TypeError, IndexError):  # of the model on fake tensors
         return None
     return found if found.peak_bytes < found.plain_bytes else None
+
+
+def _fitting(model: torch.nn.Module, rewrites: Rewrites, without: Collection[str]) -> Rewrites:
+    """The table for this model, which must have its modules, but for what is to be left out."""
+    names = {name for name, _ in model.named_modules()}
+    strange = [where for row in rewrites.applied for where in row.where if where not in names]
+    if strange:
+        raise OptionError(
+            f"the rewrites are of another model: this one has no module '{strange[0]}'. Find its own by "
+            "squeezebox.rewrite(model, sample=..., loss_fn=...)."
+        )
+    left_out = [row for row in rewrites.applied if row.rule in without]
+    return _of_rows(
+        rewrites,
+        [_with(row, row.error, "left out by without=") if row in left_out else row for row in rewrites.rows],
+    )
+
+
+def _of_rows(rewrites: Rewrites, rows: Collection[Rewrite]) -> Rewrites:
+    """The same with these rows, whose peak is the plain one where none of them is applied."""
+    any_applied = any(not row.refused for row in rows)
+    peak = rewrites.peak_bytes if any_applied else rewrites.plain_bytes
+    return Rewrites(plain_bytes=rewrites.plain_bytes, peak_bytes=peak, rows=tuple(rows))
 
 
 def _outcomes(step: TrainingStep) -> list[Outcome]:
@@ -200,9 +230,7 @@ def _checked(step: TrainingStep, before: list[Outcome], rewrites: Rewrites) -> R
         if whole:
             why = f"together with the others, {whole}"
             rows = [_with(row, row.error, row.refused or why) for row in rows]
-    refused = [row for row in rows if row.refused]
-    peak = rewrites.plain_bytes if len(refused) == len(rows) else rewrites.peak_bytes
-    return Rewrites(plain_bytes=rewrites.plain_bytes, peak_bytes=peak, rows=tuple(rows))
+    return _of_rows(rewrites, rows)
 
 
 def _checked_row(step: TrainingStep, before: list[Outcome], row: Rewrite) -> Rewrite:
