@@ -18,9 +18,12 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
 def check_sample(sample: Any, loss_fn: LossFunction | None) -> tuple[tuple[Any, Any], LossFunction]:
-    """Both as they are."""
+    """Both as they are; OptionError where they are no inputs and target, or no batch."""
     if not isinstance(sample, (tuple, list)) or len(sample) != 2 or loss_fn is None:
         raise OptionError("a training step is known by sample=(inputs, target) and loss_fn=; give both.")
+    rows = next((tensor.shape[0] for tensor in tensors_in(sample[0]) if tensor.dim()), None)
+    if rows == 0:
+        raise OptionError(f"the sample has {described(sample[0])} as inputs, which is no batch; give rows.")
     return (sample[0], sample[1]), loss_fn
 
 
