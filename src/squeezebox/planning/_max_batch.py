@@ -10,6 +10,7 @@ import torch
 from squeezebox import planner
 from squeezebox.memory import free_bytes, within_room
 from squeezebox.planning._choices import fits
+from squeezebox.planning._kinds import check_kinds
 from squeezebox.planning._plans import plain_peak, plannable, planned, size_named
 from squeezebox.planning._profiles import profile_step
 from squeezebox.planning._slicing import Slices
@@ -149,6 +150,7 @@ def max_batch(
         BudgetError: not even a batch of 1 fits.
         OptionError: as :func:`make_plan`, or the sample has no batch.
     """
+    check_kinds(model, noise)
     sample, loss_fn = check_sample(sample, loss_fn)
     batch, (factor, share) = batch_of(sample), size_named(budget)
     if batch < 1:
@@ -168,14 +170,20 @@ def max_batch(
     batches = Batches(step, {batch: first}, is_run=True)
     known = batches.known
     grows = batches.fits(batch, limit) or batch <= 2  # batch normalisation refuses a single one
-    other = 2 * batch if grows else batch // 2
+    other = 2 * batch if grows else max(batch // 2, 2)
     with contextlib.suppress(BudgetError):  # there is no memory to measure it
         known[other] = profile_step(step.of_size(other))
     answer = batches.largest(limit, batch)
     room = free_bytes(device_of(model))
     if answer and answer not in known and batches.plain_peak(answer) <= max(room, limit):
-        with contextlib.suppress(BudgetError):  # plain, it is too large to be measured
+        try:
             known[answer] = profile_step(step.of_size(answer))
+        except BudgetError:  # plain, it is too large to be measured
+            pass
+        except OptionError:
+            if answer == 1:
+                batches.plan(model, 2, limit)  # which does not fit either, and says so
+            raise
         if not batches.fits(answer, limit):
             answer = batches.largest(limit, 1, below=answer)
     answer, plan = _planned(batches, model, max(answer, 1), limit)
