@@ -14,10 +14,11 @@ from squeezebox import planner
 from squeezebox.memory import free_bytes, require_imports, within_room
 from squeezebox.planning._choices import fits, measured_at_load
 from squeezebox.planning._estimate import estimate
+from squeezebox.planning._kinds import check_kinds
 from squeezebox.planning._max_batch import Batches
 from squeezebox.planning._plans import plain_peak, plannable, size_named
 from squeezebox.planning._profiles import profile_step
-from squeezebox.profiling import at_balanced_load
+from squeezebox.profiling import at_balanced_load, loads_named
 from squeezebox.reports import FoundBatch, StepPlan, exact_bytes
 from squeezebox.schema import (
     Budget,
@@ -104,6 +105,9 @@ def find_batch(
             Or there is no room for what planning imports and compiles.
         OptionError: as :func:`max_batch`; reserve or effective out of range.
     """
+    check_kinds(model, noise)
+    if load is not None:
+        loads_named(load)
     sample, loss_fn = check_sample(sample, loss_fn)
     allowed, batch = plannable(model, noise, exact), batch_of(sample)
     if effective is not None and not hasattr(effective, "__index__"):
