@@ -207,6 +207,7 @@ def make_plan(
         moves_weights=states is True
         and (weight_noise is not None or (offload is not False and folder.keeps_state)),
         splits_weights=states is True,
+        slices_gradients=states is True and not clip and accumulate == 1,
     )
     if load == "worst" and states:
         raise OptionError(

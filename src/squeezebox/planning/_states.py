@@ -161,7 +161,6 @@ def accumulating(seen: StepProfile, model: torch.nn.Module) -> StepProfile:
         for earlier in range(position + 1):
             base[earlier] += named[name].nbytes
             gradients[earlier] += named[name].nbytes
-        base[position] += named[name].nbytes if name in profile.sliced else 0
     return dataclasses.replace(seen, profile=_replaced(profile, base, gradients, profile.moments, ()))
 
 
@@ -387,7 +386,6 @@ def _late(profile: Profile, found: Sequence[_Parameter], seconds: float, accumul
     """Gradients wait for the optimizer's step, in which each parameter has a position."""
     base, gradients = list(profile.base_bytes), [moment.gradient_bytes for moment in profile.moments]
     for each in found:
-        base[each.position] += each.gradient_bytes if each.slice_bytes else 0
         positions = range(each.position + 1, len(base)) if not each.is_small else range(0)
         for later in positions:
             base[later] -= each.gradient_bytes

@@ -114,7 +114,8 @@ class TrainingStep:
     ``noise`` is what may be lost in it (0: nothing); ``folder`` where tensors may be moved to, instead of the
     usual one; ``on_progress`` is called while it is measured. ``moves_weights``: a plan for it
     may move frozen ones to the folder, or pack them. ``splits_weights``: it holds those in 16 bits that are
-    only read through a cast.
+    only read through a cast. ``slices_gradients``: its updates are in backward, where a large layer's
+    gradient may be made some rows at a time.
     """
 
     model: torch.nn.Module
@@ -126,6 +127,7 @@ class TrainingStep:
     on_progress: Progress | None = None
     moves_weights: bool = False
     splits_weights: bool = False
+    slices_gradients: bool = False
 
     @property
     def batch(self) -> int:
