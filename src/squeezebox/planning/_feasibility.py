@@ -283,8 +283,8 @@ def _completed(device: Device, here: Device) -> Device:
 
 def _here() -> Device:
     """This machine's processor."""
-    plain = Device(name=_HERE, memory_bytes=free_bytes(_HOST), speed=measure_speed(_HOST), type="cpu")
     with torch.inference_mode(False), torch.enable_grad():
+        plain = Device(name=_HERE, memory_bytes=free_bytes(_HOST), speed=measure_speed(_HOST), type="cpu")
         return rated(plain, _HOST)
 
 

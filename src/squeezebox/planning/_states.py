@@ -141,6 +141,7 @@ def hinting(
             refuse_unknown(step.optimizer)
         except OptionError:
             raise error from None
+        # Without slices of large layers' gradients, which only a profile for such updates shows.
         wider = with_states(seen, step, plain_peak_bytes, clip=False, accumulate=accumulate)
         least = planner.smallest(wider.profile, noise).predicted_peak_bytes
         enough = "which fits" if least <= limit else "still above it"
@@ -149,7 +150,7 @@ def hinting(
             enough += f"; it may also move {exact_bytes(frozen)} of frozen weights"
         raise BudgetError(
             f"{error} With states=True, which updates parameter by parameter and moves optimizer state to a "
-            f"file, exactly, a plan needs {exact_bytes(least)}, {enough}."
+            f"file, exactly, a plan needs at most {exact_bytes(least)}, {enough}."
         ) from error
 
 
