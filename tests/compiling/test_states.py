@@ -203,6 +203,13 @@ def test_packed_states_need_no_file():
             {"budget": "50%", "sample": (X, Y), "loss_fn": F.cross_entropy, "update_noise": 0.02},
             "say how states=True",
         ),
+        *(
+            (
+                {"budget": "50%", "sample": (X, Y), "loss_fn": F.cross_entropy, **ignored},
+                "optimizer and offload say how states=True",
+            )
+            for ignored in ({"optimizer": object()}, {"offload": "folder"})
+        ),
     ],
 )
 def test_options_are_checked(options, words):

@@ -189,6 +189,17 @@ def test_a_plan_slices_and_predicts_it(noise):
             assert torch.equal(mine, theirs)
 
 
+def test_a_plan_without_slices_counts_a_layer_s_input_until_its_weight_s_gradient_is_made():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 2048), nn.Tanh(), nn.Linear(2048, 1024)), torch.randn(512, 64)
+    loss_fn, target = nn.functional.mse_loss, torch.zeros(512, 1024)
+    plan = squeezebox.plan(model, sample=(x, target), loss_fn=loss_fn, exact=True, offload=False)
+    session = squeezebox.attach(model, plan=plan)
+    loss_fn(model(x), target).backward()
+    assert session.report().peak_bytes <= plan.predicted_peak_bytes
+    session.detach()
+
+
 def test_clipping_gets_whole_gradients():
     model, x = network(), inputs()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)

@@ -49,3 +49,8 @@ def test_other_orders_and_options_fall_back_on_the_proportion():
 @pytest.mark.parametrize("answer", (0, 1, 2, 36, 37, 38, 999))
 def test_the_largest_is_found_from_anywhere(start, answer):
     assert largest_batch(lambda size: size <= answer, start) == answer
+
+
+@pytest.mark.parametrize(("start", "answer"), ((1, 1 << 20), (3_000_000, 3_000_000)))
+def test_where_every_batch_fits_the_search_ends_with_one_that_was_tried(start, answer):
+    assert largest_batch(lambda size: True, start) == answer

@@ -1,7 +1,9 @@
 """Profiles kept on disk are used for the very same step only, and damaged ones never."""
 
+import functools
 import json
 import os
+from collections import Counter
 
 import pytest
 import torch
@@ -12,17 +14,45 @@ import squeezebox
 from squeezebox.schema import OutputError
 from tests.planning.test_max_batch import batch, network
 
+CALLS = Counter()
+
 
 class Counted(nn.Module):
-    """A network that counts its forward passes."""
+    """A network whose forward passes are counted: by no attribute, as that would be part of the step."""
 
     def __init__(self):
         super().__init__()
-        self.body, self.calls = network(), 0
+        self.body, self.checkpoints = network(), False
+
+    @property
+    def calls(self):
+        return CALLS[self]
 
     def forward(self, x):
-        self.calls += 1
+        CALLS[self] += 1
         return self.body(x)
+
+
+class Graph(Counted):
+    def forward(self, nodes, edges):
+        CALLS[self] += 1
+        return torch.sparse.mm(edges, nodes @ self.body[0].weight.flatten()[:96].view(16, 6))
+
+
+def times(output, target, by):
+    return F.cross_entropy(output, target) * by
+
+
+def closed(by):
+    return lambda output, target: times(output, target, by)
+
+
+class Times:
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, output, target):
+        return times(output, target, self.by)
 
 
 def plan(model, folder, sample=None, **options):
@@ -63,11 +93,18 @@ def another_setting(model):
     model.body[0]._reversed_padding_repeated_twice = [1, 1, 1, 1]
 
 
+def another_attribute(model):
+    model.checkpoints = True
+
+
 def evaluation(model):
     model.body[2].eval()
 
 
-@pytest.mark.parametrize("change", (another_weight, another_layout, another_setting, evaluation))
+CHANGES = another_weight, another_layout, another_setting, another_attribute, evaluation
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_any_change_of_the_model_is_another_step(change, tmp_path):
     model = Counted()
     plan(model, tmp_path, exact=True)
@@ -80,6 +117,7 @@ def test_another_sample_loss_noise_or_optimizer_is_another_step(tmp_path):
     model = Counted()
     x, y = batch(8)
     adam = torch.optim.Adam(model.parameters())
+    together = torch.optim.Adam(model.parameters(), foreach=True)
     for options in (
         {"exact": True},
         {"noise": 1e-2},
@@ -87,10 +125,33 @@ def test_another_sample_loss_noise_or_optimizer_is_another_step(tmp_path):
         {"exact": True, "sample": (x, y.flip(0))},
         {"exact": True, "loss_fn": lambda out, target: F.cross_entropy(out, target) * 2},
         {"exact": True, "loss_fn": lambda out, target: F.cross_entropy(out, target) * 3},
+        {"exact": True, "loss_fn": functools.partial(times, by=2)},
+        {"exact": True, "loss_fn": functools.partial(times, by=3)},
+        {"exact": True, "loss_fn": closed(2)},
+        {"exact": True, "loss_fn": closed(3)},
+        {"exact": True, "loss_fn": Times(2)},
+        {"exact": True, "loss_fn": Times(3)},
         {"exact": True, "optimizer": adam},
+        {"exact": True, "optimizer": together},
     ):
         assert plan(model, tmp_path, **options)[1] > 0
         assert plan(model, tmp_path, **options)[1] == 0
+
+
+def test_the_learning_rate_is_no_part_of_the_step(tmp_path):
+    model = Counted()
+    for rate in (0.1, 0.2):
+        plan(model, tmp_path, exact=True, optimizer=torch.optim.SGD(model.parameters(), lr=rate))
+    assert len(os.listdir(tmp_path)) == 1
+
+
+def test_a_sparse_input_is_known_by_what_it_holds(tmp_path):
+    model, nodes, edges = Graph(), torch.randn(8, 16), torch.eye(8)
+    for value in (edges.to_sparse(), (2 * edges).to_sparse()):
+        for calls in (True, False):
+            sample = (nodes, value), torch.zeros(8, 6)
+            found = plan(model, tmp_path, sample, exact=True, loss_fn=F.mse_loss)[1]
+            assert (found > 0) == calls
 
 
 @pytest.mark.parametrize(

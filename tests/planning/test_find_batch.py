@@ -56,6 +56,23 @@ def test_an_effective_batch_is_divided_into_microbatches_that_fit():
     assert found.to_dict()["microbatches"] == list(sizes)
 
 
+def test_every_microbatch_of_an_update_fits_with_the_gradients_of_those_before():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Linear(256, 256))
+    sample, options = (torch.randn(64, 256), torch.randn(64, 256)), {"loss_fn": F.mse_loss, "exact": True}
+    single = squeezebox.find_batch(model, sample, memory="2MiB", **options)
+    found = squeezebox.find_batch(model, sample, memory="2MiB", effective=2 * single.batch, **options)
+    limit = found.memory_bytes - found.reserve_bytes
+    assert found.batch < single.batch and found.plan.accumulate == len(found.microbatches) > 2
+    session = squeezebox.attach(model, plan=found.plan)
+    for size in found.microbatches[:3]:
+        F.mse_loss(model(torch.randn(size, 256)), torch.randn(size, 256)).backward()
+        assert session.report().peak_bytes <= limit
+    session.detach()
+    whole = squeezebox.find_batch(model, sample, memory="2MiB", effective=single.batch // 2, **options)
+    assert whole.microbatches == (single.batch // 2,) and whole.plan.accumulate == 1
+
+
 def test_a_first_probe_that_would_not_fit_is_not_run():
     _, found = found_for(700_000, size=512)
     assert max(found.probes[:-1]) <= found.plain_batch < 512

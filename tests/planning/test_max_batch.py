@@ -96,3 +96,13 @@ def test_what_plain_training_cannot_hold_is_planned_from_smaller_batches(monkeyp
     assert max(sizes) == found.batch
     with pytest.raises(squeezebox.BudgetError, match=r"too little memory for the steps .*CUDA out"):
         squeezebox.plan(model, sample=batch(24), loss_fn=F.cross_entropy)
+
+
+def test_a_budget_for_less_than_two_is_refused_where_batch_normalisation_takes_no_single_sample():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 1024), nn.BatchNorm1d(1024), nn.ReLU(), nn.Linear(1024, 8))
+    inputs, target = torch.randn(3, 64), torch.arange(3)
+    for rows in (2, 3):
+        sample = inputs[:rows], target[:rows]
+        with pytest.raises(BudgetError, match="smallest plan"):
+            squeezebox.max_batch(model, sample=sample, loss_fn=F.cross_entropy, budget=627_500, exact=True)

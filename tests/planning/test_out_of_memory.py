@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from squeezebox.planning import explain_out_of_memory, explanation
+from squeezebox.planning import _out_of_memory, attach, explain_out_of_memory, explanation
 from squeezebox.schema import OptionError, OutOfMemoryError
 
 PREAMBLE = """
@@ -159,6 +159,32 @@ class Unforeseen(torch.nn.Linear):
         if type(x) is torch.Tensor:  # not where shapes alone are run
             torch.empty(1 << 50)
         return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    (
+        ({"sample": (1, 1)}, "give both"),
+        ({"loss_fn": print}, "give both"),
+        ({"noise": "x"}, "noise 'x' is no number"),
+        ({"noise": -1}, "noise=-1"),
+    ),
+)
+def test_options_of_another_kind_are_refused_before(options, words):
+    with pytest.raises(OptionError, match=words), explain_out_of_memory(torch.nn.Linear(2, 2), **options):
+        raise AssertionError("it ran")
+
+
+def test_the_optimizer_counts_where_the_session_has_none(monkeypatch):
+    model, seen = torch.nn.Linear(2, 2), []
+    adam = torch.optim.Adam(model.parameters())
+    monkeypatch.setattr(_out_of_memory, "_cheapest", lambda step, session: str(seen.append(step.optimizer)))
+    session = attach(model)
+    error = MemoryError("Unable to allocate 1.00 GiB")
+    options = {"sample": (torch.zeros(2, 2), None), "loss_fn": print, "optimizer": adam}
+    assert explanation(error, model, session=session, **options) is not None
+    session.detach()
+    assert seen == [adam]
 
 
 def test_a_trial_that_lacks_memory_is_no_fault_of_the_model():

@@ -82,6 +82,12 @@ def test_less_memory_costs_time_and_too_little_is_refused():
     assert "recompute" in {stage.policy for stage in tight.stages}
     with pytest.raises(BudgetError, match="MiB|KiB"):
         planned(memory_bytes=1000)
+    with pytest.raises(OptionError, match=r"policies \['recomput'\] are unknown; known are keep"):
+        planned(policies=("recomput",))
+    with pytest.raises(OptionError, match=r"ranks 2\.0 is no whole number"):
+        planned(ranks=2.0)
+    with pytest.raises(OptionError, match="'50%' is a share of nothing"):
+        planned(memory_bytes="50%")
     with pytest.raises(OptionError, match="microbatches"):
         planned(microbatches=[17])
 

@@ -119,6 +119,19 @@ def test_peaks_are_as_predicted_and_training_is_the_same_to_the_bit(way):
     assert plan.plain_peak_bytes == pytest.approx(peak, rel=0.03) or way  # which adds nothing up
 
 
+def test_the_first_step_which_makes_the_state_is_within_the_budget():
+    def make(parameters, lr):
+        return torch.optim.RMSprop(parameters, lr=lr, momentum=0.9, centered=True)
+
+    model, optimizer, sample = task(make)
+    plan = planned(model, optimizer, sample)
+    session = squeezebox.attach(model, optimizer=optimizer, plan=plan)
+    loss_fn(model(sample[0]), sample[1]).backward()
+    optimizer.step()
+    assert session.report().peak_bytes <= plan.predicted_peak_bytes
+    session.detach()
+
+
 def test_a_plan_is_written_and_read(tmp_path):
     model, optimizer, sample = task()
     plan = planned(model, optimizer, sample, clip=True)

@@ -239,6 +239,10 @@ def test_half_the_width_is_half_the_bytes():
         ({"batch": "2"}, "no whole numbers: '2', 3, 32, 32"),
         ({"optimizer": "lion"}, "no optimizer 'lion'; there are sgd,"),
         ({"dtype": "float33"}, "'float33' is no dtype"),
+        ({"dtype": 5}, "'5' is no dtype"),
+        ({"dtype": "int64"}, "dtype torch.int64 has no gradients"),
+        ({"input_shape": 64}, "input_shape 64 is no sequence"),
+        ({"load": "x"}, "load 'x' is neither"),
         ({"input_shape": (4, 32, 32)}, "forward fails on an input of shape \\(2, 4, 32, 32\\)"),
     ],
 )

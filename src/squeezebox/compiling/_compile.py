@@ -25,7 +25,7 @@ from squeezebox.capture import (
 )
 from squeezebox.compiling._budget import Fitted, within_budget
 from squeezebox.compiling._states import Updating
-from squeezebox.planning import STATISTICS_STEPS, check_states, named_place, within
+from squeezebox.planning import STATISTICS_STEPS, check_kinds, check_states, named_place, within
 from squeezebox.reports import StepPlan
 from squeezebox.schema import (
     Action,
@@ -38,7 +38,7 @@ from squeezebox.schema import (
     UnsupportedModelError,
 )
 from squeezebox.session import attached, begin
-from squeezebox.steps import LossFunction, TrainingStep, gradient_noise, restored
+from squeezebox.steps import LossFunction, TrainingStep, check_sample, gradient_noise, restored
 
 _LAW_BITS = (8, 4)  # with fewer, errors are no longer small, as the law takes them to be
 
@@ -103,8 +103,8 @@ def compile_model(
 
     Raises:
         OptionError: an argument is out of range or missing, or more than one of plan, noise, bits and budget,
-            except for noise with a budget. Or states without a budget, or the optimizer's step is not
-            parameter by parameter.
+            except for noise with a budget. Or states without a budget, optimizer or offload without states,
+            or the optimizer's step is not parameter by parameter.
         BudgetError: no choice keeps the peak within the budget; it says which operator has the least.
         AttachError: the model is attached; also when called while it is.
         PlanError: the plan was made for another model.
@@ -114,6 +114,9 @@ def compile_model(
         states or optimizer is not None or update_noise is not None or offload is not True
     ):
         raise OptionError("optimizer, states, update_noise and offload go with budget=; give that too.")
+    if states is False and (optimizer is not None or offload is not True):
+        raise OptionError("optimizer and offload say how states=True updates and moves; give that too.")
+    check_kinds(model, noise)
     _check_compile_options({"plan": plan, "noise": noise, "bits": bits, "budget": budget}, sample, loss_fn)
     refuse_transforms()
     _refuse_compiled(model)
@@ -125,6 +128,7 @@ def compile_model(
         return CompiledStep(model, choose, check, fullgraph=fullgraph, options=options, save=save, **more)
 
     if sample is not None and loss_fn is not None:
+        sample, loss_fn = check_sample(sample, loss_fn)
         example = TrainingStep(model=model, sample=sample, loss_fn=loss_fn, optimizer=optimizer)
         if budget is not None:
             check_states(example, None, 1, update_noise, None, wanted=states)
@@ -153,7 +157,9 @@ def _check_compile_options(
     given = [name for name, value in ways.items() if value is not None]
     if len(given) > 1 and given != ["noise", "budget"]:
         raise OptionError(f"{' and '.join(given)} exclude each other; give one of them.")
-    bits, noise = ways["bits"], ways["noise"]
+    bits, noise, plan = ways["bits"], ways["noise"], ways["plan"]
+    if plan is not None and not isinstance(plan, StepPlan):
+        raise OptionError(f"plan {plan!r} is none; squeezebox.load_plan(path) reads one from its file.")
     if bits is not None and bits not in BITS:
         raise OptionError(f"bits is {bits!r}; values are packed in {', '.join(map(str, BITS))} bits.")
     if noise is not None and not 0.0 < noise < math.inf:

@@ -75,6 +75,7 @@ def update_in_pieces(
                         whole[key] = make(key)
                     with _lent(whole[key], start, stop, filled=begin > 0) as room:
                         room[begin : begin + len(left[key])] = left[key]
+                    left[key] = whole[key]  # the quarter's own is gone before the next one's is made
     if left:
         _settle(optimizer, parameter, left, others, whole)
 

@@ -12,8 +12,8 @@ from squeezebox.schema import Option, Profile, Region, Slicing, StepProfile, Ten
 def in_slices(whole: StepProfile, slicing: Slicing) -> StepProfile:
     """The step to expect: its first layers save nothing, and are worked once more in backward.
 
-    Until they are done, forward holds what they take by themselves; so does backward once it has come back
-    to them. The layers' own positions stay, with these bytes.
+    Until they are done, forward holds what they take by themselves, and gradients of an earlier backward; so
+    does backward once it has come back to them. The layers' own positions stay, with these bytes.
     """
     profile, region = whole.profile, slicing.region
     gone = frozenset(region.keys)
@@ -28,7 +28,7 @@ def in_slices(whole: StepProfile, slicing: Slicing) -> StepProfile:
     left = profile.moments[-1].gradient_bytes
     for position in range(end + 1):
         beyond = base[position] if position == end else 0  # which goes on with what follows the layers
-        base[position] = max(owned + slicing.forward_bytes, beyond)
+        base[position] = max(owned + profile.moments[position].gradient_bytes + slicing.forward_bytes, beyond)
     for position in range(start, len(base) - 1):
         base[position] = owned + left + slicing.backward_bytes
     tensors = tuple(_without(tensor, gone) for tensor in profile.tensors if tensor.key not in gone)
@@ -116,11 +116,14 @@ def at_batch(known: Mapping[int, StepProfile], batch: int) -> StepProfile:
 def largest_batch(fits: Callable[[int], bool], start: int = 1, *, share: float = 0.0) -> int:
     """The largest batch for which ``fits`` says yes, if all smaller ones fit too; 0 if not even 1 does.
 
-    Up to ``share`` of it more may fit, which saves calls of ``fits``.
+    Up to ``share`` of it more may fit, which saves calls of ``fits``. From 2**20 on, no larger one is tried
+    than the first that fits.
     """
     low, high = 0, start
-    while fits(high) and high < _LARGEST:
+    while fits(high):
         low, high = high, 2 * high
+        if low >= _LARGEST:
+            return low
     while high - low > max(1, share * low):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
+from numbers import Integral
 
 from squeezebox.planner._replicated import replicated
 from squeezebox.planner._split import Found, Shape, fastest, smallest
@@ -186,11 +187,11 @@ def _depths(ranks: int, blocks: int, depths: Sequence[int] | None) -> Sequence[i
 
 
 def _require(
-    profiles: Sequence[PipelineProfile], schedules: Sequence[str], policies: Sequence[str], **counts: int
+    profiles: Sequence[PipelineProfile], schedules: Sequence[str], policies: Sequence[str], **counts: object
 ) -> None:
     for name, count in counts.items():
-        if count < 1:
-            raise OptionError(f"{name} is {count}; give at least 1.")
+        if not isinstance(count, Integral) or count < 1:
+            raise OptionError(f"{name} is {count!r}; give a whole number from 1 on.")
     lengths = {len(profile.blocks) for profile in profiles}
     if len(lengths) != 1 or 0 in lengths:
         raise OptionError(

@@ -17,6 +17,7 @@ __all__ = [
     "States",
     "attach",
     "attach_stages",
+    "check_kinds",
     "check_states",
     "estimate",
     "explain_out_of_memory",
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from squeezebox.planning._estimate import estimate
     from squeezebox.planning._feasibility import feasibility
     from squeezebox.planning._find import find_batch
+    from squeezebox.planning._kinds import check_kinds
     from squeezebox.planning._max_batch import max_batch
     from squeezebox.planning._out_of_memory import explain_out_of_memory, explanation
     from squeezebox.planning._pipelines import attach_stages, peak_meter, plan_pipeline
@@ -57,6 +59,7 @@ else:  # hidden from type checkers, who would take any name for an attribute
             "estimate": "_estimate",
             "feasibility": "_feasibility",
             "find_batch": "_find",
+            "check_kinds": "_kinds",
             "max_batch": "_max_batch",
             "explain_out_of_memory": "_out_of_memory",
             "explanation": "_out_of_memory",

@@ -6,7 +6,6 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from numbers import Real
 from typing import Any, TypeVar, cast
 
 import torch
@@ -15,6 +14,7 @@ from squeezebox import codecs
 from squeezebox.bounds import Comet, Controller, NoiseBudget
 from squeezebox.memory import Elsewhere
 from squeezebox.planning._choices import rehearsed
+from squeezebox.planning._kinds import check_kinds
 from squeezebox.planning._plans import make_plan, named_place
 from squeezebox.planning._state_costs import packed_updates
 from squeezebox.reports import StepPlan
@@ -259,10 +259,7 @@ def _balanced(plan: StepPlan | Sequence[StepPlan] | None, *, plain: bool) -> Bal
 
 def _check_kinds(model: object, noise: object, controller: object, plan: object, checks: object) -> None:
     """Refuse what would fail in the first step, or go unnoticed."""
-    if not isinstance(model, torch.nn.Module):
-        raise OptionError(f"model {model!r} is no torch.nn.Module; make one, and pass that.")
-    if noise is not None and (isinstance(noise, bool) or not isinstance(noise, Real)):
-        raise OptionError(f"noise {noise!r} is no number; give one such as 1e-3.")
+    check_kinds(model, noise)
     if controller is not None and not hasattr(controller, "due"):
         raise OptionError(
             f"controller {controller!r} is none; give an object such as squeezebox.bounds.Comet()."

@@ -40,14 +40,18 @@ def measured_noise(step: TrainingStep, plan: StepPlan) -> float | None:
 
 @within_room("a step under the plan")
 def measured_peak(step: TrainingStep, plan: StepPlan) -> int | None:
-    """Of a step under the plan, with the state that the optimizer will have; None without a meter."""
+    """Of a step under the plan, with the state that the optimizer will have; None without a meter.
+
+    Where the plan has several add up, it is a step with the gradients of an earlier one.
+    """
     model, loss_fn, optimizer = step.model, step.loss_fn, step.optimizer
     present = sum(state.nbytes for state in tensors_in([*optimizer.state.values()])) if optimizer else 0
     with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
         engine = begin(model, optimizer, None, plan=plan)
         try:
             model.zero_grad(set_to_none=True)
-            run_step(step, engine.framed())
+            for _ in range(min(plan.accumulate, 2)):
+                run_step(step, engine.framed())
             engine.close_step()
             peak = engine.records.peak_bytes
         finally:

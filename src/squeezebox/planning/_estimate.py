@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any
@@ -10,10 +11,10 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from squeezebox.capture import observing, refuse_transforms, saved_bytes
-from squeezebox.profiling import Simulation, fake_like, simulate
+from squeezebox.profiling import Simulation, fake_like, loads_named, simulate
 from squeezebox.reports import Estimate
 from squeezebox.schema import OptionError
-from squeezebox.steps import LossFunction, batch_of, check_sample, resize
+from squeezebox.steps import LossFunction, batch_of, check_loss, check_sample, resize
 
 INPUT_SHAPE = (3, 224, 224)
 BATCH = 32
@@ -34,7 +35,8 @@ def estimate(
 ) -> Estimate:
     """Say what a plain training step would hold, without training and without using the memory.
 
-    Forward, loss, backward and the optimizer's step run on fake tensors, which compute nothing. On a CPU
+    Forward, loss, backward and the optimizer's step run on fake tensors, which compute nothing; the model's
+    forward hooks see these too. On a CPU
     convolutions and their like are run all the same, each on a few samples of zeros, for what they take and
     give back before they return. Where sizes follow from what a router chooses, the estimate assumes a
     ``load``. Where they follow from other values, a copy of the model takes the step on the sample: that uses
@@ -108,7 +110,14 @@ def simulated(
         trains: without, there is only a forward, in evaluation mode and without autograd.
     """
     refuse_transforms()
+    loads_named(load)
     kind, input_kind = _dtype_named(dtype), _dtype_named(input_dtype)
+    if kind is not None and not kind.is_floating_point:
+        raise OptionError(f"dtype {kind} has no gradients; give one such as float32 or bfloat16.")
+    if input_shape is not None and not isinstance(input_shape, Sequence):
+        raise OptionError(
+            f"input_shape {input_shape!r} is no sequence of sizes; give one such as (3, 224, 224)."
+        )
     if sample is not None and (input_shape, batch, input_dtype) != (None, None, None):
         raise OptionError("sample says input_shape, batch and input_dtype already; give it without these.")
     shape = (BATCH if batch is None else batch, *(INPUT_SHAPE if input_shape is None else input_shape))
@@ -134,7 +143,7 @@ def simulated(
     return simulate(
         model,
         sample=make_sample,
-        loss_fn=loss_fn,
+        loss_fn=functools.partial(_checked, loss_fn) if loss_fn is not None and trains else loss_fn,
         optimizer=optimizer,
         dtype=kind,
         watch=observing,
@@ -166,6 +175,13 @@ def _as_estimate(simulation: Simulation, saved: dict[str, int], optimizer: str, 
     )
 
 
+def _checked(loss_fn: LossFunction, output: Any, target: Any) -> torch.Tensor:
+    """The loss; OptionError where backward cannot start from it."""
+    loss = loss_fn(output, target)
+    check_loss(loss)
+    return loss
+
+
 def _no_loss(output: Any, target: Any) -> torch.Tensor:
     """Stands for the sum of all outputs where a sample is checked."""
     raise NotImplementedError
@@ -181,9 +197,9 @@ def _check(shape: tuple[int, ...]) -> None:
 
 
 def _dtype_named(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    if not isinstance(dtype, str):
-        return dtype
-    found = getattr(torch, dtype, None)
+    if dtype is None:
+        return None
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if isinstance(found, torch.dtype):
         return found
     raise OptionError(f"'{dtype}' is no dtype of torch; name one such as float32, bfloat16 or int64.")

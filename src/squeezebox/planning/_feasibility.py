@@ -17,6 +17,7 @@ from squeezebox import planner
 from squeezebox.memory import free_bytes, within_room
 from squeezebox.planning._estimate import BATCH, INPUT_SHAPE, simulated
 from squeezebox.planning._find import probe
+from squeezebox.planning._kinds import check_noise
 from squeezebox.planning._max_batch import Batches
 from squeezebox.planning._plans import plannable, size_named
 from squeezebox.planning._profiles import without
@@ -90,6 +91,7 @@ def feasibility(
         OptionError: an argument is out of range, or the model does not take such an input.
         FormatError: the file of devices is damaged.
     """
+    check_noise(noise)
     rows = listed(devices)
     limits = [room_on(each, reserve) for each in rows]
     described: dict[str, Any] = {
@@ -281,8 +283,9 @@ def _completed(device: Device, here: Device) -> Device:
 
 def _here() -> Device:
     """This machine's processor."""
-    plain = Device(name=_HERE, memory_bytes=free_bytes(_HOST), speed=measure_speed(_HOST), type="cpu")
-    return rated(plain, _HOST)
+    with torch.inference_mode(False), torch.enable_grad():
+        plain = Device(name=_HERE, memory_bytes=free_bytes(_HOST), speed=measure_speed(_HOST), type="cpu")
+        return rated(plain, _HOST)
 
 
 def room_on(device: Device, reserve: int | str | None = None) -> int:

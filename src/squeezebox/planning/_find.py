@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,10 +14,11 @@ from squeezebox import planner
 from squeezebox.memory import free_bytes, require_imports, within_room
 from squeezebox.planning._choices import fits, measured_at_load
 from squeezebox.planning._estimate import estimate
+from squeezebox.planning._kinds import check_kinds
 from squeezebox.planning._max_batch import Batches
 from squeezebox.planning._plans import plain_peak, plannable, size_named
 from squeezebox.planning._profiles import profile_step
-from squeezebox.profiling import at_balanced_load
+from squeezebox.profiling import at_balanced_load, loads_named
 from squeezebox.reports import FoundBatch, StepPlan, exact_bytes
 from squeezebox.schema import (
     Budget,
@@ -90,7 +92,7 @@ def find_batch(
         noise: see above.
         exact: see above.
         effective: samples of one update: they are divided into microbatches that fit, as alike as can be,
-            whose gradients add up. Batch normalisation then sees the microbatches.
+            whose gradients add up, which the plan has room for. Batch normalisation then sees microbatches.
         load: see above; with "worst", the answer is run with all tokens at the same experts. The first batch
             fits by an estimate of that load, or of the worst.
         on_progress: see above.
@@ -103,6 +105,9 @@ def find_batch(
             Or there is no room for what planning imports and compiles.
         OptionError: as :func:`max_batch`; reserve or effective out of range.
     """
+    check_kinds(model, noise)
+    if load is not None:
+        loads_named(load)
     sample, loss_fn = check_sample(sample, loss_fn)
     allowed, batch = plannable(model, noise, exact), batch_of(sample)
     if effective is not None and not hasattr(effective, "__index__"):
@@ -124,38 +129,84 @@ def find_batch(
     )
     known = probe(step, limit, load or "worst")
 
-    batches = Batches(step.of_size(min(known)), known, is_run=False)
-    answer, predicted = max(batches.largest(limit, min(known)), 1), limit
+    free = reserve_bytes if memory is None else 0
+    batches, found = _for_update(step, known, limit, effective or 1, free, load)
+    plan = found.plan
+    return FoundBatch(
+        batch=found.batch,
+        plan=plan,
+        memory_bytes=memory_bytes,
+        reserve_bytes=reserve_bytes,
+        predicted_peak_bytes=plan.predicted_peak_bytes,
+        measured_peak_bytes=found.measured_peak_bytes,
+        plain_batch=batches.plain(limit),
+        probes=(*known, found.tried),
+        microbatches=(found.batch,) if effective is None else _microbatches(effective, found.batch),
+        frontier=batches.frontier(model, found.batch, plan, limit),
+    )
+
+
+class _Answer(NamedTuple):
+    """A batch and its plan; what was run, and took: None where that had to be made smaller."""
+
+    batch: int
+    plan: StepPlan
+    tried: int
+    measured_peak_bytes: int | None
+
+
+def _for_update(
+    step: TrainingStep,
+    known: dict[int, StepProfile],
+    limit: int,
+    wanted: int,
+    reserve_bytes: int,
+    load: str | None,
+) -> tuple[Batches, _Answer]:
+    """The answer for an update of ``wanted`` samples: with gradients of earlier ones, if it takes several."""
+    first = step.of_size(min(known))
+    batches = Batches(first, known, is_run=False)
+    if batches.largest(limit, min(known)) >= wanted:
+        found = _answered(step, batches, limit, wanted, reserve_bytes, load)
+        if found.batch >= wanted:
+            return batches, found
+    batches = Batches(first, known, is_run=False, adds_up=wanted > 1)
+    return batches, _answered(step, batches, limit, wanted, reserve_bytes, load)
+
+
+def _answered(
+    step: TrainingStep, batches: Batches, limit: int, wanted: int, reserve_bytes: int, load: str | None
+) -> _Answer:
+    """The largest batch within ``limit``, run once; ``wanted`` samples make an update."""
+    answer, predicted = max(batches.largest(limit, min(batches.known)), 1), limit
+
+    def planned() -> StepPlan:
+        plan = batches.plan(step.model, answer, predicted)
+        return replace(plan, accumulate=math.ceil(wanted / answer)) if batches.adds_up else plan
+
     while True:
-        plan = batches.plan(model, answer, predicted)
+        plan = planned()
         try:
-            measured = _run_beside(reserve_bytes if memory is None else 0, step.of_size(answer), plan, load)
+            measured = _run_beside(reserve_bytes, step.of_size(answer), plan, load)
             break
         except BudgetError:  # there was less memory than said
             if answer == 1:
                 raise
         except PlanError as error:  # what is saved grows faster than the batch
-            if answer <= min(known):
+            if answer <= min(batches.known):
                 raise UnsupportedModelError(_VARIES.format(answer)) from error
+        except OptionError:
+            if answer == 1:
+                batches.plan(step.model, 2, predicted)  # which does not fit either, and says so
+            raise
         predicted = int(_SAFE * predicted)
         answer = _smaller(batches, answer, predicted)
-    probes = (*known, answer)
+    tried = answer
     if measured is not None and measured > limit:
         predicted = limit * plan.predicted_peak_bytes // measured  # what may be, for so much more to fit
         answer = _smaller(batches, answer, predicted)
-        plan, measured = batches.plan(model, answer, predicted), None
-    return FoundBatch(
-        batch=answer,
-        plan=plan,
-        memory_bytes=memory_bytes,
-        reserve_bytes=reserve_bytes,
-        predicted_peak_bytes=plan.predicted_peak_bytes,
-        measured_peak_bytes=measured,
-        plain_batch=batches.plain(limit),
-        probes=probes,
-        microbatches=(answer,) if effective is None else _microbatches(effective, answer),
-        frontier=batches.frontier(model, answer, plan, limit),
-    )
+        plan, measured = planned(), None
+    return _Answer(answer, plan, tried, measured)
 
 
 def probe(step: TrainingStep, limit: int, load: str = "worst") -> dict[int, StepProfile]:

@@ -10,9 +10,11 @@ import torch
 from squeezebox import planner
 from squeezebox.memory import free_bytes, within_room
 from squeezebox.planning._choices import fits
+from squeezebox.planning._kinds import check_kinds
 from squeezebox.planning._plans import plain_peak, plannable, planned, size_named
 from squeezebox.planning._profiles import profile_step
 from squeezebox.planning._slicing import Slices
+from squeezebox.planning._states import accumulating
 from squeezebox.reports import BatchPoint, MaxBatch, StepPlan
 from squeezebox.schema import Budget, BudgetError, OptionError, StepProfile
 from squeezebox.steps import (
@@ -35,15 +37,22 @@ class Batches:
         step: of a batch that plain training can hold: there, slices are measured.
         known: profiles by batch; more may be added.
         is_run: see :class:`Slices`.
+        adds_up: whether gradients of an earlier backward are there.
     """
 
-    def __init__(self, step: TrainingStep, known: dict[int, StepProfile], *, is_run: bool) -> None:
-        self.known = known
-        self._noise, self._slices = step.noise, Slices(step, is_run=is_run)
+    def __init__(
+        self, step: TrainingStep, known: dict[int, StepProfile], *, is_run: bool, adds_up: bool = False
+    ) -> None:
+        self.known, self.adds_up = known, adds_up
+        self._model, self._noise, self._slices = step.model, step.noise, Slices(step, is_run=is_run)
+
+    def _at(self, size: int) -> StepProfile:
+        whole = planner.at_batch(self.known, size)
+        return accumulating(whole, self._model) if self.adds_up else whole
 
     def fits(self, size: int, limit: int) -> bool:
         """Whether any plan for that batch does."""
-        whole, budget = planner.at_batch(self.known, size), Budget(peak_bytes=limit, noise=self._noise)
+        whole, budget = self._at(size), Budget(peak_bytes=limit, noise=self._noise)
         if fits(whole, budget):
             return True
         for region in whole.regions:
@@ -67,11 +76,11 @@ class Batches:
 
     def plain_peak(self, size: int) -> int:
         """Of a step of that batch with every tensor kept."""
-        return plain_peak(planner.at_batch(self.known, size))
+        return plain_peak(self._at(size))
 
     def plan(self, model: torch.nn.Module, size: int, limit: int, *, predicted: bool = False) -> StepPlan:
         """The fastest for that batch, without a run of it if ``predicted``; BudgetError if none fits."""
-        whole = planner.at_batch(self.known, size)
+        whole = self._at(size)
         slices = self._slices.predicting() if predicted else self._slices
         return planned(model, whole, limit, self._noise, size, slices=slices)
 
@@ -141,6 +150,7 @@ def max_batch(
         BudgetError: not even a batch of 1 fits.
         OptionError: as :func:`make_plan`, or the sample has no batch.
     """
+    check_kinds(model, noise)
     sample, loss_fn = check_sample(sample, loss_fn)
     batch, (factor, share) = batch_of(sample), size_named(budget)
     if batch < 1:
@@ -160,14 +170,20 @@ def max_batch(
     batches = Batches(step, {batch: first}, is_run=True)
     known = batches.known
     grows = batches.fits(batch, limit) or batch <= 2  # batch normalisation refuses a single one
-    other = 2 * batch if grows else batch // 2
+    other = 2 * batch if grows else max(batch // 2, 2)
     with contextlib.suppress(BudgetError):  # there is no memory to measure it
         known[other] = profile_step(step.of_size(other))
     answer = batches.largest(limit, batch)
     room = free_bytes(device_of(model))
     if answer and answer not in known and batches.plain_peak(answer) <= max(room, limit):
-        with contextlib.suppress(BudgetError):  # plain, it is too large to be measured
+        try:
             known[answer] = profile_step(step.of_size(answer))
+        except BudgetError:  # plain, it is too large to be measured
+            pass
+        except OptionError:
+            if answer == 1:
+                batches.plan(model, 2, limit)  # which does not fit either, and says so
+            raise
         if not batches.fits(answer, limit):
             answer = batches.largest(limit, 1, below=answer)
     answer, plan = _planned(batches, model, max(answer, 1), limit)

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from squeezebox import planner
+from squeezebox.bounds import NoiseBudget
 from squeezebox.planning._find import probe
+from squeezebox.planning._kinds import check_kinds
 from squeezebox.planning._plans import planned
 from squeezebox.profiling import free_at_peak, free_bytes
 from squeezebox.reports import exact_bytes
@@ -64,9 +66,12 @@ def explain_out_of_memory(
     Raises:
         OutOfMemoryError: for what torch or numpy could not allocate, from which it follows. Its message
             contains theirs.
-        OptionError: at once, if the sample is no pair of inputs and target with a tensor.
+        OptionError: at once, if the sample is no pair of inputs and target, or comes without the loss or the
+            loss without it; or if the noise is none.
     """
-    if sample is not None and loss_fn is not None:
+    check_kinds(model, noise)
+    NoiseBudget(noise=noise)  # refuses what is out of range
+    if sample is not None or loss_fn is not None:
         sample, loss_fn = check_sample(sample, loss_fn)
     try:
         yield
@@ -97,7 +102,7 @@ def explanation(
     free = _free_then(error, model)
     first = str(error).strip().splitlines()[0]
     _let_go(error)
-    optimizer = optimizer if session is None else session.engine.optimizer
+    optimizer = (None if session is None else session.engine.optimizer) or optimizer
     if sample is not None and loss_fn is not None:
         step = TrainingStep(model=model, sample=sample, loss_fn=loss_fn, optimizer=optimizer, noise=noise)
         change = _cheapest(step, session)

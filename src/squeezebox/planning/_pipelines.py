@@ -13,7 +13,9 @@ import torch
 from squeezebox import pipeline, planner, profiling
 from squeezebox.bounds import Planned
 from squeezebox.pipeline import Construction, Initial, Piece
+from squeezebox.planning._kinds import check_count, check_kinds
 from squeezebox.planning._places import Equal, Unequal
+from squeezebox.planning._plans import size_named
 from squeezebox.planning._stages import Stages, bounds_of, measure_alone, measure_together, state_share
 from squeezebox.schedules import PUBLISHED, SYNCHRONOUS
 from squeezebox.schema import (
@@ -31,6 +33,7 @@ from squeezebox.steps import LossFunction, TrainingStep, batch_of, check_sample,
 _BEST = 12  # plans whose stages are measured, of those that are fastest by their blocks
 _SEARCHES = 4
 DEFAULT_NOISE = 1e-3
+_POLICIES = "keep", "compress", "recompute"
 
 
 def plan_pipeline(
@@ -39,7 +42,7 @@ def plan_pipeline(
     sample: tuple[Any, Any],
     loss_fn: LossFunction,
     ranks: int | None = None,
-    memory_bytes: int | None = None,
+    memory_bytes: int | str | None = None,
     devices: Devices | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     microbatches: Sequence[int] | None = None,
@@ -64,7 +67,7 @@ def plan_pipeline(
             model's keywords, batch first.
         loss_fn: called with output and target.
         ranks: of all replicas together.
-        memory_bytes: what one rank may hold.
+        memory_bytes: what one rank may hold, in bytes or as "8GiB".
         devices: that are not alike, in place of ``ranks``, ``memory_bytes`` and ``link``: one pipeline over
             some of them is planned. This device's speed is measured, as theirs were.
         optimizer: for the size of its state.
@@ -92,6 +95,8 @@ def plan_pipeline(
             "devices= says how many ranks there may be and what each may hold; give it, or ranks= and "
             "memory_bytes=."
         )
+    check_kinds(model, noise)
+    memory_bytes = _checked(ranks, memory_bytes, policies)
     (inputs, target), loss_fn = check_sample(sample, loss_fn)
     names, inputs = _parted(inputs)
     batch = batch_of((inputs, target))
@@ -153,6 +158,20 @@ def plan_pipeline(
         "blocks": tuple(piece.name for piece in pieces),
     }
     return [dataclasses.replace(plan, **about) for plan in plans]
+
+
+def _checked(ranks: object, memory_bytes: int | str | None, policies: Sequence[str]) -> int | None:
+    """The memory in bytes; OptionError where one of these is out of range."""
+    if unknown := [each for each in policies if each not in _POLICIES]:
+        raise OptionError(f"policies {unknown} are unknown; known are {', '.join(_POLICIES)}.")
+    if ranks is not None:
+        check_count("ranks", ranks)
+    if memory_bytes is None:
+        return None
+    size, is_share = size_named(memory_bytes, "memory_bytes")
+    if is_share:
+        raise OptionError(f"memory_bytes {memory_bytes!r} is a share of nothing known; give bytes or '8GiB'.")
+    return int(size)
 
 
 def attach_stages(runner: pipeline.Runner) -> list[Session]:

@@ -38,6 +38,7 @@ from squeezebox.planning._choices import (
     with_room,
 )
 from squeezebox.planning._frozen import weights_plan, with_weights
+from squeezebox.planning._kinds import check_kinds, check_time_limit
 from squeezebox.planning._profiles import (
     cached,
     keeping,
@@ -76,6 +77,8 @@ def named_place(offload: bool | str | os.PathLike[str] | Elsewhere, model: torch
     """
     if isinstance(offload, bool):
         return usual_folder()
+    if not isinstance(offload, Elsewhere | str | os.PathLike):
+        raise OptionError(f"offload {offload!r} is neither True, False nor a folder; give one of them.")
     if not isinstance(offload, Elsewhere):
         return disk_folder(offload)
     if device_of(model).type != "cpu":
@@ -188,7 +191,7 @@ def make_plan(
         OutputError: the cache's folder cannot be written.
     """
     sample, loss_fn = check_sample(sample, loss_fn)
-    _check_time_limit(time_limit, budget)
+    check_time_limit(time_limit, budget)
     factor, share = (0.0, False) if budget is None else size_named(budget)
     allowed = plannable(model, noise, exact)
     budget_bytes = factor if factor and not share else None
@@ -204,6 +207,7 @@ def make_plan(
         moves_weights=states is True
         and (weight_noise is not None or (offload is not False and folder.keeps_state)),
         splits_weights=states is True,
+        slices_gradients=states is True and not clip and accumulate == 1,
     )
     if load == "worst" and states:
         raise OptionError(
@@ -264,6 +268,7 @@ def _with_rewrites(error: BudgetError, step: TrainingStep, plain_seconds: float)
 
 def plannable(model: torch.nn.Module, noise: float | None, exact: bool) -> float:
     """The noise allowed; OptionError where no plan can be made, BudgetError where numba finds no room."""
+    check_kinds(model, noise)
     if exact and noise is not None:
         raise OptionError("noise and exact exclude each other; give one of them.")
     if noise is not None:
@@ -297,18 +302,6 @@ def _seconds_left(seen: StepProfile, time_limit: float) -> float:
             f"{1 + overhead / seen.plain_seconds:.2f}, or give a larger batch, on which that weighs less."
         )
     return seconds
-
-
-def _check_time_limit(time_limit: float | None, budget: object) -> None:
-    if time_limit is None:
-        return
-    if budget is not None:
-        raise OptionError("a plan for a budget takes the least time already; give budget or time_limit.")
-    if not 1.0 <= time_limit < math.inf:
-        raise OptionError(
-            f"time_limit {time_limit:g} is below 1 or not finite; it is a multiple of the plain step's time, "
-            "such as 1.3."
-        )
 
 
 def plain_peak(seen: StepProfile) -> int:

@@ -238,7 +238,9 @@ class _Profiling:
         """Sensitivities, from a few steps with the session's controller."""
         engine, model = self._engine, self._training.model
         begun = now(device_of(model))
-        with found_sliced(model, self._sliced), self._casts.looking():
+        slicing = self._training.slices_gradients  # or else a layer's input is there until its gradient is
+        slices = found_sliced(model, self._sliced) if slicing else contextlib.nullcontext()
+        with slices, self._casts.looking():
             self._bypassed()
         seconds = now(device_of(model)) - begun
         self._timed_steps = max(1, min(_TIMED_STEPS, int(_TIMED_SECONDS / max(seconds, 1e-9))))
@@ -420,9 +422,28 @@ def key_of(step: TrainingStep, load: str | None) -> str:
     weights = tensors_in(list(loss_fn.parameters())) if isinstance(loss_fn, torch.nn.Module) else ()
     held = state_bytes(step.model, optimizer)
     folder = step.folder or usual_folder()
-    settings = (__version__, step.noise, type(optimizer).__name__, held, folder, step.moves_weights, load)
-    of_weights = (step.splits_weights, torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+    settings = (__version__, step.noise, _options_of(step), held, str(folder), step.moves_weights, load)
+    of_weights = (
+        step.splits_weights,
+        step.slices_gradients,
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+    )
     return profile_key(step.model, [*tensors_in(step.sample), *weights], loss_fn, *settings, *of_weights)
+
+
+def _options_of(step: TrainingStep) -> tuple[object, ...]:
+    """The optimizer's class, and of each group all options but its rate, and the places of its parameters."""
+    if step.optimizer is None:
+        return ()
+    places = {id(each): place for place, each in enumerate(step.model.parameters())}
+    return type(step.optimizer), *(
+        {
+            **{key: value for key, value in group.items() if key not in ("lr", "initial_lr")},
+            "params": [places.get(id(each)) for each in group["params"]],
+        }
+        for group in step.optimizer.param_groups
+    )
 
 
 def without(seen: StepProfile, actions: Container[Action]) -> StepProfile:

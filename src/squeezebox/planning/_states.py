@@ -141,6 +141,7 @@ def hinting(
             refuse_unknown(step.optimizer)
         except OptionError:
             raise error from None
+        # Without slices of large layers' gradients, which only a profile for such updates shows.
         wider = with_states(seen, step, plain_peak_bytes, clip=False, accumulate=accumulate)
         least = planner.smallest(wider.profile, noise).predicted_peak_bytes
         enough = "which fits" if least <= limit else "still above it"
@@ -149,7 +150,7 @@ def hinting(
             enough += f"; it may also move {exact_bytes(frozen)} of frozen weights"
         raise BudgetError(
             f"{error} With states=True, which updates parameter by parameter and moves optimizer state to a "
-            f"file, exactly, a plan needs {exact_bytes(least)}, {enough}."
+            f"file, exactly, a plan needs at most {exact_bytes(least)}, {enough}."
         ) from error
 
 
@@ -161,7 +162,6 @@ def accumulating(seen: StepProfile, model: torch.nn.Module) -> StepProfile:
         for earlier in range(position + 1):
             base[earlier] += named[name].nbytes
             gradients[earlier] += named[name].nbytes
-        base[position] += named[name].nbytes if name in profile.sliced else 0
     return dataclasses.replace(seen, profile=_replaced(profile, base, gradients, profile.moments, ()))
 
 
@@ -387,7 +387,6 @@ def _late(profile: Profile, found: Sequence[_Parameter], seconds: float, accumul
     """Gradients wait for the optimizer's step, in which each parameter has a position."""
     base, gradients = list(profile.base_bytes), [moment.gradient_bytes for moment in profile.moments]
     for each in found:
-        base[each.position] += each.gradient_bytes if each.slice_bytes else 0
         positions = range(each.position + 1, len(base)) if not each.is_small else range(0)
         for later in positions:
             base[later] -= each.gradient_bytes

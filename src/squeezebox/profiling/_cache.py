@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 import hashlib
 import json
+import numbers
 import platform
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 
+from squeezebox.memory import parts_of
 from squeezebox.profiling._timeline import Life
 from squeezebox.schema import Action, Option, StepProfile, TensorProfile, decoded, plain, write_whole
 
-_VERSION = 7
+_VERSION = 8
 
 
 def profile_key(
@@ -27,20 +32,27 @@ def profile_key(
     profile of older weights would promise a noise that no longer holds.
 
     Args:
-        model: modules by type, settings (``extra_repr``) and forward's code; parameters and buffers.
+        model: modules by type, settings (``extra_repr`` and attributes) and forward's code; parameters and
+            buffers. An attribute that changes with every forward makes every key another one.
         sample: tensors of the step's inputs and target.
-        code: the loss; what it calls is not looked into.
-        settings: anything else with a faithful ``str()``.
+        code: the loss, with its defaults, what it closes over and its own attributes; what it calls is not
+            looked into.
+        settings: anything else that :func:`_plainly` knows.
     """
     digest = hashlib.blake2b(digest_size=16)
     for line in _lines(model, code, settings):
         digest.update(line.encode() + b"\n")
     named = (*model.named_parameters(), *model.named_buffers(), *(("", tensor) for tensor in sample))
     for name, tensor in named:
-        shape = f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {tensor.requires_grad}\n"
-        digest.update(shape.encode())
-        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}\n".encode())
+        for part in parts_of(tensor.detach()):
+            digest.update(f"{part.stride()}\n".encode())
+            digest.update(_bytes(part))
     return digest.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data
 
 
 def load_profile(folder: Path, key: str) -> StepProfile | None:
@@ -69,24 +81,81 @@ def _lines(model: torch.nn.Module, code: Callable[..., Any], settings: Iterable[
     yield f"{_VERSION} {torch.__version__} {_processor()} {torch.get_num_threads()}"
     devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
     yield from sorted(map(torch.cuda.get_device_name, devices))
-    yield f"{_code(code)} {code if isinstance(code, torch.nn.Module) else ''}"
-    yield from map(str, settings)
+    yield _plainly(code, _DEEP)
+    yield from (_plainly(each, _DEEP) for each in settings)
+    yield from _modules(model, _DEEP)
+
+
+_DEEP = 8  # levels of functions, containers and objects
+_LESS = 4  # of attributes, which may lead anywhere; of their tensors no values: an earlier step's, maybe
+_OF_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}
+_PLAIN = (type(None), str, bytes, numbers.Number, enum.Enum, torch.dtype, torch.device, PurePath)
+
+
+def _plainly(value: object, depth: int) -> str:
+    """A value in every process's words: a plain one as it is, others by type and what is within."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)}" + (_values(value) if depth > _LESS else "")
+    kind = _named(type(value))
+    if depth == 0:
+        return kind
+    if isinstance(value, type):
+        return _named(value)
+    if isinstance(value, torch.nn.Module):
+        return "; ".join(_modules(value, depth - 1))
+    return f"{kind} {_within(value, depth - 1)}"
+
+
+def _modules(model: torch.nn.Module, depth: int) -> Iterator[str]:
     for name, module in model.named_modules():
-        kind = type(module)
-        settings_of = f"{module.extra_repr()} {module.training}"
-        yield f"{name} {kind.__module__}.{kind.__qualname__} {settings_of} {_code(kind.forward)}"
+        own = {key: value for key, value in vars(module).items() if key not in _OF_MODULES}
+        settings = f"{module.extra_repr()} {module.training} {_plainly(own, min(depth, _LESS))}"
+        yield f"{name} {_named(type(module))} {_plainly(type(module).forward, depth)} {settings}"
 
 
-def _code(function: Callable[..., Any]) -> str:
-    """A function's name, and its byte code and plain constants where it is written in Python."""
-    code = getattr(function, "__code__", None)
-    name = (
-        f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
-    )
-    if code is None:
-        return name
-    plain = [value for value in code.co_consts if isinstance(value, (int, float, str, bytes))]
-    return f"{name} {code.co_code.hex()} {code.co_names} {plain}"
+def _within(value: object, depth: int) -> str:
+    """Of containers and functions what is in them, of other objects their attributes."""
+    if isinstance(value, (list, tuple)):
+        return str([_plainly(each, depth) for each in value])
+    if isinstance(value, (set, frozenset)):
+        return str(sorted(_plainly(each, depth) for each in value))
+    if isinstance(value, Mapping):
+        return str([(_plainly(key, depth), _plainly(each, depth)) for key, each in value.items()])
+    if isinstance(value, functools.partial):
+        return _plainly((value.func, value.args, value.keywords), depth)
+    if isinstance(value, types.MethodType):
+        return _plainly((value.__func__, value.__self__), depth)
+    if isinstance(value, types.FunctionType):
+        cells = [_of_cell(cell, depth) for cell in value.__closure__ or ()]
+        given = _plainly((value.__defaults__, value.__kwdefaults__), depth)
+        return f"{_named(value)} {_code(value.__code__)} {given} {cells}"
+    if isinstance(value, (types.BuiltinFunctionType, types.ModuleType)):
+        return str(getattr(value, "__name__", ""))
+    called = type(value).__call__ if callable(value) else None
+    return f"{_plainly(called, depth)} {_plainly(getattr(value, '__dict__', {}), min(depth, _LESS))}"
+
+
+def _named(value: Any) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def _code(code: types.CodeType) -> str:
+    """Byte code, names and constants, of functions within too."""
+    constants = [_code(each) if isinstance(each, types.CodeType) else repr(each) for each in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {constants}"
+
+
+def _of_cell(cell: types.CellType, depth: int) -> str:
+    try:
+        return _plainly(cell.cell_contents, depth)
+    except ValueError:  # it is empty yet
+        return ""
+
+
+def _values(tensor: torch.Tensor) -> str:
+    return " ".join(hashlib.blake2b(_bytes(part), digest_size=16).hexdigest() for part in parts_of(tensor))
 
 
 def _processor() -> str:

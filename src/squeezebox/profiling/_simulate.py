@@ -175,6 +175,10 @@ def _taken(
 def _made(model: torch.nn.Module | Callable[[], Any]) -> torch.nn.Module:
     if isinstance(model, torch.nn.Module):
         return model
+    if not callable(model):
+        raise OptionError(
+            f"model {model!r} is neither a torch.nn.Module nor what makes one; give one of these."
+        )
     try:
         with torch.device("meta"):
             made = model()

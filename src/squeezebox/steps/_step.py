@@ -19,9 +19,16 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
 def check_sample(sample: Any, loss_fn: LossFunction | None) -> tuple[tuple[Any, Any], LossFunction]:
-    """Both as they are, but a part of something larger is copied: batches will be tensors of their own."""
+    """Both; a part of something larger is copied, as batches will be tensors of their own.
+
+    Raises:
+        OptionError: they are no inputs and target, or no batch.
+    """
     if not isinstance(sample, (tuple, list)) or len(sample) != 2 or loss_fn is None:
         raise OptionError("a training step is known by sample=(inputs, target) and loss_fn=; give both.")
+    rows = next((tensor.shape[0] for tensor in tensors_in(sample[0]) if tensor.dim()), None)
+    if rows == 0:
+        raise OptionError(f"the sample has {described(sample[0])} as inputs, which is no batch; give rows.")
     if any(map(_is_part, tensors_in(sample))):
         sample = mapped(lambda tensor: _apart(tensor) if _is_part(tensor) else tensor, tuple(sample))
     return (sample[0], sample[1]), loss_fn
@@ -122,7 +129,8 @@ class TrainingStep:
     ``noise`` is what may be lost in it (0: nothing); ``folder`` where tensors may be moved to, instead of the
     usual one; ``on_progress`` is called while it is measured. ``moves_weights``: a plan for it
     may move frozen ones to the folder, or pack them. ``splits_weights``: it holds those in 16 bits that are
-    only read through a cast.
+    only read through a cast. ``slices_gradients``: its updates are in backward, where a large layer's
+    gradient may be made some rows at a time.
     """
 
     model: torch.nn.Module
@@ -134,6 +142,7 @@ class TrainingStep:
     on_progress: Progress | None = None
     moves_weights: bool = False
     splits_weights: bool = False
+    slices_gradients: bool = False
 
     @property
     def batch(self) -> int:
