@@ -53,11 +53,15 @@ class Journal:
     Args:
         file: the file.
         path: where it is.
+
+    Attributes:
+        number: of the checkpoint that what is kept belongs to, 0 before the first.
+        settled: of the last checkpoint that was written, 0 if there is none.
     """
 
     def __init__(self, file: IO[bytes], path: Path) -> None:
         self._file, self._path = file, path
-        self.number = 0
+        self.number = self.settled = 0
         self._records: IO[bytes] | None = None
 
     def begin(self) -> None:
@@ -68,6 +72,7 @@ class Journal:
 
     def settle(self) -> None:
         """The checkpoint of this number is there, so the records of the one before are of no use."""
+        self.settled = self.number
         self._of(self.number - 1).unlink(missing_ok=True)
 
     def keep(self, offset: int, nbytes: int) -> None:
@@ -84,7 +89,7 @@ class Journal:
 
     def put_back(self, number: int) -> None:
         """Bring the file back to the checkpoint of this number, and go on from there."""
-        self.number = number
+        self.number = self.settled = number
         with self._of(number).open("r+b", buffering=0) as records:
             places, at, end = [], 0, os.fstat(records.fileno()).st_size
             while at + _HEAD.size <= end:

@@ -114,14 +114,18 @@ class Prepared:
         """A store for a step that needs none, or is only measured."""
         return Blank(self.streamed, self.device)
 
-    def run(self, context: Context | None, store: Store) -> Run:
-        """A step's beginning."""
-        whole = {
-            node: _tensor(value, self.device) if hasattr(value, "shape") else value
+    @property
+    def whole(self) -> dict[Node, Any]:
+        """What was given that has no rows, such as labels."""
+        return {
+            node: _tensor(value[...], self.device) if hasattr(value, "shape") else value
             for node, value in self.given.items()
             if node not in self.streamed.rows
         }
-        return Run(self.streamed, self.read, whole, context, store)
+
+    def run(self, context: Context | None, store: Store) -> Run:
+        """A step's beginning."""
+        return Run(self.streamed, self.read, self.whole, context, store)
 
     def middle(self, work: Pass, height: int) -> int:
         """Where a strip in the middle begins: one of those that own the most rows at the ends."""

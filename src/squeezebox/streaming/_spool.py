@@ -264,7 +264,7 @@ class Spool:
             self._file.close()
         if self._journal is not None:
             self._journal.close()
-            if not self._journal.number:  # there is no checkpoint
+            if not self._journal.settled:  # there is no checkpoint
                 self._journal.remove()
 
     def mark(self) -> dict[str, Any]:

@@ -241,8 +241,8 @@ class StreamedStep:
                 "the model draws dropout behind its pooling, which checkpoint= could not draw again. Put "
                 "that module into eval(), or leave checkpoint= out."
             )
-        mark = fingerprint(prepared.streamed, prepared.read) if checkpoint else ""
-        found = load(checkpoint, mark) if checkpoint else None
+        mark = fingerprint(prepared.streamed, prepared.read, prepared.whole) if checkpoint else ""
+        found = load(checkpoint, mark, self._device) if checkpoint else None
         if found is None:
             prepared, position, needs, store = self._begun(prepared, checkpoint)
         else:
