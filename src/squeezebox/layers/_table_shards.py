@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from squeezebox.reports import parse_size
 from squeezebox.schema import BudgetError, EmbeddingPlan, OptionError, TableShard
 
 
-def problem_of(table: int, rows: int, indices: Tensor, offsets: Tensor | None) -> str | None:
+def problem_of(table: int, rows: int, indices: Any, offsets: Any) -> str | None:
     """What is wrong with a table's indices, or None."""
     for what, given in (("indices", indices), ("offsets", offsets)):
         if given is not None and not isinstance(given, Tensor):
