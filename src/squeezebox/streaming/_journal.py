@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import struct
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import IO, Any
 
 from squeezebox.memory import nameless_file
 from squeezebox.schema import FormatError
+from squeezebox.streaming._files import read_at, write_at
 
 _HEAD = struct.Struct("<qq")  # where, and how many bytes
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -82,10 +82,9 @@ class Journal:
             OSError: the disk has no room for them; nothing is to be overwritten then.
         """
         if self._records is not None:
-            old = os.pread(self._file.fileno(), nbytes, offset)
-            written = os.writev(self._records.fileno(), [_HEAD.pack(offset, nbytes), old])
-            if written != _HEAD.size + nbytes:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            at = os.fstat(self._records.fileno()).st_size
+            write_at(self._records.fileno(), memoryview(_HEAD.pack(offset, nbytes)), at)
+            write_at(self._records.fileno(), _part(self._file, offset, nbytes), at + _HEAD.size)
 
     def put_back(self, number: int) -> None:
         """Bring the file back to the checkpoint of this number, and go on from there."""
@@ -98,7 +97,7 @@ class Journal:
                 at += _HEAD.size + nbytes
             for place, offset, nbytes in reversed(places):
                 if place + nbytes <= end:  # else its bytes have not been overwritten
-                    os.pwrite(self._file.fileno(), os.pread(records.fileno(), nbytes, place), offset)
+                    write_at(self._file.fileno(), _part(records, place, nbytes), offset)
         self._records = self._of(number).open("w+b", buffering=0)
 
     def remove(self) -> None:
@@ -115,6 +114,12 @@ class Journal:
 
     def _of(self, number: int) -> Path:
         return _records(self._path, number)
+
+
+def _part(file: IO[bytes], offset: int, nbytes: int) -> memoryview:
+    found = memoryview(bytearray(nbytes))
+    read_at(file.fileno(), found, offset)
+    return found
 
 
 def _records(path: Path, number: int) -> Path:

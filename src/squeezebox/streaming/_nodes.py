@@ -201,6 +201,11 @@ class Reader:
             require_whole(mapped)
         return torch.from_numpy(np.ascontiguousarray(self._array[rows]))
 
+    @property
+    def stamp(self) -> tuple[int, int] | None:
+        """A mapped file's length and when it was last changed; None of what is in memory."""
+        return self._array.stamp if isinstance(self._array, FileArray) else None
+
     def copied(self, rows: np.ndarray, folder: Path) -> RowFile:
         """A file with these rows, one behind another."""
         copy = RowFile(folder, len(rows), self._array.shape[1], self._array.dtype, "copies of features")
@@ -230,6 +235,11 @@ def checked(graph: Graph) -> int:
     Raises:
         OptionError: what the graph says of nodes and edges does not fit together.
     """
+    for name, values in (("features", graph.features), ("weights", graph.weights)):
+        if isinstance(values, Tensor) and values.requires_grad:
+            raise OptionError(
+                f"the graph's {name} require a gradient, and there is none by them; give {name}.detach()."
+            )
     count = int(graph.features.shape[0])
     if graph.features.ndim != 2 or not count:
         raise OptionError(f"features have the shape {tuple(graph.features.shape)}; give nodes x features.")

@@ -42,7 +42,6 @@ class Ways:
 class Prepared:
     """One image and target with the graph of their shapes."""
 
-    key: Any
     axis: int
     streamed: Streamed
     ways: Ways
