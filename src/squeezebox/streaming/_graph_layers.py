@@ -103,6 +103,11 @@ def require_trained(stages: list[Stage], graph: Graph) -> None:
             f"the model is on {max(devices)}, and a graph's parts are computed on the CPU; call model.cpu()."
         )
     dtype = next(p.dtype for stage in stages for p in stage.parameters)
+    for name, values in (("features", graph.features), ("weights", graph.weights)):
+        if isinstance(values, Tensor) and values.requires_grad:
+            raise OptionError(
+                f"the graph's {name} require a gradient, and there is none by them; give {name}.detach()."
+            )
     given = dtype if graph.weights is None else kind_of(graph.weights)
     if torch.promote_types(dtype, given) != dtype:
         raise OptionError(

@@ -89,6 +89,7 @@ class Journal:
     def put_back(self, number: int) -> None:
         """Bring the file back to the checkpoint of this number, and go on from there."""
         self.number = self.settled = number
+        self._of(number + 1).unlink(missing_ok=True)  # of a checkpoint that was not written
         with self._of(number).open("r+b", buffering=0) as records:
             places, at, end = [], 0, os.fstat(records.fileno()).st_size
             while at + _HEAD.size <= end:

@@ -235,11 +235,6 @@ def checked(graph: Graph) -> int:
     Raises:
         OptionError: what the graph says of nodes and edges does not fit together.
     """
-    for name, values in (("features", graph.features), ("weights", graph.weights)):
-        if isinstance(values, Tensor) and values.requires_grad:
-            raise OptionError(
-                f"the graph's {name} require a gradient, and there is none by them; give {name}.detach()."
-            )
     count = int(graph.features.shape[0])
     if graph.features.ndim != 2 or not count:
         raise OptionError(f"features have the shape {tuple(graph.features.shape)}; give nodes x features.")

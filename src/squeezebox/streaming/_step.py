@@ -53,12 +53,15 @@ class StreamedStep:
 
     ``step(image, target)`` adds to the parameters' gradients what ``loss_fn(model(image),
     target).backward()`` would, up to the order of summation (1e-12 of themselves in float64), returns the
-    loss, and updates batch normalisation's running values once. Model and loss are traced once for each
-    shape, as one graph; every strip reads the rows around that the graph makes it depend on. Sums, means,
-    moments and extremes over the image, in the model or in the loss, take a pass over the image first
-    wherever later operators need them. What needs all pixels at once, such as self-attention or sorting, gets
-    the whole map that it reads, if that takes at most half of ``memory``. Under ``torch.autocast``
-    casts are as in plain PyTorch.
+    loss, and updates batch normalisation's running values once. Parameters that the loss reads have gradients
+    too, also where it is a function that calls their module. Every strip reads the rows around that the graph
+    of model and loss makes it depend on. Sums, means, moments and extremes over the image, in the model or in
+    the loss, take a pass over the image first wherever later operators need them. What needs all pixels at
+    once, such as self-attention or sorting, gets the whole map that it reads, if that takes at most half of
+    ``memory``. Under ``torch.autocast`` casts are as in plain PyTorch.
+
+    Model and loss are traced once for each shape, and again where numbers have changed that modules have as
+    attributes, or that ``loss_fn`` or a function it calls reads. What is read further off stays as it was.
 
     Gradients are added when the step is complete: an exception leaves parameters and buffers as they were.
     Hooks on parameters are not called, and those on modules only while they are traced. The gradient by the
