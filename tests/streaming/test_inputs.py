@@ -115,3 +115,11 @@ def test_modes_of_torch_that_change_the_gradients_are_refused():
     step, image = StreamedStep(conv(), nn.MSELoss(), height=4), torch.zeros(1, 3, 8, 8)
     with torch.inference_mode(), pytest.raises(OptionError, match="inference_mode"):
         step(image, None)
+
+
+def test_an_image_of_inference_mode_is_taken():
+    with torch.inference_mode():
+        image = torch.randn(1, 3, 12, 6, dtype=torch.float64)
+    model = conv()
+    StreamedStep(model, lambda output, _: output.square().mean(), height=5)(image, None)
+    assert model.weight.grad is not None

@@ -41,7 +41,7 @@ class Held:
             return repr(value)
         if isinstance(value, Tensor):
             self.tensors.append(value)
-            return f"tensor {id(value)}"
+            return f"tensor {id(value)} {value.requires_grad}"
         if isinstance(value, tuple | list) and len(value) <= _MOST_VALUES:
             parts = [self._shown(each) for each in value]
             return None if None in parts else str(parts)

@@ -173,8 +173,10 @@ def form_of(value: Any) -> Any:
 
 
 def _tensor(value: Any, device: torch.device) -> Tensor:
-    """A tensor as it is, without its graph, or a copy of an array."""
-    return (value.detach() if isinstance(value, Tensor) else _native(value)).to(device)
+    """A tensor as it is, without its graph, or a copy of an array or of what inference mode made."""
+    if not isinstance(value, Tensor):
+        return _native(value).to(device)
+    return (value.clone() if value.is_inference() else value.detach()).to(device)
 
 
 def _native(value: Any) -> Tensor:
