@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -133,6 +134,18 @@ def test_bad_input_is_refused_and_nothing_changes(tmp_path):
         layer([torch.zeros(1, 2, dtype=torch.int64, device="meta"), torch.tensor([[0]])])
     with pytest.raises(OptionError, match="1 tensors of indices came for 2 tables"):
         layer([torch.tensor([[3]])])
+    with pytest.raises(OptionError, match="1 tensors of offsets came for 2 tables"):
+        layer([torch.tensor([3]), torch.tensor([0])], [torch.tensor([0])])
+    with pytest.raises(OptionError, match=r"indices of table 0 are a ndarray; give a tensor of torch.int64"):
+        layer([np.zeros((1, 1), np.int64), torch.tensor([[0]])])
+    with pytest.raises(OptionError, match=r"offsets of table 1 are a list; give a tensor"):
+        layer([torch.tensor([3]), torch.tensor([0])], [torch.tensor([0]), [0]])
+    for number in (2, -1):
+        with pytest.raises(OptionError, match=f"there are tables 0 to 1, and not {number}"):
+            layer.weight(number)
+    for make in (torch.optim.AdamW, lambda tables: torch.optim.SGD(tables, lr=0.1, weight_decay=0.1)):
+        with pytest.raises(OptionError, match=r"(AdamW|SGD) as it was made fails on sparse gradients"):
+            ShardedEmbeddingBag(TABLES, "10KiB", optimizer=make)
     with pytest.raises(OptionError, match=r"indices of table 0 are torch.float32; give torch.int64"):
         layer([torch.ones(1, 1), torch.tensor([[0]])])
     with pytest.raises(OptionError, match=r"offsets of table 0 have the shape \(1, 1\)"):
@@ -205,13 +218,23 @@ def test_state_of_other_tables_is_refused_and_nothing_changes():
     with pytest.raises(RuntimeError, match=r"table 1 is \(30, 3\), and \(31, 3\) came for it"):
         layer.load_state_dict(other.state_dict())
     with pytest.raises(RuntimeError, match=r"Missing key.*1\.weight"):
-        layer.load_state_dict({"0.weight": before + 1})
+        layer.load_state_dict({"0.weight": before})
     with pytest.raises(RuntimeError, match=r"Unexpected key.*2\.weight"):
         layer.load_state_dict(layer.state_dict() | {"2.weight": before})
     state = torch.optim.Adagrad(other.parameters()).state_dict()
     with pytest.raises(OptionError, match="sum of table 1 is"):
         layer.load_optimizer_state_dict(state)
     assert torch.equal(layer.weight(0), before)
+
+
+def test_what_came_is_loaded_where_other_keys_are_missing():
+    first, second = (nn.ModuleDict({"bags": made("10KiB"), "dense": nn.Linear(3, 3)}) for _ in range(2))
+    state = first.state_dict()
+    state["bags.0.weight"] = state["bags.0.weight"] + 1
+    del state["dense.bias"], state["bags.1.weight"]
+    found = second.load_state_dict(state | {"more": torch.ones(1)}, strict=False)
+    assert sorted(found.missing_keys) == ["bags.1.weight", "dense.bias"] and found.unexpected_keys == ["more"]
+    assert torch.equal(second["bags"].weight(0), state["bags.0.weight"])
 
 
 def test_another_optimizers_state_is_refused_and_a_fresh_one_begins_anew():

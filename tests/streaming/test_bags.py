@@ -144,6 +144,15 @@ def test_what_fails_changes_nothing():
         step(images, torch.tensor([7]))
     after = [*gradients(encoder, head), *encoder.buffers()]
     assert all(map(torch.equal, before, after))
+    loss = nn.BatchNorm1d(2).double()
+    own = BagStep(encoder, head, lambda output, _: loss(output.repeat(2, 1)).square().sum(), height=7)
+    with torch.inference_mode(), pytest.raises(OptionError, match="leave torch.inference_mode out"):
+        own(images, target)
+    with pytest.raises(OSError, match="gone"):
+        own([images[1], Broken()], target)
+    assert loss.weight.grad is None and not loss.num_batches_tracked
+    own(images, target)
+    assert loss.weight.grad is not None and loss.num_batches_tracked == 1
 
 
 def test_bad_options_are_refused():

@@ -266,3 +266,32 @@ def test_gradients_accumulate_and_running_values_move_once_a_step():
         other(image).square().mean().backward()
     assert model[1].num_batches_tracked == 2
     assert worst(other, model) < TOLERANCE
+
+
+class Weighed(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, output, target):
+        return self.weight.exp() * output.square().mean() - self.weight
+
+    def other(self, output, target):
+        return self(output, target)
+
+
+@pytest.mark.parametrize("form", ["module", "method", "closure", "tensor"])
+def test_the_losss_own_parameters_have_gradients(form):
+    loss, plain = Weighed(), Weighed()
+    functions = {
+        "module": loss,
+        "method": loss.other,
+        "closure": lambda output, target: loss(output, target),
+        "tensor": lambda output, target: loss.weight.exp() * output.square().mean() - loss.weight,
+    }
+    model, image = nn.Conv2d(3, 2, 3).double(), torch.randn(1, 3, 20, 8, dtype=torch.float64)
+    StreamedStep(model, functions[form], height=6)(image, None)
+    plain(model(image), None).backward()
+    torch.testing.assert_close(loss.weight.grad, plain.weight.grad, rtol=1e-12, atol=0)

@@ -1,5 +1,8 @@
 """A graph network's step in parts gives the whole graph's loss and gradients, and refuses what it cannot."""
 
+import dataclasses
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -230,3 +233,89 @@ def test_an_order_that_is_good_stays():
 def test_an_order_that_is_none_is_refused(order, said):
     with pytest.raises(OptionError, match=said):
         GraphStep([Sage(6, 4).double()], made(), "1MiB", order=torch.tensor(order))
+
+
+def test_modes_that_change_after_a_step_is_made_are_seen():
+    model = nn.Sequential(Sage(6, 8), nn.LayerNorm(8), nn.Dropout(0.0), Sage(8, 4)).double().eval()
+    step, out = GraphStep(model, made(), "20KiB"), np.zeros((60, 4))
+    model.train()
+    step()
+    model[2].p = 0.5
+    model.eval()
+    step()
+    model[0].train()
+    model[2].train()
+    with pytest.raises(UnsupportedModelError, match="Dropout gives other outputs"):
+        step()
+    with pytest.raises(UnsupportedModelError, match="Dropout gives other outputs"):
+        step.predict(out)
+    assert not out.any()
+
+
+@pytest.mark.parametrize("is_module", [True, False])
+def test_the_losss_own_parameters_have_gradients(is_module):
+    class Warm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+
+        def forward(self, output, target):
+            return nn.functional.cross_entropy(output * self.scale, target, reduction="none")
+
+    loss, graph = Warm(), made()
+    model = nn.Sequential(Sage(6, 4)).double()
+    function = loss if is_module else lambda output, target: loss(output, target)
+    GraphStep(model, graph, "20KiB", loss_fn=function)()
+    found, loss.scale.grad = loss.scale.grad, None
+    loss(whole(model, graph)[graph.nodes], graph.targets[graph.nodes]).mean().backward()
+    torch.testing.assert_close(found, loss.scale.grad, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("out", "why"),
+    [
+        (
+            np.zeros((60, 4), np.int64),
+            r"out is \(60, 4\) of int64; give an array of 60 x 4 numbers",
+        ),
+        (np.zeros((61, 4)), r"out is \(61, 4\) of float64"),
+        (np.zeros((60, 5)), r"out is \(60, 5\) of float64"),
+        (np.broadcast_to(0.0, (60, 4)), "out is read-only"),
+        (torch.zeros(60, 4), "out is a Tensor; give numpy's"),
+    ],
+)
+def test_what_a_prediction_does_not_fit_in_is_refused(out, why):
+    with pytest.raises(OptionError, match=why):
+        GraphStep([Sage(6, 4).double()], made(), "1MiB").predict(out)
+
+
+def test_what_graphs_and_layers_may_not_be_is_refused():
+    class InPlace(Sage):
+        def forward(self, x, edge_index):
+            return super().forward(x.relu_(), edge_index)
+
+    graph = made(weights=True)
+    for name in ("features", "weights"):
+        learnt = dataclasses.replace(graph, **{name: nn.Parameter(getattr(graph, name))})
+        with pytest.raises(OptionError, match=f"the graph's {name} require a gradient"):
+            GraphStep([Gcn(6, 4).double()], learnt, "1MiB")
+    with pytest.raises(OptionError, match="weights are torch.float64, and the model's parameters"):
+        GraphStep([Gcn(6, 4)], graph, "1MiB")
+    with pytest.raises(UnsupportedModelError, match="InPlace changes its input in place"):
+        GraphStep([Sage(6, 6).double(), InPlace(6, 4).double()], made(), "1MiB")
+    with torch.inference_mode(), pytest.raises(OptionError, match="leave torch.inference_mode out"):
+        GraphStep([Sage(6, 4).double()], made(), "1MiB")
+
+
+def test_features_that_change_in_their_file_are_refused(tmp_path):
+    graph = made()
+    mapped = np.memmap(tmp_path / "features", np.float64, "w+", shape=(60, 6))
+    mapped[:] = graph.features.numpy()
+    model = nn.Sequential(Sage(6, 4)).double()
+    step = GraphStep(model, dataclasses.replace(graph, features=mapped), "20KiB")
+    with pytest.raises(OptionError, match="out shares memory"):
+        step.predict(mapped[:, :4])
+    os.utime(tmp_path / "features", (1, 1))
+    with pytest.raises(DatasetError, match="the features' file has changed since the step was made"):
+        step()
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -1,12 +1,14 @@
 """Images and targets of other kinds, and models that have changed, are taken or refused with a reason."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from squeezebox.schema import OptionError
-from squeezebox.streaming import StreamedStep
+from squeezebox.streaming import StreamedStep, _step
 
 
 def squares(output, target):
@@ -38,6 +40,61 @@ def test_a_model_converted_since_is_traced_again():
     torch.testing.assert_close(loss, model(image.double() / 255).square().mean().detach(), rtol=1e-12, atol=0)
 
 
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.scale, self.calls = conv(), 1.0, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.scale * self.conv(x)
+
+
+@dataclasses.dataclass
+class Power:
+    """A loss without a hash."""
+
+    exponent: float = 2.0
+
+    def __call__(self, output, target):
+        return output.abs().pow(self.exponent).mean()
+
+
+def test_numbers_that_change_between_steps_are_taken_and_counters_are_not():
+    model, loss_fn, factor = Scaled(), Power(), 1.0
+    image, losses = torch.randn(1, 3, 30, 12, dtype=torch.float64), []
+    step = StreamedStep(model, lambda output, target: factor * loss_fn(output, target), height=7)
+    direct = StreamedStep(model, loss_fn, height=7)
+    for change in range(4):
+        if change == 1:
+            model.scale = 3.0
+        elif change == 2:
+            factor = 0.5
+        else:
+            loss_fn.exponent += 1
+        for _ in range(2):
+            losses.append(float(step(image, None)))
+        wanted = loss_fn(model(image).detach(), None)
+        assert losses[-2] == losses[-1] == pytest.approx(float(factor * wanted), rel=1e-12)
+        assert float(direct(image, None)) == pytest.approx(float(wanted), rel=1e-12)
+
+
+def test_what_changes_in_every_step_is_said(monkeypatch):
+    traced = []
+    monkeypatch.setattr(_step, "trace", lambda *given, real=_step.trace: traced.append(1) or real(*given))
+    model, image = Scaled(), torch.randn(1, 3, 12, 6, dtype=torch.float64)
+    step = StreamedStep(model, lambda output, _: output.mean(), height=7)
+    for number in range(3 * 4):
+        model.scale = float(number % 3)
+        step(image, None)
+    assert len(traced) == 3
+    with pytest.warns(UserWarning, match=r"traced 9 times, as 0: Scaled.scale changed"):
+        for number in range(3, 10):
+            model.scale = float(number)
+            step(image, None)
+    assert len(step._plans) <= 8
+
+
 def test_arrays_of_the_other_order_of_bytes():
     image = torch.randn(1, 3, 30, 12, dtype=torch.float64)
     step = StreamedStep(conv(), lambda output, scale: output.mean() * scale, height=7)
@@ -58,3 +115,11 @@ def test_modes_of_torch_that_change_the_gradients_are_refused():
     step, image = StreamedStep(conv(), nn.MSELoss(), height=4), torch.zeros(1, 3, 8, 8)
     with torch.inference_mode(), pytest.raises(OptionError, match="inference_mode"):
         step(image, None)
+
+
+def test_an_image_of_inference_mode_is_taken():
+    with torch.inference_mode():
+        image = torch.randn(1, 3, 12, 6, dtype=torch.float64)
+    model = conv()
+    StreamedStep(model, lambda output, _: output.square().mean(), height=5)(image, None)
+    assert model.weight.grad is not None

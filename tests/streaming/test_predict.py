@@ -1,6 +1,7 @@
 """Predictions, metrics and the image's gradient in strips are the whole image's."""
 
 import copy
+import os
 
 import numpy as np
 import pytest
@@ -115,6 +116,7 @@ def test_the_gradient_by_bytes_is_that_by_what_they_are_scaled_to():
         (torch.zeros(1, 2, 48, 20), "out is .* of torch.float32; it must be"),
         ([torch.zeros(1), None], "out is a list of 2 parts, and the model gives 1; give one array"),
         (np.broadcast_to(0.0, (1, 2, 48, 20)), "out is read-only"),
+        (torch.zeros(1, 1, 48, 20).double().expand(1, 2, 48, 20), "out has one place for several elements"),
         ("out.npy", "out is a str; give a tensor or a numpy array"),
     ],
 )
@@ -132,3 +134,27 @@ def test_what_cannot_be_given_is_refused(tmp_path):
         step(IMAGE.long(), TARGET, gradient=torch.zeros_like(IMAGE))
     with pytest.raises(UnsupportedModelError, match="a value for every row"):
         step.evaluate([(IMAGE, TARGET)], lambda output, target: output)
+
+
+def test_what_is_written_may_not_be_read_meanwhile(tmp_path):
+    step, image = StreamedStep(nn.Conv2d(3, 3, 1).double(), functional.mse_loss, height=7), IMAGE.clone()
+    maps = [np.memmap(tmp_path / "image", np.float64, mode, shape=(2, 3, 48, 20)) for mode in ("w+", "r+")]
+    for given, out in [
+        (image, image),
+        (image, image.numpy()),
+        (maps[0][:1], maps[1][:1]),
+        (np.flip(maps[1], 0)[:1], maps[0][1:]),
+    ]:
+        with pytest.raises(OptionError, match="out shares memory with what the step reads"):
+            step.predict(given, out)
+    with pytest.raises(OptionError, match="gradient shares memory"):
+        step(IMAGE, image, gradient=image)
+    step.predict(maps[0][:1], maps[1][1:])
+
+
+def test_an_image_is_read_where_the_system_reads_less_at_once(tmp_path, monkeypatch):
+    image = np.memmap(tmp_path / "image", np.float64, "w+", shape=IMAGE.shape)
+    image[:] = IMAGE
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, parts, offset: real(file, [parts[0][:1000]], offset))
+    assert torch.equal(StreamedStep(nn.Identity(), functional.mse_loss, height=48).predict(image), IMAGE)

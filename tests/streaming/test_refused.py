@@ -185,3 +185,10 @@ def test_labels_out_of_range_are_named(head, target):
     model = nn.Sequential(nn.Conv2d(3, 4, 1), *head)
     with pytest.raises(OptionError, match="labels go from 7 to 7, but the model gives 4 classes, 0 to 3"):
         StreamedStep(model, functional.cross_entropy, height=4)(torch.rand(1, 3, 12, 10), target)
+
+
+def test_a_tensor_computed_before_that_requires_a_gradient_is_refused():
+    weight, image = nn.Parameter(torch.zeros(2)).exp(), torch.randn(1, 2, 12, 10)
+    model = Called(lambda x: x * weight[:, None, None])
+    with pytest.raises(UnsupportedModelError, match=r"a tensor of shape .2,. that was computed before"):
+        StreamedStep(model, lambda output, _: output.mean(), height=5)(image, None)

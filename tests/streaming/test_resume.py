@@ -97,6 +97,40 @@ def test_other_weights_and_images_are_refused(tmp_path):
         step(network(), checkpoint=path)(image, target)
 
 
+@pytest.mark.parametrize("labels", [torch.tensor([1]), np.array([1]), None])
+def test_a_checkpoint_with_another_label_is_refused(tmp_path, labels):
+    model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()).double()
+    image, given = torch.randn(1, 3, 40, 6, dtype=torch.float64), torch.tensor([0])
+
+    def stop(progress):
+        if progress.done == 3:
+            raise KeyboardInterrupt
+
+    def stream(target, progress=None):
+        options = {"checkpoint": tmp_path / "step", "checkpoint_seconds": 0.0, "progress": progress}
+        return StreamedStep(model, nn.CrossEntropyLoss(), height=8, **options)(image, target)
+
+    if labels is None:  # in a file
+        given = np.memmap(tmp_path / "labels", np.int64, "w+", shape=(1,))
+        labels = 1 - given
+    with pytest.raises(KeyboardInterrupt):
+        stream(given, stop)
+    with pytest.raises(FormatError, match="another image or target"):
+        stream(labels)
+    stream(given)
+
+
+def test_a_checkpoint_that_is_interrupted_leaves_no_file(tmp_path, monkeypatch):
+    def interrupt(content, file):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        step(network(), checkpoint=tmp_path / "step", spool=True)(*files())
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize("height", [25, (50, 10)])
 def test_what_was_added_to_a_spool_after_the_checkpoint_is_taken_back(tmp_path, height):
     path, model, whole, seen = tmp_path / "step", network(), network(), []

@@ -112,8 +112,9 @@ def _looked(tables: Sequence[tuple[int, int]], batches: Sequence[Batch]) -> _Loo
         return f"{len(batches)} batches came; give at least 2, one to learn from and one to time."
     found: list[list[tuple[np.ndarray, int]]] = []
     for step, (indices, offsets) in enumerate(batches):
-        if len(indices) != len(tables):
-            return f"batch {step} has indices of {len(indices)} tables, and there are {len(tables)}."
+        for what, given in (("indices", indices), ("offsets", offsets)):
+            if given is not None and len(given) != len(tables):
+                return f"batch {step} has {what} of {len(given)} tables, and there are {len(tables)}."
         found.append([])
         for table, each in enumerate(indices):
             begins = None if offsets is None else offsets[table]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +13,16 @@ from squeezebox.reports import parse_size
 from squeezebox.schema import BudgetError, EmbeddingPlan, OptionError, TableShard
 
 
-def problem_of(table: int, rows: int, indices: Tensor, offsets: Tensor | None) -> str | None:
+def problem_of(table: int, rows: int, indices: Any, offsets: Any) -> str | None:
     """What is wrong with a table's indices, or None."""
+    for what, given in (("indices", indices), ("offsets", offsets)):
+        if given is not None and not isinstance(given, Tensor):
+            kind = type(given).__name__
+            return f"{what} of table {table} are a {kind}; give a tensor of torch.int64, by torch.as_tensor."
+    return _problem(table, rows, indices, offsets)
+
+
+def _problem(table: int, rows: int, indices: Tensor, offsets: Tensor | None) -> str | None:
     if indices.device.type != "cpu":
         return (
             f"indices of table {table} are on {indices.device}, and tables lie in the host's memory or a "
@@ -39,6 +48,12 @@ def problem_of(table: int, rows: int, indices: Tensor, offsets: Tensor | None) -
         if int(offsets[0]) or bool((lengths < 0).any()):
             return f"offsets of table {table} do not go up from 0 to its {len(indices):,} indices."
     return None
+
+
+def require_table(table: int, count: int) -> None:
+    """OptionError where there is no table of this number."""
+    if not 0 <= table < count:
+        raise OptionError(f"there are tables 0 to {count - 1:,}, and not {table:,}.")
 
 
 def require_tables(tables: Sequence[tuple[int, int]]) -> None:

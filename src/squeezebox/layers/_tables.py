@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from squeezebox.layers._table_ranks import TableRanks
 from squeezebox.layers._table_rows import TableRows, chunks
-from squeezebox.layers._table_shards import planned, problem_of
+from squeezebox.layers._table_shards import planned, problem_of, require_table
 from squeezebox.memory import RowFile, usual_folder
-from squeezebox.schema import EmbeddingPlan, OptionError, TableShard
+from squeezebox.schema import EmbeddingPlan, OptionError, TableShard, in_one_line
 
 _DRAWN = 16  # torch draws fewer normal numbers in another way
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -41,8 +41,9 @@ class ShardedEmbeddingBag(nn.Module):
     to the bit, and after backward :meth:`step` changes the rows that were looked up as the optimizer changes
     that module's weight. A row and its optimizer state lie next to each other: in memory, as long as
     there is room and then for the rows looked up most often, else in a file without a name. The weights are
-    no parameters of the module, so that other optimizers leave them alone. ``state_dict()`` has them as that
-    of an nn.ModuleList of the nn.EmbeddingBags, as tensors whose bytes lie in a file without a name.
+    no parameters of the module, so that other optimizers leave them alone, and so does ``zero_grad()`` of a
+    model that holds the layer: call its own :meth:`zero_grad` to forget gradients. ``state_dict()`` has them
+    as that of an nn.ModuleList of the nn.EmbeddingBags, as tensors whose bytes lie in a file without a name.
 
     With a plan for several ranks, each rank has its shards of the tables, and gives bags of its own. All
     ranks call forward, backward and :meth:`step` together, and also what gives or takes whole tables. Each
@@ -66,8 +67,8 @@ class ShardedEmbeddingBag(nn.Module):
         optimizer: the optimizer that was made: change its learning rate as usual, but call :meth:`step` here.
 
     Raises:
-        OptionError: a table has no rows or columns, the mode or type is another one, the optimizer changes
-            rows that were not looked up, or the plan is for another number of ranks.
+        OptionError: a table has no rows or columns, the mode or type is another one, the optimizer takes no
+            sparse gradients or changes rows that were not looked up, or the plan is for other ranks.
         BudgetError: memory is too little to know where each row is.
         OutputError: the folder cannot be written to, or its disk has not enough room.
     """
@@ -159,8 +160,9 @@ class ShardedEmbeddingBag(nn.Module):
         """A copy of a table's rows from start to stop.
 
         Raises:
-            OptionError: the table has no such rows.
+            OptionError: there is no such table, or it has no such rows.
         """
+        require_table(table, len(self._tables))
         rows = self._tables[table][0]
         stop = rows if stop is None else stop
         if not 0 <= start <= stop <= rows:
@@ -270,12 +272,13 @@ class ShardedEmbeddingBag(nn.Module):
                 name for name in state_dict if name.startswith(prefix) and name not in names
             )
         given = {table: state_dict[name] for name, table in names.items() if name in state_dict}
-        for table, weight in given.items():
-            if tuple(weight.shape) != self._tables[table]:
-                error_msgs.append(
-                    f"table {table} is {self._tables[table]}, and {tuple(weight.shape)} came for it."
-                )
-        if not error_msgs and not (strict and (missing_keys or unexpected_keys)):
+        problems = [
+            f"table {table} is {self._tables[table]}, and {tuple(weight.shape)} came for it."
+            for table, weight in given.items()
+            if tuple(weight.shape) != self._tables[table]
+        ]
+        error_msgs.extend(problems)
+        if not problems:  # other modules' keys are in these lists too, and strict is what torch makes of them
             self.zero_grad()
             for number, shard in enumerate(self._shards):
                 if shard.table in given:
@@ -290,7 +293,12 @@ class ShardedEmbeddingBag(nn.Module):
         ]
 
     def hot_rows(self, table: int) -> Tensor:
-        """Which rows of a table are in this process's memory now, in order."""
+        """Which rows of a table are in this process's memory now, in order.
+
+        Raises:
+            OptionError: there is no such table.
+        """
+        require_table(table, len(self._tables))
         held = [self._rows[number].hot() + shard.first_row for number, shard in self._held(table)]
         return torch.from_numpy(np.unique(np.concatenate([np.zeros(0, np.int64), *held])))
 
@@ -319,8 +327,9 @@ class ShardedEmbeddingBag(nn.Module):
                     )
 
     def _problem(self, indices: Sequence[Tensor], offsets: Sequence[Tensor] | None) -> OptionError | None:
-        if len(indices) != len(self._tables) or (offsets is not None and len(offsets) != len(indices)):
-            return OptionError(f"{len(indices)} tensors of indices came for {len(self._tables)} tables.")
+        for what, given in (("indices", indices), ("offsets", offsets)):
+            if given is not None and len(given) != len(self._tables):
+                return OptionError(f"{len(given)} tensors of {what} came for {len(self._tables)} tables.")
         for table, each in enumerate(indices):
             found = problem_of(
                 table, self._tables[table][0], each, None if offsets is None else offsets[table]
@@ -391,7 +400,8 @@ def row_state(factory: Factory, dtype: torch.dtype) -> dict[str, float]:
     """What the optimizer keeps of each element, with the value it begins with.
 
     Raises:
-        OptionError: a step changes rows without gradient, or keeps what is not of single elements.
+        OptionError: a step fails on sparse gradients, changes rows without gradient, or keeps what is not of
+            single elements.
     """
     weight = nn.Parameter(torch.ones(2, 1, dtype=dtype))
     optimizer = factory([weight])
@@ -402,7 +412,14 @@ def row_state(factory: Factory, dtype: torch.dtype) -> dict[str, float]:
         with _checks_as_set():
             where = torch.tensor([indices])
             weight.grad = torch.sparse_coo_tensor(where, ones, (2, 1), check_invariants=False)
-            optimizer.step()
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                kind = type(optimizer).__name__
+                raise OptionError(
+                    f"{kind} as it was made fails on sparse gradients ({in_one_line(error)}). Give SGD "
+                    "without momentum and weight_decay, Adagrad without weight_decay, or SparseAdam."
+                ) from error
         rows.append({"weight": weight.detach()[1].clone()})
         for name, value in _elementwise(optimizer, weight).items():
             rows[-1][name] = value[1].clone()

@@ -49,6 +49,8 @@ def nameless_file(
                 file.truncate(nbytes)
         except OSError:
             file.close()
+            if name is not None:
+                (folder / name).unlink()
             raise
     except OSError as error:
         if isinstance(error, OutputError):

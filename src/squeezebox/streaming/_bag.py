@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from squeezebox.schema import OptionError
+from squeezebox.streaming._given import require_modes
+from squeezebox.streaming._held import modules_of
 from squeezebox.streaming._rows import is_continuous
 from squeezebox.streaming._step import StreamedStep
 
@@ -59,6 +61,7 @@ class BagStep:
             UnsupportedModelError: the encoder cannot be streamed exactly, or gives a value for every row.
             BudgetError, OutputError: as StreamedStep.
         """
+        require_modes()
         device = next((each.device for each in self._encoder.parameters()), torch.device("cpu"))
         with self._all_or_nothing(), torch.enable_grad():
             buffers = [each.clone() for each in self._encoder.buffers()]
@@ -95,8 +98,9 @@ class BagStep:
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         """Gradients are added at the end; where it fails, they and the buffers are as before."""
-        parameters = list({*self._encoder.parameters(), *self._head.parameters()})
-        buffers = [*self._encoder.buffers(), *self._head.buffers()]
+        modules = [self._encoder, self._head, *modules_of(self._loss_fn)]
+        parameters = list({parameter for each in modules for parameter in each.parameters()})
+        buffers = [buffer for each in modules for buffer in each.buffers()]
         values, before = [each.clone() for each in buffers], [each.grad for each in parameters]
         for each in parameters:
             each.grad = None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from squeezebox.memory import RowFile
+from squeezebox.schema import DatasetError
 from squeezebox.streaming._nodes import Edges, Part, Reader, kind_of
 
 _Array = np.ndarray[Any, Any]
@@ -167,6 +168,15 @@ class Features:
         self._copies = self._rows.copied(boundary.all_others, folder)
         if order is not None:
             self._own = self._rows.copied(np.arange(boundary.count), folder)
+        self._stamp = self._rows.stamp
+
+    def require_unchanged(self) -> None:
+        """DatasetError where a mapped file has changed since rows of it were copied, as far as is known."""
+        if self._copies is not None and self._rows.stamp != self._stamp:
+            raise DatasetError(
+                "the features' file has changed since the step was made, which copied some rows, so old and "
+                "new ones would mix; make another GraphStep."
+            )
 
     def read(self, number: int, *, others: bool) -> Tensor:
         """A part's own rows, and with ``others`` those that it reads of other parts behind them.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import math
 import mmap
 import os
 import weakref
@@ -10,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from squeezebox.schema import DatasetError
 
@@ -34,6 +38,67 @@ def require_whole(mapped: np.memmap[Any, Any]) -> None:
             f"{Path(str(mapped.filename)).name} has {size:,} bytes, and {wanted:,} when it was opened. "
             "Write it again; gradients are as they were before the step."
         )
+
+
+def overlap(first: Any, second: Any) -> bool:
+    """Whether arrays or tensors lie in the same memory, or part of a file, by their first and last bytes."""
+    if not all(isinstance(each, Tensor | np.ndarray) and math.prod(each.shape) for each in (first, second)):
+        return False
+    one, other = _bytes(first), _bytes(second)
+    return _meet(one, other) or _meet(_bytes_in_file(first, one), _bytes_in_file(second, other))
+
+
+_Bytes = tuple[object, int, int]  # where: a device or a file; from the first byte to the last
+
+
+def _meet(one: _Bytes | None, other: _Bytes | None) -> bool:
+    if one is None or other is None:
+        return False
+    return one[0] == other[0] and one[1] < other[2] and other[1] < one[2]
+
+
+def _bytes(array: Tensor | np.ndarray[Any, Any]) -> _Bytes:
+    if isinstance(array, Tensor):
+        begin, size, strides = array.data_ptr(), array.element_size(), array.stride()
+        spans = [size * stride * (count - 1) for stride, count in zip(strides, array.shape, strict=True)]
+        return array.device, begin, begin + sum(spans) + size
+    spans = [stride * (count - 1) for stride, count in zip(array.strides, array.shape, strict=True)]
+    begin = _address(array)
+    least, most = (sum(sign * max(sign * span, 0) for span in spans) for sign in (-1, 1))
+    return torch.device("cpu"), begin + least, begin + most + array.itemsize
+
+
+def _bytes_in_file(array: Any, memory: _Bytes) -> _Bytes | None:
+    mapped = mapped_below(array) if isinstance(array, np.ndarray) else None
+    if mapped is None or mapped.mode == "c":
+        return None
+    try:
+        file = os.stat(str(mapped.filename))
+    except OSError:
+        return None
+    shift = mapped.offset - _address(mapped)
+    return (file.st_dev, file.st_ino), memory[1] + shift, memory[2] + shift
+
+
+def read_at(number: int, memory: memoryview, offset: int) -> int:
+    """Fill memory from an open file as far as that goes; Linux reads at most 2 GiB in one call."""
+    done = 0
+    while done < len(memory):
+        count = os.preadv(number, [memory[done:]], offset + done)
+        if not count:
+            break
+        done += count
+    return done
+
+
+def write_at(number: int, memory: memoryview, offset: int) -> None:
+    """Write all of it to an open file; a full disk is an OSError."""
+    done = 0
+    while done < len(memory):
+        count = os.pwritev(number, [memory[done:]], offset + done)
+        if not count:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done += count
 
 
 def from_file(array: Any) -> Any:
@@ -62,6 +127,17 @@ class FileArray:
         self.shape, self.dtype, self.ndim = view.shape, view.dtype, view.ndim
         weakref.finalize(self, os.close, number)
 
+    @property
+    def stamp(self) -> tuple[int, int]:
+        """The file's length and when it was last changed, as far as the system knows by now.
+
+        Raises:
+            DatasetError: the file has become shorter.
+        """
+        require_whole(self._mapped)
+        found = os.fstat(self._number)
+        return found.st_size, found.st_mtime_ns
+
     def __getitem__(self, index: Any) -> np.ndarray[Any, Any]:
         """A copy of this part; it lies in memory in the file's order.
 
@@ -82,7 +158,7 @@ class FileArray:
         found = np.empty(len(offsets) * run, np.uint8)
         memory = memoryview(found.data)
         for place, offset in enumerate(offsets.tolist()):
-            if os.preadv(self._number, [memory[place * run : (place + 1) * run]], offset) != run:
+            if read_at(self._number, memory[place * run : (place + 1) * run], offset) != run:
                 require_whole(self._mapped)
                 raise DatasetError(f"{self._mapped.filename} could not be read at byte {offset:,}.")
         ordered = found.view(view.dtype).reshape([view.shape[dim] for dim in order])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,11 +49,35 @@ class Stage:
         return self.layer is not None and "edge_weight" in inspect.signature(self.layer.forward).parameters
 
     @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """All of them."""
+        return (*self.rowwise, *(() if self.layer is None else (self.layer,)))
+
+    @property
     def parameters(self) -> list[nn.Parameter]:
         """Those that are trained, each once."""
-        modules = (*self.rowwise, *(() if self.layer is None else (self.layer,)))
-        found = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
+        found = {id(p): p for module in self.modules for p in module.parameters() if p.requires_grad}
         return list(found.values())
+
+
+def modes_of(stages: list[Stage]) -> tuple[bool, ...]:
+    """Which modules, and modules of these, are in training."""
+    return tuple(each.training for stage in stages for own in stage.modules for each in own.modules())
+
+
+def leaves_below(output: Tensor) -> list[Tensor]:
+    """The tensors that a gradient by the output goes to, each once, in the order in which it finds them."""
+    found: dict[int, Tensor] = {}
+    known, waiting = set[Any](), [output.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in known:
+            continue
+        known.add(node)
+        if hasattr(node, "variable"):
+            found[id(node.variable)] = node.variable
+        waiting.extend(following for following, _ in node.next_functions)
+    return list(found.values())
 
 
 def stages_of(modules: list[nn.Module]) -> list[Stage]:
@@ -77,6 +102,18 @@ def require_trained(stages: list[Stage], graph: Graph) -> None:
         raise UnsupportedModelError(
             f"the model is on {max(devices)}, and a graph's parts are computed on the CPU; call model.cpu()."
         )
+    dtype = next(p.dtype for stage in stages for p in stage.parameters)
+    for name, values in (("features", graph.features), ("weights", graph.weights)):
+        if isinstance(values, Tensor) and values.requires_grad:
+            raise OptionError(
+                f"the graph's {name} require a gradient, and there is none by them; give {name}.detach()."
+            )
+    given = dtype if graph.weights is None else kind_of(graph.weights)
+    if torch.promote_types(dtype, given) != dtype:
+        raise OptionError(
+            f"the graph's weights are {given}, and the model's parameters {dtype}, so layers would hand on "
+            f"{given}; give weights of {dtype}."
+        )
     narrow = [p.dtype for stage in stages for p in stage.parameters if is_narrow(p)]
     if narrow:
         raise UnsupportedModelError(
@@ -98,10 +135,10 @@ def widths_of(stages: list[Stage], graph: Graph, dtype: torch.dtype) -> list[int
         few = _probe(graph, dtype)
         edges = sorted_edges(few)
         x, widths = few.features, []
-        for stage in stages:
-            for tried in _apart(stage):
+        for number, stage in enumerate(stages):
+            for place, tried in enumerate(_apart(stage)):
                 try:
-                    x = _require_local(copy.deepcopy(tried), edges, x)
+                    x = _require_local(copy.deepcopy(tried), edges, x, is_first=number > 0 and place == 0)
                 except RuntimeError as error:
                     if isinstance(error, SqueezeboxError):
                         raise
@@ -147,9 +184,16 @@ def _probe(graph: Graph, dtype: torch.dtype) -> Graph:
 
 
 @torch.no_grad()
-def _require_local(stage: Stage, edges: Edges, x: Tensor) -> Tensor:
-    """Its output, which has to be the same in parts."""
-    whole = stage(edges.part(0, edges.count), x)
+def _require_local(stage: Stage, edges: Edges, x: Tensor, is_first: bool) -> Tensor:
+    """Its output, which has to be the same in parts; the first of a later stage may not change its input."""
+    given = x.clone()
+    whole = stage(edges.part(0, edges.count), given)
+    if is_first and not torch.equal(given, x):
+        module = stage.rowwise[0] if stage.layer is None else stage.layer
+        raise UnsupportedModelError(
+            f"{type(module).__name__} changes its input in place, and there is a gradient by that; have it "
+            "make a new tensor, as x.relu() does, and not x.relu_()."
+        )
     parts = [edges.part(*cut) for cut in ((0, 3), (3, 5), (5, edges.count))]
     apart = [stage(part, x[torch.from_numpy(stage.reads(part))]) for part in parts]
     shapes = all(isinstance(each, Tensor) and each.ndim == 2 for each in (whole, *apart))

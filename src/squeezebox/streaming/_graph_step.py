@@ -16,9 +16,11 @@ from squeezebox.reports import human_bytes, parse_size
 from squeezebox.schema import BudgetError, OptionError
 from squeezebox.streaming._boundary import Boundary, Features, PartFile
 from squeezebox.streaming._files import release
-from squeezebox.streaming._graph_layers import require_trained, stages_of, widths_of
+from squeezebox.streaming._given import require_modes
+from squeezebox.streaming._graph_layers import leaves_below, modes_of, require_trained, stages_of, widths_of
 from squeezebox.streaming._nodes import Graph, Part, Reader, edges_of, kind_of, order_of, sorted_edges
 from squeezebox.streaming._order import better_order
+from squeezebox.streaming._outputs import require_apart
 from squeezebox.streaming._ranks import Exchange, Ranks
 
 _OWN_BYTES = 32 << 20  # what torch takes for itself, and not for a part
@@ -77,6 +79,7 @@ class GraphStep:
         message_bits: float | None = None,
         folder: str | Path | None = None,
     ) -> None:
+        require_modes()
         self._graph, self._memory_bytes = graph, parse_size("memory", memory)
         self._loss_fn = loss_fn or nn.CrossEntropyLoss(reduction="none")
         self._folder = Path(usual_folder().path if folder is None else folder)
@@ -84,6 +87,9 @@ class GraphStep:
         require_trained(self._stages, graph)
         self._dtype = next(p.dtype for stage in self._stages for p in stage.parameters)
         self._widths = widths_of(self._stages, graph, self._dtype)
+        self._modes = {modes_of(self._stages)}
+        # By stage: what else has a gradient, such as the loss's own parameters.
+        self._others: list[dict[int, Tensor]] = [{} for _ in self._stages]
         self._ranks = None if group is None else Ranks(group, message_bits)
         self._number(None if order is None else order_of(order, graph))
         self._cuts, self._part_bytes = self._fitting_cuts()
@@ -141,10 +147,13 @@ class GraphStep:
 
         Raises:
             OutputError: the file in the folder cannot be read or written.
-            DatasetError: the features' file has become shorter.
+            DatasetError: the features' file has become shorter, or has changed.
             OptionError: the loss does not give a number for each node.
+            UnsupportedModelError: modules are in other modes since, and draw noise or read more in these.
         """
-        sums: dict[nn.Parameter, Tensor] = {}
+        require_modes()
+        self._check()
+        sums: dict[Tensor, Tensor] = {}
         for number in range(len(self._stages) - 1):
             for place, part in self._parts(number, Exchange.forward):
                 with torch.no_grad():
@@ -164,9 +173,18 @@ class GraphStep:
     def predict(self, out: np.ndarray) -> np.ndarray:
         """The model's output for every node, on ranks every own one, written to ``out``: nodes x outputs.
 
+        Args:
+            out: an array of floating point numbers, one row for each of the graph's nodes.
+
+        Returns:
+            ``out``.
+
         Raises:
-            OutputError, DatasetError: as in a step.
+            OptionError: ``out`` is no such array, or shares memory with the features.
+            OutputError, DatasetError, UnsupportedModelError: as in a step.
         """
+        self._check()
+        self._require_fitting(out)
         for number in range(len(self._stages)):
             for place, part in self._parts(number, Exchange.forward):
                 output = self._output(number, place, part)[1]
@@ -179,12 +197,31 @@ class GraphStep:
                 release(out)
         return out
 
-    def _together(self, loss: Tensor, sums: dict[nn.Parameter, Tensor]) -> None:
+    def _check(self) -> None:
+        """Try modules again whose modes have changed, and look whether features have."""
+        modes = modes_of(self._stages)
+        if modes not in self._modes:
+            widths_of(self._stages, self._graph, self._dtype)
+            self._modes.add(modes)
+        self._features.require_unchanged()
+
+    def _require_fitting(self, out: Any) -> None:
+        shape, kind = (int(self._graph.features.shape[0]), self._widths[-1]), str(self._dtype)[6:]
+        wanted = f"an array of {shape[0]:,} x {shape[1]:,} numbers of {kind}"
+        if not isinstance(out, np.ndarray):
+            raise OptionError(f"out is a {type(out).__name__}; give numpy's, {wanted}.")
+        if out.shape != shape or not np.can_cast(kind, out.dtype, "same_kind"):
+            raise OptionError(f"out is {out.shape} of {out.dtype}; give {wanted}.")
+        if not out.flags.writeable or 0 in out.strides:
+            raise OptionError(f"out is read-only, or has one place for several numbers; give {wanted}.")
+        require_apart("out", out, [self._graph.features])
+
+    def _together(self, loss: Tensor, sums: dict[Tensor, Tensor]) -> None:
         """Add up all ranks' shares."""
         ranks: Any = self._ranks
         ranks.add(loss)
-        for stage in self._stages:
-            for parameter in stage.parameters:
+        for stage, others in zip(self._stages, self._others, strict=True):
+            for parameter in (*stage.parameters, *others.values()):
                 sums[parameter] = ranks.add(sums.get(parameter, torch.zeros_like(parameter)).contiguous())
 
     def _parts(
@@ -235,9 +272,9 @@ class GraphStep:
         x.requires_grad_(torch.is_grad_enabled() and number > 0)
         return x, stage(part, x)
 
-    def _backward(self, number: int, place: int, part: Part, sums: dict[nn.Parameter, Tensor]) -> Tensor:
+    def _backward(self, number: int, place: int, part: Part, sums: dict[Tensor, Tensor]) -> Tensor:
         """Add a stage's gradients over a part; the last stage gives the part's share of the loss."""
-        parameters = self._stages[number].parameters
+        parameters = [*self._stages[number].parameters, *self._others[number].values()]
         with torch.enable_grad():
             x, output = self._output(number, place, part)
             share = torch.zeros((), dtype=torch.float64)
@@ -332,13 +369,16 @@ class GraphStep:
             raise OptionError("torch's profiler is active, so parts cannot be measured; leave it first.")
         try:
             part, width = self._edges.part(start, stop), self._graph.features.shape[1]
-            for stage, wider in zip(self._stages, self._widths, strict=True):
+            for stage, wider, others in zip(self._stages, self._widths, self._others, strict=True):
                 rows = len(stage.reads(part))
                 x = torch.ones(rows, width, dtype=given if stage is self._stages[0] else self._dtype)
                 x = x.to(self._dtype).requires_grad_(stage is not self._stages[0])
                 output = stage(part, x)
                 output = self._loss(part, output) if stage is self._stages[-1] else output.sum()
                 wanted = [*stage.parameters, *([x] if x.requires_grad else [])]
+                known = {id(each) for each in wanted}
+                others |= {id(each): each for each in leaves_below(output) if id(each) not in known}
+                wanted += others.values()
                 if output.requires_grad:
                     torch.autograd.grad(output, wanted, allow_unused=True)
                 width = wider

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import struct
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import IO, Any
 
 from squeezebox.memory import nameless_file
 from squeezebox.schema import FormatError
+from squeezebox.streaming._files import read_at, write_at
 
 _HEAD = struct.Struct("<qq")  # where, and how many bytes
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -53,11 +53,15 @@ class Journal:
     Args:
         file: the file.
         path: where it is.
+
+    Attributes:
+        number: of the checkpoint that what is kept belongs to, 0 before the first.
+        settled: of the last checkpoint that was written, 0 if there is none.
     """
 
     def __init__(self, file: IO[bytes], path: Path) -> None:
         self._file, self._path = file, path
-        self.number = 0
+        self.number = self.settled = 0
         self._records: IO[bytes] | None = None
 
     def begin(self) -> None:
@@ -68,6 +72,7 @@ class Journal:
 
     def settle(self) -> None:
         """The checkpoint of this number is there, so the records of the one before are of no use."""
+        self.settled = self.number
         self._of(self.number - 1).unlink(missing_ok=True)
 
     def keep(self, offset: int, nbytes: int) -> None:
@@ -77,14 +82,14 @@ class Journal:
             OSError: the disk has no room for them; nothing is to be overwritten then.
         """
         if self._records is not None:
-            old = os.pread(self._file.fileno(), nbytes, offset)
-            written = os.writev(self._records.fileno(), [_HEAD.pack(offset, nbytes), old])
-            if written != _HEAD.size + nbytes:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            at = os.fstat(self._records.fileno()).st_size
+            write_at(self._records.fileno(), memoryview(_HEAD.pack(offset, nbytes)), at)
+            write_at(self._records.fileno(), _part(self._file, offset, nbytes), at + _HEAD.size)
 
     def put_back(self, number: int) -> None:
         """Bring the file back to the checkpoint of this number, and go on from there."""
-        self.number = number
+        self.number = self.settled = number
+        self._of(number + 1).unlink(missing_ok=True)  # of a checkpoint that was not written
         with self._of(number).open("r+b", buffering=0) as records:
             places, at, end = [], 0, os.fstat(records.fileno()).st_size
             while at + _HEAD.size <= end:
@@ -93,7 +98,7 @@ class Journal:
                 at += _HEAD.size + nbytes
             for place, offset, nbytes in reversed(places):
                 if place + nbytes <= end:  # else its bytes have not been overwritten
-                    os.pwrite(self._file.fileno(), os.pread(records.fileno(), nbytes, place), offset)
+                    write_at(self._file.fileno(), _part(records, place, nbytes), offset)
         self._records = self._of(number).open("w+b", buffering=0)
 
     def remove(self) -> None:
@@ -110,6 +115,12 @@ class Journal:
 
     def _of(self, number: int) -> Path:
         return _records(self._path, number)
+
+
+def _part(file: IO[bytes], offset: int, nbytes: int) -> memoryview:
+    found = memoryview(bytearray(nbytes))
+    read_at(file.fileno(), found, offset)
+    return found
 
 
 def _records(path: Path, number: int) -> Path:

@@ -201,6 +201,11 @@ class Reader:
             require_whole(mapped)
         return torch.from_numpy(np.ascontiguousarray(self._array[rows]))
 
+    @property
+    def stamp(self) -> tuple[int, int] | None:
+        """A mapped file's length and when it was last changed; None of what is in memory."""
+        return self._array.stamp if isinstance(self._array, FileArray) else None
+
     def copied(self, rows: np.ndarray, folder: Path) -> RowFile:
         """A file with these rows, one behind another."""
         copy = RowFile(folder, len(rows), self._array.shape[1], self._array.dtype, "copies of features")

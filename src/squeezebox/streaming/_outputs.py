@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from squeezebox.schema import OptionError
-from squeezebox.streaming._files import release
+from squeezebox.streaming._files import overlap, release
 from squeezebox.streaming._graph import Streamed
 from squeezebox.streaming._rows import Part
 from squeezebox.streaming._spool import Layout, Store
@@ -155,4 +155,16 @@ def writable(name: str, array: Any, value: Any) -> Tensor:
         raise OptionError(f"{name} is a {type(array).__name__}; give a tensor or a numpy array of {wanted}.")
     if array.shape != shape or array.dtype != value.dtype:
         raise OptionError(f"{name} is {tuple(array.shape)} of {array.dtype}; it must be {wanted}.")
+    if any(size > 1 and stride == 0 for size, stride in zip(array.shape, array.stride(), strict=True)):
+        raise OptionError(f"{name} has one place for several elements, as after expand(); make it {wanted}.")
     return array.detach()
+
+
+def require_apart(name: str, array: Any, read: Iterable[Any]) -> None:
+    """OptionError where an array that is written shares memory or a file with one that is read meanwhile."""
+    for other in read:
+        if overlap(array, other):
+            raise OptionError(
+                f"{name} shares memory with what the step reads, which would change while strips are made; "
+                "give another array."
+            )

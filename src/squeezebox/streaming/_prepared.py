@@ -42,7 +42,6 @@ class Ways:
 class Prepared:
     """One image and target with the graph of their shapes."""
 
-    key: Any
     axis: int
     streamed: Streamed
     ways: Ways
@@ -114,14 +113,18 @@ class Prepared:
         """A store for a step that needs none, or is only measured."""
         return Blank(self.streamed, self.device)
 
-    def run(self, context: Context | None, store: Store) -> Run:
-        """A step's beginning."""
-        whole = {
-            node: _tensor(value, self.device) if hasattr(value, "shape") else value
+    @property
+    def whole(self) -> dict[Node, Any]:
+        """What was given that has no rows, such as labels."""
+        return {
+            node: _tensor(value[...], self.device) if hasattr(value, "shape") else value
             for node, value in self.given.items()
             if node not in self.streamed.rows
         }
-        return Run(self.streamed, self.read, whole, context, store)
+
+    def run(self, context: Context | None, store: Store) -> Run:
+        """A step's beginning."""
+        return Run(self.streamed, self.read, self.whole, context, store)
 
     def middle(self, work: Pass, height: int) -> int:
         """Where a strip in the middle begins: one of those that own the most rows at the ends."""
@@ -170,8 +173,10 @@ def form_of(value: Any) -> Any:
 
 
 def _tensor(value: Any, device: torch.device) -> Tensor:
-    """A tensor as it is, without its graph, or a copy of an array."""
-    return (value.detach() if isinstance(value, Tensor) else _native(value)).to(device)
+    """A tensor as it is, without its graph, or a copy of an array or of what inference mode made."""
+    if not isinstance(value, Tensor):
+        return _native(value).to(device)
+    return (value.clone() if value.is_inference() else value.detach()).to(device)
 
 
 def _native(value: Any) -> Tensor:

@@ -6,13 +6,14 @@ import hashlib
 import os
 import pickle
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from squeezebox.schema import FormatError, OutputError
 from squeezebox.streaming._graph import Streamed
@@ -34,17 +35,26 @@ class Position:
     sizes: tuple[tuple[int, int], ...]
 
 
-def fingerprint(streamed: Streamed, read: Read) -> str:
-    """Tells a step from others: its graph, weights, buffers, some rows of what it reads."""
+def fingerprint(streamed: Streamed, read: Read, whole: Mapping[Node, Any]) -> str:
+    """Tells a step from others: its graph, weights, buffers, some rows of what it reads, what has no rows.
+
+    Args:
+        streamed: its graph.
+        read: gives rows of the image and of targets.
+        whole: targets that have no rows, such as a label.
+    """
     digest = hashlib.sha256(str(streamed.program.graph).encode())
-    for tensor in _content(streamed, read):
+    for value in whole.values():
+        digest.update(b"" if isinstance(value, Tensor) else repr(value).encode())
+    for tensor in _content(streamed, read, whole):
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def _content(streamed: Streamed, read: Read) -> Iterable[Tensor]:
+def _content(streamed: Streamed, read: Read, whole: Mapping[Node, Any]) -> Iterable[Tensor]:
     yield from streamed.program.held.values()
+    yield from (value for value in whole.values() if isinstance(value, Tensor))
     for node in [streamed.program.image, *streamed.program.targets]:
         if node in streamed.rows:
             count = streamed.rows[node].count
@@ -75,17 +85,19 @@ def save(path: Path, mark: str, position: Position, run: Run, stored: dict[str, 
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        temporary = ""
     except (OSError, RuntimeError) as error:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
         raise OutputError(
             f"the checkpoint {path} could not be written: {error}. An earlier one is as it was; make room or "
             "name another file."
         ) from error
+    finally:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
 
 
-def load(path: Path, mark: str) -> dict[str, Any] | None:
-    """What :func:`save` wrote, if there is anything.
+def load(path: Path, mark: str, device: torch.device) -> dict[str, Any] | None:
+    """What :func:`save` wrote, if there is anything; its tensors are on this device.
 
     Raises:
         FormatError: the file is damaged, or belongs to another step.
@@ -93,7 +105,7 @@ def load(path: Path, mark: str) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        content: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
         version, known = content["format"], content["fingerprint"]
     except (OSError, RuntimeError, pickle.UnpicklingError, KeyError, TypeError, EOFError) as error:
         raise FormatError(

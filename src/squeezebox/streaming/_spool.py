@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from squeezebox.schema import OutputError
+from squeezebox.streaming._files import read_at, write_at
 from squeezebox.streaming._graph import Streamed
 from squeezebox.streaming._journal import Journal, boot
 from squeezebox.streaming._rows import Part, Rows
@@ -162,7 +163,7 @@ class _InFile:
         found = torch.empty(shape, dtype=self._place.dtype, device=self._device)
         for first, last, runs, rows in self._pieces(start, stop, columns):
             for memory, offset in runs:
-                count = os.preadv(self._file.fileno(), [memory], offset)
+                count = read_at(self._file.fileno(), memory, offset)
                 if count != len(memory):
                     raise OutputError(
                         f"of what passes hand on {count:,} of {len(memory):,} bytes could be read back; its "
@@ -179,17 +180,12 @@ class _InFile:
                 try:
                     if self._journal is not None:
                         self._journal.keep(offset, len(memory))
-                    written = os.pwritev(self._file.fileno(), [memory], offset)
+                    write_at(self._file.fileno(), memory, offset)
                 except OSError as error:
                     raise OutputError(
-                        f"what passes hand on could not be written: {error}. Give spool= a folder on another "
-                        "disk."
+                        f"what passes hand on could not be written: {error}. Make room on the disk, or give "
+                        "spool= a folder on another one."
                     ) from error
-                if written != len(memory):
-                    raise OutputError(
-                        f"of what passes hand on {written:,} of {len(memory):,} bytes could be written; make "
-                        "room on the disk, or give spool= a folder on another one."
-                    )
 
     def _part(self, x: Tensor, start: int, stop: int) -> Tensor:
         """These rows of a tensor, in the file's order of dimensions."""
@@ -264,7 +260,7 @@ class Spool:
             self._file.close()
         if self._journal is not None:
             self._journal.close()
-            if not self._journal.number:  # there is no checkpoint
+            if not self._journal.settled:  # there is no checkpoint
                 self._journal.remove()
 
     def mark(self) -> dict[str, Any]:

@@ -32,8 +32,9 @@ from squeezebox.streaming._files import from_file
 from squeezebox.streaming._fitting import OWN_BYTES
 from squeezebox.streaming._given import derivable, require_image, require_modes, scaled, uncast
 from squeezebox.streaming._graph import Streamed, analyse, require_gathered, with_across
+from squeezebox.streaming._held import Graphs, held_by, modules_of
 from squeezebox.streaming._journal import kept_file
-from squeezebox.streaming._outputs import Onto, Outputs, writable
+from squeezebox.streaming._outputs import Onto, Outputs, require_apart, writable
 from squeezebox.streaming._plan import StreamPlan
 from squeezebox.streaming._planner import Planner
 from squeezebox.streaming._prepared import Prepared, Ways, form_of
@@ -52,12 +53,15 @@ class StreamedStep:
 
     ``step(image, target)`` adds to the parameters' gradients what ``loss_fn(model(image),
     target).backward()`` would, up to the order of summation (1e-12 of themselves in float64), returns the
-    loss, and updates batch normalisation's running values once. Model and loss are traced once for each
-    shape, as one graph; every strip reads the rows around that the graph makes it depend on. Sums, means,
-    moments and extremes over the image, in the model or in the loss, take a pass over the image first
-    wherever later operators need them. What needs all pixels at once, such as self-attention or sorting, gets
-    the whole map that it reads, if that takes at most half of ``memory``. Under ``torch.autocast``
-    casts are as in plain PyTorch.
+    loss, and updates batch normalisation's running values once. Parameters that the loss reads have gradients
+    too, also where it is a function that calls their module. Every strip reads the rows around that the graph
+    of model and loss makes it depend on. Sums, means, moments and extremes over the image, in the model or in
+    the loss, take a pass over the image first wherever later operators need them. What needs all pixels at
+    once, such as self-attention or sorting, gets the whole map that it reads, if that takes at most half of
+    ``memory``. Under ``torch.autocast`` casts are as in plain PyTorch.
+
+    Model and loss are traced once for each shape, and again where numbers have changed that modules have as
+    attributes, or that ``loss_fn`` or a function it calls reads. What is read further off stays as it was.
 
     Gradients are added when the step is complete: an exception leaves parameters and buffers as they were.
     Hooks on parameters are not called, and those on modules only while they are traced. The gradient by the
@@ -135,8 +139,8 @@ class StreamedStep:
             is_journalled=checkpoint is not None,
         )
         self._checkpoint_seconds = checkpoint_seconds
-        self._known: dict[Any, Streamed] = {}
-        self._plans: dict[Any, tuple[Ways, StreamPlan]] = {}
+        self._graphs = Graphs()
+        self._plans: dict[Streamed, tuple[Ways, StreamPlan]] = {}
 
     @within_room("a step in strips")
     def __call__(self, image: Any, target: Any, *, gradient: Any = None) -> Tensor:
@@ -157,7 +161,8 @@ class StreamedStep:
             The loss, without a graph.
 
         Raises:
-            OptionError: gradient is no such array, or the image has integers that ``prepare`` takes.
+            OptionError: gradient is no such array, or shares memory with the image or the target, or the
+                image has integers that ``prepare`` takes.
             UnsupportedModelError: model or loss cannot be streamed exactly; names the module and why.
             BudgetError: the smallest strip, or what has no rows, needs more memory; or the process has less.
             FormatError: the checkpoint belongs to another step, or the file of its spool is not as it was.
@@ -174,6 +179,8 @@ class StreamedStep:
         )
         node = prepared.streamed.program.image
         added = {node: writable("gradient", gradient, node.meta["val"])} if by_image else {}
+        if by_image:
+            require_apart("gradient", gradient, [image, *pytree.tree_leaves(target)])
         return self._done(prepared, [], added, [gradient]).values.loss.detach()
 
     @within_room("a prediction in strips")
@@ -191,11 +198,14 @@ class StreamedStep:
             What the model gives: in ``out`` where that was given, else in tensors.
 
         Raises:
-            OptionError: out is of another form, shape or type; nothing has been computed.
+            OptionError: out is of another form, shape or type, or shares memory with the image; nothing has
+                been computed.
             UnsupportedModelError, BudgetError, OutputError: as in a step.
         """
         prepared = self._prepared(image, None, Aim(function=_output, derives=False))
         outputs = Outputs(prepared.streamed, out, self._device)
+        for each in outputs.given:
+            require_apart("out", each, [image])
         return outputs.values(self._done(prepared, outputs.arrays, {}, outputs.given).values.known)
 
     @within_room("a metric in strips")
@@ -241,8 +251,8 @@ class StreamedStep:
                 "the model draws dropout behind its pooling, which checkpoint= could not draw again. Put "
                 "that module into eval(), or leave checkpoint= out."
             )
-        mark = fingerprint(prepared.streamed, prepared.read) if checkpoint else ""
-        found = load(checkpoint, mark) if checkpoint else None
+        mark = fingerprint(prepared.streamed, prepared.read, prepared.whole) if checkpoint else ""
+        found = load(checkpoint, mark, self._device) if checkpoint else None
         if found is None:
             prepared, position, needs, store = self._begun(prepared, checkpoint)
         else:
@@ -291,7 +301,7 @@ class StreamedStep:
         except OutputError:
             if self._planner.is_forced:
                 raise
-            self._plans[prepared.key] = self._planner.plan(prepared, files=False)
+            self._plans[prepared.streamed] = self._planner.plan(prepared, files=False)
             return self._begin(prepared, checkpoint)
 
     def _begin(
@@ -350,23 +360,31 @@ class StreamedStep:
         forms = pytree.tree_map(form_of, (image, target))
         longer = -1 if image.shape[-1] > image.shape[-2] else -2
         axis = longer if self._axis is None else self._axis
-        key = pytree.tree_map_only(Tensor, lambda form: (tuple(form.shape), form.dtype), forms)
         whole = self._whole(aim)
-        key = aim, repr((repr(key), axis, autocast_on(self._device), *_state(whole)))
-        if key not in self._known:
+        functions = [aim.function, self._prepare]
+        modules = [self._model, *(module for each in functions for module in modules_of(each))]
+
+        def made() -> Streamed:
             require_imports("torch._dynamo")
             # A session leaves forwards without gradient alone, and whatever is within them.
             with torch.no_grad(), self._context() if self._context else nullcontext(), torch.enable_grad():
                 program = trace(whole, aim, forms[0], forms[1], self._device)
             streamed = analyse(program, axis)
             self._require_gathered(streamed)
-            self._known[key] = self._with_across(streamed, axis)
-        streamed = self._known[key]
+            return self._with_across(streamed, axis)
+
+        shapes = pytree.tree_map_only(Tensor, lambda form: (tuple(form.shape), form.dtype), forms)
+        state = repr((repr(shapes), axis, autocast_on(self._device), *_state(modules)))
+        streamed = self._graphs.get(
+            aim.function,
+            (aim.derives, aim.by_image, state),
+            lambda: held_by(modules, functions),
+            made,
+        )
         leaves = pytree.tree_leaves(target)
         given = {streamed.program.image: image}
         given |= {node: leaves[number] for node, number in streamed.program.targets.items()}
         return Prepared(
-            key=key,
             axis=axis,
             streamed=streamed,
             ways=Ways.of(streamed, *NOTHING, self._context is not None),
@@ -393,9 +411,10 @@ class StreamedStep:
             return streamed
 
     def _planned(self, prepared: Prepared) -> tuple[Ways, StreamPlan]:
-        if prepared.key not in self._plans:
-            self._plans[prepared.key] = self._planner.plan(prepared)
-        return self._plans[prepared.key]
+        if prepared.streamed not in self._plans:
+            self._plans = {each: plan for each, plan in self._plans.items() if each in self._graphs}
+            self._plans[prepared.streamed] = self._planner.plan(prepared)
+        return self._plans[prepared.streamed]
 
     def _strips(self, run: Run, prepared: Prepared, position: Position) -> Iterator[Position]:
         """Take every strip from a position on; yields the position after each."""
@@ -438,11 +457,11 @@ def _folder_of(spool: bool | str | Path | None, checkpoint: str | Path | None) -
     return usual_folder() if checkpoint is None else DiskFolder(str(Path(checkpoint).absolute().parent), "")
 
 
-def _state(whole: Whole) -> tuple[object, ...]:
-    """What of the model a graph is made for: modes, and which tensors of which form it holds."""
-    held = [*whole.parameters(), *whole.buffers()]
+def _state(modules: Sequence[nn.Module]) -> tuple[object, ...]:
+    """What of modules a graph is made for: modes, and which tensors of which form they hold."""
+    held = [each for module in modules for each in (*module.parameters(), *module.buffers())]
     tensors = [(id(each), each.requires_grad, each.dtype, each.device, tuple(each.shape)) for each in held]
-    return [module.training for module in whole.modules()], tensors
+    return [each.training for module in modules for each in module.modules()], tensors
 
 
 def _output(output: Any, target: None) -> Any:

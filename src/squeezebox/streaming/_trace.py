@@ -208,7 +208,7 @@ class Program:
 
     graph: Graph
     held: Mapping[Node, Tensor]
-    trained: Mapping[Node, nn.Parameter]
+    trained: Mapping[Node, Tensor]
     image: Node
     targets: Mapping[Node, int]
     mutations: Mapping[Node, Tensor]
@@ -265,7 +265,7 @@ def trace(whole: Whole, aim: Aim, image: Tensor, target: Any, device: torch.devi
             warnings.simplefilter("ignore")  # of torch's own tracing, about itself
             table = _decompositions()
             with _uncached(device):
-                with _Known(aim.derives), _quiet():
+                with _Known(aim.derives) as known, _quiet():
                     exported = torch.export.export(whole, fakes, strict=False)
                 _keep_detached(exported.graph_module)
                 exported = exported.run_decompositions(table)  # with autocast's casts
@@ -274,7 +274,7 @@ def trace(whole: Whole, aim: Aim, image: Tensor, target: Any, device: torch.devi
             f"torch.export cannot trace {type(whole.model).__name__}{' and its loss' * aim.derives} for an "
             f"image of {tuple(image.shape)}, so it cannot be streamed: {_said(error)}"
         ) from error
-    return _program(exported, whole, aim)
+    return _program(exported, whole, aim, known.free)
 
 
 def autocast_on(device: torch.device) -> torch.dtype | None:
@@ -321,16 +321,20 @@ def _said(error: Exception) -> str:
     )
 
 
+_Address = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
 class _Known(TorchFunctionMode):
     """What torch.export takes for unknown, or loses.
 
-    Lists of ``arange``, which MONAI's losses name dimensions by; ``.data``, which is ``detach()``; and
-    ``torch.no_grad()`` within ``torch.autocast()``.
+    Lists of ``arange``, which MONAI's losses name dimensions by; ``.data``, which is ``detach()``;
+    ``torch.no_grad()`` within ``torch.autocast()``; and which constants require a gradient.
     """
 
     def __init__(self, derives: bool) -> None:
         super().__init__()
         self._derives, self._nesting = derives, _nesting()
+        self.free: dict[_Address, Tensor] = {}  # tensors that require a gradient and are no module's
         self._is_wanted = True  # by the model, which torch.no_grad() ends, and a Function's forward does not
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -339,6 +343,10 @@ class _Known(TorchFunctionMode):
             self._is_wanted = bool(args[0])
         if function == _DATA:
             return args[0].detach()
+        if self._derives and torch.is_grad_enabled() and function is not Tensor.detach:
+            for each in pytree.tree_leaves((args, kwargs)):
+                if type(each) in (Tensor, nn.Parameter) and each.requires_grad and each.numel():
+                    self.free[_address(each)] = each
         if self._derives and not torch.is_grad_enabled():
             return self._without_gradient(function, args, kwargs or {})
         made = function(*args, **(kwargs or {}))
@@ -409,20 +417,17 @@ def _detach(node: Node) -> None:
     copy.meta = {**node.meta}
 
 
-def _program(exported: Any, whole: nn.Module, aim: Aim) -> Program:
+def _program(exported: Any, whole: nn.Module, aim: Aim, free: Mapping[_Address, Tensor]) -> Program:
     signature = exported.graph_signature
     nodes = {node.name: node for node in exported.graph.nodes}
     held: dict[Node, Tensor] = {}
-    trained: dict[Node, nn.Parameter] = {}
     user: list[Node] = []
     for spec in signature.input_specs:
         node = nodes[spec.arg.name]
         if spec.kind is InputKind.USER_INPUT:
             user.append(node)
         elif spec.kind is InputKind.PARAMETER:
-            held[node] = parameter = whole.get_parameter(spec.target)
-            if parameter.requires_grad and aim.derives:
-                trained[node] = parameter
+            held[node] = whole.get_parameter(spec.target)
         elif spec.kind is InputKind.TOKEN:
             raise UnsupportedModelError(
                 "an operator of the model or the loss has effects besides its result, such as a check of "
@@ -431,7 +436,8 @@ def _program(exported: Any, whole: nn.Module, aim: Aim) -> Program:
         elif spec.kind is InputKind.BUFFER and spec.persistent:
             held[node] = whole.get_buffer(spec.target)
         else:
-            held[node] = _constant(exported, whole, spec.target)
+            held[node] = _constant(exported, whole, spec.target, free)
+    trained = {node: value for node, value in held.items() if value.requires_grad and value.is_leaf}
     mutations: dict[Node, Tensor] = {}
     outputs: list[Any] = []
     for spec in signature.output_specs:
@@ -445,7 +451,7 @@ def _program(exported: Any, whole: nn.Module, aim: Aim) -> Program:
     return Program(
         graph=exported.graph,
         held=held,
-        trained=trained,
+        trained=trained if aim.derives else {},
         image=user[0],
         targets=targets,
         mutations=mutations,
@@ -456,7 +462,8 @@ def _program(exported: Any, whole: nn.Module, aim: Aim) -> Program:
     )
 
 
-def _constant(exported: Any, whole: nn.Module, target: str) -> Tensor:
+def _constant(exported: Any, whole: nn.Module, target: str, free: Mapping[_Address, Tensor]) -> Tensor:
+    """A tensor that is no module's; with what requires a gradient among these, ``free``, in its place."""
     found = exported.constants.get(target)
     value: Tensor = found if found is not None else whole.get_buffer(target)
     if isinstance(value, FakeTensor):
@@ -464,7 +471,19 @@ def _constant(exported: Any, whole: nn.Module, target: str) -> Tensor:
             "a value of the image or the target is taken out of the graph of the model or the loss, "
             "such as by numpy or torch.tensor(), and cannot be streamed. Compute it by torch's operators."
         )
-    return value
+    if _address(value) not in free:
+        return value
+    original = free[_address(value)]
+    if not original.is_leaf:
+        raise UnsupportedModelError(
+            f"the model or the loss reads a tensor of shape {tuple(value.shape)} that was computed before, "
+            "so the gradient by that would be lost. Compute it in the model or the loss, or detach it."
+        )
+    return original
+
+
+def _address(value: Tensor) -> _Address:
+    return value.data_ptr(), tuple(value.shape), value.stride()
 
 
 def _require_scalar(outputs: list[Any]) -> None:
