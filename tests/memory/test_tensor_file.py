@@ -1,12 +1,14 @@
 """A tensor in a file is computed with as if it were in memory."""
 
 import copy
+import errno
 import io
+import threading
 
 import pytest
 import torch
 
-from squeezebox.memory import CHUNK_BYTES, FileTensor, TensorFile, disk_folder, parts_of
+from squeezebox.memory import CHUNK_BYTES, DiskFile, FileTensor, TensorFile, disk_folder, parts_of
 from squeezebox.schema import CaptureError
 
 LAYOUTS = {
@@ -16,6 +18,7 @@ LAYOUTS = {
     "bfloat16": lambda: torch.randn(9, 2).bfloat16(),
     "complex": lambda: torch.randn(9, dtype=torch.complex64),
     "scalar": lambda: torch.tensor(2.5),
+    "empty": lambda: torch.empty(0),
 }
 
 
@@ -135,3 +138,34 @@ def test_a_piece_given_back_unchanged_is_forgotten(file):
         with tensor.lent(0, 4, changed=False) as piece:
             assert torch.equal(piece, torch.full((4,), 2.0))
     assert torch.equal(tensor, torch.full((4,), 2.0))
+
+
+@pytest.mark.parametrize("how", ["stored", "lent"])
+def test_what_could_not_be_written_is_missing_whenever_it_is_read(how, file, monkeypatch):
+    count = CHUNK_BYTES // 4
+    first, *others = (filed(torch.ones(count), file) for _ in range(12))
+    file.end_round()
+    written, write = threading.Event(), DiskFile.write
+
+    def failing(self, data, offset):
+        if offset == first.place.offset:
+            written.set()
+            raise OSError(errno.EIO, "Input/output error")
+        return write(self, data, offset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DiskFile, "write", failing)
+        if how == "stored":
+            first.store(torch.full((count,), 2.0))
+        else:
+            with first.lent(0, count) as elements:
+                elements.add_(1.0)
+        assert written.wait(60.0)
+    for other in others:  # which take over all buffers
+        other.store(torch.full((count,), 2.0))
+        assert other.load()[0] == 2.0
+    for _ in range(2):
+        with pytest.raises(CaptureError, match="do not come back: .*Input/output error"):
+            first.load()
+    first.store(torch.full((count,), 3.0))
+    assert first.load()[0] == 3.0
