@@ -3,12 +3,15 @@
 import copy
 import errno
 import io
-import threading
+from concurrent.futures import Future
 
+import numpy as np
 import pytest
 import torch
 
-from squeezebox.memory import CHUNK_BYTES, DiskFile, FileTensor, TensorFile, disk_folder, parts_of
+from squeezebox.memory import CHUNK_BYTES, FileTensor, TensorFile, disk_folder, parts_of
+from squeezebox.memory._chunks import Chunks
+from squeezebox.memory._disk import SECTOR
 from squeezebox.schema import CaptureError
 
 LAYOUTS = {
@@ -140,32 +143,54 @@ def test_a_piece_given_back_unchanged_is_forgotten(file):
     assert torch.equal(tensor, torch.full((4,), 2.0))
 
 
-@pytest.mark.parametrize("how", ["stored", "lent"])
-def test_what_could_not_be_written_is_missing_whenever_it_is_read(how, file, monkeypatch):
-    count = CHUNK_BYTES // 4
-    first, *others = (filed(torch.ones(count), file) for _ in range(12))
-    file.end_round()
-    written, write = threading.Event(), DiskFile.write
+class _Area:
+    """Bytes of which those at ``broken`` cannot be written, which is known later; all else is done at once."""
 
-    def failing(self, data, offset):
-        if offset == first.place.offset:
-            written.set()
-            raise OSError(errno.EIO, "Input/output error")
-        return write(self, data, offset)
+    def __init__(self):
+        self.content, self.broken = bytearray(8 * SECTOR), -1
 
-    with monkeypatch.context() as patched:
-        patched.setattr(DiskFile, "write", failing)
-        if how == "stored":
-            first.store(torch.full((count,), 2.0))
-        else:
-            with first.lent(0, count) as elements:
-                elements.add_(1.0)
-        assert written.wait(60.0)
-    for other in others:  # which take over all buffers
-        other.store(torch.full((count,), 2.0))
-        assert other.load()[0] == 2.0
-    for _ in range(2):
-        with pytest.raises(CaptureError, match="do not come back: .*Input/output error"):
-            first.load()
-    first.store(torch.full((count,), 3.0))
-    assert first.load()[0] == 3.0
+    def begin_write(self, data, offset):
+        done = Future()
+        if offset == self.broken:
+            self.failing = done
+            return done
+        self.content[offset : offset + len(data)] = data
+        done.set_result(None)
+        return done
+
+    def begin_read(self, out, offset):
+        out[:] = self.content[offset : offset + len(out)]
+        done = Future()
+        done.set_result(None)
+        return done
+
+
+@pytest.mark.parametrize("others", range(4))
+@pytest.mark.parametrize("how", ["put", "lent"])
+def test_what_could_not_be_written_is_missing_whenever_it_is_read(how, others):
+    area = _Area()
+    chunks, ones, out = Chunks(area), np.ones(SECTOR, np.uint8), np.zeros(SECTOR, np.uint8)
+    for place in range(5):
+        chunks.put(place * SECTOR, ones)
+        chunks.drop(place * SECTOR)
+    chunks.settle()
+    area.broken = 0
+    if how == "put":
+        chunks.put(0, 2 * ones)
+        chunks.drop(0)
+    else:
+        chunks.lend(0, SECTOR, filled=True)[:] = 2
+        chunks.give_back(0, SECTOR, changed=True)
+    chunks.put(4 * SECTOR, ones)
+    chunks.drop(4 * SECTOR)
+    area.failing.set_exception(OSError(errno.EIO, "Input/output error"))
+    for place in range(1, 1 + others):  # which may take over the buffer
+        chunks.get(place * SECTOR, out)
+    for _ in range(2 if others else 0):
+        with pytest.raises(OSError, match="Input/output error"):
+            chunks.get(0, out)
+    area.broken = -1
+    chunks.put(0, 3 * ones)
+    chunks.settle()
+    chunks.get(0, out)
+    assert (out == 3).all()
