@@ -144,7 +144,7 @@ def test_a_piece_given_back_unchanged_is_forgotten(file):
 
 
 class _Area:
-    """Bytes of which those at ``broken`` cannot be written, which is known later; all else is done at once."""
+    """Bytes of which those at ``broken`` cannot be written, which is known later."""
 
     def __init__(self):
         self.content, self.broken = bytearray(8 * SECTOR), -1

@@ -110,6 +110,12 @@ def fingerprint(pieces: Sequence[Piece]) -> str:
     return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:16]
 
 
+def without_piece(model: nn.Module, pieces: Sequence[Piece]) -> list[Tensor]:
+    """Parameters and buffers of a model that no piece has, such as of a module that is not called."""
+    held = {id(each) for piece in pieces for each in (*piece.module.parameters(), *piece.module.buffers())}
+    return [each for each in (*model.parameters(), *model.buffers()) if id(each) not in held]
+
+
 class _Tupled(nn.Module):
     """Children of an ``nn.Sequential`` in a row; what they return comes as a tuple.
 
