@@ -143,7 +143,11 @@ class _Tupled(nn.Module):
 
 def _takes_one(module: nn.Module) -> bool:
     try:
-        inspect.signature(module.forward).bind(None)
+        signature = inspect.signature(module.forward)
+    except (TypeError, ValueError):  # it is not Python's
+        return True
+    try:
+        signature.bind(None)
     except TypeError:
         return False
     return True

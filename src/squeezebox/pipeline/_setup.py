@@ -141,7 +141,7 @@ def check_options(
         )
     if not 0.0 < patience < math.inf:
         raise OptionError(
-            f"patience={patience}: a rank must be waited for, and not for ever. Give seconds above 0."
+            f"patience={patience}: a rank must be waited for, and not without end. Give seconds above 0."
         )
     if plan.schedule == "pipedream" and (clip is not None or skip_overflow):
         raise OptionError(

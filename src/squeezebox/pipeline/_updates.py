@@ -159,7 +159,7 @@ def _wide_norm(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def level(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Let all ranks of a group have the first one's values of tensors that are not trained."""
-    for tensor in tensors:
+    for tensor in (each for each in tensors if each.numel()):
         values = tensor.detach().clone(memory_format=torch.contiguous_format)
         dist.broadcast(values.view(-1).view(torch.uint8), group=group, group_src=0)
         if not torch.equal(values, tensor):
