@@ -233,7 +233,7 @@ def _write_part(folder: Path, state: Mapping[str, Any]) -> Metadata:
     results = writer.write_data(planner.finish_plan(plan), planner)
     writer.finish(metadata, [results.wait()])
     sums = {path.name: _sum_of(path) for path in sorted(folder.iterdir())}
-    (folder / _SUMS).write_text(json.dumps(sums))
+    _write_file(folder / _SUMS, json.dumps(sums).encode(), 0)
     return metadata
 
 
