@@ -1,12 +1,17 @@
 """A tensor in a file is computed with as if it were in memory."""
 
 import copy
+import errno
 import io
+from concurrent.futures import Future
 
+import numpy as np
 import pytest
 import torch
 
 from squeezebox.memory import CHUNK_BYTES, FileTensor, TensorFile, disk_folder, parts_of
+from squeezebox.memory._chunks import Chunks
+from squeezebox.memory._disk import SECTOR
 from squeezebox.schema import CaptureError
 
 LAYOUTS = {
@@ -16,6 +21,7 @@ LAYOUTS = {
     "bfloat16": lambda: torch.randn(9, 2).bfloat16(),
     "complex": lambda: torch.randn(9, dtype=torch.complex64),
     "scalar": lambda: torch.tensor(2.5),
+    "empty": lambda: torch.empty(0),
 }
 
 
@@ -135,3 +141,56 @@ def test_a_piece_given_back_unchanged_is_forgotten(file):
         with tensor.lent(0, 4, changed=False) as piece:
             assert torch.equal(piece, torch.full((4,), 2.0))
     assert torch.equal(tensor, torch.full((4,), 2.0))
+
+
+class _Area:
+    """Bytes of which those at ``broken`` cannot be written, which is known later."""
+
+    def __init__(self):
+        self.content, self.broken = bytearray(8 * SECTOR), -1
+
+    def begin_write(self, data, offset):
+        done = Future()
+        if offset == self.broken:
+            self.failing = done
+            return done
+        self.content[offset : offset + len(data)] = data
+        done.set_result(None)
+        return done
+
+    def begin_read(self, out, offset):
+        out[:] = self.content[offset : offset + len(out)]
+        done = Future()
+        done.set_result(None)
+        return done
+
+
+@pytest.mark.parametrize("others", range(4))
+@pytest.mark.parametrize("how", ["put", "lent"])
+def test_what_could_not_be_written_is_missing_whenever_it_is_read(how, others):
+    area = _Area()
+    chunks, ones, out = Chunks(area), np.ones(SECTOR, np.uint8), np.zeros(SECTOR, np.uint8)
+    for place in range(5):
+        chunks.put(place * SECTOR, ones)
+        chunks.drop(place * SECTOR)
+    chunks.settle()
+    area.broken = 0
+    if how == "put":
+        chunks.put(0, 2 * ones)
+        chunks.drop(0)
+    else:
+        chunks.lend(0, SECTOR, filled=True)[:] = 2
+        chunks.give_back(0, SECTOR, changed=True)
+    chunks.put(4 * SECTOR, ones)
+    chunks.drop(4 * SECTOR)
+    area.failing.set_exception(OSError(errno.EIO, "Input/output error"))
+    for place in range(1, 1 + others):  # which may take over the buffer
+        chunks.get(place * SECTOR, out)
+    for _ in range(2 if others else 0):
+        with pytest.raises(OSError, match="Input/output error"):
+            chunks.get(0, out)
+    area.broken = -1
+    chunks.put(0, 3 * ones)
+    chunks.settle()
+    chunks.get(0, out)
+    assert (out == 3).all()

@@ -85,9 +85,106 @@ class Several(nn.Module):
         return {"features": x, "output": self.third(x)}
 
 
+class Residual(nn.Sequential):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x), x
+
+
+class OfPair(Two):
+    def forward(self, pair):
+        return self.linear(pair[0]) * pair[1]
+
+
+class OfTwo(Two):
+    def forward(self, x, y):
+        return self.linear(x) * y
+
+
+class Other(Two):
+    """Returns what cannot cross."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x):
+        return self.kind([("x", self.linear(x))]) if self.kind is dict else self.kind([self.linear(x)])
+
+
+def _hooked(model, which):
+    module = model if which is None else model[which]
+    module.register_forward_hook(lambda _, inputs, output: output * 3)
+    return model
+
+
+def _linear():
+    return nn.Linear(4, 4)
+
+
+def _shared(shared):
+    return nn.Sequential(_linear(), shared, _linear(), shared, _linear())
+
+
+SEQUENTIALS = {
+    "one activation twice": (lambda: _shared(nn.Tanh()), 5),
+    "one layer twice": (lambda: _shared(_linear()), 5),
+    "a block with a forward of its own": (
+        lambda: nn.Sequential(_linear(), Residual(_linear(), nn.Tanh()), nn.Sequential(_linear(), nn.Tanh())),
+        4,
+    ),
+    "the whole with a forward of its own": (lambda: Residual(_linear(), nn.Tanh(), _linear()), 2),
+    "a block with a hook": (
+        lambda: _hooked(nn.Sequential(_linear(), nn.Sequential(_linear(), nn.Tanh()), _linear()), 1),
+        3,
+    ),
+    "the whole with a hook": (lambda: _hooked(nn.Sequential(_linear(), nn.Tanh(), _linear()), None), 2),
+    "a pair as one argument": (lambda: nn.Sequential(Two(), OfPair()), 2),
+    "a pair in the end": (lambda: nn.Sequential(_linear(), Two()), 2),
+    "a dict in the end": (lambda: nn.Sequential(_linear(), Other(dict)), 2),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENTIALS)
+def test_a_sequential_stays_the_model_that_it_is(name):
+    make, count = SEQUENTIALS[name]
+    torch.manual_seed(0)
+    model, inputs = make(), torch.randn(3, 4)
+    pieces = cut(model, (inputs,))
+    assert len({piece.name for piece in pieces}) == len(pieces) == count
+    torch.testing.assert_close(through(pieces, inputs), model(inputs), rtol=0, atol=0)
+
+
+def test_a_child_may_need_each_tensor_of_a_tuple_as_an_argument():
+    first, second, inputs = Two(), OfTwo(), torch.randn(3, 4)
+    assert torch.equal(through(cut(nn.Sequential(first, second), (inputs,)), inputs), second(*first(inputs)))
+
+
+@pytest.mark.parametrize(("kind", "what"), [(dict, "a dict"), (tuple, "a tuple of 1")])
+def test_what_cannot_cross_is_refused_by_name(kind, what):
+    inputs = torch.randn(3, 4)
+    with pytest.raises(UnsupportedModelError, match=f"^Other in an nn.Sequential returns {what}, and only"):
+        through(cut(nn.Sequential(Other(kind), _linear()), (inputs,)), inputs)
+
+
 def test_what_cannot_be_traced_is_refused_by_name():
     with pytest.raises(UnsupportedModelError, match="cannot trace Branching"):
         cut(Branching(), (torch.randn(2, 4),))
+
+
+def test_a_backward_hook_that_export_would_leave_out_is_refused():
+    model = Several()
+    model.second.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match="^second has a backward hook"):
+        cut(model, (torch.randn(2, 4), torch.ones(2, 4)))
 
 
 def test_several_inputs_and_outputs():

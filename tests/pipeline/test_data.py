@@ -1,5 +1,6 @@
 """Batches that one rank reads: targets are of the inputs' samples, and bad batches are refused."""
 
+import collections
 import multiprocessing
 import random
 
@@ -9,7 +10,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from squeezebox import OptionError
 from squeezebox.pipeline import Runner
+from squeezebox.pipeline._data import Reader
+from squeezebox.pipeline._wire import Sender
 from tests.pipeline import ranks
 
 SAMPLES, BATCH = 40, 8
@@ -207,3 +211,80 @@ def _uneven(rank, plan):
 def test_replicas_that_read_different_numbers_of_batches_are_refused():
     for found in ranks.run(_uneven, 4, ranks.plan(4, 2, "1f1b", 4, replicas=2)):
         assert found[0] == 2 and "replica 0 of 2 has no further batch" in found[1], found
+
+
+Named = collections.namedtuple("Named", "first second")
+
+
+def _sent(rank, plan):
+    """What a batch sends from the first rank, with a target that is a view; and refused kinds of targets."""
+    runner = made(rank, plan, lambda output, target: nn.functional.mse_loss(output, target["y"][0]))
+    x, y = torch.zeros(8, 6, dtype=torch.float64), torch.zeros(1 << 20, 6, dtype=torch.float64)[:8]
+    sent, send = [], Sender.send
+
+    def counting(self, tensors):
+        sent.extend(each.nbytes for each in tensors)
+        send(self, tensors)
+
+    refused = []
+    for target in (Named(y, y), {"y": Named(y, y)}):
+        try:
+            runner.step(x, target)
+        except OptionError as error:
+            refused.append(str(error))
+    Sender.send = counting
+    runner.step(x, {"y": [y]})
+    return refused, max(sent)
+
+
+def test_targets_are_sent_without_the_memory_around_them_or_refused():
+    for refused, most in ranks.run(_sent, 2, ranks.plan(4, 2, "1f1b", 4)):
+        assert len(refused) == 2
+        assert all("target: a Named does not travel to the last rank" in each for each in refused)
+        assert most < 10_000
+
+
+def _refilled(rank, plan):
+    """Losses with batches in memory of their own, and with the same ones in memory that is used again."""
+    losses = []
+    for fresh in (True, False):
+        runner = made(rank, plan)
+        x, y = (torch.empty(8, 6, dtype=torch.float64) for _ in range(2))
+        for batch in range(4):
+            if fresh:
+                x, y = torch.empty_like(x), torch.empty_like(y)
+            for tensor, values in zip((x, y), ranks.numbers(batch, 8), strict=True):
+                tensor.copy_(values)
+            losses.append(runner.step(x, y))
+        runner.drain()
+        runner.close()
+    return [None if loss is None else loss.item() for loss in losses]
+
+
+def test_what_does_not_flush_lets_batches_be_filled_again():
+    for losses in ranks.run(_refilled, 2, ranks.plan(4, 2, "2bw", 4)):
+        assert losses[:4] == losses[4:]
+
+
+def test_the_next_pass_after_a_resume_has_its_own_order():
+    def batches(generator):
+        return DataLoader(range(24), 8, shuffle=True, generator=generator)
+
+    def order(reader, generator):
+        return torch.cat([*reader.read(batches(generator))]).tolist()
+
+    reader, generator = Reader(), torch.Generator().manual_seed(5)
+    order(reader, generator)
+    [*reader.read([torch.zeros(1)])]  # another pass, without a generator
+    state = reader.state()
+    wanted = order(reader, generator)
+    again, generator = Reader(), torch.Generator().manual_seed(5)
+    again.restore(state)
+    assert order(again, generator) == wanted
+    first = next(iter(again.read(batches(generator))))
+    assert len(first) == 8
+    again.restore(again.state())
+    with pytest.raises(
+        OptionError, match="^1 batches of a pass were read with 1 generators, and these batches have 0"
+    ):
+        next(again.read([torch.zeros(1)]))

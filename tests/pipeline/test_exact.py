@@ -7,6 +7,10 @@ import torch
 from torch import nn
 
 from squeezebox.pipeline import Runner, schedule_of
+from squeezebox.pipeline._setup import check_optimizer
+from squeezebox.pipeline._training import Forwards
+from squeezebox.pipeline._updates import Exchange
+from squeezebox.pipeline._weights import Flat
 from squeezebox.schedules import Action, Kind, Schedule, placement
 from squeezebox.schema import InputForm, OptionError
 from tests.pipeline import ranks
@@ -203,3 +207,57 @@ def test_two_pipelines_of_two():
         for schedule in ("1f1b", "2bw")
     ]
     _check(cases, ranks.run(_tied, 4, cases), _delayed, 1e-12, ranks.tied, ranks.words, ranks.entropy)
+
+
+def test_a_schedule_of_ones_own_refuses_what_it_would_not_read():
+    plan = ranks.plan(8, 2, "gpipe", 4)
+    with pytest.raises(OptionError, match="^warmup=3 and vertical_sync=False are for the plan's schedule"):
+        schedule_of(plan, 3, _last_first(2, 4))
+
+
+@pytest.mark.parametrize("value", [1e20, 3.0, 1e-3, float("inf"), float("nan")])
+def test_a_norm_beyond_float32_clips(value):
+    wanted = [
+        torch.tensor([value, 1.0], dtype=torch.float64).requires_grad_(),
+        torch.ones(3).requires_grad_(),
+    ]
+    flat = Flat([torch.zeros(2), torch.zeros(3)])
+    for view, each in zip(flat.views, wanted, strict=True):
+        each.grad = each.detach().clone()
+        view.copy_(each.grad)
+    exchange = Exchange(replicas=None, pipeline=None, ties=(), clip=1.0, skip_overflow=False)
+    norm, steps = exchange.run(flat)
+    total = nn.utils.clip_grad_norm_(wanted, 1.0)
+    assert steps
+    torch.testing.assert_close(norm, total.item(), equal_nan=True, rtol=1e-6, atol=0)
+    for view, each in zip(flat.views, wanted, strict=True):
+        torch.testing.assert_close(view, each.grad.float(), equal_nan=True, rtol=1e-6, atol=0)
+
+
+def test_weights_begin_where_torch_s_own_would():
+    parameters = [
+        torch.empty(size, dtype=dtype) for size in (5, 33, 1) for dtype in (torch.float32, torch.bfloat16)
+    ]
+    flat = Flat(parameters, multiple=3)
+    assert all(view.data_ptr() % 64 == 0 for view in flat.views)
+    assert all(part.nbytes % (3 * 64) == 0 for part in flat.parts)
+
+
+def test_optimizers_that_a_runner_cannot_step_are_refused():
+    for make in (torch.optim.LBFGS, torch.optim.SparseAdam):
+        with pytest.raises(OptionError, match=f"^{make.__name__} needs sparse gradients or a closure"):
+            check_optimizer(make([torch.zeros(2).requires_grad_()]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (1.0, "returned float: it must be one number"),
+        (torch.ones(2).requires_grad_(), r"returned a tensor of shape \(2,\)"),
+        (torch.ones(()), "no gradient goes through"),
+    ],
+)
+def test_what_is_no_loss_is_refused(loss, message):
+    forwards = Forwards(None, None, {}, None, None, lambda output: loss, 2, None)
+    with pytest.raises(OptionError, match=message):
+        forwards.loss_of(0, None, torch.ones(2))

@@ -1,5 +1,6 @@
 """Models without memory: where their values come from, and what a rank needs to start."""
 
+import dataclasses
 import math
 import os
 import re
@@ -12,9 +13,9 @@ import torch
 from torch import nn
 
 import squeezebox
-from squeezebox import FormatError, UnsupportedModelError
+from squeezebox import FormatError, OptionError, UnsupportedModelError
 from squeezebox.pipeline import Construction, Initial, Runner
-from squeezebox.schema import InputForm, Link
+from squeezebox.schema import InputForm, Link, PipelineError
 from tests.pipeline import ranks
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -232,7 +233,7 @@ def test_a_rank_needs_less_memory_than_the_model_to_start():
     for result in ranks.run(_started, 5, plan):
         assert not isinstance(result, str), result
         peak, own = result
-        assert own == whole // 5
+        assert whole // 5 <= own <= whole // 5 + 4 * 64  # each of 4 tensors begins at a multiple of 64
         assert peak < own + 0.4 * whole  # two or three tensors at a time, and what starting takes
 
 
@@ -319,3 +320,63 @@ def test_blocks_are_planned_one_by_one():
 
 def _form(plan):
     return plan.schedule, plan.ranks, [(stage.first, stage.end, stage.policy) for stage in plan.stages]
+
+
+def test_arrays_of_numpy_do_not_lose_what_is_written():
+    with Construction(), pytest.raises(ValueError, match="read-only"):
+        nn.Linear(2, 2).weight.detach().numpy()[0] = 1.0
+
+
+def test_generators_of_ones_own_draw_the_same():
+    def make():
+        generator = torch.Generator().manual_seed(7)
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.randn(3, generator=generator))
+        model.bias = nn.Parameter(torch.empty(3).normal_(generator=generator))
+        return model
+
+    with Construction() as construction:
+        made = make()
+    for own, wanted in zip(made.parameters(), make().parameters(), strict=True):
+        assert torch.equal(construction.value(own), wanted)
+
+
+def _made(model, plan):
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+    return Runner(model, plan, optimizer=optimizer, loss_fn=nn.functional.mse_loss)
+
+
+def _unseeded(rank, plan):
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)).double()
+    model[1].running_mean += rank
+    model[2].requires_grad_(False)
+    runner = _made(model, plan)
+    weights = runner.state_dict()
+    runner.close()
+    return weights
+
+
+def test_replicas_begin_alike_without_a_seed():
+    one, other = ranks.run(_unseeded, 2, ranks.plan(3, 1, "1f1b", 2, replicas=2))
+    assert all(torch.equal(one[name], each) for name, each in other.items())
+
+
+def _twice(rank, plan, other):
+    model = ranks.chain()
+    for _ in range(2):
+        _made(model, plan).close()
+    try:
+        _made(model, other)
+    except (OptionError, PipelineError) as error:
+        return str(error)
+
+
+def test_a_model_that_a_runner_has_parted_is_not_parted_elsewhere():
+    even = ranks.plan(8, 2, "1f1b", 2)
+    first, second = even.stages
+    other = dataclasses.replace(
+        even, stages=(dataclasses.replace(first, end=5), dataclasses.replace(second, first=5))
+    )
+    said, _ = ranks.run(_twice, 2, even, other)
+    assert said.startswith("4.inner.0.weight has no values: an earlier runner")

@@ -27,11 +27,12 @@ class _Seen(nn.Module):
         super().__init__()
         self.values, self.gradients = [], []
 
-    def forward(self, *inputs):
+    def forward(self, given):
+        inputs = given if isinstance(given, tuple) else (given,)
         self.values.append([each.detach().clone() for each in inputs])
         if inputs[0].requires_grad:
             inputs[0].register_hook(lambda gradient: self.gradients.append(gradient.clone()))
-        return inputs if len(inputs) > 1 else inputs[0]
+        return given
 
 
 def _seen():

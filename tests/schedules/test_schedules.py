@@ -265,3 +265,18 @@ def test_what_does_not_flush_is_not_repeated():
     broken = gpipe(2, 2)
     with pytest.raises(PlanError, match="is not updated once after batch 0"):
         repeated(dataclasses.replace(broken, orders=(broken.orders[0][:-1], broken.orders[1])))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"forward": (1.0, -1.0)}, "forward=-1.0"),
+        ({"backward": (1.0, float("nan"))}, "backward=nan"),
+        ({"transfer": -1.0}, "transfer=-1.0"),
+        ({"transfer": (float("inf"),)}, "transfer=inf"),
+    ],
+)
+def test_costs_that_are_no_seconds_are_refused(changed, message):
+    costs = dataclasses.replace(Costs.even(2), **changed)
+    with pytest.raises(PlanError, match=f"^{message} among the costs: give seconds"):
+        simulate(gpipe(2, 2), costs)

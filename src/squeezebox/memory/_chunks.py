@@ -54,7 +54,6 @@ class Chunks:
         """Have bytes written; waits for a buffer only."""
         chunk = self._take(offset)
         np.copyto(chunk.data(len(data)), data)  # by this thread alone: torch's would wait for all others
-        self._lost.pop(offset, None)
         self._start(chunk, len(data), written=True)
 
     def fetch(self, offset: int, nbytes: int) -> bool:
@@ -98,7 +97,7 @@ class Chunks:
 
         Raises OSError as :meth:`get`.
         """
-        if offset in self._lost:
+        if filled and offset in self._lost:
             raise self._lost[offset]
         chunk = self._used.get(offset)
         if chunk is None or not filled:
@@ -140,6 +139,8 @@ class Chunks:
         """Free the buffers that nobody wants; one that is being written stays, and its place with it."""
         for offset, chunk in [*self._used.items()]:
             if not chunk.wanted and not (chunk.written and chunk.is_pending):
+                if chunk.written:
+                    self._wait(chunk)  # it is done: note whether the bytes are lost
                 self._free.append(self._used.pop(offset))
 
     def _take(self, offset: int) -> _Chunk:
@@ -168,6 +169,8 @@ class Chunks:
     def _start(self, chunk: _Chunk, nbytes: int, *, written: bool) -> None:
         view = memoryview(chunk.memory)[: sectors(nbytes)]
         chunk.written = written
+        if written:
+            self._lost.pop(chunk.offset, None)
         begin = self._file.begin_write if written else self._file.begin_read
         chunk.done = begin(view, chunk.offset)
 

@@ -79,12 +79,13 @@ class TensorFile:
         freed = self._free.get(nbytes)
         if freed:
             return Place(freed.pop(), nbytes)
+        room = sectors(max(nbytes, 1))
         try:
-            self._file.reserve(self._end, sectors(nbytes))
+            self._file.reserve(self._end, room)
         except OSError as error:
             raise CaptureError(full(nbytes, self._end, self.folder, error)) from error
         found = Place(self._end, nbytes)
-        self._end += sectors(nbytes)
+        self._end += room
         return found
 
     def free(self, place: Place) -> None:

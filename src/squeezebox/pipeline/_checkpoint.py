@@ -9,12 +9,13 @@ import base64
 import contextlib
 import dataclasses
 import io
+import json
 import os
 import pickle
 import re
 import shutil
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from squeezebox.schema import FormatError, OutputError
 
 _COMPLETE = re.compile(r"batch-(\d+)$")
 _METADATA = ".metadata"
+_SUMS = "crc32.json"  # of a part's files
+_READ_BYTES = 1 << 20
 
 
 def write(directory: Path, batch: int, number: int, state: Mapping[str, Any], assembly: Assembly) -> None:
@@ -44,16 +47,11 @@ def write(directory: Path, batch: int, number: int, state: Mapping[str, Any], as
         assembly: of all processes.
 
     Raises:
-        OutputError: this rank's file could not be written, or the checkpoint is there already; earlier ones
-            are as they were.
+        OutputError: this rank's file could not be written; earlier checkpoints are as they were.
     """
     partial, complete = directory / f".batch-{batch}.partial", directory / f"batch-{batch}"
     shutil.rmtree(partial, ignore_errors=True)  # of a save that was cut off
-    if all(assembly.gather(complete.exists())):
-        raise OutputError(
-            f"{complete} is there already, of an earlier run or of another one. Remove it, or name another "
-            "directory."
-        )
+    assembly.meet(f"cleared {batch}")
     with _reported(f"the checkpoint of rank {number} could not be written to {partial}"):
         shutil.rmtree(complete, ignore_errors=True)  # on some nodes only, so nobody reads it
         part = _write_part(partial / _part(number), state)
@@ -69,6 +67,17 @@ def write(directory: Path, batch: int, number: int, state: Mapping[str, Any], as
     assembly.meet(f"completed {batch}")
 
 
+def is_there(directory: Path, batch: int, assembly: Assembly) -> str:
+    """Why a checkpoint cannot be written, as it is there already for all ranks; "" if it can."""
+    complete = directory / f"batch-{batch}"
+    if not all(assembly.gather(complete.exists())):
+        return ""
+    return (
+        f"{complete} is there already, of an earlier run or of another one. Remove it, or name another "
+        "directory."
+    )
+
+
 def newest(directory: Path, assembly: Assembly) -> int | None:
     """How many batches the newest checkpoint has seen that is complete for all ranks; None without one."""
     found = [_COMPLETE.match(path.name) for path in directory.glob("batch-*")]
@@ -79,6 +88,50 @@ def newest(directory: Path, assembly: Assembly) -> int | None:
 def has(directory: Path, batch: int) -> bool:
     """Whether a checkpoint is complete here."""
     return (directory / f"batch-{batch}").exists()
+
+
+def require_whole(directory: Path, batch: int, is_own: Callable[[int], bool]) -> None:
+    """Refuse files that are not as they were written; those of earlier versions have no sums to compare with.
+
+    Args:
+        directory: of checkpoints.
+        batch: of one that is complete.
+        is_own: which processes' parts to look at, as far as they are here.
+
+    Raises:
+        FormatError: names a file that has changed.
+    """
+    for path in (directory / f"batch-{batch}").glob(f"rank-*/{_SUMS}"):
+        if not is_own(int(path.parent.name.removeprefix("rank-"))):
+            continue
+        with _readable(path.parent):
+            for name, wanted in json.loads(path.read_text()).items():
+                found = _sum_of(path.parent / name)
+                if found != wanted:
+                    raise ValueError(f"{name} has the CRC-32 {found:08x}, and {wanted:08x} was written")
+
+
+def _sum_of(path: Path) -> int:
+    found = 0
+    with open(path, "rb") as file:
+        while data := file.read(_READ_BYTES):
+            found = zlib.crc32(data, found)
+    return found
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (
+        OSError, RuntimeError, EOFError, ValueError, KeyError, AttributeError, AssertionError,
+        pickle.UnpicklingError,
+    ) as error:  # fmt: skip
+        raise FormatError(
+            f"{path} cannot be read ({type(error).__name__}: {error}). Resume from another one: "
+            "load(directory, batch=...). Where nodes have disks of their own, resume with the "
+            "plan that it was saved by, or put all nodes' files together."
+        ) from error
 
 
 class Checkpoint:
@@ -92,7 +145,7 @@ class Checkpoint:
         folder = directory / f"batch-{batch}"
         self.path = folder if number is None else folder / _part(number)
         self._reader = FileSystemReader(self.path)
-        with self._checked():
+        with _readable(self.path):
             self._metadata = self._reader.read_metadata()
 
     def forms(self, prefix: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -110,7 +163,7 @@ class Checkpoint:
             FormatError: one is not there or damaged.
         """
         planner = _Planner()
-        with self._checked():
+        with _readable(self.path):
             planner.set_up_planner(values, self._metadata, is_coordinator=True)
             self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
             plan = self._reader.prepare_local_plan(planner.create_local_plan())
@@ -125,7 +178,7 @@ class Checkpoint:
         depth, found = len(path), dict[str, Any]()
         places = {
             key: place
-            for key, place in self._metadata.planner_data.items()
+            for key, place in (self._metadata.planner_data or {}).items()
             if place[:depth] == path and (only is None or place[depth] in only)
         }
         for key in places:
@@ -143,20 +196,6 @@ class Checkpoint:
                 inner = inner.setdefault(name, {})
             inner[place[-1]] = found[key]
         return root
-
-    @contextlib.contextmanager
-    def _checked(self) -> Iterator[None]:
-        try:
-            yield
-        except (
-            OSError, RuntimeError, EOFError, ValueError, KeyError, AttributeError, AssertionError,
-            pickle.UnpicklingError,
-        ) as error:  # fmt: skip
-            raise FormatError(
-                f"{self.path} cannot be read ({type(error).__name__}: {error}). Resume from another one: "
-                "load(directory, batch=...). Where nodes have disks of their own, resume with the "
-                "plan that it was saved by, or put all nodes' files together."
-            ) from error
 
 
 class _Planner(DefaultLoadPlanner):
@@ -193,6 +232,8 @@ def _write_part(folder: Path, state: Mapping[str, Any]) -> Metadata:
     (plan,) = writer.prepare_global_plan(plans)
     results = writer.write_data(planner.finish_plan(plan), planner)
     writer.finish(metadata, [results.wait()])
+    sums = {path.name: _sum_of(path) for path in sorted(folder.iterdir())}
+    _write_file(folder / _SUMS, json.dumps(sums).encode(), 0)
     return metadata
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -77,7 +78,8 @@ class Construction(TorchDispatchMode):
             model = GPT()
 
     Operators count that run on the CPU. Where Python reads values (``tolist``, ``item``, ``if``), they are
-    computed at once. Move the model, or change its dtype, inside of the context.
+    computed at once; numpy's arrays of them are read-only. Move the model, or change its dtype, inside of
+    the context.
     """
 
     def __init__(self) -> None:
@@ -161,7 +163,7 @@ class Construction(TorchDispatchMode):
     def _noted(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it without memory, and keep what it takes to run it again with."""
         state = self._advanced(function, args, kwargs)
-        plain = {name: value for name, value in kwargs.items() if name != "generator"}
+        plain = {name: None if name == "generator" else value for name, value in kwargs.items()}
         if "device" in kwargs:
             plain["device"] = _NOWHERE
         result = function(*_nowhere(args), **_nowhere(plain))
@@ -234,7 +236,10 @@ class _OnHost(TorchFunctionMode):
         if func in _ASKED and self._knows(args[0]):
             return _ASKED[func]
         if func in _READ and self._knows(args[0]):
-            return func(self._value(args[0]), *args[1:], **(kwargs or {}))
+            found = func(self._value(args[0]), *args[1:], **(kwargs or {}))
+            if isinstance(found, np.ndarray):
+                found.flags.writeable = False  # what is written there would not reach the tensor
+            return found
         return func(*args, **(kwargs or {}))
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from torch.utils import _pytree as pytree
 from squeezebox.schema import UnsupportedModelError, in_one_line
 
 _MOST_CROSSING = 8  # tensors that a cut may part, at most
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", *_BACKWARD_HOOKS)
 _LARGEST = 0.25  # share of the operators in one piece, above which more tensors may cross
 
 
@@ -31,7 +34,8 @@ class Piece:
 def cut(model: nn.Module, inputs: tuple[Any, ...], keywords: Sequence[str] = ()) -> list[Piece]:
     """Part a model into pieces which, called one after the other, are the model.
 
-    An ``nn.Sequential`` is parted into its children, and stays as it is. Any other model is exported
+    An ``nn.Sequential`` is parted into its children, and stays as it is. Any other model, or one with a
+    forward or hooks of its own, is exported
     (``torch.export``) with ``inputs``, one microbatch, and parted where few tensors cross, if possible one:
     its pieces are graphs for inputs of this shape and in the mode, training or evaluation, that the model
     is in; they share its parameters and buffers.
@@ -46,16 +50,19 @@ def cut(model: nn.Module, inputs: tuple[Any, ...], keywords: Sequence[str] = ())
             DTensor.
     """
     _require_whole(model)
-    if any(keywords) and isinstance(model, nn.Sequential):
+    if any(keywords) and _is_plain(model):
         raise UnsupportedModelError(
             f"an nn.Sequential takes its inputs by place, and these are called {', '.join(keywords)}. Pass a "
             "tensor, or a tuple of them."
         )
-    if isinstance(model, nn.Sequential):
+    if _is_plain(model):
+        groups = [*_grouped(model)]
         return [
-            Piece(name, _Tupled(children[0] if len(children) == 1 else nn.Sequential(*children)))
-            for name, children in _grouped(model)
+            Piece(name, _Tupled(children, is_first=group is groups[0], is_last=group is groups[-1]))
+            for group in groups
+            for name, children in [group]
         ]
+    _require_no_backward_hooks(model)
     pairs = [*itertools.zip_longest(inputs, keywords, fillvalue="")]
     try:
         by_place = tuple(each for each, name in pairs if not name)
@@ -84,6 +91,15 @@ def _require_whole(model: nn.Module) -> None:
             )
 
 
+def _require_no_backward_hooks(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if any(vars(module)[hooks] for hooks in _BACKWARD_HOOKS):
+            raise UnsupportedModelError(
+                f"{name or 'the model'} has a backward hook, which torch.export leaves out. Remove it, let "
+                "a tensor have it (register_hook), or make the model an nn.Sequential."
+            )
+
+
 def fingerprint(pieces: Sequence[Piece]) -> str:
     """What must be equal where a plan is made and where it is used: names and shapes, not values."""
     rows = [
@@ -94,16 +110,47 @@ def fingerprint(pieces: Sequence[Piece]) -> str:
     return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:16]
 
 
+def without_piece(model: nn.Module, pieces: Sequence[Piece]) -> list[Tensor]:
+    """Parameters and buffers of a model that no piece has, such as of a module that is not called."""
+    held = {id(each) for piece in pieces for each in (*piece.module.parameters(), *piece.module.buffers())}
+    return [each for each in (*model.parameters(), *model.buffers()) if id(each) not in held]
+
+
 class _Tupled(nn.Module):
-    """A module whose single output comes as a tuple."""
+    """Children of an ``nn.Sequential`` in a row; what they return comes as a tuple.
 
-    def __init__(self, inner: nn.Module) -> None:
+    As in an ``nn.Sequential``, one that is not the first gets such a tuple as its one argument. Only if it
+    needs more than one argument, it gets each tensor as one.
+    """
+
+    def __init__(self, children: Sequence[nn.Module], *, is_first: bool, is_last: bool) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner = children[0] if len(children) == 1 else nn.Sequential(*children)
+        self._spreads, self._is_last = is_first or not _takes_one(self.inner), is_last
 
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        output = self.inner(*inputs)
-        return output if isinstance(output, tuple) else (output,)
+    def forward(self, *inputs: Tensor) -> tuple[Any, ...]:
+        output = self.inner(*inputs) if self._spreads or len(inputs) == 1 else self.inner(inputs)
+        if self._is_last or isinstance(output, Tensor):
+            return (output,)
+        if type(output) is tuple and len(output) > 1 and all(isinstance(each, Tensor) for each in output):
+            return output
+        size = f" of {len(output)}" if isinstance(output, tuple) else ""
+        raise UnsupportedModelError(
+            f"{type(self.inner).__name__} in an nn.Sequential returns a {type(output).__name__}{size}, and "
+            "only a tensor, or a plain tuple of several, can cross to the next stage. Let it return such."
+        )
+
+
+def _takes_one(module: nn.Module) -> bool:
+    try:
+        signature = inspect.signature(module.forward)
+    except (TypeError, ValueError):  # it is not Python's
+        return True
+    try:
+        signature.bind(None)
+    except TypeError:
+        return False
+    return True
 
 
 class _Structured(nn.Module):
@@ -133,11 +180,22 @@ def _grouped(model: nn.Sequential) -> Iterator[tuple[str, list[nn.Module]]]:
 
 
 def _children(model: nn.Sequential, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    for name, child in model.named_children():
-        if isinstance(child, nn.Sequential):
+    for name, child in vars(model)["_modules"].items():  # named_children() leaves out what comes again
+        if _is_plain(child):
             yield from _children(child, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", child
+
+
+def _is_plain(module: nn.Module) -> TypeGuard[nn.Sequential]:
+    """Whether it does nothing but call its children in turn."""
+    own = vars(module)
+    return (
+        isinstance(module, nn.Sequential)
+        and type(module).forward is nn.Sequential.forward
+        and "forward" not in own
+        and not any(own[name] for name in _HOOKS)
+    )
 
 
 def _graphs(traced: GraphModule) -> Iterator[tuple[str, Graph]]:

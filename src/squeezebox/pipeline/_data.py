@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import random
+from collections import OrderedDict
 from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
@@ -24,7 +25,7 @@ from torch.utils import _pytree as pytree
 from squeezebox.pipeline._health import Health
 from squeezebox.pipeline._setup import Place
 from squeezebox.pipeline._wire import Form, Peer, Sender
-from squeezebox.schedules import Schedule
+from squeezebox.schedules import Schedule, published
 from squeezebox.schema import OptionError, PipelinePlan
 
 _BATCH, _REFUSED, _END = "batch", "refused", "end"
@@ -177,6 +178,7 @@ class Feed:
         self._schedule, self._place, self._takes_less = schedule, place, takes_less
         # PipeDream's microbatches each have an update of their own.
         self._parts = plan.microbatches if plan.schedule == "pipedream" else 1
+        self._flushes = published(plan.schedule).flushes
         self.inputs: dict[int, tuple[Tensor, ...]] = {}
         self.targets: dict[int, Any] = {}
         self._samples: dict[int, tuple[int, float]] = {}  # by batch: here, and all pipelines' mean
@@ -252,6 +254,7 @@ class Feed:
             of_target = samples
             if target is not None:
                 of_target = self._counted(pytree.tree_leaves(target), "target")
+                self._require_sent(target)
             if of_target != samples:
                 raise OptionError(
                     f"inputs have {samples} samples, and the target {of_target}. Pass both of the same."
@@ -259,6 +262,7 @@ class Feed:
         except OptionError as error:
             return self._channel.tell(_REFUSED, str(error))
         parts = self._shared(given, batch * self._plan.microbatches)
+        target = pytree.tree_map_only(Tensor, self._apart, target)
         word = self._channel.tell(_BATCH, target=target, samples=samples, inputs=parts)
         return word._replace(inputs=parts[self._place.number]) if word.what == _BATCH else word
 
@@ -268,12 +272,30 @@ class Feed:
         size = self._plan.microbatch
         for place, part in enumerate(zip(*(tensor.split(size) for tensor in given), strict=True)):
             owner = self._place.of(self._schedule.rank_of(0, first + place))
-            is_own = owner == self._place.number
-            # A part that is sent has no more than its own memory.
-            shared.setdefault(owner, {})[place] = (
-                part if is_own else tuple(each.cpu().clone() for each in part)
-            )
+            if owner != self._place.number:  # what is sent has no more than its own memory
+                part = tuple(each.cpu().clone() for each in part)
+            elif not self._flushes:  # the caller may write into it before it is read
+                part = tuple(each.clone() for each in part)
+            shared.setdefault(owner, {})[place] = part
         return shared
+
+    def _apart(self, target: Tensor) -> Tensor:
+        """A target without memory that is not its own, or that the caller may change while it is needed."""
+        target = target.detach()
+        is_view = target.untyped_storage().nbytes() > target.nbytes
+        return target.clone() if is_view or not self._flushes else target
+
+    def _require_sent(self, target: Any) -> None:
+        """Refuse structures that another rank would not make out of a message."""
+        if {*self._schedule.ranks_of(self._schedule.num_stages - 1)} == {0} or isinstance(target, Tensor):
+            return
+        if type(target) not in (dict, OrderedDict, list, tuple):
+            raise OptionError(
+                f"target: a {type(target).__name__} does not travel to the last rank. Pass a tensor, or a "
+                "plain tuple, list or dict of them."
+            )
+        for each in target.values() if isinstance(target, dict) else target:
+            self._require_sent(each)
 
     def _targets(self, word: Word) -> list[Any]:
         """Each microbatch's part of a tensor, or of a tuple or dict of tensors."""
@@ -374,13 +396,13 @@ class Reader:
     def __init__(self) -> None:
         self._now = random_state()
         self._began: RandomState = self._now
-        self._generators: list[Tensor] | None = None  # their states when the pass began
+        self._generators: list[Tensor] = []  # their states when the pass began, or after one when it ended
         self._taken = 0
         self._resumes = False
 
     def read(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches of a pass; after :meth:`restore`, those that are left of it."""
-        generators = _generators_of(batches)
+        generators, before = _generators_of(batches), [] if self._taken else self._generators
         skipped = self._begin(generators)
         with self._own():
             iterator = iter(batches)
@@ -389,7 +411,8 @@ class Reader:
             with self._own():
                 batch = next(iterator, missing)
             if batch is missing:
-                self._began, self._taken, self._generators = self._now, 0, None
+                self._began, self._taken = self._now, 0
+                self._generators = [generator.get_state() for generator in generators] or before
                 return
             self._taken += 1
             if self._taken > skipped:
@@ -402,14 +425,20 @@ class Reader:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Let the next :meth:`read` go on where :meth:`state` was called."""
         self._began = self._now = dict(state["began"])
-        self._taken, self._generators, self._resumes = state["taken"], state["generators"], True
+        self._taken, self._generators, self._resumes = state["taken"], state["generators"] or [], True
 
     def _begin(self, generators: list[torch.Generator]) -> int:
         """Prepare a pass: how many of its batches have been taken before."""
         skipped = self._taken if self._resumes else 0
-        if self._resumes and self._generators is not None:
+        if self._resumes and len(generators) == len(self._generators):
             for generator, state in zip(generators, self._generators, strict=True):
                 generator.set_state(state.cpu())
+        elif skipped:
+            raise OptionError(
+                f"{skipped} batches of a pass were read with {len(self._generators)} generators, and these "
+                f"batches have {len(generators)}, so their order is another one. Pass a DataLoader with the "
+                "generators that it had."
+            )
         self._began, self._taken, self._resumes = self._now, 0, False
         self._generators = [generator.get_state() for generator in generators]
         return skipped

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from squeezebox.pipeline._construction import Construction, reset
 from squeezebox.pipeline._setup import device_of, own_device
-from squeezebox.pipeline._weights import stand_in
+from squeezebox.pipeline._weights import is_stand_in, stand_in
 from squeezebox.schema import FormatError, OptionError, UnsupportedModelError
 
 
@@ -76,7 +76,7 @@ class Initial:
         source = self._stands_for.get(id(tensor), tensor)
         return self._construction.value(source) if source.is_meta else source.detach()
 
-    def fill(self, parameters: Iterable[nn.Parameter]) -> None:
+    def fill(self, parameters: Iterable[Tensor]) -> None:
         """Give parameters their values, in place of stand-ins."""
         for parameter in parameters:
             if id(parameter) in self._stands_for or id(parameter) in self._read:
@@ -92,6 +92,20 @@ class Initial:
         finally:
             for parameter, there in before:
                 parameter.data = there
+
+    def require(self, tensors: Iterable[Tensor], names: Mapping[int, str]) -> None:
+        """Refuse parameters that an earlier runner has given up.
+
+        Raises:
+            OptionError: names one of them.
+        """
+        for tensor in tensors:
+            known = id(tensor) in self._read or id(tensor) in self._stands_for
+            if not known and id(tensor) in names and is_stand_in(tensor):
+                raise OptionError(
+                    f"{names[id(tensor)]} has no values: an earlier runner of this model has given up what "
+                    "its rank did not hold. Make the model again."
+                )
 
     def close(self) -> None:
         """Move the model back to the meta device, if it was there."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from squeezebox.memory import freed_returned
-from squeezebox.pipeline._checkpoint import has, newest, write
+from squeezebox.pipeline._checkpoint import has, is_there, newest, write
 from squeezebox.pipeline._construction import Construction
-from squeezebox.pipeline._cut import cut
+from squeezebox.pipeline._cut import cut, without_piece
 from squeezebox.pipeline._data import Channel, Feed, Reader, batches_of
 from squeezebox.pipeline._health import Assembly, Health
 from squeezebox.pipeline._initial import Initial
@@ -24,6 +24,7 @@ from squeezebox.pipeline._links import Links, Wires
 from squeezebox.pipeline._packing import Wire
 from squeezebox.pipeline._setup import (
     agree,
+    check_optimizer,
     check_options,
     check_shards,
     check_stages,
@@ -41,11 +42,11 @@ from squeezebox.pipeline._stage import Stage, evaluating
 from squeezebox.pipeline._state import State
 from squeezebox.pipeline._torch import TorchPasses, TorchTraining, engine_of, joined_by, require_suited
 from squeezebox.pipeline._training import Forwards, Training, Turns
-from squeezebox.pipeline._updates import Exchange, Updates, issues_in_order
+from squeezebox.pipeline._updates import Exchange, Updates, issues_in_order, level
 from squeezebox.pipeline._weights import Weights, forget
 from squeezebox.pipeline._wire import Traffic
 from squeezebox.schedules import Schedule, Sharing
-from squeezebox.schema import FormatError, OptionError, PipelinePlan
+from squeezebox.schema import FormatError, OptionError, OutputError, PipelinePlan
 
 _serials = itertools.count()  # runners of a process, in the order that all ranks make them in
 
@@ -123,6 +124,7 @@ class Runner:
         weights: str | Path | None = None,
     ) -> None:
         check_options(plan, clip, skip_overflow, correction, patience)
+        check_optimizer(optimizer)
         shard = plan.shard if shard is None else shard
         plan = dataclasses.replace(plan, shard=shard)
         path = None if weights is None else Path(weights)
@@ -166,6 +168,9 @@ class Runner:
             self._health.connected([*groups.all(), *joined])
             self._health.works("begins")
             known = {id(parameter): name for name, parameter in model.named_parameters()}
+            held = [each for stage in self.stages.values() for each in stage.parameters()]
+            spare = without_piece(model, pieces) if self.is_first else []
+            initial.require([*held, *spare], known)
             optimized = [
                 [known[id(each)] for each in group["params"] if id(each) in known]
                 for group in optimizer.param_groups
@@ -180,9 +185,8 @@ class Runner:
                 self._weights = Weights(own, known, initial.of)
             kept = self._weights.kept if isinstance(self._weights, Shards) else self._weights
             self._weights.hand_over(optimizer)
-            held = [each for stage in self.stages.values() for each in stage.parameters()]
-            initial.fill(each for each in held if not each.requires_grad)
-            forget(model, held)
+            initial.fill([*(each for each in held if not each.requires_grad), *spare])
+            forget(model, [*held, *spare])
             self.optimizer = optimizer
             turns_taken = order.ranks_of(next(iter(self.stages)))
             exchange = Exchange(
@@ -197,6 +201,9 @@ class Runner:
             )
             self._health.waits("waits for all ranks' first weights", place.number)
             exchange.level(kept.versions[0])
+            if groups.replicas is not None:
+                buffers = [each for stage in self.stages.values() for each in stage.buffers()]
+                level([each for each in held if not each.requires_grad] + spare + buffers, groups.replicas)
             self._health.works("begins")
             in_order = issues_in_order(device_of(model))
             self._updates = Updates(kept, optimizer, optimized, exchange, correction, in_order=in_order)
@@ -209,6 +216,7 @@ class Runner:
                 plan=plan,
                 place=place,
                 stages=self.stages,
+                spare=spare,
                 weights=kept,
                 shards=self._weights if isinstance(self._weights, Shards) else None,
                 updates=self._updates,
@@ -382,7 +390,8 @@ class Runner:
         owes. What is under way is finished first. Everything goes on from there to the bit.
 
         Raises:
-            OutputError: a file could not be written; earlier checkpoints are as they were.
+            OutputError: a file could not be written; earlier checkpoints are as they were. If this one is
+                there already, all ranks raise it and can go on.
             PipelineError: another rank failed.
         """
         self.drain()
@@ -390,7 +399,11 @@ class Runner:
             if isinstance(self._weights, Weights):
                 self._weights.select(self._weights.newest)
             batch = self._training.batch
-            write(Path(directory), batch, self._place.number, self._state.saved(batch), self._assembly)
+            refused = is_there(Path(directory), batch, self._assembly)
+            if not refused:
+                write(Path(directory), batch, self._place.number, self._state.saved(batch), self._assembly)
+        if refused:
+            raise OutputError(refused)
 
     def load(self, directory: str | Path, batch: int | None = None) -> int:
         """Go on from the newest checkpoint that is complete for all ranks, or from the one after ``batch``.
@@ -402,14 +415,17 @@ class Runner:
             How many batches it has seen.
 
         Raises:
-            FormatError: there is none, it is damaged, or it is of another model or optimizer.
+            FormatError: there is none, it is damaged, or it is of another model or optimizer. All ranks raise
+                it before anything is changed, and can go on.
             PipelineError: another rank failed.
         """
         self.drain()
         with self._health.guard():
-            chosen = self._agreed(Path(directory), batch)
-            self._state.restore(Path(directory), chosen, self._training.restart)
-            return chosen
+            chosen, refused = self._agreed(Path(directory), batch)
+            if not refused:
+                self._state.restore(Path(directory), chosen, self._training.restart)
+                return chosen
+        raise FormatError(refused)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The newest weights and the buffers of this rank's stages, by their names in the model.
@@ -437,16 +453,18 @@ class Runner:
         """How often this rank has gathered and scattered stages with ``shard``, and the bytes that came."""
         return self._weights.shared() if isinstance(self._weights, Shards) else None
 
-    def _agreed(self, directory: Path, batch: int | None) -> int:
-        """The batch whose checkpoint all ranks load."""
+    def _agreed(self, directory: Path, batch: int | None) -> tuple[int, str]:
+        """The batch whose checkpoint all ranks load, and why none of them does; "" if they do."""
         chosen = newest(directory, self._assembly) if batch is None else batch
         lacking = [] if chosen is None else self._assembly.gather(has(directory, chosen))
         if chosen is None or not all(lacking):
             whose = f" for rank {lacking.index(False)}" if lacking else ""
-            raise FormatError(
-                f"there is no complete checkpoint in {directory}{whose}. Name the right directory."
-            )
-        return chosen
+            return 0, f"there is no complete checkpoint in {directory}{whose}. Name the right directory."
+        refusals = self._assembly.gather(self._state.refusal(directory, chosen))
+        first = next((number for number, why in enumerate(refusals) if why), None)
+        if first is None:
+            return chosen, ""
+        return chosen, refusals[self._place.number] or f"rank {first}: {refusals[first]}"
 
     def close(self) -> None:
         """End this runner's threads, when what it sent has arrived; what it was waiting for is left."""

@@ -44,6 +44,11 @@ def schedule_of(
         PlanError: the caller's own is not whole, or does not flush after each batch.
     """
     if own is not None:
+        if warmup or vertical_sync:
+            raise OptionError(
+                f"warmup={warmup} and vertical_sync={vertical_sync} are for the plan's schedule, and "
+                "schedule= is one of your own. Leave them out."
+            )
         return _own_schedule(plan, own)
     row, replicas = schedules.published(plan.schedule), plan.stage_replicas
     if replicas and plan.replicas > 1:
@@ -109,6 +114,19 @@ def check_shards(plan: PipelinePlan, engine: str, is_tied: bool) -> None:
         raise OptionError(f"{what}, and shard=True needs all of a stage to itself. Leave it out.")
 
 
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse one that a runner cannot step.
+
+    Raises:
+        OptionError: says why.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
+        raise OptionError(
+            f"{type(optimizer).__name__} needs sparse gradients or a closure, and a pipeline's gradients are "
+            "dense and its updates call nothing. Take another optimizer, such as AdamW."
+        )
+
+
 def check_options(
     plan: PipelinePlan, clip: float | None, skip_overflow: bool, correction: bool, patience: float
 ) -> None:
@@ -121,8 +139,10 @@ def check_options(
         raise OptionError(
             f"clip={clip}: a bound of the gradients' norm must be above 0. Leave it out for none."
         )
-    if not patience > 0.0:
-        raise OptionError(f"patience={patience}: a rank must be waited for. Give seconds above 0.")
+    if not 0.0 < patience < math.inf:
+        raise OptionError(
+            f"patience={patience}: a rank must be waited for, and not without end. Give seconds above 0."
+        )
     if plan.schedule == "pipedream" and (clip is not None or skip_overflow):
         raise OptionError(
             "PipeDream's stages update each on its own, so clip= and skip_overflow= cannot be exact with it. "

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from squeezebox.pipeline._health import Health, await_until
-from squeezebox.pipeline._weights import Flat, Weights, sizes
+from squeezebox.pipeline._weights import Flat, Weights, aligned, sizes
 from squeezebox.schedules import Sharing
 from squeezebox.schema import OptionError
 
@@ -216,7 +216,7 @@ class Shards:
             if parameter.dtype == part.dtype:
                 span = slice(max(first - offset, 0), max(min(end - offset, view.numel()), 0))
                 own = part[offset : offset + view.numel()][span]
-                offset += view.numel()
+                offset += aligned(parameter)
                 if own.numel():
                     self._spans[id(parameter)] = span
                     self._slices[id(parameter)] = nn.Parameter(own.clone())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from squeezebox.pipeline._checkpoint import Checkpoint, packed, unpacked
+from squeezebox.pipeline._checkpoint import Checkpoint, packed, require_whole, unpacked
 from squeezebox.pipeline._data import Reader, random_state, restore_random_state
 from squeezebox.pipeline._links import Wires
 from squeezebox.pipeline._setup import Place
@@ -28,12 +28,13 @@ _FORMAT = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
-    """All of a rank that training changes."""
+    """All of a rank that training changes, and what no stage has, ``spare``, where the first one is."""
 
     model: nn.Module
     plan: PipelinePlan
     place: Place
     stages: Mapping[int, Stage]
+    spare: Sequence[Tensor]
     weights: Weights
     shards: Shards | None
     updates: Updates
@@ -75,7 +76,7 @@ class State:
         held = [
             (*stage.parameters(), *stage.buffers()) for each, stage in self.stages.items() if each in stages
         ]
-        own = {id(each) for tensors in held for each in tensors}
+        own = {id(each) for tensors in [*held, self.spare if 0 in stages else ()] for each in tensors}
         named = self.model.state_dict(keep_vars=True)
         return {name: tensor.detach() for name, tensor in named.items() if id(tensor) in own}
 
@@ -124,9 +125,25 @@ class State:
                 stacklevel=3,
             )
 
+    def refusal(self, directory: Path, batch: int) -> str:
+        """Why this rank does not go on from a complete checkpoint; "" if it can."""
+        try:
+            self._checked(Checkpoint(directory, batch))
+            count = self.place.ranks * self.place.replicas
+            require_whole(directory, batch, lambda part: part % count == self.place.number)
+        except FormatError as error:
+            return str(error)
+        return ""
+
     def _checked(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """What a checkpoint says of itself, if it is of this model and optimizer."""
-        about: dict[str, Any] = json.loads(unpacked(checkpoint.nested("about")))
+        saved_about = checkpoint.nested("about")
+        if not isinstance(saved_about, Tensor):
+            raise FormatError(
+                f"{checkpoint.path} was not saved by a runner: it does not say by which split and optimizer. "
+                "Name another one, or load its weights into the model before you make the runner."
+            )
+        about: dict[str, Any] = json.loads(unpacked(saved_about))
         if about["format"] != _FORMAT:
             raise FormatError(
                 f"{checkpoint.path} has format {about['format']}, and this Squeezebox reads {_FORMAT}. "
@@ -187,7 +204,12 @@ class State:
 
     def _untrained(self) -> dict[str, Tensor]:
         named = self.model.state_dict(keep_vars=True)
-        return {name: each for name, each in self.persistent().items() if not named[name].requires_grad}
+        spare = {*map(id, self.spare)}
+        return {
+            name: each
+            for name, each in self.persistent().items()
+            if not named[name].requires_grad or id(named[name]) in spare
+        }
 
     def _assembled(self, shards: Shards, states: dict[str, Any]) -> dict[str, Tensor]:
         """The model's tensors out of all replicas' parts; the same is done to the optimizer's states.

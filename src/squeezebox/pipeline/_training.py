@@ -21,7 +21,7 @@ from squeezebox.pipeline._updates import Settings, Updates
 from squeezebox.pipeline._weights import Flat, Weights
 from squeezebox.pipeline._wire import Traffic, apart
 from squeezebox.schedules import Action, Kind, Schedule
-from squeezebox.schema import PipelinePlan, UnsupportedModelError
+from squeezebox.schema import OptionError, PipelinePlan, UnsupportedModelError
 
 
 class Forwards:
@@ -124,12 +124,24 @@ class Forwards:
         """A microbatch's part of the batch's mean loss."""
         output = outputs[0] if len(outputs) == 1 else outputs
         loss = self._loss_fn(output) if target is None else self._loss_fn(output, target)
+        _require_loss(loss)
         return loss / self.feed.parts(number)
 
     def _like(self, stages: Mapping[int, Stage], purpose: str, samples: int) -> Forwards:
         links = self.links.plain(purpose)
         options = self.feed, self._loss_fn, samples, self._enter
         return Forwards(self.plan, self._model, stages, links, *options)
+
+
+def _require_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise OptionError(f"loss_fn returned {found}: it must be one number, in a tensor. Return the mean.")
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise OptionError(
+            "loss_fn returned a loss that no gradient goes through, such as a detached one. Return the "
+            "tensor that the model's output leads to."
+        )
 
 
 def stages_again(

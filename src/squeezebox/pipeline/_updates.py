@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -86,8 +86,8 @@ class Exchange:
             return None, True
         norm = float(squares.sqrt())
         finite = norm < float("inf")  # false for NaN too
-        if self.clip is not None and finite:
-            factor = min(1.0, self.clip / (norm + 1e-6))
+        factor = 1.0 if self.clip is None else self.clip / (norm + 1e-6)
+        if not factor >= 1.0:  # NaN too: then all gradients are NaN, as torch's are
             for part in gradients.parts:
                 part *= factor
         return norm, finite or not self.skip_overflow
@@ -106,7 +106,7 @@ class Exchange:
         own = [view for place, view in enumerate(views) if place not in elsewhere]
         total = torch.zeros((), dtype=torch.float64, device=gradients.device)
         for view in own:
-            total += torch.linalg.vector_norm(view, dtype=_wide(view)).double() ** 2
+            total += _norm(view) ** 2
         if self.pipeline is not None:
             dist.all_reduce(total, group=self.pipeline)
         return total
@@ -144,8 +144,26 @@ def _like(settings: Mapping[str, Any], values: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
+def _norm(tensor: Tensor) -> Tensor:
+    """Of all elements; squares may be too large for float32."""
+    if tensor.device.type != "cpu":
+        return _wide_norm(tensor, torch.float64)  # to look at it first would wait for the device
+    norm = _wide_norm(tensor, torch.float32)
+    return norm if norm.isfinite() else _wide_norm(tensor, torch.float64)
+
+
+def _wide_norm(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, dtype))
+    return norm.double()
+
+
+def level(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Let all ranks of a group have the first one's values of tensors that are not trained."""
+    for tensor in (each for each in tensors if each.numel()):
+        values = tensor.detach().clone(memory_format=torch.contiguous_format)
+        dist.broadcast(values.view(-1).view(torch.uint8), group=group, group_src=0)
+        if not torch.equal(values, tensor):
+            tensor.data = torch.empty_like(tensor).copy_(values)
 
 
 class _InOrder:

@@ -7,7 +7,7 @@ steps in place do not touch what autograd has noted of the model's parameters: g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,14 @@ from torch import Tensor, nn
 
 from squeezebox.schema import OptionError
 
+_ALIGNED_BYTES = 64
+
 
 class Flat:
     """Tensors shaped like some parameters, side by side in one tensor for each dtype.
 
-    Such a tensor is filled up until its length is one that ``multiple`` divides. It lies at the beginning of
+    Each begins at a multiple of 64 bytes, as torch's own tensors do: some kernels add up in another order
+    elsewhere. Such a tensor is filled up until ``multiple`` parts of it do too. It lies at the beginning of
     one of its dtype in ``room``, if that is given.
     """
 
@@ -40,7 +43,7 @@ class Flat:
             rest, count = rests[parameter.dtype], parameter.numel()
             strides = torch.empty_like(parameter, device="meta").stride()  # its layout, made dense
             self.views.append(rest[:count].as_strided(parameter.shape, strides))
-            rests[parameter.dtype] = rest[count:]
+            rests[parameter.dtype] = rest[aligned(parameter) :]
 
     def copy(self) -> Flat:
         """Another one with the same values."""
@@ -63,8 +66,15 @@ def sizes(parameters: Sequence[Tensor], multiple: int = 1) -> dict[torch.dtype, 
     """Elements of each dtype, filled up."""
     found: dict[torch.dtype, int] = {}
     for parameter in parameters:
-        found[parameter.dtype] = found.get(parameter.dtype, 0) + parameter.numel()
-    return {dtype: -(-size // multiple) * multiple for dtype, size in found.items()}
+        found[parameter.dtype] = found.get(parameter.dtype, 0) + aligned(parameter)
+    steps = {dtype: multiple * _ALIGNED_BYTES // dtype.itemsize for dtype in found}
+    return {dtype: -(-size // steps[dtype]) * steps[dtype] for dtype, size in found.items()}
+
+
+def aligned(parameter: Tensor) -> int:
+    """Elements from where one begins to where the next one may."""
+    step = _ALIGNED_BYTES // parameter.dtype.itemsize
+    return -(-parameter.numel() // step) * step
 
 
 class Weights:
@@ -181,7 +191,13 @@ def stand_in(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
 
 
-def forget(model: nn.Module, held: Sequence[nn.Parameter]) -> None:
+def is_stand_in(tensor: Tensor) -> bool:
+    """Whether it is one of :func:`stand_in`, as far as that can be seen."""
+    is_single = tensor.untyped_storage().nbytes() == tensor.element_size()
+    return is_single and tensor.is_floating_point() and bool(tensor.detach().isnan().any())
+
+
+def forget(model: nn.Module, held: Iterable[Tensor]) -> None:
     """Free all but what a rank holds: other parameters keep their shape, and are NaN."""
     kept = {id(parameter) for parameter in held}
     for parameter in model.parameters():

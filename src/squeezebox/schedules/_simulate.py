@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Run the schedule on paper: every rank in its order, each action as soon as what it needs is there.
 
     Raises:
-        PlanError: ranks wait for each other without end, or a stage has no costs.
+        PlanError: ranks wait for each other without end, or a stage has no costs, or some below 0 or NaN.
     """
     if len(costs.forward) != schedule.num_stages or len(costs.backward) != schedule.num_stages:
         raise PlanError(
@@ -105,6 +106,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             f"forwards and {len(costs.backward)} backwards; give one of each for every stage."
         )
     seconds = costs.by_kind()
+    _require_seconds(costs, seconds)
     ahead = None if costs.gather is None else [_visiting(order, costs) for order in schedule.orders]
     spans = run(schedule, lambda action: seconds[action.kind][action.stage], costs.transfer, ahead)
     bytes_ = costs.activation_bytes or (0,) * schedule.num_stages
@@ -117,6 +119,18 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         versions=versions(schedule),
         transfers=tuple(_sent(schedule, rank) for rank in range(schedule.num_ranks)),
     )
+
+
+def _require_seconds(costs: Costs, seconds: Mapping[Kind, tuple[float, ...]]) -> None:
+    transfer = costs.transfer if isinstance(costs.transfer, tuple) else (costs.transfer,)
+    named = {f"{kind.name.lower()}=": each for kind, each in seconds.items()}
+    named |= {"transfer=": transfer, "gather=": costs.gather or (), "scatter=": costs.scatter or ()}
+    for name, values in named.items():
+        for each in values:
+            if not (math.isfinite(each) and each >= 0.0):
+                raise PlanError(
+                    f"{name}{each} among the costs: give seconds that are finite and not below 0."
+                )
 
 
 def run(
