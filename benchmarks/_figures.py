@@ -22,7 +22,6 @@ COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")  # Paul Tol's bright sche
 
 # these write and read reports; the clocks among them have tests of their own
 _WRITERS = {ROOT / "benchmarks" / f"{name}.py" for name in ("_figures", "_reach", "_report")}
-_UNCHANGED = "^Figures: unchanged$"  # a line of a commit's message
 _NUMBER = r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?"
 _DATED = re.compile(r"(.+)-(\d{4}-\d{2}-\d{2})")
 _SPREAD = re.compile(rf"\(({_NUMBER}) ?(?:to|\.\.) ?({_NUMBER})")
@@ -69,12 +68,15 @@ def is_current(header: Mapping[str, object]) -> bool:
     """Whether a report, or one of its rows, tells of the files that its script reaches, as they are here."""
     if header.get("dirty", False):
         return False
-    commit, reached = str(header["commit"]), _reach.files_of(_script(header)) - _WRITERS
+    commit, script = str(header["commit"]), _script(header)
+    reached = _reach.files_of(script) - _WRITERS
     try:
         changed = _named_by("diff", commit) & reached
-        if changed:  # it may be by commits that say of themselves that they alter no figure
-            others = "log", "--format=", "--invert-grep", f"--grep={_UNCHANGED}", f"{commit}..HEAD"
-            changed &= _named_by(*others) | _named_by("diff", "HEAD")
+        if changed:  # it may be by commits that say whose figures they alter
+            since = f"{commit}..HEAD"
+            others = _named_by("log", "--format=", "--invert-grep", "--grep=^Figures: ", since)
+            own = _named_by("log", "--format=", "-E", f"--grep=^Figures: (.* )?{script.stem}( |$)", since)
+            changed &= others | own | _named_by("diff", "HEAD")
     except subprocess.CalledProcessError:
         return False  # no such commit here
     return not changed

@@ -107,6 +107,9 @@ def test_a_commit_may_say_that_it_alters_no_figure(code, capfd):
     assert "0 of 1 reports" in capfd.readouterr().out  # no commit says so yet
     assert not made_again("third = 3", "More names\n\nFigures: unchanged")
     assert made_again("fourth = 4", "Faster\n\nBefore, Figures: unchanged was said of others.")
+    write("two")
+    assert not made_again("fifth = 5", "Others' plans\n\nFigures: one twofold")
+    assert made_again("sixth = 6", "Other plans\n\nFigures: one two")
     write("other", commit="0" * 40)
     assert "0 of 1 reports" in (_again.main(["other"]), capfd.readouterr().out)[1]
 
