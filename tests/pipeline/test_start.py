@@ -309,17 +309,20 @@ def test_blocks_are_planned_one_by_one():
         "microbatches": [2],
         "link": Link(bytes_per_second=1e9, latency_seconds=1e-5),
     }
-    found = squeezebox.plan_pipeline(model, construction=construction, **options)[0]
+    found = squeezebox.plan_pipeline(model, construction=construction, **options)
     assert all(each.is_meta for each in model.parameters())
     wanted = squeezebox.plan_pipeline(ranks.tied(), **options)
-    assert found.fingerprint == wanted[0].fingerprint and found.blocks == wanted[0].blocks
-    same = [each for each in wanted if _form(each) == _form(found)]
-    assert [stage.peak_bytes for stage in same[0].stages] == [stage.peak_bytes for stage in found.stages]
-    assert math.isfinite(found.seconds) and found.seconds > 0.0
+    assert found[0].fingerprint == wanted[0].fingerprint and found[0].blocks == wanted[0].blocks
+    peaks = {_form(each): [stage.peak_bytes for stage in each.stages] for each in wanted}
+    for each in found:  # which of them are worth their time is by what was measured
+        assert math.isfinite(each.seconds) and each.seconds > 0.0
+        own = [stage.peak_bytes for stage in each.stages]
+        assert own == peaks.get(_form(each), own)
+    assert any(_form(each) in peaks for each in found)
 
 
 def _form(plan):
-    return plan.schedule, plan.ranks, [(stage.first, stage.end, stage.policy) for stage in plan.stages]
+    return plan.schedule, plan.ranks, tuple((stage.first, stage.end, stage.policy) for stage in plan.stages)
 
 
 def test_arrays_of_numpy_do_not_lose_what_is_written():
