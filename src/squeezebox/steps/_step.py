@@ -30,7 +30,7 @@ def check_sample(sample: Any, loss_fn: LossFunction | None) -> tuple[tuple[Any, 
     if rows == 0:
         raise OptionError(f"the sample has {described(sample[0])} as inputs, which is no batch; give rows.")
     if any(map(_is_part, tensors_in(sample))):
-        sample = mapped(lambda tensor: _apart(tensor) if _is_part(tensor) else tensor, tuple(sample))
+        sample = mapped(lambda tensor: _copied(tensor) if _is_part(tensor) else tensor, tuple(sample))
     return (sample[0], sample[1]), loss_fn
 
 
@@ -38,7 +38,7 @@ def _is_part(tensor: torch.Tensor) -> bool:
     return is_plain(tensor) and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
 
 
-def _apart(tensor: torch.Tensor) -> torch.Tensor:
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
