@@ -139,6 +139,48 @@ def test_a_failed_write_leaves_the_old_report_and_nothing_else(tmp_path, monkeyp
     assert target.read_text() == "old"
 
 
+@pytest.mark.parametrize("content", ["\ud800", None])
+def test_what_cannot_be_written_leaves_nothing(tmp_path, content):
+    with pytest.raises((UnicodeEncodeError, TypeError)):
+        write_whole(tmp_path / "report.json", content)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_has_the_usual_rights_or_those_of_the_one_before(tmp_path):
+    target, other = tmp_path / "report.json", tmp_path / "other"
+    write_whole(target, "new")
+    other.write_text("as anybody writes a file")
+    assert target.stat().st_mode == other.stat().st_mode
+    target.chmod(0o640)
+    write_whole(target, "again")
+    assert (target.read_text(), target.stat().st_mode & 0o777) == ("again", 0o640)
+
+
+def test_a_link_stays_and_leads_to_what_was_written(tmp_path):
+    folder, link = tmp_path / "elsewhere", tmp_path / "report.json"
+    folder.mkdir()
+    link.symlink_to(folder / "real.json")
+    for content in ("first", "second"):
+        write_whole(link, content)
+        assert link.is_symlink()
+        assert (folder / "real.json").read_text() == content
+    assert [path.name for path in folder.iterdir()] == ["real.json"]
+
+
+def test_a_pipe_is_written_to_as_it_is(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        require_writable(pipe)
+        write_whole(pipe, "new")
+        assert os.read(reading, 100) == b"new"
+    finally:
+        os.close(reading)
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+    assert pipe.is_fifo()
+
+
 def test_what_is_writable_is_known_before_and_nothing_is_left(tmp_path):
     require_writable(tmp_path / "report.json")
     assert not list(tmp_path.iterdir())

@@ -1,6 +1,7 @@
 """Every result comes back from its file as it was saved, to the last field."""
 
 import collections.abc
+import contextlib
 import dataclasses
 import enum
 import itertools
@@ -66,6 +67,34 @@ def test_other_files_are_refused(kind, text, tmp_path):
         kind.load(tmp_path / "result.json")
     with pytest.raises(FormatError, match="No such file"):
         kind.load(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize("wrong", [None, 5, []], ids=str)
+@pytest.mark.parametrize("kind", RESULTS, ids=lambda kind: kind.__name__)
+def test_a_file_with_something_else_in_one_place_is_read_or_refused(kind, wrong):
+    text = json.dumps(example(kind).to_dict())
+    for *path, last in places(json.loads(text)):
+        values = inner = json.loads(text)
+        for each in path:
+            inner = inner[each]
+        inner[last] = wrong
+        with contextlib.suppress(FormatError):
+            kind.from_dict(values)
+
+
+def places(values, path=()):
+    """Where each value of nested objects and lists is."""
+    pairs = values.items() if isinstance(values, dict) else enumerate(values)
+    for key, each in pairs:
+        yield (*path, key)
+        if isinstance(each, (dict, list)):
+            yield from places(each, (*path, key))
+
+
+def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path):
+    (tmp_path / "result.json").write_text("[" * 100_000)
+    with pytest.raises(FormatError, match="no plan"):
+        StepPlan.load(tmp_path / "result.json")
 
 
 def test_what_an_audit_cannot_write_comes_back_as_nan(tmp_path):

@@ -145,7 +145,8 @@ class Audit(Saved):
         """The result of such values, NaN for null; FormatError names the field that is wrong."""
         if isinstance(values, dict):  # what follows from the rest
             values.pop("sound", None)
-            for each in values.get("comparisons", ()):
+            comparisons = values.get("comparisons")
+            for each in comparisons if isinstance(comparisons, list) else ():
                 if isinstance(each, dict):
                     each.pop("verdict", None)
         return cls(**checked(cls, values, where, any_number=True))

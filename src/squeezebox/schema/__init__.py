@@ -38,6 +38,7 @@ from squeezebox.schema._files import (
     plain_flat,
     require_writable,
     save_json,
+    whole_file,
     write_whole,
 )
 from squeezebox.schema._findings import (
@@ -229,6 +230,7 @@ __all__ = [
     "plain_fields",
     "require_writable",
     "save_json",
+    "whole_file",
     "write_whole",
     "WeightsPlan",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import dataclasses
 import enum
 import errno
@@ -10,11 +11,13 @@ import functools
 import json
 import math
 import os
+import secrets
+import shutil
 import tempfile
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from squeezebox.schema._errors import FormatError, OutputError
 
@@ -229,7 +232,7 @@ def load_text(path: str | os.PathLike[str], kind: str, again: str, make: Callabl
     """What ``make`` makes of a file's text; arguments and errors are those of :func:`load_json`."""
     try:
         return make(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # FormatError is a ValueError
+    except (OSError, ValueError, RecursionError) as error:  # FormatError is a ValueError
         raise FormatError(
             f"'{os.fspath(path)}' is no {kind} that this Squeezebox can read: {error}. Write it again with "
             f"{again}."
@@ -237,22 +240,43 @@ def load_text(path: str | os.PathLike[str], kind: str, again: str, make: Callabl
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write ``content`` to ``path`` by way of a temporary file in the same folder.
+    """Write ``content`` to ``path``, whole or not at all (:func:`whole_file`).
 
     Raises:
         OutputError: the folder is missing or not writable, or the disk is full.
     """
-    target = Path(path)
-    temporary = ""
     try:
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
-            temporary = file.name
+        with whole_file(path) as file:
             file.write(content.encode() if isinstance(content, str) else content)
-        os.replace(temporary, target)
     except OSError as error:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
-        raise _unwritable(target, error) from error
+        raise _unwritable(path, error) from error
+
+
+@contextlib.contextmanager
+def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A new file beside ``path`` that takes its place at the end, or is gone where that is not reached.
+
+    It keeps the rights of the one before. A link stays, and leads to the new file. What is no file, such as
+    ``/dev/null`` or a pipe, is written to as it is.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    target = _target(path)
+    if target is None:
+        with open(path, "wb") as file:
+            yield file
+        return
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+        if target.exists():
+            shutil.copymode(target, temporary)
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def require_writable(path: str | os.PathLike[str]) -> None:
@@ -261,18 +285,27 @@ def require_writable(path: str | os.PathLike[str]) -> None:
     Raises:
         OutputError: the folder is missing or not writable, or ``path`` is a folder itself.
     """
-    target = Path(path)
     try:
-        if target.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}."):
-            pass
+        target = _target(path)
+        if target is not None:
+            with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}."):
+                pass
     except OSError as error:
-        raise _unwritable(target, error) from error
+        raise _unwritable(path, error) from error
 
 
-def _unwritable(target: Path, error: OSError) -> OutputError:
+def _target(path: str | os.PathLike[str]) -> Path | None:
+    """The file behind links, there or not yet; None of what is no file, OSError of a folder."""
+    given = Path(path)
+    if given.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if given.exists() and not given.is_file():
+        return None
+    return Path(os.path.realpath(given))
+
+
+def _unwritable(path: str | os.PathLike[str], error: OSError) -> OutputError:
     return OutputError(
-        f"cannot write {target}: {error.strerror or error}. Nothing was written; choose a folder that "
-        "exists and is writable."
+        f"cannot write {os.fspath(path)}: {error.strerror or error}. Nothing was written; choose a folder "
+        "that exists and is writable."
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from squeezebox.schema import FormatError, OutputError
+from squeezebox.schema import FormatError, OutputError, whole_file
 from squeezebox.streaming._graph import Streamed
 from squeezebox.streaming._run import Run
 from squeezebox.streaming._spool import Choice
@@ -77,23 +76,16 @@ def save(path: Path, mark: str, position: Position, run: Run, stored: dict[str, 
         "states": {node.name: list(state) for node, state in run.states.items()},
         "gradients": {name: leaf.grad for name, leaf in run.values.gradients() if leaf.grad is not None},
     }
-    temporary = ""
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            temporary = file.name
+        with whole_file(path) as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-        temporary = ""
     except (OSError, RuntimeError) as error:
         raise OutputError(
             f"the checkpoint {path} could not be written: {error}. An earlier one is as it was; make room or "
             "name another file."
         ) from error
-    finally:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
 
 
 def load(path: Path, mark: str, device: torch.device) -> dict[str, Any] | None:
