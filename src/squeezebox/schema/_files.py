@@ -254,7 +254,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A new file beside ``path`` that takes its place at the end, or is gone where that is not reached.
+    """A new file that takes the place of ``path`` at the end, or is gone where that is not reached.
 
     It keeps the rights of the one before. A link stays, and leads to the new file. What is no file, such as
     ``/dev/null`` or a pipe, is written to as it is.
