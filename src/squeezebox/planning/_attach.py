@@ -17,7 +17,8 @@ from squeezebox.planning._choices import rehearsed
 from squeezebox.planning._kinds import check_kinds
 from squeezebox.planning._plans import make_plan, named_place
 from squeezebox.planning._state_costs import packed_updates
-from squeezebox.reports import StepPlan
+from squeezebox.profiling import state_bytes
+from squeezebox.reports import StepPlan, human_bytes
 from squeezebox.rewriting import PLAIN_ONLY
 from squeezebox.rewriting import rewrite as rewritten_by_sample
 from squeezebox.schema import AttachError, OptionError
@@ -146,7 +147,8 @@ def attach(
         The session, with ``report()``, ``step()``, ``measure_noise()``, ``state_dict()``, ``detach()``.
 
     Raises:
-        OptionError: an argument of another kind; noise not positive and finite, more than one of noise,
+        OptionError: an argument of another kind; an optimizer whose state is more than a plan's budget has
+            room for; noise not positive and finite, more than one of noise,
             controller and exact, an unknown codec, or one together with a plan, a budget or exact, or COMET's
             controller without an optimizer.
         AttachError: the model, a part of it or a whole that it is part of, has a session already; or numba or
@@ -162,6 +164,7 @@ def attach(
     balanced = _balanced(plan, plain=not arena and on_mismatch != "replan")
     plan = cast("StepPlan | None", plan) if balanced is None else balanced.plan
     _check_kinds(model, noise, controller, plan, checks_per_refresh)
+    _check_state_fits(plan, model, optimizer)
     if on_mismatch not in ("refuse", "replan"):
         raise OptionError(f"on_mismatch {on_mismatch!r} is neither 'refuse' nor 'replan'.")
     _check_state(
@@ -268,6 +271,26 @@ def _check_kinds(model: object, noise: object, controller: object, plan: object,
         raise OptionError(f"plan {plan!r} is none; squeezebox.load_plan(path) reads one from its file.")
     if not isinstance(checks, int) or checks < 0:
         raise OptionError(f"checks_per_refresh {checks!r} is no whole number from 0 on.")
+
+
+_SPARE = 0.05  # of the planned state: counters of steps take a little
+
+
+def _check_state_fits(
+    plan: StepPlan | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Refuse an optimizer whose state is more than the plan counts, and more than its budget has room for."""
+    if plan is None or plan.budget_bytes is None or plan.peak is None or plan.optimizer is not None:
+        return
+    planned = plan.peak.parts.state_bytes
+    found = state_bytes(model, optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
+    peak = plan.predicted_peak_bytes + found - planned
+    if found > (1 + _SPARE) * planned and peak > plan.budget_bytes:
+        raise OptionError(
+            f"the plan counts {human_bytes(planned)} of optimizer state and {type(optimizer).__name__} takes "
+            f"{human_bytes(found)}, so that the peak would be {human_bytes(peak)} of a budget of "
+            f"{human_bytes(plan.budget_bytes)}. Make the plan with this optimizer."
+        )
 
 
 def _check_state(update_noise: object, accumulate: object, *, planned: bool) -> None:

@@ -44,7 +44,10 @@ class Report(Saved):
 
     @property
     def peak_bytes(self) -> int | None:
-        """Highest sum of live allocations in the last measured step; None before one was measured."""
+        """Highest sum of live allocations in the last measured step; None before one was measured.
+
+        Measured are the first two steps, those with larger inputs than any before, and one after statistics.
+        """
         return self.record.peak_bytes
 
     @property
@@ -118,7 +121,9 @@ def _totals(record: StepRecord) -> list[str]:
         f"left alone (owned by others): {human_bytes(record.borrowed_bytes)}",
     ]
     if record.peak_bytes is not None:
-        lines.append(f"peak of the step: {human_bytes(record.peak_bytes)}")
+        at = record.peak_step
+        when = "" if at in (None, record.step) else f" (step {at}'s, the last that was measured)"
+        lines.append(f"peak of the step: {human_bytes(record.peak_bytes)}{when}")
     if record.activation_peak_bytes is not None:
         peak, floor = record.activation_peak_bytes, record.floor_bytes
         line = f"peak beyond parameters, gradients and optimizer state: {human_bytes(peak)}"

@@ -194,7 +194,8 @@ class StepRecord:
 
     ``borrowed_bytes`` are saved tensors that others own anyway (parameters, buffers, the caller's
     inputs): they are left alone and count neither as saved nor as packed. ``peak_bytes`` is the
-    highest sum of live allocations during a measured step, what lived before it included;
+    highest sum of live allocations during the last measured step, ``peak_step``, what lived before it
+    included: the first two steps, those with larger inputs than any before, and one after statistics;
     ``activation_peak_bytes`` is the part beyond parameters, buffers, gradients, optimizer state and
     inputs; ``floor_bytes`` the largest working set of one operator plus what is packed at that time.
     ``split_bytes`` is the most that lay idle in parts of a CUDA allocator's blocks (fragmentation; None on
@@ -214,6 +215,7 @@ class StepRecord:
     noise: float | None = None
     predicted_noise: float | None = None
     peak_bytes: int | None = None
+    peak_step: int | None = None
     activation_peak_bytes: int | None = None
     split_bytes: int | None = None
     refresh_peak_bytes: int | None = None

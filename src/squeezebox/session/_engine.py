@@ -59,6 +59,7 @@ class Engine:
         plan: in force, if any.
         notes: for the report, in order.
         step: the number of the last step, from 0; -1 before it.
+        began_at: the number of the session's first step: after what was loaded.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Engine:
         self.refreshes = Refreshes(policy, checks_per_refresh)
         self.records = Records(store=self.store, policy=policy, notes=self.notes)
         self.plan: StepPlan | None = None
-        self.step = -1
+        self.step, self.began_at = -1, 0
         self._overlapping, self._replanning = overlapping, replanning
         self._balanced = balanced
         self.measures_peaks = not overlapping
@@ -111,6 +112,7 @@ class Engine:
             self.store.spares = self.recorder.regions.spares
         self._meter = PeakMeter(device_of(model))
         self._baseline_bytes = self._gradient_bytes = 0  # before the step
+        self._largest_bytes = -1  # of inputs of a step that was measured
         self._open = self._replaying = False
         self.installation: Installation | None = Installation(model, self.start, self.finish)
         attached.add(model)
@@ -164,7 +166,7 @@ class Engine:
         if not self._passes.is_left_alone():
             begun = self._open and not self.recorder.hooks.backward_seen
             if self._overlapping or not begun or not self.store.in_use:
-                self._open_step()
+                self._open_step(nbytes_of(tensors_in(inputs)))
             self._enter(inputs)
         self._passes.count += outermost
 
@@ -192,12 +194,14 @@ class Engine:
             return
         collector = self.refreshes.end(self.recorder)
         if self._meter.running:
-            peak = self._meter.stop(persistent(self.model, self.optimizer))
+            lasting = persistent(self.model, self.optimizer)
+            peak = self._meter.stop(lasting)
             usual = collector is None and not self.store.unready
-            self.records.note_peak(peak, self._baseline_bytes, usual=usual)
-            if self.plan is not None:
+            self.records.note_peak(self.step, peak, self._baseline_bytes, usual=usual)
+            if self.plan is not None and usual:
                 reached = self._baseline_bytes + peak.total_bytes
-                note_excess(self.plan, reached, self._gradient_bytes, self.notes)
+                state_bytes = nbytes_of(lasting) - nbytes_of(persistent(self.model, None))
+                note_excess(self.plan, reached, self._gradient_bytes, state_bytes, self.notes)
         if collector is not None and collector.usable:
             statistics = collector.result(mean_momentum(self.model, self.optimizer))
             self.refreshes.counts = collector.counts
@@ -322,7 +326,7 @@ class Engine:
             return "other function modes or saved-tensor hooks were active"
         return ""
 
-    def _open_step(self) -> None:
+    def _open_step(self, input_bytes: int) -> None:
         if self.plan is not None:
             refuse_unsound(self.plan, self.model)
         came_to_backward = self._open and self.recorder.hooks.backward_seen
@@ -350,8 +354,11 @@ class Engine:
         self.refreshes.begin(self.recorder, self.model, self.step)
         refreshed = due(self.step - 1) and not due(self.step)
         has_state = self.plan is not None or self.optimizer is not None  # made by the first step
-        first = self.step in (0, self.refreshes.first)
-        if (first or refreshed or (self.step == 1 and has_state)) and self.measures_peaks:
+        first = self.step in (self.began_at, self.refreshes.first)
+        second = self.step == self.began_at + 1 and has_state
+        larger = input_bytes > self._largest_bytes
+        if (first or second or refreshed or larger) and self.measures_peaks:
+            self._largest_bytes = max(self._largest_bytes, input_bytes)
             self._gradient_bytes = nbytes_of(persistent(self.model, None))
             self._meter.start(persistent(self.model, self.optimizer))
 

@@ -77,7 +77,7 @@ class Passes:
         if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
             return (
                 "it was made without torch.autocast, which is on now and saves tensors of other dtypes; "
-                "attach without a plan (noise= or exact=True), or train without autocast"
+                "make the plan within torch.autocast too, or train without autocast"
             )
         if self.count > 1:
             return (
@@ -86,7 +86,7 @@ class Passes:
             )
         return (
             "it was made for another model, input shape or batch; make a new one with squeezebox.plan(), or "
-            "attach with on_mismatch='replan'"
+            "attach with on_mismatch='replan', sample= and loss_fn="
         )
 
     def _warn(self, why: str) -> None:

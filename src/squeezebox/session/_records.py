@@ -47,10 +47,13 @@ class Records:
     _peak_bytes: int | None = None  # of a usual step, all that lived before it included,
     _peak: Peak | None = None  # of what it allocated,
     _refresh_peak_bytes: int | None = None  # and of one with statistics, or before there were kernels
+    _peak_step: int | None = None  # the number of the one that counts
     _floor_bytes: int | None = None
 
-    def note_peak(self, peak: Peak, baseline_bytes: int, *, usual: bool) -> None:
+    def note_peak(self, step: int, peak: Peak, baseline_bytes: int, *, usual: bool) -> None:
         """A step was measured, a usual one or a refresh; the baseline is what lived before it."""
+        if usual or self._peak is None:
+            self._peak_step = step
         if usual:
             self._peak, self._peak_bytes = peak, baseline_bytes + peak.total_bytes
         else:
@@ -107,6 +110,7 @@ class Records:
             noise=0.0 if self.policy.controller is None else self.noise,
             predicted_noise=self._predicted_noise(plan, rows),
             peak_bytes=self.peak_bytes,
+            peak_step=self._peak_step,
             activation_peak_bytes=None if peak is None else peak.activation_bytes,
             split_bytes=None if peak is None else peak.split_bytes,
             refresh_peak_bytes=self._refresh_peak_bytes,
@@ -173,24 +177,37 @@ class Growth:
         warnings.warn(note, MemoryGrowthWarning, stacklevel=2)
 
 
-def note_excess(plan: StepPlan, peak_bytes: int, gradient_bytes: int, notes: dict[str, None]) -> None:
+_NAMED = 20  # times what a reason explains: smaller ones are left out
+
+
+def note_excess(
+    plan: StepPlan, peak_bytes: int, gradient_bytes: int, state_bytes: int, notes: dict[str, None]
+) -> None:
     """Say why a step took more than its plan, if that is known; warns where it is above the budget.
 
-    ``gradient_bytes`` were there before the step. The plan counts them if it is for several backward passes.
+    Gradients were there before the step; the plan counts them if it is for several backward passes. The
+    optimizer's state is there now.
     """
     known: dict[str, int] = {}
     if gradient_bytes and plan.accumulate == 1:
         why = f"gradients of an earlier backward take {human_bytes(gradient_bytes)}: plan with accumulate="
         known[f"{why}, or call optimizer.zero_grad() before forward"] = gradient_bytes
     known[output_held(plan.output_bytes)] = plan.output_bytes
-    excess = peak_bytes - plan.predicted_peak_bytes
-    if not 0 < excess <= sum(known.values()):
+    planned = plan.peak.parts.state_bytes if plan.peak is not None and plan.optimizer is None else state_bytes
+    if state_bytes > planned:
+        why = f"the optimizer's state takes {human_bytes(state_bytes)}, planned were {human_bytes(planned)}"
+        known[f"{why}: make the plan with this optimizer"] = state_bytes - planned
+    excess, budget = peak_bytes - plan.predicted_peak_bytes, plan.budget_bytes or peak_bytes
+    exceeds, explained = peak_bytes > budget, excess <= sum(known.values())
+    if excess <= 0 or not (explained or exceeds):
         return
+    reasons = [why for why, nbytes in known.items() if _NAMED * nbytes > excess]
+    reasons += [] if explained else ["its inputs are larger than the plan's sample, or its loss is another"]
     note = (
         f"a step took {human_bytes(peak_bytes)}, more than the {human_bytes(plan.predicted_peak_bytes)} of "
-        f"its plan; {'; '.join(why for why, nbytes in known.items() if nbytes)}"
+        f"its plan{f' and the budget of {human_bytes(budget)}' if exceeds else ''}; {'; '.join(reasons)}"
     )
-    if peak_bytes > (plan.budget_bytes or peak_bytes) and note not in notes:
+    if exceeds and note not in notes:
         warnings.warn(note, MemoryGrowthWarning, stacklevel=2)
     notes[note] = None
 

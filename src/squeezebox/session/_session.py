@@ -247,4 +247,5 @@ class Session:
             read.late_values,
         )
         engine.refreshes.counts, engine.refreshes.first = read.counts, read.first
+        engine.began_at = read.step + 1
         engine.recorder.regions.known = read.regions
