@@ -158,6 +158,7 @@ def test_with_noise_it_is_measured_without_an_update():
     plan = planned(model, optimizer, sample, noise=1e-2, budget="45%", exact=False)
     session = squeezebox.attach(model, optimizer=optimizer, plan=plan)
     train(model, optimizer, sample, 2)
+    assert session.report().peak_bytes <= plan.budget_bytes
     before = copy.deepcopy(model.state_dict())
     optimizer.zero_grad()
     noise = session.measure_noise(lambda: loss_fn(model(sample[0]), sample[1]).backward())

@@ -90,7 +90,7 @@ class Engine:
         self.step, self.began_at = -1, 0
         self._overlapping, self._replanning = overlapping, replanning
         self._balanced = balanced
-        self.measures_peaks = not overlapping
+        self.measures_peaks, self.checks_budget = not overlapping, True
         self._passes = Passes(self.recorder, self.notes)
         self._growth = Growth(notes=self.notes)
         self.updates: Updates | None = None
@@ -198,7 +198,7 @@ class Engine:
             peak = self._meter.stop(lasting)
             usual = collector is None and not self.store.unready
             self.records.note_peak(self.step, peak, self._baseline_bytes, usual=usual)
-            if self.plan is not None and usual:
+            if self.plan is not None and usual and self.checks_budget:
                 reached = self._baseline_bytes + peak.total_bytes
                 state_bytes = nbytes_of(lasting) - nbytes_of(persistent(self.model, None))
                 note_excess(self.plan, reached, self._gradient_bytes, state_bytes, self.notes)

@@ -177,6 +177,10 @@ class Growth:
         warnings.warn(note, MemoryGrowthWarning, stacklevel=2)
 
 
+_UNEXPLAINED = (
+    "its inputs are larger than the plan's sample, its loss is another, or memory was taken between it and the "
+    "next step, as by an evaluation"
+)
 _NAMED = 20  # times what a reason explains: smaller ones are left out
 
 
@@ -202,7 +206,7 @@ def note_excess(
     if excess <= 0 or not (explained or exceeds):
         return
     reasons = [why for why, nbytes in known.items() if _NAMED * nbytes > excess]
-    reasons += [] if explained else ["its inputs are larger than the plan's sample, or its loss is another"]
+    reasons += [] if explained else [_UNEXPLAINED]
     note = (
         f"a step took {human_bytes(peak_bytes)}, more than the {human_bytes(plan.predicted_peak_bytes)} of "
         f"its plan{f' and the budget of {human_bytes(budget)}' if exceeds else ''}; {'; '.join(reasons)}"
