@@ -65,7 +65,8 @@ def test_other_files_are_refused(kind, text, tmp_path):
     (tmp_path / "result.json").write_text(text)
     with pytest.raises(FormatError, match=r"result.json' is no .* Write it again with .*save\(path\)\."):
         kind.load(tmp_path / "result.json")
-    with pytest.raises(FormatError, match="No such file"):
+    missing = r"^No such file: '.*missing.json'\. Make the [a-z ]+ with .*save\(path\)\.$"
+    with pytest.raises(FormatError, match=missing):
         kind.load(tmp_path / "missing.json")
 
 

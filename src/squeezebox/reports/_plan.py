@@ -175,7 +175,7 @@ class StepPlan(Saved):
     what the fastest plans of other budgets take, lowest peak first.
     """
 
-    KIND, AGAIN = "plan", "squeezebox.plan(...).save(path)"
+    KIND, AGAIN = "plan", "'squeezebox plan' or squeezebox.plan(...).save(path)"
 
     model: str
     budget_bytes: int | None

@@ -232,6 +232,8 @@ def load_text(path: str | os.PathLike[str], kind: str, again: str, make: Callabl
     """What ``make`` makes of a file's text; arguments and errors are those of :func:`load_json`."""
     try:
         return make(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FormatError(f"No such file: '{os.fspath(path)}'. Make the {kind} with {again}.") from error
     except (OSError, ValueError, RecursionError) as error:  # FormatError is a ValueError
         raise FormatError(
             f"'{os.fspath(path)}' is no {kind} that this Squeezebox can read: {error}. Write it again with "
