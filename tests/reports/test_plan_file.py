@@ -6,7 +6,16 @@ from dataclasses import replace
 import pytest
 
 from squeezebox.reports import PlannedTensor, StepPlan, load_plan
-from squeezebox.schema import Action, FormatError, MemoryParts, Option, PlannedPeak
+from squeezebox.schema import (
+    Action,
+    FormatError,
+    MemoryParts,
+    OffloadRecord,
+    OptimizerPlan,
+    Option,
+    PlannedPeak,
+    WeightsPlan,
+)
 
 KEEP = Option(action=Action.KEEP, codec="keep", held_bytes=4096)
 PACKED = Option(
@@ -144,3 +153,25 @@ def test_differences_are_told_tensor_by_tensor():
     ]
     assert new.diff(old).splitlines()[1] == "2:Addmm.mat1   not there -> offload file 0 B"
     assert "0 of 3 tensors differ" in old.diff(replace(old, tensors=old.tensors[::-1]))
+
+
+def test_buffers_are_said_with_the_files_that_have_them():
+    record = OffloadRecord(folder="/d", filesystem="ext4", file_bytes=9, buffer_bytes=48 << 20, cache_bytes=0)
+    optimizer = OptimizerPlan(
+        name="SGD",
+        in_backward=True,
+        states=("0.weight",),
+        gradients=(),
+        state_bytes=3,
+        gradient_bytes=3,
+        moved_bytes=3,
+        seconds=0.0,
+    )
+    weights = WeightsPlan(moved=("1.weight",), weight_bytes=3, moved_bytes=3, seconds=0.0)
+    text = str(plan(KEEP, FILE, offload=record, optimizer=optimizer, weights=weights))
+    assert "saved tensors, optimizer state and frozen weights offloaded to /d (ext4): 9 B" in text
+    assert "at most 48.00 MiB of buffers and 0 B of page cache (3 files, each with its own)" in text
+    late = replace(optimizer, in_backward=False, gradients=("0.weight",))
+    text = str(plan(KEEP, offload=replace(record, buffer_bytes=16 << 20), optimizer=late))
+    assert "gradients with optimizer state offloaded to /d (ext4): 9 B" in text
+    assert "16.00 MiB of buffers" in text and "files" not in text

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from squeezebox.reports._notebook import frontier_drawing, memory_drawing, notebook
-from squeezebox.reports._report import bits_of, offloaded, updates
+from squeezebox.reports._report import bits_of, listed, offloaded, updates
 from squeezebox.reports._saved import Saved
 from squeezebox.schema import (
     Action,
@@ -94,8 +94,7 @@ def named(parts: MemoryParts) -> dict[str, int]:
 
 
 def _listed(parts: MemoryParts) -> str:
-    listed = [f"{name} {exact_bytes(nbytes)}" for name, nbytes in named(parts).items()]
-    return " and ".join([", ".join(listed[:-1]), *listed[-1:]] if len(listed) > 1 else listed)
+    return listed([f"{name} {exact_bytes(nbytes)}" for name, nbytes in named(parts).items()])
 
 
 def _ways(shortage: Shortage) -> Iterator[str]:
@@ -290,7 +289,7 @@ class StepPlan(Saved):
             f"noise  {self.predicted_noise:>10.1e}",
             *(updates(self.optimizer) if self.optimizer is not None else ()),
             *(_weights(self.weights) if self.weights is not None else ()),
-            *([offloaded(self.offload)] if self.offload else []),
+            *([offloaded(self.offload, list(_files(self)))] if self.offload else []),
             *([_load(self)] if self.assumed_load else []),
             *([f"{self.region} in {self.region.slices} slices of the batch"] if self.region else []),
             "",
@@ -315,6 +314,16 @@ def _clock(plan: StepPlan) -> str:
     if abs(plan.predicted_seconds - plan.plain_seconds) >= plan.clock_seconds:
         return ""
     return f", which differ by less than plain steps did here ({plan.clock_seconds:.3f} s)"
+
+
+def _files(plan: StepPlan) -> Iterator[str]:
+    """What each file has that a session under the plan opens."""
+    if any(each.action is Action.OFFLOAD and each.codec != "host" for each in plan.options.values()):
+        yield "saved tensors"
+    if plan.optimizer is not None and plan.optimizer.moved_bytes:
+        yield "optimizer state" if plan.optimizer.in_backward else "gradients with optimizer state"
+    if plan.weights is not None and plan.weights.moved_bytes:
+        yield "frozen weights"
 
 
 def _load(plan: StepPlan) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,7 +137,7 @@ def _totals(record: StepRecord) -> list[str]:
     if record.arena is not None:
         lines.append(_arena(record.arena))
     if record.offload is not None:
-        lines.append(offloaded(record.offload))
+        lines.append(offloaded(record.offload, ["saved tensors"]))
     lines.append(
         f"gradient noise: measured {_figure(record.noise)}, predicted {_figure(record.predicted_noise)}"
     )
@@ -162,13 +162,20 @@ def _arena(arena: ArenaRecord) -> str:
     )
 
 
-def offloaded(offload: OffloadRecord) -> str:
-    """Where tensors are moved to, and what memory that takes."""
+def offloaded(offload: OffloadRecord, files: Sequence[str]) -> str:
+    """Where tensors are moved to, and what memory that takes; ``files`` says what is in each file there."""
     kind = f" ({offload.filesystem})" if offload.filesystem else ""
+    each = f" ({len(files)} files, each with its own)" if len(files) > 1 else ""
     return (
-        f"offloaded to {offload.folder}{kind}: {human_bytes(offload.file_bytes)}; on top of the peak at most "
-        f"{human_bytes(offload.buffer_bytes)} of buffers and {human_bytes(offload.cache_bytes)} of page cache"
+        f"{listed(files)} offloaded to {offload.folder}{kind}: {human_bytes(offload.file_bytes)}; on top of "
+        f"the peak at most {human_bytes(offload.buffer_bytes)} of buffers and "
+        f"{human_bytes(offload.cache_bytes)} of page cache{each}"
     )
+
+
+def listed(words: Sequence[str]) -> str:
+    """``a, b and c``."""
+    return " and ".join([", ".join(words[:-1]), *words[-1:]] if len(words) > 1 else words)
 
 
 def _table(record: StepRecord) -> list[str]:

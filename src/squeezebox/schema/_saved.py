@@ -177,8 +177,10 @@ class ArenaRecord:
 class OffloadRecord:
     """Where tensors are moved to, and what memory that takes; sizes are bytes.
 
-    The file in ``folder`` has ``file_bytes``. Whatever is moved, ``buffer_bytes`` of the process and
-    ``cache_bytes`` of the system's page cache are the most it takes on top of the step's peak.
+    Files in ``folder`` have ``file_bytes``. ``buffer_bytes`` of the process and ``cache_bytes`` of the
+    system's page cache are the most they take on top of the step's peak, a file as much as another. A plan
+    counts the files of saved tensors, of gradients and optimizer state, and of frozen weights; a step's
+    record that of saved tensors.
     """
 
     folder: str
