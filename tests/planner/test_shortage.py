@@ -47,7 +47,10 @@ def test_the_peak_is_taken_apart_and_named():
         temporary_bytes=1500 - 1000 - 40 - 10 - 5 - 60,
     )
     text = explain(lack)
-    assert "1.46 KiB (1500 bytes)" in text and "'body:Relu.result'" in text and "in backward" in text
+    assert "takes 1.46 KiB" in text and "'body:Relu.result'" in text and "in backward" in text
+    assert text.endswith("; a budget of 1500 bytes.") and text.count("1500 bytes") == 1
+    assert "a plain step" not in text
+    assert "700 B is too small: a plain step takes 2.00 KiB, and the smallest plan" in explain(lack, 2048)
 
 
 def test_more_noise_is_offered_only_where_it_fits():

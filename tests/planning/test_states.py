@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -226,6 +227,18 @@ def test_a_refused_budget_names_what_states_would_reach():
         squeezebox.plan(model, optimizer=optimizer, sample=sample, loss_fn=loss_fn, exact=True, budget="45%")
     with pytest.raises(BudgetError):
         planned(model, optimizer, sample, budget="5%")
+
+
+def test_without_offload_a_refusal_names_no_file_and_what_holds_without():
+    model, optimizer, sample = task()
+    given = {"optimizer": optimizer, "sample": sample, "loss_fn": loss_fn, "exact": True, "offload": False}
+    with pytest.raises(BudgetError) as caught:
+        squeezebox.plan(model, budget="45%", **given)
+    text = str(caught.value)
+    assert "With states=True, which updates in backward and keeps no gradients, a plan needs" in text
+    assert "file" not in text
+    least = int(re.search(r"needs at most [^(]*\((\d+) bytes\), still above it", text)[1])
+    assert squeezebox.plan(model, states=True, budget=int(1.02 * least), **given).offload is None
 
 
 def test_two_backward_passes_without_a_step_are_refused():

@@ -243,7 +243,7 @@ def make_plan(
     slices = Slices(step, held)
 
     def plan_for(limit: int | None, lawful: float) -> StepPlan:
-        with hinting(step, bare if adds_up else seen, limit, lawful, whole_peak, accumulate):
+        with hinting(step, bare if adds_up else seen, limit, lawful, whole_peak, accumulate, barred):
             plan = planned(model, seen, limit, lawful, batch_of(sample), seconds, slices, optimizer, frontier)
         plan = dataclasses.replace(plan, noise=allowed, arena=arena, accumulate=accumulate)
         return with_folder(plan, folder)
@@ -409,7 +409,8 @@ def _chosen(
     lowest = least.plan.predicted_peak_bytes
     budget = Budget(peak_bytes=lowest if limit is None else limit, noise=noise)
     if lowest > budget.peak_bytes:
-        raise BudgetError(explain(planner.shortage(least.seen.profile, budget, least.plan, batch)))
+        lack = planner.shortage(least.seen.profile, budget, least.plan, batch)
+        raise BudgetError(explain(lack, plain_peak(seen)))
     faster = solved(least.seen, budget)
     return faster if faster is not None and faster.seconds < least.seconds else least
 

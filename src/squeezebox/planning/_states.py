@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import torch
 
 from squeezebox import planner
 from squeezebox.memory import CHUNK_BYTES, disk_speed, movable_weights, usual_folder
 from squeezebox.optim import PIECE_BYTES, SMALL_BYTES, WAITING_BYTES, can_be_cut, refuse_unknown, slice_bytes
+from squeezebox.planning._profiles import without
 from squeezebox.planning._state_costs import StateCost, can_be_packed, check_share
 from squeezebox.profiling import ParameterNeeds, parameter_needs, transfer_of
 from squeezebox.reports import exact_bytes
@@ -28,6 +29,7 @@ from squeezebox.schema import (
     Profile,
     StepProfile,
     TensorProfile,
+    human_bytes,
 )
 from squeezebox.steps import TrainingStep, device_of
 
@@ -130,8 +132,9 @@ def hinting(
     noise: float,
     plain_peak_bytes: int,
     accumulate: int,
+    barred: Container[Action],
 ) -> Iterator[None]:
-    """Where no plan fits, say whether one with ``states=True`` would."""
+    """Where no plan fits, say whether one with ``states=True`` would, without the actions ``barred``."""
     try:
         yield
     except BudgetError as error:
@@ -143,15 +146,24 @@ def hinting(
             raise error from None
         # Without slices of large layers' gradients, which only a profile for such updates shows.
         wider = with_states(seen, step, plain_peak_bytes, clip=False, accumulate=accumulate)
-        least = planner.smallest(wider.profile, noise).predicted_peak_bytes
-        enough = "which fits" if least <= limit else "still above it"
-        frozen = sum(each.nbytes for each in movable_weights(step.model, SMALL_BYTES).values())
-        if least > limit and frozen:
-            enough += f"; it may also move {exact_bytes(frozen)} of frozen weights"
-        raise BudgetError(
-            f"{error} With states=True, which updates parameter by parameter and moves optimizer state to a "
-            f"file, exactly, a plan needs at most {exact_bytes(least)}, {enough}."
-        ) from error
+        least = planner.smallest(without(wider, barred).profile, noise).predicted_peak_bytes
+        raise BudgetError(f"{error} {_hint(step, least, limit, accumulate, barred)}") from error
+
+
+def _hint(step: TrainingStep, least: int, limit: int, accumulate: int, barred: Container[Action]) -> str:
+    """What updates one by one would do for a budget that nothing else fits."""
+    moves = Action.OFFLOAD not in barred
+    if moves:
+        how = "updates parameter by parameter and moves optimizer state to a file"
+    elif accumulate == 1:
+        how = "updates in backward and keeps no gradients"
+    else:
+        how = "updates parameter by parameter"
+    needs = f"{human_bytes(least)}, which fits" if least <= limit else f"{exact_bytes(least)}, still above it"
+    frozen = sum(each.nbytes for each in movable_weights(step.model, SMALL_BYTES).values())
+    if moves and least > limit and frozen:
+        needs += f"; it may also move {human_bytes(frozen)} of frozen weights"
+    return f"With states=True, which {how}, a plan needs at most {needs}."
 
 
 def accumulating(seen: StepProfile, model: torch.nn.Module) -> StepProfile:

@@ -47,23 +47,23 @@ _EVENTS = {
 }
 
 
-def explain(shortage: Shortage) -> str:
-    """What is missing, what the peak is made of, and what would fit."""
-    needed = exact_bytes(shortage.parts.total_bytes)
-    ways = [*_ways(shortage), f"raise the budget to {needed}"]
+def explain(shortage: Shortage, plain_peak_bytes: int | None = None) -> str:
+    """What is missing, what the peak is made of, and what would fit; the plain step's peak if it is known."""
+    plain = "" if plain_peak_bytes is None else f"a plain step takes {human_bytes(plain_peak_bytes)}, and "
+    ways = [*_ways(shortage), f"a budget of {shortage.parts.total_bytes} bytes"]
     return (
-        f"Budget {exact_bytes(shortage.budget_bytes)} is below the {needed} that the smallest plan "
-        f"found at noise {shortage.noise:g} needs. Its peak is {where(shortage.moment)}, "
-        f"and holds {_listed(shortage.parts)}. What would fit: {'; '.join(ways)}."
+        f"Budget {human_bytes(shortage.budget_bytes)} is too small: {plain}the smallest plan found at noise "
+        f"{shortage.noise:g} takes {human_bytes(shortage.parts.total_bytes)}, {where(shortage.moment)} "
+        f"({_listed(shortage.parts)}). What would fit: {'; '.join(ways)}."
     )
 
 
 def explain_floor(budget_bytes: int, parts: MemoryParts) -> str:
     """That a budget is below what a step holds whatever is done with saved tensors."""
     return (
-        f"Budget {exact_bytes(budget_bytes)} is below the {exact_bytes(parts.total_bytes)} that "
-        f"{_listed(parts)} take, whatever is done with saved tensors. Put gradients and optimizer state "
-        "under it too, with states=True, raise it well above that, or make the model smaller."
+        f"Budget {human_bytes(budget_bytes)} is too small: {_listed(parts)} take {parts.total_bytes} bytes, "
+        "whatever is done with saved tensors. Put gradients and optimizer state under it too, with "
+        "states=True, raise it well above that, or make the model smaller."
     )
 
 
@@ -94,7 +94,7 @@ def named(parts: MemoryParts) -> dict[str, int]:
 
 
 def _listed(parts: MemoryParts) -> str:
-    return listed([f"{name} {exact_bytes(nbytes)}" for name, nbytes in named(parts).items()])
+    return listed([f"{name} {human_bytes(nbytes)}" for name, nbytes in named(parts).items()])
 
 
 def _ways(shortage: Shortage) -> Iterator[str]:
@@ -102,14 +102,14 @@ def _ways(shortage: Shortage) -> Iterator[str]:
     if shortage.peak_bytes_but_loss is not None:
         yield (
             "compute the loss in slices (outside of the loss the peak is "
-            f"{exact_bytes(shortage.peak_bytes_but_loss)})"
+            f"{human_bytes(shortage.peak_bytes_but_loss)})"
         )
     if shortage.more_noise is not None and shortage.noise > 0.0:
         yield f"allow noise {shortage.more_noise:g}"
     if shortage.stateless_peak_bytes is not None and shortage.parts.state_bytes > 0:
         yield (
             "an optimizer without state, such as SGD without momentum (peak "
-            f"{exact_bytes(shortage.stateless_peak_bytes)})"
+            f"{human_bytes(shortage.stateless_peak_bytes)})"
         )
     if shortage.smaller_batch is not None:
         yield f"a batch of about {shortage.smaller_batch}"

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from squeezebox.reports._plan import exact_bytes
 from squeezebox.reports._saved import Saved
 from squeezebox.schema import human_bytes
 
@@ -54,11 +53,10 @@ class Rewrites(Saved):
     @property
     def proposal(self) -> str:
         """In a sentence, what they would do before a plan."""
-        rows = ", ".join(f"{row.rule} to {exact_bytes(row.after_bytes)}" for row in self.applied)
+        rows = ", ".join(f"{row.rule} to {human_bytes(row.after_bytes)}" for row in self.applied)
         return (
-            f"Rewrites lower a plain step's peak from {exact_bytes(self.plain_bytes)}, by estimate: {rows}. "
-            "Call squeezebox.rewrite(model, sample=..., loss_fn=...) before the plan, or attach with "
-            "rewrite=True."
+            "squeezebox.rewrite(model, sample=..., loss_fn=...) before the plan, or attach(rewrite=True), would "
+            f"lower a plain step's peak, by estimate: {rows}."
         )
 
     def __str__(self) -> str:
