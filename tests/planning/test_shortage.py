@@ -43,7 +43,9 @@ def test_below_parameters_gradients_and_state_it_is_refused_at_once():
         return F.cross_entropy(output, target)
 
     text = refused(model, sample, total - 1, counted, optimizer=optimizer)
-    assert f"{total} bytes, whatever is done" in text and f"optimizer state {2 * weights / 1024:.2f} KiB" in text
+    assert (
+        f"{total} bytes, whatever is done" in text and f"optimizer state {2 * weights / 1024:.2f} KiB" in text
+    )
     assert len(steps) == 1
     assert "whatever is done with saved tensors" not in refused(model, sample, total, optimizer=optimizer)
 

@@ -34,24 +34,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
             with written():
                 app(args=None if arguments is None else list(arguments), prog_name="squeezebox")
         except SqueezeboxError as error:
-            print(f"squeezebox: {_as_options(str(error))}", file=sys.stderr)
+            print(f"squeezebox: {as_options(str(error))}", file=sys.stderr)
             sys.exit(2 if isinstance(error, OptionError) else 1)
 
 
 # What the functions of Python call what these options give; the commands' names for them.
-_OPTIONS = {
-    "sample=(inputs, target)": "--sample module:callable",
-    "sample=": "--sample",
-    "loss_fn=": "--loss",
-    "input_shape=": "--input",
-    "input_dtype=": "--input-dtype",
-    "memory=, such as '8GiB'": "--memory 8GiB",
-    "squeezebox.max_batch(budget=...)": "squeezebox max-batch --budget ...",
+OPTIONS = {
+    r"squeezebox\.max_batch\(budget=\.\.\.\)": "squeezebox max-batch --budget ...",
+    r"squeezebox\.plan\(\)": "squeezebox plan",
+    r"[\w.]+\([^()]*\)": "",  # other calls are the user's program, and stay
+    r"sample=\(inputs, target\)": "--sample module:callable",
+    r"sample=": "--sample",
+    r"loss_fn(?:=|(?= returned))": "--loss",
+    r"input_shape=": "--input",
+    r"input_dtype=": "--input-dtype",
+    r"memory=, such as '8GiB'": "--memory 8GiB",
+    r"memory_bytes(?:=|(?= \S+ is ))": "--memory",
+    r"devices=": "--devices",
+    r"ranks=": "--ranks",
+    r"workers=": "--workers ",
+    r"states=True": "--states",
+    r"offload=True": "--offload",
+    r"offload=False": "--no-offload",
+    r"offload=(?=')": "--offload-folder ",
+    r"recompute=False": "--no-recompute",
+    r"load=(?=')": "--load ",
+    r"update_noise\b": "--update-noise",
+    r"weight_noise\b": "--weight-noise",
+    r"time_limit\b": "--time-limit",
+    r"noise=(?=\S+ is not )": "--noise ",
+    r"exact=True": "--exact",
 }
+_SPELLING = re.compile(rf"(?<![\w./-])(?:{'|'.join(f'({each})' for each in OPTIONS)})")
 
 
-def _as_options(message: str) -> str:
+def as_options(message: str) -> str:
     """An error of the functions below in the words of the command line."""
-    for argument, option in _OPTIONS.items():
-        message = re.sub(rf"(?<![\w-]){re.escape(argument)}", option, message)
-    return message
+    named = list(OPTIONS.values())
+    return _SPELLING.sub(lambda found: named[(found.lastindex or 1) - 1] or found[0], message)

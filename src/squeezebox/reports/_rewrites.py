@@ -55,8 +55,8 @@ class Rewrites(Saved):
         """In a sentence, what they would do before a plan."""
         rows = ", ".join(f"{row.rule} to {human_bytes(row.after_bytes)}" for row in self.applied)
         return (
-            "squeezebox.rewrite(model, sample=..., loss_fn=...) before the plan, or attach(rewrite=True), would "
-            f"lower a plain step's peak, by estimate: {rows}."
+            "squeezebox.rewrite(model, sample=..., loss_fn=...) before the plan, or attach(rewrite=True), "
+            f"would lower a plain step's peak, by estimate: {rows}."
         )
 
     def __str__(self) -> str:
