@@ -67,6 +67,15 @@ def test_the_budget_it_names_is_enough_and_so_is_the_batch():
     assert plan.predicted_peak_bytes <= 1.02 * budget
 
 
+def test_states_are_not_offered_where_slices_take_less():
+    torch.manual_seed(1)
+    blocks = [nn.Sequential(nn.Conv2d(c, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()) for c in (3, 32)]
+    model = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    text = refused(model, batch(64), "3%", optimizer=optimizer, exact=True, offload=False)
+    assert "smallest plan found" in text and "states=True" not in text
+
+
 def test_a_peak_in_the_loss_is_blamed_on_the_loss():
     torch.manual_seed(1)
     model = nn.Sequential(nn.Embedding(500, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 500))

@@ -410,7 +410,9 @@ def _chosen(
     budget = Budget(peak_bytes=lowest if limit is None else limit, noise=noise)
     if lowest > budget.peak_bytes:
         lack = planner.shortage(least.seen.profile, budget, least.plan, batch)
-        raise BudgetError(explain(lack, plain_peak(seen)))
+        refusal = BudgetError(explain(lack, plain_peak(seen)))
+        refusal.least_bytes = lowest
+        raise refusal
     faster = solved(least.seen, budget)
     return faster if faster is not None and faster.seconds < least.seconds else least
 

@@ -147,23 +147,27 @@ def hinting(
         # Without slices of large layers' gradients, which only a profile for such updates shows.
         wider = with_states(seen, step, plain_peak_bytes, clip=False, accumulate=accumulate)
         least = planner.smallest(without(wider, barred).profile, noise).predicted_peak_bytes
-        raise BudgetError(f"{error} {_hint(step, least, limit, accumulate, barred)}") from error
+        frozen = sum(each.nbytes for each in movable_weights(step.model, SMALL_BYTES).values())
+        more = frozen if least > limit and Action.OFFLOAD not in barred else 0
+        if least > limit and not more and error.least_bytes is not None and error.least_bytes <= least:
+            raise  # slices of the batch, which are not looked for here, take less
+        needs = (
+            f"{human_bytes(least)}, which fits" if least <= limit else f"{exact_bytes(least)}, still above it"
+        )
+        also = f"; it may also move {human_bytes(more)} of frozen weights" if more else ""
+        how = _how(accumulate, barred)
+        raise BudgetError(
+            f"{error} With states=True, which {how}, a plan needs at most {needs}{also}."
+        ) from error
 
 
-def _hint(step: TrainingStep, least: int, limit: int, accumulate: int, barred: Container[Action]) -> str:
-    """What updates one by one would do for a budget that nothing else fits."""
-    moves = Action.OFFLOAD not in barred
-    if moves:
-        how = "updates parameter by parameter and moves optimizer state to a file"
-    elif accumulate == 1:
-        how = "updates in backward and keeps no gradients"
-    else:
-        how = "updates parameter by parameter"
-    needs = f"{human_bytes(least)}, which fits" if least <= limit else f"{exact_bytes(least)}, still above it"
-    frozen = sum(each.nbytes for each in movable_weights(step.model, SMALL_BYTES).values())
-    if moves and least > limit and frozen:
-        needs += f"; it may also move {human_bytes(frozen)} of frozen weights"
-    return f"With states=True, which {how}, a plan needs at most {needs}."
+def _how(accumulate: int, barred: Container[Action]) -> str:
+    """What ``states=True`` does."""
+    if Action.OFFLOAD not in barred:
+        return "updates parameter by parameter and moves optimizer state to a file"
+    if accumulate == 1:
+        return "updates in backward and keeps no gradients"
+    return "updates parameter by parameter"
 
 
 def accumulating(seen: StepProfile, model: torch.nn.Module) -> StepProfile:

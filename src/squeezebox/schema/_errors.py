@@ -36,6 +36,8 @@ class PlanError(SqueezeboxError):
 class BudgetError(SqueezeboxError, ValueError):
     """No plan keeps a step within the budget; the message says which budget one would."""
 
+    least_bytes: int | None = None  # that a plan needs, where one was found
+
 
 class OutOfMemoryError(SqueezeboxError, RuntimeError):
     """A step ran out of memory; the message says where, how much was missing, and what would fit."""
