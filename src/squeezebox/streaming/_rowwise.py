@@ -17,13 +17,14 @@ from squeezebox.streaming._rows import Call, Operator, Rows, Strip, run_node, sh
 _aten = torch.ops.aten
 Arguments = list[Any]
 Adjust = Callable[[Arguments, int], Arguments]
+_MISFIT = "its inputs have the streamed axis at different places, or not in the same size"
 
 
 def elementwise(call: Call) -> Operator:
     """Every element from those at its place; inputs without rows are broadcast, or cut where full."""
     shape, (rows, *others) = call.shape, [_aligned(call, node) for node in call.inputs]
     if any(other != rows for other in others):
-        raise call.refuse("its inputs have the streamed axis at different places, or not in the same size")
+        raise call.refuse(_MISFIT)
     behind = len(shape) - rows.dim
 
     def cut(value: Any, start: int, stop: int) -> Any:
@@ -50,6 +51,7 @@ def along(call: Call) -> Operator:
     rows = _common(call)
     if rows.dim in named_dims(call):
         raise call.refuse("it works along the streamed axis")
+    _require_as_many(call, rows)
 
     def cut(value: Any, start: int, stop: int) -> Any:
         ndim = len(_first_shape(call))
@@ -61,6 +63,16 @@ def along(call: Call) -> Operator:
         return rows.take(value, start, stop) if full and rows.count > 1 else value
 
     return _same_rows(call, rows, cut=cut)
+
+
+def _require_as_many(call: Call, rows: Rows) -> None:
+    """Raise where something without rows has fewer or more, of which ``gather`` would take the first."""
+    ndim = len(_first_shape(call))
+    for node in call.node.all_input_nodes:
+        value = node.meta.get("val")
+        if node not in call.inputs and isinstance(value, Tensor) and value.dim() == ndim:
+            if value.shape[rows.dim] != rows.size(rows.count):
+                raise call.refuse(_MISFIT)
 
 
 def gathered(call: Call) -> Operator:
@@ -259,7 +271,7 @@ def _has_nodes(argument: Any) -> bool:
 def _common(call: Call) -> Rows:
     first, *others = set(call.inputs.values())
     if others:
-        raise call.refuse("its inputs have the streamed axis at different places, or not in the same size")
+        raise call.refuse(_MISFIT)
     return first
 
 
