@@ -1,4 +1,4 @@
-"""A target of another size than the output gives what it gives in plain PyTorch, or is refused as there."""
+"""Images and targets that do not fit do as in plain PyTorch, or are refused with advice."""
 
 import pytest
 import torch
@@ -86,3 +86,30 @@ def test_one_row_meets_many():
 
     found = StreamedStep(model, loss_fn, height=8, axis=-2)(image, values)
     torch.testing.assert_close(found, loss_fn(model(image), values).detach(), rtol=1e-12, atol=0)
+
+
+MASK = torch.zeros(1, 16, 12, dtype=torch.int64)
+FAILING = {
+    "3 dimensions": ((3, 16, 12), torch.tensor([1]), r"give image\[None\]"),
+    "channels last": ((16, 12, 3), torch.tensor([1]), r"\(16, 12, 3\) in float32.*array.transpose"),
+    "an int": ((1, 3, 16, 12), 1, r"target of 1: .*torch.tensor\(\[1\]\)"),
+    "bytes": ((1, 3, 16, 12), MASK.byte(), r"\(1, 16, 12\) in uint8: .*target.long\(\)"),
+    "no batch": ((1, 3, 16, 12), MASK[0], "N x H x W"),
+    "small": ((1, 3, 2, 2), torch.tensor([1]), r"Kernel size.*\. Try model and loss in plain PyTorch"),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_what_plain_torch_refuses_is_refused_with_advice(name, caplog, capfd):
+    shape, target, advice = FAILING[name]
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+    is_mask = isinstance(target, torch.Tensor) and target.dim() > 1
+    model = nn.Conv2d(3, 4, 3, padding=1) if is_mask else nn.Sequential(nn.Conv2d(3, 4, 3), *head)
+    image = torch.rand(shape)
+    with pytest.raises((RuntimeError, ValueError, TypeError)):
+        cross_entropy(model(image), target)
+    with pytest.raises(UnsupportedModelError, match=advice) as caught:
+        StreamedStep(model, cross_entropy, height=8)(image, target)
+    assert "\n" not in str(caught.value)
+    assert not [each for each in caplog.records if each.levelname in ("WARNING", "ERROR")]
+    assert not capfd.readouterr().err

@@ -8,11 +8,9 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +21,13 @@ from torch.fx import Graph, GraphModule, Node
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from squeezebox.schema import OptionError, UnsupportedModelError, in_one_line
+from squeezebox.schema import OptionError, UnsupportedModelError
 from squeezebox.streaming._composed import COMPOSED
+from squeezebox.streaming._untraced import untraced
 
 _aten, _higher = torch.ops.aten, torch.ops.higher_order
 _DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
+_LOGGERS = ("fx.experimental.symbolic_shapes", "_subclasses.fake_tensor")
 DETACHED = _aten.detach_copy.default
 # Composed of others in torch's tables, and streamed better as they are.
 _KEPT = (
@@ -114,16 +114,14 @@ def trace(whole: Whole, aim: Aim, image: Tensor, target: Any, device: torch.devi
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch's own tracing, about itself
             table = _decompositions()
-            with _uncached(device):
-                with _Known(aim.derives) as known, _quiet():
+            with _uncached(device), _quiet():
+                with _Known(aim.derives) as known:
                     exported = torch.export.export(whole, fakes, strict=False)
                 _keep_detached(exported.graph_module)
                 exported = exported.run_decompositions(table)  # with autocast's casts
     except Exception as error:  # noqa: BLE001  whatever the model's own code raises while it is traced
-        raise UnsupportedModelError(
-            f"torch.export cannot trace {type(whole.model).__name__}{' and its loss' * aim.derives} for an "
-            f"image of {tuple(image.shape)}, so it cannot be streamed: {_said(error)}"
-        ) from error
+        name = f"{type(whole.model).__name__}{' and its loss' * aim.derives}"
+        raise UnsupportedModelError(untraced(name, image, target, error)) from error
     return _program(exported, whole, aim, known.free)
 
 
@@ -142,33 +140,17 @@ def _uncached(device: torch.device) -> contextlib.AbstractContextManager[object]
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the graph that torch.export prints before it fails, and its warnings about that."""
-    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Without the graph that torch.export prints before it fails, and its log, which the error repeats."""
+    loggers = [logging.getLogger(f"torch.{name}") for name in _LOGGERS]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.CRITICAL)
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
-        logger.setLevel(level)
-
-
-def _said(error: Exception) -> str:
-    """What torch.export says; in fewer words where the model's code needs values that are not known."""
-    if type(error).__name__ not in ("GuardOnDataDependentSymNode", "DataDependentOutputException"):
-        return in_one_line(error)
-    libraries = str(Path(torch.__file__).parent), str(Path(__file__).parent)
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(libraries)]
-    last = own[-1] if own else traceback.FrameSummary("", 0, "the model or the loss", line="")
-    where = (
-        f"{Path(last.filename).name}, line {last.lineno}, in {last.name}: {last.line}" if own else last.name
-    )
-    return (
-        f"how it goes on depends on values of the image or the target ({where}). Write `if` as torch.where, "
-        "make each mask once (inside = mask > 0, then output[inside] and mask[inside]), and take a fixed "
-        "number of steps, not one for each value that is found."
-    )
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)
 
 
 _Address = tuple[int, tuple[int, ...], tuple[int, ...]]
