@@ -124,6 +124,7 @@ def test_training_by_a_plan_and_going_on(folder):
     whole = squeezebox(folder, *arguments, "--steps", "6", *checkpoint, ranks=2)
     assert whole.returncode == 0, whole.stderr
     assert "planned" in whole.stdout and "batch 5: loss" in whole.stdout
+    assert "weights: saved/batch-6;" in whole.stdout and "rank-*" not in whole.stdout
     assert sorted(path.name for path in (folder / "saved").iterdir()) == ["batch-3", "batch-6"]
     (folder / "saved" / "batch-6").rename(folder / "apart")
     again = squeezebox(

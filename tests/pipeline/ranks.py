@@ -36,7 +36,7 @@ def start(function, world, *arguments, ended=None):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "squeezebox.pipeline", "tests.pipeline.ranks"])
     results = context.Queue()
-    port = _free_port()
+    port = free_port()
     rest = (world, port, results, arguments, ended)
     processes = [
         context.Process(target=_main, args=(function, rank, *rest), daemon=True) for rank in range(world)
@@ -77,7 +77,7 @@ def _main(function, rank, world, port, results, arguments, ended):
         ended.wait(_PATIENCE)  # the first rank has the store, which others may still be reading
 
 
-def _free_port():
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -266,6 +266,14 @@ def test_what_does_not_flush_lets_batches_be_filled_again():
         assert losses[:4] == losses[4:]
 
 
+def test_after_the_last_pass_nothing_is_left_to_read_but_what_is_new():
+    reader, again = Reader(), Reader()
+    assert len([*reader.read(range(3), last=True)]) == 3
+    again.restore(reader.state())
+    assert [*again.read(range(5), last=True)] == [3, 4]
+    assert [*again.read(range(2))] == [0, 1]  # a pass of its own after all
+
+
 def test_the_next_pass_after_a_resume_has_its_own_order():
     def batches(generator):
         return DataLoader(range(24), 8, shuffle=True, generator=generator)

@@ -137,8 +137,12 @@ def train(
         Path | None, typer.Option(help="A safetensors file or a folder of them to begin with.")
     ] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="A directory for checkpoints.")] = None,
-    save_every: Annotated[int, typer.Option(help="Batches from checkpoint to checkpoint; 0: none.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    save_every: Annotated[
+        int, typer.Option(min=0, help="Batches from checkpoint to checkpoint; 0: only at the end.")
+    ] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
+    ] = False,
     patience: Annotated[float, typer.Option(help="Seconds that a rank is waited for.")] = 60.0,
     log_every: Annotated[int, typer.Option(help="Batches from loss to loss.")] = 10,
     as_json: Annotated[

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from squeezebox import pipeline
+from squeezebox.cli._checkpoints import Checkpoints
 from squeezebox.cli._estimate import load_factory, load_loss, needed_arguments, parse_shape, require_step
 from squeezebox.cli._plan import load_model, load_sample
 from squeezebox.cli._show import progress
@@ -186,13 +187,12 @@ def run(request: Request) -> None:
         )
         sessions = attach_stages(runner)
         batches = _batches(request, runner)
-        first = 0
-        if request.resume and request.checkpoint is not None:
-            first = runner.load(request.checkpoint)
-        peak, seconds = _train(request, runner, batches, first)
+        checkpoints = Checkpoints(runner, request.checkpoint, request.save_every)
+        first = checkpoints.begin(resume=request.resume)
+        peak, seconds = _train(request, runner, batches, first, checkpoints)
         for session in sessions:
             session.detach()
-    _print_report(plan, runner.gather([peak, seconds]), request.as_json)
+    _print_report(plan, runner.gather([peak, seconds]), checkpoints, request.as_json)
     runner.close()
 
 
@@ -213,7 +213,7 @@ def _batches(request: Request, runner: pipeline.Runner) -> Iterator[Any]:
         else:
             yield from (_share(batch, runner) for batch in made())
 
-    return itertools.islice(read(), request.steps)
+    return read()
 
 
 def _share(batch: Any, runner: pipeline.Runner) -> Any:
@@ -232,7 +232,7 @@ def _share(batch: Any, runner: pipeline.Runner) -> Any:
 
 
 def _train(
-    request: Request, runner: pipeline.Runner, batches: Iterator[Any], first: int
+    request: Request, runner: pipeline.Runner, batches: Iterator[Any], first: int, checkpoints: Checkpoints
 ) -> tuple[int, float | None]:
     """Peak bytes of the first few batches, and a later one's median seconds, if there is one."""
     meter, held, peak, times = peak_meter(runner.stages.values()), _held_bytes(runner), 0, list[float]()
@@ -243,7 +243,7 @@ def _train(
         runner.drain()
         return held + meter.stop(()).total_bytes
 
-    for number, batch in enumerate(runner.read(batches), first):
+    for number, batch in enumerate(_up_to(request.steps, first, runner.read(batches, last=True)), first):
         if number == first:  # what making batches takes is not the pipeline's
             meter.start()
         begun, done = time.perf_counter(), number + 1
@@ -254,14 +254,27 @@ def _train(
             peak = measured()
         if loss is not None and number % request.log_every == 0:
             print(f"batch {number}{whose}: loss {loss.item():.6g}", flush=True)
-        if request.checkpoint is not None and request.save_every and (number + 1) % request.save_every == 0:
-            runner.save(request.checkpoint)
+        checkpoints.after(done)
     if meter.running:
         peak = measured()
     runner.drain()
-    if done < (request.steps or 0) and pipeline.is_first_process():
-        print(f"the data ended after {done} batches, of {request.steps}")
+    checkpoints.finish(done)
+    if pipeline.is_first_process():
+        _print_end(request.steps, first, done)
     return peak, statistics.median(times) if times else None
+
+
+def _up_to(steps: int | None, first: int, batches: Iterator[Any]) -> Iterator[Any]:
+    """Batches until ``steps`` are done, of which ``first`` were before; nothing behind them is read."""
+    return itertools.islice(batches, None if steps is None else max(steps - first, 0))
+
+
+def _print_end(steps: int | None, first: int, done: int) -> None:
+    """Why there were fewer batches than a reader expects, if there were."""
+    if done < (steps or 0):
+        print(f"the data ended after {done} batches, of {steps}")
+    elif done == first > 0:
+        print(f"nothing was left to train on: {done} batches were done before")
 
 
 def _held_bytes(runner: pipeline.Runner) -> int:
@@ -270,8 +283,8 @@ def _held_bytes(runner: pipeline.Runner) -> int:
     return runner.weights_bytes + sum(getattr(value, "nbytes", 0) for value in values)
 
 
-def _print_report(plan: PipelinePlan, measured: list[Any], as_json: bool) -> None:
-    """On the first rank: what was planned, and what came."""
+def _print_report(plan: PipelinePlan, measured: list[Any], checkpoints: Checkpoints, as_json: bool) -> None:
+    """On the first rank: what was planned, what came, and where the weights are."""
     if not pipeline.is_first_process():
         return
     seconds = max((each[1] for each in measured if each[1] is not None), default=None)
@@ -280,7 +293,9 @@ def _print_report(plan: PipelinePlan, measured: list[Any], as_json: bool) -> Non
         peaks = [peak for peak, _ in measured]
         planned_peaks = [plan.rank_peak_bytes[ranks[number % plan.ranks]] for number in range(len(measured))]
         figures = {"seconds": seconds, "planned_seconds": plan.seconds}
-        print(json.dumps({**figures, "peak_bytes": peaks, "planned_peak_bytes": planned_peaks}, indent=1))
+        figures |= {"peak_bytes": peaks, "planned_peak_bytes": planned_peaks}
+        saved = None if checkpoints.newest is None else str(checkpoints.newest)
+        print(json.dumps({**figures, "checkpoint": saved}, indent=1))
         return
     told = f"not measured in fewer than {_MEASURED + 1} batches" if seconds is None else f"{seconds:.4g}"
     print(f"seconds a batch: {told}, planned {plan.seconds:.4g}")
@@ -291,3 +306,4 @@ def _print_report(plan: PipelinePlan, measured: list[Any], as_json: bool) -> Non
         own = [stage for stage in range(len(plan.stages)) if rank in plan.ranks_of(stage)]
         stages = ", ".join(map(str, own))
         print(f"{number:>4} {stages:<12} {human_bytes(peak):>10} {human_bytes(planned):>10}")
+    print(checkpoints.summary())

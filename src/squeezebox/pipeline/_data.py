@@ -400,8 +400,11 @@ class Reader:
         self._taken = 0
         self._resumes = False
 
-    def read(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches of a pass; after :meth:`restore`, those that are left of it."""
+    def read(self, batches: Iterable[Any], *, last: bool = False) -> Iterator[Any]:
+        """The batches of a pass; after :meth:`restore`, those that are left of it.
+
+        At its end :meth:`state` is before the next pass. After the ``last`` one it is at that pass's end.
+        """
         generators, before = _generators_of(batches), [] if self._taken else self._generators
         skipped = self._begin(generators)
         with self._own():
@@ -411,6 +414,8 @@ class Reader:
             with self._own():
                 batch = next(iterator, missing)
             if batch is missing:
+                if last:
+                    return
                 self._began, self._taken = self._now, 0
                 self._generators = [generator.get_state() for generator in generators] or before
                 return
@@ -464,7 +469,7 @@ def _generators_of(batches: Any) -> list[torch.Generator]:
 
 
 def batches_of(
-    reader: Reader, channel: Channel, batches: Iterable[Any] | None, *, reads: bool
+    reader: Reader, channel: Channel, batches: Iterable[Any] | None, *, reads: bool, last: bool
 ) -> Generator[Any, None, str]:
     """What the rank that reads has read, and on all others ``()`` for each of its batches.
 
@@ -477,5 +482,5 @@ def batches_of(
         return ""
     if batches is None:
         raise OptionError("the first rank was given no batches to read; pass them to its read().")
-    yield from reader.read(batches)
+    yield from reader.read(batches, last=last)
     return channel.tell(_END).why

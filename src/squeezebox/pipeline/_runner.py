@@ -327,7 +327,7 @@ class Runner:
                 return self._training.step()
         raise OptionError(refused)
 
-    def read(self, batches: Iterable[Any] | None = None) -> Iterator[Any]:
+    def read(self, batches: Iterable[Any] | None = None, *, last: bool = False) -> Iterator[Any]:
         """Go over batches that the first rank reads; every rank must, and gives each one to :meth:`step`.
 
         Their order depends on the random states in which the runner was made, not on what stages draw for
@@ -336,6 +336,8 @@ class Runner:
 
         Args:
             batches: tuples ``(inputs, target)``, such as a DataLoader yields; only the first rank's count.
+            last: no other pass comes after this one. Where :meth:`save` follows its end, the next pass after
+                :meth:`load` has nothing left to read.
 
         Yields:
             What was read on the first rank, ``()`` on all others.
@@ -344,7 +346,7 @@ class Runner:
             PipelineError: another rank failed.
             OptionError: the first rank was given nothing, or replicas read different numbers of batches.
         """
-        found = batches_of(self._reader, self._channel, batches, reads=self.reads)
+        found = batches_of(self._reader, self._channel, batches, reads=self.reads, last=last)
         while True:
             with self._health.guard():
                 try:
