@@ -10,7 +10,15 @@ from squeezebox.planner._replicated import replicated
 from squeezebox.planner._split import Found, Shape, fastest, smallest
 from squeezebox.planner._stages import Runs, runs, stage_memory
 from squeezebox.schedules import FLOWS, PUBLISHED, SYNCHRONOUS, Pipe
-from squeezebox.schema import BudgetError, Link, OptionError, PipelinePlan, PipelineProfile, StageMemory
+from squeezebox.schema import (
+    BudgetError,
+    Link,
+    OptionError,
+    PipelinePlan,
+    PipelineProfile,
+    StageMemory,
+    human_bytes,
+)
 
 
 def too_little(
@@ -72,8 +80,7 @@ def _parts(memory: StageMemory) -> str:
 
 def _size(nbytes: int) -> str:
     """``1.50 GiB (1610612736 bytes)``."""
-    amount, unit = (nbytes / 2**30, "GiB") if nbytes >= 2**30 else (nbytes / 2**20, "MiB")
-    return f"{amount:.2f} {unit} ({nbytes} bytes)"
+    return f"{nbytes} bytes" if nbytes < 2**10 else f"{human_bytes(nbytes)} ({nbytes} bytes)"
 
 
 def plan_pipeline(
