@@ -31,7 +31,7 @@ def test_findings_come_as_text_and_as_json_and_trainings_are_kept(capfd, tmp_pat
     [
         ((TRAIN, "--noise", "much"), "noise 'much': give the tightest and the loosest"),
         ((TRAIN, "--noise", "none"), "there is no knob"),
-        ((TRAIN, "--update-noise", "1"), "update_noise '1': give"),
+        ((TRAIN, "--update-noise", "1"), "--update-noise '1': give"),
         ((TRAIN, "--knob", "exchange"), "exchange '': give the tightest and the loosest"),
         ((TRAIN, "--knob", "exchange=1e-2,1e-1"), "never asked for run.knob('exchange')"),
         ((TRAIN, "--trainings", "2"), "trainings 2 is below 7"),
