@@ -14,6 +14,9 @@ from squeezebox.cli import main
 from squeezebox.schema import Devices
 
 MODULE = """
+import os
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -51,6 +54,13 @@ def batches():
         tokens = torch.randint(0, 32, (8, 9), generator=generator)
         yield tokens[:, :-1], tokens[:, 1:].contiguous()
 
+def dying():
+    for number, batch in enumerate(batches()):
+        if number == 2 and not Path("died").exists():
+            Path("died").touch()
+            os._exit(3)
+        yield batch
+
 def few():
     return [batch for batch, _ in zip(batches(), range(2))]
 """
@@ -72,8 +82,16 @@ def _called(folder, arguments):
     return subprocess.CompletedProcess(arguments, ended.value.code, out.getvalue(), error.getvalue())
 
 
-def _started(folder, arguments, ranks):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+def _started(folder, arguments, ranks, *options):
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        *options,
+    ]
     source = str(Path(__file__).parents[2] / "src")
     return subprocess.run(
         [*command, "-m", "squeezebox.cli", *arguments],
@@ -140,6 +158,18 @@ def test_training_by_a_plan_and_going_on(folder):
     assert short.returncode == 0, short.stderr
     assert short.stdout.count("the data ended after 2 batches, of 6") == 1
     assert "seconds a batch: not measured in fewer than 4 batches" in short.stdout
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_it_with_the_same_command(folder):
+    arguments = (
+        "pipeline", "train", "plan.json", "--data", "mine:dying", "--loss", "mine:loss", "--log-every", "1",
+        "--steps", "4", "--checkpoint", "restarted", "--save-every", "1", "--resume", "--patience", "20",
+    )  # fmt: skip
+    found = _started(folder, arguments, 2, "--max-restarts", "1")
+    assert found.returncode == 0, found.stderr
+    assert "begins at the first batch" in found.stdout and "resumed from restarted/batch-" in found.stdout
+    assert (folder / "restarted" / "batch-4").exists()
 
 
 @pytest.mark.parametrize(

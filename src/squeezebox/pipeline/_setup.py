@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import math
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -205,7 +206,10 @@ def join() -> None:
         )
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     try:
-        dist.init_process_group(backend)
+        store, rank, size = next(dist.rendezvous("env://"))
+        # torchrun's store outlives a restart, with the addresses of processes that have ended.
+        own = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(backend, store=own, rank=rank, world_size=size)
     except RuntimeError as error:
         raise PipelineError(
             f"this rank does not reach the others over {backend}: {in_one_line(error)}. Between "
