@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import (
     _set_pg_timeout,
     default_pg_timeout,
 )
+from torch.distributed.rendezvous import rendezvous
 
 from squeezebox import schedules
 from squeezebox.pipeline._cut import Piece, fingerprint
@@ -206,7 +207,7 @@ def join() -> None:
         )
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     try:
-        store, rank, size = next(dist.rendezvous("env://"))
+        store, rank, size = next(rendezvous("env://"))
         # torchrun's store outlives a restart, with the addresses of processes that have ended.
         own = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(backend, store=own, rank=rank, world_size=size)
