@@ -48,7 +48,7 @@ class Linked(Elsewhere):
     """A neighbour over a link."""
 
     filesystem, kind = "gloo over a link", "neighbour"
-    is_in_memory = keeps_state = False
+    frees_memory, keeps_state = True, False
 
     def __init__(self, neighbour: Neighbour, link: Link) -> None:
         self.neighbour, self.link, self.free_at = neighbour, link, 0.0

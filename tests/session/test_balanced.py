@@ -17,7 +17,7 @@ class Throttled(Elsewhere):
     """A disk's folder that waits before it writes or reads."""
 
     kind, most_bytes = "file", None
-    is_in_memory, keeps_state = False, True
+    frees_memory = keeps_state = True
 
     def __init__(self):
         self.folder, self.pause = disk_folder(), 0.0

@@ -109,11 +109,11 @@ def test_a_full_disk_and_a_missing_folder_are_said_beforehand(tmp_path, monkeypa
 
 def test_a_folder_in_memory_is_refused_and_true_takes_another(monkeypatch):
     memory = Path("/dev/shm")
-    if not DiskFolder(str(memory), "").is_in_memory:
+    if DiskFolder(str(memory), "").frees_memory:
         pytest.skip("there is no folder in memory")
     monkeypatch.setattr(tempfile, "tempdir", str(memory))
     model, *_ = residual()
     step = StreamedStep(model, torch.nn.functional.cross_entropy, height=8, spool=True)
     assert step._folder != memory
-    with pytest.raises(OptionError, match="spool='/dev/shm' is in memory itself"):
+    with pytest.raises(OptionError, match="a file in spool='/dev/shm' would free no memory"):
         StreamedStep(model, torch.nn.functional.cross_entropy, height=8, spool=memory)

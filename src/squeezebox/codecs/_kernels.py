@@ -211,7 +211,8 @@ class _State:
 
 
 _state = _State()
-os.register_at_fork(after_in_child=_state.start_over)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_state.start_over)
 atexit.register(_state.end)
 
 

@@ -56,7 +56,8 @@ class _State:
 
 
 _state = _State()
-os.register_at_fork(after_in_child=_state.start_over)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_state.start_over)
 
 
 def run(work: Callable[[int], Result], count: int) -> list[Result]:

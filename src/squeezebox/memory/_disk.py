@@ -23,6 +23,7 @@ from squeezebox.schema import OptionError
 THREADS = 3  # a disk is slower where it waits for the next request
 SECTOR = 4096  # bytes at multiples of which a disk is read and written past the cache
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "rootfs", "hugetlbfs"})
+_CAN_WRITE = hasattr(os, "pwritev")  # at a place in a file; Windows cannot
 _MEMORY_DEVICE = re.compile(r"/dev/z?ram\d+")
 
 
@@ -40,14 +41,14 @@ class DiskFolder(Elsewhere):
     )
 
     @property
-    def is_in_memory(self) -> bool:
-        """Whether what is written there takes memory."""
-        return _memory_of(self.path) is not None
+    def frees_memory(self) -> bool:
+        """Not where it is in memory itself, or the system cannot write at a place in a file."""
+        return _CAN_WRITE and _memory_of(self.path) is None
 
     @property
     def keeps_state(self) -> bool:
         """A disk does."""
-        return not self.is_in_memory
+        return self.frees_memory
 
     def free_bytes(self) -> int:
         """Of its disk."""
@@ -117,7 +118,7 @@ def _usual() -> Iterator[str]:
 
 def _refusal(path: str) -> str | None:
     """Why nothing can be offloaded there."""
-    if not hasattr(os, "pwritev"):
+    if not _CAN_WRITE:
         return "is on a system that cannot write at a place in a file"
     if not os.path.isdir(path):
         return "is no folder"

@@ -60,8 +60,8 @@ class Elsewhere(ABC):
 
     @property
     @abstractmethod
-    def is_in_memory(self) -> bool:
-        """Whether what is written there takes this machine's memory."""
+    def frees_memory(self) -> bool:
+        """Whether what is moved there leaves this machine's memory."""
 
     @property
     @abstractmethod

@@ -55,7 +55,7 @@ class Neighbour(Elsewhere):
     """
 
     filesystem, kind = "gloo", "neighbour"
-    is_in_memory = keeps_state = False
+    frees_memory, keeps_state = True, False
 
     def __init__(self, *, rank: int, bytes: int | str | None = None, patience: float = 30.0) -> None:
         store = _store(rank, lender=rank, borrower=_own_rank())

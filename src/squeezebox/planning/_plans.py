@@ -102,7 +102,7 @@ def with_folder(plan: StepPlan, folder: Elsewhere) -> StepPlan:
     return replace(plan, offload=record)
 
 
-@within_room("planning this sample's step; squeezebox.max_batch() plans it from smaller ones")
+@within_room("planning this sample's step; squeezebox.find_batch() begins with smaller ones")
 @at_balanced_load
 def make_plan(
     model: torch.nn.Module,

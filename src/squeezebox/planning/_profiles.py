@@ -263,7 +263,7 @@ class _Profiling:
     def _file_seconds(self, plain: float) -> float:
         """By which a plain step takes longer while the process has a file."""
         folder = self._training.folder or usual_folder()
-        if device_of(self._training.model).type != "cpu" or folder.is_in_memory:
+        if device_of(self._training.model).type != "cpu" or not folder.frees_memory:
             return 0.0
         with freed_returned():
             return max(0.0, self._seconds()[0] - plain)

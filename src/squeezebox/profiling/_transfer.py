@@ -46,7 +46,7 @@ def _to_disk(folder: Elsewhere, total: int, seconds: float) -> Transfer | None:
 
     So that is right where most of them are moved, and too much where few are.
     """
-    if folder.is_in_memory:
+    if not folder.frees_memory:
         return None
     speed, hidden = disk_speed(folder), seconds / max(total, 1)
     return Transfer(

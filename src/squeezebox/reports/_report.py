@@ -118,7 +118,7 @@ def _totals(record: StepRecord) -> list[str]:
     lines = [
         f"step {record.step}: {human_bytes(record.saved_bytes)} saved by plain PyTorch, "
         f"{human_bytes(record.packed_bytes)} held ({ratio:.1f}x smaller)",
-        f"left alone (owned by others): {human_bytes(record.borrowed_bytes)}",
+        f"left alone (parameters, buffers, inputs): {human_bytes(record.borrowed_bytes)}",
     ]
     if record.peak_bytes is not None:
         at = record.peak_step
@@ -128,7 +128,7 @@ def _totals(record: StepRecord) -> list[str]:
         peak, floor = record.activation_peak_bytes, record.floor_bytes
         line = f"peak beyond parameters, gradients and optimizer state: {human_bytes(peak)}"
         if floor is not None and floor <= peak:  # it is of an earlier step, which may have held more
-            line += f" (floor {human_bytes(floor)})"
+            line += f" (floor {human_bytes(floor)}: what one operator works on)"
         lines.append(line)
     if record.split_bytes is not None:
         lines.append(f"idle in split blocks of the allocator: {human_bytes(record.split_bytes)}")

@@ -105,10 +105,10 @@ def from_file(array: Any) -> Any:
     """The array, or a stand-in that reads the file which the array is a view of.
 
     An array stays as it is if it is in memory, if its map has changes of its own (mode "c"), if the file has
-    another one's name by now, or if its elements lie in the file backwards or more than once.
+    another one's name by now, if its elements lie in the file backwards or more than once, or on Windows.
     """
     mapped = mapped_below(array) if isinstance(array, np.ndarray) else None
-    if mapped is None or mapped.mode == "c" or not _is_nested(array):
+    if mapped is None or mapped.mode == "c" or not _is_nested(array) or not hasattr(os, "preadv"):
         return array
     try:
         number = os.open(str(mapped.filename), os.O_RDONLY)

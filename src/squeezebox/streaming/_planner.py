@@ -57,10 +57,10 @@ class Planner:
         """Why nothing is in a file that might be."""
         folder = self.folder
         recomputes = any(stage.recomputed_bytes for stage in plan.stages)
-        if folder is None or self.memory_bytes is None or not (recomputes and folder.is_in_memory):
+        if folder is None or self.memory_bytes is None or folder.frees_memory or not recomputes:
             return ""
         change = "lay checkpoint= on a disk" if self.is_journalled else "name a folder on a disk by spool="
-        return f"{folder.path} is in memory, so no file is made there and more is recomputed; {change}"
+        return f"a file in {folder.path} would free no memory, so none is made and more is recomputed; {change}"
 
     def _plan(self, prepared: Prepared, files: bool) -> tuple[Ways, StreamPlan]:
         crossing = prepared.streamed.crossing()
@@ -146,7 +146,7 @@ class Planner:
     def _disk_room(self) -> int:
         """Bytes that nobody has asked for but may be filed: half of what the disk has free."""
         folder = self.folder
-        if folder is None or folder.is_in_memory or not os.access(folder.path, os.W_OK | os.X_OK):
+        if folder is None or not folder.frees_memory or not os.access(folder.path, os.W_OK | os.X_OK):
             return 0
         try:
             return folder.free_bytes() // 2

@@ -448,10 +448,10 @@ def _folder_of(spool: bool | str | Path | None, checkpoint: str | Path | None) -
     """
     if isinstance(spool, str | Path):
         folder = DiskFolder(str(spool), "")
-        if folder.is_in_memory:
+        if not folder.frees_memory:
             raise OptionError(
-                f"spool={str(spool)!r} is in memory itself, so nothing would be saved. Name one on a disk, "
-                "or give spool=True."
+                f"a file in spool={str(spool)!r} would free no memory. Name a folder on a disk, or give "
+                "spool=True."
             )
         return folder
     return usual_folder() if checkpoint is None else DiskFolder(str(Path(checkpoint).absolute().parent), "")
