@@ -97,6 +97,19 @@ def exchanging(run, name="exchange"):
     return run.finish(model, model(x[-400:]).detach(), y[-400:])
 
 
+def test_of_two_models_each_has_a_session_until_its_end():
+    models = [nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)) for _ in range(2)]
+    run = _audit_run.AuditRun(arm="", order=torch.Generator(), _numbers={}, _options={"noise": 1e-3})
+    with run.attach(models[0]) as outer:
+        with run.attach(models[1]) as inner:
+            assert inner is not outer and run._session is inner
+        assert run._session is outer and type(models[1]) is nn.Sequential
+        with pytest.raises(squeezebox.AttachError):
+            squeezebox.attach(models[0], noise=1e-3)
+    assert run._session is None and type(models[0]) is nn.Sequential
+    squeezebox.attach(models[0], noise=1e-3).detach()
+
+
 def test_a_knob_of_ones_own_is_loosened_where_the_training_reads_it(tmp_path):
     found = calibrate(tmp_path / "own", exchanging, knobs={"exchange": (1e-2, 1e-1)})
     assert found.options == {"exchange": 0.1} and found.noise is None

@@ -1,5 +1,6 @@
 """method="auto": what is sent together and how is chosen by what it takes, and then followed."""
 
+import copy
 import io
 import itertools
 from dataclasses import replace
@@ -151,6 +152,29 @@ def test_a_plan_is_followed_and_nothing_is_lost(world, plans, options):
     if plans[-1] == ["plain"]:
         assert not results[0][2]  # all that was owed went
         assert results[0][3].ratio == 1.0
+
+
+def _of_images(rank, format, methods):
+    """Gradients of a convolutional network under a plan, and those of DDP alone."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, (1, 3)), nn.Flatten(), nn.Linear(8 * 6 * 4, 5)]
+    plain = nn.Sequential(*layers).to(memory_format=format)
+    net = copy.deepcopy(plain)
+    ddp = ranks.wrapped(net)
+    squeezed = squeezebox.compress_gradients(ddp, "auto", noise=0.05)
+    squeezed.load_state_dict(squeezed.state_dict() | {"plan": _plan(net, methods).to_dict(), "passes": 2})
+    x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(rank)).to(memory_format=format)
+    for model in (ddp, ranks.wrapped(plain)):
+        model(x).square().sum().backward()
+    squeezed.close()
+    return [(one.grad, other.grad) for one, other in zip(net.parameters(), plain.parameters(), strict=True)]
+
+
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
+def test_gradients_of_any_memory_format_come_as_they_went(format):
+    for pairs in ranks.run(_of_images, 2, format, ["plain", "plain", "plain"]):
+        for found, wanted in pairs:
+            assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6 * wanted.abs().max().item())
 
 
 def _resumed(rank, methods, before, after):

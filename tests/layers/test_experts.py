@@ -1,6 +1,7 @@
 """Lean experts compute what unmodified ones do, to the bit, and keep less for backward."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -33,6 +34,15 @@ def mixtral(form, kind="mixtral", dim=32, hidden=48, experts=4):
     for each in module.parameters():
         nn.init.normal_(each, std=each.shape[-1] ** -0.5)
     return nn.Sequential(module)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_lean_experts_are_pickled_as_lean_ones(recompute):
+    lean = layers.lean_experts_(mixtral("eager"), recompute=recompute)
+    for again in (pickle.loads(pickle.dumps(lean)), copy.deepcopy(lean)):  # noqa: S301
+        assert type(again[0]) is type(lean[0]) and again[0].recompute is recompute
+        assert torch.equal(again[0](*routed()), lean[0](*routed()))
+        assert again[0].down_proj is not lean[0].down_proj
 
 
 def routed(tokens=64, dim=32, experts=4, choices=2, dtype=torch.float32):

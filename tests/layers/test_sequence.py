@@ -232,6 +232,32 @@ def test_states_draws_refusals_and_bytes():
     assert not torch.equal(one["drops"], two["drops"]) and torch.equal(one["after"], two["after"])
 
 
+def changed(rank):
+    """Gradients of norms that are unfrozen after the split; what is said of a parameter that was not there."""
+    net = Net().double()
+    for block in net.blocks:
+        block.first.requires_grad_(False)
+    layers.split_sequence_(net.blocks, **NAMES)
+    for block in net.blocks:
+        block.first.requires_grad_(True)
+    losses, gradients = train(net, steps=2)
+    net.blocks[1].second.weight = nn.Parameter(torch.ones(DIM, dtype=torch.float64))
+    with pytest.raises(OptionError, match="'second.weight' was put into a block after") as caught:
+        net(words())
+    one = Net()
+    alone = dist.new_group([0]), dist.new_group([1])
+    layers.split_sequence_(one.blocks, **NAMES, group=alone[rank])
+    return losses, gradients, str(caught.value), (one(words()) - Net()(words())).abs().max()
+
+
+def test_what_is_unfrozen_later_is_added_up_and_one_rank_may_be_all():
+    losses, gradients = train(Net().double(), steps=2)
+    for found, ours, _, alone in ranks.run(changed, 2):
+        assert (found - losses).abs().max() <= 1e-12
+        assert (ours - gradients).norm() <= 1e-10 * gradients.norm()
+        assert alone <= 1e-5
+
+
 def cut_up(_):
     net = Net()
     model = nn.Sequential(net.embed, *net.blocks, net.head)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from squeezebox import BudgetError, layers, memory
+from squeezebox import BudgetError, OptionError, UnsupportedModelError, layers, memory
 from squeezebox.layers._dispatch import Sizes, dispatch, pair_elements
 from tests.pipeline import ranks
 
@@ -153,10 +153,35 @@ def refused(rank, kind):
 @pytest.mark.slow
 def test_bad_input_is_refused_on_every_rank():
     first, second = ranks.run(refused, 2, "ids")
-    assert "Rank 1 has routing that is out of range" in first
+    assert "Rank 1 has tokens or routing that the layer does not take" in first
     assert "and there are 0 to 3" in second
     assert all("the budget is 1000" in each for each in ranks.run(refused, 2, "budget"))
     assert ranks.run(refused, 2, "nan") == [[3], [3]]
+
+
+def drawn(rank):
+    torch.manual_seed(0)
+    layer = layers.Experts(EXPERTS, DIM, HIDDEN)
+    x, ids, gates = routed(rank, "usual")
+    said = []
+    for given, autocast in ((x, rank == 0), (x.double(), False)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            try:
+                layer(given, ids, gates)
+            except (OptionError, UnsupportedModelError) as error:
+                said.append(str(error))
+    return layer.first.detach(), layer.second.detach(), torch.rand(3), said
+
+
+def test_experts_are_those_of_one_process_and_other_numbers_are_refused():
+    model, after = whole(), torch.rand(3)
+    found = ranks.run(drawn, 2)
+    assert torch.equal(torch.cat([each[0] for each in found]), model.first)
+    assert torch.equal(torch.cat([each[1] for each in found]), model.second)
+    assert all(torch.equal(each[2], after) for each in found)
+    (autocast, wrong), (other, _) = (each[3] for each in found)
+    assert "leave autocast" in autocast and "Rank 0 has tokens or routing" in other
+    assert "do not match experts of 24 features in torch.float32" in wrong
 
 
 def undivided(rank):

@@ -86,6 +86,20 @@ def test_gradients_of_two_forwards_add_up_and_forgotten_ones_do_not():
     torch.testing.assert_close(layer.weight(1), before - 0.1 * counts, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("forget", ["step", "zero_grad"])
+def test_a_graph_that_is_kept_gives_each_gradient_once(forget):
+    layer, empty = made("10KiB"), torch.zeros(2, 0, dtype=torch.int64)
+    before = layer.weight(1)
+    sums = layer([empty, torch.tensor([[1, 2], [2, 3]])])[1].sum()
+    (3 * sums).backward(retain_graph=True)
+    getattr(layer, forget)()
+    sums.backward()
+    layer.step()
+    counts = torch.zeros(30, 1).index_put((torch.tensor([1, 2, 3]),), torch.tensor([[1.0], [2.0], [1.0]]))
+    change = (4 if forget == "step" else 1) * 0.1 * counts
+    torch.testing.assert_close(layer.weight(1), before - change, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_gradients_of_several_forwards_are_added_as_torch_adds_them(optimizer, at_once):

@@ -231,6 +231,13 @@ class Written(nn.Module):
         return self.last(self.first(x).reshape(-1, 8))
 
 
+class Asserting(Written):
+    def forward(self, x):
+        found = self.first(x)
+        assert found.shape[1] == 8, "the first layer has 8 channels"
+        return self.last(found.flatten(1))
+
+
 class Branching(nn.Linear):
     def forward(self, x):
         return super().forward(x) if x.sum() > 0 else x
@@ -244,6 +251,7 @@ def grouped():
     ("build", "message"),
     [
         (Written, "does not compute what it does with them masked"),
+        (Asserting, "AssertionError: the first layer has 8 channels"),
         (grouped, "no channels of this model can go"),
         (lambda: nn.Sequential(Branching(8, 8), nn.Linear(8, 5)), "torch.export fails on it"),
         (lambda: torch.compile(Residual()), "is compiled for the sizes"),

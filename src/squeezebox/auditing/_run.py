@@ -168,23 +168,24 @@ class AuditRun:
         if optimizer is not None and self._short is not None and self._short.noise:
             inject = _injector(self._short.noise, self.seed("augmentation"))
             hooks.append(optimizer.register_step_pre_hook(inject))
+        outer, session = self._session, None
         try:
             if self._options is not None:
                 options = dict(self._options)
                 if "budget" in options:
                     options |= {"sample": sample, "loss_fn": loss_fn}
-                self._session = attach(model, optimizer=optimizer, **options)
+                session = self._session = attach(model, optimizer=optimizer, **options)
             self._times.append(time.perf_counter())
-            yield self._session
+            yield session
         except Enough:  # what follows the training evaluates it
             if self._short is None:
                 raise
         finally:
             for hook in hooks:
                 hook.remove()
-            if self._session is not None:
-                self._session.detach()
-                self._session = None
+            self._session = outer
+            if session is not None:
+                session.detach()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:

@@ -214,17 +214,17 @@ class CompressedGradients:
 
         def hear(name: str, parameter: nn.Parameter) -> RemovableHandle:
             listen: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
-            return listen(lambda it: self._arrive(name, it.grad))
+            return listen(lambda it: self._arrive(name, it))
 
         return [ddp.register_forward_hook(forward_ended), *(hear(*each) for each in named)]
 
-    def _arrive(self, name: str, gradient: Tensor | None) -> None:
-        if not self._is_synced or gradient is None:
+    def _arrive(self, name: str, parameter: Tensor) -> None:
+        if not self._is_synced or parameter.grad is None:
             return
         if self._chooser is not None and self._chooser.is_measuring:
             self._chooser.arrivals.note(name)
         elif self._buckets.planned:
-            self._buckets.arrive(name, gradient, self._start)
+            self._buckets.arrive(name, in_bucket_order(parameter), self._start)
 
     def _choose(self, chooser: Chooser) -> None:
         """Follow another plan in the next pass, if it is time to."""

@@ -111,6 +111,19 @@ class Buckets:
             start(group.names, flat)
 
 
+def in_bucket_order(parameter: Tensor) -> Tensor:
+    """Its gradient in one dimension, as DDP lays it in a bucket: in the order of the parameter's memory.
+
+    So it is where that memory has no gaps, as in channels_last; else it is in the order of the dimensions.
+    """
+    gradient: Any = parameter.grad
+    dims = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    if parameter.permute(dims).is_contiguous():
+        gradient = gradient.permute(dims)
+    flat: Tensor = gradient.reshape(-1)
+    return flat
+
+
 def hook_of(take: Callable[[Any], Future[Tensor]]) -> Callable[..., Future[Tensor]]:
     """What DDP registers: it asks for an argument called ``bucket``, and for these very annotations."""
 

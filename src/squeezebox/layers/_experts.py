@@ -109,11 +109,7 @@ def run(
 ) -> Tensor:
     """:class:`Lean`, once its input is checked."""
     check_routing(x, gates, ids, len(first))
-    if torch.is_autocast_enabled(x.device.type):
-        raise UnsupportedModelError(
-            "Lean experts compute in the dtype that they are given; leave autocast for them "
-            "(torch.autocast(..., enabled=False)), or convert model and input."
-        )
+    check_tokens(x, first)
     found: Tensor = Lean.apply(  # type: ignore[no-untyped-call]
         x, gates, ids, first, second, act, form, recompute
     )
@@ -136,6 +132,20 @@ def check_routing(x: Tensor, gates: Tensor, ids: Tensor, experts: int) -> None:
                 f"The router chose experts {least} to {most}, and there are 0 to {experts - 1}; look for NaN "
                 "or an offset in what makes the ids."
             )
+
+
+def check_tokens(x: Tensor, first: Tensor) -> None:
+    """Refuse autocast, and tokens of another dtype or width than the weights (E, 2 H, D)."""
+    if torch.is_autocast_enabled(x.device.type):
+        raise UnsupportedModelError(
+            "Lean experts compute in the dtype that they are given; leave autocast for them "
+            "(torch.autocast(..., enabled=False)), or convert model and input."
+        )
+    if x.dtype != first.dtype or x.shape[1] != first.shape[2]:
+        raise OptionError(
+            f"Tokens {tuple(x.shape)} of {x.dtype} do not match experts of {first.shape[2]} features in "
+            f"{first.dtype}; convert the input or the model."
+        )
 
 
 def lean_experts_(model: Model, *, recompute: bool = False) -> Model:
@@ -234,7 +244,18 @@ class _LeanExperts:
         act, form = _activation(self), _form(self)
         return run(hidden_states, top_k_weights, top_k_index, *weights, act, form, self.recompute)
 
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """The class is made anew where it is read: no module has it."""
+        _, _, *state = super().__reduce_ex__(protocol)
+        return _new_lean, (type(self).__bases__[1], self.recompute), *state
+
 
 @lru_cache
 def _lean_class(kind: type, recompute: bool) -> type:
     return type(f"Lean{kind.__name__}", (_LeanExperts, kind), {"recompute": recompute})
+
+
+def _new_lean(kind: type, recompute: bool) -> Any:
+    """One without contents, as pickle wants."""
+    made: Any = _lean_class(kind, recompute)
+    return made.__new__(made)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from squeezebox.layers._dispatch import MODES, Dispatch, Sizes, dispatch
-from squeezebox.layers._experts import check_routing
-from squeezebox.schema import OptionError
+from squeezebox.layers._experts import check_routing, check_tokens
+from squeezebox.schema import OptionError, UnsupportedModelError
 
 _eagerly: Any = torch._disable_dynamo  # type: ignore[attr-defined]  # torch.compiler's loads the compiler
 
@@ -26,6 +26,7 @@ class Experts(nn.Module):
     Rank r has experts r E/W to (r + 1) E/W - 1 of W ranks. All ranks call forward and backward together, with
     tokens of their own, as many as each has. Gradients of ``first`` and ``second`` are of the sum of all
     ranks' losses. Backward keeps the input and the routing alone, and moves tokens or weights once more.
+    With the same random state on all ranks, the experts are those that one process would draw.
 
     Args:
         experts: E; W divides it.
@@ -63,8 +64,12 @@ class Experts(nn.Module):
         self.last: Dispatch | None = None
         self.first = nn.Parameter(torch.empty(experts // ranks, 2 * hidden, dim, dtype=dtype))
         self.second = nn.Parameter(torch.empty(experts // ranks, dim, hidden, dtype=dtype))
+        own = len(self.first)
         for weight in (self.first, self.second):
-            nn.init.uniform_(weight, -1 / math.sqrt(weight.shape[2]), 1 / math.sqrt(weight.shape[2]))
+            mine = dict(enumerate(weight.detach(), dist.get_rank(group) * own))
+            for expert in range(experts):  # all of them, so that no two ranks draw the same one
+                drawn = mine.get(expert, torch.empty_like(weight[0]))
+                nn.init.uniform_(drawn, -1 / math.sqrt(weight.shape[2]), 1 / math.sqrt(weight.shape[2]))
 
     @_eagerly
     def forward(self, x: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
@@ -76,10 +81,12 @@ class Experts(nn.Module):
             gates: (T, k); NaN gives that token NaN, and no other.
 
         Raises:
-            OptionError: on all ranks, if one of them has an id out of range or shapes that do not match.
+            OptionError: on all ranks, if one of them has an id out of range, or shapes or a dtype that do not
+                match.
+            UnsupportedModelError: under autocast.
             BudgetError: on all ranks, if one of them cannot stay within the budget.
         """
-        counts = _exchange_counts(x, gates, ids, self.experts, self.group)
+        counts = _exchange_counts(x, gates, ids, self.experts, self.first, self.group)
         sizes = Sizes(
             dim=self.first.shape[2],
             hidden=self.second.shape[2],
@@ -98,22 +105,25 @@ class Experts(nn.Module):
         return f"experts={self.experts}, of them here={len(self.first)}, mode={self.mode}"
 
 
-def _exchange_counts(x: Tensor, gates: Tensor, ids: Tensor, experts: int, group: Any) -> Any:
+def _exchange_counts(
+    x: Tensor, gates: Tensor, ids: Tensor, experts: int, weight: Tensor, group: Any
+) -> Any:
     """Every rank's pairs for every expert; a rank with bad input tells all, so that none waits for it."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     table = torch.zeros(ranks, experts + 1, dtype=torch.int64, device=x.device)
-    problem: OptionError | None = None
+    problem: OptionError | UnsupportedModelError | None = None
     try:
         check_routing(x, gates, ids, experts)
+        check_tokens(x, weight)
         table[rank, :experts] = torch.bincount(ids.flatten(), minlength=experts)
-    except OptionError as error:
+    except (OptionError, UnsupportedModelError) as error:
         problem, table[rank, experts] = error, 1
     dist.all_reduce(table, group=group)
     if problem is not None:
         raise problem
     *rows, bad = table.t().tolist()
     if any(bad):
-        raise OptionError(f"Rank {bad.index(1)} has routing that is out of range; its own error says which.")
+        raise OptionError(f"Rank {bad.index(1)} has tokens or routing that the layer does not take; its own error says which.")
     return tuple(zip(*rows, strict=True))
 
 

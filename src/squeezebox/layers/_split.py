@@ -53,7 +53,8 @@ def split_sequence_(
 
     Raises:
         OptionError: before anything is changed, if a name is of no ``nn.Linear``, or the ranks do not divide
-            its size. In forward, on all ranks, if their inputs differ or they do not divide S.
+            its size. In forward, on all ranks, if their inputs differ or they do not divide S, or a block has
+            another parameter than before.
     """
     place = Place.of(group)
     parts = dict(columns) if isinstance(columns, Mapping) else dict.fromkeys(columns, 1)
@@ -76,7 +77,7 @@ def split_sequence_(
                 _during(module, lambda *_: _Recomputing() if torch.is_grad_enabled() else nullcontext())
         stack.enclose(block, shared)
     stack.open_and_close(blocks[0], blocks[-1])
-    _add_gradients([each for block in blocks for each in block.parameters()], place)
+    _add_gradients(blocks, place)
     return blocks
 
 
@@ -144,20 +145,39 @@ def _recomputed(module: nn.Module) -> nn.Module:
     return checkpoint_wrapper(module)
 
 
-def _add_gradients(parameters: Sequence[Any], place: Place) -> None:
-    """Of what all ranks have alike, each has an addend of the gradient: its positions', or its heads'."""
+def _add_gradients(blocks: Sequence[nn.Module], place: Place) -> None:
+    """Of what all ranks have alike, each has an addend of the gradient: its positions', or its heads'.
+
+    What is unfrozen later is added up from then on, and what is put there later is refused.
+    """
     from torch.distributed.tensor import DTensor
+
+    parameters = [each for block in blocks for each in block.parameters() if not isinstance(each, DTensor)]
+    known = {id(each): each for each in parameters}
+    silent = dict(known)
 
     def add(grad: Tensor) -> Tensor:
         total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=place.group)
         return total
 
-    for each in dict.fromkeys(parameters):
-        if not isinstance(each, DTensor):
-            dist.broadcast(each.detach(), group=place.group, group_src=0)
-            if each.requires_grad:
+    def listen(block: nn.Module, _: object = None) -> None:
+        for name, each in block.named_parameters():
+            if isinstance(each, DTensor) or not each.requires_grad:
+                continue
+            if id(each) not in known:
+                raise OptionError(
+                    f"'{name}' was put into a block after split_sequence_(), and its gradient would be of one "
+                    "rank's positions alone. Change modules before, and load without assign=True."
+                )
+            if silent.pop(id(each), None) is not None:
                 each.register_hook(add)
+
+    for parameter in known.values():
+        dist.broadcast(parameter.detach(), group=place.group, group_src=0)
+    for block in blocks:
+        listen(block)
+        block.register_forward_pre_hook(listen)
 
 
 def _gather_into(module: nn.Module, shared: Shared) -> None:

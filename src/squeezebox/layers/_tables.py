@@ -154,6 +154,8 @@ class ShardedEmbeddingBag(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that came since the last step."""
         for waiting in self._waiting:
+            for each in waiting:
+                each.weight.grad = None  # a graph that is kept may give it another one
             waiting.clear()
 
     def weight(self, table: int, start: int = 0, stop: int | None = None) -> Tensor:

@@ -191,8 +191,10 @@ class Pruning:
         undo = narrowing.apply()
         try:
             difference = _difference(expected, self._outputs())
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        except BaseException as error:
             undo()
+            if not isinstance(error, Exception):
+                raise
             raise UnsupportedModelError(_unlike(in_one_line(error))) from error
         if not difference <= _AGREEMENT:  # which is so of NaN, too
             undo()

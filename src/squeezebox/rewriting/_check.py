@@ -70,7 +70,7 @@ def _outcome(step: TrainingStep, training: bool) -> Outcome:
 
 
 def error(before: list[Outcome], after: list[Outcome]) -> float:
-    """The largest difference, over the largest value of each tensor; infinity where shapes or NaN differ."""
+    """The largest difference, over the largest value of each tensor; infinity where shapes, NaN or infinities differ."""
     return max(
         max(_errors(getattr(one, kind), getattr(other, kind)), default=0.0)
         for one, other in zip(before, after, strict=True)
@@ -100,15 +100,24 @@ def _errors(before: list[torch.Tensor], after: list[torch.Tensor]) -> Iterator[f
     if [each.shape for each in before] != [each.shape for each in after]:
         yield float("inf")
         return
-    sizes = [float(each.abs().max()) if each.numel() else 0.0 for each in map(_wide, before)]
-    floor = _FLOOR * max((size for size in sizes if size < float("inf")), default=0.0)
+    sizes = [float(_finite(each).abs().max()) if each.numel() else 0.0 for each in map(_wide, before)]
+    floor = _FLOOR * max(sizes, default=0.0)
     for first, second, size in zip(before, after, sizes, strict=True):
         one, other = _wide(first), second.to(_wide(first).dtype)
-        if not torch.equal(one.isnan(), other.isnan()):
+        if not torch.equal(_special(one), _special(other)):
             yield float("inf")
         elif one.numel():
-            difference = float((one - other).nan_to_num().abs().max())
+            difference = float((_finite(one) - _finite(other)).abs().max())
             yield difference / max(size, floor) if difference else 0.0
+
+
+def _finite(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.masked_fill(~tensor.isfinite(), 0.0)
+
+
+def _special(tensor: torch.Tensor) -> torch.Tensor:
+    """Where there is NaN, and where which infinity."""
+    return tensor.masked_fill(tensor.isfinite(), 0.0).nan_to_num(nan=1.0)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
