@@ -2,6 +2,7 @@
 
 import copy
 import io
+import weakref
 
 import pytest
 import torch
@@ -260,3 +261,27 @@ def test_only_ordinary_float32_weights_are_split():
         }
     )
     assert list(splittable(model, 1 << 16)) == ["linear.weight"]
+
+
+def test_what_cannot_be_given_back_is_said_before_and_once_it_can_it_is():
+    model = network()
+    optimizer = MAKE["SGD"](model.parameters())
+    updates = split(model, optimizer)
+    reference = weakref.ref(model[3].weight)
+    with pytest.raises(AttachError, match=r"has hold of a weight of \(150, 4800\)"):
+        updates.require_returnable()
+    assert isinstance(model[3].weight, SplitWeight)
+    del reference
+    updates.require_returnable()
+    updates.close()
+    assert not any(isinstance(each, SplitWeight) for each in model.parameters())
+
+
+def test_a_backward_after_the_weights_are_given_back_is_refused_by_name():
+    model = network()
+    updates = split(model, MAKE["SGD"](model.parameters()), names=["3.weight"])
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(sample(0)).float().square().mean()
+    updates.close()
+    with pytest.raises(AttachError, match="was attached or detached since forward. Call backward before"):
+        loss.backward()

@@ -495,3 +495,63 @@ def test_an_optimizer_has_its_updates_made_once(tmp_path):
     updates.close()
     held(model, optimizer, tmp_path, in_backward=False).close()
     assert len(optimizer.param_groups[0]["params"]) == 6
+
+
+def test_hooks_of_before_see_all_parameters_after_the_step(tmp_path):
+    def trained(with_updates):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def project(optimizer, *_):
+            with torch.no_grad():
+                for parameter in optimizer.param_groups[0]["params"]:
+                    parameter.clamp_(-0.05, 0.05)
+
+        optimizer.register_step_post_hook(project)
+        updates = held(model, optimizer, tmp_path, in_backward=True) if with_updates else None
+        train(optimizer, model)
+        if updates is not None:
+            updates.close()
+        return model, optimizer
+
+    assert_same(trained(True), trained(False))
+
+
+def test_training_begins_again_from_loaded_states_after_a_backward_that_failed(tmp_path):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    updates = held(model, optimizer, tmp_path, in_backward=True, states=True)
+    train(optimizer, model, 1)
+    saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    handle = model.first.weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(torch.randn(3, 2, 8, 8)).mean().backward()
+    handle.remove()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    train(optimizer, model, 2)
+    updates.close()
+    plain = network()
+    other = torch.optim.AdamW(plain.parameters())
+    plain.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    train(other, plain, 2)
+    assert_same((model, optimizer), (plain, other))
+
+
+def test_a_hook_of_later_does_not_disturb_a_closure(tmp_path):
+    seen, model = [], network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    updates = held(model, optimizer, tmp_path, in_backward=False)
+    optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(len(optimizer.param_groups[0]["params"])))
+
+    def closure():
+        optimizer.zero_grad()
+        updates.check_forward()  # as a session's forward does
+        loss = model(torch.ones(3, 2, 8, 8)).square().mean()
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(3)]
+    updates.close()
+    assert losses[2] < losses[0] and len(seen) == 3

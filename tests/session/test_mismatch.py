@@ -243,3 +243,24 @@ def test_the_refusal_that_is_told_is_the_first():
         model(torch.randn(128, 32))
     assert refused.value.__context__ is None
     session.detach()
+
+
+def test_a_forward_that_failed_is_no_earlier_one_while_its_error_lives():
+    class Sized(nn.Sequential):
+        def forward(self, x):
+            x = self[1](self[0](x))
+            if len(x) > 6:
+                raise RuntimeError("out of memory, say")
+            return self[2](x)
+
+    torch.manual_seed(0)
+    model, x, y = Sized(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4)), torch.randn(6, 16), torch.arange(6) % 4
+    plan = squeezebox.plan(model, sample=(x, y), loss_fn=F.cross_entropy, exact=True)
+    session = squeezebox.attach(model, plan=plan)
+    try:
+        model(torch.randn(8, 16))
+    except RuntimeError as error:
+        F.cross_entropy(model(x), y).backward()
+        assert "out of memory" in str(error)
+    assert session.report().record.step == 0
+    session.detach()

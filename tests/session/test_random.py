@@ -1,5 +1,8 @@
 """Squeezed training draws the random numbers of plain training."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -55,3 +58,34 @@ def test_two_squeezed_runs_are_the_same_to_the_bit():
     model = NETS["activations"][0]()
     one, two = (train(model, images, noise=1e-2) for _ in range(2))
     torch.testing.assert_close(one.gradients, two.gradients, rtol=0, atol=0)
+
+
+class Dropping(nn.Module):
+    """Leaves layers out by numpy's and Python's random numbers, and has a buffer whose elements are one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
+        self.register_buffer("scale", torch.ones(1).expand(8))
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            if number == 0 or (np.random.rand() if number % 2 else random.random()) > 0.5:
+                x = layer(x).relu() * self.scale
+        return x
+
+
+def test_numbers_of_numpy_and_python_are_drawn_once_more_and_put_back():
+    model, x = Dropping(), torch.randn(4, 8)
+    session = squeezebox.attach(model, exact=True)
+    np.random.seed(0)
+    random.seed(0)
+    for _ in range(5):
+        assert session.measure_noise(lambda: model(x).square().sum().backward()) == 0.0
+    session.detach()
+    drawn = np.random.rand(), random.random()
+    np.random.seed(0)
+    random.seed(0)
+    assert drawn == (np.random.rand(), random.random())
+    squeezebox.plan(model, sample=(x, x), loss_fn=nn.functional.mse_loss, exact=True)
+    assert drawn != (np.random.rand(), random.random())

@@ -276,3 +276,39 @@ def test_an_input_may_have_any_name():
     model(module=x).sum().backward()
     assert session.report().saved_bytes == x.nbytes
     session.detach()
+
+
+def test_torch_s_profiler_is_free_once_the_optimizer_has_stepped():
+    model, (x, y) = network(), sample()
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = squeezebox.attach(model, optimizer=optimizer, exact=True)
+
+    def step():
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    step()
+    with torch.profiler.profile() as profiler:
+        step()
+    assert profiler.key_averages()
+    peak = session.report().peak_bytes
+    held = sum(each.nbytes for each in model.parameters())
+    assert peak > 4 * held  # weights, gradients and two averages
+    session.detach()
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_steps_on_threads_in_turn_are_measured_where_they_can_be():
+    model, (x, _) = network(), sample()
+    session = squeezebox.attach(model, exact=True)
+
+    def step(rows):
+        model(x.repeat(rows, *[1] * (x.dim() - 1))).sum().backward()
+
+    step(1)
+    assert in_thread(lambda: step(1)) is None
+    step(2)
+    step(4)
+    assert session.report().record.peak_step == 3
+    session.detach()

@@ -88,7 +88,14 @@ def _end(profiler: _Profiler) -> None:
         profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
+_left: dict[int, weakref.finalize[..., Any]] = {}  # by thread: what another thread could not end
+
+
 def _is_profiled() -> bool:
+    """Whether a profiler is on; one of this thread that was left is ended first."""
+    left = _left.pop(threading.get_ident(), None)
+    if left is not None:
+        left()
     return torch.autograd.profiler._is_profiler_enabled
 
 
@@ -113,6 +120,12 @@ class Recording:
         self._history = None if device.type == "cpu" else History(device)
         self._profiler: Any = None
         self._end: weakref.finalize[..., Any] | None = None
+        self._thread = 0
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another thread than this began it: torch's profiler is that thread's own."""
+        return self._profiler is not None and self._thread != threading.get_ident()
 
     def start(self) -> bool:
         """Begin; False if another profiler is active, or a device's history is recorded already."""
@@ -132,7 +145,7 @@ class Recording:
             if _is_profiled():  # another thread was first
                 return False
             profiler.__enter__()  # type: ignore[no-untyped-call]
-        self._profiler = profiler
+        self._profiler, self._thread = profiler, threading.get_ident()
         # A profiler still on when the interpreter ends would crash it.
         self._end = weakref.finalize(self, _end, profiler)
         return True
@@ -146,10 +159,12 @@ class Recording:
             pass
 
     def close(self) -> None:
-        """End; safe to call twice."""
+        """End, or have the thread that began it end it at its next start; safe to call twice."""
         if self._history is not None:
             self._history.close()
-        if self._end is not None:
+        if self._end is not None and self.is_elsewhere:
+            _left[self._thread] = self._end
+        elif self._end is not None:
             self._end()
 
     def events(self) -> list[tuple[str, int, int]]:
@@ -279,13 +294,18 @@ class PeakMeter:
         """Whether a measurement is under way."""
         return self._recording is not None or self._on_device
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another thread than this began the measurement, which can then only be abandoned."""
+        return self._recording is not None and self._recording.is_elsewhere
+
     def start(self, living: Iterable[torch.Tensor] = ()) -> bool:
         """Begin; False if another profiler is active.
 
         ``living`` are tensors that may be freed meanwhile (the last step's gradients): the peak then
         counts them as freed.
         """
-        if torch.autograd.profiler._is_profiler_enabled:
+        if _is_profiled():
             return False
         self._given = {}
         if self._device.type == "cuda":

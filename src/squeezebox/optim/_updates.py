@@ -79,7 +79,7 @@ class Updates:
         # small ones, to be updated together, and what tells their gradients from later ones
         self._waiting: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}
         self._known = 0  # states, when they were last put in order
-        self._is_paused = False
+        self._is_paused = self._is_stepping = False
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self.accumulated)
             for parameter in self._groups.parameters()
@@ -87,10 +87,9 @@ class Updates:
         ]
         self._products = Products(model, sliced, lambda: not self._is_paused)
         self._last = optimizer.register_step_pre_hook(self._before_step)
-        self._hooks += [
-            optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_load_state_dict_post_hook(lambda _: self._move_all()),
-        ]
+        after = optimizer.register_step_post_hook(self._after_step)
+        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # others see parameters again
+        self._hooks += [after, optimizer.register_load_state_dict_post_hook(lambda _: self._loaded())]
         _updated.add(optimizer)
         with contextlib.ExitStack() as undone:  # by a full disk, say
             undone.callback(self.close)
@@ -130,14 +129,19 @@ class Updates:
         )
         if self._file is not None:
             self._file.fetch()
-        self._last.remove()  # what others do before a step comes before the updates
-        self._last = self._optimizer.register_step_pre_hook(self._before_step)
+        if not self._is_stepping:
+            self._last.remove()  # what others do before a step comes before the updates
+            self._last = self._optimizer.register_step_pre_hook(self._before_step)
         if self._in_backward and scaled and not self._is_paused:
             raise UnsupportedModelError(
                 "torch.autocast to float16 goes with GradScaler, which divides gradients before the update; "
                 "under this plan backward has updated by then. Make an eager plan with clip=True, which "
                 "leaves gradients to optimizer.step(), or autocast to bfloat16, which needs no scaling."
             )
+
+    def require_returnable(self) -> None:
+        """AttachError where something has hold of a weight that :meth:`close` exchanges."""
+        self._weights.require_exchangeable()
 
     def close(self) -> None:
         """Leave the optimizer as it would be without: states in memory, gradients too."""
@@ -262,6 +266,17 @@ class Updates:
         filed.store(gradient, torch.linalg.vector_norm(gradient))
         parameter.grad = filed
 
+    def _loaded(self) -> None:
+        """Somebody begins again from a state_dict, perhaps after a backward that failed."""
+        self._begin_round()
+        self._move_all()
+
+    def _begin_round(self) -> None:
+        """Nothing is updated yet before the next step."""
+        self._updated.clear()
+        self._used.clear()
+        self._waiting.clear()
+
     def _move_all(self) -> None:
         """States that are there already, or were loaded."""
         for parameter in self._groups.parameters():
@@ -270,11 +285,16 @@ class Updates:
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Update what backward has not, and leave nothing for the optimizer's own step to do."""
+        self._groups.show()  # a step that failed may have left them hidden
         own, *given = args  # the optimizer itself comes first
         closure = given[0] if given else kwargs.get("closure")
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+            self._is_stepping = True
+            try:
+                with torch.enable_grad():
+                    loss = closure()
+            finally:
+                self._is_stepping = False
             args = (own, lambda: loss, *given[1:])
             kwargs = {key: value for key, value in kwargs.items() if key != "closure"}
         self._check_settings()
@@ -291,9 +311,7 @@ class Updates:
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._groups.show()
-        self._updated.clear()
-        self._used.clear()
-        self._waiting.clear()
+        self._begin_round()
         if len(optimizer.state) != self._known:  # as a plain step would have made them
             parameters = [each for each in self._groups.parameters() if each in optimizer.state]
             for each in parameters:

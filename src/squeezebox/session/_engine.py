@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from squeezebox.bounds import Planned
 from squeezebox.capture import Installation, Recorder, Slicer, Store, is_innermost
-from squeezebox.memory import Elsewhere, PeakMeter, Weights, freed_returned, is_scarce, live_bytes
+from squeezebox.memory import Elsewhere, Peak, PeakMeter, Weights, freed_returned, is_scarce, live_bytes
 from squeezebox.optim import Updates
 from squeezebox.reports import StepPlan
 from squeezebox.schema import Action, AttachError, Region, Role
@@ -111,6 +112,11 @@ class Engine:
         elif policy.controller is not None:
             self.store.spares = self.recorder.regions.spares
         self._meter = PeakMeter(device_of(model))
+        self._peak: Peak | None = None  # of the running step, once that is measured
+        self._step_hook: RemovableHandle | None = None
+        with contextlib.suppress(AttributeError):  # one that only wraps another optimizer has no hooks
+            if optimizer is not None:
+                self._step_hook = optimizer.register_step_post_hook(lambda *_: self._end_measuring())
         self._baseline_bytes = self._gradient_bytes = 0  # before the step
         self._largest_bytes = -1  # of inputs of a step that was measured
         self._open = self._replaying = False
@@ -133,13 +139,17 @@ class Engine:
         """See :meth:`Session.detach`."""
         if self.installation is None:
             return
+        if self.updates is not None:
+            self.updates.require_returnable()
         self.close_step()
         self.abandon()
         self.installation.remove()
         self.installation = None
+        if self._step_hook is not None:
+            self._step_hook.remove()
+        attached.discard(self.model)
         self.store.close()
         self._returning.close()
-        attached.discard(self.model)
 
     @contextlib.contextmanager
     def framed(self) -> Iterator[None]:
@@ -178,7 +188,9 @@ class Engine:
             self.recorder.__exit__(error, None, None)
             if self.recorder.slicer is not None and not failed:
                 self.notes[self.recorder.slicer.note] = None
-            if failed:
+            if failed and self._passes.count <= 1:
+                self.abandon()  # what it leaves may live on with its error, and has no backward
+            elif failed:
                 self._meter.abandon()  # nobody else could measure until the next step
             elif self._passes.was_hidden():
                 self.abandon()
@@ -192,10 +204,11 @@ class Engine:
             self.store.blocks.end_step()
         if self._replaying:
             return
+        self._end_measuring(backward_seen=True)
         collector = self.refreshes.end(self.recorder)
-        if self._meter.running:
+        peak, self._peak = self._peak, None
+        if peak is not None:
             lasting = persistent(self.model, self.optimizer)
-            peak = self._meter.stop(lasting)
             usual = collector is None and not self.store.unready
             self.records.note_peak(self.step, peak, self._baseline_bytes, usual=usual)
             if self.plan is not None and usual and self.checks_budget:
@@ -209,9 +222,17 @@ class Engine:
             self.records.note_statistics(self.step, collector, statistics.checks)
         self.records.latest = self.records.now(self.step, self.plan)
 
+    def _end_measuring(self, *, backward_seen: bool = False) -> None:
+        """After the optimizer's step, or before the next one; torch has one profiler, and others want it."""
+        if self._meter.is_elsewhere:
+            self._meter.abandon()
+        elif self._meter.running and (backward_seen or self.recorder.hooks.backward_seen):
+            self._peak = self._meter.stop(persistent(self.model, self.optimizer))
+
     def abandon(self) -> None:
         """Give up a step whose backward was never run, as if it had not begun."""
         self._meter.abandon()
+        self._peak = None
         if self._open and not self._replaying:
             self._open, self.step = False, self.step - 1
         self.refreshes.end(self.recorder)

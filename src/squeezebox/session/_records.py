@@ -178,8 +178,8 @@ class Growth:
 
 
 _UNEXPLAINED = (
-    "perhaps its inputs are larger than the plan's sample, its loss is another, or memory was taken between "
-    "it and the next step, as by an evaluation"
+    "perhaps its inputs are larger than the plan's sample, its loss is another, or something else took "
+    "memory meanwhile"
 )
 _NAMED = 20  # times what a reason explains: smaller ones are left out
 

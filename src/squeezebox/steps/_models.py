@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import random
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from squeezebox import codecs
@@ -33,20 +35,29 @@ def restored(
         for module in each.modules()
         for name, buffer in module.named_buffers(recurse=False)
     ]
-    random = random_states(model)
+    drawn = random_states(model)
+    python, numpy = random.getstate(), np.random.get_state()
     try:
         yield
     finally:
+        torch.set_rng_state(drawn[0])
+        for state in drawn[1:]:
+            torch.cuda.set_rng_state(state, device_of(model))
+        random.setstate(python)
+        np.random.set_state(numpy)
         for parameter, gradient in gradients:
             if parameter.is_leaf:
                 parameter.grad = gradient
         with torch.no_grad():
             for module, name, buffer, value in buffers:
-                buffer.copy_(value)
+                if not _is_expanded(buffer):
+                    buffer.copy_(value)
                 module._buffers[name] = buffer  # the module may have put another one in its place
-        torch.set_rng_state(random[0])
-        for state in random[1:]:
-            torch.cuda.set_rng_state(state, device_of(model))
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, so that nothing can be written in place."""
+    return any(not stride and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def random_states(model: torch.nn.Module) -> list[torch.Tensor]:
