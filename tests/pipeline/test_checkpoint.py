@@ -1,6 +1,7 @@
 """Checkpoints that move: to another split, schedule or number of ranks, to plain torch, to disks of nodes."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.utils.data import DataLoader, TensorDataset
 
 from squeezebox.pipeline import Runner
+from squeezebox.schema import OptionError
 from tests.pipeline import ranks
 
 
@@ -90,6 +92,11 @@ MOVES = [
     pytest.param(ranks.plan(6, 2, "2bw", 4), ranks.plan(6, 3, "2bw", 4), marks=pytest.mark.slow),
     pytest.param(
         ranks.plan(6, 2, "interleaved-1f1b", 4, loops=3), ranks.plan(6, 1, "1f1b", 4), marks=pytest.mark.slow
+    ),
+    pytest.param(
+        replace(ranks.plan(6, 2, "1f1b", 4), processes=(0, 1)),
+        replace(ranks.plan(6, 2, "1f1b", 4), processes=(1, 0)),
+        marks=pytest.mark.slow,
     ),
     pytest.param(ranks.plan(6, 3, "zb-v", 4, loops=2), ranks.plan(6, 2, "zb-h2", 4), marks=pytest.mark.slow),
 ]
@@ -201,3 +208,16 @@ def test_nodes_agree_on_the_newest_that_all_have(tmp_path):
         assert result == (2, 4, ["batch-2", "batch-4"]), result
         found = sorted(path.name for path in (tmp_path / f"node-{rank}" / "batch-4").iterdir())
         assert found == [".metadata", f"rank-{rank}"]
+
+
+def _with_a_loss_of_its_own(rank, plan):
+    model, loss = _model(), nn.Bilinear(6, 6, 1).double()
+    optimizer = torch.optim.AdamW([*model.parameters(), *loss.parameters()])
+    with pytest.raises(OptionError, match="2 of the optimizer's 14 parameters are not the model's") as caught:
+        Runner(model, plan, optimizer=optimizer, loss_fn=lambda x, y: loss(x, y).mean())
+    return str(caught.value)
+
+
+def test_parameters_that_no_stage_has_are_refused():
+    (said,) = ranks.run(_with_a_loss_of_its_own, 1, ranks.plan(6, 1, "1f1b", 4))
+    assert "the first one of (1, 6, 6)" in said

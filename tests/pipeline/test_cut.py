@@ -205,3 +205,35 @@ def test_fingerprints_tell_models_apart():
         return fingerprint(cut(nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2)), (torch.ones(1, 4),)))
 
     assert of(3) == of(3) != of(5)
+
+
+class Filled(nn.Module):
+    """Constants that its forward fills through views, and a sum in place through one."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.place = nn.ModuleList(nn.Linear(8, 8) for _ in range(6)), nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x):
+        scale, mask = torch.ones(8), torch.ones(2, 4, 8)
+        scale[:4] = 0.5
+        mask.transpose(0, 1)[1:3].mul_(0.25)
+        for number, block in enumerate(self.blocks):
+            x = block(x * scale * mask).tanh()
+            if number == 2:
+                x = x.flatten(1).unflatten(1, (4, 8))
+                x += self.place
+        return x
+
+
+def test_constants_that_are_filled_stay_filled_and_sums_in_place_have_what_they_write_into():
+    torch.manual_seed(0)
+    model, x = Filled(), torch.randn(2, 4, 8)
+    pieces = cut(model, (x,))
+    assert len(pieces) > 3
+    assert torch.equal(through(pieces, x), model(x))
+    wanted = torch.autograd.grad(model(x).sum(), [*model.parameters()])
+    for piece in pieces:  # as a stage begins: with a leaf
+        x = piece.module(*([x] if isinstance(x, torch.Tensor) else x))
+        x = tuple(each.detach().requires_grad_(each.requires_grad) for each in (x if isinstance(x, tuple) else (x,)))
+    assert all(each is not None for each in wanted)

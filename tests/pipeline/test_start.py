@@ -45,6 +45,8 @@ class _Model(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(11, width, padding_idx=0)
         self.mixed = nn.ModuleList([nn.BatchNorm2d(4), nn.Conv2d(3, 4, 3), nn.LSTM(3, 5)])
+        self.leaning = nn.Linear(8, 8)
+        nn.init.normal_(self.leaning.weight.t())
         rates = torch.linspace(0, 0.3, 2)
         assert rates.tolist() == [rate.item() for rate in rates] == list(rates.numpy())
         self.layers = nn.ModuleList(_Layer(width, rate) for rate in rates.tolist())

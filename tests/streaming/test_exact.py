@@ -295,3 +295,20 @@ def test_the_losss_own_parameters_have_gradients(form):
     StreamedStep(model, functions[form], height=6)(image, None)
     plain(model(image), None).backward()
     torch.testing.assert_close(loss.weight.grad, plain.weight.grad, rtol=1e-12, atol=0)
+
+
+class Outer(nn.Module):
+    """A map of one row, times a table of all rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.collapse, self.table = nn.Conv2d(1, 4, (64, 1)), nn.Parameter(torch.randn(1, 4, 64, 1))
+
+    def forward(self, x):
+        return self.collapse(x) * self.table
+
+
+def test_a_map_of_one_row_meets_all_rows_of_a_table():
+    torch.manual_seed(0)
+    image = torch.randn(1, 1, 64, 32, dtype=torch.float64)
+    require_equal(Outer(), lambda output, _: output.square().mean(), image, None, height=16)

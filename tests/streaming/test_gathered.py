@@ -292,3 +292,26 @@ def test_packed_strips():
     found = StreamedStep(model, lovasz, height=16, axis=-2, context=session.step)(IMAGE, MASK)
     session.detach()
     torch.testing.assert_close(found, lovasz(network()(IMAGE), MASK).detach())
+
+
+class Classes(nn.Module):
+    """An image of numbers, each of which has a row whose gradient is divided by how often it occurs."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(20, 8, scale_grad_by_freq=True), nn.Conv2d(8, 2, 3)
+
+    def forward(self, x):
+        return self.head(self.table(x[:, 0]).permute(0, 3, 1, 2))
+
+
+def test_numbers_are_counted_in_all_of_the_image():
+    torch.manual_seed(0)
+    model = Classes().double()
+    other, image = copy.deepcopy(model), torch.randint(20, (1, 1, 64, 32))
+    loss = model(image).square().mean()
+    loss.backward()
+    step = StreamedStep(other, lambda output, _: output.square().mean(), memory="4MiB")
+    torch.testing.assert_close(step(image, None), loss.detach())
+    for mine, wanted in zip(other.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, wanted.grad)

@@ -114,3 +114,19 @@ def refused(rank):
         on_rank(rank, "sage", torch.float32, "1MiB", 9)
     except OptionError as error:
         return str(error)
+
+
+def of_a_shared_stage(rank):
+    torch.manual_seed(1)
+    shared = Sage(8, 8)
+    model = nn.Sequential(Sage(6, 8), shared, nn.ReLU(), shared, Sage(8, 4)).double()
+    group = None if rank is None else torch.distributed.group.WORLD
+    GraphStep(model, made(600), "200KiB", group=group)()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def test_a_stage_that_is_there_twice_is_added_up_once():
+    wanted = of_a_shared_stage(None)
+    for found in ranks.run(of_a_shared_stage, 2):
+        for one, gradient in zip(wanted, found, strict=True):
+            assert (gradient - one).abs().max() <= 1e-12 * max(one.abs().max(), 1e-3)

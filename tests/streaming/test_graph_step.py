@@ -319,3 +319,28 @@ def test_features_that_change_in_their_file_are_refused(tmp_path):
     with pytest.raises(DatasetError, match="the features' file has changed since the step was made"):
         step()
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Propagate(nn.Module):
+    @torch.no_grad()
+    def forward(self, x, edge_index):
+        sources, targets = edge_index
+        return torch.zeros_like(x).index_add(0, targets, x[sources])
+
+
+def test_below_a_stage_without_gradients_there_are_none():
+    torch.manual_seed(0)
+    model = nn.Sequential(Sage(6, 6), Propagate(), Sage(6, 4)).double()
+    step = GraphStep(model, made(), "20KiB")
+    assert step.parts > 2
+    step()
+    assert not any(each.grad is not None and each.grad.any() for each in model[0].parameters())
+    assert all(each.grad.any() for each in model[2].parameters())
+
+
+def test_numbers_of_nodes_may_be_of_64_bits_without_a_sign():
+    graph = made()
+    other = dataclasses.replace(graph, edges=graph.edges.numpy().astype(np.uint64))
+    torch.manual_seed(0)
+    model = nn.Sequential(Sage(6, 4)).double()
+    assert GraphStep(model, other, "1MiB")() == GraphStep(model, graph, "1MiB")()

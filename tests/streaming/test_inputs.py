@@ -123,3 +123,19 @@ def test_an_image_of_inference_mode_is_taken():
     model = conv()
     StreamedStep(model, lambda output, _: output.square().mean(), height=5)(image, None)
     assert model.weight.grad is not None
+
+
+def test_an_image_and_a_target_that_are_written_into_stay_as_they_were():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(3, 2, 3, padding=1)).double()
+    image, target = torch.randn(1, 3, 24, 8).double(), torch.randn(1, 2, 24, 8).double()
+
+    def loss_fn(output, target):
+        return nn.functional.mse_loss(output, target.clamp_(0, 1))
+
+    given = image.clone(), target.clone()
+    step = StreamedStep(model, loss_fn, height=8)
+    loss = step(image, target)
+    assert torch.equal(image, given[0]) and torch.equal(target, given[1])
+    torch.testing.assert_close(loss, loss_fn(model(image.clone()), target.clone()).detach())
+    torch.testing.assert_close(step.predict(image), model(image.clone()).detach())

@@ -266,8 +266,7 @@ def _repeat(note: _Note, storages: dict[int, torch.UntypedStorage]) -> None:
     )
     if note.is_empty:
         ((_, place),) = note.made
-        extent = sum((size - 1) * stride for size, stride in zip(place.shape, place.strides, strict=True)) + 1
-        results = [_memory((extent,), place.dtype).as_strided(place.shape, place.strides)]
+        results = [_memory(place.shape, place.strides, place.dtype)]
     else:
         with _random_state(note.state):
             results = pytree.tree_leaves(note.function(*args, **kwargs))
@@ -300,14 +299,19 @@ def _nowhere(values: Any) -> Any:
 
 
 def _zeros(values: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda each: _memory(each.shape, each.dtype), values)
+    return pytree.tree_map_only(
+        Tensor, lambda each: _memory(each.shape, each.stride(), each.dtype), values
+    )
 
 
-def _memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros in pages of their own. Malloc would keep many a MiB that is given back."""
-    count = math.prod(shape)
-    pages = mmap.mmap(-1, max(count, 1) * dtype.itemsize)
-    return torch.frombuffer(pages, dtype=dtype)[:count].view(shape)
+def _memory(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros in pages of their own. Malloc would keep many a MiB that is given back.
+
+    They have these strides: how many random numbers an operator draws may follow from them.
+    """
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True) if size)
+    pages = mmap.mmap(-1, extent * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype).as_strided(shape, strides)
 
 
 def _changed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -216,11 +216,13 @@ def _graphs(traced: GraphModule) -> Iterator[tuple[str, Graph]]:
 
 
 def _varying(inputs: list[Node], nodes: list[Node]) -> set[Node]:
-    """What depends on the inputs, and what changes something in place or draws random numbers; in order.
+    """What depends on the inputs, changes something in place or is changed, or draws random numbers.
 
     All other nodes are constants, computed again in each piece that needs them.
     """
     varying = set(inputs)
+    for node in nodes:
+        varying.update(each for each in _written(node) if each.op == "call_function")
     for node in nodes:
         if _is_impure(node) or not varying.isdisjoint(node.all_input_nodes):
             varying.add(node)
@@ -231,6 +233,19 @@ def _is_impure(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     tags = getattr(node.target, "tags", ())
     return (schema is not None and schema.is_mutable) or torch.Tag.nondeterministic_seeded in tags
+
+
+def _written(node: Node) -> Iterator[Node]:
+    """What it writes into: its first argument, and what that is a view of."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    base = node.args[0] if node.args else None
+    while isinstance(base, Node):
+        yield base
+        made = getattr(base.target, "_schema", None)
+        is_view = made is not None and any(each.alias_info is not None for each in made.returns)
+        base = base.args[0] if is_view and base.args else None
 
 
 def _alive(position: int, body: list[Node], inputs: list[Node]) -> list[Node]:
@@ -280,7 +295,8 @@ def _can_cut(position: int, body: list[Node], alive: list[Node], most: int) -> b
     if not all(isinstance(node.meta.get("val"), Tensor) for node in alive):
         return False
     changed = {node.args[0] for node in body[position:] if _is_impure(node) and node.args}
-    return changed.isdisjoint(alive)  # the first operator must not write into what was received
+    changed.update(each for node in body[position:] for each in _written(node))
+    return changed.isdisjoint(alive)  # no operator must write into what was received
 
 
 def _with_parameters(positions: list[int], body: list[Node]) -> list[int]:

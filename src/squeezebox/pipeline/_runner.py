@@ -43,7 +43,7 @@ from squeezebox.pipeline._state import State
 from squeezebox.pipeline._torch import TorchPasses, TorchTraining, engine_of, joined_by, require_suited
 from squeezebox.pipeline._training import Forwards, Training, Turns
 from squeezebox.pipeline._updates import Exchange, Updates, issues_in_order, level
-from squeezebox.pipeline._weights import Weights, forget
+from squeezebox.pipeline._weights import Weights, forget, require_known
 from squeezebox.pipeline._wire import Traffic
 from squeezebox.schedules import Schedule, Sharing
 from squeezebox.schema import FormatError, OptionError, OutputError, PipelinePlan
@@ -142,6 +142,7 @@ class Runner:
         pieces = cut(model, example(plan, device_of(model)), keywords(plan))
         store = own_store(next(_serials))
         check_stages(plan, pieces)
+        require_known(model, optimizer)
         agree(store, place, plan, order, pieces, wire, self.engine, patience)
         self._health = Health(store, place.number, place.names(order), patience, (), device_of(model))
         with self._health.guard():

@@ -274,6 +274,7 @@ class State:
             "microbatches": plan.microbatches,
             "stages": [[stage.first, stage.end] for stage in plan.stages],
             **({"stage_replicas": [*plan.stage_replicas]} if plan.stage_replicas else {}),
+            **({"processes": own} if (own := [*plan.processes]) != [*range(len(own))] else {}),
         }
 
     def _named(self, flat: Flat | None) -> dict[str, Tensor]:

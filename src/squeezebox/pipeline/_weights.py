@@ -185,6 +185,23 @@ class Weights:
                 state[owned[id(parameter)]] = kept
 
 
+def require_known(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer of more than the model.
+
+    Raises:
+        OptionError: says how many parameters are not the model's.
+    """
+    known = {id(parameter) for parameter in model.parameters()}
+    given = [each for group in optimizer.param_groups for each in group["params"]]
+    others = [tuple(each.shape) for each in given if id(each) not in known]
+    if others and len(others) < len(given):
+        raise OptionError(
+            f"{len(others)} of the optimizer's {len(given)} parameters are not the model's, the first one of "
+            f"{others[0]}, and a pipeline trains the model's alone. Put a loss's own parameters into the "
+            "model, or leave them out."
+        )
+
+
 def stand_in(tensor: Tensor, device: torch.device) -> Tensor:
     """Of a tensor's shape without its memory, and NaN."""
     value = float("nan") if tensor.is_floating_point() else 0

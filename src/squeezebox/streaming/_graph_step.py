@@ -220,9 +220,10 @@ class GraphStep:
         """Add up all ranks' shares."""
         ranks: Any = self._ranks
         ranks.add(loss)
-        for stage, others in zip(self._stages, self._others, strict=True):
-            for parameter in (*stage.parameters, *others.values()):
-                sums[parameter] = ranks.add(sums.get(parameter, torch.zeros_like(parameter)).contiguous())
+        held = zip(self._stages, self._others, strict=True)
+        parameters = [each for stage, others in held for each in (*stage.parameters, *others.values())]
+        for parameter in dict.fromkeys(parameters):  # stages may share one
+            sums[parameter] = ranks.add(sums.get(parameter, torch.zeros_like(parameter)).contiguous())
 
     def _parts(
         self, number: int, exchange: Callable[[Exchange, PartFile], None]
@@ -286,6 +287,8 @@ class GraphStep:
                 gradient = self._between[number].total(place)
             wanted = [*parameters, *([x] if number else [])]
             if not output.requires_grad:
+                if number:
+                    self._between[number - 1].give(place, torch.zeros_like(x))
                 return share
             found = list(torch.autograd.grad(output, wanted, gradient, allow_unused=True))
         if number:

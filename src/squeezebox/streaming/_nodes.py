@@ -221,8 +221,9 @@ def kind_of(values: Any) -> torch.dtype:
 
 
 def edges_of(graph: Graph) -> np.ndarray:
-    """2 x edges."""
-    return _array(graph.edges)
+    """2 x edges, signed: numpy has no integers for both uint64 and negative ones."""
+    edges = _array(graph.edges)
+    return edges.astype(np.int64) if edges.dtype == np.uint64 else edges
 
 
 def _array(values: Any) -> np.ndarray:

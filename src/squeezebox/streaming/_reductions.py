@@ -8,7 +8,8 @@ computed once, by ``slope``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -41,15 +42,20 @@ class Reduction(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sum:
-    """Sum or mean: ``scale`` is one over the number of elements for a mean."""
+    """Sum or mean: ``scale`` is one over the number of elements for a mean.
+
+    Elements are cast to ``cast`` before they are added, if that is given.
+    """
 
     dims: tuple[int, ...]
     keepdim: bool
     scale: float
     dtype: torch.dtype
+    cast: torch.dtype | None = None
 
     def partial(self, x: Tensor, start: int) -> State:
         """The sum, in double precision across strips."""
+        x = x if self.cast is None else x.to(self.cast)
         total = x.sum(self.dims, keepdim=self.keepdim, dtype=torch.float32 if is_narrow(x) else None)
         return (total.double() if total.is_floating_point() else total,)
 
@@ -328,15 +334,14 @@ def reduction(call: Call) -> Reduction | None:
     return build(call, dims, tuple(shape))
 
 
-def _sum(call: Call, dims: tuple[int, ...], shape: tuple[int, ...]) -> Reduction:
-    return Sum(dims=dims, keepdim=_keepdim(call), scale=1.0, dtype=call.node.meta["val"].dtype)
+def _sum(call: Call, dims: tuple[int, ...], shape: tuple[int, ...]) -> Sum:
+    dtype, cast = call.node.meta["val"].dtype, call.node.kwargs.get("dtype")
+    return Sum(dims=dims, keepdim=_keepdim(call), scale=1.0, dtype=dtype, cast=cast)
 
 
 def _mean(call: Call, dims: tuple[int, ...], shape: tuple[int, ...]) -> Reduction:
-    count = 1
-    for dim in dims:
-        count *= shape[dim]
-    return Sum(dims=dims, keepdim=_keepdim(call), scale=1.0 / count, dtype=call.node.meta["val"].dtype)
+    summed = _sum(call, dims, shape)
+    return replace(summed, scale=1.0 / prod(shape[dim] for dim in dims))
 
 
 def _moments(call: Call, dims: tuple[int, ...], shape: tuple[int, ...]) -> Reduction:

@@ -23,7 +23,7 @@ _MISFIT = "its inputs have the streamed axis at different places, or not in the 
 def elementwise(call: Call) -> Operator:
     """Every element from those at its place; inputs without rows are broadcast, or cut where full."""
     shape, (rows, *others) = call.shape, [_aligned(call, node) for node in call.inputs]
-    if any(other != rows for other in others):
+    if any(other != rows for other in others) or shape[rows.dim] != rows.size(rows.count):
         raise call.refuse(_MISFIT)
     behind = len(shape) - rows.dim
 
@@ -229,6 +229,8 @@ def embedded(call: Call) -> Operator:
     """A row of a table for every element."""
     if call.args[0] in call.inputs:
         raise call.refuse("its table depends on the image, row by row")
+    if len(call.args) > 3 and call.args[3]:
+        raise call.refuse("it divides gradients by how often a number is in all of the image")
     return _same_rows(call, _common(call))
 
 

@@ -275,7 +275,7 @@ def _program(exported: Any, whole: nn.Module, aim: Aim, free: Mapping[_Address, 
     for spec in signature.output_specs:
         if spec.kind is OutputKind.BUFFER_MUTATION:
             mutations[nodes[spec.arg.name]] = whole.get_buffer(spec.target)
-        else:
+        elif spec.kind is not OutputKind.USER_INPUT_MUTATION:  # what is given stays as it is
             outputs.append(nodes.get(spec.arg.name, getattr(spec.arg, "value", None)))
     if aim.derives:
         _require_scalar(outputs)
