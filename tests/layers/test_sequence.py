@@ -233,7 +233,7 @@ def test_states_draws_refusals_and_bytes():
 
 
 def changed(rank):
-    """Gradients of norms that are unfrozen after the split; what is said of a parameter that was not there."""
+    """Gradients of norms that are unfrozen after the split; what a parameter that was not there leads to."""
     net = Net().double()
     for block in net.blocks:
         block.first.requires_grad_(False)

@@ -275,13 +275,3 @@ def test_what_cannot_be_given_back_is_said_before_and_once_it_can_it_is():
     updates.require_returnable()
     updates.close()
     assert not any(isinstance(each, SplitWeight) for each in model.parameters())
-
-
-def test_a_backward_after_the_weights_are_given_back_is_refused_by_name():
-    model = network()
-    updates = split(model, MAKE["SGD"](model.parameters()), names=["3.weight"])
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(sample(0)).float().square().mean()
-    updates.close()
-    with pytest.raises(AttachError, match="was attached or detached since forward. Call backward before"):
-        loss.backward()

@@ -543,7 +543,9 @@ def test_a_hook_of_later_does_not_disturb_a_closure(tmp_path):
     seen, model = [], network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     updates = held(model, optimizer, tmp_path, in_backward=False)
-    optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(len(optimizer.param_groups[0]["params"])))
+    optimizer.register_step_pre_hook(
+        lambda optimizer, *_: seen.append(len(optimizer.param_groups[0]["params"]))
+    )
 
     def closure():
         optimizer.zero_grad()

@@ -212,7 +212,10 @@ class Filled(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.blocks, self.place = nn.ModuleList(nn.Linear(8, 8) for _ in range(6)), nn.Parameter(torch.randn(4, 8))
+        self.blocks, self.place = (
+            nn.ModuleList(nn.Linear(8, 8) for _ in range(6)),
+            nn.Parameter(torch.randn(4, 8)),
+        )
 
     def forward(self, x):
         scale, mask = torch.ones(8), torch.ones(2, 4, 8)
@@ -235,5 +238,7 @@ def test_constants_that_are_filled_stay_filled_and_sums_in_place_have_what_they_
     wanted = torch.autograd.grad(model(x).sum(), [*model.parameters()])
     for piece in pieces:  # as a stage begins: with a leaf
         x = piece.module(*([x] if isinstance(x, torch.Tensor) else x))
-        x = tuple(each.detach().requires_grad_(each.requires_grad) for each in (x if isinstance(x, tuple) else (x,)))
+        x = tuple(
+            each.detach().requires_grad_(each.requires_grad) for each in (x if isinstance(x, tuple) else (x,))
+        )
     assert all(each is not None for each in wanted)

@@ -199,5 +199,7 @@ def test_human_bytes(nbytes, text):
 
 
 def test_a_floor_of_a_step_that_held_more_is_not_shown():
-    assert "512.00 KiB (floor 256.00 KiB: what one operator works on)" in str(Report(record(floor_bytes=1 << 18)))
+    assert "512.00 KiB (floor 256.00 KiB: what one operator works on)" in str(
+        Report(record(floor_bytes=1 << 18))
+    )
     assert "floor" not in str(Report(record(floor_bytes=1 << 20)))

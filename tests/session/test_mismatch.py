@@ -254,7 +254,11 @@ def test_a_forward_that_failed_is_no_earlier_one_while_its_error_lives():
             return self[2](x)
 
     torch.manual_seed(0)
-    model, x, y = Sized(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4)), torch.randn(6, 16), torch.arange(6) % 4
+    model, x, y = (
+        Sized(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4)),
+        torch.randn(6, 16),
+        torch.arange(6) % 4,
+    )
     plan = squeezebox.plan(model, sample=(x, y), loss_fn=F.cross_entropy, exact=True)
     session = squeezebox.attach(model, plan=plan)
     try:

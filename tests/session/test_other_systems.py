@@ -7,8 +7,8 @@ import pytest
 
 HIDDEN = """
 import os, sys
-for name in ("fork", "register_at_fork", "preadv", "pwritev", "pread", "pwrite", "posix_fallocate", "posix_fadvise",
-             "fdatasync", "sysconf", "nice", "sched_getaffinity"):
+for name in ("fork", "register_at_fork", "preadv", "pwritev", "pread", "pwrite", "posix_fallocate",
+             "posix_fadvise", "fdatasync", "sysconf", "nice", "sched_getaffinity"):
     if hasattr(os, name):
         delattr(os, name)
 sys.modules["fcntl"] = sys.modules["resource"] = None
@@ -58,7 +58,8 @@ pixels[:] = 0.5
 model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 step = squeezebox.streaming.StreamedStep(model, nn.functional.cross_entropy, memory="1MiB")
 label = torch.tensor([1])
-assert torch.allclose(step(pixels, label), nn.functional.cross_entropy(model(torch.from_numpy(pixels)), label))
+wanted = nn.functional.cross_entropy(model(torch.from_numpy(pixels)), label)
+assert torch.allclose(step(pixels, label), wanted)
 """
 
 

@@ -1,5 +1,7 @@
 """What needs all rows at once gets them, where they are few enough."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn

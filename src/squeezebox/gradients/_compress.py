@@ -23,7 +23,7 @@ from squeezebox.gradients._balanced import Balanced
 from squeezebox.gradients._coders import CODERS, Coder
 from squeezebox.gradients._costs import WHOLE
 from squeezebox.gradients._exchange import Exchange
-from squeezebox.gradients._hook import Buckets, Future, hook_of
+from squeezebox.gradients._hook import Buckets, Future, hook_of, in_bucket_order
 from squeezebox.gradients._link import all_reduce_bytes, group_like
 from squeezebox.gradients._low_rank import LowRank
 from squeezebox.gradients._ranks import Worker, own_store

@@ -105,9 +105,7 @@ class Experts(nn.Module):
         return f"experts={self.experts}, of them here={len(self.first)}, mode={self.mode}"
 
 
-def _exchange_counts(
-    x: Tensor, gates: Tensor, ids: Tensor, experts: int, weight: Tensor, group: Any
-) -> Any:
+def _exchange_counts(x: Tensor, gates: Tensor, ids: Tensor, experts: int, weight: Tensor, group: Any) -> Any:
     """Every rank's pairs for every expert; a rank with bad input tells all, so that none waits for it."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     table = torch.zeros(ranks, experts + 1, dtype=torch.int64, device=x.device)
@@ -123,7 +121,9 @@ def _exchange_counts(
         raise problem
     *rows, bad = table.t().tolist()
     if any(bad):
-        raise OptionError(f"Rank {bad.index(1)} has tokens or routing that the layer does not take; its own error says which.")
+        raise OptionError(
+            f"Rank {bad.index(1)} has tokens or routing that the layer does not take; its own error says why."
+        )
     return tuple(zip(*rows, strict=True))
 
 

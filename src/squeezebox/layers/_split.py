@@ -167,8 +167,8 @@ def _add_gradients(blocks: Sequence[nn.Module], place: Place) -> None:
                 continue
             if id(each) not in known:
                 raise OptionError(
-                    f"'{name}' was put into a block after split_sequence_(), and its gradient would be of one "
-                    "rank's positions alone. Change modules before, and load without assign=True."
+                    f"'{name}' was put into a block after split_sequence_(), and its gradient would be of "
+                    "one rank's positions alone. Change modules before, and load without assign=True."
                 )
             if silent.pop(id(each), None) is not None:
                 each.register_hook(add)

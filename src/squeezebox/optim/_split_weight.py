@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from squeezebox.memory import (
@@ -347,17 +345,9 @@ def splittable(model: torch.nn.Module, least_bytes: int) -> dict[str, torch.nn.P
     }
 
 
-def _refuse_late(name: str, _: object) -> None:
-    raise AttachError(
-        f"backward came to '{name}', which was attached or detached since forward. Call backward before."
-    )
-
-
 def _exchange(name: str, weight: torch.nn.Parameter, made: torch.nn.Parameter) -> None:
     """Have the parameter be what was made for it, with its own gradient and hooks."""
     made.grad, weight.grad = weight.grad, None
-    if weight._use_count() == 2:  # with a node of a graph that may still have its backward before it
-        get_gradient_edge(weight).node.register_prehook(functools.partial(_refuse_late, name))
     try:
         torch.utils.swap_tensors(weight, made)
     except RuntimeError as error:

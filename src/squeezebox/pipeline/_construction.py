@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import mmap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -299,9 +298,7 @@ def _nowhere(values: Any) -> Any:
 
 
 def _zeros(values: Any) -> Any:
-    return pytree.tree_map_only(
-        Tensor, lambda each: _memory(each.shape, each.stride(), each.dtype), values
-    )
+    return pytree.tree_map_only(Tensor, lambda each: _memory(each.shape, each.stride(), each.dtype), values)
 
 
 def _memory(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:

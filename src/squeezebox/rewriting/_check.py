@@ -70,7 +70,10 @@ def _outcome(step: TrainingStep, training: bool) -> Outcome:
 
 
 def error(before: list[Outcome], after: list[Outcome]) -> float:
-    """The largest difference, over the largest value of each tensor; infinity where shapes, NaN or infinities differ."""
+    """The largest difference, over the largest value of each tensor; infinity where shapes or NaN differ.
+
+    So it is where infinities differ, which count as no values.
+    """
     return max(
         max(_errors(getattr(one, kind), getattr(other, kind)), default=0.0)
         for one, other in zip(before, after, strict=True)

@@ -209,7 +209,8 @@ class Session:
     def detach(self) -> None:
         """Leave the model as it was, and close what the session opened. Safe to call twice.
 
-        A backward that still waits gets its tensors; the file that holds them is closed after it.
+        A backward that still waits gets its tensors; the file that holds them is closed after it. It is
+        refused by torch where the plan holds weights as bfloat16 and a rest: call it before.
         """
         self.engine.detach()
         if self.rewritten is not None:

@@ -60,7 +60,9 @@ class Planner:
         if folder is None or self.memory_bytes is None or folder.frees_memory or not recomputes:
             return ""
         change = "lay checkpoint= on a disk" if self.is_journalled else "name a folder on a disk by spool="
-        return f"a file in {folder.path} would free no memory, so none is made and more is recomputed; {change}"
+        return (
+            f"a file in {folder.path} would free no memory, so none is made and more is recomputed; {change}"
+        )
 
     def _plan(self, prepared: Prepared, files: bool) -> tuple[Ways, StreamPlan]:
         crossing = prepared.streamed.crossing()
