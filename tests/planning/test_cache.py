@@ -39,6 +39,11 @@ class Graph(Counted):
         return torch.sparse.mm(edges, nodes @ self.body[0].weight.flatten()[:96].view(16, 6))
 
 
+class Scaled(Counted):
+    def forward(self, x, scale):
+        return super().forward(x * scale)
+
+
 def times(output, target, by):
     return F.cross_entropy(output, target) * by
 
@@ -186,3 +191,11 @@ def test_progress_is_told_step_by_step():
     assert [done for done, _, _ in told] == list(range(1, len(told) + 1))
     assert {total for _, total, _ in told} == {len(told)}
     assert all(isinstance(what, str) and what for _, _, what in told)
+
+
+def test_what_is_no_tensor_in_a_sample_is_part_of_the_step(tmp_path):
+    model, (x, y) = Scaled(), batch(8)
+    for scale in (1.0, 2.0):
+        sample = ({"x": x, "scale": scale}, y)
+        assert plan(model, tmp_path, sample, exact=True)[1] > 0
+        assert plan(model, tmp_path, sample, exact=True)[1] == 0

@@ -106,3 +106,13 @@ def test_a_budget_for_less_than_two_is_refused_where_batch_normalisation_takes_n
         sample = inputs[:rows], target[:rows]
         with pytest.raises(BudgetError, match="smallest plan"):
             squeezebox.max_batch(model, sample=sample, loss_fn=F.cross_entropy, budget=627_500, exact=True)
+
+
+def test_a_system_that_does_not_say_what_is_free_has_the_budget(monkeypatch):
+    def silent(device):
+        raise OptionError("this system does not say")
+
+    monkeypatch.setattr("squeezebox.planning._max_batch.free_bytes", silent)
+    model = network()
+    found = squeezebox.max_batch(model, sample=batch(8), loss_fn=F.cross_entropy, budget="150%", exact=True)
+    assert found.batch >= 8

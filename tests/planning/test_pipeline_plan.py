@@ -272,3 +272,11 @@ def _packed(rank, plan):
     session.detach()
     runner.close()
     return record.packed_bytes / record.saved_bytes
+
+
+def test_gradients_that_wait_are_as_they_were():
+    model, (x, y) = network(), batch()
+    ranks.entropy(model(x), y).backward()
+    before = [each.grad.clone() for each in model.parameters()]
+    planned(model, schedules=["1f1b"], policies=["compress"], noise=1e-2)
+    assert all(map(torch.equal, before, (each.grad for each in model.parameters())))

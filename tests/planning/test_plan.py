@@ -510,3 +510,62 @@ def test_every_packed_tensor_has_a_small_and_a_fast_way(task):
     assert all(
         each in ({"entropy", "planes"}, {"planes"}) for each in ways
     )  # small ones have the fast way alone
+
+
+class Subclass(torch.optim.AdamW):
+    """One's own."""
+
+
+def test_the_state_of_a_subclass_counts_before_the_first_step(task):
+    model, _, (x, y) = task
+    optimizer = Subclass(model.parameters())
+    plan = squeezebox.plan(model, optimizer=optimizer, sample=(x, y), loss_fn=F.cross_entropy, budget="90%")
+    assert plan.peak.parts.state_bytes == 2 * sum(each.nbytes for each in model.parameters())
+    states = squeezebox.plan(
+        model, optimizer=optimizer, sample=(x, y), loss_fn=F.cross_entropy, budget="80%", states=True
+    )
+    assert states.optimizer.state_bytes == plan.peak.parts.state_bytes
+
+
+def test_a_loss_with_parameters_counts_them_and_their_gradients(task):
+    model, _, sample = task
+
+    class Margins(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(1000, 10))
+
+        def forward(self, output, target):
+            return F.cross_entropy(output @ self.weight.t(), target)
+
+    loss_fn = Margins()
+    optimizer = torch.optim.AdamW([*model.parameters(), *loss_fn.parameters()])
+    plan = squeezebox.plan(model, optimizer=optimizer, sample=sample, loss_fn=loss_fn, exact=True)
+    own = sum(each.nbytes for each in model.parameters())
+    assert plan.peak.parts.state_bytes == 2 * (own + loss_fn.weight.nbytes)
+    assert plan.peak.parts.parameter_bytes >= own + 2 * loss_fn.weight.nbytes
+
+
+def test_a_hook_that_may_update_a_parameter_is_refused_before_any_step(task):
+    model, optimizer, sample = task
+    handle = model[0].weight.register_post_accumulate_grad_hook(lambda each: each.data.zero_())
+    with pytest.raises(OptionError, match="'0.weight' has a hook for its accumulated gradient"):
+        squeezebox.plan(model, optimizer=optimizer, sample=sample, loss_fn=F.cross_entropy)
+    assert model[0].weight.any()
+    handle.remove()
+
+
+def test_generators_of_the_models_own_are_where_they_were(task):
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.own = nn.Linear(8, 8), torch.Generator().manual_seed(0)
+
+        def forward(self, x):
+            return self.layer(x + torch.rand(x.shape, generator=self.own))
+
+    model = Noisy()
+    before = model.own.get_state()
+    sample = torch.randn(4, 8), torch.randn(4, 8)
+    squeezebox.plan(model, sample=sample, loss_fn=F.mse_loss, exact=True)
+    assert torch.equal(before, model.own.get_state())

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from squeezebox.profiling import PeakMeter, transient_bytes
+from squeezebox.profiling import PeakMeter, state_bytes, transient_bytes
+from squeezebox.schema import OptionError
 
 SETTINGS = {
     "SGD": [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"weight_decay": 0.1}],
@@ -38,3 +39,69 @@ def test_what_a_step_takes_for_a_moment(name, way):
         predicted = transient_bytes([parameter.grad for parameter in parameters], optimizer)
         largest = max(parameter.nbytes for parameter in parameters)
         assert taken - largest // 4 <= predicted <= taken + 1.01 * largest, settings
+
+
+class Mine(torch.optim.AdamW):
+    """One's own, with torch's step."""
+
+
+class Sum(torch.optim.Optimizer):
+    """None of torch's: it holds two sums of each parameter's size, and a small one."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                for name in ("first", "second"):
+                    state[name] = state.get(name, torch.zeros_like(parameter)) + parameter.grad
+                state["count"] = torch.zeros(3)
+
+
+class Reading(Sum):
+    def step(self, closure=None):
+        float(self.param_groups[0]["params"][0].grad.sum())
+        super().step(closure)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Mine,
+        Sum,
+        lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+        torch.optim.Adadelta,
+        torch.optim.ASGD,
+        torch.optim.Rprop,
+        lambda parameters: torch.optim.Muon([each for each in parameters if each.dim() == 2]),
+    ],
+)
+def test_state_is_known_before_the_first_step_and_where_some_parameters_have_none(make):
+    model = torch.nn.Sequential(torch.nn.Linear(200, 300), torch.nn.Linear(300, 100))
+    optimizer = make([*model.parameters()])
+    first = state_bytes(model, optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    made = [value for state in optimizer.state.values() for value in state.values()]
+    real = sum(value.nbytes for value in made if isinstance(value, torch.Tensor))
+    assert state_bytes(model, optimizer) == real
+    assert real - 16 * len(made) <= first <= real
+    half = torch.nn.Sequential(torch.nn.Linear(200, 300), torch.nn.Linear(300, 100))
+    known = torch.optim.AdamW(half.parameters())
+    half[0].weight.grad = torch.ones_like(half[0].weight)
+    known.step()
+    assert 0 <= 2 * sum(each.nbytes for each in half.parameters()) - state_bytes(half, known) + 4 <= 8
+
+
+def test_an_optimizer_that_has_to_step_first_is_refused_until_then():
+    model = torch.nn.Linear(20, 30)
+    optimizer = Reading(model.parameters())
+    with pytest.raises(OptionError, match=r"Reading will have is not known .* Call optimizer.step\(\) once"):
+        state_bytes(model, optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert state_bytes(model, optimizer) == 2 * (model.weight.nbytes + model.bias.nbytes) + 2 * 12

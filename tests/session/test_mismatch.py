@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import squeezebox
+from squeezebox.planning import _attach
 from squeezebox.profiling import PeakMeter
 from squeezebox.schema import BudgetError, OptionError, PlanError
 from tests.planning.test_max_batch import batch, network
@@ -268,3 +269,19 @@ def test_a_forward_that_failed_is_no_earlier_one_while_its_error_lives():
         assert "out of memory" in str(error)
     assert session.report().record.step == 0
     session.detach()
+
+
+@pytest.mark.parametrize("given", [{"offload": False}, {}])
+def test_a_plan_that_is_made_anew_moves_nothing_where_that_is_forbidden(given, monkeypatch):
+    asked = []
+    real = _attach.make_plan
+    monkeypatch.setattr(
+        _attach, "make_plan", lambda *_, **options: asked.append(options["offload"]) or real(*_, **options)
+    )
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    options = {"sample": batch(8), "loss_fn": F.cross_entropy, "on_mismatch": "replan", **given}
+    session = squeezebox.attach(model, optimizer=optimizer, budget="100%", **options)
+    gradients(model, *batch(11))
+    session.detach()
+    assert len(asked) == 2 and asked[0] == asked[1] == given.get("offload", True)

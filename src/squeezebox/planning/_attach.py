@@ -200,7 +200,8 @@ def attach(
     if plan is not None and arena and not plan.arena:
         plan = plan_with_places(plan)
     chosen = None if plan is not None else _controller(noise, controller, exact, optimizer is not None)
-    replanning = _replanning(model, plan, sample, loss_fn, optimizer, place) if plan and replan else None
+    where = offload if place is None else place
+    replanning = _replanning(model, plan, sample, loss_fn, optimizer, where) if plan and replan else None
     places: Mapping[str, int] = {}
     if rehearse and (sample is not None or loss_fn is not None):
         sample, loss_fn = check_sample(sample, loss_fn)
@@ -330,7 +331,7 @@ def _replanning(
     sample: tuple[Any, Any] | None,
     loss_fn: LossFunction | None,
     optimizer: torch.optim.Optimizer | None,
-    place: Elsewhere | None,
+    offload: bool | str | os.PathLike[str] | Elsewhere,
 ) -> Replanning:
     """Holds the sample's shapes and target, not its inputs; cannot plan without sample and loss."""
     if sample is None or loss_fn is None:
@@ -351,7 +352,7 @@ def _replanning(
         exact=exact,
         arena=plan.arena,
         accumulate=plan.accumulate,
-        offload=place or (True if plan.offload is None else plan.offload.folder),
+        offload=plan.offload.folder if offload is True and plan.offload is not None else offload,
     )
     shapes = shapes_of(sample[0])
     return Replanning(plans={shapes: plan}, sample=shapes, target=sample[1], planner=make)

@@ -14,7 +14,7 @@ from squeezebox.capture import observing, refuse_transforms, saved_bytes
 from squeezebox.profiling import Simulation, fake_like, loads_named, simulate
 from squeezebox.reports import Estimate
 from squeezebox.schema import OptionError
-from squeezebox.steps import LossFunction, batch_of, check_loss, check_sample, resize
+from squeezebox.steps import LossFunction, batch_of, check_loss, check_sample, device_of, resize
 
 INPUT_SHAPE = (3, 224, 224)
 BATCH = 32
@@ -129,7 +129,7 @@ def simulated(
     def make_sample(fake: torch.nn.Module) -> tuple[Any, Any]:
         if sample is None:
             of_input = input_kind or _dtype_of(fake, kind, len(shape))
-            return torch.zeros((size or shape[0], *shape[1:]), dtype=of_input), None
+            return torch.zeros((size or shape[0], *shape[1:]), dtype=of_input, device=device_of(fake)), None
         given, _ = check_sample(sample() if callable(sample) else sample, loss_fn or _no_loss)
         return repeated(fake_like(given, kind))
 

@@ -206,7 +206,10 @@ def _ways(
     on_progress: Progress | None,
 ) -> tuple[list[_Way], str]:
     """Exact plans, and those of some noise, from profiles made here; or why there are none."""
-    room = free_bytes(_HOST)
+    try:
+        room = free_bytes(_HOST)
+    except OptionError:
+        return [], "this system does not say how much memory is free, which plans need. Run this on Linux."
     needed = once.parameter_bytes + once.gradient_bytes + once.optimizer_bytes + once.buffer_bytes
     if needed > room:
         return [], (

@@ -174,8 +174,10 @@ def max_batch(
     with contextlib.suppress(BudgetError):  # there is no memory to measure it
         known[other] = profile_step(step.of_size(other))
     answer = batches.largest(limit, batch)
-    room = free_bytes(device_of(model))
-    if answer and answer not in known and batches.plain_peak(answer) <= max(room, limit):
+    room = limit
+    with contextlib.suppress(OptionError):  # a system that does not say
+        room = max(room, free_bytes(device_of(model)))
+    if answer and answer not in known and batches.plain_peak(answer) <= room:
         try:
             known[answer] = profile_step(step.of_size(answer))
         except BudgetError:  # plain, it is too large to be measured

@@ -111,7 +111,9 @@ def plan_pipeline(
             "on the meta device. Take keep and recompute, or plan where the model fits."
         )
     stages, pieces, share = dict[int, Stages](), list[Piece](), state_share(model, optimizer)
-    with contextlib.closing(initial), restored(model):
+    others = [loss_fn] if isinstance(loss_fn, torch.nn.Module) else []
+    with contextlib.closing(initial), restored(model, *others):
+        model.zero_grad(set_to_none=True)  # else what is put back is what was added to
         for done, size in enumerate(sizes):
             if on_progress is not None:
                 on_progress(done, len(sizes) + 1, f"microbatches of {size}")

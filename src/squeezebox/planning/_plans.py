@@ -129,11 +129,12 @@ def make_plan(
 ) -> StepPlan:
     """Choose for every saved tensor how to hold it, so that the step's peak stays under ``budget``.
 
-    Runs a few steps on ``sample`` (parameters, gradients, buffers and random states are as before):
-    statistics, then one in which every way to hold every tensor is timed and weighed. Then the least time
-    within the bytes at every position of forward and backward and within the noise is looked for, with the
-    first layers in slices of the batch where that is faster, or the only way. At last the plan's noise is
-    measured on the sample, and the plan is made once more where that is more than allowed.
+    Runs a few steps on ``sample``. Gradients, buffers and random states are as before, and so are parameters,
+    unless forward itself writes into them. First come statistics, then a step in which every way to hold
+    every tensor is timed and weighed. Then the least time within the bytes at every position of forward and
+    backward and within the noise is looked for, with the first layers in slices of the batch where that is
+    faster, or the only way. At last the plan's noise is measured on the sample, and the plan is made once
+    more where that is more than allowed.
 
     Where training runs under torch.autocast, call this within it: so do forward and loss here, then.
 
@@ -281,6 +282,12 @@ def plannable(model: torch.nn.Module, noise: float | None, exact: bool) -> float
         raise OptionError(
             "the model exchanges gradients with other ranks, and every rank would choose for itself how many "
             "steps to profile. Make the plan from the module before it is wrapped or sharded."
+        )
+    hooked = [name for name, each in model.named_parameters() if each._post_accumulate_grad_hooks]
+    if hooked:
+        raise OptionError(
+            f"'{hooked[0]}' has a hook for its accumulated gradient, which may update it, and planning takes "
+            "steps on the sample. Plan before such hooks are registered."
         )
     if device_of(model).type not in ("cpu", "cuda"):
         raise OptionError(f"plans are for the CPU and for CUDA; the model is on {device_of(model)}.")

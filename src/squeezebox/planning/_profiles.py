@@ -374,11 +374,22 @@ class _Profiling:
         """Bytes that are there in any case."""
         model = self._training.model
         rests = self._casts.rest_bytes  # which go with the state
+        own = nbytes_of([*model.parameters(), *model.buffers()])
         return {
-            "parameter_bytes": nbytes_of([*model.parameters(), *model.buffers()]) - rests,
+            "parameter_bytes": own - rests + _bytes_of_loss(self._training),
             "input_bytes": nbytes_of(tensors_in(list(self._training.sample))),
             "state_bytes": state_bytes(model, self._training.optimizer) + rests,
         }
+
+
+def _bytes_of_loss(step: TrainingStep) -> int:
+    """Of a loss that is a module: what it has that the model has not, and its gradients."""
+    if not isinstance(step.loss_fn, torch.nn.Module):
+        return 0
+    known = {id(each) for each in step.model.parameters()}
+    own = [each for each in step.loss_fn.parameters() if id(each) not in known]
+    trained = [each for each in own if each.requires_grad]
+    return nbytes_of([*own, *step.loss_fn.buffers()]) + sum(each.nbytes for each in trained)
 
 
 def _onlooker_of(profiler: StepProfiler) -> Onlooker:
@@ -423,13 +434,10 @@ def key_of(step: TrainingStep, load: str | None) -> str:
     held = state_bytes(step.model, optimizer)
     folder = step.folder or usual_folder()
     settings = (__version__, step.noise, _options_of(step), held, str(folder), step.moves_weights, load)
-    of_weights = (
-        step.splits_weights,
-        step.slices_gradients,
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-    )
-    return profile_key(step.model, [*tensors_in(step.sample), *weights], loss_fn, *settings, *of_weights)
+    of_weights = (step.splits_weights, step.slices_gradients)
+    casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    rest = (*settings, *of_weights, casts, step.sample)
+    return profile_key(step.model, [*tensors_in(step.sample), *weights], loss_fn, *rest)
 
 
 def _options_of(step: TrainingStep) -> tuple[object, ...]:

@@ -20,7 +20,7 @@ from squeezebox.memory import parts_of
 from squeezebox.profiling._timeline import Life
 from squeezebox.schema import Action, Option, StepProfile, TensorProfile, decoded, plain, write_whole
 
-_VERSION = 8
+_VERSION = 9
 
 
 def profile_key(

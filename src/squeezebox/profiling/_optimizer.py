@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from squeezebox.memory import parts_of
-from squeezebox.schema import OptionError
+from squeezebox.schema import OptionError, in_one_line
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 _NAMED: Mapping[str, MakeOptimizer] = MappingProxyType(
@@ -45,7 +47,7 @@ _KNOWN = {
     "RMSprop": _Known(states=1, one_by_one=1, together=1),
     "Adagrad": _Known(states=1, one_by_one=1, together=2, reuses=True),
 }
-_UNKNOWN = _Known()
+_UNKNOWN = _Known(one_by_one=3, together=3)  # more than any of these take
 
 
 def optimizer_named(name: str) -> MakeOptimizer:
@@ -60,20 +62,57 @@ def optimizer_named(name: str) -> MakeOptimizer:
 
 
 def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Bytes of the optimizer's state as it is, or as its first step will make it."""
+    """Bytes of the optimizer's state as it is, and as its next step will make it where it has none yet.
+
+    Raises:
+        OptionError: that is not known of an optimizer that is none of torch's.
+    """
     if optimizer is None:
         return 0
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    tensors = [value for value in states if isinstance(value, torch.Tensor)]
-    if tensors:
-        return sum(part.nbytes for tensor in tensors for part in parts_of(tensor))
-    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    return sum(
-        _states(type(optimizer).__name__, group) * parameter.nbytes
+    there = {key: _tensors(state) for key, state in optimizer.state.items()}
+    total = sum(part.nbytes for tensors in there.values() for each in tensors for part in parts_of(each))
+    missing = [
+        (group, [each for each in group["params"] if each.requires_grad and not there.get(each)])
         for group in optimizer.param_groups
-        for parameter in group["params"]
-        if id(parameter) in trained
-    )
+    ]
+    name = _kind(optimizer)
+    if name in _KNOWN:
+        return total + sum(_states(name, group) * each.nbytes for group, own in missing for each in own)
+    return total or _first_states(optimizer, missing)
+
+
+def _tensors(state: Any) -> list[torch.Tensor]:
+    return [value for value in state.values() if isinstance(value, torch.Tensor)]
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    """The name of torch's own class that it is, derives from or, as accelerate's, wraps."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    names = [each.__name__ for each in type(inner).__mro__]
+    return next((name for name in names if name in _KNOWN), names[0])
+
+
+def _first_states(
+    optimizer: torch.optim.Optimizer, missing: Sequence[tuple[Mapping[str, Any], Sequence[torch.Tensor]]]
+) -> int:
+    """Bytes of the state that a first step makes, which is taken on the meta device."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    made, groups = copy.copy(inner), list[dict[str, Any]]()
+    for group, parameters in missing:
+        twins = [torch.nn.Parameter(torch.empty_like(each, device="meta")) for each in parameters]
+        for twin in twins:
+            twin.grad = torch.empty_like(twin)
+        groups.append({**group, "params": twins})
+    made.__dict__.update(state=defaultdict(dict), param_groups=groups)
+    step = type(inner).step
+    try:
+        getattr(step, "__wrapped__", step)(made)
+    except Exception as error:
+        raise OptionError(
+            f"how much state {type(inner).__name__} will have is not known before its first step: "
+            f"{in_one_line(error)}. Call optimizer.step() once before, or leave the optimizer out."
+        ) from error
+    return sum(each.nbytes for state in made.state.values() for each in _tensors(state))
 
 
 class ParameterNeeds(NamedTuple):
@@ -85,7 +124,7 @@ class ParameterNeeds(NamedTuple):
 
 def parameter_needs(optimizer: torch.optim.Optimizer) -> dict[int, ParameterNeeds]:
     """Of every parameter that is trained, by its identity, were it updated by itself."""
-    name = type(optimizer).__name__
+    name = _kind(optimizer)
     return {
         id(parameter): ParameterNeeds(
             _states(name, group) * parameter.nbytes, _alone(name, group) * parameter.nbytes
@@ -115,9 +154,8 @@ def transient_bytes(gradients: Iterable[torch.Tensor], optimizer: torch.optim.Op
     if optimizer is None:
         return 0
     stepped = {gradient.untyped_storage().data_ptr() for gradient in gradients}
-    return max(
-        (_of_group(type(optimizer).__name__, group, stepped) for group in optimizer.param_groups), default=0
-    )
+    name = _kind(optimizer)
+    return max((_of_group(name, group, stepped) for group in optimizer.param_groups), default=0)
 
 
 def _of_group(name: str, group: Mapping[str, Any], stepped: Container[int]) -> int:

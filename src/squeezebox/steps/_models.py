@@ -23,7 +23,7 @@ def restored(
 ) -> Iterator[None]:
     """Put gradients of the model, and buffers of all modules and random states back afterwards.
 
-    Those of ``leaves`` too, which have none meanwhile.
+    Those of ``leaves`` too, which have none meanwhile. What a forward writes into parameters stays there.
     """
     own = [*leaves]
     gradients = [(each, gradient_of(each)) for each in (*model.parameters(), *own)]
@@ -35,6 +35,10 @@ def restored(
         for module in each.modules()
         for name, buffer in module.named_buffers(recurse=False)
     ]
+    held = [
+        value for each in (model, *others) for module in each.modules() for value in vars(module).values()
+    ]
+    own_states = [(each, each.get_state()) for each in held if isinstance(each, torch.Generator)]
     drawn = random_states(model)
     python, numpy = random.getstate(), np.random.get_state()
     try:
@@ -45,6 +49,8 @@ def restored(
             torch.cuda.set_rng_state(state, device_of(model))
         random.setstate(python)
         np.random.set_state(numpy)
+        for generator, state in own_states:
+            generator.set_state(state)
         for parameter, gradient in gradients:
             if parameter.is_leaf:
                 parameter.grad = gradient
