@@ -1,5 +1,6 @@
 """exact=True: losses, gradients, buffers and random states of plain PyTorch, to the bit."""
 
+import contextlib
 import copy
 
 import pytest
@@ -256,3 +257,35 @@ def test_an_lstm_takes_no_more_than_plain():
     squeezed = [peak() for _ in range(2)][-1]
     session.detach()
     assert squeezed < 1.5 * plain
+
+
+class Critic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 256), nn.Linear(256, 1)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(torch.where(h > 0, h, 0.1 * h))
+
+
+def test_two_penalties_in_one_step_each_have_their_own_masks():
+    torch.manual_seed(0)
+    critic = Critic()
+    real, fake = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
+
+    def gradients(context):
+        critic.zero_grad()
+        with context:
+            loss = 0.0
+            for x in (real, fake):
+                (slope,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+                loss = loss + (slope.norm(dim=1) - 1).square().mean()
+        loss.backward()
+        return [each.grad for each in critic.parameters() if each.grad is not None]
+
+    wanted = gradients(contextlib.nullcontext())
+    session = squeezebox.attach(critic, exact=True)
+    for _ in range(2):
+        assert all(map(torch.equal, gradients(session.step()), wanted))
+    session.detach()

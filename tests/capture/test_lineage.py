@@ -125,9 +125,13 @@ def named_pair(x, w, v):
     return torch.sigmoid(torch.cat(Pair(x @ w, x @ v), -1)) @ torch.cat((w, v))
 
 
+def alpha_dropped(x, w, v):
+    return F.alpha_dropout(torch.selu(x @ w), 0.4, training=True) @ v
+
+
 HOSTILE = (
     *(rotary, bits_as_numbers, slice_in_place, evaluated_then_trained, learned_bias, chosen_kernel),
-    *(frozen_part, mapped, long_chain, named_pair),
+    *(frozen_part, mapped, long_chain, named_pair, alpha_dropped),
 )
 
 

@@ -211,3 +211,50 @@ def test_a_named_device_and_dtype_hold_when_the_defaults_changed_since():
         session.detach()
     found = [p.grad for p in model.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=False))
+
+
+class Added(nn.Module):
+    """Products that are added to something as large, as fused low-rank adapters are."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.up = nn.Linear(256, 256), nn.Linear(256, 64)
+        self.weight = nn.Parameter(0.05 * torch.randn(64, 256))
+
+    def forward(self, x):
+        h = torch.nn.functional.gelu(self.up(x))
+        return torch.addmm(self.base(x), h, self.weight) + torch.baddbmm(
+            self.base(x)[None], h[None], self.weight[None]
+        ).squeeze(0)
+
+
+class Spread(nn.Module):
+    """Reads a view that is expanded, and one of nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(128, 128), nn.Linear(128, 128)
+        self.conv, self.empty = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3)
+
+    def forward(self, x):
+        h = self.first(x)
+        maps = self.conv(x.view(-1, 1, 16, 8)).relu()
+        return self.last(h[:1].expand(32, 128)).sum() + self.empty(maps[:0]).sum() + maps.sum()
+
+
+@pytest.mark.parametrize("make", [Added, Spread])
+def test_measuring_leaves_gradients_what_they_are(make):
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(64, 256 if make is Added else 128)
+
+    def gradients():
+        model.zero_grad()
+        model(x).square().mean().backward()
+        return torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+
+    wanted = gradients()
+    session = squeezebox.attach(model, noise=1e-3)
+    for _ in range(3):  # each of which gathers statistics
+        found = gradients()
+        assert (found - wanted).norm() <= 0.2 * wanted.norm()
+    session.detach()

@@ -148,3 +148,9 @@ def test_keep_is_safe_from_later_changes() -> None:
 def test_unknown_names_list_the_known() -> None:
     with pytest.raises(OptionError, match="entropy-sign"):
         codecs.get("zip")
+
+
+def test_a_byte_that_is_not_0_is_true() -> None:
+    mask = torch.tensor([4, 0, 2, 1, 255] * 2000, dtype=torch.uint8).view(torch.bool)
+    codec = codecs.get("mask")
+    assert torch.equal(codec.unpack(codec.pack(mask)), mask.view(torch.uint8) != 0)

@@ -62,6 +62,7 @@ class Arena:
             chosen = _Buffer(torch.empty(nbytes, dtype=torch.uint8, device="cpu"), _nobody)
             self._buffers.append(chosen)
         chosen.owner = _nobody
+        torch.autograd.graph.increment_version(chosen.data)  # who saved a part of it sees that it changes
         return chosen
 
     def owners(self) -> Iterator[object]:

@@ -182,6 +182,8 @@ class Lineage:
     def note_mask(self, mask: torch.Tensor, call: Call) -> None:
         """``mask`` is what dropout multiplied its input by: its result for ones; or where that is not 0."""
         first = call.args[0] if call.args else call.kwargs.get("input")
+        if "alpha" in getattr(call.function, "__name__", ""):  # which adds to what it multiplies
+            return
         if not isinstance(first, _Input) or first.geometry[:2] != (tuple(mask.shape), mask.stride()):
             return
         ones = Blank(tuple(mask.shape), mask.stride(), first.dtype, mask.device, 1.0)

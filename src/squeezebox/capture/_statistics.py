@@ -340,7 +340,7 @@ class Collector:
             rms=_rms_in_unit(entry.row, nonzero, mean_square, mean),
             mean_abs_loss=0.0 if gradient is None else codecs.mean_abs(gradient),
             batch=0 if gradient is None else gradient.shape[0],
-            positions=0 if gradient is None else gradient[0, 0].numel(),
+            positions=0 if gradient is None else math.prod(gradient.shape[2:]),
             parameter=watched.parameter,
             bound=entry.row.bound,
         )

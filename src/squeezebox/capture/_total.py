@@ -85,7 +85,7 @@ class TotalError:
             del arrived  # of large tensors each counts
             errors = repeat(node, exact, {each: self._exact(each) for each in own})
             del exact
-            errors = _turned(grad_inputs, errors)
+            errors = _turned(grad_inputs, errors, grad_outputs)
         elif any(error is not None for error in arrived):
             errors = repeat(node, arrived) if repeatable else _as_signal(grad_inputs, grad_outputs, arrived)
         for target, error, gradient in zip(targets, errors, grad_inputs, strict=False):
@@ -117,9 +117,7 @@ class TotalError:
         flat = codecs.get(packed.codec).unpack(packed).view(-1)
         rest = flat.as_strided(*handle.geometry)
         lossy = self._store.unpack(handle)
-        return (
-            rest.add_(lossy) if rest.numel() <= flat.numel() else rest + lossy
-        )  # expanded: no room of its own
+        return rest.add_(lossy) if _is_dense(rest) else rest + lossy
 
     def _send(self, to: Target, error: torch.Tensor | None, gradient: torch.Tensor | None) -> None:
         target, index, leaf = to
@@ -183,12 +181,27 @@ def _less(gradient: torch.Tensor | None, error: torch.Tensor | None) -> torch.Te
     return gradient if gradient is None or error is None else gradient - error
 
 
-def _turned(gradients: Gradients, exact: Gradients) -> Gradients:
-    """What gradients have beyond the exact ones, in the memory of these."""
-    return tuple(
-        None if one is None or other is None else other.neg_().add_(one)
-        for one, other in zip(gradients, exact, strict=True)
-    )
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether no two elements share a place, for certain."""
+    return torch._debug_has_internal_overlap(tensor) == 0
+
+
+def _turned(gradients: Gradients, exact: Gradients, given: Gradients) -> Gradients:
+    """What gradients have beyond the exact ones, in the memory of these where nobody else has it.
+
+    An operator may hand on what it was ``given``, as a sum does, and the same to several.
+    """
+    there = [each for each in (*gradients, *exact, *given) if each is not None]
+    users = Counter(each.untyped_storage().data_ptr() for each in there if each.layout is torch.strided)
+
+    def beyond(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        is_own = other.layout is torch.strided and users[other.untyped_storage().data_ptr()] == 1
+        if is_own and _is_dense(other):
+            return other.neg_().add_(one)
+        return one - other
+
+    pairs = zip(gradients, exact, strict=True)
+    return tuple(None if one is None or other is None else beyond(one, other) for one, other in pairs)
 
 
 def _as_signal(grad_inputs: Gradients, grad_outputs: Gradients, arrived: Gradients) -> Gradients:

@@ -42,13 +42,14 @@ def _unpack(packed, shift, bits, codes):
 def pack_codes(codes, bits, target, space):
     """Codes of one byte to lanes of ``bits`` bits, as ``_reference._groups`` lays them out.
 
-    ``target`` is of 64-bit words; ``space`` is scratch: a group's codes as such words, and as bytes.
+    ``target`` is of 64-bit words; ``space`` is scratch: a group's codes as such words, and as bytes. A true
+    boolean may be any byte but 0, and is 1.
     """
-    (filled, room), width = space, 4 * bits
+    (filled, room), width, most = space, 4 * bits, np.uint8((1 << bits) - 1)
     for group in range(target.size // width):
         source = codes[group * GROUP : (group + 1) * GROUP]
         for i in range(GROUP):
-            room[i] = source[i] if i < source.size else np.uint8(0)
+            room[i] = min(source[i], most) if i < source.size else np.uint8(0)
         own = target[group * width : (group + 1) * width]
         low = 2 if bits == 3 else bits
         _pack(filled, 0, low, own)

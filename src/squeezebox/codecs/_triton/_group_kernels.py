@@ -86,7 +86,7 @@ def _pack_codes(
     row = own_rows(ROWS)
     index = elements(row, A, B, C)
     code = tl.load(codes + index, mask=index < numel, other=0).to(tl.int32)
-    store_codes(packed, code, row, groups, BITS, A, B, C)
+    store_codes(packed, tl.minimum(code, (1 << BITS) - 1), row, groups, BITS, A, B, C)
 
 
 @triton.jit
