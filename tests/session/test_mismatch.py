@@ -246,26 +246,31 @@ def test_the_refusal_that_is_told_is_the_first():
     session.detach()
 
 
-def test_a_forward_that_failed_is_no_earlier_one_while_its_error_lives():
-    class Sized(nn.Sequential):
-        def forward(self, x):
-            x = self[1](self[0](x))
-            if len(x) > 6:
-                raise RuntimeError("out of memory, say")
-            return self[2](x)
+class Failing(nn.Sequential):
+    fails = False
 
+    def forward(self, x):
+        x = self[1](self[0](x))
+        if self.fails:
+            raise RuntimeError("out of memory, say")
+        return self[2](x)
+
+
+def test_a_forward_that_failed_is_no_earlier_one_while_its_error_lives():
     torch.manual_seed(0)
     model, x, y = (
-        Sized(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4)),
+        Failing(nn.Linear(16, 1024), nn.GELU(), nn.Linear(1024, 4)),
         torch.randn(6, 16),
-        torch.arange(6) % 4,
+        torch.arange(6),
     )
-    plan = squeezebox.plan(model, sample=(x, y), loss_fn=F.cross_entropy, exact=True)
+    plan = squeezebox.plan(model, sample=(x, y % 4), loss_fn=F.cross_entropy, exact=True)
     session = squeezebox.attach(model, plan=plan)
+    model.fails = True
     try:
-        model(torch.randn(8, 16))
+        model(x)
     except RuntimeError as error:
-        F.cross_entropy(model(x), y).backward()
+        model.fails = False
+        F.cross_entropy(model(x), y % 4).backward()
         assert "out of memory" in str(error)
     assert session.report().record.step == 0
     session.detach()

@@ -60,8 +60,8 @@ def test_two_squeezed_runs_are_the_same_to_the_bit():
     torch.testing.assert_close(one.gradients, two.gradients, rtol=0, atol=0)
 
 
-class Dropping(nn.Module):
-    """Leaves layers out by numpy's and Python's random numbers, and has a buffer whose elements are one."""
+class Drawing(nn.Module):
+    """Scales layers by numpy's and Python's random numbers, and has a buffer whose elements are one."""
 
     def __init__(self):
         super().__init__()
@@ -70,13 +70,12 @@ class Dropping(nn.Module):
 
     def forward(self, x):
         for number, layer in enumerate(self.layers):
-            if number == 0 or (np.random.rand() if number % 2 else random.random()) > 0.5:
-                x = layer(x).relu() * self.scale
+            x = layer(x).relu() * self.scale * (np.random.rand() if number % 2 else random.random())
         return x
 
 
 def test_numbers_of_numpy_and_python_are_drawn_once_more_and_put_back():
-    model, x = Dropping(), torch.randn(4, 8)
+    model, x = Drawing(), torch.randn(4, 8)
     session = squeezebox.attach(model, exact=True)
     np.random.seed(0)
     random.seed(0)

@@ -162,13 +162,16 @@ def test_an_image_is_read_where_the_system_reads_less_at_once(tmp_path, monkeypa
 
 def test_elements_are_cast_before_they_are_added():
     torch.manual_seed(0)
-    model, image = nn.Conv2d(3, 2, 3), torch.rand(1, 3, 40, 16)
+    model, image = nn.Conv2d(3, 2, 3).double(), torch.rand(1, 3, 40, 16).double()
     step = StreamedStep(model, None, height=8)
 
     def counted(output, _):
         return output.sigmoid().mul(255).sum(dtype=torch.int64)
 
     assert step.evaluate([(image, None)], counted) == [counted(model(image), None)]
-    (mean,) = step.evaluate([(image, None)], lambda output, _: output.mean(dtype=torch.float64))
+    model, image = model.float(), image.float()
+    (mean,) = StreamedStep(model, None, height=8).evaluate(
+        [(image, None)], lambda output, _: (1e6 * output + 1e6).mean(dtype=torch.float64)
+    )
     assert mean.dtype == torch.float64
-    torch.testing.assert_close(mean, model(image).detach().double().mean(), rtol=1e-7, atol=0)
+    torch.testing.assert_close(mean, (1e6 * model(image) + 1e6).detach().double().mean(), rtol=1e-8, atol=0)

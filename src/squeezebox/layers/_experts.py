@@ -236,6 +236,7 @@ class _LeanExperts:
     """The forward that such a module gets."""
 
     recompute: bool
+    plain_class: type
 
     @_eagerly
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -245,14 +246,14 @@ class _LeanExperts:
         return run(hidden_states, top_k_weights, top_k_index, *weights, act, form, self.recompute)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        """The class is made anew where it is read: no module has it."""
-        _, _, *state = super().__reduce_ex__(protocol)
-        return _new_lean, (type(self).__bases__[1], self.recompute), *state
+        """The class is built where it is read: no module has it."""
+        found: Any = super().__reduce_ex__(protocol)
+        return _new_lean, (self.plain_class, self.recompute), *found[2:]
 
 
 @lru_cache
 def _lean_class(kind: type, recompute: bool) -> type:
-    return type(f"Lean{kind.__name__}", (_LeanExperts, kind), {"recompute": recompute})
+    return type(f"Lean{kind.__name__}", (_LeanExperts, kind), {"recompute": recompute, "plain_class": kind})
 
 
 def _new_lean(kind: type, recompute: bool) -> Any:

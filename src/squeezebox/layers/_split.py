@@ -145,7 +145,7 @@ def _recomputed(module: nn.Module) -> nn.Module:
     return checkpoint_wrapper(module)
 
 
-def _add_gradients(blocks: Sequence[nn.Module], place: Place) -> None:
+def _add_gradients(blocks: Iterable[nn.Module], place: Place) -> None:
     """Of what all ranks have alike, each has an addend of the gradient: its positions', or its heads'.
 
     What is unfrozen later is added up from then on, and what is put there later is refused.

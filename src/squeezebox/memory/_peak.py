@@ -88,14 +88,14 @@ def _end(profiler: _Profiler) -> None:
         profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
-_left: dict[int, weakref.finalize[..., Any]] = {}  # by thread: what another thread could not end
+_left: dict[int, Recording] = {}  # by thread: those that another thread could not end
 
 
 def _is_profiled() -> bool:
     """Whether a profiler is on; one of this thread that was left is ended first."""
     left = _left.pop(threading.get_ident(), None)
     if left is not None:
-        left()
+        left.close()
     return torch.autograd.profiler._is_profiler_enabled
 
 
@@ -162,8 +162,8 @@ class Recording:
         """End, or have the thread that began it end it at its next start; safe to call twice."""
         if self._history is not None:
             self._history.close()
-        if self._end is not None and self.is_elsewhere:
-            _left[self._thread] = self._end
+        if self._end is not None and self._end.alive and self.is_elsewhere:
+            _left[self._thread] = self
         elif self._end is not None:
             self._end()
 

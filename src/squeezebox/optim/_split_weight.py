@@ -313,6 +313,7 @@ class SplitWeights:
 
     def require_exchangeable(self) -> None:
         """AttachError where torch could not make one an ordinary parameter again."""
+        weight: Any
         for weight in self._split:
             if weight._use_count() > 2 or weakref.getweakrefcount(weight):
                 raise AttachError(

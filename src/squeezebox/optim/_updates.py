@@ -88,7 +88,8 @@ class Updates:
         self._products = Products(model, sliced, lambda: not self._is_paused)
         self._last = optimizer.register_step_pre_hook(self._before_step)
         after = optimizer.register_step_post_hook(self._after_step)
-        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # others see parameters again
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(after.id, last=False)  # others see parameters again
         self._hooks += [after, optimizer.register_load_state_dict_post_hook(lambda _: self._loaded())]
         _updated.add(optimizer)
         with contextlib.ExitStack() as undone:  # by a full disk, say

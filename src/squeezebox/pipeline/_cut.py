@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -245,7 +246,8 @@ def _written(node: Node) -> Iterator[Node]:
         yield base
         made = getattr(base.target, "_schema", None)
         is_view = made is not None and any(each.alias_info is not None for each in made.returns)
-        base = base.args[0] if is_view and base.args else None
+        is_part = base.target is operator.getitem  # of a list of views, as of split
+        base = base.args[0] if (is_view or is_part) and base.args else None
 
 
 def _alive(position: int, body: list[Node], inputs: list[Node]) -> list[Node]:

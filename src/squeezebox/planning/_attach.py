@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -283,8 +284,9 @@ def _check_state_fits(
     """Refuse an optimizer whose state is more than the plan counts, and more than its budget has room for."""
     if plan is None or plan.budget_bytes is None or plan.peak is None or plan.optimizer is not None:
         return
-    planned = plan.peak.parts.state_bytes
-    found = state_bytes(model, optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
+    planned, found = plan.peak.parts.state_bytes, 0
+    with contextlib.suppress(OptionError):  # one that has to step before that is known
+        found = state_bytes(model, optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
     peak = plan.predicted_peak_bytes + found - planned
     if found > (1 + _SPARE) * planned and peak > plan.budget_bytes:
         raise OptionError(

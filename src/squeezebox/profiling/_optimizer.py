@@ -46,6 +46,7 @@ _KNOWN = {
     "Adamax": _Known(states=2, one_by_one=1, together=1, reuses=True),
     "RMSprop": _Known(states=1, one_by_one=1, together=1),
     "Adagrad": _Known(states=1, one_by_one=1, together=2, reuses=True),
+    "ASGD": _Known(states=1, one_by_one=3, together=3),
 }
 _UNKNOWN = _Known(one_by_one=3, together=3)  # more than any of these take
 
@@ -103,7 +104,7 @@ def _first_states(
         for twin in twins:
             twin.grad = torch.empty_like(twin)
         groups.append({**group, "params": twins})
-    made.__dict__.update(state=defaultdict(dict), param_groups=groups)
+    made.__dict__.update({**vars(inner), "state": defaultdict(dict), "param_groups": groups})
     step = type(inner).step
     try:
         getattr(step, "__wrapped__", step)(made)

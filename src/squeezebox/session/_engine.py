@@ -113,15 +113,15 @@ class Engine:
             self.store.spares = self.recorder.regions.spares
         self._meter = PeakMeter(device_of(model))
         self._peak: Peak | None = None  # of the running step, once that is measured
-        self._step_hook: RemovableHandle | None = None
-        with contextlib.suppress(AttributeError):  # one that only wraps another optimizer has no hooks
-            if optimizer is not None:
-                self._step_hook = optimizer.register_step_post_hook(lambda *_: self._end_measuring())
         self._baseline_bytes = self._gradient_bytes = 0  # before the step
         self._largest_bytes = -1  # of inputs of a step that was measured
         self._open = self._replaying = False
         self.installation: Installation | None = Installation(model, self.start, self.finish)
         attached.add(model)
+        self._step_hook: RemovableHandle | None = None
+        with contextlib.suppress(AttributeError):  # one that only wraps another optimizer has no hooks
+            if optimizer is not None:
+                self._step_hook = optimizer.register_step_post_hook(lambda *_: self._end_measuring())
 
     def update_by(self, updates: Updates | None) -> None:
         """Have the optimizer's updates made so; None leaves them to it."""
@@ -188,7 +188,7 @@ class Engine:
             self.recorder.__exit__(error, None, None)
             if self.recorder.slicer is not None and not failed:
                 self.notes[self.recorder.slicer.note] = None
-            if failed and self._passes.count <= 1:
+            if failed and self._passes.count <= 1 and not self.recorder.hooks.backward_seen:
                 self.abandon()  # what it leaves may live on with its error, and has no backward
             elif failed:
                 self._meter.abandon()  # nobody else could measure until the next step

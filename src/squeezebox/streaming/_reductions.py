@@ -335,7 +335,8 @@ def reduction(call: Call) -> Reduction | None:
 
 
 def _sum(call: Call, dims: tuple[int, ...], shape: tuple[int, ...]) -> Sum:
-    dtype, cast = call.node.meta["val"].dtype, call.node.kwargs.get("dtype")
+    cast: Any = call.node.kwargs.get("dtype")
+    dtype = call.node.meta["val"].dtype
     return Sum(dims=dims, keepdim=_keepdim(call), scale=1.0, dtype=dtype, cast=cast)
 
 
