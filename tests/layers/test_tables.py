@@ -88,7 +88,7 @@ def test_gradients_of_two_forwards_add_up_and_forgotten_ones_do_not():
 
 @pytest.mark.parametrize("forget", ["step", "zero_grad"])
 def test_a_graph_that_is_kept_gives_each_gradient_once(forget):
-    layer, empty = made("10KiB"), torch.zeros(2, 0, dtype=torch.int64)
+    layer, empty = made("10KiB"), torch.zeros(2, 1, dtype=torch.int64)
     before = layer.weight(1)
     sums = layer([empty, torch.tensor([[1, 2], [2, 3]])])[1].sum()
     (3 * sums).backward(retain_graph=True)

@@ -71,14 +71,15 @@ def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None)
     if optimizer is None:
         return 0
     there = {key: _tensors(state) for key, state in optimizer.state.items()}
-    total = sum(part.nbytes for tensors in there.values() for each in tensors for part in parts_of(each))
+    total: int = sum(part.nbytes for tensors in there.values() for each in tensors for part in parts_of(each))
     missing = [
         (group, [each for each in group["params"] if each.requires_grad and not there.get(each)])
         for group in optimizer.param_groups
     ]
     name = _kind(optimizer)
     if name in _KNOWN:
-        return total + sum(_states(name, group) * each.nbytes for group, own in missing for each in own)
+        total += sum(_states(name, group) * each.nbytes for group, own in missing for each in own)
+        return total
     return total or _first_states(optimizer, missing)
 
 

@@ -252,7 +252,8 @@ def _pooled_whole(call: Call) -> bool:
 def _channel_windows(call: Call) -> bool:
     """Means over windows of channels, of local response normalisation."""
     node, ((x, rows),) = call.node, call.inputs.items()
-    kernel, stride, *rest = *call.args[1:], *([()] if len(call.args) < 3 else [])
+    kernel: Any = call.args[1]
+    stride, *rest = call.args[2:] or [()]
     stride = stride or kernel
     shape = x.meta["val"].shape
     is_plain = [*kernel[1:]] == [1, 1] and {*stride} == {1} and not any(rest[0] if rest else [])
