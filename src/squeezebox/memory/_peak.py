@@ -91,11 +91,20 @@ def _end(profiler: _Profiler) -> None:
 _left: dict[int, Recording] = {}  # by thread: those that another thread could not end
 
 
+def _end_left() -> None:
+    """End those of this thread, and of threads that are gone."""
+    for thread in [*_left]:
+        if thread == threading.get_ident() or not _is_alive(thread):
+            _left.pop(thread).close()
+
+
+def _is_alive(thread: int) -> bool:
+    return any(each.ident == thread for each in threading.enumerate())
+
+
 def _is_profiled() -> bool:
-    """Whether a profiler is on; one of this thread that was left is ended first."""
-    left = _left.pop(threading.get_ident(), None)
-    if left is not None:
-        left.close()
+    """Whether a profiler is on, other than one that was left."""
+    _end_left()
     return torch.autograd.profiler._is_profiler_enabled
 
 
@@ -162,7 +171,7 @@ class Recording:
         """End, or have the thread that began it end it at its next start; safe to call twice."""
         if self._history is not None:
             self._history.close()
-        if self._end is not None and self._end.alive and self.is_elsewhere:
+        if self._end is not None and self._end.alive and self.is_elsewhere and _is_alive(self._thread):
             _left[self._thread] = self
         elif self._end is not None:
             self._end()
@@ -339,6 +348,7 @@ class PeakMeter:
         recording, self._recording, self._on_device = self._recording, None, False
         if recording is not None:
             recording.close()
+        _end_left()
 
     def stop(self, apart: Iterable[torch.Tensor]) -> Peak:
         """End, and read the peak; ``apart`` are the tensors that activation_bytes leaves out."""
