@@ -269,9 +269,9 @@ def test_what_cannot_be_given_back_is_said_before_and_once_it_can_it_is():
     updates = split(model, optimizer)
     reference = weakref.ref(model[3].weight)
     with pytest.raises(AttachError, match=r"has hold of a weight of \(150, 4800\)"):
-        updates.require_returnable()
+        updates.weights.require_exchangeable()
     assert isinstance(model[3].weight, SplitWeight)
     del reference
-    updates.require_returnable()
+    updates.weights.require_exchangeable()
     updates.close()
     assert not any(isinstance(each, SplitWeight) for each in model.parameters())

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -303,11 +303,6 @@ class PeakMeter:
         """Whether a measurement is under way."""
         return self._recording is not None or self._on_device
 
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether another thread than this began the measurement, which can then only be abandoned."""
-        return self._recording is not None and self._recording.is_elsewhere
-
     def start(self, living: Iterable[torch.Tensor] = ()) -> bool:
         """Begin; False if another profiler is active.
 
@@ -349,6 +344,12 @@ class PeakMeter:
         if recording is not None:
             recording.close()
         _end_left()
+
+    def end(self, apart: Callable[[], Iterable[torch.Tensor]]) -> Peak | None:
+        """As :meth:`stop`; None where nothing is measured, or on another thread, which is abandoned then."""
+        if self._recording is not None and self._recording.is_elsewhere:
+            self.abandon()
+        return self.stop(apart()) if self.running else None
 
     def stop(self, apart: Iterable[torch.Tensor]) -> Peak:
         """End, and read the peak; ``apart`` are the tensors that activation_bytes leaves out."""

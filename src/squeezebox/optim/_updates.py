@@ -41,6 +41,9 @@ class Updates:
         split: names of weights that are held as bfloat16 and a rest, which is where the optimizer state is.
         folder: where the file is made.
 
+    Attributes:
+        weights: those that are split.
+
     Raises:
         OptionError: the optimizer's step is not parameter by parameter.
         AttachError: the optimizer's updates are made by another one.
@@ -73,7 +76,7 @@ class Updates:
         bits = {id(named[name]): bits for name, bits in packed.items()}
         in_file = {id(named[name]) for name in states}
         self._homes = Homes(optimizer, self._file, in_file, bits)
-        self._weights = SplitWeights({name: named[name] for name in split}, self._file, in_file)
+        self.weights = SplitWeights({name: named[name] for name in split}, self._file, in_file)
         self._updated: set[int] = set()  # parameters, since the last step();
         self._used: dict[int, dict[str, Any]] = {}  # group -> the settings with which
         # small ones, to be updated together, and what tells their gradients from later ones
@@ -90,7 +93,7 @@ class Updates:
         after = optimizer.register_step_post_hook(self._after_step)
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(after.id, last=False)  # others see parameters again
-        self._hooks += [after, optimizer.register_load_state_dict_post_hook(lambda _: self._loaded())]
+        self._hooks += [after, optimizer.register_load_state_dict_post_hook(lambda _: self._move_all())]
         _updated.add(optimizer)
         with contextlib.ExitStack() as undone:  # by a full disk, say
             undone.callback(self.close)
@@ -140,10 +143,6 @@ class Updates:
                 "leaves gradients to optimizer.step(), or autocast to bfloat16, which needs no scaling."
             )
 
-    def require_returnable(self) -> None:
-        """AttachError where something has hold of a weight that :meth:`close` exchanges."""
-        self._weights.require_exchangeable()
-
     def close(self) -> None:
         """Leave the optimizer as it would be without: states in memory, gradients too."""
         _updated.discard(self._optimizer)
@@ -158,7 +157,7 @@ class Updates:
             elif isinstance(parameter.grad, SpentGradient):
                 parameter.grad = None
         self._waiting.clear()
-        self._weights.close()
+        self.weights.close()
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -267,19 +266,10 @@ class Updates:
         filed.store(gradient, torch.linalg.vector_norm(gradient))
         parameter.grad = filed
 
-    def _loaded(self) -> None:
-        """Somebody begins again from a state_dict, perhaps after a backward that failed."""
-        self._begin_round()
-        self._move_all()
-
-    def _begin_round(self) -> None:
-        """Nothing is updated yet before the next step."""
-        self._updated.clear()
-        self._used.clear()
-        self._waiting.clear()
-
     def _move_all(self) -> None:
-        """States that are there already, or were loaded."""
+        """States that are there already, or were loaded, perhaps after a backward that failed."""
+        for each in (self._updated, self._used, self._waiting):
+            each.clear()
         for parameter in self._groups.parameters():
             if parameter in self._homes and parameter in self._optimizer.state:
                 self._homes.put_away(parameter)
@@ -312,7 +302,9 @@ class Updates:
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._groups.show()
-        self._begin_round()
+        self._updated.clear()
+        self._used.clear()
+        self._waiting.clear()
         if len(optimizer.state) != self._known:  # as a plain step would have made them
             parameters = [each for each in self._groups.parameters() if each in optimizer.state]
             for each in parameters:

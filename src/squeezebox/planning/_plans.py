@@ -285,8 +285,8 @@ def plannable(model: torch.nn.Module, noise: float | None, exact: bool) -> float
         )
     if not hasattr(os, "pwritev"):
         raise OptionError(
-            "plans try what moving tensors to a file takes, and this system cannot write at a place in a file. "
-            "Run this on Linux, macOS or in Windows' WSL, or call squeezebox.attach() without a plan."
+            "plans try what moving tensors to a file takes, and this system cannot write at a place in a "
+            "file. Run this on Linux, macOS or in Windows' WSL, or call squeezebox.attach() without a plan."
         )
     hooked = [name for name, each in model.named_parameters() if each._post_accumulate_grad_hooks]
     if hooked:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from squeezebox.memory import parts_of
+from squeezebox.profiling._record import step_counts
 from squeezebox.schema import OptionError, in_one_line
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -108,7 +109,8 @@ def _first_states(
     made.__dict__.update({**vars(inner), "state": defaultdict(dict), "param_groups": groups})
     step = type(inner).step
     try:
-        getattr(step, "__wrapped__", step)(made)
+        with step_counts():
+            getattr(step, "__wrapped__", step)(made)
     except Exception as error:
         raise OptionError(
             f"how much state {type(inner).__name__} will have is not known before its first step: "

@@ -113,15 +113,22 @@ class Engine:
             self.store.spares = self.recorder.regions.spares
         self._meter = PeakMeter(device_of(model))
         self._peak: Peak | None = None  # of the running step, once that is measured
+        self._lasting = functools.partial(persistent, model, optimizer)
         self._baseline_bytes = self._gradient_bytes = 0  # before the step
         self._largest_bytes = -1  # of inputs of a step that was measured
         self._open = self._replaying = False
         self.installation: Installation | None = Installation(model, self.start, self.finish)
         attached.add(model)
+
+        def stepped(*_: object) -> None:
+            """The step is over, and others may want torch's only profiler."""
+            if self.recorder.hooks.backward_seen:
+                self._peak = self._meter.end(self._lasting) or self._peak
+
         self._step_hook: RemovableHandle | None = None
         with contextlib.suppress(AttributeError):  # one that only wraps another optimizer has no hooks
             if optimizer is not None:
-                self._step_hook = optimizer.register_step_post_hook(lambda *_: self._end_measuring())
+                self._step_hook = optimizer.register_step_post_hook(stepped)
 
     def update_by(self, updates: Updates | None) -> None:
         """Have the optimizer's updates made so; None leaves them to it."""
@@ -140,7 +147,7 @@ class Engine:
         if self.installation is None:
             return
         if self.updates is not None:
-            self.updates.require_returnable()
+            self.updates.weights.require_exchangeable()
         self.close_step()
         self.abandon()
         self.installation.remove()
@@ -204,9 +211,8 @@ class Engine:
             self.store.blocks.end_step()
         if self._replaying:
             return
-        self._end_measuring(backward_seen=True)
         collector = self.refreshes.end(self.recorder)
-        peak, self._peak = self._peak, None
+        peak, self._peak = self._meter.end(self._lasting) or self._peak, None
         if peak is not None:
             lasting = persistent(self.model, self.optimizer)
             usual = collector is None and not self.store.unready
@@ -221,13 +227,6 @@ class Engine:
             self.policy.learn(statistics, self.notes)
             self.records.note_statistics(self.step, collector, statistics.checks)
         self.records.latest = self.records.now(self.step, self.plan)
-
-    def _end_measuring(self, *, backward_seen: bool = False) -> None:
-        """After the optimizer's step, or before the next one; torch has one profiler, and others want it."""
-        if self._meter.is_elsewhere:
-            self._meter.abandon()
-        elif self._meter.running and (backward_seen or self.recorder.hooks.backward_seen):
-            self._peak = self._meter.stop(persistent(self.model, self.optimizer))
 
     def abandon(self) -> None:
         """Give up a step whose backward was never run, as if it had not begun."""
