@@ -35,7 +35,6 @@ COMMANDS = {  # what follows `python -m benchmarks.`, by the report's name
     "codecs": "codecs",
     "comet_table": "comet_table vgg16 resnet18 alexnet efficientnet_b0 resnet50 --checks 12 --refreshes 8",
     "compiled": "compiled",
-    "compiled_slices": "compiled_budget resnet18 --name compiled_slices",
     "compiled_equal": "compiled_equal",
     "compiled_budget": "compiled_budget efficientnet_b0 resnet50 unet vit gpt resnet18",
     "doctor": "doctor",

@@ -51,14 +51,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("networks", nargs="*", default=list(SIZES))
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--name", default="compiled_budget", help="of the report")
     arguments = parser.parse_args()
     torch._dynamo.config.recompile_limit = 64  # every arm is the same code
-    results: dict[str, Any] = dict(_report.today(arguments.name))
+    results: dict[str, Any] = dict(_report.today("compiled_budget"))
     for name in arguments.networks:
         setup = replace(tasks.SETUPS[name], train_steps=5, layout=layout_of(name), **SIZES[name])
         results[name] = measure(tasks.build(name, setup), arguments.repeats)
-        paths = _report.write(arguments.name, results, table(results))
+        paths = _report.write("compiled_budget", results, table(results))
         print(*paths, table(results), sep="\n", file=sys.stderr, flush=True)
 
 
