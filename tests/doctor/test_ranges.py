@@ -320,3 +320,16 @@ def test_the_noise_of_rounding_wraps_in_one_product_only():
         _groups.uniform(4096, 2**32 - 1, torch.device("cpu"), torch.float32)
     found = [each for each in checked_ranges(ranges.reached, 1.0).overflows if each.type == "int64"]
     assert [(each.type, each.operator, each.count) for each in found] == [("int64", "mul", 1)]
+
+
+def test_what_is_not_a_number_hides_no_other_element():
+    def step(x):
+        known = torch.nan_to_num(x)
+        return (known * known).sum()
+
+    def overflows(*elements):
+        found = squeezebox.check_ranges(step, batch=lambda: torch.tensor([elements]), margin=1.0)
+        return [(each.type, each.operator) for each in found.figures.overflows]
+
+    assert overflows(torch.nan, 300.0) == overflows(300.0, torch.nan) == [("fp16", "mul")]
+    assert overflows(torch.nan, torch.nan) == []

@@ -150,15 +150,23 @@ class Ranges(TorchDispatchMode):
             return Interval(0.0, 0.0)
         if tensor.dtype == torch.bool:
             return Interval(0.0, 1.0)
-        low, high = torch.aminmax(tensor.detach())
         sign = -1.0 if tensor.is_neg() else 1.0  # of a view that negates, which is not read as such here
-        grown = Interval(float(low), float(high)).scaled(sign)
+        grown = _found(tensor.detach()).scaled(sign)
         return grown.with_(grown.scaled(margin or self._margin)) if tensor.is_floating_point() else grown
 
     def _sums(self, tensor: Tensor, dims: Sequence[int]) -> float:
         if tensor.untyped_storage() not in self._weights:
             return math.inf
         return float(tensor.detach().double().abs().sum([*dims]).max()) * self._margin
+
+
+def _found(tensor: Tensor) -> Interval:
+    """From the least to the largest number in it; 0 where nothing in it is a number."""
+    low, high = map(float, torch.aminmax(tensor))
+    if not math.isnan(low):
+        return Interval(low, high)
+    numbers = tensor[~tensor.isnan()]
+    return _found(numbers) if numbers.numel() else Interval(0.0, 0.0)
 
 
 def _functional(packet: Any) -> Any:
