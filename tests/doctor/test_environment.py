@@ -278,3 +278,50 @@ def test_what_squeezebox_needs_and_does_not_find_is_named(monkeypatch):
     old, missing = _unmet()
     assert (old.subject, missing.subject) == ("numpy", "no-such-package")
     assert "needs 99.1 or newer" in old.detail and "none is installed" in missing.detail
+
+
+@pytest.mark.parametrize(
+    ("text", "detail"),
+    [
+        ("assert False, 'of another build'", "AssertionError: of another build"),
+        ("nothing", "NameError: name 'nothing' is not defined"),
+        ("def :", "SyntaxError: invalid syntax (__init__.py, line 1)"),
+        ("raise SystemExit", "SystemExit"),
+    ],
+)
+def test_whatever_ends_an_import_is_a_fault(planted, text, detail):
+    initialised_with(planted, f"{text}\n")
+    (found,) = check().figures.faults
+    assert (found.fault, found.subject, found.detail) == (Fault.BROKEN, "planted", detail)
+
+
+@pytest.mark.parametrize("line", ["", "planted/cut"])
+def test_blank_and_cut_lines_of_a_record_end_no_check(planted, line):
+    with (planted / "planted-1.0.dist-info/RECORD").open("a") as record:
+        record.write(f"{line}\n")
+    assert check().healthy
+    (planted / "planted/extra.py").write_text("")
+    assert faults() == [(Fault.ADDED, "extra.py")]  # which asks the records of all packages
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("RECORD", b"planted/layers.py,sha256=abc,many\n", "ValueError"),
+        ("RECORD", b"planted/\xff.py,,\n", "UnicodeDecodeError"),
+        ("direct_url.json", b"{", "JSONDecodeError"),
+        ("direct_url.json", b"[]", "AttributeError"),
+    ],
+)
+def test_what_is_written_of_a_package_and_cannot_be_read_is_a_fault(planted, name, content, why):
+    (planted / "planted-1.0.dist-info" / name).write_bytes(content)
+    (found,) = check().figures.faults
+    assert (found.fault, found.subject) == (Fault.BROKEN, name)
+    assert found.detail.startswith(f"cannot be read: {why}")
+
+
+@pytest.mark.parametrize("algorithm", ["sha999", "shake_128"])
+def test_a_hash_that_nothing_can_make_is_a_fault(planted, algorithm):
+    record = planted / "planted-1.0.dist-info/RECORD"
+    record.write_text(record.read_text().replace("sha256=", f"{algorithm}=", 1))
+    assert faults() == [(Fault.BROKEN, "__init__.py")]

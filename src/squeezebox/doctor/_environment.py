@@ -38,7 +38,6 @@ _NAMED = (
     *("squeezebox", "torch", "numpy", "numba", "blosc2", "triton", "torchvision", "timm", "transformers"),
     *("accelerate", "lightning"),
 )
-_IMPORT_ERRORS = (ImportError, RuntimeError, OSError, AttributeError, LookupError, TypeError, ValueError)
 _COMPILERS = ("g++", "clang++", "c++", "cl")
 
 
@@ -109,9 +108,15 @@ def _with_torch(packages: list[Installed]) -> list[Installed]:
 
 def _examined(package: Installed, progress: Progress) -> tuple[CheckedPackage, list[EnvironmentFault]]:
     row = CheckedPackage(name=package.name, version=package.version, skipped=package.skipped)
+    found = [
+        EnvironmentFault(
+            fault=Fault.BROKEN, package=package.name, subject=name, detail=f"cannot be read: {why}"
+        )
+        for name, why in package.damaged.items()
+    ]
     if package.skipped:
-        return row, []
-    return replace(row, files=len(package.hashed)), list(check_files(package, progress))
+        return row, found
+    return replace(row, files=len(package.hashed)), [*found, *check_files(package, progress)]
 
 
 def _faults_of(run: Callable[[str], str], package: Installed) -> list[EnvironmentFault]:
@@ -136,7 +141,7 @@ def _import_here(name: str) -> str:
     """Why it cannot be imported; "" where it is."""
     try:
         importlib.import_module(name)
-    except _IMPORT_ERRORS as error:
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the package's own code raises
         return in_one_line(error)
     return ""
 

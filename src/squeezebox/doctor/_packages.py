@@ -13,15 +13,15 @@ import json
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import Distribution, FileHash, PackagePath
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from squeezebox.schema import EnvironmentFault, Fault
+from squeezebox.schema import EnvironmentFault, Fault, in_one_line
 from squeezebox.steps import Progress
 
 _IMPORTABLE = (".py", ".so", ".pyd", ".pyc")
@@ -47,12 +47,17 @@ _COMPARED = (
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """An installed distribution; ``skipped`` says why its files cannot be checked, "" if they can."""
+    """An installed distribution.
+
+    ``skipped`` says why its files cannot be checked, "" if they can; ``damaged`` has why files about it
+    cannot be read, by their names.
+    """
 
     name: str
     version: str
     files: tuple[PackagePath, ...]
     skipped: str = ""
+    damaged: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def hashed(self) -> list[PackagePath]:
@@ -71,13 +76,33 @@ def installed(name: str) -> Installed | None:
         found = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-    files = tuple(_recorded(found)) or tuple(found.files or ())
-    return Installed(name, found.version, files, _why_skipped(found))
+    files, wrong_record = _installed_files(found)
+    is_editable, wrong_origin = _is_editable(found)
+    skipped = ""
+    if is_editable:
+        skipped = "editable installation: its files are meant to change"
+    elif not wrong_record and found.read_text("RECORD") is None:
+        skipped = "no RECORD: whatever installed it wrote down no hashes"
+    wrong = {"RECORD": wrong_record, "direct_url.json": wrong_origin}
+    return Installed(name, found.version, files, skipped, {each: why for each, why in wrong.items() if why})
+
+
+def _installed_files(found: Distribution) -> tuple[tuple[PackagePath, ...], str]:
+    """What was installed, and why its RECORD does not say: "" where it does."""
+    try:
+        return tuple(_recorded(found)), ""
+    except (csv.Error, ValueError) as error:
+        return (), in_one_line(error)
 
 
 def _recorded(found: Distribution) -> Iterator[PackagePath]:
     """What its RECORD names; ``Distribution.files`` leaves out what is missing, from Python 3.12 on."""
-    for name, digest, size in csv.reader((found.read_text("RECORD") or "").splitlines()):
+    record = found.read_text("RECORD")
+    if not record:
+        yield from found.files or ()
+        return
+    for row in filter(None, csv.reader(record.splitlines())):
+        name, digest, size, *_ = [*row, "", ""]
         file = PackagePath(name)
         file.hash = FileHash(digest) if digest else None
         file.size = int(size) if size else None
@@ -85,13 +110,13 @@ def _recorded(found: Distribution) -> Iterator[PackagePath]:
         yield file
 
 
-def _why_skipped(found: Distribution) -> str:
-    origin = json.loads(found.read_text("direct_url.json") or "{}")
-    if origin.get("dir_info", {}).get("editable"):
-        return "editable installation: its files are meant to change"
-    if found.read_text("RECORD") is None:
-        return "no RECORD: whatever installed it wrote down no hashes"
-    return ""
+def _is_editable(found: Distribution) -> tuple[bool, str]:
+    """Whether it is, and why direct_url.json does not say: "" where it does."""
+    try:
+        origin = json.loads(found.read_text("direct_url.json") or "{}")
+        return bool(origin.get("dir_info", {}).get("editable")), ""
+    except (AttributeError, ValueError) as error:
+        return False, in_one_line(error)
 
 
 def check_files(package: Installed, on_progress: Progress) -> Iterator[EnvironmentFault]:
@@ -105,7 +130,10 @@ def check_files(package: Installed, on_progress: Progress) -> Iterator[Environme
             if number % _CHUNK == 0 or number == len(files):
                 on_progress(number, len(files), f"{package.name}: files")
             if fault is not None:
-                yield EnvironmentFault(fault=fault, package=package.name, subject=str(_located(file)))
+                detail = "RECORD's hash cannot be read" if fault is Fault.BROKEN else ""
+                yield EnvironmentFault(
+                    fault=fault, package=package.name, subject=str(_located(file)), detail=detail
+                )
     for path in _strangers(package):
         yield EnvironmentFault(fault=Fault.ADDED, package=package.name, subject=str(path))
 
@@ -121,6 +149,8 @@ def _compare(file: PackagePath) -> Fault | None:
             digest = _digest(opened.read, expected.mode)
     except OSError:
         return Fault.MISSING
+    except (TypeError, ValueError):  # there is no such algorithm, or it needs more than its name
+        return Fault.BROKEN
     return None if digest == expected.value else Fault.CHANGED
 
 
@@ -144,7 +174,11 @@ def _strangers(package: Installed) -> Iterator[Path]:
         if path.suffix in _IMPORTABLE and path not in known
     ]
     if found:
-        others = {_located(file) for each in importlib.metadata.distributions() for file in each.files or ()}
+        others = {
+            _located(file)
+            for each in importlib.metadata.distributions()
+            for file in _installed_files(each)[0]
+        }
         yield from sorted(set(found) - others)
 
 
