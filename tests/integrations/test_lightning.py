@@ -248,3 +248,63 @@ def test_a_plan_with_states_trains_the_same_to_the_bit(way, options):
     fit(squeezed, SqueezeboxCallback(plan=plan), **options)
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(squeezed.state_dict()[name], value, rtol=0, atol=0)
+
+
+class Counted(Classifier):
+    """Counts its forwards."""
+
+    forwards, optimizer = 0, staticmethod(torch.optim.SGD)
+
+    def training_step(self, batch, index):
+        self.forwards += 1
+        return super().training_step(batch, index)
+
+    def configure_optimizers(self):
+        return type(self).optimizer(self.parameters(), lr=0.05)
+
+
+class Searched(Counted):
+    optimizer = staticmethod(lambda parameters, lr: torch.optim.LBFGS(parameters, lr=lr, max_iter=3))
+
+
+class Twice(torch.optim.SGD):
+    def step(self, closure=None):
+        closure()
+        return super().step(closure)
+
+
+class Doubled(Counted):
+    optimizer = Twice
+
+
+@pytest.mark.parametrize(
+    ("kind", "unforeseen"), [(Counted, 0), (Searched, 0), (Doubled, 1)], ids=["once", "LBFGS", "twice"]
+)
+def test_every_forward_is_squeezed_of_an_optimizer_that_asks_again(kind, unforeseen):
+    plain, squeezed, callback = kind(), kind(), SqueezeboxCallback(exact=True)
+    fit(plain)
+    fit(squeezed, callback)
+    assert squeezed.forwards == plain.forwards >= (4 if kind is Counted else 8)
+    assert callback.report.record.step == squeezed.forwards - unforeseen - 1
+    assert 0 < callback.report.packed_bytes < callback.report.saved_bytes
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(squeezed.state_dict()[name], value, rtol=0, atol=0)
+    assert_bare(squeezed)
+
+
+class Judged(Classifier):
+    def test_step(self, batch, index):
+        self.net(batch[0])
+
+
+def test_a_checkpoint_that_is_tested_begins_no_training(tmp_path):
+    module, callback = Judged(), SqueezeboxCallback(noise=1e-2)
+    trainer = fit(module, callback, epochs=2)
+    trainer.save_checkpoint(tmp_path / "old.ckpt", weights_only=False)
+    trainer.test(module, loader(), ckpt_path=tmp_path / "old.ckpt", verbose=False)
+    fit(module, callback)
+    assert callback.report.record.step == 3
+    trainer.test(module, loader(), verbose=False)
+    callback.load_state_dict(callback.state_dict())  # by hand
+    fit(module, callback)
+    assert callback.report.record.step == 7

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from squeezebox.integrations._training import Training
@@ -22,11 +23,12 @@ class SqueezeboxCallback(Callback):
         Trainer(callbacks=[callback]).fit(module, loader)
         print(callback.report)
 
-    Everything that ``training_step`` computes is covered, the loss too, up to its backward (with manual
-    optimization: up to each and from each on). The session begins when training starts and ends with it,
-    also when that raises. Its state is in every checkpoint, and training that goes on from one goes on to
-    the bit, as far as the rest of it does. The trainer's loggers get the figures of reports, such as
-    ``squeezebox/packed_bytes``, every ``log_every_n_steps`` steps.
+    Everything that ``training_step`` computes is covered, the loss too, up to its backward. With manual
+    optimization, or an optimizer that calls its closure again, that is up to each backward and from each on.
+    The session begins when training starts and ends with it, also when that raises. Its state is in every
+    checkpoint, and training that goes on from one goes on to the bit, as far as the rest of it does. The
+    trainer's loggers get the figures of reports, such as ``squeezebox/packed_bytes``, every
+    ``log_every_n_steps`` steps.
 
     Args:
         options: of :func:`squeezebox.attach`, but for the optimizer, which is the trainer's. A module with
@@ -36,6 +38,8 @@ class SqueezeboxCallback(Callback):
     def __init__(self, **options: Any) -> None:
         self._training = Training(options)
         self._step = contextlib.ExitStack()
+        self._fits = True  # unless setup() says otherwise
+        self._is_open = self._calls_again = False
 
     @property
     def session(self) -> Session:
@@ -47,10 +51,19 @@ class SqueezeboxCallback(Callback):
         """Of the last step; AttachError before the first."""
         return self._training.report
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """What begins may be a test of a checkpoint, whose state is not for the next training."""
+        self._fits = stage == "fit"
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """What began is over."""
+        self._fits = True
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the module, whatever the strategy has wrapped around it."""
         every = trainer.accumulate_grad_batches
         self._training.begin(pl_module, trainer.optimizers, ranks=trainer.world_size, accumulate=every)
+        self._calls_again = any(isinstance(each, torch.optim.LBFGS) for each in trainer.optimizers)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -69,18 +82,19 @@ class SqueezeboxCallback(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """All is saved that this backward reads."""
-        self._step.close()
+        self._calls_again |= not self._is_open
+        self._close()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """With manual optimization, ``training_step`` goes on."""
-        if not pl_module.automatic_optimization:
+        """With manual optimization ``training_step`` goes on, and some optimizers call it again."""
+        if self._calls_again or not pl_module.automatic_optimization:
             self._open()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """End the step also where there was no backward; log the report's figures when the trainer logs."""
-        self._step.close()
+        self._close()
         every = trainer.log_every_n_steps
         if trainer.loggers and every and trainer.global_step % every == 0:
             with contextlib.suppress(AttachError):  # nothing was captured yet
@@ -108,13 +122,19 @@ class SqueezeboxCallback(Callback):
         return self._training.state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from it when training starts."""
-        self._training.load(state_dict)
+        """Go on from it when training starts, unless it comes with a checkpoint that is only tested."""
+        if self._fits:
+            self._training.load(state_dict)
 
     def _open(self) -> None:
-        self._step.close()  # a batch that was skipped has no end
+        self._close()  # a batch that was skipped has no end
         self._step.enter_context(self._training.session.step())
+        self._is_open = True
+
+    def _close(self) -> None:
+        self._is_open = False
+        self._step.close()
 
     def _end(self) -> None:
-        self._step.close()
+        self._close()
         self._training.end()
