@@ -1,6 +1,7 @@
 """The ledger of operators leaves a training as it would be without, whatever its operators do."""
 
 import copy
+import random
 
 import pytest
 import torch
@@ -48,3 +49,33 @@ def test_lazy_views_of_complex_numbers_are_compared(view):
         with mode:
             view(numbers).clone()
     assert found.rows() and trace.calls
+
+
+ALIASED = {
+    "out": lambda x: torch.maximum(x, -x, out=x),
+    "itself": lambda x: x.mul_(x),
+    "data": lambda x: x.data.add_(x.data),
+    "list": lambda x: torch._foreach_add_([x], [x]),
+}
+
+
+@pytest.mark.parametrize("call", ALIASED.values(), ids=ALIASED)
+def test_arguments_that_are_the_same_tensor_are_no_difference(call):
+    numbers, found = torch.tensor([-2.0, 3.0]), ledger()
+    with found:
+        call(numbers)
+    rows = found.rows()
+    assert rows and not any(count for row in rows for count in row.unequal.values())
+
+
+@torch.library.custom_op("audited::scrawl", mutates_args={"x"})
+def scrawl(x: torch.Tensor) -> None:
+    x.add_(random.random())
+
+
+def test_what_is_written_differently_is_a_difference():
+    found = ledger()
+    with found:
+        scrawl(torch.zeros(2))
+    (row,) = (row for row in found.rows() if "scrawl" in row.name)
+    assert row.unequal["again"] == 1

@@ -69,7 +69,7 @@ class OperatorLedger(TorchDispatchMode):
         result = func(*args, **kwargs)
         tally = self._tallies.setdefault(str(func), _Tally(unequal=dict.fromkeys((_AGAIN, *self._ways), 0)))
         after = before.random_states()
-        expected = [result, (args, kwargs)] if before.mutates else result
+        expected = [result, before.written(args, kwargs)]
         tally.calls += 1
         for way, tooling in ((_AGAIN, self._tooling), *self._ways.items()):
             seconds, found = before.repeat(tooling)
@@ -84,9 +84,10 @@ class _Inputs:
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # batch norms write their running statistics, which their schemas do not say
-        self.mutates = func._schema.is_mutable or "batch_norm" in func._schema.name
+        self._writes_any = "batch_norm" in func._schema.name
+        self._mutates = func._schema.is_mutable or self._writes_any
         self._func = func
-        self._given = _copied((args, kwargs)) if self.mutates else (args, kwargs)
+        self._given = _copied((args, kwargs)) if self._mutates else (args, kwargs)
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Generator)]
         random = torch.Tag.nondeterministic_seeded in func.tags
         self._generators = [*given, torch.default_generator, *_cuda_generators()] if given or random else []
@@ -99,17 +100,28 @@ class _Inputs:
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
 
+    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Those of the arguments that the operator may have written into.
+
+        Others may be the same tensor, which copies no longer are.
+        """
+        return [
+            args[place] if place < len(args) else kwargs.get(each.name)
+            for place, each in enumerate(self._func._schema.arguments)
+            if each.is_write or self._writes_any
+        ]
+
     def repeat(self, tooling: Tooling) -> tuple[float, Any]:
         """Seconds and result, with what was written into where the operator writes into its arguments."""
         self.set_random_states(self._states)
-        args, kwargs = _copied(self._given) if self.mutates else self._given
+        args, kwargs = _copied(self._given) if self._mutates else self._given
         with computing(tooling):
             _wait()
             started = time.perf_counter()
             result = self._func(*args, **kwargs)
             _wait()
             seconds = time.perf_counter() - started
-        return seconds, [result, (args, kwargs)] if self.mutates else result
+        return seconds, [result, self.written(args, kwargs)]
 
 
 class _Trace(TorchDispatchMode):
