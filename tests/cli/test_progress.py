@@ -89,6 +89,15 @@ def test_a_terminal_shows_what_is_done_and_of_how_many(watched):
     assert re.search(r"counting.*2/3.*the second", "".join(shown))
 
 
+def test_a_note_is_shown_as_it_is(watched):
+    until = time.monotonic() + 10.0
+    with terminal() as shown, progress("[b]counting") as show:
+        show(2, 3, "plan=run[a].json")
+        while "run[a].json" not in "".join(shown) and time.monotonic() < until:
+            time.sleep(0.01)
+    assert re.search(r"\[b\]counting.*2/3.*plan=run\[a\].json", "".join(shown))
+
+
 def test_what_is_printed_meanwhile_is_shown_on_the_terminal_and_standard_output_comes_back(watched, capsys):
     before = sys.stdout
     with terminal() as shown:
