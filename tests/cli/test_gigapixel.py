@@ -26,10 +26,19 @@ def test_the_demo_trains_and_leaves_nothing_behind(tmp_path, monkeypatch, capfd)
 
 
 @pytest.mark.parametrize(
-    "options", [["--size", "100x100"], ["--size", "big"], ["--steps", "0"], ["--memory", "x"]]
+    "options",
+    [
+        ["--size", "100x100"],
+        ["--size", "big"],
+        ["--steps", "0"],
+        ["--memory", "x"],
+        ["--seed", "-1"],
+        ["--seed", str(2**64)],
+    ],
 )
 def test_options_are_checked_first(tmp_path, monkeypatch, options):
     monkeypatch.chdir(tmp_path)
+    options = ["--size", "64x64", *options]
     with pytest.raises(SystemExit) as ended:
         main(["demo", "--gigapixel", *options])
     assert ended.value.code == 2
