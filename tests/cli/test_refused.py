@@ -1,13 +1,16 @@
 """What goes wrong is one sentence and an exit status; options that would do nothing are refused."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import squeezebox
+from squeezebox.cli._estimate import call_factory
 from tests.cli.test_commands import models, run  # noqa: F401 - a fixture
 
 STEP = ("my_models:small", "--input", "3x16x16", "--batch", "2")
@@ -15,6 +18,7 @@ MODULES = {
     "valued": "x = 1\nraise ValueError('bad config')",
     "filed": "open('no_such_file.csv')",
     "named": "from json import no_such_name",
+    "leaving": "import sys\nsys.exit()",
     "refusing": "import squeezebox\nraise squeezebox.OptionError('give less.')",
 }
 FAILING = """
@@ -24,6 +28,9 @@ def data():
 
 def text():
     raise RuntimeError("the meta file is empty")
+
+def leave():
+    raise SystemExit(0)
 
 def values():
     return torch.nn.Linear(8, int(torch.ones(()).sum()))
@@ -43,6 +50,7 @@ def refused(capfd, *arguments):
         ("valued", 1, "'valued', as it was imported, raised ValueError: bad config ("),
         ("filed", 1, "as it was imported, raised FileNotFoundError: [Errno 2]"),
         ("named", 1, "as it was imported, raised ImportError: cannot import name 'no_such_name'"),
+        ("leaving", 1, "'leaving', as it was imported, raised SystemExit ("),
         ("refusing", 2, "squeezebox: give less."),
     ],
 )
@@ -54,8 +62,8 @@ def test_a_module_that_fails_as_it_is_imported(models, capfd, module, code, word
 
 
 @pytest.mark.parametrize("command", ["estimate", "plan"])
-@pytest.mark.parametrize("name", ["data", "text"])
-def test_a_users_own_error_that_says_meta(models, capfd, command, name):  # noqa: F811
+@pytest.mark.parametrize("name", ["data", "text", "leave"])
+def test_a_users_own_error_is_told(models, capfd, command, name):  # noqa: F811
     with (models / "my_models.py").open("a") as file:
         file.write(FAILING)
     code, err = refused(capfd, command, f"my_models:{name}")
@@ -132,3 +140,35 @@ def test_a_full_disk_under_standard_output_is_one_sentence(unbuffered):
 def test_options_that_would_do_nothing_are_refused(models, capfd, arguments, words):  # noqa: F811
     code, err = refused(capfd, *arguments)
     assert code == 2 and words in err
+
+
+SLIDES = ("stream", "train", "my_models:small", "--memory", "1MiB", "--data")
+
+
+@pytest.mark.parametrize("error", ["SystemExit(0)", "EOFError('no line')", "ValueError('no line')"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("embeddings", "my_models:fail", "--memory", "1MiB"),
+        (*SLIDES, "my_models:fail"),
+        (*SLIDES, "my_models:late"),
+    ],
+    ids=["embeddings", "stream", "stream later"],
+)
+def test_what_a_users_own_function_raises_is_one_sentence(models, capfd, arguments, error):  # noqa: F811
+    with (models / "my_models.py").open("a") as file:
+        file.write(f"\ndef fail(run=None):\n    raise {error}\n\ndef late():\n    yield from fail()\n")
+    code, err = refused(capfd, *arguments)
+    (said,) = err.splitlines()
+    name = next(each for each in arguments if each in ("my_models:fail", "my_models:late"))
+    assert code == 1 and said.startswith(f"squeezebox: '{name}' raised {error.partition('(')[0]}")
+    assert "my_models.py, line " in said
+
+
+def test_an_error_of_another_process_is_told_with_its_own_line():
+    def train():
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            pool.submit(os.listdir, "no such folder").result()
+
+    with pytest.raises(squeezebox.SqueezeboxError, match=r"concurrent/futures/process\.py, line \d+\)"):
+        call_factory("my_models:train", train)

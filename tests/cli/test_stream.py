@@ -75,3 +75,11 @@ def test_it_trains_as_a_loop_over_whole_images(slides, capfd):
 def test_what_cannot_be_trained_is_refused(data, options, words, slides, capfd):
     code, out, err = run(capfd, *slides, f"my_slides:{data}", "--memory", "1MiB", *options)
     assert code in (1, 2) and words in err
+
+
+def test_losses_that_are_no_numbers_are_null_in_json(slides, capfd):
+    options = "--memory", "256KiB", "--optimizer", "sgd", "--lr", "1e38", "--json"
+    code, out, err = run(capfd, *slides, "my_slides:slides", *options)
+    assert code == 0, err
+    first, second = json.loads(out, parse_constant=pytest.fail)["losses"][0]
+    assert first > 0.0 and second is None

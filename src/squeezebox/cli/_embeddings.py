@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from squeezebox.cli._estimate import load_factory
+from squeezebox.cli._estimate import call_factory, load_factory
 from squeezebox.cli._processes import Place, on_ranks
 from squeezebox.cli._show import progress
 from squeezebox.gradients import joined
@@ -48,6 +48,7 @@ def run(request: Request, ranks: int, out: Path) -> EmbeddingPlan | None:
         BudgetError: the memory is too little for the tables.
         OutputError: ``out`` cannot be written; found before anything is run.
         RankError: a rank was lost.
+        SqueezeboxError: the sample's function raised something.
     """
     if ranks < 1:
         raise OptionError(f"--ranks {ranks}: give 1 or more.")
@@ -80,7 +81,7 @@ def _rank(place: Place | None, request: Request) -> EmbeddingPlan | None:
 
 def _loaded(request: Request) -> tuple[Any, Any]:
     with contextlib.redirect_stdout(sys.stderr):
-        found = load_factory(request.sample)()
+        found = call_factory(request.sample, load_factory(request.sample))
     if not isinstance(found, tuple) or len(found) != 2:
         raise OptionError(
             f"{request.sample} gave a {type(found).__name__}; return (tables, batches): (rows, dim) of each "

@@ -59,18 +59,20 @@ def load_factory(name: str, *, arguments: int = 0) -> Callable[..., Any]:
 def call_factory(name: str, factory: Callable[[], Any]) -> Any:
     """What the user's own callable returns; what it raises becomes one sentence that says where.
 
+    So does its sys.exit().
+
     Raises:
         SqueezeboxError: it raised something. Where meta tensors are the reason, that is left to the caller.
     """
     try:
         return factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, SqueezeboxError) or _is_of_meta(error):
             raise
         raise _explained(name, error) from None
 
 
-def _is_of_meta(error: Exception) -> bool:
+def _is_of_meta(error: BaseException) -> bool:
     """Whether torch says that a tensor has no values, where an estimate makes models without them first."""
     import torch
 
@@ -79,11 +81,12 @@ def _is_of_meta(error: Exception) -> bool:
     return without and bool(said)
 
 
-def _explained(name: str, error: Exception, when: str = "") -> SqueezeboxError:
-    place = traceback.extract_tb(error.__traceback__)[-1]
+def _explained(name: str, error: BaseException, when: str = "") -> SqueezeboxError:
+    frames = traceback.extract_tb(error.__traceback__)
+    told = re.findall(r'File "(.+)", line (\d+)', getattr(error.__cause__, "tb", ""))  # of another process
+    file, line = told[-1] if told else (frames[-1].filename, frames[-1].lineno)
     return SqueezeboxError(
-        f"'{name}'{when} raised {in_one_line(error)} ({place.filename}, line {place.lineno}). "
-        "Mend it, or name another."
+        f"'{name}'{when} raised {in_one_line(error)} ({file}, line {line}). Mend it, or name another."
     )
 
 
@@ -162,7 +165,7 @@ def _import(name: str) -> Any:
             f"no module '{name}' in {here} or among the installed packages; change to the directory that "
             f"holds it, or check the name."
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, SqueezeboxError):
             raise
         raise _explained(name, error, ", as it was imported,") from None

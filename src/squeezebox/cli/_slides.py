@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from squeezebox.cli._estimate import load_factory, load_loss
+from squeezebox.cli._estimate import call_factory, load_factory, load_loss
 from squeezebox.cli._plan import load_model
 from squeezebox.cli._show import Show, progress
 from squeezebox.cli._train import optimizer_of
 from squeezebox.reports import parse_size, require_writable, write_whole
 from squeezebox.schema import OptionError
 from squeezebox.streaming import Progress, StreamedStep
+
+_END = object()  # of the data
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ def run(request: Request) -> None:
         OptionError: an argument is out of range or names nothing, or the data are no pairs.
         BudgetError: the memory is too little for a strip.
         OutputError: ``out`` cannot be written; found before anything is run.
+        SqueezeboxError: the model's or the data's function raised something.
     """
     parse_size("--memory", request.memory)
     if request.epochs < 1:
@@ -55,7 +60,8 @@ def run(request: Request) -> None:
         losses = _train(request)
         print(f"The weights are in {request.out}.")
     if request.as_json:
-        print(json.dumps({"losses": losses, "weights": str(request.out)}, indent=1))
+        told = [[loss if math.isfinite(loss) else None for loss in epoch] for epoch in losses]
+        print(json.dumps({"losses": told, "weights": str(request.out)}, indent=1))
 
 
 def _train(request: Request) -> list[list[float]]:
@@ -73,7 +79,7 @@ def _train(request: Request) -> list[list[float]]:
     losses: list[list[float]] = []
     for epoch in range(request.epochs):
         losses.append([])
-        for number, pair in enumerate(data()):
+        for number, pair in enumerate(_pairs(request.data, data)):
             title = f"epoch {epoch}, image {number}"
             with progress(title) as watched.show:
                 losses[-1].append(float(step(*_image_and_target(pair, request.data))))
@@ -86,6 +92,13 @@ def _train(request: Request) -> list[list[float]]:
         torch.save(model.state_dict(), weights)
         write_whole(request.out, weights.getvalue())
     return losses
+
+
+def _pairs(name: str, data: Callable[[], Any]) -> Iterator[Any]:
+    """What the user's own function gives, one by one."""
+    pairs = call_factory(name, lambda: iter(data()))
+    while (pair := call_factory(name, lambda: next(pairs, _END))) is not _END:
+        yield pair
 
 
 class _Watched:
