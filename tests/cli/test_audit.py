@@ -77,6 +77,7 @@ def test_a_control_that_is_not_zero_is_an_error_after_the_findings(capfd, tmp_pa
         ((TRAIN, "--arms", "plain,plain"), "plain is there twice"),
         ((TRAIN, "--seeds", "1"), "seeds 1"),
         ((TRAIN, "--factors", "weather"), "weather"),
+        ((TRAIN, "--arms", "plain,exact", "--noise", "0.01"), "--noise 0.01 is of the arm squeezed"),
         (("tests.auditing.audited:nothing",), "nothing"),
         (("tests.auditing.audited:images",), "images is called with run, but: too many positional arguments"),
         (("tests.auditing.audited:STEPS",), "cannot be called; name a function or class."),

@@ -109,7 +109,7 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("user")
     (path / "mine.py").write_text(MODULE)
     planned = squeezebox(
-        path, "pipeline", "plan", "mine:net", "--input", "8", "--batch", "8", "--ranks", "2", "--depth", "2",
+        path, "pipeline", "plan", "mine:net", "--ranks", "2", "--depth", "2",
         "--memory", "64MiB", "--loss", "mine:loss", "--microbatches", "2", "--schedules", "1f1b,2bw",
         "--bandwidth", "1GiB", "--sample", "mine:sample",
     )  # fmt: skip

@@ -14,6 +14,7 @@ from squeezebox.cli._estimate import call_factory
 from tests.cli.test_commands import models, run  # noqa: F401 - a fixture
 
 STEP = ("my_models:small", "--input", "3x16x16", "--batch", "2")
+PIPELINE = ("pipeline", "plan", "my_models:small", "--ranks", "2", "--memory", "1GiB")
 MODULES = {
     "valued": "x = 1\nraise ValueError('bad config')",
     "filed": "open('no_such_file.csv')",
@@ -135,6 +136,29 @@ def test_a_full_disk_under_standard_output_is_one_sentence(unbuffered):
             "--latency 0.1 goes with --bandwidth",
         ),
         (("devices", "measure", "--memory", "0"), "--memory 0: give more than 0"),
+        (("estimate", "--jobs", "jobs.toml", "--optimizer", "adam"), "--optimizer is of a model"),
+        *(
+            (("demo", "--gigapixel", option, value), f"{option} is of a demonstration without --gigapixel")
+            for option, value in (
+                ("--data", "."),
+                ("--epochs", "1"),
+                ("--batch", "64"),
+                ("--noise", "1e-2"),
+                ("--timeline", "run.json"),
+            )
+        ),
+        *(
+            (("demo", option, value), f"{option} is of --gigapixel; give that too")
+            for option, value in (("--size", "64x64"), ("--memory", "1GiB"), ("--steps", "1"))
+        ),
+        *(
+            (
+                (*PIPELINE, "--sample", "my_models:text", option, value),
+                "--sample says --input and --batch already",
+            )
+            for option, value in (("--input", "3x16x16"), ("--batch", "2"), ("--input-dtype", "int64"))
+        ),
+        ((*PIPELINE, "--threads", "0"), "--threads 0 is below 1"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(models, capfd, arguments, words):  # noqa: F811
@@ -142,6 +166,7 @@ def test_options_that_would_do_nothing_are_refused(models, capfd, arguments, wor
     assert code == 2 and words in err
 
 
+KEPT = ("--threads", "1", "--out", "kept")
 SLIDES = ("stream", "train", "my_models:small", "--memory", "1MiB", "--data")
 
 
@@ -149,11 +174,13 @@ SLIDES = ("stream", "train", "my_models:small", "--memory", "1MiB", "--data")
 @pytest.mark.parametrize(
     "arguments",
     [
+        ("audit", "my_models:fail", "--seeds", "3", *KEPT),
+        ("calibrate", "my_models:fail", *KEPT),
         ("embeddings", "my_models:fail", "--memory", "1MiB"),
         (*SLIDES, "my_models:fail"),
         (*SLIDES, "my_models:late"),
     ],
-    ids=["embeddings", "stream", "stream later"],
+    ids=["audit", "calibrate", "embeddings", "stream", "stream later"],
 )
 def test_what_a_users_own_function_raises_is_one_sentence(models, capfd, arguments, error):  # noqa: F811
     with (models / "my_models.py").open("a") as file:
@@ -172,3 +199,30 @@ def test_an_error_of_another_process_is_told_with_its_own_line():
 
     with pytest.raises(squeezebox.SqueezeboxError, match=r"concurrent/futures/process\.py, line \d+\)"):
         call_factory("my_models:train", train)
+
+
+FILES = [
+    (("plan", *STEP, "--diff", "plan.json", "--out", "./plan.json"), "--out plan.json", "--diff"),
+    (("report", "run.json", "--trace", "run.json"), "--trace run.json", "RUN.JSON"),
+    (("report", "run.json", "--html", "a", "--snapshot", "a"), "--snapshot a", "--html"),
+    (("report", "run.html", "--open"), "--html run.html", "RUN.JSON"),
+    (("demo", "--out", "x.json", "--timeline", "x.json"), "--timeline x.json", "--out"),
+    (("pipeline", "simulate", "gpipe", "--out", "x", "--trace", "x"), "--trace x", "--out"),
+    (("pipeline", "simulate", "gpipe", "--trace", "x", "--csv", "link"), "--csv link", "--trace"),
+    ((*PIPELINE[:3], "--devices", "d.toml", "--out", "d.toml"), "--out d.toml", "--devices"),
+    (("memory", "pack", "in.csv", "--out", "in.csv"), "--out in.csv", "FILE.csv"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "file", "other"), FILES)
+def test_no_file_that_is_written_replaces_another(models, capfd, arguments, file, other):  # noqa: F811
+    Path("link").symlink_to("x")
+    before = sorted(models.iterdir())
+    code, err = refused(capfd, *arguments)
+    assert code == 2 and f"{file} would replace the file of {other}; name another." in err
+    assert sorted(models.iterdir()) == before
+
+
+def test_what_keeps_nothing_may_be_named_twice(models, capfd):  # noqa: F811
+    code, out, err = run(capfd, "pipeline", "simulate", "gpipe", "--out", os.devnull, "--trace", os.devnull)
+    assert (code, err) == (0, "") and out

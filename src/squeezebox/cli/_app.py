@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 import squeezebox
+from squeezebox.cli._demo_command import demo
 from squeezebox.cli._devices import devices
 from squeezebox.cli._embeddings_command import embeddings
 from squeezebox.cli._estimate import refuse_useless, require_step
@@ -31,6 +32,7 @@ from squeezebox.cli._options import (
 from squeezebox.cli._pipeline import pipeline
 from squeezebox.cli._show import progress
 from squeezebox.cli._stream import stream
+from squeezebox.cli._values import require_apart
 
 app = typer.Typer(
     help="Train PyTorch networks in less memory by packing what autograd saves, within error bounds.",
@@ -119,7 +121,10 @@ def plan(
     compiled: Annotated[
         bool, typer.Option("--compiled", help="Also time squeezebox.compile within the same bytes.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Where the plan goes, as JSON.")] = Path("plan.json"),
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where the plan goes, as JSON (default: plan.json; with --diff nowhere)."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Choose how to hold every saved tensor so that a training step fits the budget, in the least time.
@@ -136,8 +141,11 @@ def plan(
         raise squeezebox.OptionError(
             "--compiled times steps of one backward pass without clipping; leave --clip and --accumulate out."
         )
+    require_apart({"--out": out}, {"--diff": diff})
     from squeezebox.cli._plan import Step, make
 
+    if out is None and diff is None:
+        out = Path("plan.json")
     earlier = None if diff is None else squeezebox.load_plan(diff)
     step = Step(factory, input, batch, sample, loss, optimizer, input_dtype=input_dtype)
     place = offload if offload_folder is None else str(offload_folder)
@@ -157,7 +165,7 @@ def plan(
         weight_noise=weight_noise,
         load=load,
         cache=cache,
-        out=str(out),
+        out=None if out is None else str(out),
     )
     text = str(result) if earlier is None else earlier.diff(result)
     values = result.to_dict() if earlier is None else {"diff": text}
@@ -258,7 +266,9 @@ def audit(
     factors: Annotated[
         str, typer.Option(help="Varied alone too; none for none.")
     ] = "initialisation,order,augmentation,implementation",
-    noise: Annotated[float, typer.Option(help="Allowed gradient noise of the squeezed arm.")] = 1e-3,
+    noise: Annotated[
+        float | None, typer.Option(help="Allowed gradient noise of the squeezed arm (default: 1e-3).")
+    ] = None,
     margin: Annotated[float, typer.Option(help="In deviations between the first arm's seeds.")] = 1.0,
     workers: Annotated[int, typer.Option(help="Trainings at the same time, each in a process.")] = 1,
     threads: Annotated[
@@ -301,10 +311,9 @@ def calibrate(
     What is in --out already is not trained again. Exit status 1 where no level is shown.
     docs/calibrate.md says how it is found, docs/audit.md what train(run) does.
     """
-    from squeezebox.cli._calibrate import Request, run
+    from squeezebox.cli._calibrate import Request, knobs_named, run
 
-    own = {name: text for name, _, text in (each.partition("=") for each in knob or ())}
-    knobs = {"noise": noise, "update_noise": update_noise, **own}
+    knobs = knobs_named(noise, update_noise, knob or ())
     run(Request(train, margin, metric, knobs, trainings, threads, out), as_json=as_json)
 
 
@@ -327,46 +336,7 @@ def parity(
     run((a, b), data, backward=backward, tolerance=tolerance, as_json=as_json)
 
 
-@app.command()
-def demo(
-    out: Annotated[Path, typer.Option(help="Where the figures go, as JSON.")] = Path("demo.json"),
-    data: Annotated[Path | None, typer.Option(help="Folder of the full Fashion-MNIST.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="Training length (default: 160 steps).")] = None,
-    batch: Annotated[int, typer.Option(help="Samples a training step.")] = 64,
-    noise: Annotated[float, typer.Option(help="Allowed relative gradient noise.")] = 1e-3,
-    seed: Annotated[int, typer.Option(help="Of the weights and of the order of images.")] = 0,
-    gigapixel: Annotated[
-        bool, typer.Option("--gigapixel", help="Instead, train a U-Net on one whole gigapixel image.")
-    ] = False,
-    size: Annotated[str, typer.Option(help="Of the gigapixel image.")] = "16000x64000",
-    memory: Annotated[str, typer.Option(help="For strips of the gigapixel image.")] = "512MiB",
-    steps: Annotated[int, typer.Option(help="On the gigapixel image.")] = 1,
-    timeline: Annotated[
-        Path | None, typer.Option(help="Also profile a squeezed step, for `squeezebox report`.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Train the same BatchNorm CNN on Fashion-MNIST twice, plain and squeezed, and compare.
-
-    With --gigapixel: lay an image out of photographs in a temporary file of 4 bytes a pixel, and train a
-    small U-Net on all of it at once, strip by strip, with --size, --memory, --steps, --seed and --out.
-    """
-    if gigapixel:
-        from squeezebox.cli._gigapixel import Gigapixel
-        from squeezebox.cli._gigapixel import run as run_gigapixel
-        from squeezebox.cli._show import show_gigapixel
-
-        found = run_gigapixel(Gigapixel(out=out, size=size, memory=memory, steps=steps, seed=seed))
-        print(json.dumps(found, indent=1)) if as_json else show_gigapixel(found, out)
-        return
-    from squeezebox.cli._demo import Settings, run
-    from squeezebox.cli._show import show_demo
-
-    settings = Settings(
-        out=out, data=data, epochs=epochs, batch=batch, noise=noise, seed=seed, timeline=timeline
-    )
-    result = run(settings)
-    print(json.dumps(result, indent=1)) if as_json else show_demo(result, out)
+app.command()(demo)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import squeezebox
-from squeezebox.cli._estimate import load_call
+from squeezebox.cli._estimate import call_factory, load_call
 from squeezebox.cli._show import progress
 from squeezebox.schema import OptionError, SqueezeboxError
 
@@ -23,7 +24,7 @@ class Request:
     arms: str
     seeds: int
     factors: str
-    noise: float
+    noise: float | None
     margin: float
     workers: int
     threads: int | None
@@ -37,12 +38,13 @@ def run(request: Request, *, as_json: bool) -> None:
     Raises:
         OptionError: an argument is out of range or names nothing, or ``out`` is of another audit.
         OutputError: ``out`` cannot be written.
-        SqueezeboxError: after printing, where a control was not equal to the bit.
+        SqueezeboxError: the training raised something; or, after printing, a control was not equal.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
     factors = () if request.factors == "none" else tuple(request.factors.split(","))
     with progress("trainings") as on_progress:
-        found = squeezebox.audit(
+        trainings = functools.partial(
+            squeezebox.audit,
             load_call(request.train, "run"),
             out=request.out,
             arms=arms_named(request.arms, request.noise),
@@ -54,6 +56,7 @@ def run(request: Request, *, as_json: bool) -> None:
             steps=request.steps,
             on_progress=on_progress,
         )
+        found = call_factory(request.train, trainings)
     print(json.dumps(found.to_dict(), indent=1, allow_nan=False) if as_json else found)
     if not found.sound:
         arms = ", ".join(control.arm for control in found.controls if not control.equal)
@@ -64,18 +67,23 @@ def run(request: Request, *, as_json: bool) -> None:
         )
 
 
-def arms_named(names: str, noise: float) -> dict[str, Mapping[str, Any] | None]:
+def arms_named(names: str, noise: float | None) -> dict[str, Mapping[str, Any] | None]:
     """``plain,squeezed,exact,noise=1e-2,plan=plan.json`` as options of attach, by name.
 
     Raises:
-        OptionError: a name says no way to train, or is there twice.
+        OptionError: a name says no way to train, or is there twice; or the noise is of no arm.
         FormatError: a plan's file is missing or damaged.
     """
+    if noise is not None and "squeezed" not in names.split(","):
+        raise OptionError(
+            f"--noise {noise:g} is of the arm squeezed, and --arms {names} has none; write "
+            f"noise={noise:g} there, or leave it out."
+        )
     found: dict[str, Mapping[str, Any] | None] = {}
     for name in names.split(","):
         if name in found:
             raise OptionError(f"--arms {names}: {name} is there twice; the control trains each arm again.")
-        found[name] = _options(name, noise)
+        found[name] = _options(name, 1e-3 if noise is None else noise)
     return found
 
 

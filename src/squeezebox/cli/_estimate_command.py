@@ -9,7 +9,7 @@ import typer
 
 import squeezebox
 from squeezebox.cli._estimate import refuse_useless, require_step
-from squeezebox.cli._options import Input, InputDtype, Json, Load, Loss, Optimizer, Sample
+from squeezebox.cli._options import Input, InputDtype, Json, Load, Loss, Sample
 
 
 def estimate(
@@ -21,7 +21,7 @@ def estimate(
     batch: Annotated[int | None, typer.Option(help="Samples a step (default: 32).")] = None,
     sample: Sample = None,
     loss: Loss = None,
-    optimizer: Optimizer = "sgd-momentum",
+    optimizer: Annotated[str | None, typer.Option(help="sgd, sgd-momentum (default), adam or adamw.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Of model and input, such as bfloat16.")] = None,
     input_dtype: InputDtype = None,
     load: Load = None,
@@ -74,6 +74,7 @@ def estimate(
             "--batch": batch,
             "--sample": sample,
             "--loss": loss,
+            "--optimizer": optimizer,
             "--dtype": dtype,
             "--input-dtype": input_dtype,
             "--load": load,
@@ -85,7 +86,8 @@ def estimate(
     if jobs is not None:
         on_shared_devices(jobs, devices or "all", as_json)
         return
-    step = described(str(factory), input, batch, sample, loss, input_dtype) | {"optimizer": optimizer}
+    step = described(str(factory), input, batch, sample, loss, input_dtype)
+    step |= {"optimizer": "sgd-momentum" if optimizer is None else optimizer}
     if devices is None:
         estimated(as_json, **step, dtype=dtype, load=load or "balanced")
         return

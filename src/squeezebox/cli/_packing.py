@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from squeezebox.cli._show import progress
+from squeezebox.cli._values import require_apart
 from squeezebox.memory import layout, layout_csv, read_buffers, search, somas
 from squeezebox.reports import exact_bytes, parse_size, require_writable, write_whole
 from squeezebox.schema import BudgetError, OptionError
@@ -86,6 +87,7 @@ def run(request: Request) -> Figures:
     if not 0.0 <= request.seconds < math.inf:
         raise OptionError(f"--seconds {request.seconds:g}: give a number of seconds from 0.")
     capacity = None if request.capacity is None else parse_size("--capacity", request.capacity)
+    require_apart({"--out": request.out}, {"FILE.csv": request.file})
     if request.out is not None:
         require_writable(request.out)
     buffers = read_buffers(request.file)

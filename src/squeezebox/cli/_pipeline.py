@@ -26,12 +26,15 @@ def plan(
         typer.Option(help="Unequal ones, in place of --ranks and --memory: what 'devices measure' wrote."),
     ] = None,
     input: Annotated[
-        str, typer.Option(help="One sample's shape; 128 for a text of 128 tokens.")
-    ] = "3x224x224",
+        str | None,
+        typer.Option(help="One sample's shape; 128 for a text of 128 tokens (default: 3x224x224)."),
+    ] = None,
     input_dtype: Annotated[
         str | None, typer.Option(help="Such as int64 (default: tokens for a model that embeds them).")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Samples between two updates, of all replicas.")] = 32,
+    batch: Annotated[
+        int | None, typer.Option(help="Samples between two updates, of all replicas (default: 32).")
+    ] = None,
     sample: Annotated[
         str | None, typer.Option(metavar="MODULE:CALLABLE", help="Returns (inputs, target), a real batch.")
     ] = None,
@@ -91,7 +94,7 @@ def plan(
         out,
     )
     if as_json:
-        print(out.read_text(), end="")
+        print(json.dumps(plans[0].to_dict(), indent=1))
         return
     print(pipeline_plan_text(plans[0]))
     if plans[1:]:

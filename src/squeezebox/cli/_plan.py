@@ -35,7 +35,7 @@ class Step:
 
     def load(self) -> dict[str, Any]:
         """Model, sample, loss and optimizer by their names in squeezebox.plan()."""
-        make_sample, make_optimizer = self._maker(), optimizer_named(self.optimizer)
+        make_sample, make_optimizer = self.maker(), optimizer_named(self.optimizer)
         model = load_model(self.factory)
         return {
             "model": model,
@@ -44,8 +44,12 @@ class Step:
             "optimizer": make_optimizer(model.parameters()),
         }
 
-    def _maker(self) -> Callable[[torch.nn.Module], Any]:
-        """What makes the sample, for a model."""
+    def maker(self) -> Callable[[torch.nn.Module], Any]:
+        """What makes the sample, for a model.
+
+        Raises:
+            OptionError: shape or batch is out of range, or there is a sample too.
+        """
         require_step(self.input, self.batch)
         if self.sample is not None:
             if (self.input, self.batch, self.input_dtype) != (None, None, None):
@@ -80,21 +84,23 @@ def load_sample(name: str) -> Any:
     return call_factory(name, load_factory(name))
 
 
-def make(step: Step, *, cache: bool, out: str, **options: Any) -> StepPlan:
-    """The plan, written to ``out``; options are those of squeezebox.plan().
+def make(step: Step, *, cache: bool, out: str | None, **options: Any) -> StepPlan:
+    """The plan, written to ``out`` if there is one; options are those of squeezebox.plan().
 
     Raises:
         OptionError: an argument is out of range or names nothing.
         BudgetError: no plan fits.
         OutputError: ``out`` cannot be written; found before anything is run.
     """
-    require_writable(out)
+    if out is not None:
+        require_writable(out)
     with progress("running the sample") as on_progress:
         loaded = step.load()
         plan = squeezebox.plan(
             **loaded, **options, cache=cache_folder() if cache else None, on_progress=on_progress
         )
-    plan.save(out)
+    if out is not None:
+        plan.save(out)
     return plan
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import webbrowser
 from pathlib import Path
 
+from squeezebox.cli._values import require_apart
 from squeezebox.reports import Timeline
 from squeezebox.schema import OutputError
 
@@ -15,9 +16,12 @@ def show(
     """Write what is asked for, and open the page if it is to be.
 
     Raises:
+        OptionError: a file would replace another.
         FormatError: ``run`` is no timeline.
         OutputError: a file cannot be written, or there is no browser.
     """
+    written = {"--html": page, "--trace": trace, "--snapshot": snapshot}
+    require_apart(written, {"RUN.JSON": run})
     timeline = Timeline.load(run)
     if trace is not None:
         timeline.to_trace(trace)

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from squeezebox.cli._values import parse_seconds, per_stage, require_delay
+from squeezebox.cli._values import parse_seconds, per_stage, require_apart, require_delay
 from squeezebox.reports import (
     ChartKind,
     ChartSpan,
@@ -97,6 +97,7 @@ def run(
         transfer=require_delay("--transfer", transfer),
         activation_bytes=sizes,
     )
+    require_apart({"--out": out, "--trace": trace, "--csv": csv})
     order = schedule.to_csv() if csv is not None else ""
     for path in (out, trace, csv):
         if path is not None:

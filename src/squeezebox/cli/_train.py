@@ -19,15 +19,15 @@ from torch import nn
 
 from squeezebox import pipeline
 from squeezebox.cli._checkpoints import Checkpoints
-from squeezebox.cli._estimate import load_factory, load_loss, needed_arguments, parse_shape, require_step
-from squeezebox.cli._plan import load_model, load_sample
+from squeezebox.cli._estimate import load_factory, load_loss, needed_arguments
+from squeezebox.cli._plan import Step, load_model
 from squeezebox.cli._show import progress
-from squeezebox.cli._values import link_of
+from squeezebox.cli._values import link_of, require_apart
 from squeezebox.planning import attach_stages, peak_meter, plan_pipeline
 from squeezebox.profiling import optimizer_named
 from squeezebox.reports import human_bytes, load_pipeline_plan, parse_size, require_writable
 from squeezebox.schema import Devices, OptionError, PipelinePlan
-from squeezebox.steps import random_inputs, stand_in
+from squeezebox.steps import stand_in
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class PlanRequest:
     """What the command line names."""
 
     factory: str
-    input: str
+    input: str | None
     input_dtype: str | None
-    batch: int
+    batch: int | None
     sample: str | None
     loss: str | None
     optimizer: str
@@ -62,7 +62,18 @@ def make(request: PlanRequest, out: Path) -> list[PipelinePlan]:
         BudgetError: no plan fits.
         OutputError: ``out`` cannot be written; found before anything is run.
     """
-    require_step(request.input, request.batch)
+    step = Step(
+        request.factory,
+        request.input,
+        request.batch,
+        request.sample,
+        request.loss,
+        request.optimizer,
+        input_dtype=request.input_dtype,
+    )
+    make_sample = step.maker()
+    if request.threads < 1:
+        raise OptionError(f"--threads {request.threads} is below 1; give at least 1.")
     if request.loss is not None and request.sample is None:
         raise OptionError("--loss needs targets: also give --sample module:callable, or leave it out.")
     if [request.ranks is None, request.memory is None] != [request.devices is not None] * 2:
@@ -70,21 +81,17 @@ def make(request: PlanRequest, out: Path) -> list[PipelinePlan]:
     if request.devices is not None and request.bandwidth is not None:
         raise OptionError("--devices has the links, so --bandwidth is for nothing; give one of them.")
     link = link_of(request.bandwidth, request.latency)
+    require_apart({"--out": out}, {"--devices": request.devices})
     devices = None if request.devices is None else Devices.load(request.devices)
     require_writable(out)
-    torch.set_num_threads(max(request.threads, 1))
+    torch.set_num_threads(request.threads)
     with progress("measuring blocks") as on_progress:
         together = "compress" in request.policies  # which runs all of the model at once
         with contextlib.nullcontext() if together else pipeline.Construction() as construction:
             model = load_model(request.factory)
-        if request.sample is None:
-            shape = (request.batch, *parse_shape(request.input))
-            sample = random_inputs(model, shape, request.input_dtype), None
-        else:
-            sample = load_sample(request.sample)
         plans = plan_pipeline(
             model,
-            sample=sample,
+            sample=make_sample(model),
             loss_fn=stand_in if request.loss is None else load_loss(request.loss),
             ranks=request.ranks,
             memory_bytes=None if request.memory is None else parse_size("--memory", request.memory),

@@ -1,9 +1,11 @@
-"""Option values: sizes, seconds, and lists of them with one for every stage."""
+"""Option values: sizes, seconds, lists of them with one for every stage, and files."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TypeVar
 
 from squeezebox.schema import Link, OptionError, parse_size
@@ -70,3 +72,22 @@ def require_delay(option: str, seconds: float) -> float:
             f"{option} {seconds:g} is no number of seconds from 0 to {_LONGEST:g}; give 0 for none."
         )
     return seconds
+
+
+def require_apart(written: Mapping[str, Path | None], read: Mapping[str, Path | None] | None = None) -> None:
+    """Let no file that a command writes be one that it reads, or another one that it writes.
+
+    Args:
+        written: by the option that names it; None where it is not given.
+        read: the same.
+
+    Raises:
+        OptionError: one would replace another.
+    """
+    taken: dict[str, str] = {}
+    for option, path in {**(read or {}), **written}.items():
+        if path is None or (os.path.exists(path) and not os.path.isfile(path)):  # /dev/null takes any number
+            continue
+        other = taken.setdefault(os.path.realpath(path), option)
+        if other != option and option in written:
+            raise OptionError(f"{option} {path} would replace the file of {other}; name another.")
