@@ -105,3 +105,29 @@ def test_inputs_that_no_plan_covers_warn_where_they_exceed_the_budget(plan):
         report = session.report()
     assert report.peak_bytes > plan.budget_bytes
     session.detach()
+
+
+def test_batches_that_are_views_of_all_data_count_as_batches():
+    model, data = network(), torch.randn(64 * 100, 128)
+    peaks = []
+    for split in (lambda: data.split(64), lambda: [each.clone() for each in data.split(64)]):
+        session = squeezebox.attach(model, exact=True)
+        for x in split()[:2]:
+            model.zero_grad()
+            F.cross_entropy(model(x), torch.arange(64) % 10).backward()
+        peaks.append(session.report().peak_bytes)
+        session.detach()
+    assert abs(peaks[0] - peaks[1]) < 8192
+
+
+def test_the_state_of_an_optimizer_that_steps_late_is_in_the_peak():
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = squeezebox.attach(model, optimizer=optimizer, exact=True)
+    for number in range(12):
+        F.cross_entropy(model(torch.randn(8, 128)), torch.arange(8) % 10).backward()
+        if number % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert session.report().peak_bytes > 4 * sum(each.nbytes for each in model.parameters())
+    session.detach()

@@ -329,9 +329,16 @@ class PeakMeter:
         return True
 
     def given(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Name tensors that the step works on; those that lived when the meter started count."""
-        storages = (tensor.untyped_storage() for tensor in tensors)
-        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        """Name tensors that the step works on; those that lived when the meter started count.
+
+        Of a view of something larger, that is the view.
+        """
+        sizes: dict[int, int] = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = min(
+                storage.nbytes(), sizes.get(storage.data_ptr(), 0) + tensor.numel() * tensor.element_size()
+            )
         if self._on_device:  # its counters know no addresses
             # What is larger than all that came since must have been there before.
             since = torch.cuda.memory_allocated(self._device) - self._begun

@@ -54,6 +54,7 @@ from squeezebox.steps import (
     restored,
     tensors_in,
     ungraded,
+    viewed_bytes,
 )
 
 STATISTICS_STEPS = 2  # of a plan, before it is profiled;
@@ -377,7 +378,7 @@ class _Profiling:
         own = nbytes_of([*model.parameters(), *model.buffers()])
         return {
             "parameter_bytes": own - rests + _bytes_of_loss(self._training),
-            "input_bytes": nbytes_of(tensors_in(list(self._training.sample))),
+            "input_bytes": viewed_bytes(tensors_in(list(self._training.sample))),
             "state_bytes": state_bytes(model, self._training.optimizer) + rests,
         }
 

@@ -35,6 +35,7 @@ from squeezebox.steps import (
     persistent,
     restored,
     tensors_in,
+    viewed_bytes,
 )
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ class Engine:
         self._peak: Peak | None = None  # of the running step, once that is measured
         self._lasting = functools.partial(persistent, model, optimizer)
         self._baseline_bytes = self._gradient_bytes = 0  # before the step
+        self._stepped_at = sys.maxsize  # after which of the steps the optimizer made its state
         self._largest_bytes = -1  # of inputs of a step that was measured
         self._open = self._replaying = False
         self.installation: Installation | None = Installation(model, self.start, self.finish)
@@ -122,13 +124,11 @@ class Engine:
 
         def stepped(*_: object) -> None:
             """The step is over, and others may want torch's only profiler."""
+            self._stepped_at = min(self._stepped_at, self.step)
             if self.recorder.hooks.backward_seen:
                 self._peak = self._meter.end(self._lasting) or self._peak
 
-        self._step_hook: RemovableHandle | None = None
-        with contextlib.suppress(AttributeError):  # one that only wraps another optimizer has no hooks
-            if optimizer is not None:
-                self._step_hook = optimizer.register_step_post_hook(stepped)
+        self._step_hook = _hooked(optimizer, stepped)
 
     def update_by(self, updates: Updates | None) -> None:
         """Have the optimizer's updates made so; None leaves them to it."""
@@ -183,7 +183,7 @@ class Engine:
         if not self._passes.is_left_alone():
             begun = self._open and not self.recorder.hooks.backward_seen
             if self._overlapping or not begun or not self.store.in_use:
-                self._open_step(nbytes_of(tensors_in(inputs)))
+                self._open_step(viewed_bytes(tensors_in(inputs)))
             self._enter(inputs)
         self._passes.count += outermost
 
@@ -298,12 +298,13 @@ class Engine:
                 self._enter(())
 
     def _enter(self, inputs: Any) -> None:
-        own = [*held_by(self.model), *tensors_in(inputs)]
+        own = [*held_by(self.model)]
         for each in self.store.onlookers:
             each.given(tensors_in(inputs))
-        self.recorder.own(own)
+        self.recorder.own([*own, *tensors_in(inputs)])
         if self._meter.running:
             held_bytes = nbytes_of(own + persistent(self.model, self.optimizer))
+            held_bytes += viewed_bytes(tensors_in(inputs))
             self._baseline_bytes = max(self._baseline_bytes, held_bytes)
         self.recorder.__enter__()
 
@@ -377,7 +378,8 @@ class Engine:
         first = self.step in (self.began_at, self.refreshes.first)
         second = self.step == self.began_at + 1 and has_state
         larger = input_bytes > self._largest_bytes
-        if (first or second or refreshed or larger) and self.measures_peaks:
+        has_more = 0 < self.step - self._stepped_at <= 2  # where gradients add up, the second has these too
+        if (first or second or refreshed or larger or has_more) and self.measures_peaks:
             self._largest_bytes = max(self._largest_bytes, input_bytes)
             self._gradient_bytes = nbytes_of(persistent(self.model, None))
             self._meter.start(persistent(self.model, self.optimizer))
@@ -392,3 +394,11 @@ class Engine:
         finally:
             self._replaying = self._open = False
             self.recorder.hooks.bypass = self.recorder.hooks.backward_seen = False
+
+
+def _hooked(optimizer: torch.optim.Optimizer | None, stepped: Callable[..., None]) -> RemovableHandle | None:
+    """Have this called after each step; None for one that only wraps another optimizer, without hooks."""
+    try:
+        return None if optimizer is None else optimizer.register_step_post_hook(stepped)
+    except AttributeError:
+        return None

@@ -86,7 +86,7 @@ class Passes:
             )
         return (
             "it was made for another model, input shape or batch; make a new one with squeezebox.plan(), or "
-            "attach with on_mismatch='replan', sample= and loss_fn="
+            "attach with on_mismatch='replan', sample= and loss_fn=, where it is without states=True"
         )
 
     def _warn(self, why: str) -> None:

@@ -16,6 +16,7 @@ from squeezebox.steps._models import (
     restored,
     tensors_in,
     ungraded,
+    viewed_bytes,
 )
 from squeezebox.steps._stand_ins import random_inputs, stand_in
 from squeezebox.steps._step import (
@@ -57,4 +58,5 @@ __all__ = [
     "stand_in",
     "tensors_in",
     "ungraded",
+    "viewed_bytes",
 ]

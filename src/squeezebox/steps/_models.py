@@ -151,6 +151,13 @@ def nbytes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
+def viewed_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the tensors themselves: a batch may be a view of all the data, which is no step's."""
+    parts = [part for tensor in tensors for part in parts_of(tensor.data) if is_plain(part)]
+    seen = {(part.untyped_storage()._cdata, part.storage_offset()): part for part in parts}
+    return sum(min(part.nbytes, part.untyped_storage().nbytes()) for part in seen.values())
+
+
 def persistent(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
     """Gradients and optimizer state as they are now; of sharded ones this rank's part, of sparse ones all."""
     gradients = [each for each in map(gradient_of, model.parameters()) if each is not None]
