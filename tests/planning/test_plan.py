@@ -569,3 +569,44 @@ def test_generators_of_the_models_own_are_where_they_were(task):
     sample = torch.randn(4, 8), torch.randn(4, 8)
     squeezebox.plan(model, sample=sample, loss_fn=F.mse_loss, exact=True)
     assert torch.equal(before, model.own.get_state())
+
+
+class Penalised(nn.Module):
+    """Gives its own loss: of its output, and of the output's slopes by the input and by weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 1)
+        )
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        out = self.body(x)
+        (by_input,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        by_weights = torch.autograd.grad(out.mean(), [*self.body.parameters()], create_graph=True)
+        return out.mean() + by_input.square().mean() + sum(each.square().sum() for each in by_weights)
+
+
+@pytest.mark.parametrize("share", [95, 85, 75, 65, 55])
+def test_a_model_that_differentiates_itself_stays_within_its_budget(share):
+    torch.manual_seed(0)
+    model, x = Penalised(), torch.randn(2048, 32)
+    sample = {"sample": (x, None), "loss_fn": lambda output, _: output}
+    try:
+        plan = squeezebox.plan(model, **sample, budget=f"{share}%", exact=True)
+    except BudgetError:
+        assert share < 90
+        return
+    session = squeezebox.attach(model, plan=plan)
+    for _ in range(2):
+        model.zero_grad()
+        model(x.detach()).backward()
+        session.report()
+    model.zero_grad()
+    meter = PeakMeter(torch.device("cpu"))
+    assert meter.start()
+    model(x.detach()).backward()
+    peak = sum(each.nbytes for each in [*model.parameters(), x]) + meter.stop([]).total_bytes
+    session.detach()
+    assert peak <= plan.budget_bytes

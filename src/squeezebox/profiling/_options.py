@@ -87,6 +87,7 @@ class _Seen:
     apart: float = 0.0  # of trials, which are no part of packing
     tried: list[_Tries] = field(default_factory=list)  # codec by codec
     decodes: bool = False
+    is_derived: bool = False  # read by a gradient with create_graph, which saves it once more
 
 
 class StepProfiler:
@@ -302,6 +303,7 @@ class StepProfiler:
 
     def using(self, row: Row) -> None:
         """For capture's Onlooker."""
+        self._seen[self._numbers[id(row)]].is_derived |= torch.is_grad_enabled()
         self._timeline.use(self._numbers[id(row)])
         self._started = now(self._device)
 
@@ -401,6 +403,8 @@ def _profile(
         for option in options
     ]
     options += recomputed
+    if seen.is_derived:  # of anything but the tensor itself, the gradient would save another copy
+        options = [keep]
     return TensorProfile(
         key=row.key,
         saved_at=life.saved_at,
