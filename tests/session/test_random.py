@@ -67,10 +67,15 @@ class Drawing(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
         self.register_buffer("scale", torch.ones(1).expand(8))
+        self.register_buffer("mixing", torch.eye(4).to_sparse())
 
     def forward(self, x):
         for number, layer in enumerate(self.layers):
-            x = layer(x).relu() * self.scale * (np.random.rand() if number % 2 else random.random())
+            x = (
+                torch.sparse.mm(self.mixing, layer(x).relu())
+                * self.scale
+                * (np.random.rand() if number % 2 else random.random())
+            )
         return x
 
 

@@ -63,6 +63,8 @@ def restored(
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
     """Whether elements share memory, so that nothing can be written in place."""
+    if tensor.layout is not torch.strided:
+        return False
     return any(not stride and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
