@@ -51,6 +51,7 @@ def test_the_peak_is_taken_apart_and_named():
     assert text.endswith("; a budget of 1500 bytes.") and text.count("1500 bytes") == 1
     assert "a plain step" not in text
     assert "700 B is too small: a plain step takes 2.00 KiB, and the smallest plan" in explain(lack, 2048)
+    assert "the plain step" not in explain(lack, 701) and "without states=True" in explain(lack, 700)
 
 
 def test_more_noise_is_offered_only_where_it_fits():

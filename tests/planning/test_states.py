@@ -117,7 +117,7 @@ def test_peaks_are_as_predicted_and_training_is_the_same_to_the_bit(way):
         session.detach()
     assert peaks == sorted(peaks)
     assert peaks[0] < 0.5 * peak
-    assert plan.plain_peak_bytes == pytest.approx(peak, rel=0.03) or way  # which adds nothing up
+    assert plan.plain_peak_bytes == pytest.approx(peak, rel=0.03) or "clip" in way
 
 
 def test_the_first_step_which_makes_the_state_is_within_the_budget():

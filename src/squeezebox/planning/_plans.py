@@ -224,7 +224,7 @@ def make_plan(
     allowed_actions = {Action.OFFLOAD: offload is not False, Action.RECOMPUTE: recompute}
     barred = [action for action, is_allowed in allowed_actions.items() if not is_allowed]
     adds_up = accumulate > 1 and not states
-    whole_peak = plain_peak(accumulating(seen, model) if adds_up else seen)
+    whole_peak = plain_peak(accumulating(seen, model) if accumulate > 1 else seen)
     limit = None if budget is None else int(factor * whole_peak if share else factor)
 
     def held(seen: StepProfile) -> StepProfile:

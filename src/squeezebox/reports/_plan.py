@@ -50,7 +50,12 @@ _EVENTS = {
 def explain(shortage: Shortage, plain_peak_bytes: int | None = None) -> str:
     """What is missing, what the peak is made of, and what would fit; the plain step's peak if it is known."""
     plain = "" if plain_peak_bytes is None else f"a plain step takes {human_bytes(plain_peak_bytes)}, and "
-    ways = [*_ways(shortage), f"a budget of {shortage.parts.total_bytes} bytes"]
+    fits = plain_peak_bytes is not None and plain_peak_bytes <= shortage.budget_bytes
+    ways = [
+        *(["a plan without states=True, such as the plain step"] if fits else []),
+        *_ways(shortage),
+        f"a budget of {shortage.parts.total_bytes} bytes",
+    ]
     return (
         f"Budget {human_bytes(shortage.budget_bytes)} is too small: {plain}the smallest plan found at noise "
         f"{shortage.noise:g} takes {human_bytes(shortage.parts.total_bytes)}, {where(shortage.moment)} "
