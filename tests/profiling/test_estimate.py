@@ -345,3 +345,51 @@ def test_operators_with_memory_of_their_own(make, x):
     found, measured = against_a_real_step(made, x)
     assert found.peak_bytes == pytest.approx(measured, rel=0.03)
     assert bool(found.why_real) == isinstance(made, Graph)
+
+
+class Wrapping(torch.optim.Optimizer):
+    """As accelerate's: parameters and state are those of the optimizer that it wraps."""
+
+    name = "optimizer"
+    state = property(lambda self: getattr(self, self.name).state)
+    param_groups = property(lambda self: getattr(self, self.name).param_groups)
+
+    def __init__(self, inner):
+        setattr(self, self.name, inner)
+
+    def __getstate__(self):
+        return dict(vars(self))
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+
+    def step(self, closure=None):
+        getattr(self, self.name).step(closure)
+
+
+class Hiding(Wrapping):
+    name = "base"
+
+
+class Asserting(torch.optim.SGD):
+    def step(self, closure=None):
+        assert closure is not None, "a closure is needed"
+
+
+def test_an_optimizer_within_another_is_left_alone():
+    model, sample = nn.Linear(8, 4), (torch.randn(4, 8), None)
+    inner = torch.optim.Adam(model.parameters())
+    ways = inner, Wrapping(inner)
+    plain, wrapped = (squeezebox.estimate(model, sample=sample, optimizer=each) for each in ways)
+    assert wrapped.optimizer_bytes == plain.optimizer_bytes > 0 == len(inner.state)
+    with pytest.raises(OptionError, match="Hiding has parameters and state of another optimizer"):
+        squeezebox.estimate(model, sample=sample, optimizer=Hiding(inner))
+    assert not inner.state
+
+
+def test_an_optimizer_that_asserts_its_closure_is_refused():
+    model = nn.Linear(8, 4)
+    with pytest.raises(OptionError, match="Asserting cannot step .* a closure is needed"):
+        squeezebox.estimate(
+            model, sample=(torch.randn(4, 8), None), optimizer=Asserting(model.parameters(), lr=0.1)
+        )

@@ -270,12 +270,18 @@ def _optimizer(
         return None
     if not isinstance(wanted, torch.optim.Optimizer):
         return wanted(trained)
+    inner = getattr(wanted, "optimizer", wanted)  # as accelerate's wraps one
     groups = [
         {**group, "params": [twins[id(parameter)] for parameter in group["params"] if id(parameter) in twins]}
-        for group in wanted.param_groups
+        for group in inner.param_groups
     ]
-    made = copy.copy(wanted)
+    made = copy.copy(inner)
     made.__dict__.update(state=defaultdict(dict), param_groups=groups)
+    if made.param_groups is not groups or made.state is inner.state:
+        raise OptionError(
+            f"{type(wanted).__name__} has parameters and state of another optimizer, which an estimate would "
+            "step. Give that one, or name one of as much state, such as 'adam'."
+        )
     return made
 
 
@@ -287,7 +293,7 @@ def _make_state(optimizer: torch.optim.Optimizer, *, fake: bool) -> None:
     try:
         with step_counts() if fake else nullcontext():
             optimizer.step()
-    except (RuntimeError, TypeError, ValueError, ArithmeticError) as error:
+    except (RuntimeError, TypeError, ValueError, ArithmeticError, AssertionError, AttributeError) as error:
         raise OptionError(
             f"{type(optimizer).__name__} cannot step gradients of zeros without a closure, which an "
             f"estimate needs: {in_one_line(error)}. Leave it out, or name one of as much state, "
