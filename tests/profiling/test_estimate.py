@@ -1,6 +1,7 @@
 """The estimate against the measured peak and the reported saved bytes of a true step."""
 
 import gc
+from collections import UserDict
 
 import pytest
 import torch
@@ -171,6 +172,17 @@ def test_several_inputs_a_loss_and_the_models_own_optimizer():
     assert predicted.input_bytes == 4 * 24 * (32 + 16) + 8 * 24
     assert predicted.optimizer == "RMSprop"
     assert (predicted.batch, predicted.input_shape) == (24, (32,))
+
+
+def test_inputs_in_a_mapping_that_is_no_dict_count_as_a_dicts():
+    model, ((left, right), target) = Pair(), pairs()
+    inputs = {"left": left, "right": right}
+    found, same = (
+        squeezebox.estimate(model, sample=(kind(inputs), target), loss_fn=functional.cross_entropy)
+        for kind in (UserDict, dict)
+    )
+    assert (found.batch, found.input_bytes) == (24, 4 * 24 * (32 + 16) + 8 * 24)
+    assert found.peak_bytes == same.peak_bytes
 
 
 def test_a_sample_may_be_made_in_no_memory():

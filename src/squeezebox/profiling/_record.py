@@ -211,7 +211,7 @@ def record_step(
         Kind.PARAMETER: list(model.parameters()),
         Kind.BUFFER: list(model.buffers()),
         Kind.STATE: states_of(optimizer),
-        Kind.INPUT: _tensors(sample),
+        Kind.INPUT: tensors_of(sample),
     }
     tensors = [*itertools.chain(*before.values())]
     fake = any(isinstance(tensor.data, FakeTensor) for tensor in tensors)
@@ -415,12 +415,13 @@ def _stream() -> int:
 
 def states_of(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
     """The optimizer's tensors, as they are now."""
-    states = optimizer.state.values() if optimizer is not None else ()
-    return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    return tensors_of([*optimizer.state.values()]) if optimizer is not None else []
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+def tensors_of(values: Any) -> list[torch.Tensor]:
+    """Those within, also in mappings that torch's trees take for one value."""
+    found = [tensors_of(dict(leaf)) if isinstance(leaf, Mapping) else [leaf] for leaf in tree_leaves(values)]
+    return [leaf for leaves in found for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 from squeezebox.memory import parts_of
 from squeezebox.profiling._load import Followed, loads_named, remembered
 from squeezebox.profiling._optimizer import MakeOptimizer, optimizer_named
-from squeezebox.profiling._record import record_step, step_counts
+from squeezebox.profiling._record import record_step, states_of, step_counts, tensors_of
 from squeezebox.profiling._work import WorkCount
 from squeezebox.schema import OptionError, StepTrace, Work, in_one_line
 
@@ -144,7 +144,7 @@ def _taken(
 
     @contextmanager
     def around() -> Iterator[None]:
-        with _quiet(), _explained(inputs, fake), watch(model, _tensors(inputs)) as seen:
+        with _quiet(), _explained(inputs, fake), watch(model, tensors_of(inputs)) as seen:
             watched.append(seen)
             yield
 
@@ -157,14 +157,13 @@ def _taken(
             around=around,
             trains=trains,
         )
-    states = taken.state.values() if taken is not None else ()
     return Simulation(
         optimizer=type(taken).__name__ if taken is not None else "none",
         parameter_bytes=_nbytes(model.parameters()),
         buffer_bytes=_nbytes(model.buffers()),
-        input_bytes=_nbytes(_tensors(sample)),
-        input_shapes=tuple(tuple(tensor.shape) for tensor in _tensors(inputs)),
-        optimizer_bytes=_nbytes(_tensors([list(state.values()) for state in states])),
+        input_bytes=_nbytes(tensors_of(sample)),
+        input_shapes=tuple(tuple(tensor.shape) for tensor in tensors_of(inputs)),
+        optimizer_bytes=_nbytes(states_of(taken)),
         gradient_bytes=_nbytes(p.grad for p in model.parameters() if p.grad is not None),
         trace=trace,
         watched=watched[0],
@@ -241,7 +240,13 @@ def _real_copy(
 
 def fake_like(values: Any, dtype: torch.dtype | None) -> Any:
     """The same with fake tensors, those of floating point in ``dtype``; within a fake mode."""
-    return tree_map_only(torch.Tensor, lambda tensor: _fake(tensor, dtype), values)
+
+    def like(leaf: Any) -> Any:
+        if isinstance(leaf, Mapping):  # of a kind that torch's trees take for one value
+            return fake_like(dict(leaf), dtype)
+        return _fake(leaf, dtype) if isinstance(leaf, torch.Tensor) else leaf
+
+    return tree_map(like, values)
 
 
 def _fake(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -310,7 +315,7 @@ def _explained(inputs: Any, fake: bool) -> Iterator[None]:
     except OptionError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
-        found = [f"shape {tuple(tensor.shape)} and dtype {tensor.dtype}" for tensor in _tensors(inputs)]
+        found = [f"shape {tuple(tensor.shape)} and dtype {tensor.dtype}" for tensor in tensors_of(inputs)]
         what = f"the model's forward fails on an input of {', '.join(found)}: {in_one_line(error)}."
         if not fake:
             raise OptionError(f"{what} Check the input's shape and dtype.") from error
@@ -334,7 +339,7 @@ def _quiet() -> Iterator[None]:
 def _sum(outputs: Any, target: Any) -> torch.Tensor:
     """The sum of every output that a gradient can flow from."""
     values = outputs.values() if isinstance(outputs, dict) else tree_leaves(outputs)
-    found = [leaf for leaf in _tensors(list(values)) if leaf.requires_grad]
+    found = [leaf for leaf in tensors_of(list(values)) if leaf.requires_grad]
     if not found:
         raise OptionError(
             f"the model's output ({type(outputs).__name__}) has no tensor that requires gradients, so there "
@@ -346,10 +351,6 @@ def _sum(outputs: Any, target: Any) -> torch.Tensor:
 def _nothing(outputs: Any, target: Any) -> torch.Tensor:
     """Where neither loss nor backward follow."""
     return torch.zeros(())
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
