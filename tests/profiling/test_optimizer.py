@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from squeezebox.profiling import PeakMeter, state_bytes, transient_bytes
 from squeezebox.schema import OptionError
@@ -106,3 +107,21 @@ def test_an_optimizer_that_has_to_step_first_is_refused_until_then():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step(lambda: None)
     assert state_bytes(model, optimizer) == 2 * (model.weight.nbytes + model.bias.nbytes) + 2 * 12
+
+
+def test_lists_in_the_state_count_and_the_history_that_lbfgs_will_have():
+    model, x = torch.nn.Linear(20, 30), torch.randn(64, 20)
+    optimizer = torch.optim.LBFGS(model.parameters(), history_size=3)
+    first = state_bytes(model, optimizer)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    (state,) = optimizer.state.values()
+    assert len(state["old_dirs"]) == 3
+    real = sum(each.nbytes for each in tree_leaves(state) if isinstance(each, torch.Tensor))
+    assert first <= real == state_bytes(model, optimizer) <= first + 100

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from squeezebox.memory import parts_of
-from squeezebox.profiling._record import step_counts
+from squeezebox.profiling._record import step_counts, tensors_of
 from squeezebox.schema import OptionError, in_one_line
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -64,28 +64,27 @@ def optimizer_named(name: str) -> MakeOptimizer:
 
 
 def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Bytes of the optimizer's state as it is, and as its next step will make it where it has none yet.
+    """Bytes of the optimizer's state as it is, and as steps will make it where it has none yet.
 
     Raises:
         OptionError: that is not known of an optimizer that is none of torch's.
     """
     if optimizer is None:
         return 0
-    there = {key: _tensors(state) for key, state in optimizer.state.items()}
+    there = {key: tensors_of(state) for key, state in optimizer.state.items()}
     total: int = sum(part.nbytes for tensors in there.values() for each in tensors for part in parts_of(each))
     missing = [
         (group, [each for each in group["params"] if each.requires_grad and not there.get(each)])
         for group in optimizer.param_groups
     ]
     name = _kind(optimizer)
+    if name == "LBFGS":  # one state for all parameters, which grows by two of their size up to its history
+        (group,) = optimizer.param_groups
+        return max(total, (2 + 2 * group["history_size"]) * sum(each.nbytes for each in group["params"]))
     if name in _KNOWN:
         total += sum(_states(name, group) * each.nbytes for group, own in missing for each in own)
         return total
     return total or _first_states(optimizer, missing)
-
-
-def _tensors(state: Any) -> list[torch.Tensor]:
-    return [value for value in state.values() if isinstance(value, torch.Tensor)]
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:
@@ -116,7 +115,7 @@ def _first_states(
             f"how much state {type(inner).__name__} will have is not known before its first step: "
             f"{in_one_line(error)}. Call optimizer.step() once before, or leave the optimizer out."
         ) from error
-    return sum(each.nbytes for state in made.state.values() for each in _tensors(state))
+    return sum(each.nbytes for state in made.state.values() for each in tensors_of(state))
 
 
 class ParameterNeeds(NamedTuple):
