@@ -125,3 +125,17 @@ def test_lists_in_the_state_count_and_the_history_that_lbfgs_will_have():
     assert len(state["old_dirs"]) == 3
     real = sum(each.nbytes for each in tree_leaves(state) if isinstance(each, torch.Tensor))
     assert first <= real == state_bytes(model, optimizer) <= first + 100
+
+
+def test_an_optimizer_within_another_is_not_stepped():
+    class Around(Sum):
+        def step(self, closure=None):
+            self.base.step()
+
+    model = torch.nn.Linear(20, 30)
+    optimizer, before = Around(model.parameters()), model.weight.clone()
+    optimizer.base = torch.optim.SGD(model.parameters(), lr=1.0)
+    model.weight.grad = torch.ones_like(model.weight)
+    with pytest.raises(OptionError, match="Around will have is not known .*: it steps another optimizer"):
+        state_bytes(model, optimizer)
+    assert torch.equal(model.weight, before)

@@ -94,6 +94,11 @@ def _kind(optimizer: torch.optim.Optimizer) -> str:
     return next((name for name in names if name in _KNOWN), names[0])
 
 
+def wraps_another(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step, and so a copy's, is another optimizer's, on parameters of that one."""
+    return any(isinstance(each, torch.optim.Optimizer) for each in vars(optimizer).values())
+
+
 def _first_states(
     optimizer: torch.optim.Optimizer, missing: Sequence[tuple[Mapping[str, Any], Sequence[torch.Tensor]]]
 ) -> int:
@@ -108,6 +113,8 @@ def _first_states(
     made.__dict__.update({**vars(inner), "state": defaultdict(dict), "param_groups": groups})
     step = type(inner).step
     try:
+        if wraps_another(inner):
+            raise TypeError("it steps another optimizer")
         with step_counts():
             getattr(step, "__wrapped__", step)(made)
     except Exception as error:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from squeezebox.memory import parts_of
 from squeezebox.profiling._load import Followed, loads_named, remembered
-from squeezebox.profiling._optimizer import MakeOptimizer, optimizer_named
+from squeezebox.profiling._optimizer import MakeOptimizer, optimizer_named, wraps_another
 from squeezebox.profiling._record import record_step, states_of, step_counts, tensors_of
 from squeezebox.profiling._work import WorkCount
 from squeezebox.schema import OptionError, StepTrace, Work, in_one_line
@@ -282,7 +282,7 @@ def _optimizer(
     ]
     made = copy.copy(inner)
     made.__dict__.update(state=defaultdict(dict), param_groups=groups)
-    if made.param_groups is not groups or made.state is inner.state:
+    if wraps_another(made):
         raise OptionError(
             f"{type(wanted).__name__} has parameters and state of another optimizer, which an estimate would "
             "step. Give that one, or name one of as much state, such as 'adam'."
