@@ -199,3 +199,12 @@ def test_what_is_no_tensor_in_a_sample_is_part_of_the_step(tmp_path):
         sample = ({"x": x, "scale": scale}, y)
         assert plan(model, tmp_path, sample, exact=True)[1] > 0
         assert plan(model, tmp_path, sample, exact=True)[1] == 0
+
+
+def test_weights_of_a_module_within_the_loss_are_part_of_the_step(tmp_path):
+    model, scale = Counted(), nn.Linear(1, 1)
+    options = {"exact": True, "loss_fn": lambda *of: F.cross_entropy(*of) * scale.weight.detach().sum()}
+    for _ in range(2):
+        assert plan(model, tmp_path, **options)[1] > 0
+        assert plan(model, tmp_path, **options)[1] == 0
+        scale.weight.data += 1.0

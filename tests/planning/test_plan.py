@@ -1,6 +1,7 @@
 """A plan keeps the measured peak under its budget, says what it will be, and is exact when asked."""
 
 import dataclasses
+import functools
 import json
 import math
 from dataclasses import replace
@@ -544,6 +545,49 @@ def test_a_loss_with_parameters_counts_them_and_their_gradients(task):
     own = sum(each.nbytes for each in model.parameters())
     assert plan.peak.parts.state_bytes == 2 * (own + loss_fn.weight.nbytes)
     assert plan.peak.parts.parameter_bytes >= own + 2 * loss_fn.weight.nbytes
+
+
+class Counting(nn.Module):
+    """A loss that learns, and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1000, 10))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, output, target):
+        self.calls += 1
+        return F.cross_entropy(output @ self.weight.t(), target)
+
+    def called(self, output, target):
+        return self(output, target)
+
+
+class Calling:
+    def __init__(self, loss):
+        self.loss = loss
+
+    def __call__(self, output, target):
+        return self.loss(output, target)
+
+
+@pytest.mark.parametrize(
+    "within",
+    (
+        lambda loss: lambda output, target: loss(output, target),
+        lambda loss: functools.partial(lambda losses, output, target: losses[0](output, target), [loss]),
+        lambda loss: loss.called,
+        Calling,
+    ),
+    ids=("closure", "partial", "method", "object"),
+)
+def test_modules_within_a_loss_count_and_stay_as_they_were(within):
+    model, loss = nn.Sequential(nn.Linear(8, 10), nn.Tanh()), Counting()
+    sample = torch.randn(16, 8), torch.randint(10, (16,))
+    plan = squeezebox.plan(model, sample=sample, loss_fn=within(loss), exact=True)
+    own = sum(each.nbytes for each in model.parameters())
+    assert plan.peak.parts.parameter_bytes == own + 2 * loss.weight.nbytes + loss.calls.nbytes
+    assert loss.calls == 0
 
 
 def test_a_hook_that_may_update_a_parameter_is_refused_before_any_step(task):

@@ -17,7 +17,7 @@ from squeezebox.memory import PeakMeter, Ran, Recording
 from squeezebox.planning import size_named
 from squeezebox.reports import human_bytes
 from squeezebox.schema import BudgetError, CaptureError
-from squeezebox.steps import TrainingStep, device_of, held_by, nbytes_of, restored, tensors_in, ungraded
+from squeezebox.steps import TrainingStep, device_of, held_by, nbytes_of, tensors_in, ungraded
 
 _ATTEMPTS = 8
 _MISSES = 3  # attempts in a row for which the model finds nothing within the budget
@@ -207,7 +207,7 @@ def _take(
 ) -> int:
     """A step from no gradients on, of which what was started sees all; bytes of gradients at its end."""
     rehearsing = contextlib.nullcontext() if updating is None else updating.rehearsing()
-    with restored(example.model), rehearsing:
+    with example.restored(), rehearsing:
         example.model.zero_grad(set_to_none=True)
         if not start():
             raise CaptureError("a profiler is active, and budget= measures with torch's own; end it first.")

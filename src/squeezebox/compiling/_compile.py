@@ -278,7 +278,7 @@ def _fewest_bits(profile: Profile, allowed: float) -> tuple[BitRule, float]:
 
 def _bit_profile(example: TrainingStep) -> Profile:
     """Bytes and noise of every number of bits for every tensor."""
-    with restored(example.model):
+    with example.restored():
         engine = begin(example.model, None, NoiseBudget(noise=1.0))
         try:
             for _ in range(STATISTICS_STEPS):

@@ -21,7 +21,6 @@ from squeezebox.steps import (
     held_by,
     names_of,
     nbytes_of,
-    restored,
     tensors_in,
     ungraded,
 )
@@ -121,7 +120,7 @@ class Updating:
         """Of the model's parameters on the example, also those that backward uses up; nothing of it stays."""
         whole = self._whole = dict[torch.nn.Parameter, torch.Tensor]()
         try:
-            with restored(self._example.model), self.rehearsing():
+            with self._example.restored(), self.rehearsing():
                 self._example.model.zero_grad(set_to_none=True)
                 return self._example.gradients(step, whole)
         finally:
@@ -174,7 +173,7 @@ def _plainly(
     """Bytes that the optimizer's own step takes besides, seconds of forward and backward, and gradients."""
     found = []
     for _ in range(_TIMED):
-        with restored(example.model):
+        with example.restored():
             example.model.zero_grad(set_to_none=True)
             begun = time.perf_counter()
             loss = example.loss(step)

@@ -9,8 +9,6 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
-
 from squeezebox import planner
 from squeezebox.bounds import Controller
 from squeezebox.memory import sectors, within_room
@@ -20,7 +18,7 @@ from squeezebox.profiling import loads_named, routed, state_bytes
 from squeezebox.reports import StepPlan, exact_bytes
 from squeezebox.schema import Action, Budget, BudgetError, Option, Plan, StepProfile, TensorProfile
 from squeezebox.session import begin
-from squeezebox.steps import TrainingStep, restored, tensors_in
+from squeezebox.steps import TrainingStep, tensors_in
 
 _REHEARSED_STEPS = 4  # of an arena, whose places should be large enough for the bounds that follow
 
@@ -28,9 +26,9 @@ _REHEARSED_STEPS = 4  # of an arena, whose places should be large enough for the
 @within_room("a step under the plan")
 def measured_noise(step: TrainingStep, plan: StepPlan) -> float | None:
     """Of a step under the plan, with its weights as they are; None where no gradient is other than zero."""
-    model, loss_fn, plan = step.model, step.loss_fn, dataclasses.replace(plan, weights=None)
-    with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
-        engine = begin(model, step.optimizer, None, plan=plan, place=step.folder)
+    plan = dataclasses.replace(plan, weights=None)
+    with step.restored():
+        engine = begin(step.model, step.optimizer, None, plan=plan, place=step.folder)
         try:
             noise = engine.noise_of(lambda: run_step(step, engine.framed()))
             return None if math.isnan(noise) else noise
@@ -44,9 +42,9 @@ def measured_peak(step: TrainingStep, plan: StepPlan) -> int | None:
 
     Where the plan has several add up, it is a step with the gradients of an earlier one.
     """
-    model, loss_fn, optimizer = step.model, step.loss_fn, step.optimizer
+    model, optimizer = step.model, step.optimizer
     present = sum(state.nbytes for state in tensors_in([*optimizer.state.values()])) if optimizer else 0
-    with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
+    with step.restored():
         engine = begin(model, optimizer, None, plan=plan)
         engine.checks_budget = False  # which the caller does
         try:
@@ -62,12 +60,11 @@ def measured_peak(step: TrainingStep, plan: StepPlan) -> int | None:
 
 def rehearsed(step: TrainingStep, controller: Controller | None) -> Mapping[str, int]:
     """The places that an arena has after a few steps of the sample, with bounds that follow it."""
-    model, loss_fn = step.model, step.loss_fn
-    with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
-        engine = begin(model, step.optimizer, controller, arena=True)
+    with step.restored():
+        engine = begin(step.model, step.optimizer, controller, arena=True)
         try:
             for _ in range(1 if controller is None else _REHEARSED_STEPS):
-                model.zero_grad(set_to_none=True)
+                step.model.zero_grad(set_to_none=True)
                 run_step(step, engine.framed())
             engine.store.start_places(measured=False, guessed=False)
             return engine.store.places

@@ -28,7 +28,7 @@ from squeezebox.schema import (
     PipelineProfile,
 )
 from squeezebox.session import Session, begin
-from squeezebox.steps import LossFunction, TrainingStep, batch_of, check_sample, device_of, resize, restored
+from squeezebox.steps import LossFunction, TrainingStep, batch_of, check_sample, device_of, resize
 
 _BEST = 12  # plans whose stages are measured, of those that are fastest by their blocks
 _SEARCHES = 4
@@ -111,8 +111,8 @@ def plan_pipeline(
             "on the meta device. Take keep and recompute, or plan where the model fits."
         )
     stages, pieces, share = dict[int, Stages](), list[Piece](), state_share(model, optimizer)
-    others = [loss_fn] if isinstance(loss_fn, torch.nn.Module) else []
-    with contextlib.closing(initial), restored(model, *others):
+    whole = TrainingStep(model=model, sample=(inputs, target), loss_fn=loss_fn)
+    with contextlib.closing(initial), whole.restored():
         model.zero_grad(set_to_none=True)  # else what is put back is what was added to
         for done, size in enumerate(sizes):
             if on_progress is not None:

@@ -49,9 +49,9 @@ from squeezebox.steps import (
     check_loss,
     device_of,
     explained,
+    held_by,
     nbytes_of,
     persistent,
-    restored,
     tensors_in,
     ungraded,
     viewed_bytes,
@@ -81,10 +81,9 @@ def profile_step(
     The loss is seen too, so that a plan knows what it saves under ``Session.step``; but where that is not
     used it holds its tensors itself, so these are kept either way.
     """
-    model, loss_fn = step.model, step.loss_fn
     controller = NoiseBudget(noise=step.noise) if step.noise else None
-    with restored(model, *[loss_fn] if isinstance(loss_fn, torch.nn.Module) else ()):
-        engine = begin(model, step.optimizer, controller)
+    with step.restored():
+        engine = begin(step.model, step.optimizer, controller)
         if step.folder is not None and step.folder.most_bytes is None:  # or else a disk takes what is tried
             engine.store.spill.folder = step.folder
         if whole is not None:
@@ -384,13 +383,11 @@ class _Profiling:
 
 
 def _bytes_of_loss(step: TrainingStep) -> int:
-    """Of a loss that is a module: what it has that the model has not, and its gradients."""
-    if not isinstance(step.loss_fn, torch.nn.Module):
-        return 0
-    known = {id(each) for each in step.model.parameters()}
-    own = [each for each in step.loss_fn.parameters() if id(each) not in known]
-    trained = [each for each in own if each.requires_grad]
-    return nbytes_of([*own, *step.loss_fn.buffers()]) + sum(each.nbytes for each in trained)
+    """Of the loss's modules: what they have that the model has not, and its gradients."""
+    known = {id(each) for each in held_by(step.model)}
+    found = {id(each): each for module in step.loss_modules() for each in held_by(module)}
+    own = [each for key, each in found.items() if key not in known]
+    return nbytes_of(own) + sum(each.nbytes for each in own if each.requires_grad)
 
 
 def _onlooker_of(profiler: StepProfiler) -> Onlooker:
@@ -430,15 +427,14 @@ def cached(folder: Path, key: str, make: Callable[[], StepProfile]) -> StepProfi
 
 def key_of(step: TrainingStep, load: str | None) -> str:
     """What a profile depends on, as a file's name."""
-    loss_fn, optimizer = step.loss_fn, step.optimizer
-    weights = tensors_in(list(loss_fn.parameters())) if isinstance(loss_fn, torch.nn.Module) else ()
-    held = state_bytes(step.model, optimizer)
+    weights = [each for module in step.loss_modules() for each in held_by(module)]
+    held = state_bytes(step.model, step.optimizer)
     folder = step.folder or usual_folder()
     settings = (__version__, step.noise, _options_of(step), held, str(folder), step.moves_weights, load)
     of_weights = (step.splits_weights, step.slices_gradients)
     casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     rest = (*settings, *of_weights, casts, step.sample)
-    return profile_key(step.model, [*tensors_in(step.sample), *weights], loss_fn, *rest)
+    return profile_key(step.model, [*tensors_in(step.sample), *weights], step.loss_fn, *rest)
 
 
 def _options_of(step: TrainingStep) -> tuple[object, ...]:

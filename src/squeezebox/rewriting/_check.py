@@ -10,7 +10,7 @@ import torch
 
 from squeezebox.rewriting._deferred import made
 from squeezebox.schema import arguments
-from squeezebox.steps import TrainingStep, mapped, restored, tensors_in, ungraded
+from squeezebox.steps import TrainingStep, mapped, tensors_in, ungraded
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _FLOOR = 1e-3  # of the largest gradient: those far below it are what rounding left of zero
@@ -55,8 +55,7 @@ def outcomes(step: TrainingStep) -> list[Outcome]:
 
 def _outcome(step: TrainingStep, training: bool) -> Outcome:
     model = step.model.train(training)
-    extra = [step.loss_fn] if isinstance(step.loss_fn, torch.nn.Module) else []
-    with restored(model, *extra):
+    with step.restored():
         model.zero_grad(set_to_none=True)
         by_place, by_name = arguments(model, step.sample[0])
         output = model(*by_place, **by_name)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import random
+import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -59,6 +61,35 @@ def restored(
                 if not _is_expanded(buffer):
                     buffer.copy_(value)
                 module._buffers[name] = buffer  # the module may have put another one in its place
+
+
+def modules_of(function: object, depth: int = 4) -> Iterator[torch.nn.Module]:
+    """Modules that a function is, belongs to, closes over, names or has as arguments; some come twice."""
+    if isinstance(function, torch.nn.Module):
+        yield function
+    elif depth:
+        for part in _parts(function):
+            yield from modules_of(part, depth - 1)
+
+
+def _parts(value: object) -> Iterable[object]:
+    """What a function or a container has within, and what the call of another object names of its own."""
+    if isinstance(value, functools.partial):
+        return value.func, *value.args, *value.keywords.values()
+    if isinstance(value, types.MethodType):
+        own, code = getattr(value.__self__, "__dict__", {}), getattr(value.__func__, "__code__", None)
+        named = [own.get(name) for name in code.co_names] if code is not None else []
+        return value.__func__, value.__self__, *named
+    if isinstance(value, types.FunctionType):
+        cells = [each.cell_contents for each in value.__closure__ or () if each != types.CellType()]
+        named = [value.__globals__.get(name) for name in value.__code__.co_names]
+        return *cells, *named, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()
+    if isinstance(value, dict):
+        return [*value.values()]
+    if isinstance(value, (list, tuple)):
+        return value
+    call = type(value).__call__ if callable(value) else None
+    return [types.MethodType(call, value)] if isinstance(call, types.FunctionType) else []
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:

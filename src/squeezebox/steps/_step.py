@@ -13,7 +13,7 @@ import torch
 from squeezebox.capture import is_plain
 from squeezebox.memory import Elsewhere, lacks_memory
 from squeezebox.schema import OptionError, SqueezeboxError, arguments, in_one_line
-from squeezebox.steps._models import random_states, restored, tensors_in, ungraded
+from squeezebox.steps._models import modules_of, random_states, restored, tensors_in, ungraded
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -166,7 +166,7 @@ class TrainingStep:
         self, call: Callable[..., Any], used: Mapping[torch.nn.Parameter, torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
         """Of the model's parameters, or from ``used`` where backward put them there; nothing of it stays."""
-        with restored(self.model):
+        with self.restored():
             self.model.zero_grad(set_to_none=True)
             loss = self.loss(call)
             with ungraded(loss, self.model):
@@ -175,9 +175,18 @@ class TrainingStep:
             found = [used.get(parameter, parameter.grad) for parameter in self.model.parameters()]
             return [gradient for gradient in found if gradient is not None]
 
+    def loss_modules(self) -> list[torch.nn.Module]:
+        """Modules that the loss computes with, but for the model and its parts."""
+        own = {*self.model.modules()}
+        return [each for each in dict.fromkeys(modules_of(self.loss_fn)) if each not in own]
+
+    def restored(self) -> contextlib.AbstractContextManager[None]:
+        """Put gradients of the model, its and the loss's buffers, and random states back afterwards."""
+        return restored(self.model, *self.loss_modules())
+
     def is_random(self) -> bool:
         """Whether forward draws random numbers."""
         before = random_states(self.model)
-        with restored(self.model):
+        with self.restored():
             self.loss(self.model)
             return not all(map(torch.equal, before, random_states(self.model)))
