@@ -56,9 +56,9 @@ def plain(steps):
         torch.set_num_threads(threads)
 
 
-def planned(model, neighbour):
+def planned(model, neighbour, **more):
     """A plan that moves all that it can."""
-    options = {"exact": True, "recompute": False, "offload": neighbour}
+    options = {"exact": True, "recompute": False, "offload": neighbour, **more}
     return squeezebox.plan(model, sample=batch(0), loss_fn=nn.functional.mse_loss, **options)
 
 
@@ -144,6 +144,18 @@ def test_training_over_a_neighbour_is_that_of_plain_torch_to_the_bit():
     assert went_to.file_bytes >= moved_bytes
     assert went_to.cache_bytes == 0
     assert "offloaded to the memory of rank 1 (gloo)" in text
+
+
+def _at_worst():
+    model, neighbour = network(), Neighbour(rank=1)
+    plan = planned(model, neighbour, load="worst")
+    neighbour.close()
+    return moved(plan), plan.worst_peak_bytes
+
+
+def test_the_worst_load_is_measured_with_the_plans_neighbour():
+    moved_bytes, peak_bytes = lending(_at_worst)
+    assert moved_bytes > 0 and peak_bytes > 0
 
 
 def _less_than_is_wanted():

@@ -45,7 +45,7 @@ def measured_peak(step: TrainingStep, plan: StepPlan) -> int | None:
     model, optimizer = step.model, step.optimizer
     present = sum(state.nbytes for state in tensors_in([*optimizer.state.values()])) if optimizer else 0
     with step.restored():
-        engine = begin(model, optimizer, None, plan=plan)
+        engine = begin(model, optimizer, None, plan=plan, place=step.folder)
         engine.checks_budget = False  # which the caller does
         try:
             model.zero_grad(set_to_none=True)
