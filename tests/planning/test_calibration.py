@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import squeezebox
-from squeezebox.planning import _plans
-from squeezebox.planning._choices import plan_within
+from squeezebox.planning import _choices, _plans
+from squeezebox.planning._choices import at_worst, plan_within
 from squeezebox.schema import BudgetError
 
 PACKED = {"offload": False, "recompute": False}
@@ -108,3 +108,19 @@ def test_without_a_gradient_there_is_nothing_to_measure(task):
         model, sample=sample, loss_fn=lambda output, _: 0.0 * output.sum(), noise=1e-3, **PACKED
     )
     assert plan.predicted_peak_bytes <= plan.plain_peak_bytes
+
+
+def test_a_worst_load_above_the_limit_takes_few_rounds(task, monkeypatch):
+    model, sample = task
+    made = squeezebox.plan(model, sample=sample, loss_fn=F.cross_entropy, exact=True, **PACKED)
+    aims = []
+
+    def plan_below(aim):
+        aims.append(aim)
+        return dataclasses.replace(made, predicted_peak_bytes=400 if aim >= 400 else 390)
+
+    monkeypatch.setattr(
+        _choices, "measured_at_load", lambda step, plan, load: plan.predicted_peak_bytes + 601
+    )
+    plan = at_worst(None, plan_below, 1000)
+    assert aims == [1000, 399] and plan.worst_peak_bytes == 991

@@ -165,7 +165,7 @@ def at_worst(step: TrainingStep, plan_below: Callable[[int | None], StepPlan], l
         worst = measured_at_load(step, plan, "worst")
         if limit is None or aim is None or worst is None or worst <= limit:
             return dataclasses.replace(plan, budget_bytes=limit, worst_peak_bytes=worst)
-        aim -= worst - limit
+        aim = min(aim, plan.predicted_peak_bytes) - (worst - limit)
 
 
 _PAYS = 0.98  # of a peak beyond what is there anyway: slices must bring it lower to be worth their time
