@@ -59,3 +59,16 @@ def test_others_say_what_they_take():
 def test_a_loss_without_a_backward_is_refused_by_name(name):
     with pytest.raises(OptionError, match="does not depend on any parameter"):
         ask(name, network(), loss_fn=lambda output, target: F.cross_entropy(output, target).detach())
+
+
+@pytest.mark.parametrize("optimizer", ("adam", torch.optim.Adam), ids=("name", "class"))
+def test_an_optimizer_by_its_name_or_class_is_refused(optimizer, tmp_path):
+    words = r"not a torch\.optim\.Optimizer\. Give the one that steps"
+    for name, options in {"plan": {"cache": tmp_path}, "max_batch": {}, "find_batch": {}}.items():
+        with pytest.raises(OptionError, match=words):
+            ask(name, Unrun(2, 2), optimizer=optimizer, **options)
+    with (
+        pytest.raises(OptionError, match=words),
+        squeezebox.explain_out_of_memory(Unrun(2, 2), optimizer=optimizer),
+    ):
+        raise AssertionError("it ran")

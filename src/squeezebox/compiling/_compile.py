@@ -116,7 +116,7 @@ def compile_model(
         raise OptionError("optimizer, states, update_noise and offload go with budget=; give that too.")
     if states is False and (optimizer is not None or offload is not True):
         raise OptionError("optimizer and offload say how states=True updates and moves; give that too.")
-    check_kinds(model, noise)
+    check_kinds(model, noise, optimizer)
     _check_compile_options({"plan": plan, "noise": noise, "bits": bits, "budget": budget}, sample, loss_fn)
     refuse_transforms()
     _refuse_compiled(model)

@@ -105,7 +105,7 @@ def find_batch(
             Or there is no room for what planning imports and compiles.
         OptionError: as :func:`max_batch`; reserve or effective out of range.
     """
-    check_kinds(model, noise)
+    check_kinds(model, noise, optimizer)
     if load is not None:
         loads_named(load)
     sample, loss_fn = check_sample(sample, loss_fn)

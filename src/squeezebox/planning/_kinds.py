@@ -8,13 +8,15 @@ from numbers import Integral, Real
 import torch
 
 from squeezebox.schema import OptionError
+from squeezebox.steps import check_optimizer
 
 
-def check_kinds(model: object, noise: object = None) -> None:
-    """OptionError where the model is no module, or the noise no number."""
+def check_kinds(model: object, noise: object = None, optimizer: object = None) -> None:
+    """OptionError where the model is no module, the noise no number, or the optimizer none."""
     if not isinstance(model, torch.nn.Module):
         raise OptionError(f"model {model!r} is no torch.nn.Module; make one, and pass that.")
     check_noise(noise)
+    check_optimizer(optimizer)
 
 
 def check_noise(noise: object) -> None:

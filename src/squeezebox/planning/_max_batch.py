@@ -150,7 +150,7 @@ def max_batch(
         BudgetError: not even a batch of 1 fits.
         OptionError: as :func:`make_plan`, or the sample has no batch.
     """
-    check_kinds(model, noise)
+    check_kinds(model, noise, optimizer)
     sample, loss_fn = check_sample(sample, loss_fn)
     batch, (factor, share) = batch_of(sample), size_named(budget)
     if batch < 1:

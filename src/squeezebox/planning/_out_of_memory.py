@@ -67,9 +67,9 @@ def explain_out_of_memory(
         OutOfMemoryError: for what torch or numpy could not allocate, from which it follows. Its message
             contains theirs.
         OptionError: at once, if the sample is no pair of inputs and target, or comes without the loss or the
-            loss without it; or if the noise is none.
+            loss without it; or if the noise or the optimizer is none.
     """
-    check_kinds(model, noise)
+    check_kinds(model, noise, optimizer)
     NoiseBudget(noise=noise)  # refuses what is out of range
     if sample is not None or loss_fn is not None:
         sample, loss_fn = check_sample(sample, loss_fn)

@@ -95,7 +95,7 @@ def plan_pipeline(
             "devices= says how many ranks there may be and what each may hold; give it, or ranks= and "
             "memory_bytes=."
         )
-    check_kinds(model, noise)
+    check_kinds(model, noise, optimizer)
     memory_bytes = _checked(ranks, memory_bytes, policies)
     (inputs, target), loss_fn = check_sample(sample, loss_fn)
     names, inputs = _parted(inputs)

@@ -191,6 +191,7 @@ def make_plan(
             is wrapped for several ranks or on neither CPU nor CUDA, or a profiler is running.
         OutputError: the cache's folder cannot be written.
     """
+    check_kinds(model, noise, optimizer)
     sample, loss_fn = check_sample(sample, loss_fn)
     check_time_limit(time_limit, budget)
     factor, share = (0.0, False) if budget is None else size_named(budget)

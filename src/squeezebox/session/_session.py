@@ -16,12 +16,12 @@ from squeezebox.capture import check_supported
 from squeezebox.memory import HEADROOM, Elsewhere
 from squeezebox.reports import Report, StepPlan, Timeline
 from squeezebox.rewriting import Rewritten
-from squeezebox.schema import AttachError, OptionError, UnsupportedModelError
+from squeezebox.schema import AttachError, UnsupportedModelError
 from squeezebox.session._engine import Engine, attached
 from squeezebox.session._policy import BoundPolicy, Replanning
 from squeezebox.session._records import STATE_VERSION, read_state
 from squeezebox.session._timeline import take_timeline
-from squeezebox.steps import device_of
+from squeezebox.steps import check_optimizer, device_of
 
 if TYPE_CHECKING:
     from squeezebox.session._balanced import Balanced
@@ -66,11 +66,7 @@ def begin(
             "blocks of the model are split over ranks, which add up gradients, and the noise of such a sum "
             "has no law here. Attach with exact=True."
         )
-    if not (optimizer is None or isinstance(optimizer, torch.optim.Optimizer)):
-        raise OptionError(
-            f"optimizer is {optimizer!r}, not a torch.optim.Optimizer. Give the one that steps the model's "
-            "parameters, such as torch.optim.SGD(model.parameters(), lr=0.1), or leave it out."
-        )
+    check_optimizer(optimizer)
     policy = BoundPolicy(controller, device_of(model).type == "cpu", codec, family)
     engine = Engine(
         model,

@@ -34,6 +34,15 @@ def check_sample(sample: Any, loss_fn: LossFunction | None) -> tuple[tuple[Any, 
     return (sample[0], sample[1]), loss_fn
 
 
+def check_optimizer(optimizer: object) -> None:
+    """OptionError where it is given and no optimizer, but a name or a class."""
+    if not (optimizer is None or isinstance(optimizer, torch.optim.Optimizer)):
+        raise OptionError(
+            f"optimizer is {optimizer!r}, not a torch.optim.Optimizer. Give the one that steps the model's "
+            "parameters, such as torch.optim.SGD(model.parameters(), lr=0.1), or leave it out."
+        )
+
+
 def _is_part(tensor: torch.Tensor) -> bool:
     return is_plain(tensor) and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
 
