@@ -8,8 +8,8 @@ from torch import nn
 
 import squeezebox
 from squeezebox import planner
-from squeezebox.planning import SharedStep, shared
-from squeezebox.planning._feasibility import with_rates
+from squeezebox.planning import SharedStep, _feasibility, shared
+from squeezebox.planning._feasibility import listed, with_rates
 from squeezebox.reports import Feasibility, Scenario
 from squeezebox.schema import Device, Devices, FormatError, JobKind, JobSpec, OptionError
 
@@ -128,6 +128,16 @@ def test_a_device_without_rates_has_this_machines_by_its_speed():
         device("sheet", 10, flops=7.0),
     )
     assert all(each.is_rated and not each.over_roofline for each in planner.KNOWN_DEVICES)
+
+
+def test_a_system_that_does_not_say_what_is_free_compares_other_devices(monkeypatch):
+    def silent(device):
+        raise OptionError("this system does not say how much memory is free.")
+
+    monkeypatch.setattr(_feasibility, "free_bytes", silent)
+    assert listed("all") == planner.KNOWN_DEVICES
+    (row,) = with_rates([Device(name="slow", memory_bytes=10, speed=50.0)])
+    assert row.is_rated and row.over_roofline
 
 
 def test_a_module_stays_as_it_was(peak):

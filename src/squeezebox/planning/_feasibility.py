@@ -70,8 +70,9 @@ def feasibility(
 
     Args:
         model: a module (left alone), or a function or class that makes one.
-        devices: "all": this machine, and many others by their data sheets; or what ``squeezebox devices
-            measure`` or a person wrote; or a path to it. One without rates has this machine's, by its speed.
+        devices: "all": this machine, where the system says what memory is free, and many others by their
+            data sheets; or what ``squeezebox devices measure`` or a person wrote; or a path to it. One
+            without rates has this machine's, by its speed.
         steps: of the training, for its hours.
         input_shape: one sample's shape, without the batch (default: 3, 224, 224).
         batch: samples a step (default: 32).
@@ -259,9 +260,13 @@ def _real_step(
 
 def listed(devices: Devices | str | os.PathLike[str]) -> tuple[Device, ...]:
     """This machine's processor and known devices for "all"; or those given, or those of a file."""
-    if isinstance(devices, Devices):
-        return devices.devices
-    return (_here(), *planner.KNOWN_DEVICES) if devices == "all" else Devices.load(devices).devices
+    if devices != "all":
+        return devices.devices if isinstance(devices, Devices) else Devices.load(devices).devices
+    try:
+        nbytes = free_bytes(_HOST)
+    except OptionError:  # this system does not say
+        return planner.KNOWN_DEVICES
+    return _here(nbytes), *planner.KNOWN_DEVICES
 
 
 def with_rates(devices: Sequence[Device]) -> tuple[Device, ...]:
@@ -284,10 +289,10 @@ def _completed(device: Device, here: Device) -> Device:
     )
 
 
-def _here() -> Device:
+def _here(memory_bytes: int = 0) -> Device:
     """This machine's processor."""
     with torch.inference_mode(False), torch.enable_grad():
-        plain = Device(name=_HERE, memory_bytes=free_bytes(_HOST), speed=measure_speed(_HOST), type="cpu")
+        plain = Device(name=_HERE, memory_bytes=memory_bytes, speed=measure_speed(_HOST), type="cpu")
         return rated(plain, _HOST)
 
 
