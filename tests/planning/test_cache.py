@@ -106,7 +106,23 @@ def evaluation(model):
     model.body[2].eval()
 
 
-CHANGES = another_weight, another_layout, another_setting, another_attribute, evaluation
+def hooked(model):
+    model.body[0].register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+def hooked_before(model):
+    model.body[0].register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],))
+
+
+CHANGES = (
+    another_weight,
+    another_layout,
+    another_setting,
+    another_attribute,
+    evaluation,
+    hooked,
+    hooked_before,
+)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -141,6 +157,14 @@ def test_another_sample_loss_noise_or_optimizer_is_another_step(tmp_path):
     ):
         assert plan(model, tmp_path, **options)[1] > 0
         assert plan(model, tmp_path, **options)[1] == 0
+
+
+def test_another_allocator_is_another_step(tmp_path, monkeypatch):
+    model = Counted()
+    plan(model, tmp_path, exact=True)
+    monkeypatch.setenv("MALLOC_CONF", "dirty_decay_ms:0")
+    assert plan(model, tmp_path, exact=True)[1] > 0
+    assert plan(model, tmp_path, exact=True)[1] == 0
 
 
 def test_the_learning_rate_is_no_part_of_the_step(tmp_path):

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import numbers
+import os
 import platform
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,8 +33,8 @@ def profile_key(
     profile of older weights would promise a noise that no longer holds.
 
     Args:
-        model: modules by type, settings (``extra_repr`` and attributes) and forward's code; parameters and
-            buffers. An attribute that changes with every forward makes every key another one.
+        model: modules by type, settings (``extra_repr`` and attributes), forward's code and hooks; parameters
+            and buffers. An attribute that changes with every forward makes every key another one.
         sample: tensors of the step's inputs and target.
         code: the loss, with its defaults, what it closes over and its own attributes; what it calls is not
             looked into.
@@ -78,7 +79,7 @@ def store_profile(folder: Path, key: str, seen: StepProfile) -> None:
 
 
 def _lines(model: torch.nn.Module, code: Callable[..., Any], settings: Iterable[object]) -> Iterator[str]:
-    yield f"{_VERSION} {torch.__version__} {_processor()} {torch.get_num_threads()}"
+    yield f"{_VERSION} {torch.__version__} {_processor()} {torch.get_num_threads()} {_allocator()}"
     devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
     yield from sorted(map(torch.cuda.get_device_name, devices))
     yield _plainly(code, _DEEP)
@@ -88,7 +89,9 @@ def _lines(model: torch.nn.Module, code: Callable[..., Any], settings: Iterable[
 
 _DEEP = 8  # levels of functions, containers and objects
 _LESS = 4  # of attributes, which may lead anywhere; of their tensors no values: an earlier step's, maybe
+_OF_HOOKS = 3  # their code and what they close over: they may lead to the model, from each of its modules
 _OF_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}
+_ALLOCATES = ("LD_PRELOAD", "MALLOC_", "GLIBC_TUNABLES")  # variables of the environment
 _PLAIN = (type(None), str, bytes, numbers.Number, enum.Enum, torch.dtype, torch.device, PurePath)
 
 
@@ -111,7 +114,9 @@ def _plainly(value: object, depth: int) -> str:
 def _modules(model: torch.nn.Module, depth: int) -> Iterator[str]:
     for name, module in model.named_modules():
         own = {key: value for key, value in vars(module).items() if key not in _OF_MODULES}
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         settings = f"{module.extra_repr()} {module.training} {_plainly(own, min(depth, _LESS))}"
+        settings += _plainly(hooks, min(depth, _OF_HOOKS))
         yield f"{name} {_named(type(module))} {_plainly(type(module).forward, depth)} {settings}"
 
 
@@ -156,6 +161,11 @@ def _of_cell(cell: types.CellType, depth: int) -> str:
 
 def _values(tensor: torch.Tensor) -> str:
     return " ".join(hashlib.blake2b(_bytes(part), digest_size=16).hexdigest() for part in parts_of(tensor))
+
+
+def _allocator() -> list[tuple[str, str]]:
+    """What says how the process allocates, on which a step's seconds depend."""
+    return sorted(each for each in os.environ.items() if each[0].startswith(_ALLOCATES))
 
 
 def _processor() -> str:
