@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import squeezebox
 from squeezebox.planning import _attach
 from squeezebox.profiling import PeakMeter
-from squeezebox.schema import BudgetError, OptionError, PlanError
+from squeezebox.schema import Action, BudgetError, OptionError, PlanError
 from tests.planning.test_max_batch import batch, network
 from tests.planning.test_plan import measured_peak
 
@@ -78,6 +78,18 @@ def test_a_replanned_step_stays_within_the_budget():
         gradients(model, *batch(256))
     gradients(model, x, y)
     session.detach()
+
+
+def test_what_a_plan_may_not_do_other_inputs_plans_do_not_either():
+    model = network()
+    step = {"sample": batch(4), "loss_fn": F.cross_entropy}
+    plan = squeezebox.plan(model, exact=True, offload=False, recompute=False, time_limit=99.0, **step)
+    session = squeezebox.attach(model, plan=plan, on_mismatch="replan", **step)
+    gradients(model, *batch(8))
+    other = session.engine.plan
+    session.detach()
+    assert other is not plan and not other.keys(Action.OFFLOAD, Action.RECOMPUTE)
+    assert (other.without, other.time_limit) == (("offload", "recompute"), 99.0)
 
 
 class Tokens(nn.Module):

@@ -22,7 +22,7 @@ from squeezebox.profiling import state_bytes
 from squeezebox.reports import StepPlan, human_bytes
 from squeezebox.rewriting import PLAIN_ONLY
 from squeezebox.rewriting import rewrite as rewritten_by_sample
-from squeezebox.schema import AttachError, OptionError
+from squeezebox.schema import Action, AttachError, OptionError
 from squeezebox.session import Balanced, Engine, Replanning, Session, begin, plan_with_places, shapes_of
 from squeezebox.steps import LossFunction, TrainingStep, check_sample
 
@@ -112,7 +112,7 @@ def attach(
             and where a disk or a link becomes slower or faster, another one takes its place.
         on_mismatch: what a forward does whose inputs are larger than the plan's, or not of its kind. "refuse"
             raises PlanError at the first tensor that the plan does not know. "replan" makes a plan for these
-            inputs before it runs them, within the same bytes and noise, with the sample's target cut or
+            inputs before it runs them, within the limits of the first one, with the sample's target cut or
             repeated to their sizes; plans are kept, and a forward takes the first that covers it. Where none
             can be made (no sample and loss_fn, inputs by place and by keyword, an earlier forward waiting for
             its backward, a loss that the target does not fit), tensors that the plan does not know are held
@@ -344,6 +344,10 @@ def _replanning(
             "the largest inputs, or without states=True."
         )
     exact = plan.noise == 0.0
+    if offload is True and Action.OFFLOAD.value in plan.without:
+        offload = False
+    elif offload is True and plan.offload is not None:
+        offload = plan.offload.folder
     make = functools.partial(
         make_plan,
         model,
@@ -354,7 +358,9 @@ def _replanning(
         exact=exact,
         arena=plan.arena,
         accumulate=plan.accumulate,
-        offload=plan.offload.folder if offload is True and plan.offload is not None else offload,
+        offload=offload,
+        recompute=Action.RECOMPUTE.value not in plan.without,
+        time_limit=plan.time_limit,
     )
     shapes = shapes_of(sample[0])
     return Replanning(plans={shapes: plan}, sample=shapes, target=sample[1], planner=make)

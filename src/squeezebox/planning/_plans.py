@@ -247,7 +247,14 @@ def make_plan(
     def plan_for(limit: int | None, lawful: float) -> StepPlan:
         with hinting(step, bare if adds_up else seen, limit, lawful, whole_peak, accumulate, barred):
             plan = planned(model, seen, limit, lawful, batch_of(sample), seconds, slices, optimizer, frontier)
-        plan = dataclasses.replace(plan, noise=allowed, arena=arena, accumulate=accumulate)
+        plan = dataclasses.replace(
+            plan,
+            noise=allowed,
+            arena=arena,
+            accumulate=accumulate,
+            without=tuple(action.value for action in barred),
+            time_limit=time_limit,
+        )
         return with_folder(plan, folder)
 
     def plan_below(limit: int | None) -> StepPlan:

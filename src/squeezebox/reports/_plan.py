@@ -134,6 +134,8 @@ _LATER: dict[str, Any] = {
     "clock_seconds": 0.0,
     "output_bytes": 0,
     "accumulate": 1,
+    "without": [],
+    "time_limit": None,
 }  # what files of earlier releases lack
 
 
@@ -163,7 +165,8 @@ class StepPlan(Saved):
     ``plain_peak_bytes`` and ``plain_seconds`` are those of a step without Squeezebox. ``clock_seconds`` is
     what such steps differed by: here, plans that differ by less are equally fast. ``output_bytes`` is what
     the model returns, which the peak counts as let go before backward. ``accumulate`` backward passes add
-    up to an update.
+    up to an update. ``without`` names the actions that it was not to take, and ``time_limit`` is the one
+    that it was made for.
     ``predicted_noise`` is what a step on the plan's sample had, or by the law (:func:`squeezebox.max_batch`).
     ``late_values`` names tensors of which a later operator reads more than the first one, and its role.
     ``region`` are the first layers, if they are worked in slices of the batch. ``peak`` says where the
@@ -204,6 +207,8 @@ class StepPlan(Saved):
     clock_seconds: float = 0.0
     output_bytes: int = 0
     accumulate: int = 1
+    without: tuple[str, ...] = ()
+    time_limit: float | None = None
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
