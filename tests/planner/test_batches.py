@@ -25,7 +25,15 @@ def step(batch, codec="file"):
         input_bytes=2 * batch,
         state_bytes=200,
     )
-    return StepProfile(profile=profile, saved_bytes={"a": 50 * batch}, plain_seconds=0.1, late_values={})
+    return StepProfile(
+        profile=profile,
+        saved_bytes={"a": 50 * batch},
+        plain_seconds=0.1,
+        late_values={},
+        output_bytes=3 * batch,
+        file_seconds=0.25 * batch,
+        clock_seconds=0.125 * batch,
+    )
 
 
 def test_two_batches_give_the_line():
@@ -37,6 +45,7 @@ def test_one_batch_is_in_proportion_but_for_what_parameters_take():
     seen = at_batch({8: step(8)}, 16)
     assert seen.profile.base_bytes == step(16).profile.base_bytes
     assert [o.held_bytes for o in seen.profile.tensors[0].options] == [800, 102]
+    assert (seen.output_bytes, seen.file_seconds, seen.clock_seconds) == (48, 4.0, 2.0)
 
 
 def test_other_orders_and_options_fall_back_on_the_proportion():

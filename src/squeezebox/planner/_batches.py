@@ -148,8 +148,16 @@ def _step(line: Line, first: StepProfile, second: StepProfile, profile: Profile)
         key: math.ceil(line(nbytes, second.small_bytes.get(key, nbytes)))
         for key, nbytes in first.small_bytes.items()
     }
-    seconds = line(first.plain_seconds, second.plain_seconds)
-    return replace(first, profile=profile, saved_bytes=saved, small_bytes=small, plain_seconds=seconds)
+    return replace(
+        first,
+        profile=profile,
+        saved_bytes=saved,
+        small_bytes=small,
+        output_bytes=math.ceil(line(first.output_bytes, second.output_bytes)),
+        plain_seconds=line(first.plain_seconds, second.plain_seconds),
+        file_seconds=line(first.file_seconds, second.file_seconds),
+        clock_seconds=line(first.clock_seconds, second.clock_seconds),
+    )
 
 
 def _between(line: Line, ratio: float, first: Profile, second: Profile) -> Profile:
