@@ -10,6 +10,7 @@ from squeezebox.planning import _profiles
 from squeezebox.planning._plans import plain_peak, planned
 from squeezebox.planning._profiles import profile_step
 from squeezebox.planning._slicing import Slices
+from squeezebox.session import profile_with_places
 from squeezebox.steps import TrainingStep
 
 
@@ -132,3 +133,16 @@ def test_planning_runs_the_model_a_few_times(budget, monkeypatch):
     except squeezebox.BudgetError:
         assert budget == "1%"
     assert len(runs) <= 20
+
+
+def test_slices_have_the_places_of_an_arena_once():
+    model, batch = built("narrow")
+    step = TrainingStep(model=model, sample=batch, loss_fn=F.cross_entropy, noise=1e-2)
+    bare = profile_step(step)
+    seen, slices = profile_with_places(bare), Slices(step, profile_with_places, bare)
+    way = slices.predicted(seen, seen.regions[0], 16)[0]
+    found = slices.profiled(seen, way, 16).profile.tensors
+    placed = {tensor.key: [each.held_bytes for each in tensor.options] for tensor in seen.profile.tensors}
+    known = [tensor for tensor in found if tensor.key in placed]
+    assert any(len(tensor.options) > 1 for tensor in known)
+    assert all(each.held_bytes in placed[tensor.key] for tensor in known for each in tensor.options)

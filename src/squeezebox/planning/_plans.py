@@ -242,7 +242,7 @@ def make_plan(
 
     bare, seen = without(seen, barred), held(seen)
     seconds = math.inf if time_limit is None else _seconds_left(seen, time_limit)
-    slices = Slices(step, held)
+    slices = Slices(step, held, bare)
 
     def plan_for(limit: int | None, lawful: float) -> StepPlan:
         with hinting(step, bare if adds_up else seen, limit, lawful, whole_peak, accumulate, barred):

@@ -26,6 +26,7 @@ class Slices:
     Args:
         step: whose sample has the batch at which the layers are measured.
         adapt: makes of a profile what is planned with.
+        bare: the whole step's profile as it was before; None where it is planned with as it is.
         is_run: whether :meth:`profiled` may run a step of the batch that it is asked for.
     """
 
@@ -33,10 +34,11 @@ class Slices:
         self,
         step: TrainingStep,
         adapt: Callable[[StepProfile], StepProfile] = lambda seen: seen,
+        bare: StepProfile | None = None,
         *,
         is_run: bool = True,
     ) -> None:
-        self._training, self._adapt, self._is_run = step, adapt, is_run
+        self._training, self._adapt, self._bare, self._is_run = step, adapt, bare, is_run
         self._measured: dict[tuple[str, ...], list[Slicing]] = {}
         self._profiled: dict[tuple[int, Region], StepProfile] = {}
 
@@ -63,7 +65,7 @@ class Slices:
             return predicted
         if (batch, region) not in self._profiled:
             step = self._training.of_size(batch)
-            seen = profile_step(step, whole=whole, region=region)
+            seen = profile_step(step, whole=self._bare or whole, region=region)
             self._profiled[batch, region] = self._adapt(seen)
         timed = self._profiled[batch, region]
         return dataclasses.replace(timed, plain_seconds=predicted.plain_seconds)
