@@ -1,6 +1,7 @@
 """A plan's noise is measured on the sample, and less is planned where the error law promised too little."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import squeezebox
 from squeezebox.planning import _choices, _plans
 from squeezebox.planning._choices import at_worst, plan_within
 from squeezebox.schema import BudgetError
+from squeezebox.steps import gradient_noise
 
 PACKED = {"offload": False, "recompute": False}
 
@@ -124,3 +126,9 @@ def test_a_worst_load_above_the_limit_takes_few_rounds(task, monkeypatch):
     )
     plan = at_worst(None, plan_below, 1000)
     assert aims == [1000, 399] and plan.worst_peak_bytes == 991
+
+
+def test_gradients_that_are_no_numbers_are_infinite_noise():
+    exact, wrong = torch.ones(3), torch.tensor([1.0, math.nan, 1.0])
+    assert gradient_noise([exact], [wrong]) == gradient_noise([wrong], [exact]) == math.inf
+    assert math.isnan(gradient_noise([0 * exact], [exact]))

@@ -121,10 +121,13 @@ def ungraded(loss: torch.Tensor, model: torch.nn.Module) -> Iterator[None]:
 
 
 def gradient_noise(exact: Iterable[torch.Tensor], lossy: Iterable[torch.Tensor]) -> float:
-    """Squared error of all gradients over their squared norm; NaN where that norm is zero."""
+    """Squared error of all gradients over their squared norm; NaN where that norm is zero, else no NaN."""
     pairs = list(zip(exact, lossy, strict=True))
     energy = sum(codecs.energy(gradient) for gradient, _ in pairs)
-    return sum(codecs.energy(a - b) for a, b in pairs) / energy if energy else math.nan
+    if not energy:
+        return math.nan
+    noise = sum(codecs.energy(a - b) for a, b in pairs) / energy
+    return math.inf if math.isnan(noise) else noise
 
 
 def mean_momentum(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, float]:
