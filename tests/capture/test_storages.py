@@ -244,3 +244,41 @@ def test_a_plan_from_a_part_of_the_data_holds_for_batches_of_their_own():
             loss = loss_fn(net(x[:1024]), target)
         loss.backward()
     session.detach()
+
+
+class Scaled(torch.autograd.Function):
+    """Saves a number for each row before the rows."""
+
+    @staticmethod
+    def forward(ctx, x):
+        scale = x.square().mean(-1, keepdim=True)
+        ctx.save_for_backward(scale, x)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, gradient):
+        scale, x = ctx.saved_tensors
+        return gradient * scale + 2 * x * (gradient * x).mean(-1, keepdim=True)
+
+
+class Scaling(nn.Module):
+    """Reads a number for each row twice, and has functions of somebody's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x):
+        x = self.layer(x)
+        scale = x.square().mean(-1, keepdim=True).exp()
+        return Scaled.apply(Scaled.apply((scale * x).sin() * scale) * x)
+
+
+def test_keys_do_not_depend_on_what_is_small():
+    net, keys = Scaling(), []
+    session = squeezebox.attach(net, exact=True)
+    for rows in (2048, 512):  # whose numbers are 8 KiB and 2 KiB
+        net(torch.randn(rows, 64)).sum().backward()
+        keys.append([each.key for each in session.report().tensors if each.shape[-1] == 64])
+    session.detach()
+    assert keys[0] == keys[1] and keys[0][-1] == ":custom.saved#4"

@@ -302,3 +302,27 @@ def test_a_plan_that_is_made_anew_moves_nothing_where_that_is_forbidden(given, m
     gradients(model, *batch(11))
     session.detach()
     assert len(asked) == 2 and asked[0] == asked[1] == given.get("offload", True)
+
+
+class Norm(nn.Module):
+    """Reads each row's scale twice, as Llama's does."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+
+
+def test_a_last_batch_whose_rows_scales_are_small_is_the_plan_s():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 64), Norm(64), nn.Linear(64, 50), nn.Flatten(0, 1))
+    tokens = torch.randint(50, (8, 256))
+    sample = tokens, tokens.flatten()
+    plan = squeezebox.plan(model, sample=sample, loss_fn=F.cross_entropy, exact=True)
+    session = squeezebox.attach(model, plan=plan)
+    for rows in (8, 3):
+        gradients(model, tokens[:rows], tokens[:rows].flatten())
+        assert {row.key for row in session.report().tensors} <= {t.key for t in plan.tensors}
+    session.detach()

@@ -86,8 +86,8 @@ def _is_checkpoints() -> bool:
 class Hooks:
     """Hands autograd a :class:`Handle` for every tensor it saves.
 
-    Handles wait in ``pending`` until somebody settles them. Those in ``small`` hold their tensors themselves;
-    they are counted all the same, so that keys stay as they are.
+    Handles wait in ``pending`` until somebody settles them. Small ones hold their tensors themselves; they
+    are counted all the same, so that keys do not depend on sizes.
     """
 
     def __init__(
@@ -101,8 +101,7 @@ class Hooks:
         self.checks = False  # whether to look for saved tensors that are overwritten
         self.backward_seen = False
         self.last_read = ""  # key of the tensor that backward asked for last
-        self.pending: list[Handle] = []
-        self.small: list[Handle] = []
+        self.pending: dict[Handle, None] = {}  # in order
         self.pack = self._pack  # the one object that says whose hooks are active
         self._store, self._path, self._regions = store, path, regions
         self._is_borrowed = is_borrowed
@@ -128,7 +127,6 @@ class Hooks:
         for each in self.pending:
             each.tensor = None if each.tensor is None else each.tensor.detach()
         self.pending.clear()
-        self.small.clear()
 
     def _pack(self, tensor: torch.Tensor) -> Handle:
         for each in self._store.onlookers:
@@ -142,12 +140,11 @@ class Hooks:
             pass
         elif self.bypass or self._is_borrowed(tensor):
             self._store.leave(handle, borrowed=not self.bypass)
-        elif tensor.untyped_storage().nbytes() < self._store.small_bytes:
-            self._store.leave(handle, borrowed=False)
-            self.small.append(handle)
         else:
-            handle.is_pending = True
-            self.pending.append(handle)
+            handle.is_pending = tensor.untyped_storage().nbytes() >= self._store.small_bytes
+            if not handle.is_pending:
+                self._store.leave(handle, borrowed=False)
+            self.pending[handle] = None
         for each in self._store.onlookers:
             each.held()
         return handle

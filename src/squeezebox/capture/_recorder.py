@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
@@ -137,7 +138,7 @@ class Recorder(TorchFunctionMode):
             each.holding()
         if self.store.spares is not None and not (torch.is_grad_enabled() and self.hooks.innermost):
             self.regions.ran(out)
-        if self.hooks.pending or self.hooks.small or self.collector is not None:
+        if self.hooks.pending or self.collector is not None:
             with torch.no_grad():
                 self._claim(out if out is not None else args, since, getattr(func, "__name__", ""), call)
         elif not self.is_hidden:
@@ -196,12 +197,7 @@ class Recorder(TorchFunctionMode):
                 self.collector.watch(node, operator, self.module, readings, repeatable)
             for reading, given in zip(readings, options, strict=True):
                 if reading.handle in self.hooks.pending:
-                    if call is not None:
-                        self.store.note(reading.handle, reading.rule, reading.attribute, call)
-                    self._settle(reading, given, operator)
-                elif reading.handle in self.hooks.small:
-                    self.store.note_small(reading.handle, self._key(operator, reading.attribute)[0])
-        self.hooks.small.clear()
+                    self._settle(reading, given, operator, call)
         self._settle_unclaimed()
         if self.collector is not None:
             self._watch_unseen(nodes, self.collector)
@@ -231,20 +227,29 @@ class Recorder(TorchFunctionMode):
         """Path of the module whose forward is running ('' for the model itself)."""
         return self.path.current
 
-    def _settle(self, reading: Reading, options: dict[str, Any], operator: str) -> None:
-        handle = reading.handle
-        exact = self.collector.exact_copy(handle) if self.collector is not None else None
-        tensor = handle.tensor if self.collector is not None else None
-        self.store.settle(handle, reading.rule, lambda: self._key(operator, reading.attribute), options)
-        self.hooks.pending.remove(handle)
-        if self.collector is not None and tensor is not None:
-            self.collector.total.keep(handle, tensor)
-        handle.exact = exact
+    def _settle(self, reading: Reading, options: dict[str, Any], operator: str, call: Call | None) -> None:
+        handle, key = reading.handle, functools.partial(self._key, operator, reading.attribute)
+        if not handle.is_pending:
+            self.store.note_small(handle, key)
+        else:
+            if call is not None:
+                self.store.note(handle, reading.rule, reading.attribute, call)
+            exact = self.collector.exact_copy(handle) if self.collector is not None else None
+            tensor = handle.tensor if self.collector is not None else None
+            self.store.settle(handle, reading.rule, key, options)
+            if self.collector is not None and tensor is not None:
+                self.collector.total.keep(handle, tensor)
+            handle.exact = exact
+        del self.hooks.pending[handle]
 
     def _settle_unclaimed(self) -> None:
-        for handle in self.hooks.pending:
-            self.store.settle(handle, OTHER, lambda: self._key("custom", "saved"), {})
-        self.hooks.pending.clear()
+        key = functools.partial(self._key, "custom", "saved")
+        for handle in list(self.hooks.pending):
+            if handle.is_pending:
+                self.store.settle(handle, OTHER, key, {})
+            elif handle.nbytes:  # checkpointing saves one without elements for each region
+                self.store.note_small(handle, key)
+            del self.hooks.pending[handle]
 
     def _key(self, operator: str, attribute: str) -> tuple[str, str]:
         name = f"{self.module}:{operator.removesuffix('Backward')}.{attribute}"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from squeezebox.capture._device import DeviceBlocks
 from squeezebox.capture._entries import (
@@ -58,6 +59,7 @@ class Store(Means):
         self.was_in_use = False  # when this step began, the one before was still to be unpacked
         self._packer, self._parts = packer(self), parts
         self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
+        self._noted: dict[StorageWeakRef, tuple[int, torch.dtype]] = {}  # small ones' versions and dtypes
         self._step = weakref.ref(_Step())  # dead at once: no step is running
 
     def use_device(self, device: torch.device) -> None:
@@ -112,6 +114,7 @@ class Store(Means):
         self.borrowed = {}
         self.small = {}
         self.small_keys = {}
+        self._noted = {}
         self.follows_values = False
         self.clear()
 
@@ -160,9 +163,13 @@ class Store(Means):
         handle.tensor, handle.version = None, handle.lender.version
         return True
 
-    def note_small(self, handle: Handle, key: str) -> None:
-        """What a small tensor would be called if it were larger."""
-        self.small_keys[key] = waiting(handle).untyped_storage().nbytes()
+    def note_small(self, handle: Handle, key: Callable[[], tuple[str, str]]) -> None:
+        """What a small tensor would be called if it were larger, and had an :class:`Entry`."""
+        tensor = waiting(handle)
+        owner, contents = StorageWeakRef(tensor.untyped_storage()), (tensor._version, tensor.dtype)
+        if self._noted.get(owner) != contents:
+            self._noted[owner] = contents
+            self.small_keys[key()[0]] = tensor.untyped_storage().nbytes()
 
     def settle(
         self, handle: Handle, rule: Rule, key: Callable[[], tuple[str, str]], options: Mapping[str, Any]
