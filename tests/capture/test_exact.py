@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 import squeezebox
 from squeezebox.profiling import PeakMeter
+from squeezebox.schema import Action, Option
 from tests.capture.nets import NETS, Residual, assert_equal, images, loss_of, plain_step, resnet, train
 
 
@@ -288,4 +290,47 @@ def test_two_penalties_in_one_step_each_have_their_own_masks():
     session = squeezebox.attach(critic, exact=True)
     for _ in range(2):
         assert all(map(torch.equal, gradients(session.step()), wanted))
+    session.detach()
+
+
+class Exponential(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        result = x.exp()
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0]
+
+
+class Ending(nn.Module):
+    def __init__(self, end):
+        super().__init__()
+        self.layer, self.end = nn.Linear(64, 64), end
+
+    def forward(self, x):
+        return self.end(self.layer(x).sin())
+
+
+ENDS = {
+    "function": Exponential.apply,
+    "region": lambda x: checkpoint(torch.tanh, x, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_what_no_operator_claims_at_the_end_may_be_moved(end):
+    model, x = Ending(ENDS[end]), torch.randn(512, 64)
+
+    def gradient():
+        model.zero_grad()
+        model(x).sum().backward()
+        return model.layer.weight.grad
+
+    expected = gradient()
+    session = squeezebox.attach(model, exact=True)
+    session.engine.store.planned = lambda key: Option(action=Action.OFFLOAD, held_bytes=0)
+    assert torch.equal(gradient(), expected)
     session.detach()

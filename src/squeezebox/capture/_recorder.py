@@ -95,7 +95,8 @@ class Recorder(TorchFunctionMode):
             if kind is None:
                 if self.slicer is not None:
                     self.slicer.finish()
-                self._settle_unclaimed()
+                with torch.no_grad(), torch._C.DisableTorchFunction():  # this mode is still on
+                    self._settle_unclaimed()
         finally:
             self.active = False
             self._owned.clear()
