@@ -1,5 +1,6 @@
 """One profiled step against what counts the same figures by other means."""
 
+import dataclasses
 import itertools
 import json
 import time
@@ -16,7 +17,16 @@ from squeezebox.bounds import NoiseBudget
 from squeezebox.cli._demo import Steered
 from squeezebox.profiling import PeakMeter
 from squeezebox.reports import PlannedTensor, StepPlan, Timeline, timeline_events
-from squeezebox.schema import Action, Activity, AttachError, FormatError, Kind, Option, OptionError
+from squeezebox.schema import (
+    Action,
+    Activity,
+    AttachError,
+    FormatError,
+    Kind,
+    OptimizerPlan,
+    Option,
+    OptionError,
+)
 
 ACTIVE = ("packing_seconds", "recomputing_seconds", "waiting_seconds", "recomputed_bytes", "offloaded_bytes")
 
@@ -302,6 +312,26 @@ def test_the_session_goes_on_as_before():
     assert training.session.report().saved_bytes == other.session.report().saved_bytes
     assert training.session.state_dict()["step"] == other.session.state_dict()["step"]
     assert not [name for name in vars(training.session.engine.store) if name in ("_pack", "_decode", "leave")]
+
+
+def test_a_plan_s_updates_are_made_as_in_any_other_step():
+    model, x, y = cnn_subject()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    nothing = dict.fromkeys(("state_bytes", "gradient_bytes", "moved_bytes", "seconds"), 0)
+    own = OptimizerPlan(name="SGD", in_backward=True, states=(), gradients=(), **nothing)
+    plan = dataclasses.replace(handmade(model, x, y), optimizer=own)
+    session, left = squeezebox.attach(model, optimizer=optimizer, plan=plan), []
+
+    def step():
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        left.append([type(parameter.grad) for parameter in model.parameters()])
+        optimizer.step()
+
+    step()
+    session.timeline(step)
+    session.detach()
+    assert left[0] == left[1] == left[2] and set(left[0]) > {torch.Tensor}
 
 
 def test_what_raises_leaves_nothing_behind():

@@ -239,9 +239,10 @@ class Engine:
     def replay(self, closure: Callable[[], object], *, bypass: bool) -> list[torch.Tensor]:
         """Gradients of one run of the closure, outside the count of steps; ``bypass`` keeps all."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        paused = contextlib.nullcontext() if self.updates is None else self.updates.paused()
         for parameter in parameters:
             parameter.grad = None
-        with self._uncounted(bypass=bypass):
+        with paused, self._uncounted(bypass=bypass):
             closure()
         return [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
 
@@ -387,10 +388,8 @@ class Engine:
     @contextlib.contextmanager
     def _uncounted(self, *, bypass: bool = False) -> Iterator[None]:
         self._replaying, self.recorder.hooks.bypass, self._open = True, bypass, False
-        paused = contextlib.nullcontext() if self.updates is None else self.updates.paused()
         try:
-            with paused:
-                yield
+            yield
         finally:
             self._replaying = self._open = False
             self.recorder.hooks.bypass = self.recorder.hooks.backward_seen = False
