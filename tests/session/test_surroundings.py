@@ -201,9 +201,10 @@ class Hidden(nn.Module):
             return self.body(x)
 
 
-def test_hooks_within_that_take_everything_are_warned_of_once():
+@pytest.mark.parametrize("options", [{"exact": True}, {"noise": 1e-2}], ids=str)
+def test_hooks_within_that_take_everything_are_warned_of_once(options):
     model, (x, _) = Hidden(), sample()
-    session = squeezebox.attach(model, exact=True)
+    session = squeezebox.attach(model, **options)
     with pytest.warns(squeezebox.CaptureWarning, match="hooks that the model enters"):
         model(x).sum().backward()
     with warnings.catch_warnings():

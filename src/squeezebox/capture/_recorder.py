@@ -139,11 +139,10 @@ class Recorder(TorchFunctionMode):
             each.holding()
         if self.store.spares is not None and not (torch.is_grad_enabled() and self.hooks.innermost):
             self.regions.ran(out)
+        self.is_hidden = self.is_hidden or not self.hooks.innermost
         if self.hooks.pending or self.collector is not None:
             with torch.no_grad():
                 self._claim(out if out is not None else args, since, getattr(func, "__name__", ""), call)
-        elif not self.is_hidden:
-            self.is_hidden = not self.hooks.innermost
         for each in onlookers:
             each.held()
         return out
