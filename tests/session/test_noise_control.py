@@ -212,3 +212,18 @@ def test_noise_counts_what_passes_through_custom_functions():
     noises = {each.key: each.noise_share for each in run.session.report().record.tensors}
     assert all(noises[f"{number}:Gelu.self"] > 0.0 for number in (2, 6, 10, 14))
     assert run.median() <= 1.5 * NOISE
+
+
+def test_bounds_are_learned_where_each_backward_waits_for_the_next_forward(monkeypatch):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)), torch.randn(64, 64)
+    nodes, own = [], NoiseBudget.update
+    monkeypatch.setattr(NoiseBudget, "update", lambda *args: nodes.append(len(args[2].nodes)) or own(*args))
+    session, last = squeezebox.attach(model, noise=NOISE), None
+    for _ in range(8):
+        loss = model(x).square().mean()
+        if last is not None:
+            last.backward()
+        last = loss
+    session.detach()
+    assert len(nodes) > 2 and all(nodes)

@@ -96,11 +96,20 @@ class Entry:
         return not self.storage.expired() and self.version == tensor._version and self.dtype == tensor.dtype
 
 
+class Step:
+    """Lives as long as a handle of it does."""
+
+    __slots__ = ("__weakref__", "is_over")
+
+    def __init__(self) -> None:
+        self.is_over = False  # another one has begun
+
+
 @dataclass(slots=True, eq=False)
 class Handle:
     """What autograd holds instead of one saved tensor."""
 
-    step: object
+    step: Step
     tensor: torch.Tensor | None
     geometry: Geometry
     version: int

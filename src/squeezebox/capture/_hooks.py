@@ -99,7 +99,8 @@ class Hooks:
     ) -> None:
         self.bypass = False
         self.checks = False  # whether to look for saved tensors that are overwritten
-        self.backward_seen = False
+        self.backward_seen = False  # of the running step,
+        self.overlapping = False  # or of any
         self.last_read = ""  # key of the tensor that backward asked for last
         self.pending: dict[Handle, None] = {}  # in order
         self.pack = self._pack  # the one object that says whose hooks are active
@@ -153,7 +154,8 @@ class Hooks:
         if self._reading is not None:
             self._reading.append(handle)
             return handle.tensor if handle.tensor is not None else torch.empty(0, device="cpu")
-        self.backward_seen = self.backward_seen or in_backward()
+        if self.overlapping or not handle.step.is_over:
+            self.backward_seen = self.backward_seen or in_backward()
         if handle.entry is not None:
             self.last_read = handle.entry.row.key
         tensor = self._store.unpack(handle)

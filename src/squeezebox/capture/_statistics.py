@@ -175,7 +175,7 @@ class Collector:
     def usable(self) -> bool:
         """Whether backward has ended, and its gradients are finite: a loss scaled too far says nothing."""
         energies = [edge.energy for node in self.nodes for edge in node.edges]
-        return not self.interrupted and math.isfinite(sum(energies))
+        return bool(energies) and not self.interrupted and math.isfinite(sum(energies))
 
     def result(self, mean_abs_momentum: dict[str, float]) -> StepStatistics:
         """Everything that backward has shown so far."""

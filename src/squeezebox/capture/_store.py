@@ -15,6 +15,7 @@ from squeezebox.capture._entries import (
     Entry,
     Handle,
     Row,
+    Step,
     geometry_of,
     held_exactly,
     is_plain,
@@ -30,12 +31,6 @@ from squeezebox.memory import CudaStreams, Reserve, Staging
 from squeezebox.schema import Role
 
 SMALL_BYTES = 4096  # below this a packed object's own overhead eats the saving
-
-
-class _Step:
-    """Lives as long as a handle of its step does."""
-
-    __slots__ = ("__weakref__",)
 
 
 class Store(Means):
@@ -60,7 +55,7 @@ class Store(Means):
         self._packer, self._parts = packer(self), parts
         self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
         self._noted: dict[StorageWeakRef, tuple[int, torch.dtype]] = {}  # small ones' versions and dtypes
-        self._step = weakref.ref(_Step())  # dead at once: no step is running
+        self._step = weakref.ref(Step())  # dead at once: no step is running
 
     def use_device(self, device: torch.device) -> None:
         """From now on tensors are on a device that the host does not wait for."""
@@ -96,7 +91,7 @@ class Store(Means):
         """A new handle, of the running step."""
         step = self._step()
         if step is None:
-            step = _Step()
+            step = Step()
             self._step = weakref.ref(step)
         return Handle(step, tensor, geometry_of(tensor), tensor._version)
 
@@ -107,9 +102,10 @@ class Store(Means):
 
     def start_step(self) -> None:
         """Begin a new list of rows; entries of an unfinished backward stay valid."""
-        self.was_in_use = self.in_use
+        if (last := self._step()) is not None:
+            last.is_over = True
+        self.was_in_use, self._step = last is not None, weakref.ref(Step())  # dead at once
         self.unready_steps, self.unready = self.unready_steps + self.unready, False
-        self._step = weakref.ref(_Step())  # dead at once
         self.rows = []
         self.borrowed = {}
         self.small = {}

@@ -85,6 +85,7 @@ class Engine:
         if arena:
             self.store.use_arena()
         self.recorder = Recorder(self.store, model)
+        self.recorder.hooks.overlapping = overlapping
         self.notes: dict[str, None] = {}
         self.refreshes = Refreshes(policy, checks_per_refresh)
         self.records = Records(store=self.store, policy=policy, notes=self.notes)
