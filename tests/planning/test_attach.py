@@ -38,6 +38,11 @@ def test_a_model_on_two_devices_is_refused():
         squeezebox.attach(model)
 
 
+def test_a_model_on_another_kind_of_device_is_refused():
+    with pytest.raises(UnsupportedModelError, match="the model is on meta"):
+        squeezebox.attach(nn.Linear(4, 4, device="meta"))
+
+
 IMPORTING = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning"
 )  # torch's own compiler warns of torch.jit

@@ -158,8 +158,8 @@ def attach(
             plan, made without ``arena``, has no room for one.
         CaptureError: from backward, with ``checks``: a saved tensor was overwritten; names its module,
             operator and line.
-        UnsupportedModelError: the model spans two devices or is compiled; later too, from its forward: the
-            plan recomputes tensors from parameters that fully_shard has taken away.
+        UnsupportedModelError: the model spans two devices, is on neither CPU nor CUDA, or is compiled; later
+            too, from its forward: the plan recomputes tensors from what fully_shard has taken away.
     """
     _require_packages()
     balanced = _balanced(plan, plain=not arena and on_mismatch != "replan")

@@ -61,13 +61,18 @@ def begin(
         )
     _check_alone(model)
     check_supported(model)
+    if (device := device_of(model)).type not in ("cpu", "cuda"):
+        raise UnsupportedModelError(
+            f"sessions are for the CPU and for CUDA, and the model is on {device}; move it with "
+            "model.to('cpu')."
+        )
     if controller is not None and any(hasattr(each, "addend_of_ranks") for each in model.modules()):
         raise UnsupportedModelError(
             "blocks of the model are split over ranks, which add up gradients, and the noise of such a sum "
             "has no law here. Attach with exact=True."
         )
     check_optimizer(optimizer)
-    policy = BoundPolicy(controller, device_of(model).type == "cpu", codec, family)
+    policy = BoundPolicy(controller, device.type == "cpu", codec, family)
     engine = Engine(
         model,
         optimizer,
