@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import squeezebox
 from squeezebox import codecs
-from squeezebox.capture import Choice, Rule, Store
+from squeezebox.capture import Choice, Row, Rule, Store
 from squeezebox.schema import Reads, Role
 from tests.capture.nets import NETS, Residual, images, loss_of, noise_of, plain_step, train
 
@@ -282,3 +282,14 @@ def test_keys_do_not_depend_on_what_is_small():
         keys.append([each.key for each in session.report().tensors if each.shape[-1] == 64])
     session.detach()
     assert keys[0] == keys[1] and keys[0][-1] == ":custom.saved#4"
+
+
+def test_a_step_with_statistics_counts_each_row_s_bytes_a_few_times(monkeypatch):
+    asked, own = [], Row.packed_bytes.fget
+    monkeypatch.setattr(Row, "packed_bytes", property(lambda row: asked.append(row) or own(row)))
+    net = nn.Sequential(*[layer for _ in range(30) for layer in (nn.Linear(64, 64), nn.Tanh())])
+    session = squeezebox.attach(net, noise=1e-2)
+    net(torch.randn(256, 64))
+    assert session.engine.refreshes.collector.floor_bytes >= sum(map(own, session.engine.store.rows)) > 0
+    assert len(asked) <= 8 * len(session.engine.store.rows)
+    session.detach()

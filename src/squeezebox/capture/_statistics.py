@@ -160,10 +160,9 @@ class Collector:
 
     def note_packed(self, nodes: list[Node]) -> None:
         """After an operator's tensors are packed: what its backward will need on top of all packed ones."""
-        packed = sum(row.packed_bytes for row in self._store.rows)
         for node in nodes:
             working = _working_set(node, self._saved_bytes.pop(node_number(node), 0))
-            self.floor_bytes = max(self.floor_bytes, packed + working)
+            self.floor_bytes = max(self.floor_bytes, self._store.packed_bytes + working)
 
     def exact_copy(self, handle: Handle) -> torch.Tensor | None:
         """The handle's tensor, to be kept with its packed form, if its layer is checked this step."""

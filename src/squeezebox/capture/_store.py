@@ -48,6 +48,7 @@ class Store(Means):
         # raises for a key and bytes that no plan knows, unless they follow from values
         self.admit: Callable[[str, int, bool], None] | None = None
         self.rows: list[Row] = []
+        self.packed_bytes = 0  # of all rows
         self.borrowed: dict[int, int] = {}
         self.small: dict[int, int] = {}
         self.small_keys: dict[str, int] = {}
@@ -106,7 +107,7 @@ class Store(Means):
             last.is_over = True
         self.was_in_use, self._step = last is not None, weakref.ref(Step())  # dead at once
         self.unready_steps, self.unready = self.unready_steps + self.unready, False
-        self.rows = []
+        self.rows, self.packed_bytes = [], 0
         self.borrowed = {}
         self.small = {}
         self.small_keys = {}
@@ -177,7 +178,9 @@ class Store(Means):
         entry.row.roles.append(rule.role)
         for each in self.onlookers:
             each.saving(entry.row, tensor, functools.partial(derived, entry.origin))
+        before = entry.row.packed_bytes
         handle.is_pending, handle.held = False, self._packer.pack(entry, handle, rule, options)
+        self.packed_bytes += entry.row.packed_bytes - before
         for each in self.onlookers:
             each.saved(entry.row)
         handle.tensor = tensor.detach() if isinstance(handle.held, Kept) else None
