@@ -139,3 +139,11 @@ def test_detach_frees_a_pending_step():
     loss.backward()
     del loss
     assert (count(Handle), count(Entry)) == (0, 0)
+
+
+def test_what_backward_unpacks_last_goes_with_it():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+    session = squeezebox.attach(model, noise=1e-2)
+    model(torch.randn(512, 64)).sum().backward()
+    assert not session.engine.store.arena._buffers
+    session.detach()

@@ -107,6 +107,7 @@ class Hooks:
         self._store, self._path, self._regions = store, path, regions
         self._is_borrowed = is_borrowed
         self._reading: list[Handle] | None = None
+        self._task = -1  # the last backward
 
     def around(self) -> saved_tensors_hooks:
         """A context in which they are active."""
@@ -154,14 +155,21 @@ class Hooks:
         if self._reading is not None:
             self._reading.append(handle)
             return handle.tensor if handle.tensor is not None else torch.empty(0, device="cpu")
-        if self.overlapping or not handle.step.is_over:
-            self.backward_seen = self.backward_seen or in_backward()
+        if in_backward():
+            self._note_backward(handle)
         if handle.entry is not None:
             self.last_read = handle.entry.row.key
         tensor = self._store.unpack(handle)
         if handle.stamp is not None and handle.tensor is not None and handle.override is None:
             self._check(handle, handle.stamp, tensor)
         return tensor
+
+    def _note_backward(self, handle: Handle) -> None:
+        self.backward_seen |= self.overlapping or not handle.step.is_over
+        task = torch._C._current_graph_task_id()
+        if task != self._task:  # what it unpacks last is not to stay
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._store.arena.clear)
 
     def _check(self, handle: Handle, mark: Stamp, tensor: torch.Tensor) -> None:
         found = overwritten(mark, tensor, lambda: attribute_of(handle, self._read))
