@@ -237,6 +237,17 @@ def test_a_context_for_each_epoch_goes_on_and_is_one_in_a_checkpoint(tmp_path):
     assert len(list(tmp_path.glob("custom_checkpoint_*"))) == 1
 
 
+def test_a_budget_is_planned_in_the_mode_of_training(tmp_path):
+    model = gpt2().eval()  # as from_pretrained returns it
+    model.config.use_cache = False  # as a Trainer sets it
+    words = torch.stack([each["input_ids"] for each in passages(8)])
+    sample = {"input_ids": words, "labels": words}, None
+    options = {"budget": "100%", "sample": sample, "loss_fn": lambda output, _: output.loss, "exact": True}
+    with SqueezeboxCallback(**options) as callback:
+        trainer_of(model, tmp_path, callback, steps=1).train()
+    assert callback.report.record.step == 0
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_plan_with_states_trains_the_same_to_the_bit_and_clips_as_trainer_does(accumulate, tmp_path):
     options = {"gradient_accumulation_steps": accumulate}

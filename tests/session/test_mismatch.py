@@ -204,6 +204,15 @@ def test_refusing_is_the_default_and_other_words_are_refused():
         squeezebox.attach(model, on_mismatch="replan")
 
 
+def test_a_refusal_names_the_mode_that_a_plan_was_made_in():
+    model = nn.Sequential(nn.Linear(32, 64), nn.Dropout(), nn.Linear(64, 4)).eval()
+    plan = squeezebox.plan(model, sample=(torch.randn(64, 32), None), loss_fn=lambda out, _: out.sum())
+    session = squeezebox.attach(model.train(), plan=plan)
+    with pytest.raises(PlanError, match=r"or in model\.eval\(\); .* after model\.train"):
+        model(torch.randn(64, 32))
+    session.detach()
+
+
 def test_plans_with_states_are_not_made_anew():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8))

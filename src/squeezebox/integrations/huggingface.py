@@ -98,6 +98,7 @@ class SqueezeboxCallback(TrainerCallback, ExportableState):
         optimizer = kwargs["optimizer"]
         optimizers = [getattr(optimizer, "optimizer", optimizer)]  # accelerate wraps it
         self._model = kwargs["model"]
+        self._model.train()  # as every step does, later than a budget's plan is made
         if self._is_restored and _entered:  # the Trainer has put this one in the place of that one
             _entered[-1].follow(self._training, self._model)
         every = args.gradient_accumulation_steps

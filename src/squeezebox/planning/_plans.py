@@ -136,7 +136,8 @@ def make_plan(
     faster, or the only way. At last the plan's noise is measured on the sample, and the plan is made once
     more where that is more than allowed.
 
-    Where training runs under torch.autocast, call this within it: so do forward and loss here, then.
+    Where training runs under torch.autocast, call this within it: so do forward and loss here, then. Call
+    ``model.train()`` first: ``from_pretrained`` returns models in ``eval()``, without dropout.
 
     Args:
         model: any module that :func:`attach` takes.

@@ -85,8 +85,9 @@ class Passes:
                 "backward after each, or attach without a plan (noise= or exact=True)"
             )
         return (
-            "it was made for another model, input shape or batch; make a new one with squeezebox.plan(), or "
-            "attach with on_mismatch='replan', sample= and loss_fn=, where it is without states=True"
+            "it was made for another model, input shape or batch, or in model.eval(); make a new one with "
+            "squeezebox.plan(), after model.train(), or attach with on_mismatch='replan', sample= and "
+            "loss_fn=, where it is without states=True"
         )
 
     def _warn(self, why: str) -> None:
