@@ -44,6 +44,20 @@ def test_a_step_with_larger_inputs_than_any_before_is_measured():
     session.detach()
 
 
+def test_a_step_with_larger_inputs_is_measured_under_step_too():
+    model = network()
+    session = squeezebox.attach(model, exact=True)
+    for rows in (64, 64, 64, 1024, 64):
+        x, y = torch.randn(rows, 128), torch.arange(rows) % 10
+        model.zero_grad()
+        with session.step():
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+    report = session.report()
+    assert report.record.peak_step == 3 and report.peak_bytes > 8 * 1024 * 128 * 4
+    session.detach()
+
+
 def test_the_first_steps_after_loading_are_measured():
     model = network()
     session = squeezebox.attach(model, noise=1e-3)

@@ -261,7 +261,7 @@ def _free_workspaces(device: torch.device) -> None:
 def _take_workspaces(device: torch.device) -> None:
     """Have it take them again, for the threads of forward and of backward, before the step does."""
     if device.type == "cuda" and not is_capturing(device):
-        with torch.enable_grad():
+        with torch.enable_grad(), torch._C.DisableTorchFunction():  # a session may watch already
             one = torch.ones(1, 1, device=device, requires_grad=True)
             torch.autograd.grad(_Square.apply(one), one)  # type: ignore[no-untyped-call]
 

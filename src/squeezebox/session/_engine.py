@@ -17,7 +17,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from squeezebox.bounds import Planned
-from squeezebox.capture import Installation, Recorder, Slicer, Store, is_innermost
+from squeezebox.capture import Installation, Recorder, Slicer, Store
 from squeezebox.memory import Elsewhere, Peak, PeakMeter, Weights, freed_returned, is_scarce, live_bytes
 from squeezebox.optim import Updates
 from squeezebox.reports import StepPlan
@@ -179,8 +179,10 @@ class Engine:
         outermost = bool(inputs) and self._passes.outermost
         if self._replanning is not None and outermost and not self._replaying:
             self._fit_plan(self._replanning, inputs)
-        if self.recorder.active:
-            self._meter.given(self.recorder.own(tensors_in(inputs)))  # under step(), after the baseline
+        if self.recorder.active:  # under step(), after the baseline
+            if outermost:
+                self._measure(viewed_bytes(tensors_in(inputs)))
+            self._meter.given(self.recorder.own(tensors_in(inputs)))
         if not self._passes.is_left_alone():
             begun = self._open and not self.recorder.hooks.backward_seen
             if self._overlapping or not begun or not self.store.in_use:
@@ -331,7 +333,7 @@ class Engine:
         shapes = shapes_of(inputs)
         plan = known.covering(shapes)
         if plan is None and known.planner is not None:
-            why = known.failed.get(shapes) or self._why_no_plan(inputs)
+            why = known.failed.get(shapes) or self._passes.why_no_plan(inputs, is_open=self._open)
             if not why:
                 with self.aside():
                     plan, why = known.make(shapes, inputs[1] or inputs[0])
@@ -339,15 +341,6 @@ class Engine:
                 self.notes[f"some inputs have no plan of their own: {why}"] = None
         if plan is not None and plan is not self.plan:
             self._use(plan)
-
-    def _why_no_plan(self, inputs: Any) -> str:
-        if all(inputs):
-            return "some of them are by place and some by keyword"
-        if self._open and self.store.in_use and not self.recorder.hooks.backward_seen:
-            return "an earlier forward was waiting for its backward"
-        if self.recorder.active and not is_innermost(self.recorder):
-            return "other function modes or saved-tensor hooks were active"
-        return ""
 
     def _open_step(self, input_bytes: int) -> None:
         if self.plan is not None:
@@ -379,12 +372,24 @@ class Engine:
         has_state = self.plan is not None or self.optimizer is not None  # made by the first step
         first = self.step in (self.began_at, self.refreshes.first)
         second = self.step == self.began_at + 1 and has_state
-        larger = input_bytes > self._largest_bytes
         has_more = 0 < self.step - self._stepped_at <= 2  # where gradients add up, the second has these too
-        if (first or second or refreshed or larger or has_more) and self.measures_peaks:
-            self._largest_bytes = max(self._largest_bytes, input_bytes)
+        self._measure(input_bytes, wanted=first or second or refreshed or has_more)
+
+    def _measure(self, input_bytes: int, *, wanted: bool = False) -> None:
+        """Measure the peak from here on, if that is wanted or inputs are larger than in any measured step.
+
+        What is saved already would be missing.
+        """
+        larger, running = input_bytes > self._largest_bytes, self._meter.running
+        is_late = self._replaying or (bool(self.store.rows) and not running)
+        if is_late or not (wanted or larger) or not self.measures_peaks:
+            return
+        self._largest_bytes = max(self._largest_bytes, input_bytes)
+        if not running:
+            lasting = persistent(self.model, self.optimizer)
+            self._baseline_bytes = nbytes_of([*held_by(self.model), *lasting])
             self._gradient_bytes = nbytes_of(persistent(self.model, None))
-            self._meter.start(persistent(self.model, self.optimizer))
+            self._meter.start(lasting)
 
     @contextlib.contextmanager
     def _uncounted(self, *, bypass: bool = False) -> Iterator[None]:

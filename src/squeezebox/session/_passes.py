@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import warnings
+from typing import Any
 
 import torch
 
-from squeezebox.capture import Recorder, in_backward, why_left_alone
+from squeezebox.capture import Recorder, in_backward, is_innermost, why_left_alone
 from squeezebox.schema import CaptureWarning, UnsupportedModelError
 
 
@@ -89,6 +90,17 @@ class Passes:
             "squeezebox.plan(), after model.train(), or attach with on_mismatch='replan', sample= and "
             "loss_fn=, where it is without states=True"
         )
+
+    def why_no_plan(self, inputs: Any, *, is_open: bool) -> str:
+        """Why none can be made for the inputs of a pass that begins; '' where one can."""
+        recorder = self._recorder
+        if all(inputs):
+            return "some of them are by place and some by keyword"
+        if is_open and recorder.store.in_use and not recorder.hooks.backward_seen:
+            return "an earlier forward was waiting for its backward"
+        if recorder.active and not is_innermost(recorder):
+            return "other function modes or saved-tensor hooks were active"
+        return ""
 
     def _warn(self, why: str) -> None:
         if not self._warned and "hooks" in why:
