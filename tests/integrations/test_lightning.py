@@ -208,6 +208,19 @@ def test_gradients_of_the_step_before_do_not_exceed_a_budget(every):
     assert 0 < callback.report.peak_bytes <= callback.report.record.budget_bytes
 
 
+@pytest.mark.parametrize("limited", [True, False])
+def test_the_batch_is_the_trainers_where_a_part_of_the_module_is_called(limited):
+    class Called(Classifier):
+        def forward(self, x):
+            return self.net(x)
+
+    images, labels = next(iter(loader()))
+    planned = {"budget": "100%", "sample": (images, labels), "loss_fn": F.cross_entropy}
+    callback = SqueezeboxCallback(**planned if limited else {"noise": 1e-2})
+    fit(Called(), callback)
+    assert not any(tensor.shape == images.shape for tensor in callback.report.tensors)
+
+
 def test_several_optimizers_go_without_a_budget():
     class Two(Classifier):
         def configure_optimizers(self):

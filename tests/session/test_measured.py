@@ -134,6 +134,30 @@ def test_batches_that_are_views_of_all_data_count_as_batches():
     assert abs(peaks[0] - peaks[1]) < 8192
 
 
+def test_a_batch_that_a_step_is_given_is_held_as_it_is_and_counts_once():
+    model, x, y = network(), torch.randn(64, 128), torch.arange(64) % 10
+
+    def in_parts(x):
+        for layer in model:
+            x = layer(x)
+        return x
+
+    reports = []
+    for batch, forward in (((), model), ((x, y), model), ((x, y), in_parts)):
+        session = squeezebox.attach(model, exact=True)
+        for _ in range(2):
+            model.zero_grad()
+            with session.step(batch):
+                loss = F.cross_entropy(forward(x), y)
+            loss.backward()
+        reports.append(session.report())
+        session.detach()
+    packed = [each.packed_bytes for each in reports]
+    assert packed[0] - y.nbytes == packed[1] == packed[2]
+    peaks = [each.peak_bytes for each in reports]
+    assert max(peaks) - min(peaks) < 8192
+
+
 def test_the_state_of_an_optimizer_that_steps_late_is_in_the_peak():
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -38,6 +38,7 @@ class SqueezeboxCallback(Callback):
     def __init__(self, **options: Any) -> None:
         self._training = Training(options)
         self._step = contextlib.ExitStack()
+        self._batch: Any = ()  # of it, what the trainer holds and nobody packs
         self._fits = True  # unless setup() says otherwise
         self._is_open = self._calls_again = False
 
@@ -78,6 +79,8 @@ class SqueezeboxCallback(Callback):
         if self._training.is_planned and first and pl_module.automatic_optimization and not own:
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad()
+        has_target = self._training.is_planned and isinstance(batch, (tuple, list)) and len(batch) == 2
+        self._batch = batch[0] if has_target else batch  # a plan packs its sample's target
         self._open()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
@@ -95,6 +98,7 @@ class SqueezeboxCallback(Callback):
     ) -> None:
         """End the step also where there was no backward; log the report's figures when the trainer logs."""
         self._close()
+        self._batch = ()
         every = trainer.log_every_n_steps
         if trainer.loggers and every and trainer.global_step % every == 0:
             with contextlib.suppress(AttachError):  # nothing was captured yet
@@ -128,7 +132,7 @@ class SqueezeboxCallback(Callback):
 
     def _open(self) -> None:
         self._close()  # a batch that was skipped has no end
-        self._step.enter_context(self._training.session.step())
+        self._step.enter_context(self._training.session.step(self._batch))
         self._is_open = True
 
     def _close(self) -> None:
@@ -137,4 +141,5 @@ class SqueezeboxCallback(Callback):
 
     def _end(self) -> None:
         self._close()
+        self._batch = ()
         self._training.end()

@@ -343,7 +343,8 @@ class PeakMeter:
             # What is larger than all that came since must have been there before.
             since = torch.cuda.memory_allocated(self._device) - self._begun
             sizes = {address: nbytes for address, nbytes in sizes.items() if nbytes > since}
-        self._given |= sizes
+        for address, nbytes in sizes.items():
+            self._given[address] = max(nbytes, self._given.get(address, 0))
 
     def abandon(self) -> None:
         """End a running measurement without reading it."""

@@ -160,12 +160,15 @@ class Engine:
         self._returning.close()
 
     @contextlib.contextmanager
-    def framed(self) -> Iterator[None]:
+    def framed(self, batch: Any = ()) -> Iterator[None]:
         """Around forward and loss; see :meth:`Session.step`."""
         self.require_attached()
         failed = True
         try:
             self.start(())
+            if self.recorder.active:
+                self._measure(viewed_bytes(tensors_in(batch)))
+                self._meter.given(self.recorder.own(tensors_in(batch)))
             yield
             failed = False
         finally:

@@ -116,13 +116,17 @@ class Session:
         self.engine, self.rewritten = engine, rewritten
 
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self, batch: Any = ()) -> Iterator[None]:
         """Around forward and loss: also covers what a loss outside the model saves.
+
+        Args:
+            batch: tensors that the loop holds until backward, which are then held as they are. The inputs of
+                the model's own calls are known; give those of calls of its parts.
 
         Raises:
             AttachError: the session is detached.
         """
-        with self.engine.framed():
+        with self.engine.framed(batch):
             yield
 
     def report(self) -> Report:
