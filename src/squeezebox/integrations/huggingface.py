@@ -36,7 +36,8 @@ class SqueezeboxCallback(TrainerCallback, ExportableState):
     every ``logging_steps`` steps. So do loggers, such as TensorBoard's, after :meth:`log_to`.
 
     The session's state is in every checkpoint's ``trainer_state.json``, and ``resume_from_checkpoint`` goes
-    on from it, whether or not ``restore_callback_states_from_checkpoint`` is set.
+    on from it, whether or not ``restore_callback_states_from_checkpoint`` is set. Of several ranks it is the
+    first one's: with ``noise=`` the others go on with its bounds.
 
     Args:
         options: of :func:`squeezebox.attach`, but for the optimizer, which is the Trainer's. A plan is to be

@@ -26,9 +26,9 @@ class SqueezeboxCallback(Callback):
     Everything that ``training_step`` computes is covered, the loss too, up to its backward. With manual
     optimization, or an optimizer that calls its closure again, that is up to each backward and from each on.
     The session begins when training starts and ends with it, also when that raises. Its state is in every
-    checkpoint, and training that goes on from one goes on to the bit, as far as the rest of it does. The
-    trainer's loggers get the figures of reports, such as ``squeezebox/packed_bytes``, every
-    ``log_every_n_steps`` steps.
+    checkpoint, and training that goes on from one goes on to the bit, as far as the rest of it does. Of
+    several ranks it is the first one's: with ``noise=`` the others go on with its bounds. The trainer's
+    loggers get the figures of reports, such as ``squeezebox/packed_bytes``, when the trainer logs.
 
     Args:
         options: of :func:`squeezebox.attach`, but for the optimizer, which is the trainer's. A module with
