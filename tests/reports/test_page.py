@@ -8,6 +8,7 @@ import re
 import pytest
 
 from squeezebox.reports import Timeline, timeline_html
+from squeezebox.reports._page import bits
 from squeezebox.schema import (
     Activity,
     BoundRecord,
@@ -106,6 +107,12 @@ def timeline(modules=12, samples=40, budget=13 * MIB):
         ),
         planned_bytes={tensor.key: tensor.packed_bytes for tensor in tensors},
     )
+
+
+def test_bits_are_of_all_that_a_storage_has():
+    query = dataclasses.replace(saved(1, "kept"), shape=(MIB // 12,))  # of a projection to q, k and v
+    assert bits([query]) == 32.0
+    assert bits([query, dataclasses.replace(query, dtype="bool", packed_bytes=MIB // 8)]) == 7.2
 
 
 def test_large_models_stay_small():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
@@ -77,9 +77,15 @@ def action(tensor: SavedTensor) -> str:
 
 
 def bits(tensors: Sequence[SavedTensor]) -> float:
-    """Bits held for each element."""
-    elements = sum(math.prod(tensor.shape) for tensor in tensors)
+    """Bits held for each element of what was saved, of which a tensor's shape may be a part only."""
+    elements = sum(8 * tensor.saved_bytes / _width(tensor.dtype) for tensor in tensors)
     return 8.0 * sum(tensor.packed_bytes for tensor in tensors) / elements if elements else 0.0
+
+
+def _width(dtype: str) -> int:
+    """Bits of an element, as its dtype's name says; a bool has 8."""
+    found = re.search(r"\d+", dtype)
+    return int(found[0]) if found else 8
 
 
 def _figures(timeline: StepTimeline) -> dict[str, Any]:
