@@ -155,6 +155,18 @@ def test_differences_are_told_tensor_by_tensor():
     assert "0 of 3 tensors differ" in old.diff(replace(old, tensors=old.tensors[::-1]))
 
 
+def test_what_was_only_measured_otherwise_is_no_difference():
+    again = Option(action=Action.RECOMPUTE, held_bytes=0, sources=("0:Convolution.input",))
+    old = plan(KEEP, PACKED, again)
+    new = plan(
+        KEEP, replace(PACKED, seconds=0.2, noise=2e-3, working_bytes=1), replace(again, sources=("x",))
+    )
+    assert old.diff(new).splitlines()[:2] == [
+        "2:Addmm.mat1  recompute from 0:Convolution.input 0 B -> recompute from x 0 B",
+        "1 of 3 tensors differ",
+    ]
+
+
 def test_buffers_are_said_with_the_files_that_have_them():
     record = OffloadRecord(folder="/d", filesystem="ext4", file_bytes=9, buffer_bytes=48 << 20, cache_bytes=0)
     optimizer = OptimizerPlan(

@@ -271,7 +271,7 @@ class StepPlan(Saved):
         mine = {tensor.key: tensor.option for tensor in self.tensors}
         theirs = {tensor.key: tensor.option for tensor in other.tensors}
         peaks = [human_bytes(plan.predicted_peak_bytes) for plan in (self, other)]
-        keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
+        keys = [key for key in {**mine, **theirs} if _held(mine.get(key)) != _held(theirs.get(key))]
         width = max((len(key) for key in keys), default=0)
         return "\n".join(
             [
@@ -389,9 +389,10 @@ def _held(option: Option | None) -> str:
     """An option in a few words."""
     if option is None:
         return "not there"
-    how = option.codec if option.action is Action.KEEP else f"{option.action.value} {option.codec}"
+    how = option.codec if option.action is Action.KEEP else f"{option.action.value} {option.codec}".rstrip()
+    sources = f" from {', '.join(option.sources)}" if option.sources else ""
     bound = f" {option.bound:.1e}" if option.bound else ""
-    return f"{how}{bound} {human_bytes(option.held_bytes)}"
+    return f"{how}{sources}{bound} {human_bytes(option.held_bytes)}"
 
 
 def _line(tensor: PlannedTensor, width: int) -> str:
