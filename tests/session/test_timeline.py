@@ -300,6 +300,14 @@ def test_history_has_the_refreshes_and_the_profiled_step():
     assert lossy and timeline.figures.history[-1].bounds == lossy
 
 
+def test_one_taken_before_the_first_step_is_read_back(tmp_path):
+    training, timeline = taken("cnn", steps=0, exact=True)
+    training.session.detach()
+    timeline.save(tmp_path / "run.json")
+    assert Timeline.load(tmp_path / "run.json") == timeline
+    assert timeline.figures.record.step == timeline.figures.history[-1].step == 0
+
+
 def test_the_session_goes_on_as_before():
     training, other = Training("cnn", noise=1e-2), Training("cnn", noise=1e-2)
     for each in (training, other):

@@ -57,7 +57,7 @@ def take_timeline(engine: Engine, closure: Callable[[], object]) -> StepTimeline
             yield
 
     trace = record_closure(engine.model, closure, optimizer=engine.optimizer, around=around)
-    record = engine.records.now(engine.step, engine.plan)()
+    record = engine.records.now(max(engine.step, 0), engine.plan)()  # -1 before the first
     frozen = replace(record, peak_bytes=trace.peak().nbytes, activation_peak_bytes=None, split_bytes=None)
     return _timeline(engine, trace, notes, frozen, unprofiled)
 
