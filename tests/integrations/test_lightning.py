@@ -116,13 +116,24 @@ def test_a_training_that_goes_on_from_a_checkpoint_equals_one_without_a_break(tm
     assert bounds[0] == bounds[1] and max(bounds[0]) > 0.0
 
 
-def test_loggers_get_the_figures_of_reports(tmp_path):
+@pytest.mark.parametrize(
+    ("manual", "options"),
+    [(False, {}), (True, {}), (False, {"accumulate_grad_batches": 2, "epochs": 2})],
+    ids=["automatic", "manual", "added up"],
+)
+def test_loggers_get_the_figures_of_reports_where_they_get_the_trainers(tmp_path, manual, options):
+    class Logging(Classifier):
+        def training_step(self, batch, index):
+            self.log("index", float(index))
+            return super().training_step(batch, index)
+
     logger = pl.loggers.CSVLogger(tmp_path)
     callback = SqueezeboxCallback(noise=1e-2)
-    fit(Classifier(), callback, logger=logger, log_every_n_steps=2)
+    fit(Logging(manual), callback, logger=logger, log_every_n_steps=2, **options)
     rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()))
-    assert [row["step"] for row in rows] == ["2", "4"]
-    assert float(rows[-1]["squeezebox/packed_bytes"]) == callback.report.packed_bytes
+    own = [row for row in rows if row["squeezebox/packed_bytes"]]
+    assert [row["step"] for row in own] == [row["step"] for row in rows if row["index"]] == ["1", "3"]
+    assert float(own[-1]["squeezebox/packed_bytes"]) == callback.report.packed_bytes
 
 
 class Saving(pl.Callback):

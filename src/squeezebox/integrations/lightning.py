@@ -99,12 +99,13 @@ class SqueezeboxCallback(Callback):
         """End the step also where there was no backward; log the report's figures when the trainer logs."""
         self._close()
         self._batch = ()
-        every = trainer.log_every_n_steps
-        if trainer.loggers and every and trainer.global_step % every == 0:
+        loop = trainer.fit_loop.epoch_loop  # of which Lightning's own callbacks read the same
+        adds_up = pl_module.automatic_optimization and loop._should_accumulate()
+        if trainer.loggers and trainer._logger_connector.should_update_logs and not adds_up:
             with contextlib.suppress(AttachError):  # nothing was captured yet
                 figures = self.report.figures()
                 for logger in trainer.loggers:
-                    logger.log_metrics(figures, step=trainer.global_step)
+                    logger.log_metrics(figures, step=loop._batches_that_stepped)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the module as it was."""
