@@ -24,7 +24,8 @@ class SqueezeboxCallback(Callback):
         print(callback.report)
 
     Everything that ``training_step`` computes is covered, the loss too, up to its backward. With manual
-    optimization, or an optimizer that calls its closure again, that is up to each backward and from each on.
+    optimization, or an optimizer that calls its closure again, that is up to each backward and from each on;
+    peaks are then measured without ``optimizer.step()``.
     The session begins when training starts and ends with it, also when that raises. Its state is in every
     checkpoint, and training that goes on from one goes on to the bit, as far as the rest of it does. Of
     several ranks it is the first one's: with ``noise=`` the others go on with its bounds. The trainer's
