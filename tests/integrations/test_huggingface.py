@@ -15,7 +15,13 @@ pytest.importorskip("accelerate", reason="squeezebox[hf] is not installed")
 
 from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments  # noqa: E402
+from transformers import (  # noqa: E402
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import squeezebox  # noqa: E402
 from squeezebox.integrations.accelerate import squeezed  # noqa: E402
@@ -137,6 +143,25 @@ def test_tensorboard_gets_the_figures_once_each_step(tmp_path):
         assert [each.step for each in logged] == [1, 2, 3, 4]
         assert logged[-1].value == pytest.approx(value, rel=1e-6)
     assert len(events.Scalars("train/loss")) == 4
+
+
+def test_the_callback_that_a_checkpoint_makes_goes_before_loggers_too(tmp_path):
+    class Logger(TrainerCallback):
+        seen = ()
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            if "loss" in logs:
+                self.seen = set(logs)
+
+    options = {"save_strategy": "steps", "save_steps": 1}
+    trainer_of(gpt2(), tmp_path, SqueezeboxCallback(noise=1e-2), steps=1, **options).train()
+    more = {"steps": 2, "restore_callback_states_from_checkpoint": True}
+    with SqueezeboxCallback(noise=1e-2) as callback:
+        logger = Logger()
+        trainer = trainer_of(gpt2(), tmp_path, logger, callback, **more)
+        callback.log_to(trainer)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert "squeezebox/packed_bytes" in logger.seen
 
 
 @pytest.mark.slow

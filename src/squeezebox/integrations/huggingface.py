@@ -49,6 +49,7 @@ class SqueezeboxCallback(TrainerCallback, ExportableState):
         self._options = options
         self._model: torch.nn.Module | None = None
         self._is_restored = False
+        self._logs_to: Trainer | None = None
         self.left_out: list[str] = []
 
     @property
@@ -64,8 +65,10 @@ class SqueezeboxCallback(TrainerCallback, ExportableState):
     def log_to(self, trainer: Trainer) -> None:
         """Go before the Trainer's loggers (its ``report_to``), so that what they log has the figures too.
 
-        A Trainer calls its loggers first, and tells no callback of them.
+        A Trainer calls its loggers first, and tells no callback of them. Within the callback's ``with``, the
+        one that ``restore_callback_states_from_checkpoint`` puts in its place goes before them, too.
         """
+        self._logs_to = trainer
         callbacks = trainer.callback_handler.callbacks
         if self in callbacks:
             callbacks.remove(self)
@@ -101,13 +104,15 @@ class SqueezeboxCallback(TrainerCallback, ExportableState):
         self._model = kwargs["model"]
         self._model.train()  # as every step does, later than a budget's plan is made
         if self._is_restored and _entered:  # the Trainer has put this one in the place of that one
-            _entered[-1].follow(self._training, self._model)
+            _entered[-1].follow(self, self._training, self._model)
         every = args.gradient_accumulation_steps
         self._training.begin(self._model, optimizers, ranks=args.world_size, accumulate=every)
 
-    def follow(self, training: Training, model: torch.nn.Module) -> None:
-        """Report, and end, the training of the callback that a checkpoint made in the place of this one."""
+    def follow(self, other: SqueezeboxCallback, training: Training, model: torch.nn.Module) -> None:
+        """Report, and end, the training of the other one, which a checkpoint put in the place of this one."""
         self._training, self._model = training, model
+        if self._logs_to is not None:
+            other.log_to(self._logs_to)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
