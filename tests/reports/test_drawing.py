@@ -134,6 +134,13 @@ def test_merged_colours_have_the_area_of_their_seconds_and_are_few(monkeypatch):
             assert areas[kind.name.lower()] == pytest.approx(22.0 * seconds * scale, rel=0.01)
 
 
+def test_more_ranks_than_rectangles_are_drawn(monkeypatch):
+    monkeypatch.setattr("squeezebox.reports._svg._TILES", 8)
+    root = ElementTree.fromstring(draw_svg(chart_of(timeline_of(breadth_first(4, 2, loops=4)))))
+    colours = {f"{kind}-{shade}" for kind in ("forward", "backward") for shade in range(4)}
+    assert all({name for name, _, _ in row} >= colours for row in rows_of(root))
+
+
 @pytest.mark.slow
 def test_a_drawing_of_many_ranks_stays_small():
     timeline = simulate(one_f_one_b(300, 20, batches=15), Costs.even(300, forward=0.0123, backward=0.0321))

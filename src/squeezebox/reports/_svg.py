@@ -162,7 +162,8 @@ def tiles(chart: PipelineChart, limit: int) -> tuple[list[list[Tile]], bool]:
     while True:
         rows = [list(_merged(row, shades, while_seconds)) for row in chart.rows]
         number = sum(map(len, rows))
-        if number <= max(limit, 2 * len(rows)):
+        are_least = while_seconds >= chart.seconds  # one group a row
+        if are_least or number <= max(limit, 2 * len(rows)):
             return rows, False
         while_seconds *= max(1.1, number / limit)
 
