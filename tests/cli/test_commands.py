@@ -305,6 +305,7 @@ def test_wrong_arguments_of_estimate(models, capfd, arguments, message):
         (["--batch", "1"], 2, "--batch 1 is below 2"),
         (["--batch", "100000"], 2, "more than the"),
         (["--epochs", "0"], 2, "--epochs 0.0 is not a positive number"),
+        (["--seed", str(2**64)], 2, "is not from 0 to 2**64 - 1"),
         (["--data", "nowhere"], 1, "The full Fashion-MNIST was not found"),
         (["--out", "missing/demo.json"], 1, "cannot write missing/demo.json"),
     ],

@@ -11,6 +11,7 @@ import typer
 from squeezebox.cli._estimate import refuse_useless
 from squeezebox.cli._options import Json
 from squeezebox.cli._values import require_apart
+from squeezebox.schema import OptionError
 
 
 def demo(
@@ -49,6 +50,8 @@ def demo(
     useless, useful = (of_training, of_image) if gigapixel else (of_image, of_training)
     refuse_useless({f"--{name}": each is not None for name, each in useless.items()}, why)
     require_apart({"--out": out, "--timeline": timeline})
+    if not 0 <= seed < 2**64:
+        raise OptionError(f"--seed {seed} is not from 0 to 2**64 - 1; give 0.")
     given: dict[str, Any] = {name: each for name, each in useful.items() if each is not None}
     if gigapixel:
         from squeezebox.cli._gigapixel import Gigapixel

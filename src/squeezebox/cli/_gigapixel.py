@@ -178,8 +178,6 @@ def run(settings: Gigapixel) -> dict[str, Any]:
     parse_size("--memory", settings.memory)
     if settings.steps < 1:
         raise OptionError(f"--steps {settings.steps} is below 1.")
-    if not 0 <= settings.seed < 2**64:
-        raise OptionError(f"--seed {settings.seed} is not from 0 to 2**64 - 1; give 0.")
     require_writable(settings.out)
     start = time.perf_counter()
     with temporary_folder() as folder:
