@@ -71,6 +71,19 @@ def test_a_users_own_error_is_told(models, capfd, command, name):  # noqa: F811
     assert code == 1 and f"'my_models:{name}' raised " in err and "my_models.py, line " in err
 
 
+@pytest.mark.parametrize("command", ["estimate", "plan"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("leave", ("--sample",)), ("leave_loss", (*STEP[1:], "--loss"))],
+    ids=["sample", "loss"],
+)
+def test_a_sample_or_a_loss_that_exits_is_told(models, capfd, command, name, options):  # noqa: F811
+    with (models / "my_models.py").open("a") as file:
+        file.write(f"{FAILING}\ndef leave_loss(output, target):\n    raise SystemExit(0)\n")
+    code, err = refused(capfd, command, STEP[0], *options, f"my_models:{name}")
+    assert code == 1 and f"'my_models:{name}' raised SystemExit: 0 (" in err and "my_models.py, line " in err
+
+
 def test_a_model_that_reads_values_while_it_is_built_is_estimated(models, capfd):  # noqa: F811
     with (models / "my_models.py").open("a") as file:
         file.write(FAILING)

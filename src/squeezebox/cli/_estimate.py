@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import os
@@ -110,12 +111,23 @@ def refuse_useless(given: Mapping[str, bool], why: str) -> None:
 
 
 def load_loss(name: str) -> Callable[[Any, Any], torch.Tensor]:
-    """The function of output and target called ``module:callable``.
+    """The function of output and target called ``module:callable``; its sys.exit() is explained.
 
     Raises:
         OptionError: there is none, or it does not take two arguments.
     """
-    return load_call(name, "output", "target", option="--loss ")
+    found = load_call(name, "output", "target", option="--loss ")
+    if not inspect.isfunction(found):
+        return found
+
+    @functools.wraps(found)
+    def loss(output: Any, target: Any) -> torch.Tensor:
+        try:
+            return found(output, target)  # type: ignore[no-any-return]
+        except SystemExit as error:
+            raise _explained(name, error) from None
+
+    return loss
 
 
 def load_call(name: str, *given: str, option: str = "") -> Callable[..., Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import squeezebox
-from squeezebox.cli._estimate import load_factory, load_loss, parse_shape
+from squeezebox.cli._estimate import call_factory, load_factory, load_loss, parse_shape
 from squeezebox.cli._model_names import load_model_factory
 from squeezebox.cli._show import progress
 from squeezebox.planning import SharedStep, shared
@@ -24,11 +25,12 @@ def described(
         OptionError: a name says nothing that there is.
     """
     with progress("loading the model"):
+        made = None if sample is None else functools.partial(call_factory, sample, load_factory(sample))
         return {
             "model": load_model_factory(model),
             "input_shape": None if input is None else parse_shape(input),
             "batch": batch,
-            "sample": None if sample is None else load_factory(sample),
+            "sample": made,
             "loss_fn": None if loss is None else load_loss(loss),
             "input_dtype": dtype,
         }
