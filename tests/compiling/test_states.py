@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import squeezebox
+from squeezebox.capture import CompiledStep, Spending
 from squeezebox.memory import FileTensor, PeakMeter
 from squeezebox.schema import AttachError, BudgetError, CaptureError, OptionError, UnsupportedModelError
 from squeezebox.steps import held_by, nbytes_of, persistent
@@ -263,3 +264,13 @@ def test_several_graphs_update_each_parameter_once():
     with pytest.raises(UnsupportedModelError, match="two compute parts of one parameter's gradient"):
         compiled(model, adamw(model), "60%")
     assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_gradients_after_close_are_not_in_memory_that_kernels_write_over():
+    weight, gradient = nn.Parameter(torch.zeros(3)), torch.empty(3)
+    spending = Spending({weight: 0}, lambda *_: None)
+    CompiledStep(nn.Identity(), lambda *_: None, lambda: None, spending=spending).close()
+    for times in (1.0, 2.0):
+        spending.take(weight, gradient.fill_(1.0))
+        gradient.zero_()
+        assert torch.equal(weight.grad, torch.full((3,), times))

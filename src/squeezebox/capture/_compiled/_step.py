@@ -170,6 +170,11 @@ def _accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
+def _accumulate_copy(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+    """What stays after backward: kernels that come later write over the gradient itself."""
+    _accumulate(parameter, gradient.clone() if parameter.grad is None else gradient)
+
+
 class CompiledStep:
     """A compiled model of which the saved activations are packed. Call it as the model.
 
@@ -253,7 +258,7 @@ class CompiledStep:
             self._updates.close()
         self._updates = self._plan = None
         if self._spending is not None:
-            self._spending.take = _accumulate
+            self._spending.take = _accumulate_copy
 
     def report(self) -> CompiledReport:
         """What the training graph compiled last saves; within a budget, what all graphs of the model do.
