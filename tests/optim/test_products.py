@@ -231,3 +231,18 @@ def test_copies_have_nothing_of_it(tmp_path):
         assert type(other.first.weight.grad) is torch.Tensor
         torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
     updates.close()
+
+
+def test_a_gradient_that_is_asked_for_has_views_and_can_be_changed():
+    model, plain, x = network(), network(), inputs()
+    updates = sliced(model, torch.optim.SGD(model.parameters(), lr=0.1), sliceable(model))
+    (found,) = torch.autograd.grad(model(x).square().mean(), [model.second.weight])
+    (wanted,) = torch.autograd.grad(plain(x).square().mean(), [plain.second.weight])
+    assert isinstance(found, ProductTensor)
+    for gradient in (found, wanted):
+        gradient.view(-1)[:5] = 1.0
+        gradient.t()[7] = 2.0
+        gradient.mul_(3.0)
+    torch.testing.assert_close(found[:9], wanted[:9])
+    torch.testing.assert_close(found + 0.0, wanted)
+    updates.close()

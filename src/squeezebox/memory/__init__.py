@@ -39,6 +39,7 @@ from squeezebox.memory._stored import (
     MovedWeight,
     StoredTensor,
     flat_in_memory,
+    is_view,
     move,
     settle,
 )
@@ -95,6 +96,7 @@ __all__ = [
     "freed_returned",
     "is_scarce",
     "is_capturing",
+    "is_view",
     "lacks_memory",
     "layout",
     "layout_csv",

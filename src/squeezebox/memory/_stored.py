@@ -101,6 +101,12 @@ def flat_in_memory(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return value.as_strided((like.numel(),), (1,))
 
 
+def is_view(func: Any) -> bool:
+    """Whether what an operator gives has the memory of what it gets."""
+    given = (each.alias_info for each in func._schema.returns)
+    return any(each is not None and not each.is_write for each in given)
+
+
 def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """An operator on lists, once for each of their members, so that no two are in memory at once."""
     count = len(args[0])
@@ -117,7 +123,7 @@ def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 def _loaded(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The operator on the elements; those that it changes are stored again."""
     schema = func._schema
-    if any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns):
+    if is_view(func):
         raise CaptureError(
             f"{func} would make a view of a tensor that is in a file or packed (optimizer state, a gradient "
             "or a weight, under a plan with states=True), and what is done to the view would not reach it. "

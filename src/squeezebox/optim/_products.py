@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from squeezebox.memory import CHUNK_BYTES, Absent, StoredTensor
+from squeezebox.memory import CHUNK_BYTES, Absent, StoredTensor, is_view
 
 _LEAST_BYTES = 4 * CHUNK_BYTES  # of a weight whose gradient is worth slices
 _EVEN = 16  # rows: BLAS treats those beyond a multiple of its kernels' height apart, and may round otherwise
@@ -19,6 +19,8 @@ _EVEN = 16  # rows: BLAS treats those beyond a multiple of its kernels' height a
 
 class ProductTensor(StoredTensor):
     """A linear layer's weight gradient as its two factors: each row is multiplied when it is read.
+
+    Once somebody takes a view or changes an element, all of it is in memory.
 
     Args:
         like: the weight, of shape (out, in).
@@ -36,7 +38,11 @@ class ProductTensor(StoredTensor):
 
     def load(self) -> torch.Tensor:
         """All of it, in one product."""
-        return self._left @ self._right
+        return self._rows if len(self._rows) == len(self) else self._left @ self._right
+
+    def store(self, value: torch.Tensor) -> None:
+        """Have these elements from now on."""
+        self._first, self._rows = 0, value.contiguous()
 
     @contextlib.contextmanager
     def lent(
@@ -60,9 +66,12 @@ class ProductTensor(StoredTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         self = args[0] if args else None
-        if isinstance(self, ProductTensor) and func is _TRANSPOSED:
+        if not isinstance(self, ProductTensor) or func in _SAME or not is_view(func):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if func is _TRANSPOSED and torch._C._current_graph_task_id() >= 0:  # on the way to the weight
             return ProductTensor(self._like.t(), self._right.t(), self._left.t())
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        self.store(self.load())
+        return func(self.load(), *args[1:], **(kwargs or {}))
 
     @property
     def is_equal_in_slices(self) -> bool:
@@ -193,4 +202,5 @@ def _value_of(value: Any) -> Any:
 
 _aten: Any = torch.ops.aten
 _TRANSPOSED, _PRODUCT = _aten.t.default, _aten.mm.default
+_SAME = (_aten.detach.default, _aten.alias.default)
 _VIEWS = (_TRANSPOSED, _aten.view.default, _aten._unsafe_view.default, _aten.detach.default)

@@ -152,7 +152,7 @@ class Updates:
         self._groups.show()
         for parameter in self._groups.parameters():
             self._homes.bring_back(parameter)
-            if isinstance(parameter.grad, FileTensor):
+            if isinstance(parameter.grad, StoredTensor):
                 parameter.grad = parameter.grad.load()
             elif isinstance(parameter.grad, SpentGradient):
                 parameter.grad = None
