@@ -212,9 +212,7 @@ class SplitWeight(StoredTensor):
         torch._C._increment_version([self])
         self.changes.count = self._version
 
-    data = property(
-        lambda self: SplitWeight(self, self.halves), lambda self, value: self.store(value.detach())
-    )
+    data = property(lambda self: self.detach(), lambda self, value: self.store(value.detach()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
