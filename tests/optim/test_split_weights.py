@@ -278,3 +278,18 @@ def test_what_cannot_be_given_back_is_said_before_and_once_it_can_it_is():
     updates.weights.require_exchangeable()
     updates.close()
     assert not any(isinstance(each, SplitWeight) for each in model.parameters())
+
+
+def test_inference_mode_sees_and_changes_the_weight():
+    model = network()
+    optimizer, weight = MAKE["SGD"](model.parameters()), model[3].weight
+    updates, wanted = split(model, optimizer), weight.detach().clone()
+    with torch.inference_mode():
+        state = model.state_dict()
+        assert torch.equal(state["3.weight"], wanted)
+        weight.data.mul_(2.0)
+        weight.add_(1.0)
+    assert torch.equal(weight, wanted.mul(2.0).add(1.0))
+    assert torch.equal(state["3.weight"], weight) and torch.equal(weight.data, weight)
+    train(model, optimizer, 1)
+    updates.close()

@@ -18,6 +18,7 @@ from squeezebox.memory import (
     StoredTensor,
     TensorFile,
     flat_in_memory,
+    is_view,
     movable_weights,
 )
 from squeezebox.schema import AttachError, CaptureError
@@ -246,8 +247,9 @@ class SplitWeight(StoredTensor):
             first.check()
             return first.halves.cast()
         if isinstance(first, SplitWeight) and func in _SAME:
-            return SplitWeight(first, first.halves, first.changes)
-        if any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns):
+            with torch.inference_mode(False):  # it has the weight's count of changes
+                return SplitWeight(first, first.halves, first.changes)
+        if is_view(func):
             return func(*tree_map(_loaded, args), **tree_map(_loaded, dict(kwargs)))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         for each in changed(func, args, kwargs):
