@@ -12,6 +12,7 @@ from torch import nn
 
 from squeezebox.memory import Absent, FileTensor, disk_folder
 from squeezebox.optim import Updates
+from squeezebox.optim._pieces import is_divisible
 from squeezebox.schema import AttachError, CaptureError, OptionError, UnsupportedModelError
 
 OPTIMIZERS = {
@@ -558,3 +559,9 @@ def test_a_hook_of_later_does_not_disturb_a_closure(tmp_path):
     losses = [optimizer.step(closure).item() for _ in range(3)]
     updates.close()
     assert losses[2] < losses[0] and len(seen) == 3
+
+
+def test_a_stride_along_a_dimension_of_size_1_means_nothing():
+    weight = nn.Parameter(torch.zeros(8, 1, 1, 6).permute(0, 3, 1, 2))
+    weight.grad = torch.zeros(8, 6, 1, 1)
+    assert weight.grad.stride() != weight.stride() and is_divisible(weight, {})

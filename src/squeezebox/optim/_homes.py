@@ -227,7 +227,7 @@ class Homes:
 
     def put_away(self, parameter: torch.Tensor) -> None:
         """Take all of a parameter's state home, as an update or a loading has left it."""
-        state = self._optimizer.state[parameter]
+        state = self._optimizer.state.get(parameter, {})
         moved = {key: value for key, value in state.items() if is_movable(value)}
         if id(parameter) in self._in_file and self._file is not None:
             for key, value in moved.items():

@@ -31,15 +31,21 @@ def is_divisible(parameter: torch.Tensor, state: Mapping[str, Any], *, packed: b
         (packed or can_be_cut(parameter))
         and parameter.numel() > 1
         and all(each.layout is torch.strided for each in (parameter, *alike))
-        and all(each.dtype == parameter.dtype and each.stride() == parameter.stride() for each in alike)
+        and all(each.dtype == parameter.dtype and _strides(each) == _strides(parameter) for each in alike)
         and _is_range(parameter)
     )
 
 
+def _strides(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """With sizes; along a dimension of size 1 there is no step, whatever the tensor says."""
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    return [(stride, length) for stride, length in pairs if length != 1]
+
+
 def _is_range(tensor: torch.Tensor) -> bool:
     size = 1
-    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if length != 1 and stride != size:
+    for stride, length in sorted(_strides(tensor)):
+        if stride != size:
             return False
         size *= length
     return True
