@@ -167,3 +167,21 @@ def test_codes_are_offered_where_their_updates_are_good_enough():
     assert state_costs(adam, 1e-5, CPU) == [()]
     centered = torch.optim.RMSprop(model.parameters(), centered=True)
     assert state_costs(centered, 0.5, CPU) == [()]
+
+
+def test_training_begins_again_after_an_update_that_failed():
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    updates = held(model, optimizer, 8)
+    train(model, optimizer, 1)
+    saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    (group,) = optimizer.param_groups
+    betas, group["betas"] = group["betas"], None
+    with pytest.raises(TypeError):
+        train(model, optimizer, 1)
+    group["betas"] = betas
+    assert optimizer.state_dict()["state"].keys() == saved[1]["state"].keys()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    train(model, optimizer, 1)
+    updates.close()

@@ -293,3 +293,15 @@ def test_inference_mode_sees_and_changes_the_weight():
     assert torch.equal(state["3.weight"], weight) and torch.equal(weight.data, weight)
     train(model, optimizer, 1)
     updates.close()
+
+
+def test_a_gradient_of_another_layout_is_updated_without_state():
+    plain, model = network(), network()
+    optimizer, other = MAKE["SGD"](plain.parameters()), MAKE["SGD"](model.parameters())
+    updates = split(model, other, in_backward=False)
+    for each, own in ((plain, optimizer), (model, other)):
+        each[4].weight.grad = torch.randn(150, 150, generator=torch.Generator().manual_seed(0)).t()
+        own.step()
+    assert not other.state_dict()["state"]
+    updates.close()
+    assert same(model, plain)

@@ -561,6 +561,24 @@ def test_a_hook_of_later_does_not_disturb_a_closure(tmp_path):
     assert losses[2] < losses[0] and len(seen) == 3
 
 
+def test_an_update_that_failed_leaves_nothing_of_its_own_in_the_optimizer(tmp_path):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    updates = held(model, optimizer, tmp_path, in_backward=True, states=True)
+    train(optimizer, model, 1)
+    saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    (group,) = optimizer.param_groups
+    betas, group["betas"] = group["betas"], None
+    with pytest.raises(TypeError):
+        train(optimizer, model, 1)
+    group["betas"] = betas
+    assert optimizer.state_dict()["state"].keys() == saved[1]["state"].keys()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    train(optimizer, model, 1)
+    updates.close()
+
+
 def test_a_stride_along_a_dimension_of_size_1_means_nothing():
     weight = nn.Parameter(torch.zeros(8, 1, 1, 6).permute(0, 3, 1, 2))
     weight.grad = torch.zeros(8, 6, 1, 1)

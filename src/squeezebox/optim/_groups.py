@@ -74,6 +74,22 @@ def step_these(
         optimizer.param_groups = groups
 
 
+def step_apart(
+    optimizer: torch.optim.Optimizer, elements: torch.Tensor, group: dict[str, Any], state: dict[str, Any]
+) -> dict[str, Any]:
+    """The same for elements that are none of the optimizer's parameters; gives what becomes of their state.
+
+    Nothing of them is left in the optimizer, also where its step fails.
+    """
+    try:
+        if state:
+            optimizer.state[elements] = state
+        step_these(optimizer, [elements], group)
+    finally:
+        left: dict[str, Any] = optimizer.state.pop(elements, {})
+    return left
+
+
 class Groups:
     """The parameters of an optimizer: their names in the model, and their groups."""
 

@@ -10,7 +10,7 @@ import torch
 
 from squeezebox.codecs import StateCodes
 from squeezebox.memory import Absent, FileTensor, StoredTensor, TensorFile, flat_in_memory
-from squeezebox.optim._groups import step_these
+from squeezebox.optim._groups import step_apart
 
 # Averages of squares, or largest sizes: never negative.
 _SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf")
@@ -146,6 +146,8 @@ class Sample:
 
     def take(self, start: int, values: torch.Tensor, gradient: torch.Tensor) -> None:
         """Note those among a piece's elements, which begin at ``start``, before their update."""
+        if start == 0:  # an update before may have failed
+            self._values, self._gradients, self._updated = [], [], []
         self._values.append(self._of(start, values))
         self._gradients.append(self._of(start, gradient))
 
@@ -163,10 +165,7 @@ class Sample:
         exact.grad = torch.cat(self._gradients)
         updated = torch.cat(self._updated)
         self._values, self._gradients, self._updated = [], [], []
-        if self._state:
-            optimizer.state[exact] = self._state
-        step_these(optimizer, [exact], group)
-        self._state = optimizer.state.pop(exact, {})
+        self._state = step_apart(optimizer, exact, group, self._state)
         error = (updated - exact).double().square().sum()
         moved = (exact - before).double().square().sum()
         share = self._numel / len(before)

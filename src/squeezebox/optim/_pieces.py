@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from squeezebox.memory import CHUNK_BYTES, StoredTensor
-from squeezebox.optim._groups import step_these
+from squeezebox.optim._groups import step_apart
 from squeezebox.optim._homes import CodedTensor, Homes, pack, unpacked
 from squeezebox.optim._products import can_be_cut
 
@@ -54,7 +54,7 @@ def _is_range(tensor: torch.Tensor) -> bool:
 def update_in_pieces(
     optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, group: dict[str, Any], make: MakeState
 ) -> None:
-    """As :func:`step_these` to the bit, for an optimizer that treats every element by itself.
+    """As a step of all of it to the bit, for an optimizer that treats every element by itself.
 
     Gradient and state may be in a file: then a piece is worked in the file's own buffer.
     """
@@ -71,9 +71,8 @@ def update_in_pieces(
             piece.grad = lent.enter_context(_lent(gradient, start, stop, changed=False))
             if state:
                 own = {key: lent.enter_context(_lent(value, start, stop)) for key, value in whole.items()}
-                optimizer.state[piece] = {key: _copied(value) for key, value in others.items()} | own
-                step_these(optimizer, [piece], group)
-                left = optimizer.state.pop(piece)
+                own = {key: _copied(value) for key, value in others.items()} | own
+                left = step_apart(optimizer, piece, group, own)
                 continue
             for begin, left in _first(optimizer, piece, group):
                 for key in [key for key, value in left.items() if _is_flat(value)]:
@@ -101,11 +100,11 @@ def update_packed(
 
     def update(piece: torch.Tensor, begin: int) -> dict[str, torch.Tensor]:
         nonlocal left
+        own: dict[str, Any] = {}
         if state:
             own = unpacked(packed, begin, begin + len(piece), piece.dtype, rooms)
-            optimizer.state[piece] = {key: _copied(value) for key, value in others.items()} | own
-        step_these(optimizer, [piece], group)
-        left = optimizer.state.pop(piece, {})
+            own = {key: _copied(value) for key, value in others.items()} | own
+        left = step_apart(optimizer, piece, group, own)
         return {key: left.pop(key) for key, value in [*left.items()] if _is_flat(value)}
 
     for start in range(0, numel, chunk):
@@ -154,8 +153,7 @@ def _first(
     for begin in range(0, len(piece), part):
         own = piece[begin : begin + part]
         own.grad = piece.grad[begin : begin + part]
-        step_these(optimizer, [own], group)
-        yield begin, optimizer.state.pop(own, {})
+        yield begin, step_apart(optimizer, own, group, {})
 
 
 def _is_whole(value: object, parameter: torch.Tensor) -> bool:

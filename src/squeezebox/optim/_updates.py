@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from squeezebox.memory import Absent, DiskFolder, FileTensor, StoredTensor, TensorFile
-from squeezebox.optim._groups import Groups, SpentGradient, refuse_unknown, step_these
+from squeezebox.optim._groups import Groups, SpentGradient, refuse_unknown, step_apart, step_these
 from squeezebox.optim._homes import Homes, is_movable
 from squeezebox.optim._pieces import is_divisible, update_in_pieces, update_packed
 from squeezebox.optim._products import Products
@@ -248,12 +248,13 @@ class Updates:
         self._homes.bring_back(parameter)
         own = parameter.load() if isinstance(parameter, SplitWeight) else parameter
         own.grad = filed.load() if isinstance(filed, StoredTensor) else filed
-        if own is not parameter and parameter in states:
-            states[own] = states[parameter]
-        step_these(self._optimizer, [own], group)
         if isinstance(parameter, SplitWeight):
-            states[parameter] = states.pop(own)
+            state = step_apart(self._optimizer, own, group, states.get(parameter, {}))
+            if state:
+                states[parameter] = state
             parameter.store(own)
+        else:
+            step_these(self._optimizer, [own], group)
         parameter.grad = filed
         self._homes.put_away(parameter)
 
