@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 for name in ("fork", "register_at_fork", "preadv", "pwritev", "pread", "pwrite", "posix_fallocate",
-             "posix_fadvise", "fdatasync", "nice", "sched_getaffinity"):
+             "posix_fadvise", "fdatasync", "nice", "sched_getaffinity", "sysconf"):
     delattr(os, name)
 for name in ("MAP_PRIVATE", "MAP_ANONYMOUS", "MADV_DONTNEED"):
     delattr(mmap, name)
@@ -37,6 +37,10 @@ for _ in range(3):
 assert session.report().record.packed_bytes < session.report().record.saved_bytes
 session.detach()
 """
+STAGED = """
+from squeezebox.memory import Staging
+Staging(None)  # as for a model on CUDA
+"""
 STREAMED = """
 pixels = np.lib.format.open_memmap(sys.argv[1], "w+", np.float32, (1, 3, 128, 32))
 pixels[:] = 0.5
@@ -48,7 +52,9 @@ assert torch.allclose(step(pixels, label), wanted)
 """
 
 
-@pytest.mark.parametrize("work", [PLANNED, PACKED, STREAMED], ids=["planned", "packed", "streamed"])
+@pytest.mark.parametrize(
+    "work", [PLANNED, PACKED, STAGED, STREAMED], ids=["planned", "packed", "staged", "streamed"]
+)
 def test_what_windows_lacks_is_done_without(work, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", HIDDEN + work, str(tmp_path / "pixels.npy")], capture_output=True, text=True

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import errno
 import functools
-import os
+import mmap
 import re
 import sys
 from collections.abc import Iterator
@@ -107,7 +107,7 @@ def live_bytes(device: torch.device) -> int | None:
             pages = int(file.read(128).split()[1])
     except OSError:
         return None
-    return pages * os.sysconf("SC_PAGESIZE")
+    return pages * mmap.PAGESIZE
 
 
 # Of torch's allocators for hosts and for CUDA devices, and of numpy's.

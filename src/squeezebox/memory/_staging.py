@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -297,4 +298,6 @@ def _unchanged(slot: HostSlot) -> torch.Tensor:
 
 
 def _half_of_memory() -> int:
+    if not hasattr(os, "sysconf"):  # Windows, where no plan moves anything
+        return sys.maxsize
     return int(_HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
