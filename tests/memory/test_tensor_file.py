@@ -3,13 +3,21 @@
 import copy
 import errno
 import io
+import weakref
 from concurrent.futures import Future
 
 import numpy as np
 import pytest
 import torch
 
-from squeezebox.memory import CHUNK_BYTES, FileTensor, TensorFile, disk_folder, parts_of
+from squeezebox.memory import (
+    CHUNK_BYTES,
+    FileTensor,
+    TensorFile,
+    _chunks,
+    disk_folder,
+    parts_of,
+)
 from squeezebox.memory._chunks import Chunks
 from squeezebox.memory._disk import SECTOR
 from squeezebox.schema import CaptureError
@@ -194,3 +202,19 @@ def test_what_could_not_be_written_is_missing_whenever_it_is_read(how, others):
     chunks.settle()
     chunks.get(0, out)
     assert (out == 3).all()
+
+
+def test_a_closed_file_has_no_buffers(tmp_path, monkeypatch):
+    pages, buffers = _chunks._pages, []
+
+    def noted(nbytes):
+        made = pages(nbytes)
+        buffers.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(_chunks, "_pages", noted)
+    file = TensorFile(disk_folder(tmp_path))
+    tensor = filed(torch.ones(4), file)
+    assert torch.equal(tensor, torch.ones(4))
+    file.close()
+    assert buffers and not any(buffer() is not None for buffer in buffers)

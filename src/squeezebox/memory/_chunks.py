@@ -132,8 +132,11 @@ class Chunks:
         self._reclaim()
 
     def close(self, *, wait: bool) -> None:
-        """Begin nothing more."""
+        """Begin nothing more; ``wait`` for what was begun, and give the buffers up."""
         self._file.finish(wait=wait)
+        if wait:
+            self._used.clear()
+            self._free.clear()
 
     def _reclaim(self) -> None:
         """Free the buffers that nobody wants; one that is being written stays, and its place with it."""
