@@ -16,6 +16,7 @@ from squeezebox.memory import (
     TensorFile,
     _chunks,
     disk_folder,
+    flat_in_memory,
     parts_of,
 )
 from squeezebox.memory._chunks import Chunks
@@ -218,3 +219,8 @@ def test_a_closed_file_has_no_buffers(tmp_path, monkeypatch):
     assert torch.equal(tensor, torch.ones(4))
     file.close()
     assert buffers and not any(buffer() is not None for buffer in buffers)
+
+
+def test_elements_are_put_in_order_on_their_own_device():
+    value, like = torch.empty(4, 6, device="meta").t(), torch.empty(6, 4, device="meta")
+    assert flat_in_memory(value, like).is_meta

@@ -97,7 +97,8 @@ _DETACH = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 def flat_in_memory(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """All elements in the order that memory of ``like``'s strides has them in."""
     if value.stride() != like.stride():
-        value = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(value)
+        own = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+        value = own.copy_(value)
     return value.as_strided((like.numel(),), (1,))
 
 
