@@ -169,6 +169,12 @@ def test_codes_are_offered_where_their_updates_are_good_enough():
     assert state_costs(centered, 0.5, CPU) == [()]
 
 
+def test_noise_is_measured_once_for_groups_that_differ_in_what_is_not_the_optimizer_s():
+    groups = [{"params": [nn.Parameter(torch.zeros(4))], "lr_scale": scale} for scale in (1.0, 0.5)]
+    first, second = state_costs(torch.optim.AdamW(groups, capturable=True), 0.02, CPU)
+    assert [code.bits for code in first] == [16, 8] and second is first
+
+
 def test_training_begins_again_after_an_update_that_failed():
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -68,7 +68,7 @@ def _looking_at_gradients(
 _ELEMENTS, _STEPS = 4096, 1000  # so long an average of a thousand steps takes to be as wrong as it will be
 _SPREAD = 1.0  # of the logarithm of elements' gradients in a block
 _TIMED, _REPEATS = 1 << 18, 5
-_NOT_OURS = ("params", "lr", "initial_lr", "weight_decay")  # make no difference to the error
+_NOT_OURS = frozenset({"lr", "weight_decay", "capturable"})  # make no difference to the error
 _CODED = 4  # bytes of an element, at most
 
 
@@ -96,7 +96,8 @@ def state_costs(
     known: dict[str, tuple[StateCost, ...]] = {}
     found = []
     for group in optimizer.param_groups:
-        settings = {key: value for key, value in group.items() if key not in _NOT_OURS}
+        own = optimizer.defaults.keys() - _NOT_OURS
+        settings = {key: value for key, value in group.items() if key in own}
         name = repr(sorted(settings.items()))
         if name not in known:
             known[name] = tuple(
