@@ -10,8 +10,18 @@ from torch import nn
 from torch.nn import functional as F
 
 import squeezebox
-from squeezebox.profiling import PeakMeter
-from squeezebox.schema import AttachError, BudgetError, CaptureError, OptionError, PlanError
+from squeezebox import planner
+from squeezebox.planning._states import _late, _Parameter
+from squeezebox.profiling import ParameterNeeds, PeakMeter
+from squeezebox.schema import (
+    AttachError,
+    BudgetError,
+    CaptureError,
+    Moment,
+    OptionError,
+    PlanError,
+    Profile,
+)
 from squeezebox.steps import nbytes_of, persistent
 
 WORDS, LENGTH = 2048, 32
@@ -118,6 +128,27 @@ def test_peaks_are_as_predicted_and_training_is_the_same_to_the_bit(way):
     assert peaks == sorted(peaks)
     assert peaks[0] < 0.5 * peak
     assert plan.plain_peak_bytes == pytest.approx(peak, rel=0.03) or "clip" in way
+
+
+def test_kept_gradients_are_there_until_the_last_update():
+    needs, size = ParameterNeeds(state_bytes=2 << 20, update_bytes=0), 1 << 20
+    found = [_Parameter(f"{number}", number, size, needs, in_pieces=False) for number in range(3)]
+    sizes = [number * size for number in range(4)]
+    moments = tuple(Moment(phase="backward", gradient_bytes=nbytes) for nbytes in sizes)
+    profile = _late(Profile(base_bytes=tuple(sizes), tensors=(), moments=moments), found, 1.0, 1)
+    chosen = {row.key: row.options[-1 if row.key == "state of 2" else 0] for row in profile.tensors}
+    assert planner.peak(profile, chosen) == (3 + 2 * 2 + 2) * size
+
+
+@pytest.mark.parametrize("budget", [None, "60%", "80%"])
+def test_clipped_steps_in_16_bits_are_within_their_prediction(budget):
+    model, _, sample = task()
+    optimizer = torch.optim.AdamW(model.bfloat16().parameters(), lr=1e-3)
+    plan = planned(model, optimizer, sample, clip=0.5, budget=budget)
+    session = squeezebox.attach(model, optimizer=optimizer, plan=plan)
+    _, measured = train(model, optimizer, sample, clip=0.5, meter=PeakMeter(torch.device("cpu")))
+    session.detach()
+    assert measured <= 1.03 * plan.predicted_peak_bytes
 
 
 def test_the_first_step_which_makes_the_state_is_within_the_budget():

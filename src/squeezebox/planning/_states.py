@@ -420,7 +420,7 @@ def _late(profile: Profile, found: Sequence[_Parameter], seconds: float, accumul
         if each.has_state_row:
             rows.append(_state_row(each, first + number, seconds))
         if not each.is_small:
-            rows.append(_gradient_row(each, first + number, seconds, accumulate))
+            rows.append(_gradient_row(each, first + number, len(base) - 1, seconds, accumulate))
     moments = (*profile.moments[:first], *[moment] * max(len(ordered), 1))
     return _replaced(profile, base, gradients, moments, rows)
 
@@ -469,24 +469,25 @@ def _state_row(each: _Parameter, position: int, seconds: float) -> TensorProfile
     )
 
 
-def _gradient_row(each: _Parameter, position: int, seconds: float, accumulate: int) -> TensorProfile:
-    """Kept from where it is complete; where several add up, through all of the step.
+def _gradient_row(each: _Parameter, at: int, last: int, seconds: float, accumulate: int) -> TensorProfile:
+    """Kept from where it is complete until ``zero_grad()``; where several add up, through all of the step.
 
     In the file it is read for its update, and before, wherever something is added to it.
     """
     nbytes, adds = each.gradient_bytes, accumulate > 1
-    start = each.position if adds else min(each.position + 1, position)
+    start = each.position if adds else min(each.position + 1, at)
     keep = Option(action=Action.KEEP, codec="keep", held_bytes=nbytes, lasting=adds)
-    apart = adds and each.position + 1 < position
+    away = [(each.position + 1, at - 1)] if adds else []
+    away = [(begin, end) for begin, end in (*away, (at + 1, last)) if begin <= end]
     whole = adds or not each.in_pieces  # something is added to it, or all of it is read at once
     moved = _moved(seconds * nbytes * accumulate, nbytes if whole else 0)
     return TensorProfile(
         key=each.gradient_key,
         part=Part.GRADIENT,
         saved_at=start,
-        first_use=each.position if adds else position,
-        last_use=position,
-        gaps=((each.position + 1, position - 1),) if apart else (),
+        first_use=each.position if adds else at,
+        last_use=last,
+        gaps=tuple(away),
         options=(keep, moved) if math.isfinite(seconds) else (keep,),
     )
 
