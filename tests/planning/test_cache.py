@@ -152,6 +152,7 @@ def test_another_sample_loss_noise_or_optimizer_is_another_step(tmp_path):
         {"exact": True, "loss_fn": closed(3)},
         {"exact": True, "loss_fn": Times(2)},
         {"exact": True, "loss_fn": Times(3)},
+        {"exact": True, "offload": False},
         {"exact": True, "optimizer": adam},
         {"exact": True, "optimizer": together},
     ):

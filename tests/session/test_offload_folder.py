@@ -126,3 +126,20 @@ def test_the_disk_s_speed_is_measured_once_for_a_folder():
     assert disk_speed(disk_folder()) is speed
     assert 0.0 < speed.leaving < min(speed.writing, speed.reading)
     assert speed.returning > 0.0
+
+
+def test_a_plan_that_moves_nothing_asks_for_no_disk_s_speed(folder, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", folder)  # which has not been measured yet
+    monkeypatch.setattr("squeezebox.memory._disk_speed._rounds", None)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    plan = squeezebox.plan(
+        model,
+        optimizer=optimizer,
+        sample=sample(),
+        loss_fn=F.cross_entropy,
+        exact=True,
+        offload=False,
+        states=True,
+    )
+    assert plan.offload is None and not plan.optimizer.states

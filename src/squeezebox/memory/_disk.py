@@ -42,8 +42,8 @@ class DiskFolder(Elsewhere):
 
     @property
     def frees_memory(self) -> bool:
-        """Not where it is in memory itself, or the system cannot write at a place in a file."""
-        return _CAN_WRITE and _memory_of(self.path) is None
+        """Not where it is in memory itself, has no name, or the system cannot write at a place in a file."""
+        return _CAN_WRITE and bool(self.path) and _memory_of(self.path) is None
 
     @property
     def keeps_state(self) -> bool:

@@ -19,6 +19,7 @@ from squeezebox import codecs, planner
 from squeezebox.bounds import NoiseBudget
 from squeezebox.capture import SMALL_BYTES, foreign_hooks, refuse_transforms
 from squeezebox.memory import (
+    DiskFolder,
     Elsewhere,
     disk_folder,
     disk_speed,
@@ -76,7 +77,7 @@ def named_place(offload: bool | str | os.PathLike[str] | Elsewhere, model: torch
         OptionError: it is in memory, missing or not writable; or a neighbour's, and the model on a device.
     """
     if isinstance(offload, bool):
-        return usual_folder()
+        return usual_folder() if offload else DiskFolder("", "")  # which is no place
     if not isinstance(offload, Elsewhere | str | os.PathLike):
         raise OptionError(f"offload {offload!r} is neither True, False nor a folder; give one of them.")
     if not isinstance(offload, Elsewhere):

@@ -84,7 +84,7 @@ def profile_step(
     controller = NoiseBudget(noise=step.noise) if step.noise else None
     with step.restored():
         engine = begin(step.model, step.optimizer, controller)
-        if step.folder is not None and step.folder.most_bytes is None:  # or else a disk takes what is tried
+        if step.folder is not None and step.folder.keeps_state:  # or else a disk takes what is tried
             engine.store.spill.folder = step.folder
         if whole is not None:
             engine.store.late_values = {key: Role(role) for key, role in whole.late_values.items()}
