@@ -117,9 +117,12 @@ class Waiting:
 
     def make(self) -> torch.Tensor:
         """The result, as the model would have had it."""
+        if self.made is None:
+            self.require_unchanged()
+            for parent in self.parents:
+                parent.make()  # and with it its children, of which this is one
         if self.made is not None:
             return self.made
-        self.require_unchanged()
         self.note("made")
         with self._as_begun(), self.within_autocast():
             found: torch.Tensor = self.function(*made(self.args), **made(self.kwargs))
