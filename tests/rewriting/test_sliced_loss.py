@@ -61,3 +61,15 @@ def test_sixteen_bits_are_summed_up_in_more():
 def test_a_class_that_does_not_exist_is_refused():
     with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
         sliced_cross_entropy(torch.randn(2, 8), torch.randn(40, 8), torch.tensor([0, 40]))
+
+
+def test_rows_that_are_ignored_count_nothing_with_infinite_logits_either():
+    x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(40, 8, requires_grad=True)
+    bias = torch.zeros(40)
+    bias[0] = -torch.inf
+    target = torch.tensor([-100, 5, -100, 7])
+    plain = functional.cross_entropy(functional.linear(x, weight, bias), target)
+    sliced = sliced_cross_entropy(x, weight, target, bias)
+    torch.testing.assert_close(sliced, plain)
+    expected = torch.autograd.grad(plain, (x, weight))
+    torch.testing.assert_close(torch.autograd.grad(sliced, (x, weight)), expected)

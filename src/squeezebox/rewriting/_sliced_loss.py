@@ -256,6 +256,7 @@ def _exponentials(
     losses[own] = rows.picked[own] * (lse[own] - chosen)
     if rows.smooth is not None and weighted is not None:
         losses[own] += rows.smooth[own] * (lse[own] * rows.total - weighted)
+    losses[own].masked_fill_(~rows.real[own], 0.0)  # also where a logit is infinite
     return z, part
 
 
