@@ -367,3 +367,28 @@ def test_a_part_without_channels_is_convolved_with_the_others():
     expected = plain(inputs)
     squeezebox.rewrite(plain, rewrites=places)
     torch.testing.assert_close(plain(inputs), expected)
+
+
+class Unread(Leaky):
+    """Has results of its norm that nobody reads: one is gone at once, and one stays."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        self.norm(x)
+        self.kept = self.norm(2.0 * x)
+        return x
+
+
+def test_a_norm_whose_result_nobody_reads_counts():
+    plain, inputs = Unread(), sample_of(Leaky())[0]
+    places = squeezebox.rewrite(Leaky(), sample=(inputs, None), loss_fn=loss_fn).rewrites
+    rewritten = copy.deepcopy(plain)
+    squeezebox.rewrite(rewritten, rewrites=places)
+    for model in (plain, rewritten):
+        for _ in range(2):
+            gradients(model, inputs)
+            with torch.no_grad():
+                model.norm.weight.mul_(2.0)
+        model.kept = None
+    for ours, theirs in zip(rewritten.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

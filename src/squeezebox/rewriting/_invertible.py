@@ -46,11 +46,12 @@ class InvertibleActivation:
         x, weight, bias, mean = args[0], norm.weight, norm.bias, norm.running[0]
         if mean is not None:
             before = self._latest.get(mean, lambda: None)()
-            if before is not None and not before.state.has_counted:  # so that statistics keep their order
-                before.make()
+            if before is not None:  # so that statistics keep their order
+                before.state.count(before.inputs[0])
         call = Waiting(self, norm.batch_norm, (x, weight, bias), {}, x.shape, x.dtype, note, norm)
         if mean is not None:
             self._latest[mean] = weakref.ref(call)
+            weakref.finalize(call, norm.count, x).atexit = False  # where nobody reads the result
         return Deferred.of(call)
 
     def read(self, call: Waiting, func: Any, args: Any, kwargs: Any) -> Any:
@@ -122,6 +123,12 @@ class _Norm:
         running = (None, None) if self.has_counted else self.running
         self.has_counted = True
         return running
+
+    def count(self, x: torch.Tensor) -> None:
+        """Change the running statistics, if that was not done."""
+        if not self.has_counted:
+            with torch.no_grad():
+                self.batch_norm(x, self.weight, self.bias)
 
     def batch_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         """As it is without an activation."""
