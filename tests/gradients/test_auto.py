@@ -4,6 +4,7 @@ import copy
 import io
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -222,3 +223,22 @@ def _large(rank):
 
 def test_what_no_half_holds_goes_whole():
     assert ranks.run(_large, 2) == [(True, 1)] * 2
+
+
+def _changed(rank):
+    """The level before and after the last pass under a plan, and that pass's noise."""
+    net = ranks.model()
+    ddp, plan = ranks.wrapped(net), _plan(net, ["entropy"])
+    squeezed = squeezebox.compress_gradients(ddp, "auto", noise=0.05)
+    squeezed.load_state_dict(squeezed.state_dict() | {"plan": plan.to_dict(), "passes": 2})
+    ranks.train(ddp, rank, 6)
+    before = squeezed.level
+    squeezed._balanced = SimpleNamespace(plan=replace(plan, noise=5e-4), end_pass=lambda *_: None)
+    ranks.train(ddp, rank, 1, first=6)
+    squeezed.close()
+    return before, squeezed.level, squeezed.last.noise
+
+
+def test_where_plans_change_the_level_is_steered_by_the_noise_of_the_last_one():
+    ((before, after, noise),) = ranks.run(_changed, 1)
+    assert after == pytest.approx(before * min(max((0.05 / noise) ** 0.5, 0.5), 2.0))

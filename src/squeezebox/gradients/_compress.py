@@ -141,9 +141,10 @@ class CompressedGradients:
             self._worker.finish()
             self._worker.run_here(self._jobs)
             self._buckets.finish()
+            noise = self._noise  # of the plan that this pass was under
             if self._chooser is not None:
                 self._choose(self._chooser)
-            self._account()
+            self._account(noise)
             self._held, self._jobs, self._is_synced = [], [], False
         return future
 
@@ -305,7 +306,7 @@ class CompressedGradients:
             return
         self._worker.submit(turn.begin_whole(self._exchange, dtype))
 
-    def _account(self) -> None:
+    def _account(self, noise: float | None) -> None:
         """Add up a pass, and set the level of the next one."""
         turns, self._turns = self._turns, []
         ranks = self._exchange.ranks
@@ -325,12 +326,12 @@ class CompressedGradients:
             whole=self.total.whole + self.last.whole,
         )
         if self._is_steered and self._passes > 1 and self.last.noise and not self.last.whole:
-            self._level = self._steered()
+            self._level = self._steered(noise)
 
-    def _steered(self) -> float:
+    def _steered(self, noise: float | None) -> float:
         """The level that meets the noise or the ratio asked for; at the highest, one element goes."""
-        if self._noise is not None:
-            factor = math.sqrt(self._noise / max(self.last.noise, 1e-12))
+        if noise is not None:
+            factor = math.sqrt(noise / max(self.last.noise, 1e-12))
         else:
             sent, plain = self.last.sent_bytes, self.last.plain_bytes
             factor = (self._ratio or 1.0) * sent / plain if plain else 1.0
