@@ -413,3 +413,44 @@ def test_reports_come_back_from_their_file(tmp_path):
     report.save(tmp_path / "pruning.json")
     assert PruningReport.load(tmp_path / "pruning.json") == report
     assert "after step 1: 9 of 30 channels went" in str(report) and "10 -> 7" in str(report)
+
+
+def test_what_a_gradscaler_leaves_to_a_fused_optimizer_is_done_in_importance_too():
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, backoff_factor=2.0**-116)
+    found = []
+    for scale in (lambda loss: loss, scaler.scale):
+        torch.manual_seed(0)
+        net = Residual()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+        pruning = squeezebox.prune(net, optimizer, inputs=X.float(), end=1)
+        while not pruning.done:
+            optimizer.zero_grad()
+            scale(1e3 * F.cross_entropy(net(X.float()), Y)).backward()
+            if scale == scaler.scale:
+                scaler.step(optimizer)  # skips the first
+                scaler.update()
+            else:
+                optimizer.step()
+        found.append([*pruning._importance.values()])
+    assert scaler.get_scale() == 2.0**10 and all(map(torch.equal, *found))
+
+
+def test_a_closures_own_gradients_are_judged():
+    found = []
+    for by_closure in (False, True):
+        net, optimizer = made(Residual)
+        pruning = squeezebox.prune(net, optimizer, inputs=X, end=2)
+
+        def closure(net=net, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(net(X), Y)
+            loss.backward()
+            return loss
+
+        if by_closure:
+            optimizer.step(closure)
+            assert optimizer.step(closure=closure) > 0
+        else:
+            steps(net, optimizer, 2)
+        found.append([*pruning._importance.values()])
+    assert all(map(torch.equal, *found))

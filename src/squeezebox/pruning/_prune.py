@@ -122,19 +122,41 @@ class Pruning:
         while self._hooks:
             self._hooks.pop()()
 
-    def _before(self, *_: Any) -> None:
-        if self._steps >= self._start:
+    def _before(self, _: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Judge by this step's gradients, which a closure makes."""
+        if self._steps < self._start:
+            return None
+        is_placed = len(args) > 1
+        closure = args[1] if is_placed else kwargs.get("closure")
+        if closure is None:
             self._judge()
+            return None
+
+        def judged() -> Any:
+            loss = closure()
+            self._judge()
+            return loss
+
+        return ((args[0], judged, *args[2:]), kwargs) if is_placed else (args, kwargs | {"closure": judged})
 
     def _after(self, *_: Any) -> None:
+        if self._is_skipped():
+            return
         self._steps += 1
         if self._steps == self._end:
             self.cancel()
             self._narrow()
 
+    def _is_skipped(self) -> bool:
+        """Whether a GradScaler has found gradients that are not finite; a fused optimizer leaves them out."""
+        return bool(getattr(self._optimizer, "found_inf", False))
+
     @torch.no_grad()
     def _judge(self) -> None:
         """Add this step's (weight * gradient)^2 of every channel."""
+        if self._is_skipped():
+            return
+        scale = float(getattr(self._optimizer, "grad_scale", None) or 1.0)  # a fused one divides by it later
         parameters = dict(self._model.named_parameters())
         squares: dict[str, Tensor] = {}
         for (name, dim), axis in self._placements.axes.items():
@@ -142,7 +164,7 @@ class Pruning:
             if parameter is None or parameter.grad is None or axis is None:
                 continue
             if name not in squares:
-                squares[name] = (parameter * parameter.grad).square()
+                squares[name] = (parameter * (parameter.grad / scale)).square()
             sums = squares[name].movedim(dim, 0).reshape(parameter.shape[dim], -1).sum(1).double().cpu()
             begin = 0
             for segment in axis:
