@@ -174,7 +174,8 @@ class ShardedEmbeddingBag(nn.Module):
     def optimizer_state_dict(self) -> dict[str, Any]:
         """What the optimizer's ``state_dict()`` would be for plain tables, parameter 0 being the first."""
         found = self.optimizer.state_dict()
-        own = {self._shards[number].table: state for number, state in found["state"].items()}
+        shards = enumerate(self._shards)  # a rank without any has a parameter that is of none
+        own = {shard.table: found["state"][number] for number, shard in shards if number in found["state"]}
         if self._ranks is not None:
             own = {table: state for known in self._ranks.gathered(own) for table, state in known.items()}
             found["param_groups"][0]["params"] = list(range(len(self._tables)))
