@@ -392,3 +392,22 @@ def test_a_norm_whose_result_nobody_reads_counts():
         model.kept = None
     for ours, theirs in zip(rewritten.buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+class Named(Gate):
+    """Has names that a rewritten model's class might want."""
+
+    def __init__(self):
+        super().__init__()
+        self.program, self.own = nn.Linear(64, 64), 2.0
+
+    def forward(self, x):
+        return self.own * self.program(super().forward(x))
+
+
+def test_a_models_own_names_stay_its_own():
+    model, (inputs, _) = Named(), sample_of(Gate())
+    plain = gradients(model, inputs)
+    squeezebox.rewrite(model, sample=(inputs, None), loss_fn=loss_fn)
+    for each in (model, copy.deepcopy(model)):
+        torch.testing.assert_close(gradients(each, inputs), plain, rtol=1e-4, atol=1e-6)

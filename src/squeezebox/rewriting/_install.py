@@ -19,8 +19,8 @@ _set_class = object.__dict__["__class__"].__set__
 class _Framed:
     """First base of a rewritten model's class: deriving it is no business of the model's own."""
 
-    program: Program
-    own: type[torch.nn.Module]
+    squeezebox_program: Program
+    squeezebox_own: type[torch.nn.Module]
 
     def __init_subclass__(cls) -> None:
         pass
@@ -45,7 +45,8 @@ def install(model: torch.nn.Module, program: Program) -> None:
     own = type(model)
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
     kind: Any = type(own)
-    derived = kind(own.__name__, (_Framed, own), {**names, **_methods(own), "program": program, "own": own})
+    ours = {"squeezebox_program": program, "squeezebox_own": own}
+    derived = kind(own.__name__, (_Framed, own), {**names, **_methods(own), **ours})
     _set_class(model, derived)
 
 
@@ -58,14 +59,14 @@ def uninstall(model: torch.nn.Module) -> None:
     if program_of(model) is None:
         return
     kind: Any = type(model)
-    if "program" not in vars(kind):
+    if "squeezebox_program" not in vars(kind):
         raise AttachError("a session was attached to the rewritten model; detach() that first.")
-    _set_class(model, kind.own)
+    _set_class(model, kind.squeezebox_own)
 
 
 def program_of(model: torch.nn.Module) -> Program | None:
     """Of a rewritten model."""
-    return getattr(type(model), "program", None) if isinstance(model, _Framed) else None
+    return getattr(type(model), "squeezebox_program", None) if isinstance(model, _Framed) else None
 
 
 def _methods(own: type[torch.nn.Module]) -> dict[str, Any]:
@@ -73,24 +74,25 @@ def _methods(own: type[torch.nn.Module]) -> dict[str, Any]:
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_left_alone():
             return own.forward(module, *args, **kwargs)
-        path = module.program.path(module)
-        mode = Rewriting(module.program, path)
+        program = type(module).squeezebox_program
+        path = program.path(module)
+        mode = Rewriting(program, path)
         with path, mode:
             output = own.forward(module, *args, **kwargs)
         return mode.ended(output)
 
     def deep_copy(module: Any, memo: dict[int, Any]) -> Any:
         derived = type(module)
-        copied = _without(module, derived.own, lambda: copy.deepcopy(module, memo))
+        copied = _without(module, derived.squeezebox_own, lambda: copy.deepcopy(module, memo))
         _set_class(copied, derived)
         return copied
 
     def reduced(module: Any, protocol: Any) -> Any:
-        return _without(module, type(module).own, lambda: module.__reduce_ex__(protocol))
+        return _without(module, type(module).squeezebox_own, lambda: module.__reduce_ex__(protocol))
 
     def become(module: Any, kind: type[torch.nn.Module]) -> None:
         """Somebody changes the class, as fully_shard does."""
-        program = type(module).program
+        program = type(module).squeezebox_program
         _set_class(module, kind)
         install(module, program)
 
