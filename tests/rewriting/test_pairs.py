@@ -411,3 +411,41 @@ def test_a_models_own_names_stay_its_own():
     squeezebox.rewrite(model, sample=(inputs, None), loss_fn=loss_fn)
     for each in (model, copy.deepcopy(model)):
         torch.testing.assert_close(gradients(each, inputs), plain, rtol=1e-4, atol=1e-6)
+
+
+class Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Unseen(Gate):
+    """Has its gate read where no function mode sees it, and may change in place what the gate is of."""
+
+    changes = False
+
+    def forward(self, x):
+        x = self.linear(x)
+        found = Copied.apply(torch.sigmoid(x))
+        if self.changes:
+            x.mul_(2.0)
+        return found
+
+
+def test_gradients_of_what_is_read_unseen_are_right_or_refused():
+    model, (inputs, _) = Unseen(), sample_of(Gate())
+    plain = gradients(model, inputs)
+    places = squeezebox.rewrite(Gate(), sample=(inputs, None), loss_fn=loss_fn).rewrites
+    squeezebox.rewrite(model, rewrites=places)
+    torch.testing.assert_close(gradients(model, inputs), plain)
+    loss = loss_fn(model(inputs), None)
+    (gradient,) = torch.autograd.grad(loss, [model.linear.weight], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+    model.changes = True
+    with pytest.raises(squeezebox.CaptureError, match="changed in place"):
+        gradients(model, inputs)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from squeezebox.memory import Absent
@@ -187,6 +188,7 @@ class Waiting:
 
     def gradients(self, gradient: torch.Tensor) -> list[torch.Tensor | None]:
         """Of the inputs, when the result's is known."""
+        self.require_unchanged()
         alone = [made(each).detach().requires_grad_(each.requires_grad) for each in self.inputs]
         own = {id(each): copy for each, copy in zip(self.inputs, alone, strict=True)}
         args, kwargs = tree_map_only(torch.Tensor, lambda each: own[id(each)], (self.args, self.kwargs))
@@ -311,6 +313,7 @@ class _Place(torch.autograd.Function):
         return place
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (None, *ctx.call.gradients(gradient))
 
