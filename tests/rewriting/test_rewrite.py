@@ -6,7 +6,10 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 import squeezebox
@@ -281,6 +284,20 @@ def test_under_autocast_losses_are_as_they_were(found):
     assert loss.dtype == plain[0].dtype
     torch.testing.assert_close(loss, plain[0], rtol=1e-3, atol=0)
     assert (gradient - plain[1]).norm() < 2e-2 * plain[1].norm()
+
+
+def test_a_head_whose_weight_is_freed_after_its_forward_is_refused(found):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Embedding(WORDS, 8), nn.Linear(8, WORDS))
+        head = dataclasses.replace(found.rows[0], rule="sliced loss", where=("1",))
+        squeezebox.rewrite(model, rewrites=dataclasses.replace(found, rows=(head,)))
+        for part in (model[1], model):
+            fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(squeezebox.CaptureError, match="reshard_after_forward=False"):
+            loss_fn(model(torch.zeros(2, 4, dtype=torch.int64)), torch.zeros(2, 4, dtype=torch.int64))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.slow

@@ -102,9 +102,15 @@ class Waiting:
         return shared or any(each.reads_any_of(tensors) for each in self.parents)
 
     def require_unchanged(self) -> None:
-        """CaptureError where an input was changed in place since."""
+        """CaptureError where an input was changed in place since, or freed."""
         for each in self.parents:
             each.require_unchanged()
+        if any(map(_is_freed, self.inputs)):
+            raise CaptureError(
+                f"the result of {self.function.__name__} is read after fully_shard has freed its weights. "
+                "Shard that module with reshard_after_forward=False, or leave the rewrite out: "
+                "squeezebox.rewrite(..., without=[...])."
+            )
         if [each._version for each in self.inputs] != self._given_versions:
             raise CaptureError(
                 f"the result of {self.function.__name__} is read after an input of it was changed in place, "
@@ -316,6 +322,11 @@ class _Place(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (None, *ctx.call.gradients(gradient))
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return is_plain and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
 
 
 def _storage(tensor: torch.Tensor) -> int:
