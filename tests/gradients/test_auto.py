@@ -242,3 +242,21 @@ def _changed(rank):
 def test_where_plans_change_the_level_is_steered_by_the_noise_of_the_last_one():
     ((before, after, noise),) = ranks.run(_changed, 1)
     assert after == pytest.approx(before * min(max((0.05 / noise) ** 0.5, 0.5), 2.0))
+
+
+def _endless(rank):
+    """Measure exchanges of gradients that are never finite."""
+    step = gradients.ExchangedStep(
+        model=ranks.model(),
+        inputs=ranks.batch(rank, 0)[0],
+        target=None,
+        loss_fn=lambda output, _: output.sum() * torch.inf,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    with pytest.raises(OptionError, match="of 20 steps in a row are NaN or infinite"):
+        gradients.measure_exchange(step)
+    return True
+
+
+def test_exchanges_of_gradients_that_are_never_finite_are_refused():
+    assert ranks.run(_endless, 1) == [True]

@@ -22,10 +22,11 @@ from squeezebox.gradients._costs import WHOLE, rounding
 from squeezebox.gradients._exchange import Exchange
 from squeezebox.gradients._link import all_reduce_bytes, link_group
 from squeezebox.reports import ExchangeArm, ExchangeWay, MeasuredExchange
-from squeezebox.schema import Link, arguments
+from squeezebox.schema import Link, OptionError, arguments
 
 _PATIENCE = 600.0
 _SETTLING = 2  # rounds until buckets, factors and levels have settled
+_MOST_INFINITE = 20  # passes without finite gradients
 
 
 def arms(noise: float, ratio: float) -> dict[str, Mapping[str, Any] | None]:
@@ -71,6 +72,11 @@ class _Arm:
         self.optimizer.step()
         return [time.perf_counter() - begun, backward - forward]
 
+    def is_finite(self) -> bool:
+        """Whether the last gradients are, which all ranks have alike."""
+        gradients = [each.grad for each in self.ddp.parameters() if each.grad is not None]
+        return all(bool(each.isfinite().all()) for each in gradients)
+
 
 @contextlib.contextmanager
 def joined(place: tuple[int, int, int] | None) -> Iterator[int]:
@@ -102,6 +108,9 @@ def measure_exchange(
         ratio: of "top-k" and "random-k".
         rounds: measured steps of each; one goes before each of them.
         link: to emulate (see link_group); None for the one that there is.
+
+    Raises:
+        OptionError: gradients do not become finite.
     """
     group = dist.group.WORLD if link is None else link_group(link, patience=_PATIENCE)
     assert group is not None
@@ -110,8 +119,15 @@ def measure_exchange(
     made = {name: _made(name, options, step, group) for name, options in arms(noise, ratio).items()}
     auto = made[AUTO].squeezed
     assert auto is not None
+    infinite = 0  # passes in a row
     while auto.plan is None:
         made[AUTO].step(step)
+        infinite = 0 if made[AUTO].is_finite() else infinite + 1
+        if infinite == _MOST_INFINITE:
+            raise OptionError(
+                f"the gradients of {infinite} steps in a row are NaN or infinite, so that no exchange can be "
+                "measured. Give a sample, loss or optimizer with which the model trains."
+            )
     alone, alone_seconds = _made("plain", None, step, group), []
     for number in range(-_SETTLING, rounds):
         for arm in made.values():
