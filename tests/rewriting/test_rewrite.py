@@ -286,6 +286,18 @@ def test_under_autocast_losses_are_as_they_were(found):
     assert (gradient - plain[1]).norm() < 2e-2 * plain[1].norm()
 
 
+def test_a_forward_that_is_broken_off_leaves_rewrites_in_force(found):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    rewritten, sample, _ = applied(found)
+    hook = rewritten.model.norm.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        rewritten.model(sample[0])
+    hook.remove()
+    assert type(rewritten.model(sample[0])) is not torch.Tensor
+
+
 def test_a_head_whose_weight_is_freed_after_its_forward_is_refused(found):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -34,6 +34,7 @@ class ModulePath:
 
     def __enter__(self) -> ModulePath:
         self._thread = threading.get_ident()
+        self._hooks.callback(self._running.clear)  # a forward may be broken off
         before = register_module_forward_pre_hook(self._begin)
         self._hooks.callback(before.remove)
         after = register_module_forward_hook(self._end, always_call=True)
@@ -42,10 +43,6 @@ class ModulePath:
 
     def __exit__(self, *error: object) -> None:
         self._hooks.close()
-
-    def clear(self) -> None:
-        """No forward is running any more: one may have been broken off."""
-        self._running.clear()
 
     @contextlib.contextmanager
     def within(self, name: str) -> Iterator[None]:

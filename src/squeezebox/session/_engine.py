@@ -196,7 +196,6 @@ class Engine:
     def finish(self, failed: bool) -> None:
         """A forward pass ended, or raised."""
         if self._passes.end() and self.recorder.active:
-            self.recorder.path.clear()
             error = RuntimeError if failed else None
             self.recorder.__exit__(error, None, None)
             if self.recorder.slicer is not None and not failed:
