@@ -312,6 +312,14 @@ def test_a_head_whose_weight_is_freed_after_its_forward_is_refused(found):
         dist.destroy_process_group()
 
 
+def test_a_predicted_peak_is_of_the_rewrites_that_are_applied(found):
+    one = dataclasses.replace(found.rows[0], where=("",), before_bytes=100, after_bytes=60)
+    two = dataclasses.replace(one, rule="silu", before_bytes=60, after_bytes=50)
+    both = dataclasses.replace(found, plain_bytes=100, peak_bytes=50, rows=(one, two))
+    for without, peak in (((), 50), ((two.rule,), 60), ((one.rule,), 100)):
+        assert squeezebox.rewrite(gpt()[0], rewrites=both, without=without).rewrites.peak_bytes == peak
+
+
 @pytest.mark.slow
 def test_an_unmodified_gpt2_of_transformers():
     from transformers import GPT2Config, GPT2LMHeadModel

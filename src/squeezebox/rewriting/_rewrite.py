@@ -141,9 +141,11 @@ def _fitting(model: torch.nn.Module, rewrites: Rewrites, without: Collection[str
 
 
 def _of_rows(rewrites: Rewrites, rows: Collection[Rewrite]) -> Rewrites:
-    """The same with these rows, whose peak is the plain one where none of them is applied."""
-    any_applied = any(not row.refused for row in rows)
-    peak = rewrites.peak_bytes if any_applied else rewrites.plain_bytes
+    """The same with these rows, whose peak is that of the first ones, up to one that is not applied."""
+    peak = rewrites.plain_bytes
+    for row in rows:
+        if not row.refused and row.before_bytes == peak:
+            peak = row.after_bytes
     return Rewrites(plain_bytes=rewrites.plain_bytes, peak_bytes=peak, rows=tuple(rows))
 
 
