@@ -38,7 +38,7 @@ def _resumed(rank, options, before, after, files):
     squeezed.load_state_dict(state)
     losses = ranks.train(ddp, rank, after, optimizer, first=before)
     squeezed.close()
-    return losses, ranks.weights(net)
+    return losses, ranks.weights(net), squeezed.total.noise
 
 
 @pytest.mark.every(2)
@@ -62,6 +62,7 @@ def test_a_resumed_training_goes_on_to_the_bit(options, before):
         assert noise > 0.0
         assert result[0] == losses
         assert torch.equal(result[1], weights)
+        assert result[2] == pytest.approx(noise)
 
 
 def _wrong(rank):

@@ -8,7 +8,7 @@ import math
 import numbers
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -158,6 +158,7 @@ class CompressedGradients:
             "residuals": self._residuals.state(),
             "level": self._level,
             "passes": self._passes,
+            "total": asdict(self.total),
             "groups": [list(names) for names in groups],
             "method": self.method,
             "rank": None if self._low_rank is None else self._low_rank.rank,
@@ -180,6 +181,8 @@ class CompressedGradients:
             )
         self._residuals.restore(state["residuals"])
         self._level, self._passes = state["level"], state["passes"]
+        self.total = Traffic(**state.get("total", {}))
+        self._exchange.sent_bytes = self.total.sent_bytes
         self._buckets.groups = tuple(tuple(names) for names in state["groups"])
         if state["plan"] is not None and self._chooser is not None:
             self._follow(ExchangePlan.from_dict(state["plan"]))
