@@ -1,5 +1,7 @@
 """Blocks split over the sequence compute what one process does, and keep no more than their share."""
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import squeezebox
 from squeezebox import OptionError, UnsupportedModelError, layers, memory, pipeline
+from squeezebox.layers._sequence import Shared
 from tests.pipeline import ranks
 
 BATCH, LENGTH, DIM, HEADS, WORDS = 2, 32, 16, 4, 11
@@ -294,3 +297,28 @@ def test_what_cannot_be_split_is_refused_before_anything_changes():
         assert type(net.blocks[0].up) is nn.Linear
     finally:
         dist.destroy_process_group()
+
+
+class Alone:
+    """A sequence of one rank's part, and what it gathered of it."""
+
+    def __init__(self):
+        self.wholes = []
+
+    def gather(self, part):
+        whole = part.clone()
+        self.wholes.append(weakref.ref(whole))
+        return whole
+
+    def add(self, whole):
+        return whole
+
+
+def test_a_block_of_which_a_part_is_frozen_lets_go_what_it_gathers_in_backward():
+    place, part = Alone(), torch.randn(BATCH, LENGTH, DIM, requires_grad=True)
+    shared = Shared(place)
+    whole = shared.gather(part, hold=False)
+    weights = [torch.randn(DIM, DIM, requires_grad=trained) for trained in (True, False, False)]
+    loss = sum(shared.product(whole, weight, None).sum() for weight in weights)
+    loss.backward()
+    assert len(place.wholes) == 2 and place.wholes[1]() is None

@@ -151,7 +151,8 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         """Keep the part."""
         ctx.again = again
-        again.join()
+        if ctx.needs_input_grad[1]:  # else backward needs no whole
+            again.join()
         ctx.save_for_backward(part, weight)
         return F.linear(whole, weight, bias)
 
