@@ -10,7 +10,7 @@ from squeezebox.pipeline import Runner, schedule_of
 from squeezebox.pipeline._setup import check_optimizer
 from squeezebox.pipeline._training import Forwards
 from squeezebox.pipeline._updates import Exchange
-from squeezebox.pipeline._weights import Flat
+from squeezebox.pipeline._weights import Flat, Weights
 from squeezebox.schedules import Action, Kind, Schedule, placement
 from squeezebox.schema import InputForm, OptionError
 from tests.pipeline import ranks
@@ -232,6 +232,28 @@ def test_a_norm_beyond_float32_clips(value):
     torch.testing.assert_close(norm, total.item(), equal_nan=True, rtol=1e-6, atol=0)
     for view, each in zip(flat.views, wanted, strict=True):
         torch.testing.assert_close(view, each.grad.float(), equal_nan=True, rtol=1e-6, atol=0)
+
+
+def test_autocast_casts_the_version_that_is_read():
+    linear, x = nn.Linear(4, 4), torch.ones(1, 4)
+    names = {id(each): name for name, each in linear.named_parameters()}
+    weights = Weights([*linear.parameters()], names, torch.Tensor.detach)
+
+    def step():
+        for own in weights.owned:
+            own.data += 1.0
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        first = linear(x)
+        weights.update(Flat(weights.parameters), step, oldest=0)
+        weights.select(1)
+        second = linear(x)
+        weights.select(0)
+        assert torch.equal(linear(x), first) and not torch.equal(second, first)
+        weights.select(1)
+        assert torch.equal(linear(x), second)
+        weights.update(Flat(weights.parameters), step, oldest=2)  # in its place
+        assert not torch.equal(linear(x), second)
 
 
 def test_weights_begin_where_torch_s_own_would():

@@ -111,6 +111,7 @@ class Weights:
         flat = self.versions[version]
         if flat is not self._selected:
             self._selected = flat
+            torch.clear_autocast_cache()  # it knows a parameter, not its values
             for parameter, view in zip(self.parameters, flat.views, strict=True):
                 parameter.data = view
 
@@ -149,6 +150,7 @@ class Weights:
         step()
         for own in self.owned:
             own.grad = None
+        torch.clear_autocast_cache()
         return before if after is not before else None
 
     def restore(self, versions: dict[int, Flat]) -> None:
