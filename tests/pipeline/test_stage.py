@@ -1,9 +1,10 @@
 """One microbatch's way through a stage and back."""
 
+import pytest
 import torch
 from torch import nn
 
-from squeezebox.pipeline import Passage
+from squeezebox.pipeline import Passage, Piece, Stage
 
 
 def test_two_parts_of_backward_begin_at_views_and_at_what_was_given():
@@ -21,3 +22,48 @@ def test_two_parts_of_backward_begin_at_views_and_at_what_was_given():
     assert torch.equal(found, expected[0])
     assert all(torch.equal(w.grad, e) for w, e in zip(weights, expected[1:], strict=True))
     assert given.grad is None  # it has been handed over
+
+
+class _Averaging(nn.Module):
+    """Divides by a mean that its forward moves, in place or by another tensor."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.linear, self.way = nn.Linear(4, 4), way
+        self.register_buffer("mean", torch.ones(4))
+        self.register_buffer("fixed", torch.eye(4).to_sparse())
+
+    @torch.no_grad()
+    def move(self, x):
+        moved = 0.5 * self.mean + x.square().mean(0)
+        if self.way == "in place":
+            self.mean.copy_(moved)
+        elif self.way == "data":
+            self.mean.data.copy_(moved)
+        else:
+            self.mean = moved
+
+    def forward(self, x):
+        self.move(x)
+        return ((self.linear((self.fixed @ x.T).T) / self.mean.clone()).tanh(),)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("way", ["in place", "data", "another tensor"])
+def test_what_runs_again_begins_with_the_buffers_of_its_forward(way, parts):
+    found = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        module = _Averaging(way)
+        stage, weights = Stage([Piece("it", module)], recompute=recompute), [*module.parameters()]
+        inputs = [torch.randn(3, 4, requires_grad=True) for _ in range(3)]
+        outputs = [stage(x) for x in inputs]
+        for x, output in zip(inputs, outputs, strict=True):
+            passage = Passage(0, [], [x], [*output], [torch.ones(3, 4)])
+            if parts == 1:
+                passage.backward()
+            else:
+                passage.backward_to_inputs(weights)
+                passage.backward_to_weights(weights)
+        found.append([*(each.grad for each in weights), module.mean])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

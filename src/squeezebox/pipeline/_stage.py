@@ -41,25 +41,58 @@ class Stage(nn.Module):
 
 
 def _contexts(piece: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    return contextlib.nullcontext(), _BuffersKept(piece)
+    buffers = _BuffersKept(piece)
+    return buffers.noting(), buffers
+
+
+class Buffer:
+    """A module's buffer as it is when this is made."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module, self.name, self._tensor = module, name, getattr(module, name)
+        self._values = self._tensor.detach().clone()
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the module has another tensor there by now, or other values."""
+        now: Tensor = getattr(self.module, self.name)
+        return now is not self._tensor or now.layout != torch.strided or not torch.equal(now, self._values)
+
+    def put_back(self) -> None:
+        """Let the module have the same tensor with the same values again."""
+        self._tensor.data.copy_(self._values)  # not seen by autograd, which has noted it for graphs in flight
+        setattr(self.module, self.name, self._tensor)
+
+
+def buffers_of(module: nn.Module) -> list[Buffer]:
+    """All of a module's buffers as they are now."""
+    return [Buffer(each, name) for each in module.modules() for name, _ in each.named_buffers(recurse=False)]
 
 
 class _BuffersKept:
-    """Running again changes no statistics: they have been updated by the first run.
+    """Running again begins with the buffers of the first run, and changes none: that run has updated them.
 
     Entered twice where backward is in two parts.
     """
 
     def __init__(self, piece: nn.Module) -> None:
-        self._buffers = [*piece.buffers()]
+        self._before = buffers_of(piece)
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Around the first run: only what that changes takes memory until backward."""
+        yield
+        self._before = [buffer for buffer in self._before if buffer.is_changed]
 
     def __enter__(self) -> None:
-        self._before = [buffer.clone() for buffer in self._buffers]
+        self._later = [Buffer(buffer.module, buffer.name) for buffer in self._before]
+        for buffer in self._before:
+            buffer.put_back()
 
     def __exit__(self, *_: object) -> None:
-        for buffer, values in zip(self._buffers, self._before, strict=True):
-            buffer.data.copy_(values)  # not seen by autograd, which has noted them for graphs in flight
-        self._before.clear()
+        for buffer in self._later:
+            buffer.put_back()
+        self._later.clear()
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from squeezebox.pipeline._data import Feed
 from squeezebox.pipeline._health import Health
 from squeezebox.pipeline._packing import Wire
 from squeezebox.pipeline._setup import Place, device_of, example
-from squeezebox.pipeline._stage import Alias, Stage
+from squeezebox.pipeline._stage import Alias, Stage, buffers_of
 from squeezebox.pipeline._training import stages_again
 from squeezebox.pipeline._updates import Updates
 from squeezebox.pipeline._weights import Weights
@@ -272,12 +272,12 @@ def _formed(tensor: Tensor) -> Tensor:
 
 def _tried(stage: Stage, inputs: list[Tensor]) -> list[Tensor]:
     """What a stage returns; its buffers and all random numbers are as before."""
-    buffers = [(buffer, buffer.clone()) for buffer in stage.buffers()]
+    buffers = buffers_of(stage)
     devices = [device_of(stage)] if device_of(stage).type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         outputs = [*stage(*inputs)]
-    for buffer, values in buffers:
-        buffer.data.copy_(values)
+    for buffer in buffers:
+        buffer.put_back()
     return outputs
 
 
