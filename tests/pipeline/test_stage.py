@@ -67,3 +67,21 @@ def test_what_runs_again_begins_with_the_buffers_of_its_forward(way, parts):
                 passage.backward_to_weights(weights)
         found.append([*(each.grad for each in weights), module.mean])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_two_parts_of_backward_reach_weights_that_are_handed_on():
+    torch.manual_seed(0)
+    linear, table, scale = nn.Linear(4, 4), nn.Embedding(3, 4), nn.Parameter(torch.randn(4))
+    given, bias = torch.randn(3, 4, requires_grad=True), table(torch.arange(3)).tanh()
+    outputs = [linear(given + bias), bias, scale]
+    gradients = [torch.randn_like(output) for output in outputs]
+    weights = [*linear.parameters(), table.weight, scale]
+    expected = torch.autograd.grad(outputs, [given, *weights], gradients, retain_graph=True)
+
+    passage = Passage(0, [], [given], outputs, gradients)
+    (found,) = passage.backward_to_inputs(weights)
+    passage.backward_to_weights(weights)
+
+    assert torch.equal(found, expected[0])
+    for weight, wanted in zip(weights, expected[1:], strict=True):
+        torch.testing.assert_close(weight.grad, wanted)

@@ -108,16 +108,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class Alias(torch.autograd.Function):
-    """The same values as a tensor that may be detached in place, as views and a stage's inputs may not."""
+    """The same values as a tensor that may be detached in place, as views and a stage's inputs may not.
+
+    It hangs on a stage's ``inputs`` too, without a gradient for them: where backward is in two parts, the
+    first one notes gradients of weights between the inputs and the outputs only.
+    """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
+    def forward(ctx: Any, values: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.count = len(inputs)
         place = values.untyped_storage(), values.storage_offset(), values.shape, values.stride()
         return torch.empty(0, dtype=values.dtype, device=values.device).set_(*place)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, *[None] * ctx.count
 
 
 @dataclass(slots=True)
@@ -145,7 +150,7 @@ class Passage:
         inputs = [leaf for leaf in self.leaves if leaf.requires_grad]
         if not inputs:
             return []
-        outputs = [Alias.apply(output) for output in self.outputs]  # type: ignore[no-untyped-call]
+        outputs = [Alias.apply(each, *inputs) for each in self.outputs]  # type: ignore[no-untyped-call]
         _, self.groups = split_backward.stage_backward_input(outputs, self.gradients, inputs, iter(weights))
         self.outputs = []
         return self._of_inputs()

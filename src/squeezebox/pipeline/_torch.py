@@ -97,8 +97,11 @@ class _Module(nn.Module):
         self.stage = stage
 
     def forward(self, *inputs: Tensor, **options: Any) -> tuple[Any, ...]:
-        outputs = self.stage(*inputs, **options)
-        return tuple(Alias.apply(each.contiguous()) for each in outputs)  # type: ignore[no-untyped-call]
+        leaves = [each for each in inputs if each.requires_grad]
+        return tuple(
+            Alias.apply(each.contiguous(), *(leaves if each.requires_grad else ()))  # type: ignore[no-untyped-call]
+            for each in self.stage(*inputs, **options)
+        )
 
 
 class _Stage(PipelineStage):
