@@ -12,6 +12,7 @@ from torch import nn
 from squeezebox import OptionError
 from squeezebox.pipeline import Runner, schedule_of
 from squeezebox.pipeline._setup import check_shards
+from squeezebox.pipeline._shards import check_elements, steps_elements
 from squeezebox.pipeline._weights import sizes
 from squeezebox.schedules import sharing
 from squeezebox.schema import PipelineWarning
@@ -213,3 +214,24 @@ def test_what_cannot_be_shared_is_refused():
     ]:
         with pytest.raises(OptionError, match=told):
             check_shards(plan, engine, is_tied)
+
+
+class _Scaled(torch.optim.Optimizer):
+    """Steps by the norm of a whole parameter, as Lamb does."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+
+def test_only_optimizers_known_to_step_elements_are_sharded_by_a_plan():
+    known, other, torchs = (
+        make([torch.zeros(2).requires_grad_()])
+        for make in (torch.optim.AdamW, _Scaled, torch.optim.Adafactor)
+    )
+    assert steps_elements(known) and not steps_elements(other)
+    check_elements(known, is_asked=False)
+    check_elements(other, is_asked=True)
+    with pytest.raises(OptionError, match="^_Scaled may need whole parameters.*If _Scaled does so, give"):
+        Runner(ranks.chain(), dataclasses.replace(_plan(), shard=True), optimizer=other, loss_fn=None)
+    with pytest.raises(OptionError, match="^Adafactor may need whole parameters.*or give shard=False.$"):
+        check_elements(torchs, is_asked=True)

@@ -37,7 +37,7 @@ from squeezebox.pipeline._setup import (
     schedule_of,
     shared,
 )
-from squeezebox.pipeline._shards import Shards
+from squeezebox.pipeline._shards import Shards, check_elements
 from squeezebox.pipeline._stage import Stage, evaluating
 from squeezebox.pipeline._state import State
 from squeezebox.pipeline._torch import TorchPasses, TorchTraining, engine_of, joined_by, require_suited
@@ -76,7 +76,7 @@ class Runner:
         shard: the replicas of a plan keep a part of weights, gradients and the optimizer's state each
             (default: as the plan says). They gather a stage's weights when they come to it, and scatter its
             gradients when they leave: in "breadth-first" once a batch (arXiv:2211.05953). The optimizer must
-            step each element by itself.
+            step each element by itself; only a plan looks whether it is known to.
         schedule: of your own, instead of the one that the plan names: for its ranks, stages and microbatches,
             and with a flush after each batch. The plan's predictions are not of it.
         wire: what activations and their gradients may lose on their way between ranks, to go in fewer bytes
@@ -125,6 +125,8 @@ class Runner:
     ) -> None:
         check_options(plan, clip, skip_overflow, correction, patience)
         check_optimizer(optimizer)
+        if plan.shard if shard is None else shard:
+            check_elements(optimizer, is_asked=bool(shard))
         shard = plan.shard if shard is None else shard
         plan = dataclasses.replace(plan, shard=shard)
         path = None if weights is None else Path(weights)

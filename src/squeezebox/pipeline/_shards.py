@@ -23,13 +23,34 @@ from squeezebox.pipeline._weights import Flat, Weights, aligned, sizes
 from squeezebox.schedules import Sharing
 from squeezebox.schema import OptionError
 
-# Those whose step of an element depends on others, which another replica may keep.
+# Of torch's, those whose step of an element depends on no others, which another replica may keep.
+_ELEMENTWISE = (
+    torch.optim.SGD, torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adam, torch.optim.AdamW,
+    torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop,
+)  # fmt: skip
 _ENTANGLED = ("Adafactor", "LBFGS", "Muon")
 
 
 def steps_elements(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step of an element needs no others, so that replicas may keep parts of parameters."""
-    return type(optimizer).__name__ not in _ENTANGLED
+    """Whether its step of an element is known to need no others, so that replicas may keep parts."""
+    return isinstance(optimizer, _ELEMENTWISE)
+
+
+def check_elements(optimizer: torch.optim.Optimizer, *, is_asked: bool) -> None:
+    """Refuse an optimizer whose step of an element may need others.
+
+    ``is_asked``: it is the caller who wants shards, and not a plan, so an unknown one is taken.
+
+    Raises:
+        OptionError: says what to do.
+    """
+    name = type(optimizer).__name__
+    if name in _ENTANGLED or not (is_asked or steps_elements(optimizer)):
+        unless = "" if name in _ENTANGLED else f" If {name} does so, give shard=True."
+        raise OptionError(
+            f"{name} may need whole parameters, and replicas that share them keep parts. Take an optimizer "
+            f"that steps each element by itself, such as AdamW, or give shard=False.{unless}"
+        )
 
 
 class _Region(NamedTuple):
@@ -164,16 +185,13 @@ class Shards:
         """Let an optimizer of the whole model step what this rank keeps.
 
         Raises:
-            OptionError: its steps of an element need others, or it has made steps already.
+            OptionError: it has state already.
         """
-        if not steps_elements(optimizer):
-            raise OptionError(
-                f"{type(optimizer).__name__} needs whole parameters, and with shard=True replicas keep parts "
-                "of them. Take an optimizer that steps each element by itself, such as AdamW, or leave "
-                "shard= out."
-            )
         if any(self._slices.get(id(parameter)) is not None for parameter in optimizer.state):
-            raise OptionError("shard=True is for a new optimizer, and this one has state. Make another one.")
+            raise OptionError(
+                f"with shard=True an optimizer must be new, and {type(optimizer).__name__} has state. Make "
+                "another one, or give shard=False where that too begins with state, as Adagrad does."
+            )
         for group in optimizer.param_groups:
             slices = (self._slices.get(id(parameter)) for parameter in group["params"])
             group["params"] = [each for each in slices if each is not None]

@@ -97,11 +97,10 @@ class _Module(nn.Module):
         self.stage = stage
 
     def forward(self, *inputs: Tensor, **options: Any) -> tuple[Any, ...]:
+        outputs = self.stage(*inputs, **options)
         leaves = [each for each in inputs if each.requires_grad]
-        return tuple(
-            Alias.apply(each.contiguous(), *(leaves if each.requires_grad else ()))  # type: ignore[no-untyped-call]
-            for each in self.stage(*inputs, **options)
-        )
+        hung = [(each.contiguous(), *(leaves if each.requires_grad else ())) for each in outputs]
+        return tuple(Alias.apply(*each) for each in hung)  # type: ignore[no-untyped-call]
 
 
 class _Stage(PipelineStage):
