@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import squeezebox
-from squeezebox.pipeline import Runner
+from squeezebox.pipeline import Runner, cut
 from squeezebox.schema import InputForm, Link, PipelinePlan
 from tests.pipeline import ranks
 
@@ -191,3 +191,43 @@ def test_inputs_by_name_and_several_outputs():
         torch.testing.assert_close((first[1] | last[1])[name], each, rtol=1e-12, atol=1e-15)
     for found in (first, last):
         assert "OptionError: inputs come by place, and the plan has them by the names" in found[0][2]
+
+
+class _Shorter(nn.Module):
+    """Leaves its last block out in evaluation mode and for a single sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks if self.training and len(x) > 1 else self.blocks[:3]:
+            x = block(x)
+        return x
+
+
+def _elsewhere(rank, engine):
+    torch.manual_seed(0)
+    model, refused = _Shorter().double(), []
+    plan = ranks.plan(len(cut(model, (ranks.numbers(0, 2)[0],))), 2, "1f1b", 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    runner = Runner(model, plan, optimizer=optimizer, loss_fn=nn.functional.mse_loss, engine=engine)
+    for act, samples in ((runner.step, 8), (runner.evaluate, 8), (runner.step, 5), (runner.step, 8)):
+        try:
+            act(*ranks.numbers(len(refused), samples))
+        except Exception as error:  # noqa: BLE001
+            refused.append(f"{type(error).__name__}: {error}")
+    weights = runner.state_dict()
+    runner.close()
+    return refused, weights
+
+
+@pytest.mark.parametrize("engine", ["own", pytest.param("torch", marks=pytest.mark.slow)])
+def test_a_graph_that_is_cut_elsewhere_is_refused_by_all_ranks_and_training_goes_on(engine):
+    results = ranks.run(_elsewhere, 2, engine)
+    for refused, _ in results:
+        assert len(refused) == 2, refused
+        assert refused[0].startswith("UnsupportedModelError: for evaluation mode the model's graph is cut")
+        if engine == "own":
+            assert refused[1].startswith("UnsupportedModelError: for microbatches of 1 the model's graph is")
+    assert len(results[0][1] | results[1][1]) == 8

@@ -34,7 +34,7 @@ _TEXT = 1024  # bytes of what readers tell each other
 
 
 class Word(NamedTuple):
-    """What has been read: why it is refused, or the target and samples, and all pipelines' mean of these.
+    """What has been read: why it is refused, or the target and samples, and all pipelines' numbers of these.
 
     ``inputs`` are those of the microbatches that the rank which hears it takes in, by place in the batch.
     """
@@ -43,7 +43,7 @@ class Word(NamedTuple):
     why: str
     target: Any = None
     samples: int = 0
-    mean: float = 0.0
+    counts: tuple[int, ...] = ()
     inputs: Any = None
 
 
@@ -82,8 +82,8 @@ class Channel:
         Returns:
             What all pipelines get to know.
         """
-        what, why, mean = self._agreed(what, why, samples)
-        word = Word(what, why, target if what == _BATCH else None, samples, mean)
+        what, why, counts = self._agreed(what, why, samples)
+        word = Word(what, why, target if what == _BATCH else None, samples, counts)
         for peer, sender in zip(self._peers, self._senders, strict=True):
             theirs = word if peer.rank in self._targeted else word._replace(target=None)
             if word.what == _BATCH:
@@ -128,13 +128,13 @@ class Channel:
         peer.finish([work], f"waits for rank {peer.rank} to read a batch")
         return buffer
 
-    def _agreed(self, what: str, why: str, samples: int) -> tuple[str, str, float]:
+    def _agreed(self, what: str, why: str, samples: int) -> tuple[str, str, tuple[int, ...]]:
         """The first refusal of any pipeline; refused too if one has ended and another has not.
 
-        Else also the mean of their samples.
+        Else also how many samples each has.
         """
         if self._readers is None:
-            return what, why, samples
+            return what, why, (samples,)
         mine = f"{what} {samples} {why}".encode()[:_TEXT]
         told = [torch.zeros(_TEXT, dtype=torch.uint8, device="cpu") for _ in range(self._readers.size())]
         told[self._readers.rank()][: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
@@ -146,15 +146,15 @@ class Channel:
         words = [bytes(each.tolist()).rstrip(b"\0").decode(errors="ignore").split(" ", 2) for each in told]
         for number, (theirs, _, reason) in enumerate(words):
             if theirs == _REFUSED:
-                return _REFUSED, f"replica {number}: {reason}", 0.0
+                return _REFUSED, f"replica {number}: {reason}", ()
         ended = [str(number) for number, (theirs, _, _) in enumerate(words) if theirs == _END]
         if ended and len(ended) < len(words):
             reason = (
                 f"replica {', '.join(ended)} of {len(words)} has no further batch, and others have. Give all "
                 "replicas the same number of batches."
             )
-            return _REFUSED, reason, 0.0
-        return what, why, sum(int(count) for _, count, _ in words) / len(words)
+            return _REFUSED, reason, ()
+        return what, why, tuple(int(count) for _, count, _ in words)
 
 
 class Feed:
@@ -181,7 +181,7 @@ class Feed:
         self._flushes = published(plan.schedule).flushes
         self.inputs: dict[int, tuple[Tensor, ...]] = {}
         self.targets: dict[int, Any] = {}
-        self._samples: dict[int, tuple[int, float]] = {}  # by batch: here, and all pipelines' mean
+        self._samples: dict[int, tuple[int, tuple[int, ...]]] = {}  # by batch: here, and in all pipelines
 
     def take(self, batch: int, inputs: Any, target: Any) -> str:
         """Part batch number ``batch``, of which the first rank's inputs and target count.
@@ -198,7 +198,7 @@ class Feed:
         if word.what == _REFUSED:
             return word.why
         self._samples = {each: own for each, own in self._samples.items() if each >= batch - self._plan.ranks}
-        self._samples[batch] = word.samples, word.mean
+        self._samples[batch] = word.samples, word.counts
         first = batch * self._plan.microbatches
         for place, part in (word.inputs or {}).items():
             self.inputs[first + place] = tuple(each.to(self._device) for each in part)
@@ -232,14 +232,24 @@ class Feed:
         found = [self.size(number) for number in range(first, first + self._plan.microbatches)]
         return [size for size in found if size]
 
+    def smaller(self, batch: int) -> set[int]:
+        """Samples of all pipelines' microbatches of a batch that have fewer than the plan's."""
+        _, counts = self._samples[batch]
+        return {count % self._plan.microbatch for count in counts} - {0}
+
+    def _mean(self, batch: int) -> float:
+        """A batch's samples in the mean pipeline."""
+        _, counts = self._samples[batch]
+        return sum(counts) / len(counts)
+
     def parts(self, number: int) -> float:
         """Into how many parts an update goes of which a microbatch is one, by samples of all pipelines."""
-        _, mean = self._samples[number // self._plan.microbatches]
+        mean = self._mean(number // self._plan.microbatches)
         return mean / self.size(number) / self._parts
 
     def share(self, batch: int) -> float:
         """What this rank's samples of a batch at the last stage are of those of the mean pipeline."""
-        _, mean = self._samples[batch]
+        mean = self._mean(batch)
         first, last = batch * self._plan.microbatches, self._schedule.num_stages - 1
         numbers = range(first, first + self._plan.microbatches)
         samples = sum(self.size(number) for number in numbers if self.takes(last, number))

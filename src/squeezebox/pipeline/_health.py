@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from squeezebox.schema import PipelineError, in_one_line
+from squeezebox.schema import PipelineError, SqueezeboxError, UnsupportedModelError, in_one_line
 
 T = TypeVar("T")
 R_co = TypeVar("R_co", covariant=True)
@@ -38,6 +38,14 @@ def await_until(is_done: Callable[[], bool], seconds: float) -> None:
         if time.monotonic() > end:
             raise TimeoutError(f"nothing came within {seconds:.0f} s")
         time.sleep(_PAUSE)
+
+
+class Refused(Exception):
+    """Within a guard all ranks refuse alike, before anything has changed; the caller gets the ``error``."""
+
+    def __init__(self, error: SqueezeboxError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 _BEAT = 1.0  # seconds between two signs of life
@@ -153,6 +161,10 @@ class Health:
         self.works("begins")
         try:
             yield
+        except Refused as refusal:
+            self.failed = False
+            self.works(_IDLE)
+            raise refusal.error from None
         except BaseException as error:
             peer = self._doing[1]
             waits = peer is not None or _TRANSPORT in str(error)  # a send may fail as soon as it begins
@@ -317,6 +329,21 @@ class Assembly:
     def meet(self, what: str) -> None:
         """Wait for all ranks to come here."""
         self.gather(None, f"waits until rank {{}} has {what}")
+
+    def make(self, made_here: Callable[[], T]) -> T:
+        """What each rank makes of the model.
+
+        Raises:
+            Refused: a rank cannot.
+        """
+        made, why = list[T](), ""
+        try:
+            made.append(made_here())
+        except UnsupportedModelError as error:
+            why = str(error)
+        for refused in filter(None, self.gather(why)):
+            raise Refused(UnsupportedModelError(refused))
+        return made[0]
 
     def choose(self, choice: Callable[[], Any], what: str) -> Any:
         """What the first rank chooses."""

@@ -18,7 +18,7 @@ from squeezebox.pipeline._checkpoint import has, is_there, newest, write
 from squeezebox.pipeline._construction import Construction
 from squeezebox.pipeline._cut import cut, without_piece
 from squeezebox.pipeline._data import Channel, Feed, Reader, batches_of
-from squeezebox.pipeline._health import Assembly, Health
+from squeezebox.pipeline._health import Assembly, Health, Refused
 from squeezebox.pipeline._initial import Initial
 from squeezebox.pipeline._links import Links, Wires
 from squeezebox.pipeline._packing import Wire
@@ -243,7 +243,7 @@ class Runner:
             )
             self._evaluation: Forwards | TorchPasses | None = None
             self._training: Training | TorchTraining
-            forwards = Forwards(
+            self._forwards = forwards = Forwards(
                 plan,
                 model,
                 self.stages,
@@ -322,13 +322,14 @@ class Runner:
         Raises:
             OptionError: the batch has more samples than the plan's, or other forms. All ranks raise it before
                 anything is computed, and can go on with another batch.
+            UnsupportedModelError: for so few samples, or in :meth:`evaluate`, the model's graph is cut
+                elsewhere. All ranks raise it, and can go on.
             PipelineError: another rank failed; the message names it. No further step is possible.
         """
         with self._health.guard():
-            refused = self._feed.take(self._training.batch, inputs, target)
-            if not refused:
-                return self._training.step()
-        raise OptionError(refused)
+            self._take(inputs, target)
+            self._forwards.prepare(self._training.batch, self._assembly)
+            return self._training.step()
 
     def read(self, batches: Iterable[Any] | None = None, *, last: bool = False) -> Iterator[Any]:
         """Go over batches that the first rank reads; every rank must, and gives each one to :meth:`step`.
@@ -355,11 +356,10 @@ class Runner:
                 try:
                     batch = next(found)
                 except StopIteration as end:
-                    refused = end.value
-                    break
+                    if end.value:
+                        raise Refused(OptionError(end.value)) from None
+                    return
             yield batch
-        if refused:
-            raise OptionError(refused)
 
     def drain(self) -> None:
         """Finish all microbatches and updates under way: do it before evaluation and checkpoints.
@@ -377,15 +377,20 @@ class Runner:
         """
         self.drain()
         with self._health.guard(), torch.no_grad(), evaluating(self._model):
+            self._take(inputs, target)  # first: other ranks may still wait for the batch
             if self._evaluation is None:
-                self._evaluation = self._training.evaluation(self._model)
-            refused = self._feed.take(self._training.batch, inputs, target)
-            if not refused:
-                self._weights.select(self._weights.newest, next(iter(self.stages)))
-                loss = self._evaluation.of_batch(self._training.batch)
-                self._weights.leave()
-                return loss
-        raise OptionError(refused)
+                self._evaluation = self._training.evaluation(self._model, self._assembly)
+            self._evaluation.prepare(self._training.batch, self._assembly)
+            self._weights.select(self._weights.newest, next(iter(self.stages)))
+            loss = self._evaluation.of_batch(self._training.batch)
+            self._weights.leave()
+            return loss
+
+    def _take(self, inputs: Any, target: Any) -> None:
+        """Part a batch; Refused if it is not as the plan has it."""
+        refused = self._feed.take(self._training.batch, inputs, target)
+        if refused:
+            raise Refused(OptionError(refused))
 
     def save(self, directory: str | Path) -> None:
         """Write a checkpoint to ``directory/batch-N``, which appears when all ranks have written their part.
@@ -405,10 +410,9 @@ class Runner:
                 self._weights.select(self._weights.newest)
             batch = self._training.batch
             refused = is_there(Path(directory), batch, self._assembly)
-            if not refused:
-                write(Path(directory), batch, self._place.number, self._state.saved(batch), self._assembly)
-        if refused:
-            raise OutputError(refused)
+            if refused:
+                raise Refused(OutputError(refused))
+            write(Path(directory), batch, self._place.number, self._state.saved(batch), self._assembly)
 
     def load(self, directory: str | Path, batch: int | None = None) -> int:
         """Go on from the newest checkpoint that is complete for all ranks, or from the one after ``batch``.
@@ -427,10 +431,10 @@ class Runner:
         self.drain()
         with self._health.guard():
             chosen, refused = self._agreed(Path(directory), batch)
-            if not refused:
-                self._state.restore(Path(directory), chosen, self._training.restart)
-                return chosen
-        raise FormatError(refused)
+            if refused:
+                raise Refused(FormatError(refused))
+            self._state.restore(Path(directory), chosen, self._training.restart)
+            return chosen
 
     def state_dict(self) -> dict[str, Tensor]:
         """The newest weights and the buffers of this rank's stages, by their names in the model.

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from squeezebox.pipeline._data import Feed
-from squeezebox.pipeline._health import Health
+from squeezebox.pipeline._health import Assembly, Health
 from squeezebox.pipeline._packing import Wire
 from squeezebox.pipeline._setup import Place, device_of, example
 from squeezebox.pipeline._stage import Alias, Stage, buffers_of
@@ -225,6 +225,9 @@ class TorchPasses:
         self._health.works("ends a batch")
         return losses
 
+    def prepare(self, batch: int, assembly: Assembly) -> None:
+        """Nothing, as all microbatches are of one size."""
+
     def of_batch(self, batch: int) -> Tensor | None:
         """A batch's mean loss where the last stage is."""
         losses = self.run(batch)
@@ -323,11 +326,11 @@ class TorchTraining:
         self.batch = batch
         return range(batch, batch + 1)
 
-    def evaluation(self, model: nn.Module) -> TorchPasses:
-        """The passes of a batch in evaluation mode; UnsupportedModelError if ranks lack weights for them."""
+    def evaluation(self, model: nn.Module, assembly: Assembly) -> TorchPasses:
+        """The passes of a batch in evaluation mode; Refused if a rank lacks weights for them."""
         plan = self._passes.plan
-        stages = stages_again(plan, self._stages, model, plan.microbatch, "evaluation mode")
-        return self._make(stages, "evaluation")
+        options = plan, self._stages, model, plan.microbatch, "evaluation mode"
+        return self._make(assembly.make(lambda: stages_again(*options)), "evaluation")
 
     def traffic(self) -> tuple[Traffic, ...]:
         """What was sent in training so far."""

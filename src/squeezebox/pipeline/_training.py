@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from squeezebox.pipeline._cut import cut
 from squeezebox.pipeline._data import Feed
-from squeezebox.pipeline._health import Health
+from squeezebox.pipeline._health import Assembly, Health
 from squeezebox.pipeline._links import Links
 from squeezebox.pipeline._setup import device_of, example, keywords
 from squeezebox.pipeline._shards import Shards
@@ -46,6 +46,7 @@ class Forwards:
         self.plan, self.stages, self.links, self.feed = plan, stages, links, feed
         self._model, self._loss_fn, self._samples = model, loss_fn, samples
         self._smaller: dict[int, Forwards] = {}
+        self._prepared: set[int] = set()  # samples of smaller microbatches, of all pipelines
 
     def is_loss(self, stage: int) -> bool:
         """Whether the loss follows on this stage."""
@@ -111,14 +112,27 @@ class Forwards:
         total, share = torch.stack([*losses]).sum(), self.feed.share(batch)
         return total if share == 1.0 else total / share
 
-    def in_evaluation(self, model: nn.Module) -> Forwards:
+    def in_evaluation(self, model: nn.Module, assembly: Assembly) -> Forwards:
         """The same with the graph that the model has in evaluation mode, and connections of their own.
 
         Raises:
-            UnsupportedModelError: this graph is cut elsewhere, so that ranks lack weights.
+            Refused: this graph is cut elsewhere, so that a rank lacks weights.
         """
-        stages = stages_again(self.plan, self.stages, model, self._samples, "evaluation mode")
+        options = self.plan, self.stages, model, self._samples, "evaluation mode"
+        stages = assembly.make(lambda: stages_again(*options))
         return self._like(stages, "evaluation", self._samples)
+
+    def prepare(self, batch: int, assembly: Assembly) -> None:
+        """Have what smaller microbatches of a batch need; every rank must ask for it.
+
+        Raises:
+            Refused: the graph is another for so few samples, and a rank lacks weights for it.
+        """
+        new = self.feed.smaller(batch) - self._prepared
+        if new:
+            last = batch * self.plan.microbatches + len(self.feed.sizes(batch)) - 1
+            assembly.make(lambda: self.suited(last))
+            self._prepared |= new
 
     def loss_of(self, number: int, target: Any, *outputs: Any) -> Tensor:
         """A microbatch's part of the batch's mean loss."""
@@ -161,8 +175,9 @@ def stages_again(
         made[number] = stage = Stage(pieces[planned.first : planned.end], recompute=again)
         if {*map(id, stage.parameters())} != {*map(id, own.parameters())}:
             raise UnsupportedModelError(
-                f"for {what} the model's graph is cut elsewhere than in training, at stage {number}, so "
-                "ranks lack weights. Put all ranks' state_dict() together, and go on in one process."
+                f"for {what} the model's graph is cut elsewhere than in training, at stage {number}, so a "
+                f"rank lacks weights. Leave {what} out, or put all ranks' state_dict() together and go on in "
+                "one process."
             )
     return made
 
@@ -269,9 +284,9 @@ class Training:
         """The version that ``batch`` batches make."""
         return batch * self._turns.updates
 
-    def evaluation(self, model: nn.Module) -> Forwards:
-        """The passes of a batch in evaluation mode; UnsupportedModelError if ranks lack weights for them."""
-        return self._forwards.in_evaluation(model)
+    def evaluation(self, model: nn.Module, assembly: Assembly) -> Forwards:
+        """The passes of a batch in evaluation mode; Refused if a rank lacks weights for them."""
+        return self._forwards.in_evaluation(model, assembly)
 
     def traffic(self) -> tuple[Traffic, ...]:
         """What was sent in training so far."""
