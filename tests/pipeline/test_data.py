@@ -266,6 +266,46 @@ def test_what_does_not_flush_lets_batches_be_filled_again():
         assert losses[:4] == losses[4:]
 
 
+def _validated(rank, plan, directory, evaluates):
+    """Losses after a checkpoint that is written within a pass, behind a validation; and those of a resume."""
+
+    def validate(runner, evaluates=True):
+        return [runner.evaluate(*batch) for batch in runner.read(loader(0), evaluates=evaluates)]
+
+    def train(runner, first):
+        losses = []
+        for number, batch in enumerate(runner.read(loader(0)), first):
+            if number == 1:
+                validate(runner)
+            losses.append(runner.step(*batch))
+            if number == 2:
+                validate(runner, evaluates)
+                runner.save(directory)
+        return losses
+
+    runner = made(rank, plan)
+    losses = train(runner, 0)[3:] + train(runner, 5)
+    runner.close()
+    again = made(rank, plan)
+    again.load(directory)
+    validated = validate(again)
+    found = train(again, 3) + train(again, 5)
+    again.close()
+    return losses, found, validated
+
+
+def test_a_pass_that_evaluates_within_another_leaves_its_place(tmp_path):
+    for result in ranks.run(_validated, 2, ranks.plan(4, 2, "1f1b", 4), tmp_path, True):
+        assert not isinstance(result, str), result
+        losses, found, validated = result
+        assert losses == found and (len(found), len(validated)) == (7, 5)
+
+
+def test_another_pass_within_a_pass_is_refused(tmp_path):
+    for result in ranks.run(_validated, 2, ranks.plan(4, 2, "1f1b", 4), tmp_path, False):
+        assert isinstance(result, str) and "OptionError: a pass of read() is under way" in result, result
+
+
 def test_after_the_last_pass_nothing_is_left_to_read_but_what_is_new():
     reader, again = Reader(), Reader()
     assert len([*reader.read(range(3), last=True)]) == 3

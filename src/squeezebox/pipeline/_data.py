@@ -103,8 +103,8 @@ class Channel:
         return word
 
     def listen(self) -> bool:
-        """Whether the next thing that was read is a batch, good or bad."""
-        self._heard = self._received()
+        """Whether the next thing that was read, and not taken yet, is a batch, good or bad."""
+        self._heard = self._heard or self._received()
         if self._heard.what != _END:
             return True
         self._heard = None

@@ -213,7 +213,7 @@ class Runner:
             self._assembly = Assembly(store, self._health, place.number, place.ranks * place.replicas)
             wires = Wires(place, order, groups, self._health, patience, device_of(model), wire)
             self._links = Links(store, place, order, self._health, wires)
-            self._reader = Reader()
+            self._reader, self._is_in_pass = Reader(), False
             self._state = State(
                 model=model,
                 plan=plan,
@@ -331,7 +331,9 @@ class Runner:
             self._forwards.prepare(self._training.batch, self._assembly)
             return self._training.step()
 
-    def read(self, batches: Iterable[Any] | None = None, *, last: bool = False) -> Iterator[Any]:
+    def read(
+        self, batches: Iterable[Any] | None = None, *, last: bool = False, evaluates: bool = False
+    ) -> Iterator[Any]:
         """Go over batches that the first rank reads; every rank must, and gives each one to :meth:`step`.
 
         Their order depends on the random states in which the runner was made, not on what stages draw for
@@ -342,24 +344,37 @@ class Runner:
             batches: tuples ``(inputs, target)``, such as a DataLoader yields; only the first rank's count.
             last: no other pass comes after this one. Where :meth:`save` follows its end, the next pass after
                 :meth:`load` has nothing left to read.
+            evaluates: batches are for :meth:`evaluate`. Such a pass may come within another one, and neither
+                :meth:`save` nor :meth:`load` counts it.
 
         Yields:
             What was read on the first rank, ``()`` on all others.
 
         Raises:
             PipelineError: another rank failed.
-            OptionError: the first rank was given nothing, or replicas read different numbers of batches.
+            OptionError: the first rank was given nothing, replicas read different numbers of batches, or
+                another pass is under way.
         """
-        found = batches_of(self._reader, self._channel, batches, reads=self.reads, last=last)
-        while True:
-            with self._health.guard():
-                try:
-                    batch = next(found)
-                except StopIteration as end:
-                    if end.value:
-                        raise Refused(OptionError(end.value)) from None
-                    return
-            yield batch
+        if self._is_in_pass and not evaluates:
+            raise OptionError(
+                "a pass of read() is under way, and a checkpoint notes the place in one. End that first, or "
+                "read what you evaluate with evaluates=True."
+            )
+        self._is_in_pass |= not evaluates
+        reader = Reader() if evaluates else self._reader
+        found = batches_of(reader, self._channel, batches, reads=self.reads, last=last)
+        try:
+            while True:
+                with self._health.guard():
+                    try:
+                        batch = next(found)
+                    except StopIteration as end:
+                        if end.value:
+                            raise Refused(OptionError(end.value)) from None
+                        return
+                yield batch
+        finally:
+            self._is_in_pass &= evaluates
 
     def drain(self) -> None:
         """Finish all microbatches and updates under way: do it before evaluation and checkpoints.
