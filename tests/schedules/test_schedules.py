@@ -267,6 +267,20 @@ def test_what_does_not_flush_is_not_repeated():
         repeated(dataclasses.replace(broken, orders=(broken.orders[0][:-1], broken.orders[1])))
 
 
+def test_ranks_that_take_microbatches_in_different_orders_are_refused():
+    schedule = gpipe(2, 3)
+
+    def swapped(order, first):
+        return (*order[:first], order[first + 1], order[first], *order[first + 2 :])
+
+    first, second = schedule.orders
+    for place, what in ((0, "forwards"), (3, "backwards")):
+        other = dataclasses.replace(schedule, orders=(first, swapped(second, place)))
+        with pytest.raises(PlanError, match=f"rank 0 takes the {what} of stage 0 in another order"):
+            repeated(other)
+        repeated(dataclasses.replace(schedule, orders=(swapped(first, place), swapped(second, place))))
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, count
+from itertools import accumulate, count, pairwise
 from math import lcm
 
 from squeezebox.schedules._action import Action, Kind, Schedule
@@ -262,13 +262,24 @@ def _staggered(lags: Mapping[Kind, int], total: int | None = None) -> Iterator[t
                 yield kind, turn - lag
 
 
+# What crosses between stages: outputs forwards, and gradients back.
+_CROSSING = {(Kind.FORWARD,): "forwards", (Kind.BACKWARD, Kind.INPUT): "backwards"}
+
+
+def _taken(schedule: Schedule, stage: int, kinds: Collection[Kind]) -> list[int]:
+    """The microbatches that a stage takes, in its order."""
+    order = schedule.orders[schedule.placement[stage]]
+    return [each.microbatch for each in order if each.stage == stage and each.kind in kinds]
+
+
 def repeated(schedule: Schedule) -> Schedule:
     """The schedule with ``turns``: its first batch again and again, each with the weights of the last update.
 
     For orders of your own, so that ``squeezebox.pipeline.Runner`` can go on after their end.
 
     Raises:
-        PlanError: see :func:`validate`; or it does not flush after each batch, so none stands for all.
+        PlanError: see :func:`validate`; or it does not flush after each batch, so none stands for all; or two
+            ranks have the microbatches that cross between them in different orders.
     """
     validate(schedule)
     for action in (action for order in schedule.orders for action in order):
@@ -277,6 +288,15 @@ def repeated(schedule: Schedule) -> Schedule:
                 f"schedule '{schedule.name}' cannot be repeated: {action} reads the weights after "
                 f"{action.version} updates, in batch {schedule.batch_of(action)}. Flush after each batch."
             )
+    for before, (one, other) in enumerate(pairwise(schedule.placement)):
+        for kinds, what in _CROSSING.items():
+            orders = [_taken(schedule, stage, kinds) for stage in (before, before + 1)]
+            if one != other and orders[0] != orders[1]:
+                raise PlanError(
+                    f"schedule '{schedule.name}' cannot be carried out: rank {one} takes the {what} of stage "
+                    f"{before} in another order of microbatches than rank {other} those of stage "
+                    f"{before + 1}, and what crosses is known by its order. Give both the same."
+                )
 
     def turns(rank: int, first: int) -> Iterator[Action]:
         own = [action for action in schedule.orders[rank] if schedule.batch_of(action) == 0]
