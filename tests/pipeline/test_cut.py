@@ -199,6 +199,21 @@ def test_several_inputs_and_outputs():
     assert all(torch.equal(values[0][key], wanted[key]) for key in wanted)
 
 
+class Partial(Several):
+    """Returns what is no tensor next to one, as a loss without targets."""
+
+    def forward(self, x):
+        return self.third(self.second(self.first(x))), None, 2
+
+
+def test_outputs_that_are_no_tensors_come_as_they_are():
+    model, inputs = Partial(), torch.randn(2, 4)
+    pieces = cut(model, (inputs,))
+    assert len(pieces) > 1
+    output, *others = through(pieces, inputs)
+    assert torch.equal(output, model(inputs)[0]) and others == [None, 2]
+
+
 def test_fingerprints_tell_models_apart():
     def of(width):
         torch.manual_seed(width)

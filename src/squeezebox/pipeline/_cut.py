@@ -327,7 +327,7 @@ def _name(piece: list[Node]) -> str:
     return paths[0] if paths[0] == paths[-1] else f"{paths[0]}..{paths[-1]}"
 
 
-def _graph(piece: list[Node], inputs: list[Node], outputs: list[Node]) -> Graph:
+def _graph(piece: list[Node], inputs: list[Node], outputs: Sequence[Any]) -> Graph:
     """A graph of these nodes alone, with the constants they need."""
     graph = Graph()
     copies: dict[Node, Node] = {node: graph.placeholder(node.name) for node in inputs}
@@ -341,5 +341,5 @@ def _graph(piece: list[Node], inputs: list[Node], outputs: list[Node]) -> Graph:
 
     for node in piece:
         copied(node)
-    graph.output(tuple(copied(node) for node in outputs))
+    graph.output(tuple(copied(node) if isinstance(node, Node) else node for node in outputs))
     return graph
