@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from squeezebox import OptionError
 from squeezebox.pipeline import Runner
-from squeezebox.pipeline._data import Reader
+from squeezebox.pipeline._data import Reader, _equal
 from squeezebox.pipeline._wire import Sender
 from tests.pipeline import ranks
 
@@ -194,6 +194,14 @@ def test_a_last_rank_with_another_target_is_refused():
     first, last = ranks.run(_other, 2, ranks.plan(4, 2, "1f1b", 4))
     assert "OptionError" in last and "another target than the first" in last
     assert "PipelineError" in first and "OptionError" in first
+
+
+def test_targets_with_nan_are_equal_to_themselves():
+    target = {"y": torch.tensor([1.0, float("nan"), float("inf")]), "n": torch.arange(3)}
+    same = {name: each.clone() for name, each in target.items()}
+    assert _equal(target, same)
+    for other in (torch.zeros(3), torch.ones(2), target["n"]):
+        assert not _equal(target, same | {"y": other})
 
 
 def _uneven(rank, plan):

@@ -204,7 +204,7 @@ class Feed:
             self.inputs[first + place] = tuple(each.to(self._device) for each in part)
         last = self._schedule.num_stages - 1
         if self._place.rank in self._schedule.ranks_of(last):
-            if target is not None and not _equal(target, word.target):
+            if target is not None and self._place.rank and not _equal(target, word.target):
                 raise OptionError(
                     f"batch {batch}: the last rank was given another target than the first, so inputs and "
                     "targets are of different samples. Let the first rank alone read: runner.read(batches)."
@@ -368,10 +368,13 @@ def _by(names: Sequence[str]) -> str:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two targets have the same structure and values."""
+    """Whether two targets have the same structure and values, NaN too."""
     (mine, spec), (theirs, wanted) = pytree.tree_flatten(one), pytree.tree_flatten(other)
     return spec == wanted and all(
-        isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b.to(a.device))
+        isinstance(a, Tensor)
+        and isinstance(b, Tensor)
+        and (a.shape, a.dtype) == (b.shape, b.dtype)
+        and torch.allclose(a, b.to(a.device), rtol=0.0, atol=0.0, equal_nan=True)
         for a, b in zip(mine, theirs, strict=True)
     )
 
