@@ -3,6 +3,7 @@
 import collections
 import multiprocessing
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from squeezebox import OptionError
-from squeezebox.pipeline import Runner
-from squeezebox.pipeline._data import Reader, _equal
+from squeezebox.pipeline import Runner, _data
+from squeezebox.pipeline._data import Channel, Reader, _equal
 from squeezebox.pipeline._wire import Sender
 from tests.pipeline import ranks
 
@@ -344,3 +345,21 @@ def test_the_next_pass_after_a_resume_has_its_own_order():
         OptionError, match="^1 batches of a pass were read with 1 generators, and these batches have 0"
     ):
         next(again.read([torch.zeros(1)]))
+
+
+class _Noting:
+    """What would be sent."""
+
+    def __init__(self, peer, most):
+        self.send = peer.sent.extend
+
+    def settle(self):
+        pass
+
+
+def test_words_are_on_the_cpu_whatever_device_is_the_default(monkeypatch):
+    monkeypatch.setattr(_data, "Sender", _Noting)
+    peer = SimpleNamespace(rank=1, sent=[])
+    with torch.device("meta"):
+        Channel([peer], None, None, 1.0).tell("end")
+    assert [each.device.type for each in peer.sent] == ["cpu", "cpu"]

@@ -185,7 +185,7 @@ class Checkpoint:
             form = self._metadata.state_dict_metadata[key]
             found[key] = None
             if isinstance(form, TensorStorageMetadata):
-                found[key] = torch.empty(form.size, dtype=form.properties.dtype)
+                found[key] = torch.empty(form.size, dtype=form.properties.dtype, device="cpu")
         self.read(found)
         root: dict[str, Any] = {}
         for key, place in places.items():

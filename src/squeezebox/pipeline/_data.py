@@ -91,7 +91,7 @@ class Channel:
             file = io.BytesIO()
             torch.save(tuple(theirs), file)
             data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-            sender.send([torch.tensor([len(data)])])
+            sender.send([torch.tensor([len(data)], device="cpu")])
             sender.send([data])
         if what != _BATCH:
             self.settle()  # the runner may be gone before anybody computes again
