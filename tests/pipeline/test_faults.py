@@ -4,16 +4,18 @@ import json
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from squeezebox import schedules
 from squeezebox.pipeline import Runner, _runner
-from squeezebox.pipeline._health import Health
+from squeezebox.pipeline._health import Assembly, Health
 from squeezebox.schema import PipelineError
 from tests.pipeline import ranks
 
@@ -261,3 +263,18 @@ def _with(rank, plan, options):
 def test_options_that_do_not_go_together(schedule, options, message):
     (found,) = ranks.run(_with, 1, ranks.plan(8, 1, schedule, 1), options)
     assert found.startswith("OptionError") and message in found, found
+
+
+def test_what_was_gathered_leaves_the_store():
+    store, counts = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), []
+
+    def assembly(number):
+        own = PrefixStore("own", store.clone())
+        return Assembly(own, SimpleNamespace(await_key=lambda key, what, peer: own.get(key)), number, 2)
+
+    both = [assembly(number) for number in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        for turn in range(4):
+            assert [*pool.map(lambda each: each.gather(turn), both)] == [[turn] * 2] * 2  # noqa: B023
+            counts.append(store.num_keys())
+    assert len({*counts}) == 1, counts

@@ -315,6 +315,7 @@ class Assembly:
         self._store, self._health = store, health
         self._number, self._count = number, count
         self._turns = itertools.count()
+        self._read: list[str] = []  # own keys that all have read when they gather again
 
     def gather(self, value: Any, what: str = "waits for what rank {} has") -> list[Any]:
         """Everybody's plain values, in the order of ranks."""
@@ -324,6 +325,9 @@ class Assembly:
             self._health.await_key(f"{key}/{number}", what.format(number), number)
             for number in range(self._count)
         ]
+        for earlier in self._read:  # by all, as they have come here
+            self._store.delete_key(earlier)
+        self._read = [f"{key}/{self._number}"]
         return [json.loads(each) for each in told]
 
     def meet(self, what: str) -> None:
@@ -344,10 +348,3 @@ class Assembly:
         for refused in filter(None, self.gather(why)):
             raise Refused(UnsupportedModelError(refused))
         return made[0]
-
-    def choose(self, choice: Callable[[], Any], what: str) -> Any:
-        """What the first rank chooses."""
-        key = f"assembly/{next(self._turns)}"
-        if self._number == 0:
-            self._store.set(key, json.dumps(choice()))
-        return json.loads(self._health.await_key(key, f"waits for the first rank's choice of {what}", 0))
