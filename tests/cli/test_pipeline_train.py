@@ -7,15 +7,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from squeezebox.cli import main
+from squeezebox.cli import _train, main
 from squeezebox.schema import Devices
 
 MODULE = """
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -219,3 +222,20 @@ def test_devices_are_measured(folder, ranks):
     assert [each["name"] for each in values["devices"]] == [each.name for each in devices.devices]
     assert len(devices.devices) == 2 and devices.devices[0].memory_bytes == 64 * 2**20
     assert all(each.speed > 0.0 for each in devices.devices) and devices.links[0].bytes_per_second > 0.0
+
+
+def test_replicas_share_a_last_batch_or_leave_it_out(capsys, monkeypatch):
+    def batches():
+        for count in (8, 5, 3):
+            yield {"x": torch.arange(count)}, None
+
+    monkeypatch.setattr(_train, "load_factory", lambda *_, **__: batches)
+    plan, shares = SimpleNamespace(replicas=4), []
+    for replica in range(4):
+        runner = SimpleNamespace(replica=replica, plan=plan)
+        shares.append([*_train._batches(SimpleNamespace(data="mine:batches"), runner)])
+    assert [[inputs["x"].tolist() for inputs, _ in own] for own in shares] == [
+        [[0, 1], [0, 1]], [[2, 3], [2]], [[4, 5], [3]], [[6, 7], [4]],
+    ]  # fmt: skip
+    assert all(target is None for own in shares for _, target in own)
+    assert capsys.readouterr().out == "a batch of 3 is left out, as there are 4 replicas\n"

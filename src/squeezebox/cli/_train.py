@@ -212,30 +212,39 @@ def _check(request: Request) -> None:
 
 def _batches(request: Request, runner: pipeline.Runner) -> Iterator[Any]:
     """This pipeline's share of each batch from the first one on; nothing is made before it is read."""
-    made = load_factory(request.data, arguments=2)
+    made, replicas = load_factory(request.data, arguments=2), runner.plan.replicas
 
     def read() -> Iterator[Any]:
         if needed_arguments(made):
-            yield from made(runner.replica, runner.plan.replicas)
-        else:
-            yield from (_share(batch, runner) for batch in made())
+            yield from made(runner.replica, replicas)
+            return
+        for inputs, target in made():
+            if (rows := _rows(inputs)) >= replicas:
+                yield tuple(_share(each, runner.replica, replicas) for each in (inputs, target))
+            elif runner.replica == 0:
+                print(f"a batch of {rows} is left out, as there are {replicas} replicas", flush=True)
 
     return read()
 
 
-def _share(batch: Any, runner: pipeline.Runner) -> Any:
-    """The rows of a whole batch that go through this pipeline."""
+def _rows(inputs: Any) -> int:
+    """Samples of a tensor, or of the first one in a structure."""
+    while isinstance(inputs, tuple | list | Mapping):
+        inputs = next(iter(inputs.values() if isinstance(inputs, Mapping) else inputs))
+    return len(inputs)
 
-    def share(value: Any) -> Any:
-        if isinstance(value, tuple | list):
-            return tuple(map(share, value))
-        if isinstance(value, Mapping):
-            return {key: share(each) for key, each in value.items()}
-        size = -(-len(value) // runner.plan.replicas)
-        return value[runner.replica * size : (runner.replica + 1) * size]
 
-    inputs, target = batch
-    return share(inputs), share(target)
+def _share(value: Any, replica: int, replicas: int) -> Any:
+    """The rows of a whole batch that go through one pipeline: as many as through others, or one more."""
+    if isinstance(value, tuple | list):
+        return tuple(_share(each, replica, replicas) for each in value)
+    if isinstance(value, Mapping):
+        return {key: _share(each, replica, replicas) for key, each in value.items()}
+    if value is None:
+        return None
+    least, more = divmod(len(value), replicas)
+    first = replica * least + min(replica, more)
+    return value[first : first + least + (replica < more)]
 
 
 def _train(
