@@ -245,3 +245,19 @@ def test_bags_of_images():
     torch.testing.assert_close(found, loss.detach(), rtol=0.01, atol=0.01)
     for each, gradient in zip(parameters, wanted, strict=True):
         torch.testing.assert_close(each.grad, gradient, rtol=0.02, atol=0.02 * float(gradient.abs().max()))
+
+
+def test_gradients_of_strips_are_float32_whatever_the_default():
+    torch.manual_seed(0)
+    image, weights = torch.randn(1, 3, 256, 24).bfloat16(), nn.Conv2d(3, 2, 3).bfloat16().state_dict()
+    found = []
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            torch.set_default_dtype(dtype)
+            model = nn.Conv2d(3, 2, 3).bfloat16()
+            model.load_state_dict(weights)
+            StreamedStep(model, lambda output, _: output.square().mean(), height=4)(image, None)
+            found.append(model.weight.grad)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(*found)

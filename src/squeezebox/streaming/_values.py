@@ -203,7 +203,7 @@ class Values:
         ):
             return value
         if node not in self._copies:
-            wide = torch.zeros((), device=value.device).expand(value.shape)
+            wide = torch.zeros((), dtype=torch.float32, device=value.device).expand(value.shape)
             self._copies[node] = (wide if is_narrow(value) else value.detach().contiguous()).requires_grad_()
         copy = self._copies[node]
         return _Narrow.apply(copy, value.detach()) if is_narrow(value) else copy  # type: ignore[no-untyped-call]
