@@ -20,6 +20,11 @@ from squeezebox.streaming._trace import DETACHED
 
 _aten = torch.ops.aten
 _CHOOSING = (_aten.index.Tensor, _aten.masked_select.default, _aten.nonzero.default)
+_INVERTING = (
+    *(_aten.inverse.default, _aten.linalg_inv.default, _aten.linalg_solve.default),
+    *(_aten.linalg_cholesky.default, _aten.cholesky.default),
+    *(_aten.linalg_lu_factor.default, _aten.linalg_ldl_factor.default),
+)
 
 Seeds = dict[Node, tuple[Tensor | None, ...]]  # the loss's derivatives by what is reduced
 
@@ -178,11 +183,14 @@ class Values:
         for node in self._streamed.single:
             new = node not in values and node not in self._forgotten
             if new and all(each in values for each in node.all_input_nodes):
+                arguments: Any
                 arguments, keywords = (
                     map_arg(each, lambda inner: values[inner]) for each in (node.args, node.kwargs)
                 )
                 if self._is_made_up and node.target in _CHOOSING:
                     arguments = pytree.tree_map_only(Tensor, _all_chosen, arguments)
+                if self._is_made_up and node.target in _INVERTING:
+                    arguments = (_identity(arguments[0]), *arguments[1:])
                 with torch.enable_grad():
                     value = run_node(node, arguments, keywords)
                 values[node] = value.detach() if node.target is DETACHED else value
@@ -230,3 +238,9 @@ def _made_up(value: Tensor, is_gathered: bool) -> Tensor:
 def _all_chosen(mask: Tensor) -> Tensor:
     """A mask that chooses all there is, which takes the most memory; of other tensors themselves."""
     return torch.ones_like(mask) if mask.dtype == torch.bool else mask
+
+
+def _identity(matrix: Tensor) -> Tensor:
+    """One that has an inverse, computed from what has none."""
+    count = matrix.shape[-1]
+    return matrix - matrix.detach() + torch.eye(count, dtype=matrix.dtype, device=matrix.device)
