@@ -166,13 +166,23 @@ def _norm(call: Call) -> bool:
         return _become(node, _aten.amax.default, size, dims, keepdim)
     if order == 1:
         return _become(node, _aten.sum.dim_IntList, size, dims, keepdim)
-    powers = _add(node, _aten.pow.Tensor_Scalar, size, order)
+    powers = _powers(node, size, order)
     total = _add(node, _aten.sum.dim_IntList, powers, dims, keepdim)
     is_zero = _add(node, _aten.eq.Scalar, total, 0)
     root = _add(
         node, _aten.pow.Tensor_Scalar, _add(node, _aten.masked_fill.Scalar, total, is_zero, 1.0), 1 / order
     )
     return _become(node, _aten.masked_fill.Scalar, root, is_zero, 0.0)
+
+
+def _powers(place: Node, size: Node, order: Any) -> Node:
+    """Those of zeros have no gradient where the order is below 1, as in torch."""
+    power, fill = _aten.pow.Tensor_Scalar, _aten.masked_fill.Scalar
+    if order >= 1:
+        return _add(place, power, size, order)
+    is_zero = _add(place, _aten.eq.Scalar, size, 0)
+    powers = _add(place, power, _add(place, fill, size, is_zero, 1.0), order)
+    return _add(place, fill, powers, is_zero, 0.0 if order > 0 else inf)
 
 
 def _adaptive(call: Call) -> bool:
