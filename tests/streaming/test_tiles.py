@@ -128,3 +128,24 @@ def test_what_tiles_cannot_do_is_refused_or_done_in_strips():
     require_equal(Projected(), loss_fn, image, None, memory="1MiB")
     with pytest.raises(OptionError, match="give rows of a strip, or rows and columns"):
         StreamedStep(Projected(), loss_fn, height=(5, 0))
+
+
+class Bands(nn.Module):
+    """The bands of every pixel attend to each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.values, self.last = nn.Conv2d(4, 24, 3, padding=1), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x):
+        n, _, height, width = x.shape
+        pixels = self.values(x).permute(0, 2, 3, 1).reshape(-1, 1, 4, 6)
+        seen = functional.scaled_dot_product_attention(*pixels.split(2, -1))
+        return self.last(seen.reshape(n, height, width, 8).permute(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize("tile", [(5, 7), (22, 4)])
+def test_attention_within_each_pixel(tile):
+    torch.manual_seed(0)
+    image = torch.randn(2, 4, 22, 18, dtype=torch.float64)
+    require_equal(Bands(), lambda output, _: output.sin().mean(), image, None, height=tile)

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from squeezebox.streaming._graph import Streamed, ancestors, parts
@@ -92,7 +93,9 @@ def band(work: Pass, start: int, stop: int) -> Band:
         sideways.run(owned, known, Hands(lambda node, *part: given[node, part], made.__setitem__))
         return [made[end] for end in owned]
 
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    # Of operators that stream, only attention's own kernels do not.
+    plain = sdpa_kernel(SDPBackend.MATH)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), plain:
         fakes = [_part(across, node, *part) for node, part in read]
         values = pytree.tree_map_only(Tensor, _like, [node.meta["val"] for node in singles])
         recorded = make_fx(record)(fakes, values)

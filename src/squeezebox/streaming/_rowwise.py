@@ -304,6 +304,7 @@ ROWWISE: dict[Any, Callable[[Call], Operator]] = {
     **dict.fromkeys((_aten.where.self, _aten.lift_fresh_copy.default, _aten.addcmul.default), elementwise),
     **dict.fromkeys((_aten.log_sigmoid_forward.default, _aten.complex.default), elementwise),
     **dict.fromkeys((_aten._softmax.default, _aten._log_softmax.default, _aten.flip.default), along),
+    _aten._safe_softmax.default: along,
     **dict.fromkeys((_aten.scatter.value, _aten.scatter.src, _aten.cat.default), along),
     **dict.fromkeys((_aten.cumsum.default, _aten.sort.default, _aten.topk.default), along),
     _aten.index_select.default: along,
