@@ -312,3 +312,25 @@ def test_a_map_of_one_row_meets_all_rows_of_a_table():
     torch.manual_seed(0)
     image = torch.randn(1, 1, 64, 32, dtype=torch.float64)
     require_equal(Outer(), lambda output, _: output.square().mean(), image, None, height=16)
+
+
+class Placed(nn.Module):
+    """Adds a table of all pixels in products of matrices: of all at once, by image, and on either side."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3))
+        self.tables = nn.ParameterList(torch.randn(*shape) for shape in ((396, 3), (1, 396, 3), (3, 396)))
+
+    def forward(self, x):
+        pixels, (all_at_once, by_image, other_side) = x.flatten(2).mT, self.tables
+        found = torch.baddbmm(by_image, pixels, self.weight.expand(len(x), 3, 3))
+        first = torch.addmm(all_at_once, found[0], self.weight)
+        return torch.addmm(other_side, self.weight, first.T) + torch.addmm(self.bias, found[1], self.weight).T
+
+
+@pytest.mark.parametrize("height", [5, (5, 7)])
+def test_products_of_matrices_that_add_a_table_of_all_pixels(height):
+    torch.manual_seed(0)
+    image = torch.randn(2, 3, 22, 18, dtype=torch.float64)
+    require_equal(Placed(), lambda output, _: output.sin().mean(), image, None, height=height)

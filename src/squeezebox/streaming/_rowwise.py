@@ -25,18 +25,19 @@ def elementwise(call: Call) -> Operator:
     shape, (rows, *others) = call.shape, [_aligned(call, node) for node in call.inputs]
     if any(other != rows for other in others) or shape[rows.dim] != rows.size(rows.count):
         raise call.refuse(_MISFIT)
-    behind = len(shape) - rows.dim
 
-    def cut(value: Any, start: int, stop: int) -> Any:
-        full = isinstance(value, Tensor) and value.dim() >= behind and value.shape[-behind] != 1
-        if not full or shape[rows.dim] == 1:
-            return value
-        place = value.dim() - behind
-        return Rows(dim=place, count=rows.count, before=rows.before, after=rows.after).take(
-            value, start, stop
-        )
+    def cut(source: Node, value: Any, start: int, stop: int) -> Any:
+        return _broadcast(value, rows, len(shape), start, stop)
 
     return _same_rows(call, rows, cut=cut)
+
+
+def _broadcast(value: Any, rows: Rows, ndim: int, start: int, stop: int) -> Any:
+    """Of what is broadcast to the rows of ``ndim`` dimensions, these where it has all."""
+    place = rows.dim - ndim + value.dim() if isinstance(value, Tensor) else -1
+    if place < 0 or value.shape[place] == 1:
+        return value
+    return _moved(rows, place).take(value, start, stop)
 
 
 def _aligned(call: Call, node: Node) -> Rows:
@@ -53,7 +54,7 @@ def along(call: Call) -> Operator:
         raise call.refuse("it works along the streamed axis")
     _require_as_many(call, rows)
 
-    def cut(value: Any, start: int, stop: int) -> Any:
+    def cut(source: Node, value: Any, start: int, stop: int) -> Any:
         ndim = len(_first_shape(call))
         full = (
             isinstance(value, Tensor)
@@ -192,7 +193,9 @@ def multiplied(call: Call) -> Operator:
     if rows.dim >= ndim - 2 or call.target is _aten.linear.default:
         _require_one_factor(call, rows, {first: ndim - 1, second: ndim - 2})
 
-    def cut(value: Any, start: int, stop: int) -> Any:
+    def cut(source: Node, value: Any, start: int, stop: int) -> Any:
+        if biased and source is call.args[0]:
+            return _broadcast(value, rows, ndim, start, stop)
         full = rows.dim < ndim - 2 and value.dim() == ndim and value.shape[rows.dim] == rows.size(rows.count)
         return rows.take(value, start, stop) if full else value
 
@@ -239,7 +242,7 @@ def _same_rows(
     rows: Rows,
     *,
     adjust: Adjust | None = None,
-    cut: Callable[[Any, int, int], Any] | None = None,
+    cut: Callable[[Node, Any, int, int], Any] | None = None,
 ) -> Operator:
     sources, positional, named = [*call.inputs], call.args, call.node.kwargs
     places = [place for place, argument in enumerate(positional) if _has_nodes(argument)]
@@ -250,7 +253,7 @@ def _same_rows(
             if source in call.inputs:
                 return strip.rows(source, start, stop)
             value = strip.value(source)
-            return value if cut is None else cut(value, start, stop)
+            return value if cut is None else cut(source, value, start, stop)
 
         arguments = [*positional]
         for place in places:
