@@ -163,3 +163,20 @@ def test_a_file_that_has_become_shorter_is_said(tmp_path):
     with pytest.raises(DatasetError, match=r"image has 1,000 bytes, and 3,072 when it was opened"):
         step(image, None)
     assert model.weight.grad is None
+
+
+def test_a_mapped_image_with_a_gradient_is_read_from_its_file(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(
+        FileArray,
+        "__getitem__",
+        lambda array, index, real=FileArray.__getitem__: read.append(index) or real(array, index),
+    )
+    np.arange(3 * 64 * 16, dtype=np.uint8).tofile(tmp_path / "image")
+    image = np.memmap(tmp_path / "image", np.uint8, "r", shape=(1, 3, 64, 16))
+    step = StreamedStep(torch.nn.Conv2d(3, 2, 3), lambda output, _: output.square().mean(), height=16)
+    found, wanted = torch.zeros(1, 3, 64, 16), torch.zeros(1, 3, 64, 16)
+    step(image, None, gradient=found)
+    assert len(read) >= 4
+    step(np.array(image), None, gradient=wanted)
+    assert torch.equal(found, wanted)

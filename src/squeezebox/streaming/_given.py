@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from squeezebox.schema import OptionError, UnsupportedModelError
+from squeezebox.streaming._files import from_file
 from squeezebox.streaming._prepared import Scaled, form_of
 
 
@@ -55,5 +56,5 @@ def derivable(image: Any, model: nn.Module, prepare: object) -> Any:
     if dtype.is_floating_point:
         return image
     if dtype == torch.uint8 and prepare is None:
-        return Scaled(image, _precision(model))
+        return Scaled(from_file(image), _precision(model))
     raise OptionError(f"the image is of {dtype}, by which there is no gradient; give floating point numbers.")
