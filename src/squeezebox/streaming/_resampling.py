@@ -123,12 +123,12 @@ def _taps(resize: _Resize, given: int, made: int) -> tuple[Tensor, Tensor]:
     """Which input rows every output row reads, and their weights: both taps x rows."""
     scale = resize.scales[resize.axis]
     if resize.kind.taps == 1:  # torch rounds in single precision, so torch tells
-        numbers = torch.arange(given, dtype=torch.float64).view(
+        numbers = torch.arange(given, dtype=torch.float64, device="cpu").view(
             [1, 1, *((-1, 1) if resize.axis == 0 else (1, -1))]
         )
         places = resize(numbers, made, scale, 1).reshape(1, -1).long()
-        return places, torch.ones(places.shape, dtype=torch.float64)
-    row = torch.arange(made, dtype=torch.float64)
+        return places, torch.ones_like(places, dtype=torch.float64)
+    row = torch.arange(made, dtype=torch.float64, device="cpu")
     if resize.aligned:
         position = row * ((given - 1) / (made - 1) if made > 1 else 0.0)
     else:
