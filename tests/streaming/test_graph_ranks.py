@@ -130,3 +130,30 @@ def test_a_stage_that_is_there_twice_is_added_up_once():
     for found in ranks.run(of_a_shared_stage, 2):
         for one, gradient in zip(wanted, found, strict=True):
             assert (gradient - one).abs().max() <= 1e-12 * max(one.abs().max(), 1e-3)
+
+
+class ByRank(nn.Module):
+    """Of its parameters each rank reads another one, and none the last."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.scales, self.number = nn.ParameterList([torch.ones(1).double()] * 3), number
+
+    def forward(self, output, target):
+        return nn.functional.cross_entropy(output * self.scales[self.number], target, reduction="none")
+
+
+def with_parameters_by_rank(rank):
+    torch.manual_seed(1)
+    model, loss = nn.Sequential(Sage(6, 4)).double(), ByRank(rank or 0)
+    group = None if rank is None else torch.distributed.group.WORLD
+    GraphStep(model, made(600), "200KiB", loss_fn=loss, group=group)()
+    return model[0].own.weight.grad, [scale.grad for scale in loss.scales]
+
+
+def test_ranks_have_a_gradient_where_one_of_them_has():
+    wanted, (whole, *_) = with_parameters_by_rank(None)
+    for found, (first, second, last) in ranks.run(with_parameters_by_rank, 2):
+        assert (found - wanted).abs().max() <= 1e-12 * wanted.abs().max()
+        torch.testing.assert_close(first + second, whole, rtol=1e-12, atol=0)
+        assert first != second and last is None

@@ -344,3 +344,31 @@ def test_numbers_of_nodes_may_be_of_64_bits_without_a_sign():
     torch.manual_seed(0)
     model = nn.Sequential(Sage(6, 4)).double()
     assert GraphStep(model, other, "1MiB")() == GraphStep(model, graph, "1MiB")()
+
+
+def test_numbers_that_change_in_a_mode_are_seen():
+    model = nn.Sequential(Sage(6, 8), nn.Dropout(0.0), Sage(8, 4)).double()
+    step = GraphStep(model, made(), "20KiB")
+    step()
+    model[1].p = 0.5
+    with pytest.raises(UnsupportedModelError, match="Dropout gives other outputs"):
+        step()
+
+
+def test_the_losss_own_parameters_are_those_of_the_step():
+    """Frozen, trained, or not there when the step was made."""
+    graph, torch_loss = made(), nn.CrossEntropyLoss(reduction="none")
+    model = nn.Sequential(Sage(6, 4)).double()
+    scales = [nn.Parameter(torch.tensor(1.5).double(), requires_grad=number > 0) for number in range(2)]
+
+    def loss_fn(output, target):
+        return torch_loss(output * torch.stack(scales).prod(), target)
+
+    step = GraphStep(model, graph, "20KiB", loss_fn=loss_fn)
+    for number, scale in enumerate(scales):
+        scale.requires_grad_(number == 0)
+    step()
+    found, scales[0].grad = scales[0].grad, None
+    loss_fn(whole(model, graph)[graph.nodes], graph.targets[graph.nodes]).mean().backward()
+    torch.testing.assert_close(found, scales[0].grad, rtol=1e-12, atol=0)
+    assert scales[1].grad is None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from squeezebox.schema import OptionError, SqueezeboxError, UnsupportedModelError
+from squeezebox.streaming._held import held_by
 from squeezebox.streaming._nodes import Edges, Graph, Part, kind_of, sorted_edges
 from squeezebox.streaming._rows import is_narrow
 
@@ -60,9 +61,11 @@ class Stage:
         return list(found.values())
 
 
-def modes_of(stages: list[Stage]) -> tuple[bool, ...]:
-    """Which modules, and modules of these, are in training."""
-    return tuple(each.training for stage in stages for own in stage.modules for each in own.modules())
+def modes_of(stages: list[Stage]) -> tuple[tuple[bool, ...], dict[str, str]]:
+    """Which modules, and modules of these, are in training, and the plain values that they hold by name."""
+    own = [module for stage in stages for module in stage.modules]
+    plain = {name: value for name, value in held_by(own, ()).values.items() if "tensor " not in value}
+    return tuple(each.training for module in own for each in module.modules()), plain
 
 
 def leaves_below(output: Tensor) -> list[Tensor]:

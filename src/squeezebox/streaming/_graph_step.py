@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from squeezebox.memory import Ceiling, PeakMeter, ProcessMeter, return_all, usual_folder, within_room
 from squeezebox.reports import human_bytes, parse_size
@@ -18,10 +19,14 @@ from squeezebox.streaming._boundary import Boundary, Features, PartFile
 from squeezebox.streaming._files import release
 from squeezebox.streaming._given import require_modes
 from squeezebox.streaming._graph_layers import leaves_below, modes_of, require_trained, stages_of, widths_of
+from squeezebox.streaming._held import modules_of
 from squeezebox.streaming._nodes import Graph, Part, Reader, edges_of, kind_of, order_of, sorted_edges
 from squeezebox.streaming._order import better_order
 from squeezebox.streaming._outputs import require_apart
 from squeezebox.streaming._ranks import Exchange, Ranks
+
+Sums = MutableMapping[Tensor, Tensor]
+"""Gradients by what they are of; a leaf that the loss makes for one part goes with that part."""
 
 _OWN_BYTES = 32 << 20  # what torch takes for itself, and not for a part
 _MESSAGES = 32  # of the memory, one by so much for rows on their way to other ranks; four while they travel
@@ -87,9 +92,7 @@ class GraphStep:
         require_trained(self._stages, graph)
         self._dtype = next(p.dtype for stage in self._stages for p in stage.parameters)
         self._widths = widths_of(self._stages, graph, self._dtype)
-        self._modes = {modes_of(self._stages)}
-        # By stage: what else has a gradient, such as the loss's own parameters.
-        self._others: list[dict[int, Tensor]] = [{} for _ in self._stages]
+        self._tried = dict([modes_of(self._stages)])
         self._ranks = None if group is None else Ranks(group, message_bits)
         self._number(None if order is None else order_of(order, graph))
         self._cuts, self._part_bytes = self._fitting_cuts()
@@ -149,11 +152,12 @@ class GraphStep:
             OutputError: the file in the folder cannot be read or written.
             DatasetError: the features' file has become shorter, or has changed.
             OptionError: the loss does not give a number for each node.
-            UnsupportedModelError: modules are in other modes since, and draw noise or read more in these.
+            UnsupportedModelError: modules are in other modes, or hold other numbers, since, and draw noise or
+                read more with these.
         """
         require_modes()
         self._check()
-        sums: dict[Tensor, Tensor] = {}
+        sums: Sums = WeakTensorKeyDictionary()
         for number in range(len(self._stages) - 1):
             for place, part in self._parts(number, Exchange.forward):
                 with torch.no_grad():
@@ -198,11 +202,11 @@ class GraphStep:
         return out
 
     def _check(self) -> None:
-        """Try modules again whose modes have changed, and look whether features have."""
-        modes = modes_of(self._stages)
-        if modes not in self._modes:
+        """Try modules again whose modes or numbers have changed, and look whether features have."""
+        modes, numbers = modes_of(self._stages)
+        if self._tried.get(modes) != numbers:
             widths_of(self._stages, self._graph, self._dtype)
-            self._modes.add(modes)
+            self._tried[modes] = numbers
         self._features.require_unchanged()
 
     def _require_fitting(self, out: Any) -> None:
@@ -216,14 +220,18 @@ class GraphStep:
             raise OptionError(f"out is read-only, or has one place for several numbers; give {wanted}.")
         require_apart("out", out, [self._graph.features])
 
-    def _together(self, loss: Tensor, sums: dict[Tensor, Tensor]) -> None:
-        """Add up all ranks' shares."""
+    def _together(self, loss: Tensor, sums: Sums) -> None:
+        """Add up all ranks' shares; what no rank has a gradient of stays without."""
         ranks: Any = self._ranks
         ranks.add(loss)
-        held = zip(self._stages, self._others, strict=True)
-        parameters = [each for stage, others in held for each in (*stage.parameters, *others.values())]
-        for parameter in dict.fromkeys(parameters):  # stages may share one
-            sums[parameter] = ranks.add(sums.get(parameter, torch.zeros_like(parameter)).contiguous())
+        modules = [*(own for stage in self._stages for own in stage.modules), *modules_of(self._loss_fn)]
+        known = (each for module in modules for each in module.parameters())
+        parameters = [*dict.fromkeys([*known, *sums])]  # each once, in an order that all ranks have
+        used = ranks.add(torch.tensor([each in sums for each in parameters], dtype=torch.int64))
+        for parameter, count in zip(parameters, used.tolist(), strict=True):
+            if count:
+                given = sums.get(parameter, torch.zeros_like(parameter))
+                sums[parameter] = ranks.add(given.contiguous())
 
     def _parts(
         self, number: int, exchange: Callable[[Exchange, PartFile], None]
@@ -273,9 +281,8 @@ class GraphStep:
         x.requires_grad_(torch.is_grad_enabled() and number > 0)
         return x, stage(part, x)
 
-    def _backward(self, number: int, place: int, part: Part, sums: dict[Tensor, Tensor]) -> Tensor:
+    def _backward(self, number: int, place: int, part: Part, sums: Sums) -> Tensor:
         """Add a stage's gradients over a part; the last stage gives the part's share of the loss."""
-        parameters = [*self._stages[number].parameters, *self._others[number].values()]
         with torch.enable_grad():
             x, output = self._output(number, place, part)
             share = torch.zeros((), dtype=torch.float64)
@@ -285,18 +292,16 @@ class GraphStep:
                 share = output.detach().double()
             else:
                 gradient = self._between[number].total(place)
-            wanted = [*parameters, *([x] if number else [])]
-            if not output.requires_grad:
-                if number:
-                    self._between[number - 1].give(place, torch.zeros_like(x))
-                return share
-            found = list(torch.autograd.grad(output, wanted, gradient, allow_unused=True))
+            wanted = leaves_below(output)
+            found = torch.autograd.grad(output, wanted, gradient, allow_unused=True) if wanted else ()
+        below = None
+        for leaf, each in zip(wanted, found, strict=True):
+            if leaf is x:
+                below = each
+            elif each is not None:
+                sums[leaf] = each if leaf not in sums else sums[leaf] + each
         if number:
-            below = found.pop()
             self._between[number - 1].give(place, torch.zeros_like(x) if below is None else below)
-        for parameter, each in zip(parameters, found, strict=True):
-            if each is not None:
-                sums[parameter] = each if parameter not in sums else sums[parameter] + each
         return share
 
     def _loss(self, part: Part, output: Tensor) -> Tensor:
@@ -372,17 +377,14 @@ class GraphStep:
             raise OptionError("torch's profiler is active, so parts cannot be measured; leave it first.")
         try:
             part, width = self._edges.part(start, stop), self._graph.features.shape[1]
-            for stage, wider, others in zip(self._stages, self._widths, self._others, strict=True):
+            for stage, wider in zip(self._stages, self._widths, strict=True):
                 rows = len(stage.reads(part))
                 x = torch.ones(rows, width, dtype=given if stage is self._stages[0] else self._dtype)
                 x = x.to(self._dtype).requires_grad_(stage is not self._stages[0])
                 output = stage(part, x)
                 output = self._loss(part, output) if stage is self._stages[-1] else output.sum()
-                wanted = [*stage.parameters, *([x] if x.requires_grad else [])]
-                known = {id(each) for each in wanted}
-                others |= {id(each): each for each in leaves_below(output) if id(each) not in known}
-                wanted += others.values()
-                if output.requires_grad:
+                wanted = leaves_below(output)
+                if wanted:
                     torch.autograd.grad(output, wanted, allow_unused=True)
                 width = wider
         finally:
