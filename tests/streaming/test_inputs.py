@@ -7,12 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from squeezebox.schema import OptionError
-from squeezebox.streaming import StreamedStep, _step
+from squeezebox.schema import OptionError, UnsupportedModelError
+from squeezebox.streaming import StreamedStep, _held, _step
 
 
 def squares(output, target):
     return (output * target[0]).square().mean() * target[1]
+
+
+def squared(output, target):
+    return output.square().mean()
 
 
 def conv():
@@ -87,7 +91,7 @@ def test_what_changes_in_every_step_is_said(monkeypatch):
     for number in range(3 * 4):
         model.scale = float(number % 3)
         step(image, None)
-    assert len(traced) == 3
+    assert len(traced) == 3 * 2  # each once more, as calls are counted
     with pytest.warns(UserWarning, match=r"traced 9 times, as 0: Scaled.scale changed"):
         for number in range(3, 10):
             model.scale = float(number)
@@ -139,3 +143,83 @@ def test_an_image_and_a_target_that_are_written_into_stay_as_they_were():
     assert torch.equal(image, given[0]) and torch.equal(target, given[1])
     torch.testing.assert_close(loss, loss_fn(model(image.clone()), target.clone()).detach())
     torch.testing.assert_close(step.predict(image), model(image.clone()).detach())
+
+
+class Cooling(nn.Module):
+    """Changes a number, or a tensor that is no buffer, by which it computes."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.conv, self.name = conv(), name
+        self.tau, self.mean = 0.8, torch.zeros(1, dtype=torch.float64)
+
+    def forward(self, x):
+        y = self.conv(x)
+        if self.name == "tau":
+            self.tau = max(0.5 * self.tau, 0.1)
+        else:
+            self.mean = 0.5 * self.mean + y.detach().mean()
+        return y / self.tau - self.mean
+
+
+class Warming(nn.Module):
+    """A loss whose weight grows by its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, output, target):
+        self.calls += 1
+        return output.square().mean() * min(self.calls / 10, 1.0)
+
+
+class Plain:
+    calls, __call__ = 0, Warming.forward
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_fn", "name"),
+    [
+        (Cooling("tau"), squared, "0: Cooling.tau"),
+        (Cooling("mean"), squared, "0: Cooling.mean"),
+        (conv(), Warming(), "1: Warming.calls"),
+        (conv(), Plain(), "0: Plain.calls"),
+    ],
+)
+def test_what_a_forward_changes_and_computes_by_is_refused(model, loss_fn, name):
+    before = dict(vars(model))
+    with pytest.raises(UnsupportedModelError, match=f"itself changes {name}, .* Make it a buffer"):
+        StreamedStep(model, loss_fn, height=7)(torch.randn(1, 3, 30, 12, dtype=torch.float64), None)
+    assert vars(model) == before
+
+
+def test_metrics_of_the_same_code_are_traced_once_and_few_graphs_are_kept(monkeypatch):
+    traced = []
+    monkeypatch.setattr(_step, "trace", lambda *given, real=_step.trace: traced.append(1) or real(*given))
+    image, model = torch.randn(1, 3, 12, 6, dtype=torch.float64), conv()
+    step = StreamedStep(model, squared, height=7)
+
+    def metric(power, function):
+        return lambda output, target, scale=2.0: function(output).pow(power).mean() * scale
+
+    for power, function in [(1, torch.sin), (1, torch.sin), (2, torch.sin), (2, torch.cos), (1, torch.sin)]:
+        (found,) = step.evaluate([(image, None)], metric(power, function))
+        wanted = 2 * function(model(image).detach()).pow(power).mean()
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+    assert len(traced) == 3
+    monkeypatch.setattr(_held, "_MOST_GRAPHS", 2)
+    for count, height in [(4, 9), (5, 10), (5, 9), (6, 11), (6, 9), (7, 10)]:
+        step(image[:, :, :height], None)
+        assert len(traced) == count
+    assert len(step._plans) <= 2
+
+
+def test_a_default_device_changes_nothing():
+    torch.manual_seed(0)
+    image, losses = torch.randn(1, 3, 12, 6), []
+    layers = nn.Upsample(scale_factor=1.5, mode="bilinear"), nn.Upsample(size=(20, 9)), conv().float()
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            losses.append(StreamedStep(nn.Sequential(*layers), squared, height=5)(image, None))
+    assert torch.equal(*losses)

@@ -32,7 +32,7 @@ from squeezebox.streaming._files import from_file
 from squeezebox.streaming._fitting import OWN_BYTES
 from squeezebox.streaming._given import derivable, require_image, require_modes, scaled, uncast
 from squeezebox.streaming._graph import Streamed, analyse, require_gathered, with_across
-from squeezebox.streaming._held import Graphs, held_by, modules_of
+from squeezebox.streaming._held import Graphs, held_by, modules_of, steady
 from squeezebox.streaming._journal import kept_file
 from squeezebox.streaming._outputs import Onto, Outputs, require_apart, writable
 from squeezebox.streaming._plan import StreamPlan
@@ -349,9 +349,9 @@ class StreamedStep:
         parameters = self._model.parameters()
         return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
-    def _whole(self, aim: Aim) -> Whole:
+    def _whole(self, aim: Aim, end: Callable[[], None]) -> Whole:
         prepare = self._prepare or (lambda image: scaled(image, self._model))
-        return Whole(self._model, aim.function, prepare)
+        return Whole(self._model, aim.function, prepare, end)
 
     def _prepared(self, image: Any, target: Any, aim: Aim) -> Prepared:
         require_modes()
@@ -360,27 +360,26 @@ class StreamedStep:
         forms = pytree.tree_map(form_of, (image, target))
         longer = -1 if image.shape[-1] > image.shape[-2] else -2
         axis = longer if self._axis is None else self._axis
-        whole = self._whole(aim)
         functions = [aim.function, self._prepare]
         modules = [self._model, *(module for each in functions for module in modules_of(each))]
 
-        def made() -> Streamed:
+        def made() -> tuple[Streamed, set[str]]:
             require_imports("torch._dynamo")
             # A session leaves forwards without gradient alone, and whatever is within them.
             with torch.no_grad(), self._context() if self._context else nullcontext(), torch.enable_grad():
-                program = trace(whole, aim, forms[0], forms[1], self._device)
+                program, moving = steady(
+                    lambda end: trace(self._whole(aim, end), aim, forms[0], forms[1], self._device),
+                    modules,
+                    functions,
+                )
             streamed = analyse(program, axis)
             self._require_gathered(streamed)
-            return self._with_across(streamed, axis)
+            return self._with_across(streamed, axis), moving
 
         shapes = pytree.tree_map_only(Tensor, lambda form: (tuple(form.shape), form.dtype), forms)
         state = repr((repr(shapes), axis, autocast_on(self._device), *_state(modules)))
-        streamed = self._graphs.get(
-            aim.function,
-            (aim.derives, aim.by_image, state),
-            lambda: held_by(modules, functions),
-            made,
-        )
+        form = aim.derives, aim.by_image, state
+        streamed = self._graphs.get(aim.function, form, lambda: held_by(modules, functions), made)
         leaves = pytree.tree_leaves(target)
         given = {streamed.program.image: image}
         given |= {node: leaves[number] for node, number in streamed.program.targets.items()}

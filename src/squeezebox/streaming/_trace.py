@@ -81,15 +81,23 @@ class Aim:
 
 
 class Whole(nn.Module):
-    """Preparation, model, and a function of its output and the target, as one module."""
+    """Preparation, model, and a function of its output and the target, as one module; calls ``end`` last."""
 
-    def __init__(self, model: nn.Module, function: Callable[[Any, Any], Any], prepare: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        function: Callable[[Any, Any], Any],
+        prepare: Any,
+        end: Callable[[], None],
+    ) -> None:
         super().__init__()
-        self.model, self.loss, self.prepare = model, function, prepare
+        self.model, self.loss, self.prepare, self.end = model, function, prepare, end
 
     def forward(self, image: Tensor, target: Any) -> Any:
         """What the function gives."""
-        return self.loss(self.model(self.prepare(image)), target)
+        made = self.loss(self.model(self.prepare(image)), target)
+        self.end()
+        return made
 
 
 def trace(whole: Whole, aim: Aim, image: Tensor, target: Any, device: torch.device) -> Program:
