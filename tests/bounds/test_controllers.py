@@ -116,6 +116,22 @@ def test_a_step_s_own_noise_corrects_all_both_ways(share, after_one):
     assert share * 0.2 * state.bounds["x"] ** 2 == pytest.approx(0.01, rel=0.05)
 
 
+def test_what_gets_no_gradient_at_a_refresh_keeps_what_was_known():
+    (node,), (tensor,) = statistics().nodes, statistics().tensors
+
+    def of(cost, **changes):
+        reads = (*node.injections, Injection(key="y", edge=0, energy=cost))
+        tensors = [dataclasses.replace(tensor, key=key, bound=0.1) for key in "xy"]
+        return statistics(nodes=[dataclasses.replace(node, injections=reads)], tensors=tensors, **changes)
+
+    controller, without = NoiseBudget(noise=0.01), of(0.0, noise=0.2 * 0.1**2)
+    known = controller.update(EMPTY, of(8.0))
+    state = controller.update(known, without)
+    assert state.sensitivities == pytest.approx(known.sensitivities)
+    assert state.bounds == pytest.approx(known.bounds)
+    assert controller.update(EMPTY, without).bounds.keys() == {"x"}  # the other has its first bound
+
+
 def test_later_only_a_part_of_what_one_step_shows_is_believed():
     controller = NoiseBudget(noise=0.01)
     state = controller.update(EMPTY, measured(2e-3))

@@ -149,11 +149,10 @@ class NoiseBudget:
         return known if known is not None else self.first_share * math.sqrt(self.noise) * rms()
 
     def update(self, state: ControllerState, statistics: StepStatistics) -> ControllerState:
-        """Allocate the budget again, from the running sensitivities."""
+        """Allocate the budget again, from the running sensitivities; what has none keeps its bound."""
         seen = _observed(state, statistics)
-        bounds = allocate(
-            self.noise, statistics.tensors, seen.sensitivities, highest_share=self.highest_share
-        )
+        weighed = [each for each in statistics.tensors if seen.sensitivities.get(each.key, 0.0) > 0.0]
+        bounds = allocate(self.noise, weighed, seen.sensitivities, highest_share=self.highest_share)
         return replace(seen, bounds={**seen.bounds, **bounds})
 
 
@@ -310,8 +309,9 @@ def _observed(state: ControllerState, statistics: StepStatistics) -> ControllerS
             costs[key] = costs.get(key, 0.0) + cost
     measured = statistics.noise
     merged = {**state.sensitivities}
-    for key, cost in costs.items():
-        cost *= state.total_correction
+    # Of a gradient that is zero now, as where a branch is dropped, what was known holds.
+    shown = {key: cost for key in costs if (cost := state.total_correction * costs[key]) > 0.0}
+    for key, cost in shown.items():
         mixed = _mix(merged.get(key), cost)
         merged[key] = mixed if measured is not None else max(cost, mixed)
     seen = replace(
@@ -321,7 +321,8 @@ def _observed(state: ControllerState, statistics: StepStatistics) -> ControllerS
         layer_corrections=tables[True],
         updates=state.updates + 1,
     )
-    expected = predicted_noise(seen, {tensor.key: tensor.bound for tensor in statistics.tensors})
+    bounds = {tensor.key: tensor.bound for tensor in statistics.tensors if tensor.key in shown}
+    expected = predicted_noise(seen, bounds)
     if not measured or not expected:
         return seen
     return _weighed(seen, _believed(measured / expected, state.updates))
