@@ -132,6 +132,19 @@ def test_what_gets_no_gradient_at_a_refresh_keeps_what_was_known():
     assert controller.update(EMPTY, without).bounds.keys() == {"x"}  # the other has its first bound
 
 
+@pytest.mark.parametrize("wrong", [INF, NAN])
+def test_what_is_no_number_teaches_nothing(wrong):
+    controller = NoiseBudget(noise=0.01)
+    known = controller.update(EMPTY, statistics())
+    (node,) = statistics().nodes
+    node = dataclasses.replace(node, injections=(*node.injections, Injection(key="y", edge=0, energy=wrong)))
+    check = Check(key="x", step=0, layer=False, measured=wrong, predicted=1e-4)
+    state = controller.update(known, statistics(nodes=(node,), checks=(check,), noise=wrong))
+    assert state == dataclasses.replace(
+        known, sensitivities=pytest.approx(known.sensitivities), bounds=pytest.approx(known.bounds), updates=2
+    )
+
+
 def test_later_only_a_part_of_what_one_step_shows_is_believed():
     controller = NoiseBudget(noise=0.01)
     state = controller.update(EMPTY, measured(2e-3))

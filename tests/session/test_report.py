@@ -1,6 +1,8 @@
 """The report's figures against independent counts, and measured noise."""
 
 import contextlib
+import dataclasses
+import math
 
 import pytest
 import torch
@@ -194,6 +196,19 @@ def test_only_bounds_that_follow_from_noise_are_calibrated():
     session = squeezebox.attach(model, controller=squeezebox.bounds.Fixed(value=1e-2))
     with pytest.raises(AttachError, match="this session's are given by a plan, a bound or another"):
         session.calibrate(lambda: None)
+    session.detach()
+
+
+def test_a_prediction_that_is_infinite_corrects_nothing():
+    model, x = NETS["resnet"][0](), images()
+    session = squeezebox.attach(model, noise=1e-2)
+    plain_step(model, x)
+    session.report()
+    policy = session.engine.policy
+    infinite = dict.fromkeys(policy.state.sensitivities, math.inf)
+    policy.state = state = dataclasses.replace(policy.state, sensitivities=infinite)
+    assert session.calibrate(lambda: plain_step(model, x)) > 0.0
+    assert policy.state is state
     session.detach()
 
 

@@ -302,18 +302,19 @@ def _observed(state: ControllerState, statistics: StepStatistics) -> ControllerS
     costs: dict[str, float] = {}
     for layer, corrections in tables.items():
         for check in statistics.checks:
-            if check.layer is layer and check.predicted > 0.0:
-                corrections[check.key] = _mix(corrections.get(check.key), check.measured / check.predicted)
+            ratio = check.measured / check.predicted if check.predicted else 0.0
+            if check.layer is layer and _is_usable(ratio):
+                corrections[check.key] = _mix(corrections.get(check.key), ratio)
         raw = propagate(statistics.nodes, layer=layer)
         for key, cost in corrected(raw, statistics.tensors, corrections, layer=layer).items():
             costs[key] = costs.get(key, 0.0) + cost
-    measured = statistics.noise
+    measured = statistics.noise is not None and math.isfinite(statistics.noise)
     merged = {**state.sensitivities}
     # Of a gradient that is zero now, as where a branch is dropped, what was known holds.
-    shown = {key: cost for key in costs if (cost := state.total_correction * costs[key]) > 0.0}
+    shown = {key: cost for key in costs if _is_usable(cost := state.total_correction * costs[key])}
     for key, cost in shown.items():
         mixed = _mix(merged.get(key), cost)
-        merged[key] = mixed if measured is not None else max(cost, mixed)
+        merged[key] = mixed if measured else max(cost, mixed)
     seen = replace(
         state,
         sensitivities=merged,
@@ -323,17 +324,21 @@ def _observed(state: ControllerState, statistics: StepStatistics) -> ControllerS
     )
     bounds = {tensor.key: tensor.bound for tensor in statistics.tensors if tensor.key in shown}
     expected = predicted_noise(seen, bounds)
-    if not measured or not expected:
-        return seen
-    return _weighed(seen, _believed(measured / expected, state.updates))
+    ratio = statistics.noise / expected if statistics.noise and expected else 0.0
+    return _weighed(seen, _believed(ratio, state.updates)) if _is_usable(ratio) else seen
 
 
 def _is_table(value: object) -> TypeGuard[Mapping[str, float]]:
     return isinstance(value, Mapping) and all(isinstance(number, (int, float)) for number in value.values())
 
 
+def _is_usable(weight: float) -> bool:
+    """Neither zero, nor infinite, nor NaN."""
+    return 0.0 < weight < math.inf
+
+
 def _mix(known: float | None, newest: float) -> float:
-    if not known or newest <= 0.0:
+    if not known:
         return newest
     return math.exp((1 - _SMOOTHING) * math.log(known) + _SMOOTHING * math.log(newest))
 

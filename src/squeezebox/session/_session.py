@@ -188,8 +188,9 @@ class Session:
             )
         noise = self.measure_noise(closure)
         predicted = self.engine.records.predicted_noise(self.engine.plan)
-        if noise and predicted:
-            policy.state = bounds.calibrated(policy.state, noise / predicted)
+        ratio = noise / predicted if predicted else 0.0
+        if 0.0 < ratio < math.inf:
+            policy.state = bounds.calibrated(policy.state, ratio)
         return noise
 
     def timeline(self, closure: Callable[[], object]) -> Timeline:
