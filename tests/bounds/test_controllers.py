@@ -258,6 +258,13 @@ def test_calibration_keeps_the_predicted_noise_and_lasts():
     assert predicted_noise(later, later.bounds) == pytest.approx(predicted_noise(plain, plain.bounds))
 
 
+def test_calibration_raises_no_bound_above_its_cap():
+    state = NoiseBudget(noise=1.0, highest_share=0.25).update(EMPTY, statistics())  # 0.2 * 0.5^2 of 1.0
+    later = calibrated(state, 0.25, 1.0)
+    assert later.bounds == state.bounds and later.sensitivities == {"x": pytest.approx(0.1)}
+    assert calibrated(state, 4.0, 1.0).bounds == {"x": pytest.approx(0.25)}
+
+
 def test_a_state_survives_json_to_the_bit():
     state = ControllerState(
         bounds={"a": 0.1, "b": 1e-300},

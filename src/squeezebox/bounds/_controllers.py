@@ -14,6 +14,7 @@ from squeezebox.schema import FormatError, OptionError, Role, StepStatistics
 _TABLES = ("bounds", "sensitivities", "corrections", "layer_corrections")
 _FIRST_STEPS = 16
 _FAR = 2.0  # times the predicted noise: more than steps differ
+_SPENT = 0.99  # of the allowed noise: less is predicted only where every bound is at its cap
 _SMOOTHING = 0.5  # weight of the newest statistics in the running (logarithmic) mean
 
 
@@ -262,15 +263,17 @@ def predicted_noise(state: ControllerState, bounds: Mapping[str, float]) -> floa
     return sum(state.sensitivities.get(key, 0.0) * bound**2 for key, bound in bounds.items())
 
 
-def calibrated(state: ControllerState, ratio: float) -> ControllerState:
+def calibrated(state: ControllerState, ratio: float, allowed: float = 0.0) -> ControllerState:
     """The state after a step whose noise was ``ratio`` times what was predicted.
 
     Noise differs from step to step, so the root of that is believed, and all of it only beyond two. As many
     times higher are sensitivities from now on, and bounds are lower by the root, so that the predicted noise
-    stays what it was.
+    stays what it was. Bounds of less than the ``allowed`` noise are all at their caps: none is raised.
     """
     ratio = ratio if ratio > _FAR else math.sqrt(ratio)
-    bounds = {key: bound / math.sqrt(ratio) for key, bound in state.bounds.items()}
+    capped = (predicted_noise(state, state.bounds) or 0.0) < _SPENT * allowed
+    root = math.sqrt(max(ratio, 1.0) if capped else ratio)
+    bounds = {key: bound / root for key, bound in state.bounds.items()}
     return replace(_weighed(state, ratio), bounds=bounds)
 
 

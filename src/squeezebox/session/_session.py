@@ -190,7 +190,7 @@ class Session:
         predicted = self.engine.records.predicted_noise(self.engine.plan)
         ratio = noise / predicted if predicted else 0.0
         if 0.0 < ratio < math.inf:
-            policy.state = bounds.calibrated(policy.state, ratio)
+            policy.state = bounds.calibrated(policy.state, ratio, policy.controller.noise)
         return noise
 
     def timeline(self, closure: Callable[[], object]) -> Timeline:
