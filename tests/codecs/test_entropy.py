@@ -123,11 +123,12 @@ def test_no_code_is_moved_out_of_the_bound_by_rounding(name: str, dither: int) -
     assert float((back.double() - x[x != 0].double()).abs().max()) <= bound
 
 
-def test_a_packed_scale_is_not_the_callers() -> None:
+@pytest.mark.parametrize("name", ("entropy", "planes", "blocks"))
+def test_a_packed_scale_is_not_the_callers(name: str) -> None:
     x, scale = torch.randn(9000), torch.ones(3)
-    packed = codecs.get("entropy").pack(x, 0.1, codecs.Hints(scale=scale, inner=10))
+    packed = codecs.get(name).pack(x, 0.1, codecs.Hints(scale=scale, inner=10))
     scale *= 5
-    assert float((codecs.get("entropy").unpack(packed) - x).abs().max()) <= 0.1
+    assert float((codecs.get(name).unpack(packed) - x).abs().max()) <= 0.1
 
 
 def test_scales_that_cannot_be_are_refused() -> None:

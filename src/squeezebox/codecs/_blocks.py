@@ -135,6 +135,7 @@ class Blocks(Codec):
         flat = flatten(tensor)
         if scale is not None and arena is None:
             require_scale(self.name, scale, inner)
+            scale = scale.detach().clone()  # the packed object's own
         if arena is not None:
             arena.note_stream()
         own = arena or Arena(_most_bytes(flat), flat.device)
