@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import squeezebox
+from squeezebox.auditing import _calibrate, search
 from squeezebox.auditing import _run as _audit_run
-from squeezebox.auditing import search
 from squeezebox.reports import AuditRecord, Calibration
 from tests.auditing import audited
 from tests.auditing.test_audit import files
@@ -76,6 +76,11 @@ def test_two_knobs_are_loosened_together(tmp_path):
     assert [level.options["noise"] for level in found.levels] == [1e-3, 1.8e-3, 3.2e-3, 5.6e-3, 1e-2]
     assert found.options == {"noise": 1e-2, "update_noise": 1e-3} and found.noise == 1e-2
     assert "noise=0.01, update_noise=0.001: accuracy stays within 0.3" in str(found)
+
+
+def test_levels_stay_within_a_narrow_range():
+    levels = _calibrate._levels({"noise": (1e-3, 1e-1), "exchange": (0.0104, 0.0106)})
+    assert len(levels) == 5 and all(0.0104 <= level["exchange"] <= 0.0106 for level in levels)
 
 
 def exchanging(run, name="exchange"):

@@ -135,10 +135,15 @@ def _levels(knobs: Mapping[str, tuple[float, float]]) -> list[dict[str, float]]:
     """From the tightest corner of the ranges to the loosest, along the diagonal, by half decades."""
     count = 1 + max(1, *(round(2 * math.log10(high / low)) for low, high in knobs.values()))
     values = {
-        name: [low, *(float(f"{value:.2g}") for value in np.geomspace(low, high, count)[1:-1]), high]
+        name: [low, *(_rounded(value, low, high) for value in np.geomspace(low, high, count)[1:-1]), high]
         for name, (low, high) in knobs.items()
     }
     return [{name: values[name][level] for name in knobs} for level in range(count)]
+
+
+def _rounded(value: float, low: float, high: float) -> float:
+    """To two digits, within the range."""
+    return min(max(low, float(f"{value:.2g}")), high)
 
 
 class _Trainer:
