@@ -265,6 +265,17 @@ def test_calibration_raises_no_bound_above_its_cap():
     assert calibrated(state, 4.0, 1.0).bounds == {"x": pytest.approx(0.25)}
 
 
+def test_what_is_known_of_a_tensor_is_forgotten_where_its_bounds_get_another_unit():
+    (tensor,), controller = statistics().tensors, NoiseBudget(noise=0.01)
+    state = ControllerState(sensitivities={"x": 5.0}, bounds={"x": 1.0})
+    for scaled, expected in ((True, 1.0), (True, math.sqrt(0.2)), (False, 0.2)):
+        seen = statistics(tensors=(dataclasses.replace(tensor, bound=1.0, scaled=scaled),), noise=0.0)
+        state = controller.update(state, seen)
+        assert state.sensitivities == {"x": pytest.approx(expected)}
+    assert state.is_of_unit("x", False) and not state.is_of_unit("x", True) and state.is_of_unit("y", True)
+    assert ControllerState.from_dict(state.to_dict()) == state
+
+
 def test_a_state_survives_json_to_the_bit():
     state = ControllerState(
         bounds={"a": 0.1, "b": 1e-300},

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import squeezebox
 from squeezebox.bounds import NoiseBudget
+from squeezebox.schema import Role
 
 NOISE, WORDS = 1e-2, 50
 
@@ -227,3 +228,16 @@ def test_bounds_are_learned_where_each_backward_waits_for_the_next_forward(monke
         last = loss
     session.detach()
     assert len(nodes) > 2 and all(nodes)
+
+
+def test_a_bound_in_units_of_deviations_is_not_taken_for_an_absolute_one():
+    """As a BatchNorm's is from when it is in evaluation."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64), nn.Linear(64, 10))
+    run = Run(model, lambda: (1e-2 * torch.randn(256, 64), torch.randint(10, (256,)))).steps(18)
+    model[1].eval()
+    for steps in (1, 4):  # up to a refresh, and beyond it
+        tensors = run.steps(steps).session.report().record.tensors
+        (norm,) = [each for each in tensors if each.role is Role.BATCH_NORM_INPUT]
+        assert 0.0 < norm.bound < 1e-2  # deviations are 0.006
+    assert run.noise() < 2.0 * NOISE

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Protocol, TypeGuard
 
 from squeezebox.bounds.law import allocate, corrected, propagate
-from squeezebox.schema import FormatError, OptionError, Role, StepStatistics
+from squeezebox.schema import FormatError, OptionError, Role, StepStatistics, TensorStatistics
 
 _TABLES = ("bounds", "sensitivities", "corrections", "layer_corrections")
 _FIRST_STEPS = 16
@@ -24,7 +24,8 @@ class ControllerState:
 
     ``corrections`` are of the noise that a tensor hands on to earlier layers, ``layer_corrections`` of that
     in the weight gradient of the layer that reads it. ``total_correction`` is what calibration found on top
-    of the law and the checks of single tensors; the sensitivities have it within.
+    of the law and the checks of single tensors; the sensitivities have it within. ``scaled`` says whether a
+    tensor was packed in units of its scale: what is known of it is of that unit, scaled or absolute.
     """
 
     bounds: Mapping[str, float] = field(default_factory=dict)
@@ -33,6 +34,25 @@ class ControllerState:
     layer_corrections: Mapping[str, float] = field(default_factory=dict)
     updates: int = 0
     total_correction: float = 1.0
+    scaled: Mapping[str, bool] = field(default_factory=dict)
+
+    def is_of_unit(self, key: str, scaled: bool) -> bool:
+        """Whether what is known of a tensor, if anything, is for such bounds."""
+        return self.scaled.get(key, scaled) == scaled
+
+    def without(self, keys: Collection[str]) -> ControllerState:
+        """The state that knows nothing of these tensors."""
+
+        def rest(table: Mapping[str, float]) -> dict[str, float]:
+            return {key: value for key, value in table.items() if key not in keys}
+
+        return replace(
+            self,
+            bounds=rest(self.bounds),
+            sensitivities=rest(self.sensitivities),
+            corrections=rest(self.corrections),
+            layer_corrections=rest(self.layer_corrections),
+        )
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for ``state_dict()``; Python floats survive JSON and torch.save to the bit."""
@@ -43,6 +63,7 @@ class ControllerState:
             "layer_corrections": dict(self.layer_corrections),
             "updates": self.updates,
             "total_correction": self.total_correction,
+            "scaled": dict(self.scaled),
         }
 
     @staticmethod
@@ -54,17 +75,20 @@ class ControllerState:
         """
         tables = [values.get(name) for name in _TABLES]
         updates, total = values.get("updates"), values.get("total_correction")
+        scaled = values.get("scaled", {})  # older states have none
         if (
             not isinstance(updates, int)
             or not isinstance(total, float)
             or not all(_is_table(table) for table in tables)
+            or not _is_table(scaled)
         ):
             raise FormatError(
                 f"controller state has fields {sorted(values)}; it needs {', '.join(_TABLES)} (numbers by "
                 "key), updates and total_correction. Pass the object that state_dict() gave."
             )
         found = {name: dict(table) for name, table in zip(_TABLES, tables, strict=True) if _is_table(table)}
-        return ControllerState(**found, updates=updates, total_correction=total)
+        units = {key: bool(value) for key, value in scaled.items()}
+        return ControllerState(**found, updates=updates, total_correction=total, scaled=units)
 
 
 class Controller(Protocol):
@@ -301,6 +325,7 @@ def _observed(state: ControllerState, statistics: StepStatistics) -> ControllerS
     Where the step's own noise was measured, it says what all sensitivities are to be multiplied by; where it
     was not, each rises at once and falls slowly.
     """
+    state = _in_units_of(statistics.tensors, state)
     tables = {True: dict(state.layer_corrections), False: dict(state.corrections)}
     costs: dict[str, float] = {}
     for layer, corrections in tables.items():
@@ -329,6 +354,14 @@ def _observed(state: ControllerState, statistics: StepStatistics) -> ControllerS
     expected = predicted_noise(seen, bounds)
     ratio = statistics.noise / expected if statistics.noise and expected else 0.0
     return _weighed(seen, _believed(ratio, state.updates)) if _is_usable(ratio) else seen
+
+
+def _in_units_of(tensors: Sequence[TensorStatistics], state: ControllerState) -> ControllerState:
+    """The state without what it knows of tensors that are packed in another unit now."""
+    seen = {tensor.key: tensor.scaled for tensor in tensors}
+    packed = {tensor.key: tensor.scaled for tensor in tensors if tensor.bound > 0.0}
+    other = {key for key, scaled in packed.items() if not state.is_of_unit(key, scaled)}
+    return replace(state.without(other), scaled={**seen, **state.scaled, **packed})
 
 
 def _is_table(value: object) -> TypeGuard[Mapping[str, float]]:

@@ -342,6 +342,7 @@ class Collector:
             positions=0 if gradient is None else math.prod(gradient.shape[2:]),
             parameter=watched.parameter,
             bound=entry.row.bound,
+            scaled=entry.row.scaled,
         )
 
 

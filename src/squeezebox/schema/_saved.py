@@ -110,7 +110,7 @@ class TensorStatistics:
     meaning; ``mean_abs_loss`` is the mean absolute gradient at the reading
     operator's output, ``batch`` its first dimension, ``positions`` its output positions per sample
     (all three 0 where no operator of a known law reads the tensor). ``bound`` is what the tensor had, in the
-    controller's unit.
+    controller's unit: its channels' or rows' deviations where ``scaled``.
     """
 
     key: str
@@ -123,6 +123,7 @@ class TensorStatistics:
     positions: int = 0
     parameter: str = ""
     bound: float = 0.0
+    scaled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

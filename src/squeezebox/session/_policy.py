@@ -49,7 +49,8 @@ class BoundPolicy:
         controller, on_host = self.controller, self.on_host
         if controller is None:
             return Choice(codec="lossless" if rule.role in _SPARSE_ROLES and on_host else "keep")
-        bound = controller.bound(self.state, key, rule.role, lambda: _unit(tensor, rule))
+        state = self.state if self.state.is_of_unit(key, rule.scaled) else self.state.without({key})
+        bound = controller.bound(state, key, rule.role, lambda: _unit(tensor, rule))
         if bound is None:
             return Choice(codec="keep")
         if rule.highest is not None:

@@ -81,10 +81,11 @@ class Records:
         return self._predicted_noise(plan, self.store.rows)
 
     def _predicted_noise(self, plan: StepPlan | None, rows: list[Row]) -> float | None:
-        lossy = {row.key: row.bound for row in rows if row.bound > 0.0}
+        lossy, state = [row for row in rows if row.bound > 0.0], self.policy.state
         if not lossy:
             return 0.0
-        return plan.predicted_noise if plan is not None else bounds.predicted_noise(self.policy.state, lossy)
+        known = {row.key: row.bound for row in lossy if state.is_of_unit(row.key, row.scaled)}
+        return plan.predicted_noise if plan is not None else bounds.predicted_noise(state, known)
 
     def _record(
         self,
