@@ -44,6 +44,18 @@ def test_an_error_upstream_arrives_at_every_weight_it_passes():
     assert propagate(nodes) == {"late": pytest.approx(0.5 * (2.0 + 0.5 * 4.0) / 8.0)}
 
 
+def test_a_computed_weight_hands_on_what_its_gradient_gets():
+    own = Injection(key="own", edge=1, energy=0.5, layer=True)
+    nodes = [
+        node(4, 8.0, to(3, 2.0), injections=[injection("late", 0, 1.0)]),
+        node(3, 2.0, parameter(1.0, gain=0.0), to(2, 6.0, gain=2.0), injections=[own]),
+        node(2, 6.0, to(1, 3.0)),
+        node(1, 3.0, parameter(4.0, gain=7.0)),
+    ]
+    assert propagate(nodes) == pytest.approx({"late": 2.0 * 0.5 * 7.0 / 5.0, "own": 0.5 * 0.5 * 7.0 / 5.0})
+    assert propagate(nodes[:2]) == {"late": 2.0, "own": 0.5}  # made before the step
+
+
 def test_branches_add_up():
     nodes = [
         node(4, 8.0, to(3, 2.0), to(2, 4.0), injections=[injection("x", 0, 1.0), injection("x", 1, 3.0)]),

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
 
 import squeezebox
-from squeezebox.bounds import NoiseBudget
+from squeezebox.bounds import Fixed, NoiseBudget, propagate
 from squeezebox.schema import Role
 
 NOISE, WORDS = 1e-2, 50
@@ -241,3 +242,22 @@ def test_a_bound_in_units_of_deviations_is_not_taken_for_an_absolute_one():
         (norm,) = [each for each in tensors if each.role is Role.BATCH_NORM_INPUT]
         assert 0.0 < norm.bound < 1e-2  # deviations are 0.006
     assert run.noise() < 2.0 * NOISE
+
+
+def test_the_law_follows_weights_that_are_computed(monkeypatch):
+    """Here by weight_norm, of directions so long that noise becomes a ninth in their gradients."""
+    seen = []
+    monkeypatch.setattr(Fixed, "update", lambda controller, state, found: seen.append(found) or state)
+    torch.manual_seed(0)
+    layers = [weight_norm(nn.Linear(64, 64)) for _ in range(2)]
+    with torch.no_grad():
+        for layer in layers:
+            layer.parametrizations.weight.original1 *= 3.0
+    model = nn.Sequential(layers[0], nn.GELU(), layers[1], nn.GELU(), nn.Linear(64, 10))
+    session = squeezebox.attach(model, controller=Fixed(value=0.05))
+    F.cross_entropy(model(torch.randn(256, 64)), torch.randint(10, (256,))).backward()
+    session.report()
+    session.detach()
+    costs = propagate(seen[0].nodes)
+    predicted = sum(costs[tensor.key] * tensor.bound**2 for tensor in seen[0].tensors)
+    assert seen[0].noise == pytest.approx(predicted, rel=0.3)

@@ -121,7 +121,7 @@ def _reach(nodes: Iterable[NodeStatistics]) -> dict[int, float]:
         total = 0.0
         for edge in node.edges:
             if edge.gain is not None:
-                total += edge.gain
+                total += edge.gain * _arrival(edge, reach)
             elif node.grad_energy > 0.0:
                 total += edge.energy / node.grad_energy * _arrival(edge, reach)
         reach[node.number] = total
@@ -130,9 +130,10 @@ def _reach(nodes: Iterable[NodeStatistics]) -> dict[int, float]:
 
 def _arrival(edge: Edge, reach: Mapping[int, float]) -> float:
     """What noise already on this edge's gradient costs: itself at a parameter, else what follows."""
-    if edge.parameter or edge.gain is not None:
+    if edge.parameter:
         return 1.0
-    return 0.0 if edge.target is None else reach.get(edge.target, 0.0)
+    unseen = 0.0 if edge.gain is None else 1.0  # a weight from before the step
+    return unseen if edge.target is None else reach.get(edge.target, unseen)
 
 
 _ROUNDS = 8

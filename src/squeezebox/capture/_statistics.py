@@ -54,6 +54,7 @@ _WEIGHTED = {
     "GroupedMmBackward": ("self", 1),  # expert by expert, each of its own rows: the sum is over all rows
 }
 _WEIGHTED_ROLES = frozenset({Role.CONV_INPUT, Role.LINEAR_INPUT})
+_AS_SIGNAL = frozenset({"WeightNormInterfaceBackward"})  # through which white noise goes as the signal does
 
 
 @dataclass(slots=True)
@@ -353,9 +354,8 @@ def _edge(watched: _Watched, number: int, gradient: torch.Tensor | None, out_ene
         attribute = _WEIGHTED[watched.operator][0]
         mean_square = watched.moments.get(attribute, (0.0, 0.0, 0.0))[1]
         return Edge(target=target, parameter=leaf, energy=energy, gain=watched.fan * mean_square)
-    return Edge(
-        target=target, parameter=leaf, energy=energy, gain=1.0 if leaf and not watched.custom else None
-    )
+    white = leaf and not watched.custom and watched.operator not in _AS_SIGNAL
+    return Edge(target=target, parameter=leaf, energy=energy, gain=1.0 if white else None)
 
 
 def _fan(node: Any, operator: str) -> float:
