@@ -80,11 +80,12 @@ def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None)
     name = _kind(optimizer)
     if name == "LBFGS":  # one state for all parameters, which grows by two of their size up to its history
         (group,) = optimizer.param_groups
-        return max(total, (2 + 2 * group["history_size"]) * sum(each.nbytes for each in group["params"]))
-    if name in _KNOWN:
+        total = max(total, (2 + 2 * group["history_size"]) * sum(each.nbytes for each in group["params"]))
+    elif name in _KNOWN:
         total += sum(_states(name, group) * each.nbytes for group, own in missing for each in own)
-        return total
-    return total or _first_states(optimizer, missing)
+    else:
+        total = total or _first_states(optimizer, missing)
+    return total
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:
