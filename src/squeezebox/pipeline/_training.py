@@ -20,7 +20,7 @@ from squeezebox.pipeline._stage import Passage, Stage
 from squeezebox.pipeline._updates import Settings, Updates
 from squeezebox.pipeline._weights import Flat, Weights
 from squeezebox.pipeline._wire import Traffic, apart
-from squeezebox.schedules import Action, Kind, Schedule
+from squeezebox.schedules import Action, Kind, Schedule, published
 from squeezebox.schema import OptionError, PipelinePlan, UnsupportedModelError
 
 
@@ -123,13 +123,13 @@ class Forwards:
         return self._like(stages, "evaluation", self._samples)
 
     def prepare(self, batch: int, assembly: Assembly) -> None:
-        """Have what smaller microbatches of a batch need; every rank must ask for it.
+        """Have what a batch's smaller microbatches need, if the schedule flushes; every rank must ask for it.
 
         Raises:
             Refused: the graph is another for so few samples, and a rank lacks weights for it.
         """
         new = self.feed.smaller(batch) - self._prepared
-        if new:
+        if new and published(self.plan.schedule).flushes:  # else ranks may still wait for one another
             last = batch * self.plan.microbatches + len(self.feed.sizes(batch)) - 1
             assembly.make(lambda: self.suited(last))
             self._prepared |= new
