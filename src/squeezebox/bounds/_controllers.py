@@ -100,6 +100,7 @@ class Controller(Protocol):
     def bound(self, state: ControllerState, key: str, role: Role, rms: Callable[[], float]) -> float | None:
         """Absolute error bound of one tensor; None: hold it exactly.
 
+        Of a normalisation's input whose deviations are saved, it is a multiple of each channel's or row's.
         ``rms()`` measures the root mean square of the tensor's non-zero elements, when asked; where zeros
         carry no meaning, the deviation: an error as wide as that would hide all that differs.
         """
@@ -121,7 +122,7 @@ def refresh_due(step: int, interval: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fixed:
-    """One bound for all tensors: absolute, or a share of each tensor's rms (``relative``)."""
+    """One bound for all tensors, as :class:`Controller` has them, or a share of each rms (``relative``)."""
 
     value: float
     relative: bool = True
