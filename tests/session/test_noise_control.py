@@ -231,6 +231,16 @@ def test_bounds_are_learned_where_each_backward_waits_for_the_next_forward(monke
     assert len(nodes) > 2 and all(nodes)
 
 
+def test_what_a_norm_reads_behind_a_relu_keeps_its_unit():
+    """Its signs are packed first; once it is known that its values are read too, these are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.LayerNorm(256), nn.Linear(256, 10))
+    with torch.no_grad():
+        model[0].weight.mul_(1e-3)
+    run = Run(model, lambda: (torch.randn(128, 64), torch.randint(10, (128,)))).steps(1)
+    assert run.noise() < NOISE
+
+
 def test_a_bound_in_units_of_deviations_is_not_taken_for_an_absolute_one():
     """As a BatchNorm's is from when it is in evaluation."""
     torch.manual_seed(0)
