@@ -128,9 +128,9 @@ def _readable(path: Path) -> Iterator[None]:
         pickle.UnpicklingError,
     ) as error:  # fmt: skip
         raise FormatError(
-            f"{path} cannot be read ({type(error).__name__}: {error}). Resume from another one: "
-            "load(directory, batch=...). Where nodes have disks of their own, resume with the "
-            "plan that it was saved by, or put all nodes' files together."
+            f"{path} cannot be read ({type(error).__name__}: {error}). Where nodes have disks of "
+            "their own, put the rank-... folders of all together on each, or resume stages with the plan "
+            "that they were saved by. Else resume from another checkpoint: load(directory, batch=...)."
         ) from error
 
 
