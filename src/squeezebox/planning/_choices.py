@@ -122,8 +122,8 @@ def plan_within(
             if not measured:
                 raise
             raise BudgetError(
-                f"a plan fits by the error law, but its noise on the sample is {measured:.1e} where "
-                f"{noise:g} is allowed; and with less noise, {error}"
+                f"a plan was predicted to fit, but its noise on the sample is {measured:.1e} where {noise:g} "
+                f"is allowed; and with less noise, {error}"
             ) from error
         found = measure(plan) if plan.predicted_noise else None
         if found is None:
