@@ -63,6 +63,9 @@ def restored(
                 module._buffers[name] = buffer  # the module may have put another one in its place
 
 
+_MOST_PARTS = 1000  # of a container; longer ones are data
+
+
 def modules_of(function: object, depth: int = 4) -> Iterator[torch.nn.Module]:
     """Modules that a function is, belongs to, closes over, names or has as arguments; some come twice."""
     if isinstance(function, torch.nn.Module):
@@ -84,10 +87,9 @@ def _parts(value: object) -> Iterable[object]:
         cells = [each.cell_contents for each in value.__closure__ or () if each != types.CellType()]
         named = [value.__globals__.get(name) for name in value.__code__.co_names]
         return *cells, *named, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()
-    if isinstance(value, dict):
-        return [*value.values()]
-    if isinstance(value, (list, tuple)):
-        return value
+    if isinstance(value, (dict, list, tuple)):
+        parts = value.values() if isinstance(value, dict) else value
+        return parts if len(parts) <= _MOST_PARTS else ()
     call = type(value).__call__ if callable(value) else None
     return [types.MethodType(call, value)] if isinstance(call, types.FunctionType) else []
 
