@@ -231,7 +231,8 @@ def test_two_bw_holds_a_version_and_a_gradient_more():
     before = ranks.run(_peak, 2, flushing)
     after = ranks.run(_peak, 2, dataclasses.replace(flushing, schedule="2bw"))
     extra = [more - less for more, less in zip(after, before, strict=True)]
-    assert extra[0] == pytest.approx(2 * weights[0], rel=0.05)
+    inputs_bytes = 2 * batch()[0].nbytes  # nothing is flushed: those of two batches, where weights are few
+    assert extra[0] == pytest.approx(2 * weights[0], rel=0.05, abs=inputs_bytes)
     assert extra[1] == pytest.approx(weights[1], rel=0.05)  # the last rank reads one version only
 
 
