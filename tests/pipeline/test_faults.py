@@ -89,19 +89,19 @@ def test_others_stop_and_name_it(schedule, trouble):
         assert process.exitcode is not None
 
 
-def _signalled(rank, when, signal_number, folder):
-    """Rank 1 gets a signal that no process can take: at the start, in a step, or while it saves."""
+def _signalled(rank, when, signal_number, stopped, folder):
+    """A rank gets a signal that no process can take: at the start, in a step, or while it saves."""
 
     def happens(*_, **__):
-        if rank == 1 and (when != "step" or module.calls > 4):
+        if rank == stopped and (when != "step" or module.calls > 4):
             os.kill(os.getpid(), signal_number)
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)).double()
-    module = model[1]
+    module = model[stopped]
     module.calls = 0
     if when == "start":
-        _runner.groups_of = happens if rank == 1 else _runner.groups_of
+        _runner.groups_of = happens if rank == stopped else _runner.groups_of
     elif when == "step":
         module.register_forward_pre_hook(
             lambda *_: (setattr(module, "calls", module.calls + 1), happens())[1]
@@ -126,22 +126,25 @@ def _signalled(rank, when, signal_number, folder):
 
 
 @pytest.mark.parametrize(
-    ("when", "signal_number", "told"),
+    ("when", "signal_number", "stopped"),
     [
-        ("start", signal.SIGKILL, "gives no sign of life"),
-        pytest.param("start", signal.SIGSTOP, "gives no sign of life", marks=pytest.mark.slow),
-        pytest.param("step", signal.SIGSTOP, "gives no sign of life", marks=pytest.mark.slow),
-        pytest.param("save", signal.SIGKILL, "gives no sign of life", marks=pytest.mark.slow),
-        pytest.param("save", signal.SIGSTOP, "gives no sign of life", marks=pytest.mark.slow),
+        ("start", signal.SIGKILL, 1),
+        pytest.param("start", signal.SIGSTOP, 1, marks=pytest.mark.slow),
+        pytest.param("step", signal.SIGSTOP, 1, marks=pytest.mark.slow),
+        pytest.param("save", signal.SIGKILL, 1, marks=pytest.mark.slow),
+        pytest.param("save", signal.SIGSTOP, 1, marks=pytest.mark.slow),
+        ("step", signal.SIGSTOP, 0),  # which has the store
+        pytest.param("save", signal.SIGSTOP, 0, marks=pytest.mark.slow),
     ],
 )
-def test_others_stop_wherever_a_rank_is_stopped(when, signal_number, told, tmp_path):
-    processes, results = ranks.start(_signalled, 3, when, signal_number, tmp_path)
+def test_others_stop_wherever_a_rank_is_stopped(when, signal_number, stopped, tmp_path):
+    processes, results = ranks.start(_signalled, 3, when, signal_number, stopped, tmp_path)
     try:
         for message in ranks.collect(processes, results, 2).values():
-            assert message.startswith("PipelineError: rank 1 (stage 1) ") and told in message, message
+            assert message.startswith(f"PipelineError: rank {stopped} (stage {stopped}) "), message
+            assert "gives no sign of life" in message, message
     finally:
-        processes[1].kill()
+        processes[stopped].kill()
     assert [path.name for path in tmp_path.glob("batch-*")] == ["batch-1"] * (when == "step")
 
 

@@ -16,8 +16,8 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
+from squeezebox.pipeline._store import PatientStore
 from squeezebox.schema import PipelineError, SqueezeboxError, UnsupportedModelError, in_one_line
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class Health:
 
     def __init__(
         self,
-        store: Store,
+        store: PatientStore,
         rank: int,
         names: Sequence[str],
         patience: float,
@@ -125,7 +125,8 @@ class Health:
             time.sleep(pause)
             pause = min(2.0 * pause, 0.1)
         self.resumes()
-        return self._store.get(key)
+        value: bytes = self._store.get(key)
+        return value
 
     def await_outcome(self, outcome: Outcome[T]) -> T:
         """What the ranks tell each other meanwhile.
@@ -311,7 +312,7 @@ def _close(group: dist.ProcessGroup) -> None:
 class Assembly:
     """One of ``count`` ranks, number ``number``; all of them must call the same methods in the same order."""
 
-    def __init__(self, store: Store, health: Health, number: int, count: int) -> None:
+    def __init__(self, store: PatientStore, health: Health, number: int, count: int) -> None:
         self._store, self._health = store, health
         self._number, self._count = number, count
         self._turns = itertools.count()

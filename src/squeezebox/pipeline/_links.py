@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
 from squeezebox.pipeline._health import Health
 from squeezebox.pipeline._packing import PackedReceiver, PackedSender, Packer, Wire
 from squeezebox.pipeline._setup import Groups, Line, Place
+from squeezebox.pipeline._store import PatientStore
 from squeezebox.pipeline._wire import Form, Peer, Receiver, Sender, Traffic, Turns
 from squeezebox.schedules import Kind, Schedule, at_once
 from squeezebox.schema import OptionError
@@ -137,7 +137,9 @@ class Links:
     rank at the other end, of which replicas of the next stage make several.
     """
 
-    def __init__(self, store: Store, place: Place, schedule: Schedule, health: Health, wires: Wires) -> None:
+    def __init__(
+        self, store: PatientStore, place: Place, schedule: Schedule, health: Health, wires: Wires
+    ) -> None:
         self._store, self._place, self._schedule, self._health = store, place, schedule, health
         self.wires = wires
         self._in_flight = at_once(schedule, Kind.FORWARD)
@@ -276,7 +278,7 @@ class Links:
         stage, other = end
         forms = [Form(tuple(each.shape), each.dtype, each.requires_grad) for each in outputs]
         self._told.setdefault(stage, forms)
-        self._store.set(self._key(stage), pickle.dumps(forms))  # type: ignore[arg-type]
+        self._store.set(self._key(stage), pickle.dumps(forms))
         most = self._of_those(self._in_flight[stage], stage, stage + 1)
         self._senders[end] = self.wires.sender(stage, other, forms, most, back=False)
         returned = [form for form in forms if form.requires_grad]

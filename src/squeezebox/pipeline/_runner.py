@@ -32,7 +32,6 @@ from squeezebox.pipeline._setup import (
     example,
     groups_of,
     keywords,
-    own_store,
     placed,
     schedule_of,
     shared,
@@ -40,6 +39,7 @@ from squeezebox.pipeline._setup import (
 from squeezebox.pipeline._shards import Shards, check_elements
 from squeezebox.pipeline._stage import Stage, evaluating
 from squeezebox.pipeline._state import State
+from squeezebox.pipeline._store import own_store
 from squeezebox.pipeline._torch import TorchPasses, TorchTraining, engine_of, joined_by, require_suited
 from squeezebox.pipeline._training import Forwards, Training, Turns
 from squeezebox.pipeline._updates import Exchange, Updates, issues_in_order, level
@@ -142,7 +142,7 @@ class Runner:
             require_suited(plan, order, wire)
         self._place = place = placed(plan)
         pieces = cut(model, example(plan, device_of(model)), keywords(plan))
-        store = own_store(next(_serials))
+        store = own_store(next(_serials), patience)
         check_stages(plan, pieces)
         require_known(model, optimizer)
         agree(store, place, plan, order, pieces, wire, self.engine, patience)

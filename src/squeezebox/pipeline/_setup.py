@@ -19,8 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import (
     PrefixStore,
-    Store,
-    _get_default_store,
     _set_pg_timeout,
     default_pg_timeout,
 )
@@ -29,6 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 from squeezebox import schedules
 from squeezebox.pipeline._cut import Piece, fingerprint
 from squeezebox.pipeline._packing import Wire
+from squeezebox.pipeline._store import PatientStore
 from squeezebox.pipeline._updates import Tie
 from squeezebox.schedules import Schedule, line_name
 from squeezebox.schema import OptionError, PipelineError, PipelinePlan, in_one_line
@@ -273,13 +272,8 @@ def placed(plan: PipelinePlan) -> Place:
     )
 
 
-def own_store(serial: int) -> Store:
-    """A part of the process group's store, on a connection of its own."""
-    return PrefixStore(f"squeezebox/{serial}", _get_default_store().clone())  # type: ignore[attr-defined]
-
-
 def agree(
-    store: Store,
+    store: PatientStore,
     place: Place,
     plan: PipelinePlan,
     schedule: Schedule,
@@ -305,11 +299,11 @@ def agree(
     for number in range(place.ranks * place.replicas):
         try:
             store.wait([f"hello/{number}"], timedelta(seconds=patience))
+            theirs = json.loads(store.get(f"hello/{number}"))
         except RuntimeError as error:
             raise PipelineError(
                 f"rank {number} did not appear within {patience:.0f} s. Look at what it printed."
             ) from error
-        theirs = json.loads(store.get(f"hello/{number}"))
         for what in (what for what in mine if mine[what] != theirs[what]):
             raise PipelineError(
                 f"rank {number} has another {what} than rank {place.number}"

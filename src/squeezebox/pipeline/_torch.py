@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import Store
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from squeezebox.pipeline._data import Feed
@@ -24,6 +23,7 @@ from squeezebox.pipeline._health import Assembly, Health
 from squeezebox.pipeline._packing import Wire
 from squeezebox.pipeline._setup import Place, device_of, example
 from squeezebox.pipeline._stage import Alias, Stage, buffers_of
+from squeezebox.pipeline._store import PatientStore
 from squeezebox.pipeline._training import stages_again
 from squeezebox.pipeline._updates import Updates
 from squeezebox.pipeline._weights import Weights
@@ -168,7 +168,7 @@ class TorchPasses:
         feed: Feed,
         loss_of: Callable[..., Tensor],
         group: dist.ProcessGroup,
-        store: Store,
+        store: PatientStore,
         health: Health,
         stages: Mapping[int, Stage],
         purpose: str,
@@ -242,7 +242,9 @@ class TorchPasses:
             if (sent := stage.sent_bytes[back])
         )
 
-    def _staged(self, number: int, stage: Stage, group: dist.ProcessGroup, store: Store, key: str) -> _Stage:
+    def _staged(
+        self, number: int, stage: Stage, group: dist.ProcessGroup, store: PatientStore, key: str
+    ) -> _Stage:
         device = device_of(stage)
         if number:
             rank = self._place.of(self._placement[number - 1])
@@ -255,7 +257,7 @@ class TorchPasses:
         if number + 1 < len(self.plan.stages):
             returned = _tried(stage, given)
             told = [Form(tuple(each.shape), each.dtype, each.requires_grad) for each in returned]
-            store.set(f"{key}/{number}", pickle.dumps(told))  # type: ignore[arg-type]
+            store.set(f"{key}/{number}", pickle.dumps(told))
         return _Stage(
             _Module(stage),
             number,
