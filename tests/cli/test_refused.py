@@ -148,6 +148,10 @@ def test_a_full_disk_under_standard_output_is_one_sentence(unbuffered):
             ("pipeline", "plan", *STEP, "--ranks", "2", "--memory", "1GiB", "--latency", "0.1"),
             "--latency 0.1 goes with --bandwidth",
         ),
+        (
+            ("pipeline", "plan", *STEP, "--devices", "devices.toml", "--latency", "0.1"),
+            "--devices has the links: leave out --bandwidth and --latency",
+        ),
         (("devices", "measure", "--memory", "0"), "--memory 0: give more than 0"),
         (("estimate", "--jobs", "jobs.toml", "--optimizer", "adam"), "--optimizer is of a model"),
         *(

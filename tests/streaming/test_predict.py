@@ -154,7 +154,7 @@ def test_what_is_written_may_not_be_read_meanwhile(tmp_path):
 
 def test_an_image_is_read_where_the_system_reads_less_at_once(tmp_path, monkeypatch):
     image = np.memmap(tmp_path / "image", np.float64, "w+", shape=IMAGE.shape)
-    image[:] = IMAGE
+    image[:] = IMAGE.numpy()
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda file, parts, offset: real(file, [parts[0][:1000]], offset))
     assert torch.equal(StreamedStep(nn.Identity(), functional.mse_loss, height=48).predict(image), IMAGE)

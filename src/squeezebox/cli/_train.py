@@ -78,8 +78,8 @@ def make(request: PlanRequest, out: Path) -> list[PipelinePlan]:
         raise OptionError("--loss needs targets: also give --sample module:callable, or leave it out.")
     if [request.ranks is None, request.memory is None] != [request.devices is not None] * 2:
         raise OptionError("give --ranks and --memory, or --devices for devices that are not alike.")
-    if request.devices is not None and request.bandwidth is not None:
-        raise OptionError("--devices has the links, so --bandwidth is for nothing; give one of them.")
+    if request.devices is not None and (request.bandwidth is not None or request.latency):
+        raise OptionError("--devices has the links: leave out --bandwidth and --latency.")
     link = link_of(request.bandwidth, request.latency)
     require_apart({"--out": out}, {"--devices": request.devices})
     devices = None if request.devices is None else Devices.load(request.devices)

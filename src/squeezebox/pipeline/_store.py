@@ -23,7 +23,7 @@ Question = tuple[Callable[[], Any], Future[Any]]
 class PatientStore:
     """A store with the methods of torch's ``Store``, each of which raises DistStoreError in time.
 
-    Torch waits for an answer for ever where the machine that has the store is cut off or stopped. So a thread
+    Torch waits for an answer without end where the machine that has the store is cut off or stopped. So a thread
     asks. Once an answer takes more than ``patience`` seconds, no more is asked.
     """
 
