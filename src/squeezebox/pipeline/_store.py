@@ -23,8 +23,8 @@ Question = tuple[Callable[[], Any], Future[Any]]
 class PatientStore:
     """A store with the methods of torch's ``Store``, each of which raises DistStoreError in time.
 
-    Torch waits for an answer without end where the machine that has the store is cut off or stopped. So a thread
-    asks. Once an answer takes more than ``patience`` seconds, no more is asked.
+    Torch waits without end for an answer of a machine that is cut off or stopped. So a thread asks. Once an
+    answer takes more than ``patience`` seconds, no more is asked.
     """
 
     def __init__(self, store: Store, patience: float) -> None:
