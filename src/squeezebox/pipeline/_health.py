@@ -168,7 +168,8 @@ class Health:
             raise refusal.error from None
         except BaseException as error:
             peer = self._doing[1]
-            waits = peer is not None or _TRANSPORT in str(error)  # a send may fail as soon as it begins
+            # A send may fail as soon as it begins, and so may a question to the store.
+            waits = peer is not None or _TRANSPORT in str(error) or isinstance(error, dist.DistStoreError)
             lost = waits and isinstance(error, RuntimeError | TimeoutError)
             failure = self._why(error) if lost else self._report(self._rank, f"raised {in_one_line(error)}")
             self.works(_IDLE)
@@ -275,9 +276,11 @@ class Health:
                 break
         for group in self._groups if not self._stopped.is_set() else ():
             _close(group)  # wakes what waits here
+        woken = time.monotonic()
         while not self._stopped.wait(_BEAT):
             what, _, since = self._doing
-            if what != _IDLE and time.monotonic() - since > self._patience:
+            now = time.monotonic()
+            if what != _IDLE and now - since > self._patience and now - woken > _STALE:
                 os.kill(os.getpid(), signal.SIGTERM)  # it hangs, or it would have noticed
 
     def _others_stopped(self, count: int) -> bool:
