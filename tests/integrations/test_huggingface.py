@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 pytest.importorskip("transformers", reason="squeezebox[hf] is not installed")
 pytest.importorskip("accelerate", reason="squeezebox[hf] is not installed")
 
+import safetensors.torch  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
 from transformers import (  # noqa: E402
@@ -38,9 +39,9 @@ def passages(count=64):
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def gpt2():
+def gpt2(width=32):
     torch.manual_seed(0)
-    sizes = {"vocab_size": 256, "n_positions": LENGTH, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    sizes = {"vocab_size": 256, "n_positions": LENGTH, "n_embd": width, "n_layer": 1, "n_head": 2}
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
@@ -300,3 +301,72 @@ def test_a_plan_with_states_trains_the_same_to_the_bit_and_clips_as_trainer_does
         [each["grad_norm"] for each in t.state.log_history if "grad_norm" in each] for t in (wanted, found)
     ]
     assert norms[0] == norms[1] and len(norms[0]) == 4
+
+
+def frozen_gpt2():
+    """Only biases and norms are trained; the embedding is the head's weight, too."""
+    model = gpt2(width=128)
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.dim() == 1)
+    return model
+
+
+def test_a_checkpoint_has_the_frozen_weights_that_a_plan_has_in_a_file_and_training_goes_on_from_it(tmp_path):
+    options = {"save_strategy": "steps", "eval_strategy": "steps", "evaluated": passages(8), "save_steps": 2}
+    options |= {"eval_steps": 2, "load_best_model_at_end": True}
+    plain = frozen_gpt2()
+    trainer_of(plain, tmp_path / "plain", **options).train()
+    model = frozen_gpt2()
+    model.config.use_cache = False  # as a Trainer sets it
+    words = torch.stack([each["input_ids"] for each in passages(8)])
+    plan = squeezebox.plan(
+        model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        sample=({"input_ids": words, "labels": words}, None),
+        loss_fn=lambda output, _: output.loss,
+        exact=True,
+        states=True,
+        clip=1.0,
+    )
+    assert "transformer.wte.weight" in plan.weights.moved
+    for resumed in (False, True):
+        with SqueezeboxCallback(plan=plan) as callback:
+            trainer = trainer_of(model, tmp_path / "planned", callback, **options)
+            trainer.train(
+                resume_from_checkpoint=str(tmp_path / "planned" / "checkpoint-2") if resumed else None
+            )
+        assert_same(plain, model)
+        assert not model._state_dict_hooks
+        for number in (2, 4):
+            wanted, found = (
+                safetensors.torch.load_file(tmp_path / way / f"checkpoint-{number}" / "model.safetensors")
+                for way in ("plain", "planned")
+            )
+            assert list(found) == list(wanted) and all(
+                torch.equal(found[name], wanted[name]) for name in wanted
+            )
+        model = frozen_gpt2()
+
+
+@pytest.mark.parametrize("mixed", ["no", "bf16"])
+def test_accelerate_saves_the_weights_that_a_plan_holds_otherwise(tmp_path, mixed):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, mixed_precision=mixed)
+    module = network()
+    module[2].requires_grad_(False)
+    optimizer, sample = torch.optim.SGD(module.parameters()), (torch.ones(8, 16), torch.ones(8).long())
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed == "bf16"):
+        options = {"optimizer": optimizer, "sample": sample, "loss_fn": F.cross_entropy, "states": True}
+        plan = squeezebox.plan(module, exact=True, **options)
+    assert plan.weights.moved == ("2.weight",) and bool(plan.optimizer.split) == (mixed == "bf16")
+    wanted = {name: value.clone() for name, value in module.state_dict().items()}
+    model, optimizer = accelerator.prepare(module, optimizer)
+    with squeezed(accelerator, model, optimizer, plan=plan):
+        accelerator.save_model(model, str(tmp_path / "model"))
+        accelerator.save_state(str(tmp_path / "state"))
+    for kind in ("model", "state"):
+        found = safetensors.torch.load_file(tmp_path / kind / "model.safetensors")
+        assert found.keys() == wanted.keys() and all(
+            torch.equal(found[name], wanted[name]) for name in wanted
+        )
+    assert not module._state_dict_hooks

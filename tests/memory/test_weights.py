@@ -9,7 +9,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from squeezebox.memory import FileTensor, MovedWeight, TensorFile, Weights, disk_folder, movable_weights
+from squeezebox.memory import (
+    FileTensor,
+    MovedWeight,
+    TensorFile,
+    Weights,
+    disk_folder,
+    movable_weights,
+    show_whole,
+)
 from squeezebox.memory._spill import Successors
 from squeezebox.schema import CaptureError
 
@@ -183,3 +191,20 @@ def test_what_comes_next_is_what_came_next_after_the_same_two():
     order.note("a")
     order.note("b")
     assert list(order.following(3)) == list("cdc")
+
+
+def test_what_is_shown_whole_is_read_when_its_memory_is_asked_for_and_takes_changes(moved):
+    moved.append(moved[3])  # of two names
+    wanted = stack()[3].weight
+    handle = moved.register_state_dict_post_hook(show_whole)
+    state = moved.state_dict(prefix="module.")
+    handle.remove()
+    value = state["module.3.weight"]
+    assert value is state["module.4.weight"] and value.load() is not value.load()
+    with pytest.raises(CaptureError):
+        moved.state_dict()["3.weight"].data_ptr()
+    assert value.untyped_storage().nbytes() == wanted.nbytes
+    assert value.data_ptr() == value.untyped_storage().data_ptr() == value.view(-1)[:9].data_ptr()
+    assert torch.equal(value[1], wanted[1]) and torch.equal(pickle.loads(pickle.dumps(value)), wanted)
+    value.mul_(2.0)
+    assert torch.equal(value, 2.0 * wanted) and torch.equal(weight_of(moved), 2.0 * wanted)

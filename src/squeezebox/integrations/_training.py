@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
+from squeezebox.memory import show_whole
 from squeezebox.planning import attach, explanation
 from squeezebox.reports import Report
 from squeezebox.schema import AttachError, OptionError
@@ -22,6 +24,7 @@ class Training:
         self._options = dict(options)
         self._session: Session | None = None
         self._pending: Mapping[str, Any] | None = None
+        self._shown: RemovableHandle | None = None
 
     @property
     def is_planned(self) -> bool:
@@ -54,7 +57,8 @@ class Training:
     ) -> Session:
         """Attach; go on from a state that was loaded before.
 
-        A budget counts that ``accumulate`` backward passes add up to an update.
+        A budget counts that ``accumulate`` backward passes add up to an update. Until the end,
+        ``state_dict()`` suits safetensors, too.
 
         Raises:
             OptionError: a budget where there are several ranks or optimizers.
@@ -69,6 +73,7 @@ class Training:
             )
         given = {"accumulate": accumulate, **self._options} if "budget" in self._options else self._options
         self._session = attach(model, optimizer=optimizer, **given)
+        self._shown = model.register_state_dict_post_hook(show_whole)
         if self._pending is not None:
             self._session.load_state_dict(self._pending)
             self._pending = None
@@ -76,6 +81,8 @@ class Training:
 
     def end(self) -> None:
         """Take the session off the model; its report and state stay. Safe to call twice."""
+        if self._shown is not None:
+            self._shown.remove()
         if self._session is not None:
             self._session.detach()
 

@@ -35,7 +35,8 @@ def squeezed(
     The session is registered with the accelerator: ``save_state`` writes its state and ``load_state``, called
     in here, goes on from it. Of several ranks it is the first one's: with ``noise=`` the others go on with
     its bounds. It stays registered afterwards, as accelerate has no way back, so that a checkpoint saved then
-    is complete; the next session of the same model goes on from it, in its place.
+    is complete; the next session of the same model goes on from it, in its place. Weights that a plan has in
+    a file, or packed, are in memory while ``save_state`` or ``save_model`` writes them.
 
     Args:
         accelerator: has prepared ``model``; it gets the session as an object to checkpoint.

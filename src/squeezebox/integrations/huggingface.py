@@ -37,7 +37,8 @@ class SqueezeboxCallback(TrainerCallback, ExportableState):
 
     The session's state is in every checkpoint's ``trainer_state.json``, and ``resume_from_checkpoint`` goes
     on from it, whether or not ``restore_callback_states_from_checkpoint`` is set. Of several ranks it is the
-    first one's: with ``noise=`` the others go on with its bounds.
+    first one's: with ``noise=`` the others go on with its bounds. Weights that a plan has in a file, or
+    packed, are in memory while a checkpoint with them is written.
 
     Args:
         options: of :func:`squeezebox.attach`, but for the optimizer, which is the Trainer's. A plan is to be

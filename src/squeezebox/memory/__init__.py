@@ -44,7 +44,7 @@ from squeezebox.memory._stored import (
     settle,
 )
 from squeezebox.memory._tensor_file import FileTensor, Place, TensorFile, parts_of
-from squeezebox.memory._weights import Weights, movable_weights
+from squeezebox.memory._weights import Weights, movable_weights, show_whole
 from squeezebox.schema import door
 
 __all__ = [
@@ -116,6 +116,7 @@ __all__ = [
     "search",
     "sectors",
     "settle",
+    "show_whole",
     "somas",
     "usual_folder",
     "verify",

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
-from squeezebox.memory._stored import Lender, Loans, StoredTensor, move, settle
+from squeezebox.memory._stored import Lender, Loans, StoredTensor, is_view, move, settle
 from squeezebox.memory._tensor_file import TensorFile
 from squeezebox.schema import CaptureError
 
@@ -122,6 +123,64 @@ class Weights:
             self._moved.pop()
         if self._file is not None:
             self._file.close()
+
+
+class WholeTensor(StoredTensor):
+    """A stored tensor that reads its elements into memory when somebody asks where they are, and keeps them.
+
+    What is done in place goes to the stored tensor, but not what is done to a view.
+    """
+
+    def __init__(self, stored: StoredTensor) -> None:
+        self._stored = stored
+        self._value: torch.Tensor | None = None
+
+    def load(self) -> torch.Tensor:
+        """The elements."""
+        return self._stored.load() if self._value is None else self._value
+
+    def store(self, value: torch.Tensor) -> None:
+        """Have the stored tensor take these."""
+        self._stored.store(value)
+        self._value = None
+
+    def whole(self) -> torch.Tensor:
+        """The elements, in memory for as long as this tensor is there."""
+        self._value = self.load()
+        return self._value
+
+    def untyped_storage(self, *_: object, **__: object) -> Any:
+        """Of the elements in memory."""
+        return self.whole().untyped_storage()
+
+    def data_ptr(self, *_: object, **__: object) -> Any:
+        """Of the elements in memory."""
+        return self.whole().data_ptr()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if is_view(func) and func is not torch.ops.aten.detach.default:
+            args, kwargs = tree_map(_whole, (args, dict(kwargs or {})))
+            return func(*args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _whole(value: Any) -> Any:
+    return value.whole() if isinstance(value, WholeTensor) else value
+
+
+def show_whole(model: torch.nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    """A hook for ``state_dict()``: stored weights are whole to those who need them in memory.
+
+    Such are safetensors; one weight of several names is one tensor.
+    """
+    found: dict[int, WholeTensor] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        value = state.get(prefix + name)
+        if isinstance(value, StoredTensor) and not isinstance(value, torch.nn.Parameter):
+            state[prefix + name] = found.setdefault(id(weight), WholeTensor(value))
 
 
 def movable_weights(
