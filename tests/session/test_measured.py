@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import squeezebox
-from squeezebox.schema import MemoryGrowthWarning, OptionError
+from squeezebox.schema import MemoryGrowthWarning, OptionError, human_bytes
 
 
 def network():
@@ -41,6 +41,22 @@ def test_a_step_with_larger_inputs_than_any_before_is_measured():
     for rows in (64, 1024):
         train(model, rows)
     assert session.report().record.peak_step == 3
+    session.detach()
+
+
+def test_the_highest_peak_is_of_the_largest_batch_with_the_optimizers_state():
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = squeezebox.attach(model, optimizer=optimizer, exact=True)
+    peaks = []
+    for rows in (1024, 64, 64, 512, 1024, 1024):
+        train(model, rows, optimizer)
+        peaks.append(session.report())
+    first, small, large = peaks[0], peaks[2], peaks[-1]
+    assert first.highest_peak_bytes == first.peak_bytes == small.highest_peak_bytes > small.peak_bytes
+    assert str(small).splitlines()[2].endswith(f"{human_bytes(first.peak_bytes)} the highest so far")
+    assert large.record.peak_step == 4 and large.highest_peak_bytes == large.peak_bytes > first.peak_bytes
+    assert "highest" not in str(first) + str(large)
     session.detach()
 
 

@@ -51,6 +51,11 @@ class Report(Saved):
         return self.record.peak_bytes
 
     @property
+    def highest_peak_bytes(self) -> int | None:
+        """The largest :attr:`peak_bytes` since the session began, such as of the largest batch."""
+        return self.record.highest_peak_bytes
+
+    @property
     def noise(self) -> float | None:
         """Measured squared gradient error over the squared gradient norm; None if not yet measured."""
         return self.record.noise
@@ -123,6 +128,8 @@ def _totals(record: StepRecord) -> list[str]:
     if record.peak_bytes is not None:
         at = record.peak_step
         when = "" if at in (None, record.step) else f" (step {at}'s, the last that was measured)"
+        highest = record.highest_peak_bytes or 0
+        when += f", {human_bytes(highest)} the highest so far" if highest > record.peak_bytes else ""
         lines.append(f"peak of the step: {human_bytes(record.peak_bytes)}{when}")
     if record.activation_peak_bytes is not None:
         peak, floor = record.activation_peak_bytes, record.floor_bytes

@@ -199,8 +199,9 @@ class StepRecord:
     inputs): they are left alone and count neither as saved nor as packed. ``peak_bytes`` is the
     highest sum of live allocations during the last measured step, ``peak_step``, what lived before it
     included: the first two steps, those with larger inputs than any before, and one after statistics;
-    ``activation_peak_bytes`` is the part beyond parameters, buffers, gradients, optimizer state and
-    inputs; ``floor_bytes`` the largest working set of one operator plus what is packed at that time.
+    ``highest_peak_bytes`` is the largest of these since the session began; ``activation_peak_bytes`` is the
+    part beyond parameters, buffers, gradients, optimizer state and inputs; ``floor_bytes`` the largest
+    working set of one operator plus what is packed at that time.
     ``split_bytes`` is the most that lay idle in parts of a CUDA allocator's blocks (fragmentation; None on
     the CPU). ``refresh_peak_bytes`` is the peak of the last measured step that gathered statistics.
     ``budget_bytes``, ``predicted_peak_bytes`` and ``predicted_seconds`` are those of the plan, if any.
@@ -219,6 +220,7 @@ class StepRecord:
     predicted_noise: float | None = None
     peak_bytes: int | None = None
     peak_step: int | None = None
+    highest_peak_bytes: int | None = None
     activation_peak_bytes: int | None = None
     split_bytes: int | None = None
     refresh_peak_bytes: int | None = None

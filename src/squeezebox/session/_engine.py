@@ -125,7 +125,8 @@ class Engine:
 
         def stepped(*_: object) -> None:
             """The step is over, and others may want torch's only profiler."""
-            self._stepped_at = min(self._stepped_at, self.step)
+            if self.step < self._stepped_at:  # steps so far had less
+                self._stepped_at, self._largest_bytes = self.step, -1
             if self.recorder.hooks.backward_seen:
                 self._peak = self._meter.end(self._lasting) or self._peak
 

@@ -45,6 +45,7 @@ class Records:
     checks: list[Check] = field(default_factory=list)
     history: deque[BoundRecord] = field(default_factory=lambda: deque(maxlen=_HISTORY))
     _peak_bytes: int | None = None  # of a usual step, all that lived before it included,
+    _highest_bytes: int = 0  # of all of these,
     _peak: Peak | None = None  # of what it allocated,
     _refresh_peak_bytes: int | None = None  # and of one with statistics, or before there were kernels
     _peak_step: int | None = None  # the number of the one that counts
@@ -56,6 +57,7 @@ class Records:
             self._peak_step = step
         if usual:
             self._peak, self._peak_bytes = peak, baseline_bytes + peak.total_bytes
+            self._highest_bytes = max(self._highest_bytes, self._peak_bytes)
         else:
             self._refresh_peak_bytes = baseline_bytes + peak.total_bytes
 
@@ -112,6 +114,7 @@ class Records:
             predicted_noise=self._predicted_noise(plan, rows),
             peak_bytes=self.peak_bytes,
             peak_step=self._peak_step,
+            highest_peak_bytes=self._highest_bytes or self.peak_bytes,
             activation_peak_bytes=None if peak is None else peak.activation_bytes,
             split_bytes=None if peak is None else peak.split_bytes,
             refresh_peak_bytes=self._refresh_peak_bytes,
