@@ -521,7 +521,7 @@ def test_the_state_of_a_subclass_counts_before_the_first_step(task):
     model, _, (x, y) = task
     optimizer = Subclass(model.parameters())
     plan = squeezebox.plan(model, optimizer=optimizer, sample=(x, y), loss_fn=F.cross_entropy, budget="90%")
-    assert plan.peak.parts.state_bytes == 2 * sum(each.nbytes for each in model.parameters())
+    assert plan.peak.parts.state_bytes == sum(2 * each.nbytes + 4 for each in model.parameters())
     states = squeezebox.plan(
         model, optimizer=optimizer, sample=(x, y), loss_fn=F.cross_entropy, budget="80%", states=True
     )
@@ -543,7 +543,8 @@ def test_a_loss_with_parameters_counts_them_and_their_gradients(task):
     optimizer = torch.optim.AdamW([*model.parameters(), *loss_fn.parameters()])
     plan = squeezebox.plan(model, optimizer=optimizer, sample=sample, loss_fn=loss_fn, exact=True)
     own = sum(each.nbytes for each in model.parameters())
-    assert plan.peak.parts.state_bytes == 2 * (own + loss_fn.weight.nbytes)
+    counters = 4 * len([*model.parameters(), loss_fn.weight])
+    assert plan.peak.parts.state_bytes == 2 * (own + loss_fn.weight.nbytes) + counters
     assert plan.peak.parts.parameter_bytes >= own + 2 * loss_fn.weight.nbytes
 
 

@@ -14,7 +14,7 @@ from squeezebox.memory import CHUNK_BYTES, disk_speed, movable_weights, usual_fo
 from squeezebox.optim import PIECE_BYTES, SMALL_BYTES, WAITING_BYTES, can_be_cut, refuse_unknown, slice_bytes
 from squeezebox.planning._profiles import without
 from squeezebox.planning._state_costs import StateCost, can_be_packed, check_share
-from squeezebox.profiling import ParameterNeeds, parameter_needs, transfer_of
+from squeezebox.profiling import ParameterNeeds, parameter_needs, state_bytes, transfer_of
 from squeezebox.reports import exact_bytes
 from squeezebox.schema import (
     Action,
@@ -200,7 +200,6 @@ def with_states(
     found = _trained(seen.profile, step.model, step.optimizer, codes)
     late = clip or accumulate > 1
     rows = [each for each in found if each.has_state_row]
-    state_bytes = sum(each.state_bytes for each in found)
     own = sum(each.state_bytes for each in rows)
     profile = dataclasses.replace(
         seen.profile,
@@ -209,7 +208,7 @@ def with_states(
     )
     total = (
         sum(each.gradient_bytes for each in found) * late
-        + state_bytes
+        + sum(each.state_bytes for each in found)
         + sum(
             seen.saved_bytes[tensor.key]
             for tensor in profile.tensors
@@ -295,7 +294,7 @@ class States:
             late_values={},
             in_backward=True,
         )
-        self.nbytes = sum(each.state_bytes for each in found)
+        self.nbytes = state_bytes(step.model, step.optimizer)
         self.gradient_bytes = sum(each.gradient_bytes for each in found)
         self.taken_bytes = {named[each.name]: each.update_bytes for each in found if not each.is_small}
         self._others_bytes = self.nbytes - sum(seen.saved_bytes.values())

@@ -29,25 +29,27 @@ class _Known(NamedTuple):
     """Tensors of a parameter's size that an optimizer of torch's own keeps and takes.
 
     ``together``: where it steps all parameters together, else one by one. ``reuses``: weight decay, or the
-    negative of a gradient, goes into memory that it needs later anyway.
+    negative of a gradient, goes into memory that it needs later anyway. ``numbers``: tensors of one element
+    that it keeps for each, such as how many steps there were.
     """
 
     states: int = 0
     one_by_one: int = 0
     together: int = 0
     reuses: bool = False
+    numbers: int = 0
 
 
 _KNOWN = {
     "SGD": _Known(states=1),
-    "Adam": _Known(states=2, one_by_one=2, together=1, reuses=True),
-    "AdamW": _Known(states=2, one_by_one=2, together=1, reuses=True),
-    "NAdam": _Known(states=2, one_by_one=2, together=1),
-    "RAdam": _Known(states=2, one_by_one=2, together=1, reuses=True),
-    "Adamax": _Known(states=2, one_by_one=1, together=1, reuses=True),
-    "RMSprop": _Known(states=1, one_by_one=1, together=1),
-    "Adagrad": _Known(states=1, one_by_one=1, together=2, reuses=True),
-    "ASGD": _Known(states=1, one_by_one=3, together=3),
+    "Adam": _Known(states=2, one_by_one=2, together=1, reuses=True, numbers=1),
+    "AdamW": _Known(states=2, one_by_one=2, together=1, reuses=True, numbers=1),
+    "NAdam": _Known(states=2, one_by_one=2, together=1, numbers=2),
+    "RAdam": _Known(states=2, one_by_one=2, together=1, reuses=True, numbers=1),
+    "Adamax": _Known(states=2, one_by_one=1, together=1, reuses=True, numbers=1),
+    "RMSprop": _Known(states=1, one_by_one=1, together=1, numbers=1),
+    "Adagrad": _Known(states=1, one_by_one=1, together=2, reuses=True, numbers=1),
+    "ASGD": _Known(states=1, one_by_one=3, together=3, numbers=3),
 }
 _UNKNOWN = _Known(one_by_one=3, together=3)  # more than any of these take
 
@@ -83,6 +85,7 @@ def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None)
         total = max(total, (2 + 2 * group["history_size"]) * sum(each.nbytes for each in group["params"]))
     elif name in _KNOWN:
         total += sum(_states(name, group) * each.nbytes for group, own in missing for each in own)
+        total += sum(_KNOWN[name].numbers * _number_bytes(group) * len(own) for group, own in missing)
     else:
         total = total or _first_states(optimizer, missing)
     return total
@@ -93,6 +96,11 @@ def _kind(optimizer: torch.optim.Optimizer) -> str:
     inner = getattr(optimizer, "optimizer", optimizer)
     names = [each.__name__ for each in type(inner).__mro__]
     return next((name for name in names if name in _KNOWN), names[0])
+
+
+def _number_bytes(group: Mapping[str, Any]) -> int:
+    wide = torch.get_default_dtype() is torch.float64 and not group.get("fused")
+    return 8 if wide else 4
 
 
 def wraps_another(optimizer: torch.optim.Optimizer) -> bool:
@@ -127,7 +135,10 @@ def _first_states(
 
 
 class ParameterNeeds(NamedTuple):
-    """Bytes that one parameter's update needs: its state between steps, and what the update takes on top."""
+    """Bytes that one parameter's update needs: its state between steps, and what the update takes on top.
+
+    The state's tensors of one element are left out: they stay in memory.
+    """
 
     state_bytes: int
     update_bytes: int
