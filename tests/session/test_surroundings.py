@@ -228,6 +228,16 @@ def test_a_plan_under_autocast_is_refused_by_name():
     session.detach()
 
 
+def test_a_plan_made_under_autocast_names_it_where_it_is_off():
+    model, (x, _) = network(), sample()
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = planned(model)
+    session = squeezebox.attach(model, plan=plan)
+    with pytest.raises(squeezebox.PlanError, match="within torch.autocast, which is off now"):
+        model(x)
+    session.detach()
+
+
 def test_a_second_forward_before_a_plan_s_backward_is_refused_by_name():
     model, (x, y) = network(), sample()
     session = squeezebox.attach(model, plan=planned(model))

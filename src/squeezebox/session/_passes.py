@@ -86,9 +86,9 @@ class Passes:
                 "backward after each, or attach without a plan (noise= or exact=True)"
             )
         return (
-            "it was made for another model, smaller inputs, or in model.eval(); make a new one with "
-            "squeezebox.plan() on the largest inputs, after model.train(), or attach with "
-            "on_mismatch='replan', sample= and loss_fn=, where it is without states=True"
+            "it was made for another model, smaller inputs, in model.eval(), or within torch.autocast, which "
+            "is off now; make a new one with squeezebox.plan() on the largest inputs, after model.train(), "
+            "or attach with on_mismatch='replan', sample= and loss_fn=, where it is without states=True"
         )
 
     def why_no_plan(self, inputs: Any, *, is_open: bool) -> str:
