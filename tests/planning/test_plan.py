@@ -600,6 +600,24 @@ def test_a_hook_that_may_update_a_parameter_is_refused_before_any_step(task):
     handle.remove()
 
 
+def test_a_session_whose_hooks_those_are_is_named():
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    options = {
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "sample": (torch.randn(16, 64), torch.randint(10, (16,))),
+        "loss_fn": F.cross_entropy,
+        "exact": True,
+        "states": True,
+    }
+    plan = squeezebox.plan(model, **options)
+    session = squeezebox.attach(model, optimizer=options["optimizer"], plan=plan)
+    with pytest.raises(
+        squeezebox.AttachError, match=r"attached already. Call detach\(\) on its session first"
+    ):
+        squeezebox.plan(model, **options)
+    session.detach()
+
+
 def test_generators_of_the_models_own_are_where_they_were(task):
     class Noisy(nn.Module):
         def __init__(self):

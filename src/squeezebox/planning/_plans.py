@@ -64,7 +64,7 @@ from squeezebox.schema import (
     StepCurve,
     StepProfile,
 )
-from squeezebox.session import profile_with_places
+from squeezebox.session import check_alone, profile_with_places
 from squeezebox.steps import LossFunction, Progress, TrainingStep, batch_of, check_sample, device_of
 
 _REWRITES_SECONDS, _REWRITES_STEPS = 5.0, 20  # for a refusal to look for them: the longer of these
@@ -300,6 +300,7 @@ def plannable(model: torch.nn.Module, noise: float | None, exact: bool) -> float
         )
     hooked = [name for name, each in model.named_parameters() if each._post_accumulate_grad_hooks]
     if hooked:
+        check_alone(model)  # whose hooks they may be
         raise OptionError(
             f"'{hooked[0]}' has a hook for its accumulated gradient, which may update it, and planning takes "
             "steps on the sample. Plan before such hooks are registered."

@@ -17,6 +17,7 @@ __all__ = [
     "Session",
     "attached",
     "begin",
+    "check_alone",
     "codec_of",
     "plan_with_places",
     "profile_with_places",
@@ -28,13 +29,14 @@ if TYPE_CHECKING:
     from squeezebox.session._engine import Engine, attached
     from squeezebox.session._offload import codec_of, plan_with_places, profile_with_places
     from squeezebox.session._policy import Replanning, shapes_of
-    from squeezebox.session._session import Session, begin
+    from squeezebox.session._session import Session, begin, check_alone
 else:  # hidden from type checkers, who would take any name for an attribute
     __getattr__ = door(
         __name__,
         {
             "Balanced": "_balanced",
             "begin": "_session",
+            "check_alone": "_session",
             "Engine": "_engine",
             "attached": "_engine",
             "codec_of": "_offload",

@@ -54,12 +54,7 @@ def begin(
     ``waits``: steps wait until kernels are compiled, where they are not; else their tensors are held exactly
     until then.
     """
-    if model in attached:
-        raise AttachError(
-            f"{type(model).__name__} is attached already. Call detach() on its session first, or go on "
-            "with that one."
-        )
-    _check_alone(model)
+    check_alone(model)
     check_supported(model)
     if (device := device_of(model)).type not in ("cpu", "cuda"):
         raise UnsupportedModelError(
@@ -93,8 +88,13 @@ def begin(
     return engine
 
 
-def _check_alone(model: torch.nn.Module) -> None:
-    """Two sessions never see one forward: the inner one would capture nothing."""
+def check_alone(model: torch.nn.Module) -> None:
+    """AttachError where a session sees its forward: of two, the inner one would capture nothing."""
+    if model in attached:
+        raise AttachError(
+            f"{type(model).__name__} is attached already. Call detach() on its session first, or go on "
+            "with that one."
+        )
     parts = set(model.modules())
     for other in attached:
         if other in parts or model in set(other.modules()):
