@@ -252,6 +252,23 @@ def test_attach_wants_the_plan_s_optimizer_and_parameters():
     squeezebox.attach(model, optimizer=optimizer, plan=plan).detach()
 
 
+def test_attach_refuses_more_state_than_the_budget_has_room_for():
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+    sample, given = (torch.randn(16, 64), torch.randn(16, 64)), {"loss_fn": F.mse_loss, "exact": True}
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = squeezebox.plan(model, sample=sample, optimizer=optimizer, states=True, offload=False, **given)
+    plan = dataclasses.replace(plan, budget_bytes=plan.predicted_peak_bytes)
+    with pytest.raises(OptionError, match="of optimizer state and AdamW takes .* Make the plan with this"):
+        squeezebox.attach(model, optimizer=torch.optim.AdamW(model.parameters(), amsgrad=True), plan=plan)
+    session = squeezebox.attach(model, optimizer=optimizer, plan=plan)
+    F.mse_loss(model(sample[0]), sample[1]).backward()
+    optimizer.step()
+    session.detach()
+    held = nbytes_of([*persistent(model, optimizer)]) - nbytes_of([*persistent(model, None)])
+    assert plan.peak.parts.state_bytes == plan.optimizer.state_bytes == held
+    squeezebox.attach(model, optimizer=optimizer, plan=plan).detach()
+
+
 def test_a_refused_budget_names_what_states_would_reach():
     model, optimizer, sample = task()
     with pytest.raises(BudgetError, match=r"states=True"):

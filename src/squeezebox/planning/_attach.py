@@ -282,11 +282,15 @@ def _check_state_fits(
     plan: StepPlan | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> None:
     """Refuse an optimizer whose state is more than the plan counts, and more than its budget has room for."""
-    if plan is None or plan.budget_bytes is None or plan.peak is None or plan.optimizer is not None:
+    if plan is None or plan.budget_bytes is None or plan.peak is None:
         return
-    planned, found = plan.peak.parts.state_bytes, 0
+    planned, found, own = plan.peak.parts.state_bytes, 0, plan.optimizer
+    if own is not None and own.name != type(optimizer).__name__:
+        return  # which is refused in any case
     with contextlib.suppress(OptionError):  # one that has to step before that is known
         found = state_bytes(model, optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
+    if own is not None and own.state_bytes:
+        found = planned * found // own.state_bytes  # the rest is elsewhere
     peak = plan.predicted_peak_bytes + found - planned
     if found > (1 + _SPARE) * planned and peak > plan.budget_bytes:
         raise OptionError(

@@ -247,7 +247,7 @@ def optimizer_plan(
         split=tuple(each.name for each in found if each.rest_bytes),
         packed={states[key].name: _BITS[option.codec] for key, option in packed.items()},
         gradients=tuple(each.name for key, each in gradients.items() if key in moved),
-        state_bytes=sum(each.state_bytes for each in found),
+        state_bytes=state_bytes(model, optimizer) + sum(each.rest_bytes for each in found),
         gradient_bytes=sum(each.gradient_bytes for each in found),
         moved_bytes=sum(seen.saved_bytes[key] for key in own if key in moved),
         packed_bytes=sum(option.held_bytes - states[key].rest_bytes for key, option in packed.items()),
