@@ -131,6 +131,26 @@ def test_memory_that_not_even_a_profile_fits_is_refused_before_anything_is_run(m
         squeezebox.find_batch(costly(), batch(64), loss_fn=F.cross_entropy, memory=300_000, noise=1e-3)
 
 
+@pytest.mark.parametrize("noise", [None, 1e-3])
+def test_gradients_and_optimizer_state_are_not_taken_for_more_than_they_are(noise):
+    layers = [each for _ in range(8) for each in (torch.nn.Linear(256, 256), torch.nn.GELU())]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(256, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sample = torch.randn(4, 256), torch.arange(4)
+    options = {"loss_fn": F.cross_entropy, "optimizer": optimizer}
+    peak = squeezebox.estimate(model, sample=sample, **options).peak_bytes
+    found = squeezebox.find_batch(
+        model,
+        sample,
+        memory=int((1.07 if noise is None else 1.3) * peak),
+        reserve=0,
+        noise=noise,
+        exact=noise is None,
+        **options,
+    )
+    assert found.probes[0] == 4 and found.measured_peak_bytes <= found.memory_bytes
+
+
 def test_tensors_that_are_small_in_the_probes_and_not_in_the_answer_are_planned():
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1))
     model = torch.nn.Sequential(model, torch.nn.Flatten(), torch.nn.Linear(8, 10))

@@ -13,7 +13,7 @@ import torch
 from squeezebox import planner
 from squeezebox.memory import free_bytes, require_imports, within_room
 from squeezebox.planning._choices import fits, measured_at_load
-from squeezebox.planning._estimate import estimate
+from squeezebox.planning._estimate import simulated
 from squeezebox.planning._kinds import check_kinds
 from squeezebox.planning._max_batch import Batches
 from squeezebox.planning._plans import plain_peak, plannable, size_named
@@ -23,6 +23,7 @@ from squeezebox.reports import FoundBatch, StepPlan, exact_bytes
 from squeezebox.schema import (
     Budget,
     BudgetError,
+    Kind,
     OptionError,
     PlanError,
     StepProfile,
@@ -42,7 +43,8 @@ from squeezebox.steps import (
 )
 
 _SAFE = 0.8  # of the budget: what a probe may take by a prediction that is not exact
-_LOSSY = 3.0  # of a step with statistics, at most: what it takes beyond its beginnings over a plain step's
+_LOSSY = 3.0  # of a step with statistics, at most: its saved tensors and temporaries over a plain step's
+_VAGUE = (Kind.SAVED, Kind.PACKED, Kind.TEMPORARY)
 _UNKNOWN_BATCH = 2  # of the first probe, where fake tensors cannot run the model
 
 
@@ -320,8 +322,11 @@ def _first(step: TrainingStep, limit: int, load: str) -> int:
 
 
 def _predicted(step: TrainingStep, load: str) -> int:
-    """What a profile of the step's sample may hold, by a plain step on fake tensors."""
-    found = estimate(
+    """What a profile of the step's sample may hold, by a plain step on fake tensors.
+
+    Known exactly is what lasts, and gradients, of which a profile may compute one a second time.
+    """
+    found, _ = simulated(
         step.model,
         sample=step.sample,
         loss_fn=step.loss_fn,
@@ -329,8 +334,13 @@ def _predicted(step: TrainingStep, load: str) -> int:
         run=False,
         load=load,
     )
-    held = found.parameter_bytes + found.buffer_bytes + found.optimizer_bytes + found.input_bytes
-    return held + math.ceil((_LOSSY if step.noise else 1.0 / _SAFE) * (found.peak_bytes - held))
+    more = _LOSSY if step.noise else 1.0 / _SAFE
+    storages = tuple(
+        replace(each, nbytes=math.ceil(more * each.nbytes)) if each.kind in _VAGUE else each
+        for each in found.trace.storages
+    )
+    gradient = max((each.nbytes for each in storages if each.kind is Kind.GRADIENT), default=0)
+    return replace(found.trace, storages=storages).peak().nbytes + math.ceil((more - 1.0) * gradient)
 
 
 def _microbatches(effective: int, batch: int) -> tuple[int, ...]:
