@@ -4,7 +4,8 @@ Goes in: nothing. Comes out: benchmarks/reports/pipeline_faults-<date>.json and 
 
 One of some gloo processes gets SIGKILL or SIGSTOP, or no room for a file: as the runner connects, in a
 step, or while it saves. Each of the others notes when its error comes, on the same clock. Steps are also
-those of zero-bubble schedules, and of 2BW in which the rank is one of a stage's two replicas.
+those of zero-bubble schedules, and of 2BW in which the rank is one of a stage's two replicas. Rank 0 has
+the store.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ from squeezebox.schema import InputForm, PipelineError, PipelinePlan
 
 SIGNALS = ("SIGKILL", "SIGSTOP")
 CASES = [
-    ("start", "SIGKILL", "1f1b"),
-    ("start", "SIGSTOP", "1f1b"),
-    *(("step", what, schedule) for schedule in ("1f1b", "zb-v", "zb-h2", "2bw") for what in SIGNALS),
-    ("save", "SIGKILL", "1f1b"),
-    ("save", "SIGSTOP", "1f1b"),
-    ("save", "full disk", "1f1b"),
+    ("start", "SIGKILL", "1f1b", 1),
+    ("start", "SIGSTOP", "1f1b", 1),
+    *(("step", what, schedule, 1) for schedule in ("1f1b", "zb-v", "zb-h2", "2bw") for what in SIGNALS),
+    ("step", "SIGSTOP", "1f1b", 0),
+    ("save", "SIGKILL", "1f1b", 1),
+    ("save", "SIGSTOP", "1f1b", 1),
+    ("save", "SIGSTOP", "1f1b", 0),
+    ("save", "full disk", "1f1b", 1),
 ]
 WIDTH = 64
 
@@ -57,17 +60,20 @@ def main() -> None:
         print(path)
 
 
-def row(when: str, what: str, schedule: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def row(when: str, what: str, schedule: str, stopped: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Seconds of all survivors in all repeats, and what the last of them said."""
     seconds, message = list[float](), ""
     for _ in range(arguments.repeats):
         with tempfile.TemporaryDirectory() as folder:
-            found = survivors(when, what, planned(schedule, arguments.ranks), arguments.patience, folder)
+            found = survivors(
+                when, what, stopped, planned(schedule, arguments.ranks), arguments.patience, folder
+            )
             happened = float(Path(folder, "happened").read_text())
         seconds += [at - happened for at, _ in found]
         message = found[-1][1].replace(folder, "checkpoints")
         print(when, what, schedule, *(f"{each:.1f}" for each in seconds), file=sys.stderr, flush=True)
-    return {"when": when, "what": what, "schedule": schedule, "seconds": sorted(seconds), "message": message}
+    case = {"when": when, "what": what, "schedule": schedule, "rank": stopped}
+    return {**case, "seconds": sorted(seconds), "message": message}
 
 
 def planned(schedule: str, ranks: int) -> PipelinePlan:
@@ -83,13 +89,13 @@ def planned(schedule: str, ranks: int) -> PipelinePlan:
 
 
 def survivors(
-    when: str, what: str, plan: PipelinePlan, patience: float, folder: str
+    when: str, what: str, stopped: int, plan: PipelinePlan, patience: float, folder: str
 ) -> list[tuple[float, str]]:
     """When each of the other ranks raised, and what."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "squeezebox.pipeline"])
     results, ended, port = context.Queue(), context.Event(), _ranks.free_port()
-    options = (plan, port, when, what, patience, folder, results, ended)
+    options = (plan, port, when, what, stopped, patience, folder, results, ended)
     processes = [context.Process(target=_play, args=(rank, *options)) for rank in range(plan.ranks)]
     for process in processes:
         process.start()
@@ -107,6 +113,7 @@ def _play(
     port: int,
     when: str,
     what: str,
+    stopped: int,
     patience: float,
     folder: str,
     results: Any,
@@ -117,8 +124,8 @@ def _play(
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=plan.ranks)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in plan.stages))
-    if rank == 1:
-        _arrange(model, when, lambda: _happen(what, Path(folder)))
+    if rank == stopped:
+        _arrange(model, when, model[stopped], lambda: _happen(what, Path(folder)))
     given = torch.zeros(plan.microbatches * plan.microbatch, WIDTH)
     try:
         runner = Runner(
@@ -139,7 +146,7 @@ def _play(
     ended.wait(10.0 * patience)  # the first rank has the store
 
 
-def _arrange(model: nn.Sequential, when: str, happen: Callable[[], None]) -> None:
+def _arrange(model: nn.Module, when: str, own: nn.Module, happen: Callable[[], None]) -> None:
     """Let it happen as this rank connects, in its sixth forward of its first stage, or as it saves."""
     calls = 0
 
@@ -153,7 +160,7 @@ def _arrange(model: nn.Sequential, when: str, happen: Callable[[], None]) -> Non
         connect = _runner.groups_of
         _runner.groups_of = lambda *given, **named: (happen(), connect(*given, **named))[1]
     elif when == "step":
-        model[1].register_forward_pre_hook(count)
+        own.register_forward_pre_hook(count)
     else:
         model.register_state_dict_pre_hook(lambda *_: happen())
 
@@ -170,13 +177,13 @@ def table(rows: list[dict[str, Any]], patience: float) -> str:
     lines = [
         f"Patience is {patience:g} s.",
         "",
-        "| when | what | schedule | seconds until the others raise, median (least..most) | what they say |",
-        "|---|---|---|---|---|",
+        "| when | what | schedule | rank | seconds to others' error, median (least..most) | what they say |",
+        "|---|---|---|---|---|---|",
     ]
     for each in rows:
         seconds = each["seconds"]
         spread = f"{seconds[len(seconds) // 2]:.1f} ({seconds[0]:.1f}..{seconds[-1]:.1f})"
-        case = " | ".join(each[name] for name in ("when", "what", "schedule"))
+        case = " | ".join(str(each[name]) for name in ("when", "what", "schedule", "rank"))
         lines.append(f"| {case} | {spread} | {each['message'].split(';')[0]} |")
     return "\n".join(lines)
 
