@@ -208,7 +208,7 @@ def test_a_refusal_names_the_mode_that_a_plan_was_made_in():
     model = nn.Sequential(nn.Linear(32, 64), nn.Dropout(), nn.Linear(64, 4)).eval()
     plan = squeezebox.plan(model, sample=(torch.randn(64, 32), None), loss_fn=lambda out, _: out.sum())
     session = squeezebox.attach(model.train(), plan=plan)
-    with pytest.raises(PlanError, match=r"or in model\.eval\(\); .* after model\.train"):
+    with pytest.raises(PlanError, match=r"in model\.eval\(\), .* after model\.train"):
         model(torch.randn(64, 32))
     session.detach()
 
