@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,11 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.distributed import HashStore, PrefixStore, TCPStore
+from torch.distributed import DistStoreError, HashStore, PrefixStore, TCPStore
 
 from squeezebox import schedules
 from squeezebox.pipeline import Runner, _runner
 from squeezebox.pipeline._health import Assembly, Health
+from squeezebox.pipeline._store import PatientStore
 from squeezebox.schema import PipelineError
 from tests.pipeline import ranks
 
@@ -266,6 +268,26 @@ def _with(rank, plan, options):
 def test_options_that_do_not_go_together(schedule, options, message):
     (found,) = ranks.run(_with, 1, ranks.plan(8, 1, schedule, 1), options)
     assert found.startswith("OptionError") and message in found, found
+
+
+@pytest.mark.slow
+def test_all_who_ask_a_silent_store_are_answered_at_once():
+    answers = threading.Event()
+    store = PatientStore(SimpleNamespace(check=lambda keys: answers.wait(60.0)), 4.0)
+
+    def ask():
+        with pytest.raises(DistStoreError):
+            store.check(["key"])
+        return time.monotonic()
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(ask)
+        time.sleep(3.0)
+        second = pool.submit(ask)
+        assert second.result() - first.result() < 2.0
+    with pytest.raises(DistStoreError, match="is silent"):
+        store.check(["key"])
+    answers.set()
 
 
 def test_what_was_gathered_leaves_the_store():

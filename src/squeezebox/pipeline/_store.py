@@ -49,7 +49,8 @@ class PatientStore:
                 oldest = self._begun[0]  # it may be another thread's
                 with contextlib.suppress(FutureTimeout):  # another class than TimeoutError in Python 3.10
                     return answer.result(oldest + self._seconds - time.monotonic())
-                self._is_silent = self._begun[0] == oldest
+                if self._begun[0] == oldest:
+                    self._is_silent = True
         finally:
             self._begun.remove(begun)
         raise dist.DistStoreError(f"the store did not answer for {self._seconds:.0f} s")
