@@ -128,9 +128,9 @@ def _totals(record: StepRecord) -> list[str]:
     if record.peak_bytes is not None:
         at = record.peak_step
         when = "" if at in (None, record.step) else f" (step {at}'s, the last that was measured)"
-        highest = record.highest_peak_bytes or 0
-        when += f", {human_bytes(highest)} the highest so far" if highest > record.peak_bytes else ""
-        lines.append(f"peak of the step: {human_bytes(record.peak_bytes)}{when}")
+        last, highest = map(human_bytes, (record.peak_bytes, record.highest_peak_bytes or record.peak_bytes))
+        when += f", {highest} the highest so far" if highest != last else ""
+        lines.append(f"peak of the step: {last}{when}")
     if record.activation_peak_bytes is not None:
         peak, floor = record.activation_peak_bytes, record.floor_bytes
         line = f"peak beyond parameters, gradients and optimizer state: {human_bytes(peak)}"
