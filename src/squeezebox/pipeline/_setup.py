@@ -17,11 +17,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import (
-    PrefixStore,
-    _set_pg_timeout,
-    default_pg_timeout,
-)
+from torch.distributed.distributed_c10d import PrefixStore, _set_pg_timeout, default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from squeezebox import schedules
